@@ -1,0 +1,94 @@
+"""Named models, the families' defaults, and the sizes that follow from other sizes.
+
+Sources: gpt3-857m is the configuration of NVIDIA's GPT example (its real size is 356 M parameters); InternLM2 from its
+published configurations; Llama 3 from "The Llama 3 Herd of Models", table 3; OPT from "OPT: Open Pre-trained
+Transformer Language Models", table 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["FAMILIES", "FOLLOWS", "PRESETS", "follow", "mlp_width"]
+
+_GPT = {"family": "gpt", "norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True}
+_EVO = {"mode": "mtp", "embedding": "hidden", "delivery": "local"}
+_LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False, "tied": False}
+_OPT = {"family": "opt", "norm": "layernorm", "activation": "relu", "positions": "learned", "bias": True, "tied": True}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt": _GPT,
+    "internlm2": {"family": "internlm2", **_LLAMA},
+    "llama": {"family": "llama", **_LLAMA},
+    "opt": _OPT,
+}
+
+
+def mlp_width(hidden: int, ratio: float, multiple_of: int) -> int:
+    """InternEvo's feed-forward width: `int(hidden * ratio)` rounded up to `multiple_of` (FeedForward)."""
+    return -(-int(hidden * ratio) // multiple_of) * multiple_of
+
+
+def _shape(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq: int) -> dict[str, int]:
+    return {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": ffn,
+        "vocab": vocab,
+        "seq": seq,
+    }
+
+
+def _internlm2(*shape: int) -> dict[str, Any]:
+    return {**FAMILIES["internlm2"], **_EVO, **_shape(*shape), "packed": True}
+
+
+def _llama(*shape: int) -> dict[str, Any]:
+    return {**FAMILIES["llama"], **_shape(*shape), "fuse_qkv": False}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny-gpt": {**_GPT, **_shape(2, 64, 8, 2, 256, 257, 32)},
+    "tiny-internlm2": _internlm2(2, 64, 8, 2, mlp_width(64, 2.6, 24), 264, 32),
+    "gpt3-857m": {**_GPT, **_shape(24, 1024, 16, 16, 4096, 50257, 2048), "batch": 4, "micro": 4},
+    "internlm2-1.8b": _internlm2(24, 2048, 16, 8, mlp_width(2048, 4.0, 256), 92544, 2048),
+    "internlm2-7b": _internlm2(32, 4096, 32, 8, mlp_width(4096, 3.5, 256), 92544, 2048),
+    "internlm2-20b": _internlm2(48, 6144, 48, 8, mlp_width(6144, 8 / 3, 256), 92544, 2048),
+    "llama3-8b": _llama(32, 4096, 32, 8, 14336, 128256, 8192),
+    "llama3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 8192),
+    "llama3-405b": _llama(126, 16384, 128, 8, 53248, 128256, 8192),
+    "opt-125m": {**_OPT, **_shape(12, 768, 12, 12, 3072, 50272, 2048)},
+}
+
+FOLLOWS: dict[str, tuple[str, ...]] = {
+    "kv_heads": ("heads",),
+    "ffn": ("hidden", "activation", "family"),
+    "wp": ("mode", "tp"),
+    "embedding": ("mode",),
+    "head": ("mode",),
+    "delivery": ("mode", "packed"),
+}
+"""Follower -> the words that move it when it is not given itself."""
+
+
+def follow(follower: str, values: dict[str, Any]) -> Any:
+    """The value a follower takes from the rest of the case."""
+    isp = values["mode"] == "isp"
+    match follower:
+        case "kv_heads":
+            return values["heads"]
+        case "ffn" if values["activation"] == "swiglu":
+            return mlp_width(values["hidden"], 8 / 3, 8)
+        case "ffn":
+            return 4 * values["hidden"]
+        case "wp":
+            return values["tp"] if isp else 1
+        case "embedding":
+            return "vocab" if values["mode"] in ("tp", "tp-sp") else "hidden"
+        case "head":
+            return "exchange" if isp else "parallel"
+        case "delivery":
+            return "tensors" if values["mode"] in ("tp", "tp-sp") and not values["packed"] else "local"
+    raise KeyError(follower)

@@ -1,0 +1,177 @@
+"""What makes a case legal: one rule a line, each with the message that a user reads when it is broken.
+
+Works on the plain values of a case, so that it knows nothing of the class. Sources: modes.md sections 3.1 and 4
+(divisibility of heads, vocabulary, sequence), Megatron-Core `TransformerConfig`, InternEvo `initialize/launch.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["MODES", "SEQUENCE_MODES", "CaseError", "check", "rank_lists", "read", "write"]
+
+MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
+SEQUENCE_MODES = ("tp-sp", "msp", "fsp", "isp")
+"""Modes whose hidden states are split along the sequence."""
+
+_WORDS: dict[str, tuple[str, ...]] = {
+    "mode": MODES,
+    "family": ("gpt", "internlm2", "opt", "llama"),
+    "positions": ("learned", "rope"),
+    "norm": ("layernorm", "rmsnorm"),
+    "activation": ("gelu", "swiglu", "relu"),
+    "delivery": ("tensors", "flat", "local"),
+    "embedding": ("vocab", "hidden"),
+    "head": ("parallel", "gather", "exchange", "local"),
+    "cross_entropy": ("unfused", "fused"),
+    "recompute": ("none", "selective", "full"),
+    "optimizer": ("sgd", "adamw"),
+    "dtype": ("float64", "float32", "bfloat16", "float16"),
+}
+_SIZES = "tp dp pp cp wp layers hidden heads kv_heads ffn vocab seq batch micro steps".split()
+
+Problem = tuple[str, str, str]
+"""Key, the rule it breaks, a legal value."""
+
+
+class CaseError(ValueError):
+    """A case that cannot be: names the key, the value, the rule and a legal value."""
+
+    def __init__(self, key: str, value: object, rule: str, legal: str) -> None:
+        super().__init__(f"{key}={value}: {rule}; legal: {legal}")
+        self.key, self.value, self.rule, self.legal = key, value, rule, legal
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """Raise CaseError for the first broken rule of these values."""
+    for rules in (_domains, _model, _mesh, _training):
+        for key, rule, legal in rules(values):
+            raise CaseError(key, write(values[key]), rule, legal)
+
+
+def _domains(v: Mapping[str, Any]) -> Iterator[Problem]:
+    for key, words in _WORDS.items():
+        if v[key] not in words:
+            yield key, "is not a known word", "|".join(words)
+    for key in _SIZES:
+        if v[key] < 1:
+            yield key, "must be at least 1", f"{key}=1"
+    if v["seed"] < 0:
+        yield "seed", "must not be negative", "seed=0"
+    if any(c.isspace() for c in v["data"]):
+        yield "data", "must be a path without spaces, so that the case stays one line of words", "data=corpus.txt"
+
+
+def _model(v: Mapping[str, Any]) -> Iterator[Problem]:
+    if v["hidden"] % v["heads"]:
+        yield "heads", f"must divide hidden={v['hidden']}", f"heads={_divisor(v['hidden'], v['heads'])}"
+    if v["heads"] % v["kv_heads"]:
+        yield "kv_heads", f"must divide heads={v['heads']}", f"kv_heads={_divisor(v['heads'], v['kv_heads'])}"
+    if v["positions"] == "rope" and v["hidden"] // v["heads"] % 2:
+        yield "positions", "rope rotates pairs, so hidden/heads must be even", "positions=learned"
+    if v["fuse_mlp"] and v["activation"] != "swiglu":
+        yield "fuse_mlp", "fuses gate and up projection, which only swiglu has", "activation=swiglu"
+    if v["packed"] and v["delivery"] != "local":
+        yield "delivery", "Megatron's broadcasts know no packs", "delivery=local"
+    if v["packed"] and v["positions"] == "learned":
+        yield "packed", "packs restart positions inside a row, which needs rotary positions", "positions=rope"
+
+
+def _mesh(v: Mapping[str, Any]) -> Iterator[Problem]:
+    mode, tp, wp = v["mode"], v["tp"], v["wp"]
+    for key in ("pp", "cp"):
+        if v[key] != 1:
+            yield key, "is not implemented yet", f"{key}=1"
+    if mode != "isp" and wp != 1:
+        yield "wp", f"splits weights in mode=isp only, not in mode={mode}", "wp=1"
+    if mode == "isp" and tp * v["dp"] % wp:
+        yield "wp", f"must divide tp*dp={tp * v['dp']}", f"wp={_divisor(tp * v['dp'], wp)}"
+    split = wp if mode == "isp" else tp
+    axis = "wp" if mode == "isp" else "tp"
+    for key in ("hidden", "ffn") if mode == "isp" else ("ffn",):
+        if v[key] % split:
+            yield key, f"must be a multiple of {axis}={split}", f"{key}={_multiple(v[key], split)}"
+    if v["family"] != "gpt" and (v["vocab"] % split or v["vocab"] % tp):
+        unit = math.lcm(split, tp)
+        yield "vocab", f"is not padded in family={v['family']}, so {unit} must divide it", f"vocab={_multiple(v['vocab'], unit)}"
+    if v["embedding"] == "hidden" and v["hidden"] % split:
+        yield "embedding", f"hidden={v['hidden']} does not split over {axis}={split}", "embedding=vocab"
+    if v["heads"] % tp:
+        yield "heads", f"must be a multiple of tp={tp}", f"heads={_multiple(v['heads'], tp)}"
+    if mode != "isp" and v["kv_heads"] % tp:
+        yield "kv_heads", f"must be a multiple of tp={tp} in mode={mode}", f"kv_heads={_multiple(v['kv_heads'], tp)}"
+    if mode == "isp" and v["kv_heads"] % tp and tp % v["kv_heads"]:
+        yield "kv_heads", f"must divide tp={tp} or be a multiple of it", f"kv_heads={tp}"
+    yield from _sequence(v)
+
+
+def _sequence(v: Mapping[str, Any]) -> Iterator[Problem]:
+    mode, tp = v["mode"], v["tp"]
+    length = v["seq"] * v["batch"] if v["packed"] else v["seq"]
+    if mode in SEQUENCE_MODES and length % tp:
+        yield "seq", f"mode={mode} splits it over tp={tp}", f"seq={_multiple(v['seq'], tp)}"
+    heads = ("exchange", "local", "gather") if mode == "isp" else ("parallel", "gather")
+    if v["head"] not in heads:
+        yield "head", f"is not a form of mode={mode}", "|".join(heads)
+    if mode in ("tp", "tp-sp") and v["embedding"] != "vocab":
+        yield "embedding", f"mode={mode} splits the vocabulary", "embedding=vocab"
+    if mode == "isp" and v["head"] == "local" and v["cross_entropy"] == "fused":
+        yield "cross_entropy", "head=local computes the loss without a collective to fuse", "cross_entropy=unfused"
+    if v["fuse_weights"] and mode != "isp":
+        yield "fuse_weights", "gathers a block's weights at once, which only mode=isp does", "mode=isp"
+
+
+def _training(v: Mapping[str, Any]) -> Iterator[Problem]:
+    if not v["lr"] > 0 or not math.isfinite(v["lr"]):
+        yield "lr", "must be a positive number", "lr=1.0"
+    if not v["clip"] >= 0:
+        yield "clip", "must be 0 (off) or a positive gradient norm", "clip=0.1"
+    if v["dropout"] != 0:
+        yield "dropout", "is not implemented yet", "dropout=0.0"
+    if not 0 <= v["label_smoothing"] < 1:
+        yield "label_smoothing", "must lie in [0, 1)", "label_smoothing=0.1"
+
+
+def _divisor(whole: int, near: int) -> int:
+    """The largest divisor of `whole` that is at most `near`."""
+    return next(d for d in range(min(near, whole), 0, -1) if whole % d == 0)
+
+
+def _multiple(size: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit
+
+
+def read(key: str, text: str, kind: type) -> int | float | bool | str:
+    """The value that `text` writes for a key of this type."""
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise CaseError(key, text, "must be true or false", f"{key}=true")
+        return text == "true"
+    if kind is str:
+        return text
+    try:
+        value: int | float = kind(text)
+    except ValueError:
+        legal = f"{key}=1" if kind is int else f"{key}=0.1"
+        raise CaseError(key, text, f"must be {'a whole' if kind is int else 'a'} number", legal) from None
+    return value
+
+
+def write(value: int | float | bool | str) -> str:
+    """The text that `read` turns into this value."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def rank_lists(sizes: Mapping[str, int]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Axis -> rank lists of its groups on a mesh whose first axis runs fastest (Megatron `RankGenerator`)."""
+    world = math.prod(sizes.values())
+    lists: dict[str, tuple[tuple[int, ...], ...]] = {}
+    stride = 1
+    for axis, size in sizes.items():
+        starts = [r for r in range(world) if r // stride % size == 0]
+        lists[axis] = tuple(tuple(start + stride * i for i in range(size)) for start in starts)
+        stride *= size
+    return lists
