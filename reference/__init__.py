@@ -1,0 +1,1 @@
+"""The truth: dense, single process, torch only."""

@@ -95,7 +95,11 @@ def _mesh(v: Mapping[str, Any]) -> Iterator[Problem]:
             yield key, f"must be a multiple of {axis}={split}", f"{key}={_multiple(v[key], split)}"
     if v["family"] != "gpt" and (v["vocab"] % split or v["vocab"] % tp):
         unit = math.lcm(split, tp)
-        yield "vocab", f"is not padded in family={v['family']}, so {unit} must divide it", f"vocab={_multiple(v['vocab'], unit)}"
+        yield (
+            "vocab",
+            f"is not padded in family={v['family']}, so {unit} must divide it",
+            f"vocab={_multiple(v['vocab'], unit)}",
+        )
     if v["embedding"] == "hidden" and v["hidden"] % split:
         yield "embedding", f"hidden={v['hidden']} does not split over {axis}={split}", "embedding=vocab"
     if v["heads"] % tp:

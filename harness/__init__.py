@@ -1,0 +1,1 @@
+"""Runs ranks, records, annotates, compares; knows no model."""

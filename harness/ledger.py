@@ -1,0 +1,104 @@
+"""The ledger: every collective call on every rank, one event a call, and the one list of columns.
+
+Units: bytes, microseconds. Payloads: all_reduce the tensor; all_gather the gathered output; reduce_scatter the full
+input; all_to_all one rank's total send; broadcast, send, recv the tensor. Wire bytes follow the ring model per rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["COLUMNS", "OPS", "PHASES", "REDUCE_OPS", "Call", "Event", "Observer", "shape_text", "wire_bytes"]
+
+PHASES = ("data", "forward", "loss", "backward", "recompute", "grad_sync", "metric", "step")
+OPS = (
+    "broadcast",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "send",
+    "recv",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+)
+REDUCE_OPS = ("sum", "avg", "max", "min", "product", "")
+_RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One collective as one rank issues it, seen by the engine's group or the interposer, before it runs.
+
+    `shape` is the payload tensor's; several tensors of a coalesced call are joined: ((4, 8), (4,)).
+    `group` holds the global ranks in group order; `group_desc` is what the user called the group ("tp", "mesh_tp").
+    `peer` is the group's root or the other end of a point-to-point call as a global rank, -1 when there is none.
+    """
+
+    op: str
+    reduce_op: str
+    group: tuple[int, ...]
+    group_desc: str
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    payload_bytes: int
+    is_async: bool
+    peer: int = -1
+
+
+class Observer(Protocol):
+    """Whoever watches the calls of the ranks: the recorder, a fault injector's log, a test."""
+
+    def issued(self, rank: int, call: Call) -> int:
+        """A rank is about to issue this call; the ticket returned comes back in `completed`."""
+        ...
+
+    def completed(self, rank: int, ticket: int) -> None:
+        """The call behind the ticket has completed on this rank (its wait returned)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One row of `ledger.csv`; the fields are the contract's columns in the contract's order."""
+
+    case: str
+    mode: str
+    world_size: int
+    rank: int
+    step: int
+    microbatch: int
+    phase: str
+    region: str
+    op: str
+    reduce_op: str
+    axis: str
+    group_size: int
+    dtype: str
+    shape: str
+    payload_bytes: int
+    wire_bytes: int
+    is_async: bool
+    call_index: int
+    start_us: float
+    duration_us: float
+    caller: str
+
+
+COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Event))
+
+
+def shape_text(shapes: tuple[tuple[int, ...], ...]) -> str:
+    """Shapes as the ledger prints them: "4x2048x1024", "4x8+4" for two coalesced tensors, "" for a scalar's ()."""
+    return "+".join("x".join(map(str, shape)) for shape in shapes)
+
+
+def wire_bytes(op: str, payload_bytes: int, group_size: int) -> int:
+    """Bytes one rank puts on the wire under the ring model; 0 in a group of one; rounded down to whole bytes."""
+    if group_size == 1:
+        return 0
+    return _RING[op] * (group_size - 1) * payload_bytes // group_size if op in _RING else payload_bytes

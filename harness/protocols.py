@@ -1,0 +1,90 @@
+"""The seams: what the harness needs of a case, a subject, a shard and an expectation. Structural, so nobody imports us.
+
+Third parties and our own `parallel` satisfy these by shape alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["CaseLike", "ShardLike", "Subject", "TermLike", "Value"]
+
+
+class CaseLike(Protocol):
+    """One experiment; `str(case)` is its one-line text, which parses back to an equal case."""
+
+    @property
+    def mode(self) -> str: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def axes(self) -> Mapping[str, tuple[tuple[int, ...], ...]]:
+        """Mesh axis -> the rank lists of its groups."""
+        ...
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def micro(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    def but(self, **words: Any) -> CaseLike:
+        """This case with some words changed."""
+        ...
+
+
+class ShardLike(Protocol):
+    """One rank's block of a full tensor: `full[offsets : offsets + local.shape] == local`."""
+
+    @property
+    def local(self) -> Tensor: ...
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+    @property
+    def global_shape(self) -> tuple[int, ...]: ...
+
+
+Value = Tensor | ShardLike | Iterable[ShardLike]
+"""What a subject returns under one name: a full tensor, one shard, several shards (a fused weight), or a DTensor."""
+
+
+class TermLike(Protocol):
+    """One line of a closed form: `calls` equal events that every rank must issue over the whole run."""
+
+    @property
+    def phase(self) -> str: ...
+    @property
+    def region(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def reduce_op(self) -> str: ...
+    @property
+    def axis(self) -> str: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def calls(self) -> int: ...
+
+
+class Subject(Protocol):
+    """The implementation under test, called on every rank with torch.distributed initialised.
+
+    Optional attributes, looked up with getattr:
+        modes        tuple of mode names it claims; other cases are skipped with that reason
+        refuses      case -> reason why this case is not supported, "" when it is
+        expected     case -> iterable of terms (the closed form), or None
+        activations  (case, rank, module, local tensor) -> shard of `act/<module>`, or None when it is not comparable
+    """
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]: ...

@@ -1,0 +1,1 @@
+"""Independent ways to see the same events."""

@@ -1,0 +1,1 @@
+"""The implementation under test: one mode, one file, one table; no instrumentation inside."""

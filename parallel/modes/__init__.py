@@ -1,0 +1,1 @@
+"""One mode, one file: its table, its choices, its closed form."""

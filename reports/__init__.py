@@ -1,0 +1,1 @@
+"""Run folders told as frames, tables, plots and pages; the command line."""

@@ -1,0 +1,1 @@
+"""The claims: property-based suites, a pytest plugin, mutants, benchmarks."""

@@ -1,0 +1,1 @@
+"""Bugs planted from outside in our own implementation."""

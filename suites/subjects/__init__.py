@@ -1,0 +1,1 @@
+"""Implementations that the suites and the README point at."""
