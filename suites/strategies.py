@@ -1,0 +1,109 @@
+"""Hypothesis strategies that draw only valid, non-degenerate cases.
+
+Non-degenerate by construction (bugs.md, section 3): axes of unequal size, odd factors, several micro-batches and steps,
+batch > 1, grouped heads, biases and norm weights away from their defaults (the reference draws them so), uneven masks.
+Every draw is made in the driver, never inside a rank. Simple values come first, so that failures shrink to small cases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from reference.case import Case
+from reference.rules import SEQUENCE_MODES
+
+__all__ = ["WORLDS", "cases", "meshes"]
+
+WORLDS = (2, 3, 4, 6)
+"""World sizes that a suite draws from unless `--worlds` says otherwise."""
+
+_INTERNEVO = ("mtp", "msp", "fsp", "isp")
+
+
+def meshes(worlds: Sequence[int] = WORLDS) -> list[tuple[int, int]]:
+    """(tp, dp) of every mesh with tp > 1 whose world is allowed; two axes are never equal, so no group can stand in."""
+    return [
+        (tp, world // tp)
+        for world in sorted(worlds)
+        for tp in range(2, world + 1)
+        if world % tp == 0 and tp * tp != world
+    ]
+
+
+@st.composite
+def cases(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **fixed: Any) -> Case:
+    """A valid case of this mode; `fixed` words override what would be drawn."""
+    tp, dp = draw(st.sampled_from(meshes(worlds)), label="tp, dp")
+    family = draw(st.sampled_from(("gpt", "internlm2")), label="family")
+    words: dict[str, Any] = {"mode": mode, "tp": tp, "dp": dp, "family": family}
+    words |= draw(_shape(mode, tp, dp, family), label="shape")
+    words |= draw(_talk(mode, family), label="talk")
+    words |= {
+        "micro": draw(st.integers(2, 3), label="micro"),
+        "steps": draw(st.integers(2, 3), label="steps"),
+        "label_smoothing": draw(st.sampled_from((0.0, 0.1)), label="label_smoothing"),
+        "lr": 0.1,
+        "seed": draw(st.integers(0, 2**31 - 1), label="seed"),
+    }
+    return Case.of(**{**words, **fixed})
+
+
+@st.composite
+def _shape(draw: st.DrawFn, /, mode: str, tp: int, dp: int, family: str) -> dict[str, Any]:
+    """Sizes of the model and of the batch that split over this mesh."""
+    words: dict[str, Any] = {}
+    split = tp
+    if mode == "isp":
+        words["wp"] = draw(st.sampled_from([w for w in (2, 3, 4, 6) if tp * dp % w == 0]), label="wp")
+        split = math.lcm(tp, words["wp"])
+    groups_per_rank, queries = draw(st.integers(1, 2)), draw(st.sampled_from((1, 3, 2)))
+    kv_heads = tp * groups_per_rank
+    if mode == "isp" and draw(st.booleans(), label="fewer kv heads than ranks"):
+        kv_heads, queries = 1, tp * queries
+    head_dim = draw(st.sampled_from((2, 6, 4)))
+    if kv_heads * queries * head_dim % split:
+        head_dim *= split
+    words |= {"heads": kv_heads * queries, "kv_heads": kv_heads, "hidden": kv_heads * queries * head_dim}
+    words["ffn"] = split * draw(st.sampled_from((3, 5, 8)))
+    words["vocab"] = split * draw(st.sampled_from((67, 131))) + (draw(st.integers(0, 2)) if family == "gpt" else 0)
+    words["layers"] = draw(st.integers(1, 3), label="layers")
+    words["seq"] = draw(st.sampled_from((5, 7, 4))) * (tp if mode in SEQUENCE_MODES else 1)
+    words["batch"] = draw(st.integers(2, 3))
+    return words
+
+
+@st.composite
+def _talk(draw: st.DrawFn, /, mode: str, family: str) -> dict[str, Any]:
+    """Choices that change which collectives a mode issues."""
+    packed = family == "internlm2" and draw(st.booleans(), label="packed")
+    rope = packed or draw(st.booleans(), label="rope")
+    words: dict[str, Any] = {
+        "packed": packed,
+        "positions": "rope" if rope else "learned",
+        "norm": draw(st.sampled_from(("layernorm", "rmsnorm"))),
+        "activation": draw(st.sampled_from(("gelu", "swiglu", "relu"))),
+        "bias": draw(st.booleans(), label="bias"),
+        "tied": draw(st.booleans(), label="tied"),
+        "qk_norm": draw(st.booleans(), label="qk_norm"),
+        "fuse_qkv": draw(st.booleans(), label="fuse_qkv"),
+        "overlap": draw(st.booleans(), label="overlap"),
+        "recompute": draw(st.sampled_from(("none", "full", "selective"))),
+        "cross_entropy": draw(st.sampled_from(("unfused", "fused"))),
+    }
+    words["fuse_mlp"] = words["activation"] == "swiglu" and draw(st.booleans(), label="fuse_mlp")
+    if mode in _INTERNEVO:
+        words["embedding"] = draw(st.sampled_from(("hidden", "vocab")))
+        words["metric"] = draw(st.booleans(), label="metric")
+    elif not packed:
+        words["delivery"] = draw(st.sampled_from(("tensors", "flat", "local")))
+        words["attention_mask"] = draw(st.booleans(), label="attention_mask")
+    if mode == "isp":
+        words["head"] = draw(st.sampled_from(("exchange", "local", "gather")))
+        words["fuse_weights"] = draw(st.booleans(), label="fuse_weights")
+        if words["head"] == "local":
+            words["cross_entropy"] = "unfused"
+    return words
