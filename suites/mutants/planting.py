@@ -1,0 +1,91 @@
+"""Plants a bug from outside: our implementation is imported anew with one source file changed, beside the right one.
+
+The product's code holds no switches. `planted` gives the subject of a second copy of the packages whose file was
+changed; the running process gets its own modules back before it returns, so right and wrong live side by side.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["planted", "replaced", "source_of"]
+
+
+def source_of(module: str) -> str:
+    """The source text of one of our modules, read without importing it."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"module={module}: has no source; legal: parallel.linear")
+    return Path(spec.origin).read_text()
+
+
+def replaced(module: str, old: str, new: str) -> dict[str, str]:
+    """The changed source of a module in which the one occurrence of `old` reads `new`."""
+    text = source_of(module)
+    if text.count(old) != 1:
+        raise ValueError(f"{module}: the text to change occurs {text.count(old)} times, must be once: {old!r}")
+    return {module: text.replace(old, new)}
+
+
+class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the changed modules before the ordinary finders do, and executes their changed text."""
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self.sources = sources
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self.sources:
+            return None
+        ordinary = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if ordinary is None or ordinary.origin is None:
+            return None
+        return importlib.util.spec_from_file_location(fullname, ordinary.origin, loader=self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        code = compile(self.sources[module.__name__], str(module.__file__), "exec")
+        exec(code, module.__dict__)  # the planted text of our own source
+
+
+@contextmanager
+def _second_copy(packages: Sequence[str]) -> Iterator[None]:
+    """Inside, the packages import anew; afterwards the first copies are back."""
+
+    def ours(name: str) -> bool:
+        return name.split(".", maxsplit=1)[0] in packages
+
+    first = {name: sys.modules.pop(name) for name in list(sys.modules) if ours(name)}
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if ours(name)]:
+            del sys.modules[name]
+        sys.modules.update(first)
+
+
+def planted(sources: Mapping[str, str], subject: str = "parallel.subject:subject") -> Callable[..., Any]:
+    """The subject as it is when these modules have these sources.
+
+    Only the packages that hold a changed module, and the subject's own, are imported anew.
+    """
+    module, _, name = subject.partition(":")
+    packages = sorted({changed.split(".")[0] for changed in sources} | {module.split(".")[0]})
+    finder = _Changed(sources)
+    with _second_copy(packages):
+        sys.meta_path.insert(0, finder)
+        try:
+            copy = importlib.import_module(module)
+        finally:
+            sys.meta_path.remove(finder)
+    built: Callable[..., Any] = getattr(copy, name)
+    return built
