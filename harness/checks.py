@@ -1,0 +1,44 @@
+"""All checks of a case, in one table, and the one way to ask them.
+
+A check is a pure function of the evidence; None means that there is nothing to ask (the subject returned nothing of the
+kind), and then no verdict is claimed. An exception inside a check is `unknown` with its text, never a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from harness.evidence import UNKNOWN, Evidence, Finding
+from harness.exact_checks import determinism, layout, parallelism, recording, replicas
+from harness.ledger_checks import ledger
+from harness.numeric_checks import NUMERIC_KINDS, coverage, numeric
+
+__all__ = ["CHECKS", "Check", "examine"]
+
+Check = Callable[[Evidence], Finding | None]
+
+CHECKS: Mapping[str, Check] = {
+    "coverage": coverage,
+    "merge": layout,
+    "replicas": replicas,
+    **{name: numeric(name) for name in NUMERIC_KINDS},
+    "ledger": ledger,
+    "parallelism": parallelism,
+    "determinism": determinism,
+    "recording": recording,
+}
+"""Name -> check. Layouts come before numbers, numbers in the order in which training computes them."""
+
+
+def examine(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict[str, Finding]:
+    """The findings of every check that had something to ask, by its name."""
+    findings: dict[str, Finding] = {}
+    for name, check in checks.items():
+        try:
+            finding = check(evidence)
+        except Exception as problem:  # a broken check must not hide the others, and is no verdict on the subject
+            text = f"the check itself failed: {type(problem).__name__}: {problem}"
+            finding = Finding(verdict=UNKNOWN, message=text, unchecked=(f"everything that {name} looks at",))
+        if finding is not None:
+            findings[name] = finding
+    return findings

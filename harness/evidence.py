@@ -1,0 +1,99 @@
+"""Evidence and verdicts: what checks look at, and what they answer.
+
+A check is a pure function from `Evidence` to a `Finding`; `Verdict` is the finding of one check on one case, ready to
+be stored. Errors are ratios, `epsilons` count them in the machine epsilon of the case's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from harness.ledger import Event
+from harness.merging import Merged, Outcomes
+from harness.protocols import CaseLike, TermLike
+from harness.tolerance import Measured
+
+__all__ = ["FAIL", "PASS", "SKIP", "UNKNOWN", "Evidence", "Finding", "Verdict", "Worst", "split_axes"]
+
+PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
+"""`skip` is the word of a case that the subject does not claim; no check ever answers it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that is known of one case after its runs.
+
+    outcomes     by rank, what the subject returned in the recorded run
+    captured     by rank, activations and their gradients that were captured from outside; empty when none were
+    merged       the full tensors and flaws of both, held against the truth's shapes
+    truth        name -> full tensor of the dense model
+    control      the same from the control run in the run dtype; empty for float64
+    events       the ledger of the recorded run, all ranks
+    expectation  the closed form, None when the subject has none
+    repeats      outcomes of further runs that nothing recorded
+    """
+
+    case: CaseLike
+    outcomes: Outcomes
+    captured: Outcomes
+    merged: Merged
+    truth: Mapping[str, Tensor]
+    control: Mapping[str, Tensor]
+    events: tuple[Event, ...]
+    expectation: tuple[TermLike, ...] | None
+    repeats: tuple[Outcomes, ...]
+
+    @property
+    def returned(self) -> frozenset[str]:
+        """Every name that any rank returned or from which it was captured."""
+        return frozenset(name for outcomes in (self.outcomes, self.captured) for by in outcomes for name in by)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worst:
+    """The tensor (or event) that came closest to its limit or went furthest beyond it."""
+
+    name: str
+    error: float
+    allowed: float
+    epsilons: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one check found: the answer, one line of words, and what it could not look at.
+
+    `wrong` are the tensors beyond their limit; `where` says phase and module when the check knows them (ledger checks);
+    `ranks` are the ranks that are wrong, empty when it is all of them or unknown.
+    """
+
+    verdict: str
+    message: str
+    worst: Worst | None = None
+    unchecked: tuple[str, ...] = ()
+    wrong: tuple[Measured, ...] = ()
+    names: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    phase: str = ""
+    region: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One check on one case, as `verdicts.jsonl` stores it; a failure's message has the six lines."""
+
+    case: str
+    check: str
+    verdict: str
+    worst: Worst | None
+    message: str
+    unchecked: tuple[str, ...] = ()
+
+
+def split_axes(case: CaseLike) -> dict[str, int]:
+    """Axes of the case's mesh that really split something: name -> size above 1."""
+    sizes = {axis: max((len(ranks) for ranks in lists), default=1) for axis, lists in case.axes.items()}
+    return {axis: size for axis, size in sizes.items() if size > 1}

@@ -1,0 +1,142 @@
+"""Checks that compare bits and layouts: merging, replicas, determinism, recording, and that parallelism happened.
+
+No tolerance anywhere: layouts are exact, replicas and repeated runs must agree in every bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from harness.evidence import FAIL, PASS, Evidence, Finding, split_axes
+from harness.merging import Flaw, Outcomes, differing, same_bits
+from harness.outcome import Block
+
+__all__ = ["determinism", "layout", "parallelism", "recording", "replicas"]
+
+WEIGHT_AXES = ("tp", "wp")
+"""Axes over which every mode splits weights: some parameter must be smaller on a rank than in full."""
+
+
+def layout(evidence: Evidence) -> Finding | None:
+    """Whether the blocks of every name make one full tensor of the truth's shape: nothing missing, nothing twice."""
+    return _flaws(
+        evidence, [flaw for flaw in evidence.merged.flaws if flaw.kind != "replica conflict"], "tensors merge"
+    )
+
+
+def replicas(evidence: Evidence) -> Finding | None:
+    """Whether everything that several ranks hold is the same on all of them, bit for bit."""
+    conflicts = [flaw for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"]
+    return _flaws(evidence, conflicts, "tensors have equal replicas")
+
+
+def _flaws(evidence: Evidence, flaws: list[Flaw], praise: str) -> Finding | None:
+    names = evidence.returned
+    if not names:
+        return None
+    other = tuple(flaw.name for flaw in evidence.merged.flaws if flaw not in flaws)
+    if not flaws:
+        return Finding(verdict=PASS, message=f"{len(names) - len(other)} {praise}", unchecked=other)
+    first = flaws[0]
+    return Finding(
+        verdict=FAIL,
+        message=f"{first.name} has a flaw, {first.kind}: {first.message}",
+        unchecked=other,
+        names=tuple(flaw.name for flaw in flaws),
+        ranks=first.ranks,
+    )
+
+
+def determinism(evidence: Evidence) -> Finding | None:
+    """Whether two runs of the case give the same bits on every rank.
+
+    When the recorded run differs from an unrecorded one, two unrecorded runs decide between this check and `recording`.
+    """
+    return _repeated(evidence, blame_recording=False, praise="runs agree in every bit")
+
+
+def recording(evidence: Evidence) -> Finding | None:
+    """Whether the recorded run gives the same bits as one that nobody watches."""
+    return _repeated(evidence, blame_recording=True, praise="recording changes no bit")
+
+
+def _repeated(evidence: Evidence, *, blame_recording: bool, praise: str) -> Finding | None:
+    if not evidence.repeats:
+        return None
+    plain, *again = evidence.repeats
+    difference = _first_difference(evidence.outcomes, plain)
+    steady = bool(again) and all(_first_difference(plain, other) is None for other in again)
+    if difference is None or steady != blame_recording:
+        return Finding(verdict=PASS, message=f"{1 + len(evidence.repeats)} runs: {praise}")
+    name, rank, how = difference
+    who = "the recorded run and an unrecorded one" if blame_recording else "two runs of the same case"
+    message = f"{name} on rank {rank} differs between {who}: {how}"
+    return Finding(verdict=FAIL, message=message, names=(name,), ranks=(rank,))
+
+
+def _first_difference(first: Outcomes, second: Outcomes) -> tuple[str, int, str] | None:
+    """Name, rank and words of the first value that two runs do not share."""
+    for rank, (mine, theirs) in enumerate(zip(first, second, strict=True)):
+        for name in dict.fromkeys([*mine, *theirs]):
+            if name not in mine or name not in theirs:
+                return name, rank, "only one of the runs returned it"
+            for a, b in _pairs(mine[name], theirs[name]):
+                if a is None or b is None or a.offsets != b.offsets:
+                    return name, rank, "its blocks lie in other places"
+                if not same_bits(a.local, b.local):
+                    return name, rank, differing(a.local, b.local)
+    return None
+
+
+def _pairs(mine: Sequence[Block], theirs: Sequence[Block]) -> Iterator[tuple[Block | None, Block | None]]:
+    for i in range(max(len(mine), len(theirs))):
+        yield (mine[i] if i < len(mine) else None), (theirs[i] if i < len(theirs) else None)
+
+
+def parallelism(evidence: Evidence) -> Finding | None:
+    """Whether the case really ran in parallel: every rank talked, and ranks hold less than the full tensors.
+
+    Guards against a split that splits nothing: every number is right then, and nothing is parallel (ColossalAI #5903).
+    """
+    split = split_axes(evidence.case)
+    if not split:
+        return None
+    talked = {event.rank for event in evidence.events if event.group_size > 1 and event.op != "barrier"}
+    silent = tuple(rank for rank in range(len(evidence.outcomes)) if rank not in talked)
+    silence_expected = evidence.expectation is not None and not any(t.group_size > 1 for t in evidence.expectation)
+    if silent and not silence_expected:
+        whom = "no rank" if not talked else f"not rank {', '.join(map(str, silent))}"
+        message = f"{whom} sent or received anything in a mesh of " + _mesh(split)
+        return Finding(verdict=FAIL, message=message, ranks=silent if talked else ())
+    sharded = _sharded(evidence.outcomes)
+    whole = f"{len(talked)} of {len(evidence.outcomes)} ranks talk over " + _mesh(split)
+    if not any(axis in split for axis in WEIGHT_AXES) or not sharded:
+        return Finding(verdict=PASS, message=whole, unchecked=("local shapes: every tensor was returned in full",))
+    if not any(sharded.values()):
+        message = f"every rank holds the full tensor of all {len(sharded)} shards in a mesh of " + _mesh(split)
+        return Finding(verdict=FAIL, message=message, names=tuple(sharded))
+    smaller = sum(sharded.values())
+    return Finding(verdict=PASS, message=f"{whole}; {smaller} of {len(sharded)} sharded tensors are smaller on a rank")
+
+
+def _sharded(outcomes: Outcomes) -> dict[str, bool]:
+    """Names returned as shards -> whether every rank holds less than the full tensor."""
+    smaller: dict[str, bool] = {}
+    for outcome in outcomes:
+        for name, parts in outcome.items():
+            if parts and not all(part.whole for part in parts):
+                held = sum(part.local.numel() for part in parts)
+                less = held < _numel(parts[0].global_shape)
+                smaller[name] = smaller.get(name, True) and less
+    return smaller
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _mesh(split: dict[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in split.items())

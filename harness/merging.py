@@ -1,0 +1,226 @@
+"""Merging: the blocks of all ranks put together into full tensors, and what is wrong with the layout said first.
+
+Runs outside the ranks, so it adds no communication. A name whose blocks are flawed has no merged tensor: no number of
+it is compared, and the verdicts say so. Shapes count elements. Source of the three verdicts: TTrace (overlap,
+omission, replica conflict before any numeric comparison).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.outcome import Block
+
+__all__ = ["FLAWS", "Flaw", "Merged", "Outcomes", "against", "differing", "merge", "same_bits"]
+
+FLAWS = ("missing", "shape", "dtype", "overlap", "omission", "replica conflict")
+
+Outcomes = Sequence[Mapping[str, Sequence[Block]]]
+"""By rank: name -> blocks."""
+
+Placed = list[tuple[int, Block]]
+"""(rank, block) of every rank that returned something under one name."""
+
+_REDUCE = {
+    "sum": torch.Tensor.add,
+    "avg": torch.Tensor.add,
+    "product": torch.Tensor.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flaw:
+    """Why the blocks of a name do not make one full tensor; `ranks` are those to look at."""
+
+    name: str
+    kind: str
+    message: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """The full tensors of all names without a flaw, and the flaws of the others."""
+
+    tensors: Mapping[str, Tensor]
+    flaws: tuple[Flaw, ...]
+
+
+def against(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
+    """The merged tensors that have the truth's shape and kind of number; the others become flaws."""
+    flaws = list(merged.flaws)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in merged.tensors.items():
+        true = truth.get(name)
+        if true is not None and tensor.shape != true.shape:
+            what = f"the full shape is {tuple(tensor.shape)}, that of the dense model {tuple(true.shape)}"
+            flaws.append(Flaw(name=name, kind="shape", message=what, ranks=()))
+        elif true is not None and tensor.is_floating_point() != true.is_floating_point():
+            what = f"the dtype is {_word(tensor.dtype)}, that of the dense model {_word(true.dtype)}"
+            flaws.append(Flaw(name=name, kind="dtype", message=what, ranks=()))
+        else:
+            tensors[name] = tensor
+    return Merged(tensors=tensors, flaws=tuple(flaws))
+
+
+class _Flawed(Exception):
+    """Leaves the merging of one name with its flaw."""
+
+    def __init__(self, kind: str, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.kind, self.ranks = kind, tuple(ranks)
+
+
+def merge(outcomes: Outcomes) -> Merged:
+    """The ranks' outcomes as full tensors, in the order in which the ranks name them."""
+    tensors: dict[str, Tensor] = {}
+    flaws: list[Flaw] = []
+    for name in dict.fromkeys(name for outcome in outcomes for name in outcome):
+        placed = [(rank, block) for rank, outcome in enumerate(outcomes) for block in outcome.get(name, ())]
+        absent = [rank for rank, outcome in enumerate(outcomes) if name not in outcome]
+        try:
+            tensors[name] = _merge_one(placed, absent)
+        except _Flawed as flaw:
+            flaws.append(Flaw(name=name, kind=flaw.kind, message=str(flaw), ranks=flaw.ranks))
+    return Merged(tensors=tensors, flaws=tuple(flaws))
+
+
+def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
+    if not placed:
+        raise _Flawed("omission", "no rank holds any part of it", ())
+    if absent and any(block.whole for _, block in placed):
+        holders = sorted({rank for rank, _ in placed})
+        raise _Flawed(
+            "missing",
+            f"a full tensor on ranks {_ranks(holders)} is not returned by ranks {_ranks(absent)}; "
+            "return it on every rank, or as a Shard where only some ranks hold it",
+            absent,
+        )
+    _agree(placed)
+    shape, dtype = placed[0][1].global_shape, placed[0][1].local.dtype
+    parts = [part for part in _distinct(placed) if part[1].local.numel()]
+    _no_overlap(parts)
+    full = torch.empty(shape, dtype=dtype)
+    covered = 0
+    for _, block in parts:
+        full[tuple(slice(a, b) for a, b in block.region)] = block.local
+        covered += block.local.numel()
+    if covered != math.prod(shape):
+        raise _Flawed(
+            "omission",
+            f"{math.prod(shape) - covered} of {math.prod(shape)} elements are held by no rank; first missing at "
+            f"{_first_hole(parts, shape)}",
+            sorted({rank for rank, _ in placed}),
+        )
+    return full
+
+
+def _agree(placed: Placed) -> None:
+    """All blocks must speak of one full tensor."""
+    first_rank, first = placed[0]
+    for rank, block in placed[1:]:
+        if block.global_shape != first.global_shape:
+            what = f"rank {first_rank} says {first.global_shape}, rank {rank} says {block.global_shape}"
+            raise _Flawed("shape", f"the ranks disagree on the full shape: {what}", (first_rank, rank))
+        if block.local.dtype != first.local.dtype:
+            what = f"rank {first_rank} returns {_word(first.local.dtype)}, rank {rank} {_word(block.local.dtype)}"
+            raise _Flawed("dtype", f"the ranks disagree on the dtype: {what}", (first_rank, rank))
+        if block.reduce_op != first.reduce_op:
+            what = f"rank {first_rank} {first.reduce_op or 'none'!r}, rank {rank} {block.reduce_op or 'none'!r}"
+            raise _Flawed("replica conflict", f"pending reductions differ: {what}", (first_rank, rank))
+
+
+def _distinct(placed: Placed) -> Placed:
+    """One block for each region: replicas must agree bit for bit, pending terms are reduced in their order."""
+    regions: dict[tuple[tuple[int, int], ...], dict[tuple[int, ...], tuple[int, Block]]] = {}
+    for rank, block in placed:
+        terms = regions.setdefault(block.region, {})
+        other, kept = terms.setdefault(block.terms, (rank, block))
+        if not same_bits(kept.local, block.local):
+            raise _Flawed(
+                "replica conflict",
+                f"rank {rank} differs from rank {other} {differing(block.local, kept.local)}",
+                _conflicting(placed, block),
+            )
+    return [_reduced(terms) for terms in regions.values()]
+
+
+def _conflicting(placed: Placed, block: Block) -> list[int]:
+    """Ranks that hold this region with other bits than the first rank that holds it."""
+    replicas = [(r, b) for r, b in placed if b.region == block.region and b.terms == block.terms]
+    return sorted({r for r, b in replicas[1:] if not same_bits(b.local, replicas[0][1].local)})
+
+
+def _reduced(terms: Mapping[tuple[int, ...], tuple[int, Block]]) -> tuple[int, Block]:
+    ordered = [terms[place] for place in sorted(terms)]
+    rank, block = ordered[0]
+    if not block.reduce_op:
+        return rank, block
+    total = block.local
+    for _, term in ordered[1:]:
+        total = _REDUCE[block.reduce_op](total, term.local)
+    if block.reduce_op == "avg":
+        total = total / len(ordered)
+    return rank, Block(local=total, offsets=block.offsets, global_shape=block.global_shape)
+
+
+def _no_overlap(parts: Placed) -> None:
+    """Distinct regions must be disjoint."""
+    for (rank, mine), (other, theirs) in itertools.combinations(parts, 2):
+        if all(a < d and c < b for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)):
+            raise _Flawed(
+                "overlap",
+                f"rank {rank} holds {_box(mine)} and rank {other} holds {_box(theirs)}",
+                sorted({rank, other}),
+            )
+
+
+def _first_hole(parts: Placed, shape: tuple[int, ...]) -> tuple[int, ...]:
+    held = torch.zeros(shape, dtype=torch.bool)
+    for _, block in parts:
+        held[tuple(slice(a, b) for a, b in block.region)] = True
+    place = int((~held).reshape(-1).to(torch.uint8).argmax())
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(place), shape))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits; equal NaNs are equal, 0.0 and -0.0 are not."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(a: Tensor) -> Tensor:
+    return a.contiguous().reshape(-1).view(torch.uint8)
+
+
+def differing(a: Tensor, b: Tensor) -> str:
+    """How two tensors of one shape differ, in words: "in 3 of 64 elements, by up to 1.5e-08, first at (0, 4)"."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"in form: {tuple(a.shape)} {_word(a.dtype)} against {tuple(b.shape)} {_word(b.dtype)}"
+    width = a.element_size()
+    wrong = (_bits(a).view(-1, width) != _bits(b).view(-1, width)).any(dim=1)
+    first = torch.unravel_index(wrong.to(torch.uint8).argmax(), a.shape) if a.dim() else ()
+    gap = (a.double() - b.double()).abs().max() if not a.is_complex() else (a - b).abs().max()
+    place = f", first at {tuple(int(i) for i in first)}" if a.dim() else ""
+    return f"in {int(wrong.sum())} of {a.numel()} elements, by up to {float(gap):.2g}{place}"
+
+
+def _box(block: Block) -> str:
+    return "[" + ", ".join(f"{a}:{b}" for a, b in block.region) + "]"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,102 @@
+"""Checks that hold merged tensors against the truth, one kind of name each. Errors are ratios (harness.tolerance)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from harness.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
+from harness.tolerance import Measured, kind_of, measure, noise_scales
+
+__all__ = ["NUMERIC_KINDS", "coverage", "numeric", "worst_of"]
+
+NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
+    "forward": ("loss", "logits"),
+    "activations": ("act",),
+    "activation_gradients": ("act_grad",),
+    "parameter_gradients": ("grad",),
+    "gradient_norm": ("grad_norm",),
+    "update": ("param",),
+}
+"""Check -> the kinds of names it compares, in the order in which training computes them."""
+
+
+def numeric(check: str) -> Callable[[Evidence], Finding | None]:
+    """The check that compares these kinds; it answers None when the subject returned nothing of them."""
+    kinds = NUMERIC_KINDS[check]
+
+    def compare(evidence: Evidence) -> Finding | None:
+        return _compare(evidence, kinds)
+
+    return compare
+
+
+def _compare(evidence: Evidence, kinds: tuple[str, ...]) -> Finding | None:
+    returned = {name for name in evidence.returned if kind_of(name) in kinds}
+    if not returned:
+        return None
+    expected = [name for name in evidence.truth if kind_of(name) in kinds]
+    known = [name for name in expected if name in evidence.merged.tensors]
+    unchecked = [name for name in expected if name not in evidence.merged.tensors]
+    unchecked += sorted(returned - set(expected) - set(unchecked))
+    scales = noise_scales({name: evidence.truth[name] for name in expected})
+    measured = [
+        measure(
+            name,
+            evidence.merged.tensors[name],
+            evidence.truth[name],
+            dtype=evidence.case.dtype,
+            control=evidence.control.get(name),
+            least_rms=scales.get(kind_of(name), 0.0),
+        )
+        for name in known
+    ]
+    return _judged(measured, unchecked)
+
+
+def _judged(measured: list[Measured], unchecked: list[str]) -> Finding:
+    wrong = tuple(m for m in measured if not m.right)
+    lost = [m.name for m in measured if m.right and not m.decidable]
+    proved = [m for m in measured if m.right and m.decidable]
+    unseen = tuple(unchecked + lost)
+    if wrong:
+        first = worst_of(wrong)
+        return Finding(
+            verdict=FAIL,
+            message=f"{first.name} differs from the dense model",
+            worst=_worst(first),
+            unchecked=unseen,
+            wrong=wrong,
+            names=tuple(m.name for m in wrong),
+        )
+    if not proved:
+        why = "rounding alone explains any error" if lost else "none of them could be merged or is known to the truth"
+        return Finding(verdict=UNKNOWN, message=f"no tensor of this kind could be compared: {why}", unchecked=unseen)
+    closest = worst_of(proved)
+    message = f"{len(proved)} tensors agree; {closest.name} came closest to its limit"
+    return Finding(verdict=PASS, message=message, worst=_worst(closest), unchecked=unseen)
+
+
+def worst_of(measured: list[Measured] | tuple[Measured, ...]) -> Measured:
+    """The tensor furthest beyond, or closest to, its limit; the first of equals."""
+    return max(measured, key=lambda m: m.ratio)
+
+
+def _worst(measured: Measured) -> Worst:
+    return Worst(name=measured.name, error=measured.error, allowed=measured.allowed, epsilons=measured.epsilons)
+
+
+def coverage(evidence: Evidence) -> Finding:
+    """Whether there is anything to compare at all, and what of the truth the subject did not return."""
+    returned = evidence.returned
+    comparable = [name for name in evidence.truth if name in returned]
+    unchecked = tuple(name for name in evidence.truth if name not in returned)
+    strange = tuple(sorted(returned - set(evidence.truth)))
+    if not comparable:
+        got = f"it returned {', '.join(strange[:5])}" if strange else "it returned nothing"
+        known = ", ".join(list(evidence.truth)[:3])
+        message = f"nothing checkable: {got}; the truth has {len(evidence.truth)} names, such as {known}"
+        return Finding(verdict=FAIL, message=message, unchecked=unchecked + strange, names=strange)
+    message = f"{len(comparable)} of {len(evidence.truth)} tensors of the truth were returned"
+    if strange:
+        message += f"; unknown to the truth: {', '.join(strange[:5])}"
+    return Finding(verdict=PASS, message=message, unchecked=unchecked + strange)

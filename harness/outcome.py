@@ -1,0 +1,179 @@
+"""The outcome of one rank: named values turned into blocks of full tensors, without any communication.
+
+A value is a full tensor, a number, one shard, several shards (a fused weight), or a DTensor. `blocks` reads each inside
+the rank, because a DTensor knows its place only there; `harness.merging` puts the blocks of all ranks together outside.
+Offsets and shapes count elements. Source of the DTensor rules: torch.distributed.tensor placement types (`Shard` cuts
+like `torch.chunk`, `_StridedShard` cuts every one of its `split_factor` pieces).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial
+
+__all__ = ["Block", "Shard", "blocks", "localize"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's block of a full tensor: `full[offsets : offsets + local.shape] == local`.
+
+    Raises ValueError when the block does not lie inside `global_shape`.
+    """
+
+    local: Tensor
+    offsets: tuple[int, ...]
+    global_shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _inside(tuple(self.local.shape), tuple(self.offsets), tuple(self.global_shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A block in one form for all kinds of values: the local tensor detached, on the CPU, waited for.
+
+    `whole` says that the value was a full tensor. `terms` are this rank's coordinates on the mesh axes over which a
+    DTensor is still to be reduced by `reduce_op`; the full value is that reduction, done outside the ranks.
+    """
+
+    local: Tensor
+    offsets: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    whole: bool = False
+    terms: tuple[int, ...] = ()
+    reduce_op: str = ""
+
+    def __post_init__(self) -> None:
+        _inside(tuple(self.local.shape), self.offsets, self.global_shape)
+
+    @property
+    def region(self) -> tuple[tuple[int, int], ...]:
+        """First and past-the-last index along each dim of the full tensor."""
+        return tuple((o, o + n) for o, n in zip(self.offsets, self.local.shape, strict=True))
+
+
+def localize(outcome: Mapping[str, object]) -> dict[str, tuple[Block, ...]]:
+    """All values of one rank as blocks; call it inside the rank. Raises ValueError naming the value it cannot read."""
+    read: dict[str, tuple[Block, ...]] = {}
+    if not isinstance(outcome, Mapping):
+        raise ValueError(f"a subject returned {type(outcome).__name__}; it must return a mapping of names to tensors")
+    for name, value in outcome.items():
+        try:
+            read[name] = blocks(value)
+        except (ValueError, TypeError) as problem:
+            raise ValueError(f"outcome {name!r}: {problem}") from problem
+    return read
+
+
+def blocks(value: object) -> tuple[Block, ...]:
+    """One value as blocks; several shards give several blocks, an empty iterable gives none."""
+    if isinstance(value, DTensor):
+        return _of_dtensor(value)
+    if isinstance(value, bool | int | float):
+        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    if isinstance(value, Tensor):
+        return (_whole(_settled(value)),)
+    if isinstance(value, Iterable):
+        return tuple(block for part in value for block in _of_shard(part))
+    return _of_shard(value)
+
+
+def _of_shard(value: object) -> tuple[Block, ...]:
+    try:
+        local, offsets, shape = value.local, value.offsets, value.global_shape  # type: ignore[attr-defined]
+    except AttributeError:
+        raise ValueError(
+            f"{type(value).__name__} is not a value: return a tensor, a DTensor, "
+            "Shard(local, offsets, global_shape) or an iterable of shards"
+        ) from None
+    return (Block(local=_settled(local), offsets=tuple(offsets), global_shape=tuple(shape)),)
+
+
+def _whole(full: Tensor) -> Block:
+    return Block(local=full, offsets=(0,) * full.dim(), global_shape=tuple(full.shape), whole=True)
+
+
+def _settled(local: Tensor) -> Tensor:
+    """The tensor itself: awaited when a functional collective still owns it, detached, on the CPU."""
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.trigger_wait()
+    return local.detach().to("cpu")
+
+
+def _inside(local: tuple[int, ...], offsets: tuple[int, ...], full: tuple[int, ...]) -> None:
+    if not len(local) == len(offsets) == len(full):
+        raise ValueError(
+            f"offsets={offsets} and global_shape={full} must have as many entries as local.shape={local} has dims; "
+            f"legal: offsets={(0,) * len(local)}, global_shape={local}"
+        )
+    if any(o < 0 or o + n > size for n, o, size in zip(local, offsets, full, strict=True)):
+        raise ValueError(
+            f"offsets={offsets} with local.shape={local} must lie inside global_shape={full}; "
+            f"legal: offsets={tuple(max(0, s - n) for n, s in zip(local, full, strict=True))}"
+        )
+
+
+def _of_dtensor(value: DTensor) -> tuple[Block, ...]:
+    """The blocks of this rank from the DTensor's spec alone: no collective is issued."""
+    mesh, full = value.device_mesh, tuple(value.shape)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    indices = [torch.arange(size) for size in full]
+    terms: list[int] = []
+    reduce_ops: set[str] = set()
+    for size, place, placement in zip(mesh.shape, coordinate, value.placements, strict=True):
+        if type(placement) is Partial:
+            terms.append(place)
+            reduce_ops.add(placement.reduce_op)
+        elif placement.is_partial():  # norms and masks pend in ways of their own
+            raise ValueError(f"a DTensor with the pending reduction {placement} has no blocks; redistribute it first")
+        elif not placement.is_replicate():
+            dim = int(getattr(placement, "dim"))  # noqa: B009  (the base class Placement declares no dim)
+            pieces = indices[dim].chunk(int(getattr(placement, "split_factor", 1)))
+            indices[dim] = torch.cat([_chunk(piece, size, place) for piece in pieces])
+    if len(reduce_ops) > 1:
+        raise ValueError(f"a DTensor that mixes Partial reductions ({', '.join(sorted(reduce_ops))}) has no one value")
+    local = _settled(value.to_local())
+    return tuple(
+        Block(local=part, offsets=offsets, global_shape=full, terms=tuple(terms), reduce_op="".join(reduce_ops))
+        for part, offsets in _runs(local, indices)
+    )
+
+
+def _chunk(indices: Tensor, parts: int, which: int) -> Tensor:
+    """The part of `indices` that rank `which` of `parts` holds; empty when `torch.chunk` makes fewer parts."""
+    width = -(-len(indices) // parts)
+    return indices[which * width : (which + 1) * width]
+
+
+def _runs(local: Tensor, indices: list[Tensor]) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Cut a local tensor into boxes that are contiguous in the full tensor: (box, offsets)."""
+    if tuple(local.shape) != tuple(len(i) for i in indices):
+        raise ValueError(
+            f"the local tensor of a DTensor has shape {tuple(local.shape)}; its placements say "
+            f"{tuple(len(i) for i in indices)}"
+        )
+    starts = [_starts(i.tolist()) for i in indices]
+    boxes = []
+    for corner in itertools.product(*starts):
+        box = local
+        for dim, (first, length, _) in enumerate(corner):
+            box = box.narrow(dim, first, length)
+        boxes.append((box, tuple(offset for _, _, offset in corner)))
+    return boxes
+
+
+def _starts(indices: list[int]) -> list[tuple[int, int, int]]:
+    """Runs of consecutive numbers: (position in the list, length, first number)."""
+    if not indices:
+        return [(0, 0, 0)]
+    firsts = [p for p, i in enumerate(indices) if p == 0 or indices[p - 1] + 1 != i]
+    return [(p, q - p, indices[p]) for p, q in zip(firsts, [*firsts[1:], len(indices)], strict=True)]

@@ -1,0 +1,144 @@
+"""Tell-tale patterns: what a wrong tensor looks like beside the truth, in words that name a likely cause.
+
+Every pattern is tested on the numbers, none is guessed from names; what fits none gets no cause. Tensors are full ones
+of equal shape; `axes` are the mesh axes that split something, name -> size. Patterns as listed by real bugs: factors of
+the group size (summed twice, averaged), partial sums, a bias in every partial sum, rows in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = ["causes", "partial_sums"]
+
+CLOSE = 1e-2
+"""A pattern explains the tensor when what is left of the error is below this share of the error itself ..."""
+MOST_ROWS = 4096
+"""Rows beyond this are not searched for permutations."""
+
+
+def causes(value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mapping[str, Tensor]) -> list[str]:
+    """Likely causes of `value` being wrong, the most special first; `others` are truths it may have been taken for."""
+    if value.shape != truth.shape or not truth.numel() or not bool(torch.isfinite(truth).all()):
+        return []
+    x, t = value.double(), truth.double()
+    if not bool(torch.isfinite(x).all()):
+        share = 1 - float(torch.isfinite(x).double().mean())
+        return [f"{share:.0%} of it is NaN or infinite: uninitialised memory, an overflow or a division by zero"]
+    found = [*_zero(x, t), *_stale(x, t, others), *_factor(x, t, axes), *_moved(x, t, axes), *_offset(x, t)]
+    return found or list(_confined(x, t, axes))
+
+
+def _explains(guess: Tensor, x: Tensor, t: Tensor) -> bool:
+    """Whether `guess` accounts for the wrong `x`: little of the error is left."""
+    error = float((x - t).norm())
+    return error > 0 and float((x - guess).norm()) <= CLOSE * error
+
+
+def _zero(x: Tensor, t: Tensor) -> Iterator[str]:
+    if not bool(x.any()) and bool(t.any()):
+        yield "it is zero throughout: never computed, never accumulated, or zeroed too late"
+
+
+def _stale(x: Tensor, t: Tensor, others: Mapping[str, Tensor]) -> Iterator[str]:
+    for name, other in others.items():
+        if other.shape == x.shape and not torch.equal(other.double(), t) and _explains(other.double(), x, t):
+            yield f"it equals {name} of the dense model: stale, or taken from the wrong place"
+            return
+
+
+def _factor(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
+    power = float((t * t).sum())
+    factor = float((x * t).sum()) / power if power else 0.0
+    if not factor or not _explains(factor * t, x, t):
+        return
+    for axis, size in axes.items():
+        words = {
+            float(size): f"summed over {axis} once too often, or not divided by it",
+            1 / size: f"averaged over {axis} where it must be summed, or divided once too often",
+            float(size) ** 2: f"summed over {axis} twice too often",
+            size**-0.5: f"a square root of {axis} too small: a norm that counts too few",
+            size**0.5: f"a square root of {axis} too large: a norm that counts replicas more than once",
+        }
+        for exact, meaning in words.items():
+            if abs(factor - exact) <= CLOSE * exact:
+                yield f"it is {factor:.4g} x the truth, and {axis}={size}: {meaning}"
+                return
+    if abs(factor + 1) <= CLOSE:
+        yield f"it is {factor:.4g} x the truth: its sign is wrong"
+    elif t.numel() > 1:  # any wrong number is some factor times the right one
+        yield f"it is {factor:.4g} x the truth: a constant factor is wrong"
+
+
+def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
+    """The right numbers in wrong places."""
+    for dim in range(t.dim()):
+        for axis, size in axes.items():
+            if t.shape[dim] % size or size == 1:
+                continue
+            width = t.shape[dim] // size
+            for shift in range(1, size):
+                if _explains(t.roll(shift * width, dim), x, t):
+                    yield f"along dim {dim} it is shifted by {shift} of {size} shards: a neighbour's shard ({axis})"
+                    return
+            if _permuted(x, t, dim, width):
+                yield f"along dim {dim} the {size} shards of {axis} are in another order: another rank's shard"
+                return
+    for dim in range(t.dim()):
+        if _permuted(x, t, dim, 1):
+            yield f"along dim {dim} it holds the right rows in another order: a wrong layout, reshape or gather dim"
+            return
+
+
+def _permuted(x: Tensor, t: Tensor, dim: int, width: int) -> bool:
+    """Whether blocks of `width` along `dim` are those of the truth in another order, each used once."""
+    if t.shape[dim] // width > MOST_ROWS:
+        return False
+    mine, theirs = (y.movedim(dim, 0).reshape(t.shape[dim] // width, -1) for y in (x, t))
+    keys = torch.linspace(1.0, 2.0, mine.shape[1], dtype=torch.float64)
+    order = (theirs @ keys).argsort()
+    places = torch.empty_like(order)
+    places[(mine @ keys).argsort()] = order
+    guess = theirs[places].reshape(x.movedim(dim, 0).shape).movedim(0, dim)
+    return _explains(guess, x, t)
+
+
+def _offset(x: Tensor, t: Tensor) -> Iterator[str]:
+    """The same vector too much in every row: what a bias does that every rank adds before the sum."""
+    if t.dim() < 2 or t.shape[:-1].numel() < 2:
+        return
+    extra = (x - t).flatten(0, -2)
+    if _explains(t + extra.mean(0), x, t):
+        yield "the same vector is too much in every row: a bias that every rank adds before the sum"
+
+
+def _confined(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
+    """Only one rank's shard is wrong."""
+    wrong = (x - t).abs() > 1e-6 * t.abs().max()
+    for dim in range(t.dim()):
+        for axis, size in axes.items():
+            if t.shape[dim] % size:
+                continue
+            bad = [i for i, part in enumerate(wrong.chunk(size, dim)) if bool(part.any())]
+            if len(bad) == 1:
+                yield f"along dim {dim} only shard {bad[0]} of {size} ({axis}) is wrong: look at that rank alone"
+                return
+
+
+def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Mapping[str, int]) -> list[str]:
+    """Whether replicas that differ are the terms of a sum that nobody took."""
+    tensors = [local.double() for local in locals_by_rank.values()]
+    if len(tensors) < 2 or any(local.shape != truth.shape for local in tensors):
+        return []
+    total, true = torch.stack(tensors).sum(0), truth.double()
+    for axis, size in axes.items():
+        # Each term is held by every rank outside its group.
+        copies = len(tensors) / size
+        if float((total / copies - true).norm()) <= 1e-6 * float(true.norm()):
+            return [
+                f"the ranks' values add up to the truth over {axis}={size}: each holds one partial sum, never reduced"
+            ]
+    return []

@@ -1,0 +1,92 @@
+"""Where a name of an outcome belongs: step, phase, module, its turn in training, and the ranks that hold it wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from harness.evidence import Evidence
+from harness.merging import Outcomes
+from harness.outcome import Block
+from harness.tolerance import kind_of
+
+__all__ = ["Place", "blocks_of", "place_of", "timeline", "wrong_ranks"]
+
+_PHASES = {
+    "act": "forward",
+    "logits": "forward",
+    "loss": "loss",
+    "act_grad": "backward",
+    "grad": "backward",
+    "grad_norm": "step",
+    "param": "step",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a name of an outcome is computed: step, phase and module path ("" when it belongs to none)."""
+
+    step: int
+    phase: str
+    module: str
+
+
+def place_of(name: str, steps: int) -> Place:
+    """Where an outcome name belongs: "grad/layers.0.mlp.w1.weight" is step 0, backward, layers.0.mlp.w1."""
+    kind, _, rest = name.partition("/")
+    phase = _PHASES.get(kind, "")
+    if kind in ("act", "act_grad"):
+        return Place(step=0, phase=phase, module=rest)
+    if kind in ("grad", "param"):
+        return Place(step=0 if kind == "grad" else steps - 1, phase=phase, module=rest.rpartition(".")[0])
+    return Place(step=int(rest) if rest.isdigit() else 0, phase=phase, module="")
+
+
+def timeline(names: Sequence[str], steps: int) -> list[str]:
+    """These names in the order in which training computes them; `names` of a kind stand in forward order."""
+    of_kind: dict[str, list[str]] = {}
+    for name in names:
+        of_kind.setdefault(kind_of(name), []).append(name)
+    order = [*of_kind.get("act", ())]
+    for step in range(steps):
+        order += [name for kind in ("logits", "loss") for name in of_kind.get(kind, ()) if name == f"{kind}/{step}"]
+        if step == 0:
+            order += [name for kind in ("act_grad", "grad") for name in reversed(of_kind.get(kind, ()))]
+        order += [name for name in of_kind.get("grad_norm", ()) if name == f"grad_norm/{step}"]
+    order += reversed(of_kind.get("param", ()))
+    placed = set(order)
+    return order + [name for name in names if name not in placed]
+
+
+def wrong_ranks(evidence: Evidence, name: str) -> tuple[int, ...]:
+    """Ranks whose own blocks are off by more than a thousandth of the worst error; empty when that is all of them."""
+    truth = evidence.truth.get(name)
+    if truth is None or not truth.is_floating_point():
+        return ()
+    gaps = {
+        rank: max((_gap(block, truth) for block in blocks), default=0.0)
+        for rank, blocks in blocks_of(evidence, name).items()
+    }
+    finite = [gap for gap in gaps.values() if math.isfinite(gap)]
+    limit = 1e-3 * max(finite, default=0.0) if len(finite) == len(gaps) else max(finite, default=0.0)
+    wrong = tuple(rank for rank, gap in gaps.items() if gap > limit)
+    return wrong if len(wrong) < len(evidence.outcomes) else ()
+
+
+def _gap(block: Block, truth: Tensor) -> float:
+    """Largest error of a block; 0 when it cannot be held against the truth alone, infinite when it is not finite."""
+    if block.global_shape != tuple(truth.shape) or not block.local.numel() or block.reduce_op:
+        return 0.0
+    true = truth[tuple(slice(a, b) for a, b in block.region)]
+    gap = float((block.local.double() - true.double()).abs().max())
+    return math.inf if math.isnan(gap) else gap
+
+
+def blocks_of(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:
+    """Rank -> its blocks of this name, returned or captured."""
+    sources: tuple[Outcomes, ...] = (evidence.outcomes, evidence.captured)
+    return {rank: by[name] for outcomes in sources for rank, by in enumerate(outcomes) if by.get(name)}

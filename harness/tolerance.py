@@ -1,0 +1,180 @@
+"""How far a right result may be from the truth, and how far this one is.
+
+Two measures, both must hold: `frobenius` = |x - t| / |t| over the whole tensor, which sees diffuse errors, and `peak` =
+max|x - t| / rms(t), which sees one wrong row in a big tensor. Errors are plain ratios; `epsilons` counts them in the
+machine epsilon of the run dtype. Integers and booleans are compared exactly.
+
+float64: 1e-9 for both (noise stays near 1e-13, the smallest known bugs near 1e-2). Other dtypes: a control run, the
+dense model in the run dtype with its sums in another order, shows how far rounding alone carries a right result.
+Allowed is CONTROL_FACTOR times that, never less than the stated floor in epsilons. Where this reaches CEILING, a
+tensor within it proves nothing, and `decidable` says so. Sources: TTrace (errors in epsilons), control runs as in
+DeepSpeedExamples #1008.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "CEILING",
+    "CONTROL_FACTOR",
+    "EXACT",
+    "FLOOR_EPSILONS",
+    "FLOAT64_ALLOWED",
+    "Distance",
+    "Measured",
+    "distance",
+    "epsilon",
+    "kind_of",
+    "measure",
+    "noise_scales",
+]
+
+FLOAT64_ALLOWED = 1e-9
+FLOOR_EPSILONS: Mapping[str, float] = {"frobenius": 4.0, "peak": 32.0}
+"""Below this many epsilons of the run dtype nobody is asked to stay, however lucky the control run was."""
+CONTROL_FACTOR = 8.0
+"""A right result may be this many times further from the truth than the control run."""
+CEILING = 0.5
+"""Half of the tensor: a limit as wide as this would let through a missing half of a sum."""
+SCALE_SHARE = 1e-3
+"""A tensor that is zero but for rounding is scaled by this share of the rms of all tensors of its kind."""
+EXACT = "exact"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distance:
+    """How far a tensor is from the truth in both measures; infinite when either holds NaN or infinity."""
+
+    frobenius: float
+    peak: float
+
+    def worst_ratio(self, allowed: Distance) -> tuple[float, str]:
+        """The larger of error / allowed, and which measure it is."""
+        ratios = {name: _ratio(getattr(self, name), getattr(allowed, name)) for name in ("frobenius", "peak")}
+        name = max(ratios, key=lambda key: ratios[key])
+        return ratios[name], name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One tensor held against the truth: the measure that came closest to its limit, in ratios and in epsilons.
+
+    `decidable` is False when rounding alone may explain an error as large as CEILING: staying within proves nothing.
+    """
+
+    name: str
+    measure: str
+    error: float
+    allowed: float
+    epsilons: float
+    decidable: bool = True
+
+    @property
+    def right(self) -> bool:
+        """Whether the error is within what is allowed; never true for NaN."""
+        return self.error <= self.allowed
+
+    @property
+    def ratio(self) -> float:
+        """Error in units of what is allowed: at most 1 when right."""
+        return _ratio(self.error, self.allowed)
+
+
+def _ratio(error: float, allowed: float) -> float:
+    if math.isnan(error):
+        return math.inf
+    if allowed == 0:
+        return 0.0 if error == 0 else math.inf
+    return error / allowed
+
+
+def epsilon(dtype: str) -> float:
+    """Machine epsilon of a dtype by its case word ("float32")."""
+    return float(torch.finfo(getattr(torch, dtype)).eps)
+
+
+def kind_of(name: str) -> str:
+    """The kind of an outcome name: "grad" of "grad/layers.0.mlp.w1.weight"."""
+    return name.partition("/")[0]
+
+
+def noise_scales(truth: Mapping[str, Tensor]) -> dict[str, float]:
+    """Per kind, the smallest rms by which a tensor's error is scaled.
+
+    The gradient of a key bias is zero but for rounding: relative to itself that rounding would be a huge error.
+    """
+    squares: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for name, tensor in truth.items():
+        if tensor.is_floating_point() and bool(torch.isfinite(tensor).all()):
+            kind = kind_of(name)
+            squares[kind] = squares.get(kind, 0.0) + float(tensor.double().square().sum())
+            counts[kind] = counts.get(kind, 0) + tensor.numel()
+    return {kind: SCALE_SHARE * math.sqrt(squares[kind] / max(counts[kind], 1)) for kind in squares}
+
+
+def distance(value: Tensor, truth: Tensor, least_rms: float = 0.0) -> Distance:
+    """How far `value` is from `truth` (same shape), scaled by the truth's rms or `least_rms` if that is larger.
+
+    A truth that is zero throughout, with no larger scale given, allows zero only. Empty tensors are equal.
+    """
+    if truth.numel() == 0:
+        return Distance(frobenius=0.0, peak=0.0)
+    x, t = _real(value), _real(truth)
+    if not bool(torch.isfinite(x).all()) or not bool(torch.isfinite(t).all()):
+        return Distance(frobenius=math.inf, peak=math.inf)
+    gap = x - t
+    scale = max(_rms(t), least_rms)
+    if scale == 0:
+        wrong = math.inf if bool(gap.any()) else 0.0
+        return Distance(frobenius=wrong, peak=wrong)
+    return Distance(frobenius=_rms(gap) / scale, peak=float(gap.abs().max()) / scale)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()
+
+
+def _rms(tensor: Tensor) -> float:
+    # Scaled by the largest element first: squares of tiny or huge numbers must neither vanish nor overflow.
+    largest = float(tensor.abs().max())
+    return largest * math.sqrt(float((tensor / largest).square().mean())) if largest > 0 else 0.0
+
+
+def measure(
+    name: str, value: Tensor, truth: Tensor, *, dtype: str, control: Tensor | None = None, least_rms: float = 0.0
+) -> Measured:
+    """Hold one tensor against the truth under the rules of the run dtype; shapes must be equal."""
+    if not truth.is_floating_point() and not truth.is_complex():
+        wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
+        return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
+    found = distance(value, truth, least_rms)
+    allowed, decidable = _allowed(dtype, truth, control, least_rms)
+    _, which = found.worst_ratio(allowed)
+    error, limit = getattr(found, which), getattr(allowed, which)
+    return Measured(
+        name=name,
+        measure=which,
+        error=error,
+        allowed=limit,
+        epsilons=error / epsilon(dtype),
+        decidable=decidable,
+    )
+
+
+def _allowed(dtype: str, truth: Tensor, control: Tensor | None, least_rms: float) -> tuple[Distance, bool]:
+    """What the run dtype allows for this tensor, and whether anything can be decided within it."""
+    if dtype == "float64":
+        return Distance(frobenius=FLOAT64_ALLOWED, peak=FLOAT64_ALLOWED), True
+    eps = epsilon(dtype)
+    honest = distance(control, truth, least_rms) if control is not None else Distance(frobenius=0.0, peak=0.0)
+    limits = {
+        name: max(FLOOR_EPSILONS[name] * eps, CONTROL_FACTOR * getattr(honest, name)) for name in ("frobenius", "peak")
+    }
+    return Distance(**limits), limits["frobenius"] < CEILING
