@@ -1,0 +1,231 @@
+"""A run folder as pandas frames: `load("runs/latest").ledger` is all that a notebook needs.
+
+Reads what `harness` writes and nothing else, and never writes. Every frame is flat; text columns with a natural order
+(mode, phase, op, axis) are ordered categoricals, so that every table sorts alike. Units are in the column names:
+bytes, microseconds. A folder that a killed run left behind loads too: a line cut in its middle is dropped, a missing
+summary is made from the ledger, and `Run.notes` says so.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from harness.ledger import COLUMNS, OPS, PHASES, Event
+
+__all__ = ["AXES", "MODES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
+
+MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
+AXES = ("tp", "wp", "cp", "dp", "wdp", "ep", "pp", "world")
+_ORDER = {"mode": MODES, "phase": PHASES, "op": OPS, "axis": AXES}
+
+_KEYS = ("case", "mode", "phase", "op", "axis", "group_size")
+_COUNTS = ("calls", "payload_bytes", "wire_bytes")
+_EXPECTED = ("expected_calls", "expected_payload_bytes")
+SUMMARY_COLUMNS = (*_KEYS, *_COUNTS, *_EXPECTED)
+_TYPES = {"int": "int64", "float": "float64", "bool": "bool", "str": "str"}
+_LEDGER_TYPES = {name: _TYPES[str(Event.__annotations__[name])] for name in COLUMNS}
+
+
+class RunFolderError(ValueError):
+    """A folder that is no run folder, or a file in it that nobody's run wrote. The message names the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """Everything one command produced.
+
+    cases     case, mode, world_size and what else the run said of it; one row a case
+    ledger    the contract's columns; one row an event
+    summary   calls and bytes of one rank by case, mode, phase, op, axis, group_size, beside the expectation (NA: none)
+    verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message; one row a check
+    timings   as written
+    env       versions, machine, command
+    notes     what is missing or was mended on reading; empty for a complete run
+    """
+
+    path: Path
+    cases: pd.DataFrame
+    ledger: pd.DataFrame
+    summary: pd.DataFrame
+    verdicts: pd.DataFrame
+    timings: pd.DataFrame
+    env: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def load(run: str | Path) -> Run:
+    """The run in this folder. Raises RunFolderError with one message when there is none or a file in it is broken."""
+    path = Path(run)
+    if not path.is_dir():
+        raise RunFolderError(f"run {path}: no such folder; legal: a folder that `shardproof run` wrote, as runs/latest")
+    if not (path / "env.json").is_file() and not (path / "cases.jsonl").is_file():
+        raise RunFolderError(f"run {path}: neither env.json nor cases.jsonl in it, so it is no run folder")
+    notes: list[str] = []
+    cases = _cases(path / "cases.jsonl", notes)
+    ledger = _ledger(path, notes)
+    summary = _summary(path / "summary.csv", ledger, notes)
+    verdicts = _verdicts(path / "verdicts.jsonl", notes)
+    timings = _csv(path / "timings.csv", {}, (), notes) if (path / "timings.csv").is_file() else pd.DataFrame()
+    if (late := len(set(cases["case"]) - set(verdicts["case"]))) and "skipped" not in cases:
+        notes.append(f"{late} of {len(cases)} cases have no verdict: the run was stopped before them")
+    return Run(
+        path=path,
+        cases=in_order(cases),
+        ledger=in_order(ledger),
+        summary=in_order(summary),
+        verdicts=verdicts,
+        timings=timings,
+        env=_env(path / "env.json", notes),
+        notes=tuple(notes),
+    )
+
+
+def in_order(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with mode, phase, op and axis as ordered categoricals: known words first, others sorted behind."""
+    columns = {}
+    for name, known in _ORDER.items():
+        if name in frame:
+            other = sorted(set(frame[name].astype(str)) - set(known))
+            columns[name] = pd.Categorical(frame[name].astype(str), categories=[*known, *other], ordered=True)
+    return frame.assign(**columns)
+
+
+def _env(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        notes.append("env.json is missing: versions and machine are unknown")
+        return {}
+    try:
+        env = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunFolderError(f"{path}: not JSON ({error})") from error
+    if not isinstance(env, dict):
+        raise RunFolderError(f"{path}: must hold one JSON object, not {type(env).__name__}")
+    return env
+
+
+def _cases(path: Path, notes: list[str]) -> pd.DataFrame:
+    rows = _json_lines(path, ("case",), notes)
+    frame = pd.DataFrame(rows)
+    for name in ("case", "mode", "world_size"):
+        if name not in frame:
+            frame[name] = pd.Series([None] * len(frame), dtype="object")
+    return frame.drop_duplicates("case", keep="last", ignore_index=True)
+
+
+def _verdicts(path: Path, notes: list[str]) -> pd.DataFrame:
+    rows = []
+    for row in _json_lines(path, ("case", "check", "verdict"), notes):
+        worst = row.get("worst") or {}
+        if not isinstance(worst, dict):
+            raise RunFolderError(f"{path}: `worst` must be an object with name, error, allowed, in epsilons")
+        rows.append(
+            {
+                "case": row["case"],
+                "check": row["check"],
+                "verdict": row["verdict"],
+                "worst_name": str(worst.get("name", "")),
+                "worst_error": _number(worst.get("error")),
+                "worst_allowed": _number(worst.get("allowed")),
+                "worst_epsilons": _number(worst.get("epsilons", worst.get("in epsilons"))),
+                "message": str(row.get("message") or ""),
+            }
+        )
+    text, number = pd.Series(dtype="str"), pd.Series(dtype="float64")
+    empty = {n: text for n in ("case", "check", "verdict", "worst_name")}
+    empty |= {n: number for n in ("worst_error", "worst_allowed", "worst_epsilons")} | {"message": text}
+    return pd.DataFrame(rows) if rows else pd.DataFrame(empty)
+
+
+def _number(value: object) -> float:
+    """JSON knows no NaN or infinity: writers send null or text for them."""
+    return float("nan") if value is None else float(str(value))
+
+
+def _json_lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
+    if not path.is_file():
+        notes.append(f"{path.name} is missing: the run was stopped before it was written")
+        return []
+    rows = []
+    for number, line in enumerate(_whole_lines(path, notes).splitlines(), 1):
+        try:
+            row = json.loads(line)
+            missing = [key for key in needed if key not in row]
+        except (ValueError, TypeError) as error:
+            raise RunFolderError(f"{path}, line {number}: not a JSON object ({error})") from error
+        if missing or not isinstance(row, dict):
+            raise RunFolderError(f"{path}, line {number}: needs an object with {', '.join(needed)}")
+        rows.append(row)
+    return rows
+
+
+def _ledger(path: Path, notes: list[str]) -> pd.DataFrame:
+    for name in ("ledger.csv", "ledger.csv.gz"):
+        if (path / name).is_file():
+            return _csv(path / name, _LEDGER_TYPES, COLUMNS, notes)
+    notes.append("ledger.csv is missing: the run was stopped before its first event was stored")
+    return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _LEDGER_TYPES.items()})
+
+
+def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+    if path.is_file():
+        types = dict.fromkeys(_KEYS[:-1], "str") | dict.fromkeys(("group_size", *_COUNTS), "int64")
+        summary = _csv(path, types | dict.fromkeys(_EXPECTED, "Int64"), SUMMARY_COLUMNS, notes)
+        if len(summary) or ledger.empty:
+            return summary
+    notes.append("summary.csv is missing: the run was stopped; calls and bytes come from the ledger, no expectation")
+    one_rank = ledger.groupby([*_KEYS, "rank"], observed=True).agg(
+        calls=("op", "size"), payload_bytes=("payload_bytes", "sum"), wire_bytes=("wire_bytes", "sum")
+    )
+    worst = one_rank.groupby(list(_KEYS), observed=True).max().reset_index()
+    return worst.assign(**{name: pd.array([pd.NA] * len(worst), dtype="Int64") for name in _EXPECTED})
+
+
+def _csv(path: Path, types: dict[str, str], needed: Iterable[str], notes: list[str]) -> pd.DataFrame:
+    text = _whole_lines(path, notes)
+    header = text.split("\n", 1)[0].rstrip("\r").split(",")
+    if not text:
+        return pd.DataFrame({name: pd.Series(dtype=types[name]) for name in needed})
+    if missing := [name for name in needed if name not in header]:
+        raise RunFolderError(f"{path}: the column {missing[0]} is missing; it needs {','.join(needed)}")
+    absent = {name: [""] for name in header if types.get(name) == "Int64" or not types}
+    try:
+        return pd.read_csv(
+            io.StringIO(text),
+            dtype={name: kind for name, kind in types.items() if name in header},
+            keep_default_na=False,
+            na_values=absent,
+        )
+    except (ValueError, OverflowError) as error:
+        raise RunFolderError(f"{path}: not the table it should be ({' '.join(str(error).split())})") from error
+
+
+def _whole_lines(path: Path, notes: list[str]) -> str:
+    """The file's text up to its last line end: a line that a killed writer left unfinished is dropped, with a note."""
+    try:
+        data = _unzipped(path, notes) if path.suffix == ".gz" else path.read_bytes()
+        text = data[: data.rfind(b"\n") + 1].decode("utf-8")
+    except (OSError, zlib.error, UnicodeDecodeError) as error:
+        raise RunFolderError(f"{path}: cannot be read ({error})") from error
+    if len(text.encode()) < len(data):
+        notes.append(f"{path.name}: its last line was cut and is left out: the run was stopped while writing it")
+    return text
+
+
+def _unzipped(path: Path, notes: list[str]) -> bytes:
+    """All that can be unpacked; an archive cut at its end gives what came before the cut."""
+    packed, data = path.read_bytes(), bytearray()
+    while packed:
+        member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # gzip; a file may hold several members
+        data += member.decompress(packed)
+        if not member.eof:
+            notes.append(f"{path.name}: the archive is cut: the run was stopped while packing it")
+        packed = member.unused_data
+    return bytes(data)

@@ -1,0 +1,121 @@
+"""Drawings as inline SVG: bytes by mode and phase, and bytes against tokens with the break-even marked.
+
+Functions from a frame to a string that can stand inside an HTML page: text stays text in the page's own font and
+colour (so light and dark both work), no link leads out of it, and equal frames give equal bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from harness.ledger import PHASES
+
+__all__ = ["PHASE_COLOURS", "break_even", "traffic_bars"]
+
+_INK = "#010203"
+"""Stands for the page's text colour while matplotlib draws; no phase has it."""
+_COLOURS = ("#8d99ae", "#3b82c4", "#8e6bbf", "#e08a2e", "#d1495b", "#2a9d6f", "#a1785a", "#2fa7b5")
+PHASE_COLOURS = dict(zip(PHASES, _COLOURS, strict=True))
+_MARKERS = "osD^vP"
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "shardproof",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.2,
+    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+    "grid.color": _INK,
+}
+
+
+def traffic_bars(bars: pd.DataFrame, title: str) -> str:
+    """Stacked bars, one a label, one colour a phase. `bars`: label, phase, payload_bytes of one rank."""
+    labels = list(dict.fromkeys(bars["label"]))[::-1]
+    sizes = bars.pivot_table(index="label", columns="phase", values="payload_bytes", aggfunc="sum", observed=True)
+    sizes_mib = sizes.reindex(labels).fillna(0.0) / 2**20
+    with _canvas(title, 760, 90 + 26 * len(labels)) as (figure, axes):
+        left = pd.Series(0.0, index=labels)
+        for phase in (phase for phase in PHASES if phase in sizes_mib):
+            widths = sizes_mib[phase]
+            axes.barh(labels, widths, left=left, height=0.62, color=PHASE_COLOURS[phase], label=phase)
+            left = left + widths
+        axes.set_xlabel("MiB per rank (payload)")
+        axes.grid(visible=False, axis="y")
+        if labels:
+            axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, fontsize=9)
+    return _inline(figure, title, "bars")
+
+
+def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str:
+    """Bytes against tokens, one line a mode, both axes logarithmic, every crossing T* marked.
+
+    `growth`: mode, tokens, wire_bytes. `crossings`: mode, other, tokens (T*), wire_bytes.
+    """
+    with _canvas(title, 760, 380) as (figure, axes):
+        groups = growth.sort_values("tokens").groupby("mode", observed=True, sort=True)
+        for number, (mode, line) in enumerate(groups):
+            colour, marker = _COLOURS[(number + 1) % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+            # Two modes may send the same bytes: the dashes of the second let the first shine through.
+            dash = "--" if number % 2 else "-"
+            sent_mib = line["wire_bytes"] / 2**20
+            axes.plot(line["tokens"], sent_mib, ls=dash, color=colour, marker=marker, ms=4, label=str(mode))
+        for number, crossing in enumerate(crossings.sort_values("tokens").to_dict("records")):
+            axes.axvline(crossing["tokens"], color=_INK, lw=0.8, ls=":", alpha=0.7)
+            axes.plot([crossing["tokens"]], [crossing["wire_bytes"] / 2**20], "o", ms=9, mfc="none", color=_INK)
+            axes.annotate(
+                f"T* = {round(crossing['tokens']):,}: {crossing['mode']} below {crossing['other']}",
+                (crossing["tokens"], 0.02 + 0.06 * number),
+                xycoords=("data", "axes fraction"),
+                xytext=(5, 0),
+                textcoords="offset points",
+                fontsize=9,
+            )
+        axes.set(xscale="log", yscale="log", xlabel="tokens per micro-batch", ylabel="MiB per rank (ring model)")
+        axes.set_xticks(sorted(set(growth["tokens"])))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:,.4g}")
+            axis.set_minor_formatter(lambda value, _: f"{value:,.4g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+        if len(growth):
+            axes.legend(loc="upper left")
+    return _inline(figure, title, "break-even")
+
+
+@contextmanager
+def _canvas(title: str, width_px: int, height_px: int) -> Iterator[tuple[Figure, Axes]]:
+    """A figure outside pyplot's global state, in the page's style."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(width_px / 72, height_px / 72), layout="constrained")
+        figure.patch.set_alpha(0.0)
+        axes = figure.add_subplot()
+        axes.patch.set_alpha(0.0)
+        yield figure, axes
+
+
+def _inline(figure: Figure, title: str, name: str) -> str:
+    """The figure as an `<svg>` element: no prolog, no metadata, no name space, ids that are unique on the page."""
+    buffer = io.StringIO()
+    with mpl.rc_context(_STYLE):
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(url\(#|href="#)', rf"\1{name}-", svg)
+    label = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

@@ -1,0 +1,142 @@
+"""What a run comes to: calls and bytes by mode, phase, op and axis beside the expectation, and one line a case.
+
+Functions from a `Run` to frames; nothing is printed here. Calls and bytes are those of one rank over the whole run
+(the maximum over ranks), as in `summary.csv`; several cases of a mode are added up. NA stands for "not expected by
+anybody": a subject without a closed form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import pandas as pd
+
+from reports.frames import Run, in_order
+
+__all__ = ["bars", "headline", "overall", "traffic", "worst_first"]
+
+RANKING = ("pass", "skip", "unknown", "fail")
+"""Verdicts from good to bad; a case is as good as its worst check."""
+_TRAFFIC = ("calls", "payload_bytes", "wire_bytes")
+_EXPECTED = ("expected_calls", "expected_payload_bytes")
+_MOST_BARS = 24
+
+
+def worst_first(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """The verdicts, failures on top, then unknown ones; the order of the run within each."""
+    return verdicts.sort_values("verdict", key=lambda words: -words.map(badness), kind="stable", ignore_index=True)
+
+
+def overall(verdicts: pd.DataFrame) -> str:
+    """The worst verdict of these; "unknown" when there is none, for a question not asked is not a pass."""
+    words = [str(word) for word in verdicts["verdict"]]
+    return max(words, key=badness, default="unknown")
+
+
+def badness(verdict: str) -> int:
+    """Place from good to bad; a word nobody knows is as bad as "unknown"."""
+    return RANKING.index(verdict if verdict in RANKING else "unknown")
+
+
+def headline(run: Run) -> pd.DataFrame:
+    """One row a case, by mode and ranks.
+
+    mode, ranks, case (the words beside mode and data), forward_calls, backward_calls, payload_bytes,
+    expected_payload_bytes (NA without expectation), worst_error, worst_allowed (of the check that came closest to its
+    limit; NaN when nothing was measured), verdict.
+    """
+    lines, verdicts = _by_case(run.summary), _by_case(run.verdicts)
+    rows = [
+        _headline_row(case, lines.get(case["case"], run.summary[:0]), verdicts.get(case["case"], run.verdicts[:0]))
+        for case in run.cases[["case", "mode", "world_size"]].astype("object").to_dict("records")
+    ]
+    columns = "mode ranks case forward_calls backward_calls payload_bytes expected_payload_bytes".split()
+    columns += "worst_error worst_allowed verdict".split()
+    frame = pd.DataFrame(rows, columns=columns)
+    for name in ("ranks", "forward_calls", "backward_calls", "payload_bytes", "expected_payload_bytes"):
+        frame[name] = frame[name].astype("Int64")
+    return in_order(frame).sort_values(["mode", "ranks"], kind="stable", ignore_index=True)
+
+
+def _by_case(frame: pd.DataFrame) -> dict[Hashable, pd.DataFrame]:
+    return dict(iter(frame.groupby("case", sort=False)))
+
+
+def _headline_row(case: dict[Hashable, Any], lines: pd.DataFrame, verdicts: pd.DataFrame) -> dict[str, object]:
+    calls = lines.groupby("phase", observed=True)["calls"].sum()
+    expected = lines["expected_payload_bytes"]
+    error, allowed = _closest(verdicts)
+    return {
+        "mode": case["mode"],
+        "ranks": case["world_size"],
+        "case": words_but(case["case"], "mode", "data"),
+        "forward_calls": int(calls.get("forward", 0)),
+        "backward_calls": int(calls.get("backward", 0)),
+        "payload_bytes": int(lines["payload_bytes"].sum()),
+        "expected_payload_bytes": pd.NA if expected.isna().all() else int(expected.sum()),
+        "worst_error": error,
+        "worst_allowed": allowed,
+        "verdict": overall(verdicts),
+    }
+
+
+def words_but(case: str, *keys: str) -> str:
+    """The words of a case's text without these keys."""
+    return " ".join(word for word in case.split() if word.partition("=")[0] not in keys)
+
+
+def _closest(verdicts: pd.DataFrame) -> tuple[float, float]:
+    """Error and allowed error of the check that came closest to its limit, or went furthest beyond it."""
+    measured = verdicts.dropna(subset=["worst_error", "worst_allowed"])
+    pairs = zip(measured["worst_error"], measured["worst_allowed"], strict=True)
+    return max(pairs, key=_share, default=(math.nan, math.nan))
+
+
+def _share(pair: tuple[float, float]) -> tuple[float, float]:
+    error, allowed = pair
+    # Exact checks allow 0: no error there is no news, any error is the worst news.
+    share = error / allowed if allowed else math.inf if error else -1.0
+    return share, error
+
+
+def traffic(run: Run, *more: str) -> pd.DataFrame:
+    """Calls and bytes by mode, phase, op and axis beside the expectation, all cases of a mode added up.
+
+    mode, phase, op, axis (and `more` columns of the summary, as "case"), cases, calls, expected_calls, payload_bytes,
+    expected_payload_bytes, wire_bytes, agrees: "yes" when every case meets its expectation line by line, "no", or ""
+    where nothing is expected. Sums could hide two errors that cancel; `agrees` cannot.
+    """
+    keys = [*more, "mode", "phase", "op", "axis"]
+    lines = run.summary.assign(agrees=_agrees(run.summary))
+    groups = lines.groupby(keys, observed=True, sort=True)
+    sums = groups[list(_TRAFFIC)].sum()
+    expected = groups[list(_EXPECTED)].sum(min_count=1)
+    agrees = groups["agrees"].agg(lambda marks: next((mark for mark in ("no", "") if mark in set(marks)), "yes"))
+    frame = sums.join(expected).assign(cases=groups["case"].nunique(), agrees=agrees).reset_index()
+    order = ["cases", "calls", "expected_calls", "payload_bytes", "expected_payload_bytes", "wire_bytes", "agrees"]
+    return frame[[*keys, *order]]
+
+
+def _agrees(lines: pd.DataFrame) -> pd.Series[str]:
+    """Per line of the summary: do calls and bytes meet the expectation, on every rank?"""
+    same = lines["calls"].eq(lines["expected_calls"]) & lines["payload_bytes"].eq(lines["expected_payload_bytes"])
+    for name in ("calls", "payload_bytes"):
+        if f"min_{name}" in lines:
+            same &= lines[f"min_{name}"].isna() | lines[f"min_{name}"].eq(lines[name])
+    known = lines[list(_EXPECTED)].notna().all(axis=1)
+    return same.fillna(False).map({True: "yes", False: "no"}).where(known, "").astype("str")
+
+
+def bars(run: Run) -> pd.DataFrame:
+    """Bytes to draw: label, phase, payload_bytes. A bar is a case, or a mode's mean when there are too many cases."""
+    lines = run.summary
+    if lines["case"].nunique() <= _MOST_BARS:
+        label = lines["mode"].astype("str") + "  " + lines["case"].map(lambda text: words_but(text, "mode", "data"))
+    else:
+        label = lines["mode"].astype("str") + " (mean)"
+    frame = lines.assign(label=label, of=1).sort_values("mode", kind="stable")
+    cases = frame.groupby("label", sort=False)["case"].nunique()
+    total = frame.groupby(["label", "phase"], observed=True, sort=False)["payload_bytes"].sum().reset_index()
+    return total.assign(payload_bytes=total["payload_bytes"] / total["label"].map(cases))

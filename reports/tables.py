@@ -1,0 +1,184 @@
+"""How numbers are written: frames to tables of text, the same in the terminal, in markdown and on the page.
+
+Bytes are written in MiB (2**20), errors with three significant digits, "-" stands for what is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+__all__ = [
+    "Table",
+    "break_even_table",
+    "count",
+    "headline_table",
+    "mebibytes",
+    "small",
+    "traffic_table",
+    "verdict_table",
+    "whole",
+]
+
+NOTHING = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Headers and cells as text. `numbers` are the columns to align right; `note` is one line for below the table."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: frozenset[int] = frozenset()
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.headers):
+                raise ValueError(f"rows={row}: needs {len(self.headers)} cells, one a header; legal: {self.headers}")
+
+
+def count(value: object) -> str:
+    """A whole number."""
+    return NOTHING if _absent(value) else f"{int(str(value)):,}"
+
+
+def whole(value: object) -> str:
+    """A measured number to the nearest whole one."""
+    return NOTHING if _absent(value) else f"{round(float(str(value))):,}"
+
+
+def mebibytes(value: object) -> str:
+    """Bytes as MiB, so that no traffic reads as none: 0.003 for 3 kB, <0.001 for 12 bytes."""
+    if _absent(value):
+        return NOTHING
+    size_mib = float(str(value)) / 2**20
+    if 0 < size_mib < 0.0005:
+        return "<0.001"
+    return f"{size_mib:,.3f}" if size_mib < 100 else f"{size_mib:,.1f}"
+
+
+def small(value: object) -> str:
+    """An error: 0, 2.1e-16, 1e-09."""
+    if _absent(value):
+        return NOTHING
+    return "0" if float(str(value)) == 0 else f"{float(str(value)):.2g}"
+
+
+def pair(value: object) -> str:
+    """Two numbers already written, "12 / 8"."""
+    return str(value)
+
+
+def mark(value: object) -> str:
+    """A word, or "-" for an empty one."""
+    return str(value) or NOTHING
+
+
+_NUMBERS = (count, whole, mebibytes, small, pair)
+"""The writers whose columns align right."""
+
+
+def _absent(value: object) -> bool:
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def table(
+    title: str, frame: pd.DataFrame, columns: Sequence[tuple[str, str, Callable[[object], str]]], note: str = ""
+) -> Table:
+    """A table of these columns of the frame: (header, column, how to write a value). Numbers align right."""
+    cells = [[write(value) for value in frame[column].astype("object")] for _, column, write in columns]
+    return Table(
+        title=title,
+        headers=tuple(header for header, _, _ in columns),
+        rows=tuple(zip(*cells, strict=True)),
+        numbers=frozenset(i for i, (_, _, write) in enumerate(columns) if write in _NUMBERS),
+        note=note,
+    )
+
+
+def headline_table(headline: pd.DataFrame) -> Table:
+    """The one table of a run, from `summary.headline`."""
+    frame = headline.assign(
+        both_calls=_pairs(headline["forward_calls"], headline["backward_calls"], count),
+        both_errors=_pairs(headline["worst_error"], headline["worst_allowed"], small),
+    )
+    return table(
+        "Every case against the dense model",
+        frame,
+        (
+            ("mode", "mode", str),
+            ("ranks", "ranks", count),
+            ("calls fwd / bwd", "both_calls", pair),
+            ("MiB per rank", "payload_bytes", mebibytes),
+            ("expected", "expected_payload_bytes", mebibytes),
+            ("max error / allowed", "both_errors", pair),
+            ("verdict", "verdict", str),
+            ("case", "case", str),
+        ),
+        note="calls and MiB (payload): one rank, the whole run; error: the check that came closest to its limit",
+    )
+
+
+def _pairs(left: pd.Series, other: pd.Series, write: Callable[[object], str]) -> list[str]:
+    pairs = zip(left.astype("object"), other.astype("object"), strict=True)
+    texts = [(write(a), write(b)) for a, b in pairs]
+    return [NOTHING if a == b == NOTHING else f"{a} / {b}" for a, b in texts]
+
+
+def traffic_table(traffic: pd.DataFrame, title: str = "Calls and bytes beside the expectation") -> Table:
+    """Traffic beside its expectation, from `summary.traffic`."""
+    return table(
+        title,
+        traffic,
+        (
+            ("mode", "mode", str),
+            ("phase", "phase", str),
+            ("op", "op", str),
+            ("axis", "axis", str),
+            ("calls", "calls", count),
+            ("expected", "expected_calls", count),
+            ("MiB", "payload_bytes", mebibytes),
+            ("expected MiB", "expected_payload_bytes", mebibytes),
+            ("wire MiB", "wire_bytes", mebibytes),
+            ("agrees", "agrees", mark),
+        ),
+        note="one rank, all cases of the mode added up; wire: ring model; agrees: line by line in every case",
+    )
+
+
+def verdict_table(verdicts: pd.DataFrame, title: str = "Verdicts") -> Table:
+    """One row a check: its verdict and the tensor that came closest to its limit."""
+    return table(
+        title,
+        verdicts,
+        (
+            ("verdict", "verdict", str),
+            ("check", "check", str),
+            ("case", "case", str),
+            ("worst tensor", "worst_name", str),
+            ("error", "worst_error", small),
+            ("allowed", "worst_allowed", small),
+            ("in epsilons", "worst_epsilons", small),
+        ),
+    )
+
+
+def break_even_table(crossings: pd.DataFrame) -> Table:
+    """Where one mode becomes cheaper than another, from `breakeven.compared`."""
+    return table(
+        "Break-even",
+        crossings,
+        (
+            ("cheaper beyond T*", "mode", str),
+            ("than", "other", str),
+            ("T* (tokens)", "tokens", whole),
+            ("MiB there", "wire_bytes", mebibytes),
+            ("counted", "counted", str),
+        ),
+        note="wire bytes of one rank, a micro-batch; layers: without all-to-alls, embedding and head; all: everything",
+    )

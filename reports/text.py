@@ -1,0 +1,119 @@
+"""The only place that prints: tables, progress and messages, rich in a terminal and plain everywhere else.
+
+Plain means: no colour, no box, no line ever folded, so that logs can be searched and cut into columns. When
+GITHUB_STEP_SUMMARY names a file, the headline table is appended there as markdown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from reports.tables import Table
+
+__all__ = ["Progress", "Ticker", "append_step_summary", "markdown", "plain", "show_message", "show_table", "ticking"]
+
+_STYLES = {"pass": "green", "yes": "green", "fail": "bold red", "no": "bold red", "unknown": "yellow", "skip": "dim"}
+
+
+def show_table(table: Table, stream: TextIO) -> None:
+    """Print a table with its title and note."""
+    if not stream.isatty():
+        stream.write(plain(table) + "\n")
+        return
+    drawn = RichTable(title=table.title, title_justify="left", caption=table.note or None, caption_justify="left")
+    drawn.box = box.SIMPLE_HEAD
+    for column, header in enumerate(table.headers):
+        number = column in table.numbers
+        drawn.add_column(header, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(_styled(cell) for cell in row))
+    Console(file=stream, highlight=False).print(drawn)
+
+
+def _styled(cell: str) -> str:
+    style = _STYLES.get(cell)
+    return f"[{style}]{cell}[/]" if style else escape(cell)
+
+
+def plain(table: Table) -> str:
+    """The table in aligned columns of plain text: title, headers, a rule, rows, note."""
+    lines = [table.headers, *table.rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(table.headers))]
+    body = [_aligned(line, widths, table.numbers) for line in lines]
+    rule = "  ".join("-" * width for width in widths)
+    note = [table.note] if table.note else []
+    return "\n".join([table.title, body[0], rule, *body[1:], *note]) + "\n"
+
+
+def _aligned(cells: tuple[str, ...], widths: list[int], numbers: frozenset[int]) -> str:
+    parts = (
+        cell.rjust(width) if column in numbers else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return "  ".join(parts).rstrip()
+
+
+def markdown(table: Table) -> str:
+    """The table as GitHub markdown; a bar or a line end in a cell cannot break it."""
+    rule = ["---:" if column in table.numbers else "---" for column in range(len(table.headers))]
+    lines = [list(table.headers), rule, *([_in_markdown(cell) for cell in row] for row in table.rows)]
+    note = f"\n{table.note}\n" if table.note else ""
+    return f"### {table.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n" + note
+
+
+def _in_markdown(cell: str) -> str:
+    return cell.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def append_step_summary(table: Table, where: str, environment: Mapping[str, str]) -> bool:
+    """Append the table and the run's place to the CI page when the environment names one; say whether it did."""
+    target = environment.get("GITHUB_STEP_SUMMARY", "")
+    if not target:
+        return False
+    with Path(target).open("a", encoding="utf-8") as page:
+        page.write(f"{markdown(table)}\nRun folder: `{where}`\n\n")
+    return True
+
+
+def show_message(message: str, stream: TextIO, style: str = "") -> None:
+    """Print text as it is; `style` is a rich style that a terminal shows."""
+    if stream.isatty():
+        Console(file=stream, highlight=False, soft_wrap=True).print(escape(message), style=style or None)
+    else:
+        stream.write(message + "\n")
+
+
+class Ticker(Protocol):
+    """What hears of progress."""
+
+    def __call__(self, done: int, total: int, case: str, verdict: str) -> None:
+        """A case is done: how many of how many, which it was, its verdict."""
+        ...
+
+
+@contextmanager
+def ticking(stream: TextIO) -> Iterator[Ticker]:
+    """A progress bar in a terminal, one line a case elsewhere; yields what is to be told of every finished case."""
+    if not stream.isatty():
+        yield lambda done, total, case, verdict: _tick_line(stream, done, total, case, verdict)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, case, verdict: bar.update(
+            task, completed=done, total=total, description=f"{verdict} {case}".strip()
+        )
+
+
+def _tick_line(stream: TextIO, done: int, total: int, case: str, verdict: str) -> None:
+    stream.write(f"[{done:{len(str(total))}}/{total}] {verdict:7} {case}".rstrip() + "\n")
+    stream.flush()

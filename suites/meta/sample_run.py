@@ -1,0 +1,130 @@
+"""A run folder written by hand, by the contract and not by the harness: what the tests of `reports` read.
+
+Two ranks; `mode=tp tp=2` and `mode=tp-sp tp=2` at sizes that can be added up by hand, in bytes: an activation is 4096.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from harness.ledger import COLUMNS, Event, wire_bytes
+
+ACTIVATION_BYTES = 4096
+TP, TP_SP = "mode=tp tp=2", "mode=tp-sp tp=2 seq=64"
+MESSAGE = """what:   grad/layers.0.mlp.w1.weight differs from the dense model
+where:  mode=tp rank=1 step=0 phase=backward module=layers.0.mlp.w1
+how far: 1.2e-02 against 1e-09 allowed
+first:  act_grad/layers.0.mlp
+causes: a missing all_reduce of the input gradient <b>
+repeat: shardproof run "mode=tp tp=2" """
+
+Call = tuple[str, str, str, int]
+"""Phase, region, op, calls; each carries one activation over axis tp."""
+CALLS: dict[str, tuple[Call, ...]] = {
+    TP: (
+        ("forward", "layers.0.attention.wo", "all_reduce", 3),
+        ("loss", "", "all_reduce", 1),
+        ("backward", "layers.0.mlp.w1", "all_reduce", 2),
+    ),
+    TP_SP: (
+        ("forward", "layers.0.attention.wqkv", "all_gather", 2),
+        ("forward", "layers.0.attention.wo", "reduce_scatter", 2),
+        ("backward", "layers.0.mlp.w1", "all_gather", 4),
+    ),
+}
+
+
+def events(case: str, calls: Iterable[Call]) -> list[Event]:
+    """The ledger of one case: the same calls on both ranks."""
+    rows = []
+    for rank in range(2):
+        index = 0
+        for phase, region, op, count in calls:
+            for _ in range(count):
+                rows.append(_event(case, rank, index, phase, region, op))
+                index += 1
+    return rows
+
+
+def _event(case: str, rank: int, index: int, phase: str, region: str, op: str) -> Event:
+    return Event(
+        case=case,
+        mode=case.split(maxsplit=1)[0].removeprefix("mode="),
+        world_size=2,
+        rank=rank,
+        step=0,
+        microbatch=0,
+        phase=phase,
+        region=region,
+        op=op,
+        reduce_op="" if op == "all_gather" else "sum",
+        axis="tp",
+        group_size=2,
+        dtype="float64",
+        shape="2x4x64",
+        payload_bytes=ACTIVATION_BYTES,
+        wire_bytes=wire_bytes(op, ACTIVATION_BYTES, 2),
+        is_async=index % 2 == 1,
+        call_index=index,
+        start_us=100.0 * index + 0.1,
+        duration_us=12.345678901234567,
+        caller="parallel/linear.py:10",
+    )
+
+
+def verdict(case: str, check: str, word: str = "pass", error: float | None = 2e-16, allowed: float = 1e-9) -> Any:
+    """One line of verdicts.jsonl."""
+    worst = {"name": "grad/layers.0.mlp.w1.weight", "error": error, "allowed": allowed, "epsilons": 1.0}
+    return {
+        "case": case,
+        "check": check,
+        "verdict": word,
+        "worst": worst if error is not None else None,
+        "message": MESSAGE if word == "fail" else "",
+    }
+
+
+def write(folder: Path, *, failing: bool = False, expected: bool = True) -> Path:
+    """A complete run folder: all pass, or one failing check; with or without an expectation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "env.json").write_text(json.dumps({"torch": "2.13.0", "command": "shardproof run", "cores": 2}))
+    cases = [
+        {"case": c, "mode": c.split()[0][5:], "world_size": 2, "tokens": 64, "micro": 1, "steps": 1} for c in CALLS
+    ]
+    (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
+    table(folder / "ledger.csv", COLUMNS, (dataclasses.astuple(e) for case in CALLS for e in events(case, CALLS[case])))
+    summary_columns = (*SUMMARY, "expected_calls", "expected_payload_bytes")
+    table(folder / "summary.csv", summary_columns, (row for case in CALLS for row in _summary(case, expected)))
+    verdicts = [verdict(case, check) for case in CALLS for check in ("forward", "gradients")]
+    verdicts += [verdict(case, "replicas", error=0.0, allowed=0.0) for case in CALLS]
+    verdicts += [verdict(TP, "update", "fail", error=1.2e-2)] if failing else []
+    (folder / "verdicts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in verdicts))
+    table(folder / "timings.csv", ("case", "seconds"), ((case, 0.25) for case in CALLS))
+    return folder
+
+
+SUMMARY = ("case", "mode", "phase", "op", "axis", "group_size", "calls", "payload_bytes", "wire_bytes")
+
+
+def _summary(case: str, expected: bool) -> list[tuple[Any, ...]]:
+    rows = []
+    for phase, _, op, count in CALLS[case]:
+        payload = count * ACTIVATION_BYTES
+        wire = count * wire_bytes(op, ACTIVATION_BYTES, 2)
+        mode = case.split(maxsplit=1)[0].removeprefix("mode=")
+        beside = (count, payload) if expected else ("", "")
+        rows.append((case, mode, phase, op, "tp", 2, count, payload, wire, *beside))
+    return rows
+
+
+def table(path: Path, header: Iterable[str], rows: Iterable[tuple[Any, ...]]) -> None:
+    """Write a CSV file."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(list(header))
+        writer.writerows(rows)

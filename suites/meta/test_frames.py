@@ -1,0 +1,215 @@
+"""Run folders become frames: complete ones exactly, killed ones with a note, hostile ones with one clear error."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.ledger import COLUMNS
+from reports.frames import RunFolderError, load
+from suites.meta import sample_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return sample_run.write(tmp_path / "run")
+
+
+def test_a_complete_run_loads_without_a_note_and_without_loss(folder: Path) -> None:
+    run = load(folder)
+    assert run.notes == ()
+    assert tuple(run.ledger.columns) == COLUMNS
+    written = [event for case, calls in sample_run.CALLS.items() for event in sample_run.events(case, calls)]
+    assert len(run.ledger) == len(written) == 28
+    first, read = written[5], run.ledger.iloc[5]
+    for name in COLUMNS:
+        assert read[name] == getattr(first, name), name
+    assert list(run.cases["case"]) == [sample_run.TP, sample_run.TP_SP]
+    assert run.env["torch"] == "2.13.0"
+    assert run.timings["seconds"].sum() == 0.5
+
+
+def test_words_with_an_order_are_ordered_categoricals(folder: Path) -> None:
+    ledger = load(folder).ledger
+    for name in ("mode", "phase", "op", "axis"):
+        assert ledger[name].cat.ordered, name
+    assert ledger["phase"].min() == "forward"
+    assert ledger["phase"].max() == "backward", "by time and not by the alphabet"
+
+
+def test_an_unknown_mode_and_a_rank_list_for_an_axis_sort_behind_the_known(folder: Path) -> None:
+    text = (folder / "ledger.csv").read_text().replace(",tp-sp,", ",zeta,").replace(",tp,2,", ',"[0, 1]",2,')
+    (folder / "ledger.csv").write_text(text)
+    ledger = load(folder).ledger
+    assert ledger["mode"].max() == "zeta"
+    assert set(ledger["axis"]) == {"[0, 1]"}
+
+
+def test_text_that_looks_like_a_missing_value_stays_text(folder: Path) -> None:
+    path = folder / "ledger.csv"
+    path.write_text(path.read_text().replace("layers.0.mlp.w1", "NA"))
+    assert set(load(folder).ledger["region"]) == {"layers.0.attention.wo", "layers.0.attention.wqkv", "", "NA"}
+
+
+def test_a_packed_ledger_reads_like_a_plain_one(folder: Path) -> None:
+    plain = load(folder).ledger
+    data = (folder / "ledger.csv").read_bytes()
+    (folder / "ledger.csv").unlink()
+    with gzip.open(folder / "ledger.csv.gz", "wb") as archive:
+        archive.write(data)
+    assert load(folder).ledger.equals(plain)
+
+
+def test_verdicts_are_flat_and_a_missing_worst_is_no_number(folder: Path) -> None:
+    line = sample_run.verdict(sample_run.TP, "ledger", error=None)
+    with (folder / "verdicts.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    verdicts = load(folder).verdicts
+    assert verdicts["worst_error"].iloc[0] == 2e-16
+    assert verdicts["worst_allowed"].iloc[0] == 1e-9
+    assert verdicts.iloc[-1]["check"] == "ledger"
+    assert verdicts["worst_error"].isna().sum() == 1
+
+
+def test_no_expectation_is_not_zero(tmp_path: Path) -> None:
+    run = load(sample_run.write(tmp_path / "run", expected=False))
+    assert run.summary["expected_calls"].isna().all()
+    assert run.notes == ()
+
+
+# A killed run
+
+
+def test_a_line_cut_in_its_middle_is_left_out_with_a_note(folder: Path) -> None:
+    path = folder / "ledger.csv"
+    whole = len(load(folder).ledger)
+    path.write_bytes(path.read_bytes()[:-30])
+    run = load(folder)
+    assert len(run.ledger) == whole - 1
+    assert any("ledger.csv" in note and "cut" in note for note in run.notes)
+
+
+def test_an_archive_cut_at_its_end_gives_what_came_before(folder: Path) -> None:
+    data = gzip.compress((folder / "ledger.csv").read_bytes() * 1)
+    (folder / "ledger.csv").unlink()
+    (folder / "ledger.csv.gz").write_bytes(data[: len(data) * 2 // 3])
+    run = load(folder)
+    assert 0 < len(run.ledger) < 28
+    assert any("archive is cut" in note for note in run.notes)
+
+
+def test_a_missing_summary_is_made_from_the_ledger_without_expectation(folder: Path) -> None:
+    complete = load(folder).summary
+    (folder / "summary.csv").unlink()
+    run = load(folder)
+    keys = ["case", "phase", "op"]
+    made, written = (frame.sort_values(keys).reset_index(drop=True) for frame in (run.summary, complete))
+    for name in (*keys, "calls", "payload_bytes", "wire_bytes"):
+        assert list(made[name]) == list(written[name]), name
+    assert made["expected_calls"].isna().all()
+    assert any("summary.csv is missing" in note for note in run.notes)
+
+
+def test_a_run_killed_before_its_first_event_loads_empty_with_notes(tmp_path: Path) -> None:
+    (tmp_path / "env.json").write_text("{}")
+    run = load(tmp_path)
+    assert len(run.cases) == len(run.ledger) == len(run.summary) == len(run.verdicts) == 0
+    assert [note.split()[0] for note in run.notes] == ["cases.jsonl", "ledger.csv", "summary.csv", "verdicts.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["ledger.csv", "summary.csv", "timings.csv", "verdicts.jsonl", "cases.jsonl"])
+def test_a_file_created_and_never_filled_is_a_note_and_no_error(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(b"case,mo" if name.endswith("csv") else b'{"case": ')
+    assert any(name in note for note in load(folder).notes)
+
+
+def test_cases_without_a_verdict_are_told(folder: Path) -> None:
+    lines = (folder / "verdicts.jsonl").read_text().splitlines(keepends=True)
+    (folder / "verdicts.jsonl").write_text("".join(line for line in lines if "tp-sp" not in line))
+    assert any("1 of 2 cases have no verdict" in note for note in load(folder).notes)
+
+
+# A folder that no run wrote
+
+
+def test_a_missing_folder_is_one_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"nowhere: no such folder; legal: .*runs/latest"):
+        load(tmp_path / "nowhere")
+
+
+def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="no such folder"):
+        load(tmp_path / "file")
+
+
+def test_an_unrelated_folder_is_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"neither env\.json nor cases\.jsonl"):
+        load(tmp_path)
+
+
+def _junk(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00\x01\n" * 3)
+
+
+def _wrong_columns(path: Path) -> None:
+    path.write_text("a,b\n1,2\n")
+
+
+def _words_for_numbers(path: Path) -> None:
+    path.write_text(path.read_text().replace(",2,", ",two,"))
+
+
+def _ragged(path: Path) -> None:
+    path.write_text(path.read_text() + "x," * 40 + "\n")
+
+
+def _not_json(path: Path) -> None:
+    path.write_text("not json\n" + path.read_text())
+
+
+def _list_for_object(path: Path) -> None:
+    path.write_text("[1]\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("ledger.csv", _junk),
+        ("ledger.csv", _wrong_columns),
+        ("ledger.csv", _words_for_numbers),
+        ("ledger.csv", _ragged),
+        ("summary.csv", _wrong_columns),
+        ("summary.csv", _words_for_numbers),
+        ("verdicts.jsonl", _not_json),
+        ("verdicts.jsonl", _list_for_object),
+        ("cases.jsonl", _not_json),
+        ("cases.jsonl", _junk),
+        ("env.json", _not_json),
+        ("env.json", _list_for_object),
+        ("env.json", _junk),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__.strip("_"),
+)
+def test_a_hostile_file_is_one_error_that_names_it(folder: Path, name: str, harm: Callable[[Path], None]) -> None:
+    harm(folder / name)
+    with pytest.raises(RunFolderError, match=name.replace(".", r"\.")) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value).strip()
+
+
+def test_an_archive_that_is_none_is_one_error(folder: Path) -> None:
+    (folder / "ledger.csv").rename(folder / "ledger.csv.gz")
+    with pytest.raises(RunFolderError, match=r"ledger\.csv\.gz"):
+        load(folder)
+
+
+def test_a_verdict_whose_worst_is_no_object_is_one_error(folder: Path) -> None:
+    line = sample_run.verdict(sample_run.TP, "forward") | {"worst": [1, 2]}
+    (folder / "verdicts.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(RunFolderError, match="worst"):
+        load(folder)
