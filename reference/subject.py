@@ -1,0 +1,46 @@
+"""The dense subject: the case on one rank, without torch.distributed, and the truth that every subject is held against.
+
+The truth of a low-precision case is computed in float64 from the weights rounded to the case's dtype, so that a
+subject is charged for its arithmetic only, never for the rounding of what it was given.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from reference import activations as observation
+from reference.case import Case
+from reference.parameters import full, shapes
+from reference.training import train
+
+__all__ = ["activations", "subject", "true_activations", "truth", "weights"]
+
+
+def weights(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Every full weight of the case, in its dtype."""
+    return {name: full(case, name).to(device) for name in shapes(case)}
+
+
+def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """The outcome of dense training in the case's dtype: every tensor full."""
+    return train(case, weights(case, device))
+
+
+def truth(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """The same outcome with all arithmetic in float64; for float64 cases it is `subject`."""
+    return train(case, _exact(weights(case, device)))
+
+
+def activations(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """`act/<module>` and `act_grad/<module>` of the dense model in the case's dtype (see reference.activations)."""
+    return observation.observe(case, weights(case, device))
+
+
+def true_activations(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """The same activations with all arithmetic in float64; for float64 cases they are `activations`."""
+    return observation.observe(case, _exact(weights(case, device)))
+
+
+def _exact(rounded: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: weight.to(torch.float64) for name, weight in rounded.items()}

@@ -1,0 +1,124 @@
+"""Training: m micro-batches of every data rank for k steps, and the outcome under its canonical names.
+
+Every mean is taken over all counted tokens of a step, whatever micro-batch or data rank they lie in: gradients are the
+sum of the micro-batches' summed-loss gradients divided by the step's token count. Optimizers are torch's own: SGD with
+learning rate `lr`, AdamW with weight decay 0.01.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from reference import decoder, loss
+from reference.batches import Batch, micro_batch
+from reference.case import Case
+from reference.decoder import PLAIN, Arithmetic
+from reference.layers import wide
+
+__all__ = ["LARGEST_LOGITS", "Feed", "clip", "gradient_norm", "optimizer", "train"]
+
+LARGEST_LOGITS = 2**24
+"""Elements of the full logits of one step above which an outcome leaves them out."""
+WEIGHT_DECAY = 0.01
+
+
+class Feed(Protocol):
+    """Where micro-batches come from: `reference.batches.micro_batch`, or rows that a test drew itself."""
+
+    def __call__(self, case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+        """That micro-batch of that data rank, on the device."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sums:
+    """What one step's forwards add up to: scalars, and logits [dp*micro*batch, seq, vocab] or None when too large."""
+
+    loss: Tensor
+    tokens: Tensor
+    logits: Tensor | None
+
+
+def train(
+    case: Case,
+    weights: Mapping[str, Tensor],
+    *,
+    feed: Feed = micro_batch,
+    arithmetic: Arithmetic = PLAIN,
+    last_first: bool = False,
+) -> dict[str, Tensor]:
+    """The outcome of training these full weights on their device and in their dtype.
+
+    `last_first` adds the micro-batches' gradients in reversed order. The weights given are left as they are.
+    """
+    parameters = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+    stepper = optimizer(case, list(parameters.values()))
+    outcome: dict[str, Tensor] = {}
+    for step in range(case.steps):
+        stepper.zero_grad()
+        sums = _accumulate(case, parameters, step, feed, arithmetic, last_first)
+        gradients = {name: _gradient(weight).div_(sums.tokens) for name, weight in parameters.items()}
+        outcome[f"loss/{step}"] = sums.loss / sums.tokens
+        if sums.logits is not None:
+            outcome[f"logits/{step}"] = sums.logits
+        if step == 0:
+            outcome |= {f"grad/{name}": gradient.clone() for name, gradient in gradients.items()}
+        outcome[f"grad_norm/{step}"] = gradient_norm(gradients)
+        clip(gradients, outcome[f"grad_norm/{step}"], case.clip)
+        stepper.step()
+    return outcome | {f"param/{name}": weight.detach() for name, weight in parameters.items()}
+
+
+def _accumulate(
+    case: Case, parameters: Mapping[str, Tensor], step: int, feed: Feed, arithmetic: Arithmetic, last_first: bool
+) -> Sums:
+    """Run every micro-batch of a step forward and backward; gradients of the summed loss add up in the parameters."""
+    device = next(iter(parameters.values())).device
+    keep = case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
+    places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
+    losses, tokens, rows = {}, {}, {}
+    for place in reversed(places) if last_first else places:
+        data_rank, micro = place
+        batch = feed(case, step, micro, data_rank, device=device)
+        logits = decoder.logits(case, parameters, batch, arithmetic=arithmetic)
+        summed, tokens[place] = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
+        summed.backward()
+        losses[place] = summed.detach()
+        if keep:
+            rows[place] = logits.detach()
+    return Sums(
+        loss=torch.stack([losses[place] for place in places]).sum(),
+        tokens=torch.stack([tokens[place] for place in places]).sum(),
+        logits=torch.cat([rows[place] for place in places]) if keep else None,
+    )
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None  # every parameter of a case takes part in its forward pass
+    return weight.grad
+
+
+def gradient_norm(gradients: Mapping[str, Tensor]) -> Tensor:
+    """The L2 norm of all gradients together, a scalar in `wide` of their dtype."""
+    squares = [gradient.to(wide(gradient.dtype)).square().sum() for gradient in gradients.values()]
+    return torch.stack(squares).sum().sqrt()
+
+
+def clip(gradients: Mapping[str, Tensor], norm: Tensor, largest: float) -> None:
+    """Scale all gradients in place by min(1, largest / (norm + 1e-6)); 0 switches clipping off."""
+    if largest > 0:
+        factor = min(1.0, largest / (float(norm) + 1e-6))
+        for gradient in gradients.values():
+            gradient.mul_(factor)
+
+
+def optimizer(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """The case's optimizer over these leaf tensors."""
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=case.lr, weight_decay=WEIGHT_DECAY)
+    return torch.optim.SGD(parameters, lr=case.lr)
