@@ -1,0 +1,126 @@
+"""Self-attention on the heads that this rank's projections give it: how many follows from their width.
+
+Letters: B sequences, S tokens, N query heads, K kv heads (N = K*g), D head dim, all of this rank. Between its two
+linears attention works on [B, S, heads, D], whatever the layout of hidden states. The core sees whole sequences; a
+mode whose hidden states are split along the sequence either gathers them in the column linear or exchanges heads for
+sequence around the core (`exchange`).
+Sources: arXiv:2104.09864 (rotary, rotate-half pairing as Hugging Face Llama), arXiv:2305.13245 (grouped queries).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from parallel.norm import wide
+
+__all__ = ["Attention", "Core", "Exchange", "Heads", "core_attention", "direct", "rotary_table", "rotate"]
+
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [B,S,N,D], k and v [B,S,K,D] of whole sequences -> context [B,S,N,D]."""
+Exchange = Callable[[Core, Tensor, Tensor, Tensor], Tensor]
+"""What a mode does around the core: (core, q, k, v) -> context in the layout of q."""
+_ROTARY_BASE = 10000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """Shape of the heads, and what is recomputed: `group` query heads per kv head, `dim` features each."""
+
+    group: int
+    dim: int
+    sequence_dim: int
+    recompute_core: bool = False
+
+
+def direct(core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The exchange of modes whose ranks see whole sequences anyway: none."""
+    return core(q, k, v)
+
+
+def rotary_table(positions_BS: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, S, 1, D/2] of position / base^(2i/D), angles in float64."""
+    half = dim // 2
+    power = torch.arange(half, dtype=torch.float64, device=positions_BS.device) / half
+    angle = (positions_BS[..., None] / _ROTARY_BASE**power)[:, :, None]
+    return angle.cos().to(wide(dtype)), angle.sin().to(wide(dtype))
+
+
+def rotate(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pair (i, i + D/2) of every head by its position's angle."""
+    cos, sin = table
+    first, second = x_BSND.to(cos.dtype).chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BSND.dtype)
+
+
+def core_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, hidden_B1SS: Tensor | None) -> Tensor:
+    """Softmax attention with grouped queries, [B, S, N, D]. `hidden_B1SS` is true where a token must not be seen;
+    None means causal."""
+    group = q_BSND.shape[2] // k_BSKD.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSKD, v_BSKD))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    visible = None if hidden_B1SS is None else ~hidden_B1SS
+    context = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None)
+    return context.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Projections, optional q/k norms, rotary positions, core, output projection.
+
+    `projections` holds `wqkv`, or `wq`, `wk` and `wv`, and `wo`; `norms` holds `q_norm` and `k_norm` or nothing.
+    """
+
+    wqkv: nn.Module
+    wq: nn.Module
+    wk: nn.Module
+    wv: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+    wo: nn.Module
+
+    def __init__(
+        self, heads: Heads, exchange: Exchange, projections: dict[str, nn.Module], norms: dict[str, nn.Module]
+    ) -> None:
+        super().__init__()
+        self.heads, self.exchange = heads, exchange
+        self.fused, self.normed = "wqkv" in projections, bool(norms)
+        for name, module in (projections | norms).items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None) -> Tensor:
+        """Hidden states -> hidden states; `table` is None without rotary positions."""
+        q, k, v = self._projected(x)
+        if self.normed:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.heads.sequence_dim == 0:
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        if table is not None:
+            q, k = rotate(q, table), rotate(k, table)
+
+        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if self.heads.recompute_core:
+                context: Tensor = checkpoint(
+                    core_attention, q, k, v, hidden_B1SS, use_reentrant=False, preserve_rng_state=False
+                )
+                return context
+            return core_attention(q, k, v, hidden_B1SS)
+
+        context = self.exchange(core, q, k, v).flatten(2)
+        if self.heads.sequence_dim == 0:
+            context = context.transpose(0, 1)
+        y: Tensor = self.wo(context)
+        return y
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [.., .., N, D], k and v [.., .., K, D] of this rank's heads, in the layout of hidden states."""
+        group, dim = self.heads.group, self.heads.dim
+        if not self.fused:
+            q, k, v = (w(x).unflatten(-1, (-1, dim)) for w in (self.wq, self.wk, self.wv))
+            return q, k, v
+        grouped = self.wqkv(x).unflatten(-1, (-1, group + 2, dim))
+        return grouped[..., :group, :].flatten(2, 3), grouped[..., group, :], grouped[..., group + 1, :]

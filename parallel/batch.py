@@ -1,0 +1,151 @@
+"""How a micro-batch reaches the ranks of one data rank.
+
+    delivery=tensors  the tp group's first rank reads, then one broadcast a tensor, in a group of one too:
+                      tokens, labels int64 [B,S]; loss_mask float32 [B,S]; attention_mask bool [B,1,S,S], only with
+                      attention_mask=true; position_ids int64 [B,S]: 5 or 4 calls
+    delivery=flat     the first rank reads, then two broadcasts: the sizes, int64 [5 * keys] (up to four dims a key, a 0
+                      ends them), and all keys end to end as one int64 tensor
+    delivery=local    every rank reads its own; no call
+
+Under `flat` all keys share the dtype int64: the loss mask travels as its float32 bits, the attention mask as 0 and 1.
+An attention mask is true where a token must not be seen. Packed rows get theirs from `cu_seqlens`, locally.
+Source: Megatron-Core `get_batch_on_this_tp_rank` and `broadcast_data` (modes.md 4.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel.collectives import broadcast
+from parallel.mesh import Mesh
+from reference.batches import Batch, micro_batch
+from reference.case import Case
+
+__all__ = ["SIZES_PER_KEY", "Delivered", "deliver", "hidden_pairs"]
+
+SIZES_PER_KEY = 5
+"""Numbers that describe one key's shape in `flat`: up to four dims and a closing 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """One micro-batch as it lies on this rank; `attention_mask` is None for plain causal attention."""
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    positions: Tensor
+    attention_mask: Tensor | None = None
+
+
+def deliver(case: Case, mesh: Mesh, step: int, micro: int, device: torch.device) -> Delivered:
+    """The micro-batch of this rank's data rank, by the case's delivery."""
+    reads = case.delivery == "local" or mesh.axis("tp").rank == 0
+    batch = micro_batch(case, step, micro, mesh.axis("dp").rank) if reads else None
+    match case.delivery:
+        case "tensors":
+            return _named(_by_tensor(case, mesh, _keys(case, batch, device), device))
+        case "flat":
+            return _named(_flat(case, mesh, _keys(case, batch, device), device))
+    assert batch is not None  # delivery=local: every rank reads
+    return _local(batch, device)
+
+
+def hidden_pairs(length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """Bool [1, 1, S, S]: must the token of the row not see the token of the column? Causal, and inside one sentence."""
+    index = torch.arange(length, device=device)
+    hidden = index[:, None] < index[None, :]
+    if cu_seqlens is not None:
+        sentence = torch.bucketize(index, cu_seqlens.to(device), right=True)
+        hidden = hidden | (sentence[:, None] != sentence[None, :])
+    return hidden[None, None]
+
+
+def _local(batch: Batch, device: torch.device) -> Delivered:
+    packed = batch.cu_seqlens is not None
+    return Delivered(
+        tokens=batch.tokens.to(device),
+        labels=batch.labels.to(device),
+        loss_mask=batch.loss_mask.to(device),
+        positions=batch.positions.to(device),
+        attention_mask=hidden_pairs(batch.tokens.shape[1], batch.cu_seqlens, device) if packed else None,
+    )
+
+
+def _keys(case: Case, batch: Batch | None, device: torch.device) -> dict[str, Tensor] | None:
+    """What the first rank sends, in the order in which it is sent; None on ranks that receive."""
+    if batch is None:
+        return None
+    keys = {"tokens": batch.tokens, "labels": batch.labels, "loss_mask": batch.loss_mask}
+    if case.attention_mask:
+        rows, length = batch.tokens.shape
+        keys["attention_mask"] = hidden_pairs(length, None, device).expand(rows, 1, length, length)
+    keys["positions"] = batch.positions
+    return {key: tensor.to(device) for key, tensor in keys.items()}
+
+
+def _named(keys: Mapping[str, Tensor]) -> Delivered:
+    return Delivered(**keys)
+
+
+def _forms(case: Case) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of every key, known on every rank from the case, in the order in which they are sent."""
+    rows = (case.batch, case.seq)
+    forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "tokens": (torch.int64, rows),
+        "labels": (torch.int64, rows),
+        "loss_mask": (torch.float32, rows),
+    }
+    if case.attention_mask:
+        forms["attention_mask"] = (torch.bool, (case.batch, 1, case.seq, case.seq))
+    return forms | {"positions": (torch.int64, rows)}
+
+
+def _by_tensor(case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: torch.device) -> dict[str, Tensor]:
+    """One broadcast a key."""
+    arrived = {}
+    for key, (dtype, shape) in _forms(case).items():
+        # Zeros, not uninitialised memory: what does not arrive is then wrong the same way in every run.
+        tensor = torch.zeros(shape, dtype=dtype, device=device) if sent is None else sent[key]
+        arrived[key] = broadcast(tensor, mesh.axis("tp"))
+    return arrived
+
+
+def _flat(case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: torch.device) -> dict[str, Tensor]:
+    """Sizes, then everything: receivers learn the shapes from the first call alone."""
+    names, axis = list(_forms(case)), mesh.axis("tp")
+    sizes = torch.zeros(SIZES_PER_KEY * len(names), dtype=torch.int64, device=device)
+    if sent is not None:
+        for place, key in enumerate(names):
+            shape = torch.tensor(sent[key].shape, dtype=torch.int64, device=device)
+            sizes[place * SIZES_PER_KEY :][: len(shape)] = shape
+    shapes = [_until_zero(row) for row in broadcast(sizes, axis).view(len(names), SIZES_PER_KEY).tolist()]
+    lengths = [torch.Size(shape).numel() for shape in shapes]
+    if sent is None:
+        flat = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
+    else:
+        flat = torch.cat([_as_int64(sent[key]) for key in names])
+    parts = broadcast(flat, axis).split(lengths)
+    forms = _forms(case)
+    return {
+        key: _from_int64(part, forms[key][0]).view(shape) for key, part, shape in zip(names, parts, shapes, strict=True)
+    }
+
+
+def _until_zero(sizes: list[int]) -> list[int]:
+    return sizes[: sizes.index(0)]
+
+
+def _as_int64(x: Tensor) -> Tensor:
+    """All elements as int64, float32 by its bits."""
+    flat = x.contiguous().view(-1)
+    return (flat.view(torch.int32) if flat.dtype == torch.float32 else flat).to(torch.int64)
+
+
+def _from_int64(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `_as_int64`."""
+    return flat.to(torch.int32).view(torch.float32) if dtype == torch.float32 else flat.to(dtype)

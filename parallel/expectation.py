@@ -1,0 +1,168 @@
+"""Closed forms: the collective calls that every rank must issue, as terms computed from a case by integers alone.
+
+Payloads in bytes: all_reduce the tensor, all_gather the gathered output, reduce_scatter the full input, all_to_all one
+rank's total send, broadcast the tensor (modes.md section 1). A group of one rank is bypassed by every collective but
+the broadcasts of the data. Terms count a whole run: all steps and micro-batches. Nothing here is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from parallel.batch import SIZES_PER_KEY
+from parallel.layout import Placement, local_shape
+from parallel.mesh import axis_size
+from reference.case import Case
+
+__all__ = [
+    "ITEM_BYTES",
+    "Term",
+    "activation_bytes",
+    "activation_terms",
+    "delivery_terms",
+    "gradient_terms",
+    "local_elements",
+    "loss_dtype",
+    "loss_terms",
+    "per_micro",
+    "per_step",
+]
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """`calls` equal calls on every rank over the whole run; fields as in the ledger."""
+
+    phase: str
+    region: str
+    op: str
+    reduce_op: str
+    axis: str
+    group_size: int
+    dtype: str
+    payload_bytes: int
+    calls: int
+
+
+def per_micro(
+    case: Case,
+    phase: str,
+    region: str,
+    op: str,
+    payload_bytes: int,
+    *,
+    axis: str = "tp",
+    reduce_op: str = "",
+    dtype: str = "",
+    calls: int = 1,
+    alone: bool = False,
+) -> Iterator[Term]:
+    """The term of `calls` calls in every micro-batch; none on an axis of one rank unless issued `alone` too.
+
+    An all_reduce or reduce_scatter sums unless `reduce_op` says otherwise; `dtype` is the case's unless said.
+    """
+    group_size = axis_size(case, axis)
+    if group_size > 1 or alone:
+        yield Term(
+            phase=phase,
+            region=region,
+            op=op,
+            reduce_op=reduce_op or ("sum" if op in ("all_reduce", "reduce_scatter") else ""),
+            axis=axis,
+            group_size=group_size,
+            dtype=dtype or case.dtype,
+            payload_bytes=payload_bytes,
+            calls=calls * case.steps * case.micro,
+        )
+
+
+def per_step(case: Case, op: str, payload_bytes: int, *, axis: str, dtype: str = "") -> Iterator[Term]:
+    """The term of one call a step in phase grad_sync; none on an axis of one rank."""
+    group_size = axis_size(case, axis)
+    if group_size > 1:
+        yield Term(
+            phase="grad_sync",
+            region="",
+            op=op,
+            reduce_op="sum",
+            axis=axis,
+            group_size=group_size,
+            dtype=dtype or case.dtype,
+            payload_bytes=payload_bytes,
+            calls=case.steps,
+        )
+
+
+def activation_bytes(case: Case) -> int:
+    """A: one whole activation, tokens x hidden."""
+    return case.tokens * case.hidden * ITEM_BYTES[case.dtype]
+
+
+def activation_terms(case: Case, phase: str, region: str, *ops: str) -> Iterator[Term]:
+    """In every micro-batch, one call of each op over tp, each with the payload of one whole activation."""
+    for op in ops:
+        yield from per_micro(case, phase, region, op, activation_bytes(case))
+
+
+def loss_dtype(case: Case) -> str:
+    """Dtype of the loss and of the collectives inside it."""
+    return "float64" if case.dtype == "float64" else "float32"
+
+
+def delivery_terms(case: Case) -> Iterator[Term]:
+    """Data to the ranks: broadcasts over tp, issued in a group of one too (see `parallel.batch`)."""
+    tokens, mask = case.tokens, case.batch * case.seq**2 if case.attention_mask else 0
+    if case.delivery == "tensors":
+        yield from per_micro(case, "data", "", "broadcast", 8 * tokens, dtype="int64", calls=3, alone=True)
+        yield from per_micro(case, "data", "", "broadcast", 4 * tokens, dtype="float32", alone=True)
+        if mask:
+            yield from per_micro(case, "data", "", "broadcast", mask, dtype="bool", alone=True)
+    elif case.delivery == "flat":
+        keys = 5 if mask else 4
+        yield from per_micro(case, "data", "", "broadcast", 8 * SIZES_PER_KEY * keys, dtype="int64", alone=True)
+        yield from per_micro(case, "data", "", "broadcast", 8 * (4 * tokens + mask), dtype="int64", alone=True)
+
+
+def loss_terms(case: Case, *, axis: str = "tp") -> Iterator[Term]:
+    """Vocabulary-parallel cross entropy: MAX, then one SUM a term or one SUM of all terms (see `parallel.loss`)."""
+    dtype = loss_dtype(case)
+    one = case.tokens * ITEM_BYTES[dtype]
+    terms = 3 if case.label_smoothing else 2
+    yield from per_micro(case, "loss", "", "all_reduce", one, axis=axis, reduce_op="max", dtype=dtype)
+    if case.cross_entropy == "fused":
+        yield from per_micro(case, "loss", "", "all_reduce", terms * one, axis=axis, dtype=dtype)
+    else:
+        yield from per_micro(case, "loss", "", "all_reduce", one, axis=axis, dtype=dtype, calls=terms)
+
+
+def gradient_terms(
+    case: Case,
+    places: Mapping[str, Placement],
+    partial: Callable[[Case, str], bool],
+    *,
+    weight_axis: str = "tp",
+    data_axes: tuple[str, ...] = ("dp",),
+    loss_axes: tuple[str, ...] = ("dp",),
+) -> Iterator[Term]:
+    """Once a step: all gradients over the data axes, the partial ones over the weight axis, loss and tokens, norm."""
+    item = ITEM_BYTES[case.dtype]
+    for axis in data_axes:
+        yield from per_step(case, "all_reduce", item * local_elements(case, places), axis=axis)
+    shared = sum(math.prod(place.shape) for name, place in places.items() if partial(case, name))
+    if shared:
+        yield from per_step(case, "all_reduce", item * shared, axis=weight_axis)
+    for axis in loss_axes:
+        yield from per_step(case, "all_reduce", 2 * ITEM_BYTES["float64"], axis=axis, dtype="float64")
+    yield from per_step(case, "all_reduce", ITEM_BYTES[loss_dtype(case)], axis=weight_axis, dtype=loss_dtype(case))
+
+
+def local_elements(case: Case, places: Mapping[str, Placement]) -> int:
+    """Elements of all parameters on one rank, padding included."""
+    return sum(
+        math.prod(local_shape(place, parts=axis_size(case, place.axis) if place.axis else 1))
+        for place in places.values()
+    )

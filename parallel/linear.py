@@ -1,0 +1,177 @@
+"""Tensor-parallel linears: column (output features split) and row (input features split, outputs summed).
+
+Letters: weight [out, in] full; a column linear holds [out/p, in], a row linear [out, in/p]; inputs are [.., .., in]
+with the sequence at dim `sequence_dim` when hidden states are split along it.
+
+    linear | hidden states | forward                    | backward
+    column | whole         | -                          | all-reduce of the input's gradient
+    column | split         | all-gather of the input    | all-gather again unless kept; reduce-scatter of its gradient
+    row    | whole         | all-reduce of the output   | -
+    row    | split         | reduce-scatter             | all-gather of the output's gradient
+
+The input gradient is sent while the weight gradient is computed (`overlap`; without it the same calls wait at once).
+Source: arXiv:1909.08053, arXiv:2205.05198; Megatron-Core `LinearWithGradAccumulationAndAsyncCommunication` (gathers
+again), InternEvo `SPFusedDenseFunc` (msp keeps, fsp gathers again): modes.md 2.1, 4.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parallel import pairs
+from parallel.collectives import (
+    Pending,
+    all_gather,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from parallel.mesh import Axis
+
+__all__ = ["ColumnLinear", "Region", "RowLinear", "column_linear"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """How hidden states lie outside the tensor-parallel region on `axis`, and how they are brought in and out.
+
+    `sequence_dim` is the dim split over the axis, None when every rank holds them whole. `keep`: a column linear saves
+    the gathered input for backward instead of gathering it again. `overlap`: gradients travel during the weight GEMM.
+    """
+
+    axis: Axis
+    sequence_dim: int | None = None
+    keep: bool = False
+    overlap: bool = True
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Partial sums -> hidden states. Forward: all-reduce | reduce-scatter. Backward: nothing | all-gather."""
+        if self.sequence_dim is None:
+            return pairs.reduce_from(y, self.axis)
+        return pairs.reduce_scatter_to_sequence(y, self.axis, dim=self.sequence_dim)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Hidden states whole on this rank."""
+        return x if self.sequence_dim is None else all_gather(x, self.axis, dim=self.sequence_dim)
+
+    def start_gather(self, x: Tensor) -> Pending:
+        """The same, during a GEMM."""
+        if self.sequence_dim is None:
+            return Pending(None, lambda: x)
+        return start_all_gather(x, self.axis, dim=self.sequence_dim, overlap=self.overlap)
+
+    def start_reduce(self, grad: Tensor, *, overlap: bool) -> Pending:
+        """This rank's share of the gradient's sum; `grad` is given away."""
+        if self.sequence_dim is None:
+            return start_all_reduce(grad, self.axis, overlap=overlap)
+        return start_reduce_scatter(grad, self.axis, dim=self.sequence_dim, overlap=overlap)
+
+
+class _ColumnProduct(torch.autograd.Function):
+    """x @ weight^T + bias with the input's entry into the region and its conjugate in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
+        total = region.gathered(x)
+        ctx.region = region
+        ctx.save_for_backward(total if region.keep else x, weight)
+        return functional.linear(total, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        region: Region = ctx.region
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        total = reduced = None
+        if wants_weight:
+            total = Pending(None, lambda: x) if region.keep else region.start_gather(x)
+        if wants_x:
+            # A frozen weight leaves no GEMM to hide behind.
+            reduced = region.start_reduce(grad @ weight, overlap=region.overlap and wants_weight)
+        if total is not None:
+            grad_weight = grad.flatten(0, -2).t() @ total.wait().flatten(0, -2)
+        if wants_bias:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        if reduced is not None:
+            grad_x = reduced.wait()
+        return grad_x, grad_weight, grad_bias, None
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
+    """This rank's output features of x @ weight^T + bias, [.., .., out/p], for the whole sequence."""
+    y: Tensor = _ColumnProduct.apply(x, weight, bias, region)
+    return y
+
+
+class ColumnLinear(nn.Module):
+    """Linear whose output features are split over the region's axis; its parameters are this rank's rows.
+
+    `gather_output` returns all features on every rank (forward all-gather, backward own slice). `skip_bias_add`
+    returns (output, bias) for a caller that adds the bias itself. `shape` is the local [out/p, in].
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        region: Region,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+    ) -> None:
+        super().__init__()
+        self.region, self.gather_output, self.skip_bias_add = region, gather_output, skip_bias_add
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(shape[:1], dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """[.., .., in] -> [.., .., out/p] or, gathered, [.., .., out]."""
+        y = column_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.region)
+        if self.gather_output:
+            y = pairs.gather_from(y, self.region.axis)
+        return (y, self.bias) if self.skip_bias_add else y
+
+
+class RowLinear(nn.Module):
+    """Linear whose input features are split over the region's axis; the partial outputs are summed on the way out.
+
+    The bias is whole on every rank and added once, after the sum. `input_is_parallel=False` takes whole features and
+    cuts its own slice (backward all-gather); hidden states split along the sequence cannot be taken that way.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        region: Region,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+    ) -> None:
+        super().__init__()
+        if not input_is_parallel and region.sequence_dim is not None:
+            raise ValueError(
+                "input_is_parallel=False: whole features would be cut per sequence slice; legal: input_is_parallel=True"
+            )
+        self.region, self.input_is_parallel, self.skip_bias_add = region, input_is_parallel, skip_bias_add
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(shape[:1], dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """[.., .., in/p] -> [.., .., out], or [.., .., out] of this rank's part of the sequence."""
+        if not self.input_is_parallel:
+            x = pairs.scatter_to(x, self.region.axis)
+        y = self.region.leave(functional.linear(x, self.weight))
+        if self.skip_bias_add:
+            return y, self.bias
+        return y if self.bias is None else y + self.bias

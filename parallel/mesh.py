@@ -1,0 +1,75 @@
+"""The mesh: this rank's groups, one per axis, as explicit values. Nobody looks up a process-wide state.
+
+Ranks are global ranks. The order of ranks is the case's (tp fastest, then cp, dp, pp: Megatron-Core `RankGenerator`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from reference.case import Case
+
+__all__ = ["Axis", "Mesh", "axis_rank", "axis_size"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """This rank's group along one axis: `rank` is its place in `ranks`, the group's global ranks in order."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    group: Any
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """All axes as one global rank sees them."""
+
+    rank: int
+    axes: Mapping[str, Axis]
+
+    @classmethod
+    def of(cls, case: Case) -> Mesh:
+        """Make the groups of every axis; every rank must call this, with the same case.
+
+        Raises ValueError when the running world is not the case's.
+        """
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        if world_size != case.world_size:
+            raise ValueError(
+                f"world_size={world_size}: the case needs tp*dp*pp*cp={case.world_size} ranks; "
+                f"legal: {case.world_size} ranks"
+            )
+        axes: dict[str, Axis] = {}
+        for name, groups in case.axes.items():
+            # Every rank makes every group, in one order, its own or not: new_group is collective over the world.
+            made = [(ranks, dist.new_group(list(ranks), group_desc=name)) for ranks in groups]
+            ranks, group = next((ranks, group) for ranks, group in made if rank in ranks)
+            axes[name] = Axis(name=name, ranks=ranks, rank=ranks.index(rank), group=group)
+        return cls(rank=rank, axes=axes)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of this name; raises ValueError for one that the case's mesh does not have."""
+        if name not in self.axes:
+            raise ValueError(f"axis={name}: is not an axis of this mesh; legal: {' '.join(self.axes)}")
+        return self.axes[name]
+
+
+def axis_size(case: Case, name: str) -> int:
+    """Ranks along one axis of a case's mesh; needs no running world."""
+    return len(case.axes[name][0])
+
+
+def axis_rank(case: Case, name: str, rank: int) -> int:
+    """The place of a global rank in its group along one axis; needs no running world."""
+    return next(ranks.index(rank) for ranks in case.axes[name] if rank in ranks)

@@ -1,0 +1,122 @@
+"""Conjugate pairs: what a collective does forward decides what must happen to the gradient. Each pair is one function.
+
+Layouts along one axis: *whole* = every rank holds the same tensor; *partial* = the tensor is the sum over the ranks;
+*split* = every rank holds its part along a dim. A gradient has the conjugate layout of its tensor: whole <-> partial
+inside a parallel region, whole <-> whole outside it, split <-> split. All pairs bypass a group of one rank.
+Source: Megatron-Core `tensor_parallel/mappings.py` (modes.md 4.1), generalised to any dim; arXiv:1909.08053,
+arXiv:2205.05198 (sequence parallelism), arXiv:2309.14509 (all-to-all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.collectives import all_gather as _all_gather
+from parallel.collectives import all_reduce, own_slice
+from parallel.collectives import all_to_all as _all_to_all
+from parallel.collectives import reduce_scatter as _reduce_scatter
+from parallel.mesh import Axis
+
+__all__ = [
+    "all_gather_last_dim",
+    "all_to_all",
+    "copy_to",
+    "gather_from",
+    "gather_from_sequence",
+    "reduce_from",
+    "reduce_scatter_last_dim",
+    "reduce_scatter_to_sequence",
+    "scatter_to",
+    "scatter_to_sequence",
+]
+
+_Move = Callable[[Tensor], Tensor]
+
+
+class _Pair(torch.autograd.Function):
+    """Forward is one movement of data, backward is its conjugate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: _Move, backward: _Move) -> Tensor:
+        ctx.move = backward
+        moved = forward(x)
+        return moved.view_as(moved) if moved is x else moved
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.move(grad), None, None
+
+
+def _pair(x: Tensor, axis: Axis, forward: _Move, backward: _Move) -> Tensor:
+    return x if axis.size == 1 else _Pair.apply(x, forward, backward)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Whole -> whole. Forward: nothing. Backward: all-reduce (every rank's use adds to the gradient)."""
+    return _pair(x, axis, _identity, lambda grad: all_reduce(grad, axis))
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """Partial -> whole. Forward: all-reduce. Backward: nothing (the gradient is whole already)."""
+    return _pair(x, axis, lambda y: all_reduce(y, axis), _identity)
+
+
+def scatter_to(x: Tensor, axis: Axis) -> Tensor:
+    """Whole -> split on the last dim. Forward: own slice. Backward: all-gather."""
+    return _pair(x, axis, lambda y: own_slice(y, axis, dim=-1), lambda grad: _all_gather(grad, axis, dim=-1))
+
+
+def gather_from(x: Tensor, axis: Axis) -> Tensor:
+    """Split on the last dim -> whole. Forward: all-gather. Backward: own slice."""
+    return _pair(x, axis, lambda y: _all_gather(y, axis, dim=-1), lambda grad: own_slice(grad, axis, dim=-1))
+
+
+def scatter_to_sequence(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """Whole -> split on the sequence `dim`. Forward: own slice. Backward: all-gather."""
+    return _pair(x, axis, lambda y: own_slice(y, axis, dim=dim), lambda grad: _all_gather(grad, axis, dim=dim))
+
+
+def gather_from_sequence(x: Tensor, axis: Axis, *, dim: int, tensor_parallel_output_grad: bool = True) -> Tensor:
+    """Split on the sequence `dim` -> whole. Forward: all-gather. Backward: reduce-scatter.
+
+    With `tensor_parallel_output_grad=False` what follows is not tensor parallel: its gradient is whole, not partial,
+    and backward is the own slice.
+    """
+    if tensor_parallel_output_grad:
+        return _pair(
+            x, axis, lambda y: _all_gather(y, axis, dim=dim), lambda grad: _reduce_scatter(grad, axis, dim=dim)
+        )
+    return _pair(x, axis, lambda y: _all_gather(y, axis, dim=dim), lambda grad: own_slice(grad, axis, dim=dim))
+
+
+def reduce_scatter_to_sequence(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """Partial -> split on the sequence `dim`. Forward: reduce-scatter. Backward: all-gather."""
+    return _pair(x, axis, lambda y: _reduce_scatter(y, axis, dim=dim), lambda grad: _all_gather(grad, axis, dim=dim))
+
+
+def all_gather_last_dim(x: Tensor, axis: Axis) -> Tensor:
+    """Split on the last dim -> whole, used in parallel. Forward: all-gather. Backward: reduce-scatter."""
+    return _pair(x, axis, lambda y: _all_gather(y, axis, dim=-1), lambda grad: _reduce_scatter(grad, axis, dim=-1))
+
+
+def reduce_scatter_last_dim(x: Tensor, axis: Axis) -> Tensor:
+    """Partial -> split on the last dim. Forward: reduce-scatter. Backward: all-gather."""
+    return _pair(x, axis, lambda y: _reduce_scatter(y, axis, dim=-1), lambda grad: _all_gather(grad, axis, dim=-1))
+
+
+def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int) -> Tensor:
+    """Split on `gather_dim` -> split on `split_dim`. Forward: all-to-all. Backward: all-to-all, dims swapped."""
+    return _pair(
+        x,
+        axis,
+        lambda y: _all_to_all(y, axis, split_dim=split_dim, gather_dim=gather_dim),
+        lambda grad: _all_to_all(grad, axis, split_dim=gather_dim, gather_dim=split_dim),
+    )

@@ -1,0 +1,11 @@
+"""The modes by name. A new mode is its file in `parallel.modes` and its line here."""
+
+from __future__ import annotations
+
+from parallel.modes.tp import TP
+from parallel.modes.tp_sp import TP_SP
+from parallel.strategy import Mode
+
+__all__ = ["MODES"]
+
+MODES: dict[str, Mode] = {mode.name: mode for mode in (TP, TP_SP)}

@@ -1,0 +1,57 @@
+"""The modules of a case by their role, under the canonical names that the reference, the ledger and outcomes share.
+
+column  wqkv (or wq, wk, wv), w1, w3, w13      output features belong to heads or inner features
+row     wo, w2                                 input features do
+norm    attention_norm, mlp_norm, final_norm; q_norm, k_norm act on heads
+"""
+
+from __future__ import annotations
+
+from reference.case import Case
+
+__all__ = ["attention_linears", "column_linears", "head_norms", "is_column", "is_row", "mlp_linears", "row_linears"]
+
+_COLUMNS = frozenset({"wqkv", "wq", "wk", "wv", "w1", "w3", "w13"})
+_ROWS = frozenset({"wo", "w2"})
+
+
+def is_column(module: str) -> bool:
+    """Is this dotted module name a column linear?"""
+    return module.rpartition(".")[2] in _COLUMNS
+
+
+def is_row(module: str) -> bool:
+    """Is this dotted module name a row linear?"""
+    return module.rpartition(".")[2] in _ROWS
+
+
+def attention_linears(case: Case) -> tuple[str, ...]:
+    """The linears of one attention, in forward order."""
+    return ("wqkv", "wo") if case.fuse_qkv else ("wq", "wk", "wv", "wo")
+
+
+def mlp_linears(case: Case) -> tuple[str, ...]:
+    """The linears of one MLP, in forward order."""
+    if case.fuse_mlp:
+        return ("w13", "w2")
+    return ("w1", "w3", "w2") if case.activation == "swiglu" else ("w1", "w2")
+
+
+def head_norms(case: Case) -> tuple[str, ...]:
+    """The norms inside one attention: they act on every head by itself."""
+    return ("q_norm", "k_norm") if case.qk_norm else ()
+
+
+def column_linears(case: Case) -> list[str]:
+    """Dotted names of all column linears, in forward order (C of them a layer)."""
+    return [name for name in _linears(case) if is_column(name)]
+
+
+def row_linears(case: Case) -> list[str]:
+    """Dotted names of all row linears, in forward order (two a layer)."""
+    return [name for name in _linears(case) if is_row(name)]
+
+
+def _linears(case: Case) -> list[str]:
+    inner = [f"attention.{name}" for name in attention_linears(case)] + [f"mlp.{name}" for name in mlp_linears(case)]
+    return [f"layers.{layer}.{name}" for layer in range(case.layers) for name in inner]

@@ -1,0 +1,73 @@
+"""Our subject, entering by the same door as everybody's: `parallel.subject:subject`.
+
+subject(case, device)                    outcome of this rank; torch.distributed is initialised
+subject.modes                            the modes it claims
+subject.refuses(case)                    why a case is not supported, "" when it is
+subject.expected(case)                   the closed form, terms of one rank over the whole run
+subject.activations(case, rank, module, local)
+                                         a module's output (or the gradient in it) as boxes of `act/<module>`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel.expectation import Term
+from parallel.layout import Shard, pieces, rows
+from parallel.mesh import Mesh, axis_rank, axis_size
+from parallel.registry import MODES
+from parallel.training import Value, train
+from reference.case import Case
+
+__all__ = ["ParallelSubject", "subject"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSubject:
+    """The implementation under test, for every mode in the registry."""
+
+    modes: tuple[str, ...] = tuple(MODES)
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Value]:
+        """Run the case on this rank. Raises ValueError with the reason for a case that it refuses."""
+        reason = self.refuses(case)
+        if reason:
+            raise ValueError(reason)
+        return train(case, MODES[case.mode], Mesh.of(case), device)
+
+    def refuses(self, case: Case) -> str:
+        """Why this case is not supported, "" when it is."""
+        if case.mode not in MODES:
+            return f"mode={case.mode}: is not offered here; legal: {' '.join(MODES)}"
+        if case.variant:
+            return f"variant={case.variant}: mode={case.mode} offers no variants; legal: variant="
+        if case.metric:
+            return f"metric=true: mode={case.mode} computes no metrics; legal: metric=false"
+        return ""
+
+    def expected(self, case: Case) -> Iterable[Term]:
+        """The calls that every rank issues over the whole run of a case it does not refuse."""
+        return tuple(MODES[case.mode].expected(case))
+
+    def activations(self, case: Case, rank: int, module: str, local: Tensor) -> tuple[Shard, ...] | None:
+        """The boxes of `act/<module>` [dp*batch, seq, width] (packed [dp, batch*seq, width]) that `local` holds.
+
+        `local` is the module's output in micro-batch 0 of step 0, or the gradient in it. None when the module's
+        output has no counterpart in the dense model.
+        """
+        mode = MODES[case.mode]
+        place = mode.activation(case, module)
+        if place is None:
+            return None
+        axis = place.axis or mode.weight_axis
+        output = mode.laid_out(local).flatten(2)
+        boxes = pieces(output, place, index=axis_rank(case, axis, rank), parts=axis_size(case, axis))
+        first = axis_rank(case, "dp", rank) * place.shape[0]
+        return rows(boxes, first=first, total=case.dp * place.shape[0])
+
+
+subject = ParallelSubject()

@@ -1,0 +1,141 @@
+"""Tensor parallelism over one axis: what the modes tp, tp-sp, mtp, msp and fsp share, bound to a case and a mesh.
+
+Column linears hold rows of their weight (whole heads, or inner features), row linears hold columns, the vocabulary is
+split by rows (padded, see `Case.padded_vocab`); norms, learned positions and row biases are whole on every rank.
+What differs between the modes is how hidden states lie between the linears: a `Region`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from parallel.embedding import Head, VocabularyEmbedding
+from parallel.layout import Placement, local_shape
+from parallel.linear import ColumnLinear, Region, RowLinear
+from parallel.loss import vocabulary_cross_entropy
+from parallel.mesh import Axis, Mesh
+from parallel.roles import is_column, is_row
+from parallel.strategy import Parts
+from reference.case import Case
+from reference.parameters import dtype_of, shapes
+
+__all__ = ["activation", "head_partial", "parts", "placements", "sequence_partial"]
+
+
+def placements(case: Case) -> dict[str, Placement]:
+    """How every parameter lies on the axis tp."""
+    return {name: _placement(case, name, shape) for name, shape in shapes(case).items()}
+
+
+def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
+    module, _, leaf = name.rpartition(".")
+    if module in ("embedding.tokens", "head"):
+        return Placement(shape=shape, axis="tp", blocks=(case.padded_vocab,))
+    if is_column(module):
+        return Placement(shape=shape, axis="tp", blocks=_blocks(case, module), unit=_unit(case, module))
+    if is_row(module) and leaf == "weight":
+        return Placement(shape=shape, axis="tp", dim=1, unit=_unit(case, module))
+    return Placement(shape=shape)
+
+
+def _blocks(case: Case, module: str) -> tuple[int, ...]:
+    """Sub-parameters of a column linear along its output features: w13 is w1, then w3."""
+    return (case.ffn, case.ffn) if module.endswith(".w13") else ()
+
+
+def _unit(case: Case, module: str) -> int:
+    """Features that one kv group takes in a linear of attention: no cut may fall inside a group."""
+    group = case.heads // case.kv_heads
+    heads = {"wqkv": group + 2, "wq": group, "wk": 1, "wv": 1, "wo": group}.get(module.rpartition(".")[2])
+    return 1 if heads is None else heads * case.head_dim
+
+
+def activation(case: Case, module: str, *, sequence_split: bool) -> Placement | None:
+    """How a module's output [rows of a data rank, seq, width] lies on the axis tp; None for a module unknown here."""
+    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    leaf = module.rpartition(".")[2]
+    if is_column(module):
+        width = shapes(case)[f"{module}.weight"][0]
+        blocks, unit = _blocks(case, module), _unit(case, module)
+        return Placement(shape=(rows, length, width), axis="tp", dim=2, blocks=blocks, unit=unit)
+    if leaf in ("q_norm", "k_norm"):
+        width = (case.heads if leaf == "q_norm" else case.kv_heads) * case.head_dim
+        return Placement(shape=(rows, length, width), axis="tp", dim=2)
+    if module == "head":
+        shape = (rows, length, case.vocab)
+        if case.head == "gather":
+            return Placement(shape=shape)
+        return Placement(shape=shape, axis="tp", dim=2, blocks=(case.padded_vocab,))
+    block = module.startswith("layers.") and (leaf.isdigit() or leaf in ("attention", "mlp", "wo", "w2"))
+    if block or module == "embedding" or leaf in ("attention_norm", "mlp_norm", "final_norm"):
+        return Placement(shape=(rows, length, case.hidden), axis="tp" if sequence_split else "", dim=1)
+    return None
+
+
+def head_partial(name: str) -> bool:
+    """Is this whole parameter's gradient a sum over heads? True for q/k norms, under every layout of hidden states."""
+    return name.rpartition(".")[0].rpartition(".")[2] in ("q_norm", "k_norm")
+
+
+def sequence_partial(name: str) -> bool:
+    """Is this whole parameter's gradient a sum over tokens that are split over the axis? Norms and row biases.
+
+    Learned positions are not: they meet the hidden states before the split, and the all-gather in the backward of
+    the split gives every rank the whole gradient.
+    """
+    module, _, leaf = name.rpartition(".")
+    return module.rpartition(".")[2].endswith("norm") or (is_row(module) and leaf == "bias")
+
+
+def parts(
+    case: Case,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    sequence_dim: int,
+    sequence_split: bool,
+    keep: bool = False,
+) -> Parts:
+    """The strategy of one tensor-parallel mode on one rank (see `Region` for `sequence_split` and `keep`)."""
+    axis = mesh.axis("tp")
+    region = Region(axis=axis, sequence_dim=sequence_dim if sequence_split else None, keep=keep, overlap=case.overlap)
+    places, dtype = placements(case), dtype_of(case)
+
+    def local(name: str) -> tuple[int, ...]:
+        return local_shape(places[name], parts=axis.size)
+
+    def linear(name: str) -> nn.Module:
+        kind = ColumnLinear if is_column(name) else RowLinear
+        return kind(local(f"{name}.weight"), region, bias=case.bias, dtype=dtype, device=device)
+
+    def embedding() -> nn.Module:
+        learned = "embedding.positions.weight"
+        return VocabularyEmbedding(
+            local("embedding.tokens.weight"),
+            local(learned) if learned in places else None,
+            region,
+            sequence_dim=sequence_dim,
+            dtype=dtype,
+            device=device,
+        )
+
+    def head() -> nn.Module:
+        shape = None if case.tied else local("head.weight")
+        gather = case.head == "gather"
+        return Head(shape, region, vocab=case.vocab, gather_output=gather, dtype=dtype, device=device)
+
+    # Gathered logits are no shard: their loss is the plain one, on an axis of this rank alone (decision H1).
+    loss_axis = axis if case.head == "parallel" else Axis(name="", ranks=(mesh.rank,), rank=0, group=None)
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return vocabulary_cross_entropy(
+            logits,
+            labels,
+            loss_axis,
+            vocab=case.vocab,
+            smoothing=case.label_smoothing,
+            fused=case.cross_entropy == "fused",
+        )
+
+    return Parts(linear=linear, embedding=embedding, head=head, loss=loss)

@@ -1,0 +1,150 @@
+"""The steps of one rank: micro-batches forward and backward, synchronisation, optimizer, outcome.
+
+Gradients are of the summed loss of every micro-batch; the global token count divides them once, after all sums. The
+outcome is what this rank holds: shards of what is split, full tensors of what is whole, padding never.
+Logits and activations are [rows, seq, width]; row (data_rank * micro + m) * batch + b, packed data_rank * micro + m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel import gradients as sync
+from parallel.batch import deliver
+from parallel.layout import Placement, Shard, pieces, rows, shard
+from parallel.loss import counted
+from parallel.mesh import Mesh
+from parallel.norm import wide
+from parallel.strategy import Mode, Parts
+from parallel.transformer import Transformer
+from reference.case import Case
+from reference.parameters import dtype_of, full
+
+__all__ = ["LARGEST_LOGITS", "Value", "train"]
+
+Value = Tensor | tuple[Shard, ...]
+LARGEST_LOGITS = 2**24
+"""Elements of the full logits of one step above which an outcome leaves them out."""
+_WEIGHT_DECAY = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """One rank at work: the model under its mode, its parameters by name and their places."""
+
+    case: Case
+    mode: Mode
+    mesh: Mesh
+    device: torch.device
+    parts: Parts
+    model: Transformer
+    parameters: Mapping[str, Tensor]
+    places: Mapping[str, Placement]
+
+    def boxes(self, local: Tensor, place: Placement) -> tuple[Shard, ...]:
+        """The boxes of the full tensor that a local tensor of this rank holds."""
+        axis = self.mesh.axis(place.axis or self.mode.weight_axis)
+        return pieces(local, place, index=axis.rank, parts=axis.size)
+
+    def value(self, name: str, local: Tensor) -> Value:
+        """A parameter-shaped tensor as a value of the outcome."""
+        place = self.places[name]
+        return self.boxes(local, place) if place.axis else local
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Every parameter's gradient by name."""
+        return {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
+
+
+def train(case: Case, mode: Mode, mesh: Mesh, device: torch.device) -> dict[str, Value]:
+    """Run the case on this rank and return its outcome; every rank of the mesh must call this with the same case."""
+    rank = _set_up(case, mode, mesh, device)
+    optimizer = _optimizer(case, list(rank.parameters.values()))
+    outcome: dict[str, Value] = {}
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        loss, tokens, logits = _accumulate(rank, step)
+        outcome[f"loss/{step}"], norm = _synchronise(rank, loss, tokens)
+        outcome[f"grad_norm/{step}"] = norm
+        gradients = rank.gradients()
+        if logits is not None:
+            outcome[f"logits/{step}"] = logits
+        if step == 0:
+            outcome |= {f"grad/{name}": rank.value(name, grad.clone()) for name, grad in gradients.items()}
+        sync.clip(gradients.values(), norm, case.clip)
+        optimizer.step()
+    return outcome | {f"param/{name}": rank.value(name, p.detach()) for name, p in rank.parameters.items()}
+
+
+def _set_up(case: Case, mode: Mode, mesh: Mesh, device: torch.device) -> _Rank:
+    """Build the model and fill every parameter with its part of the full weight."""
+    places = mode.placements(case)
+    parts = mode.parts(case, mesh, device)
+    model = Transformer(case, mode, parts, device)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            axis = mesh.axis(places[name].axis or mode.weight_axis)
+            parameter.copy_(shard(full(case, name), places[name], index=axis.rank, parts=axis.size))
+    return _Rank(
+        case=case,
+        mode=mode,
+        mesh=mesh,
+        device=device,
+        parts=parts,
+        model=model,
+        parameters=parameters,
+        places=places,
+    )
+
+
+def _accumulate(rank: _Rank, step: int) -> tuple[Tensor, Tensor, tuple[Shard, ...] | None]:
+    """All micro-batches of a step, forward and backward: this rank's loss sum, token count and logits."""
+    case, mode = rank.case, rank.mode
+    sequences = 1 if case.packed else case.batch
+    total = case.dp * case.micro * sequences
+    keep = case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
+    loss = torch.zeros((), dtype=torch.float64, device=rank.device)
+    tokens = torch.zeros_like(loss)
+    boxes: list[Shard] = []
+    for micro in range(case.micro):
+        batch = rank.parts.local(deliver(case, rank.mesh, step, micro, rank.device))
+        logits = rank.model(batch)
+        labels = mode.laid_out(batch.labels)
+        losses = rank.parts.loss(logits, labels)
+        weights = counted(labels, mode.laid_out(batch.loss_mask)).to(losses.dtype)
+        summed = (losses * weights).sum()
+        summed.backward()
+        loss += summed.detach()
+        tokens += weights.sum()
+        place = mode.activation(case, "head")
+        if keep and place is not None:
+            first = (rank.mesh.axis("dp").rank * case.micro + micro) * sequences
+            boxes += rows(rank.boxes(mode.laid_out(logits.detach()), place), first=first, total=total)
+    return loss, tokens, tuple(boxes) if keep else None
+
+
+def _synchronise(rank: _Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn local gradient sums into gradients of the mean loss; returns that loss and their norm."""
+    mode, mesh, gradients = rank.mode, rank.mesh, rank.gradients()
+    for axis in mode.data_axes:
+        sync.sum_gradients(gradients.values(), mesh.axis(axis))
+    weight_axis = mesh.axis(mode.weight_axis)
+    partial = [gradient for name, gradient in gradients.items() if mode.partial(rank.case, name)]
+    sync.sum_gradients(partial, weight_axis)
+    loss, tokens = sync.sum_scalars(loss, tokens, [mesh.axis(axis) for axis in mode.loss_axes])
+    for gradient in gradients.values():
+        gradient.div_(tokens)
+    exact = wide(dtype_of(rank.case))
+    return (loss / tokens).to(exact), sync.norm(gradients, rank.places, weight_axis, exact)
+
+
+def _optimizer(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """The case's optimizer over this rank's parameters."""
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=case.lr, weight_decay=_WEIGHT_DECAY)
+    return torch.optim.SGD(parameters, lr=case.lr)

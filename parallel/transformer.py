@@ -1,0 +1,94 @@
+"""The decoder of every family under any mode: it builds what the strategy gives and knows no collective.
+
+Pre-norm residual blocks, x += attention(norm(x)); x += mlp(norm(x)). Module names are the canonical ones: embedding,
+layers.{i}.attention_norm, layers.{i}.attention.wqkv ..., final_norm, head. Hidden states lie as the mode says.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from parallel.attention import Attention, Heads, rotary_table
+from parallel.batch import Delivered
+from parallel.mlp import Mlp
+from parallel.norm import Norm
+from parallel.roles import attention_linears, head_norms, mlp_linears
+from parallel.strategy import Mode, Parts
+from reference.case import Case
+from reference.parameters import dtype_of
+
+__all__ = ["Layer", "Transformer"]
+
+
+class Layer(nn.Module):
+    """One block: attention, then MLP, each behind its norm and added to the hidden states."""
+
+    def __init__(self, attention_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Mlp) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+
+    def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None) -> Tensor:
+        """Hidden states -> hidden states."""
+        x = x + self.attention(self.attention_norm(x), table, hidden_B1SS)
+        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
+
+
+class Transformer(nn.Module):
+    """The whole model of one rank. `recompute=full` runs every layer again in backward, last collective included."""
+
+    def __init__(self, case: Case, mode: Mode, parts: Parts, device: torch.device) -> None:
+        super().__init__()
+        self.case = case
+        self.embedding = parts.embedding()
+        self.layers = nn.ModuleList(_layer(case, mode, parts, device, index) for index in range(case.layers))
+        self.final_norm = _norm(case, case.hidden, device)
+        self.head = parts.head()
+
+    def forward(self, batch: Delivered) -> Tensor:
+        """This rank's logits, in the mode's layout: whole, a part of the vocabulary, or a part of the sequence."""
+        x = self.embedding(batch.tokens, batch.positions)
+        table = None
+        if self.case.positions == "rope":
+            table = rotary_table(batch.positions, self.case.head_dim, x.dtype)
+        for layer in self.layers:
+            if self.case.recompute == "full" and torch.is_grad_enabled():
+                # No early stop: Megatron's checkpoint repeats a layer to its end (modes.md 4.3). No RNG: no dropout.
+                x = checkpoint(
+                    layer,
+                    x,
+                    table,
+                    batch.attention_mask,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    early_stop=False,
+                )
+            else:
+                x = layer(x, table, batch.attention_mask)
+        logits: Tensor = self.head(self.final_norm(x), self.embedding.get_parameter("tokens.weight"))
+        return logits
+
+
+def _layer(case: Case, mode: Mode, parts: Parts, device: torch.device, index: int) -> Layer:
+    name = f"layers.{index}"
+    heads = Heads(
+        group=case.heads // case.kv_heads,
+        dim=case.head_dim,
+        sequence_dim=mode.sequence_dim,
+        recompute_core=case.recompute == "selective",
+    )
+    attention = Attention(
+        heads,
+        parts.exchange,
+        {leaf: parts.linear(f"{name}.attention.{leaf}") for leaf in attention_linears(case)},
+        {leaf: _norm(case, case.head_dim, device) for leaf in head_norms(case)},
+    )
+    mlp = Mlp(case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)})
+    return Layer(_norm(case, case.hidden, device), attention, _norm(case, case.hidden, device), mlp)
+
+
+def _norm(case: Case, width: int, device: torch.device) -> Norm:
+    return Norm(width, bias=case.norm == "layernorm", dtype=dtype_of(case), device=device)
