@@ -1,0 +1,147 @@
+"""The tree of errors, and where every rank stood when a run ended badly.
+
+    ShardproofError
+    |-- RequestError        2  the request was wrong: a case, a name, a size, a path
+    |-- ProgramError        1  the program under test failed
+    |   |-- RankRaised         a rank raised; its exception is __cause__, type and traceback kept
+    |   `-- Desynchronised     the ranks do not issue the same calls: mismatch | skipped | deadlock
+    `-- MachineError        3  the machine failed
+        |-- TimeLimit          the run did not end in time; says which rank ran, and at which line
+        `-- RankDied           the process of a rank ended
+
+The numbers are the exit statuses of the command line. A message starts with the root cause, then one line a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+__all__ = [
+    "Desynchronised",
+    "MachineError",
+    "Position",
+    "ProgramError",
+    "RankDied",
+    "RankRaised",
+    "RequestError",
+    "ShardproofError",
+    "TimeLimit",
+    "ranks_text",
+]
+
+_LISTED = 32
+"""Ranks whose positions a message prints; `positions` always holds all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where one rank stood.
+
+    `state`: "waits in" a call, "finished", "raised", "runs" outside of calls, or "not started". `number` counts this
+    rank's calls in `group` from 0 (-1: in no call); point-to-point calls are counted apart. `detail` is what the call
+    says (reduce op, dtype, shape), or the exception's text. `caller` is "file:line in function" of the user's code.
+    """
+
+    rank: int
+    state: str
+    op: str = ""
+    number: int = -1
+    group: str = ""
+    detail: str = ""
+    caller: str = ""
+
+    @property
+    def call(self) -> str:
+        """The call in words, "" outside of calls: all_reduce #3 of tp (0 1)."""
+        return f"{self.op} #{self.number} of {self.group}" if self.op else ""
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank}: {self.state}"
+        if self.op:
+            text += f" {self.call}"
+        if self.detail:
+            text += f": {self.detail}"
+        return text + (f", at {self.caller}" if self.caller else "")
+
+
+class ShardproofError(Exception):
+    """Everything that this package raises on purpose; `exit_status` is what the command line ends with."""
+
+    exit_status: ClassVar[int] = 3
+
+
+class RequestError(ShardproofError):
+    """The request was wrong. The message names the field, the value, the rule and a legal value."""
+
+    exit_status = 2
+
+
+class _RunError(ShardproofError):
+    """A run that ended badly: `cause` in one line, `ranks` that are to blame, `positions` of all ranks by rank."""
+
+    def __init__(self, cause: str, *, ranks: Sequence[int], positions: Sequence[Position]) -> None:
+        self.cause = cause
+        self.ranks = tuple(ranks)
+        self.positions = tuple(positions)
+        lines = [cause, *(f"  {position}" for position in self.positions[:_LISTED])]
+        if len(self.positions) > _LISTED:
+            lines.append(f"  and {len(self.positions) - _LISTED} more ranks")
+        super().__init__("\n".join(lines))
+
+
+class ProgramError(_RunError):
+    """The program under test failed."""
+
+    exit_status = 1
+
+
+class RankRaised(ProgramError):
+    """A rank raised; `__cause__` is its exception. `ranks` lists every rank that raised, the first one first."""
+
+
+class Desynchronised(ProgramError):
+    """The ranks do not issue the same calls.
+
+    `kind`: "mismatch" (they meet in one call and say different things), "skipped" (a rank ended without a call in which
+    others wait), "deadlock" (every rank waits for another one).
+    """
+
+    def __init__(self, cause: str, *, kind: str, ranks: Sequence[int], positions: Sequence[Position]) -> None:
+        self.kind = kind
+        super().__init__(cause, ranks=ranks, positions=positions)
+
+
+class MachineError(_RunError):
+    """The machine failed: nothing is known about the program's correctness."""
+
+    exit_status = 3
+
+
+class TimeLimit(MachineError):
+    """The run did not end in time. `abandoned` lists ranks that could not be interrupted."""
+
+    def __init__(
+        self, cause: str, *, ranks: Sequence[int], positions: Sequence[Position], abandoned: Sequence[int] = ()
+    ) -> None:
+        self.abandoned = tuple(abandoned)
+        super().__init__(cause, ranks=ranks, positions=positions)
+
+
+class RankDied(MachineError):
+    """The process of a rank ended before the rank did: killed, out of memory, `os._exit`."""
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks as messages print them, in the given order: "0 1 3"; runs of more than four are drawn together: "0-7"."""
+    words: list[str] = []
+    start = 0
+    while start < len(ranks):
+        end = start
+        while end + 1 < len(ranks) and ranks[end + 1] == ranks[end] + 1:
+            end += 1
+        run = ranks[start : end + 1]
+        words += [f"{run[0]}-{run[-1]}"] if len(run) > 4 else map(str, run)
+        start = end + 1
+    return " ".join(words)
