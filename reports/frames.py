@@ -18,6 +18,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.errors import RequestError
 from harness.ledger import COLUMNS, OPS, PHASES, Event
 
 __all__ = ["AXES", "MODES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
@@ -29,12 +30,18 @@ _ORDER = {"mode": MODES, "phase": PHASES, "op": OPS, "axis": AXES}
 _KEYS = ("case", "mode", "phase", "op", "axis", "group_size")
 _COUNTS = ("calls", "payload_bytes", "wire_bytes")
 _EXPECTED = ("expected_calls", "expected_payload_bytes")
+_LEAST = tuple(f"min_{name}" for name in _COUNTS)
 SUMMARY_COLUMNS = (*_KEYS, *_COUNTS, *_EXPECTED)
+_SUMMARY_TYPES = (
+    dict.fromkeys(_KEYS[:-1], "str")
+    | dict.fromkeys(("group_size", *_COUNTS), "int64")
+    | dict.fromkeys(_EXPECTED, "Int64")
+)
 _TYPES = {"int": "int64", "float": "float64", "bool": "bool", "str": "str"}
 _LEDGER_TYPES = {name: _TYPES[str(Event.__annotations__[name])] for name in COLUMNS}
 
 
-class RunFolderError(ValueError):
+class RunFolderError(RequestError):
     """A folder that is no run folder, or a file in it that nobody's run wrote. The message names the file."""
 
 
@@ -45,7 +52,8 @@ class Run:
     cases     case, mode, world_size and what else the run said of it; one row a case
     ledger    the contract's columns; one row an event
     summary   calls and bytes of one rank by case, mode, phase, op, axis, group_size, beside the expectation (NA: none)
-    verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message; one row a check
+    verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message, unchecked (names,
+              joined by "; "); one row a check
     timings   as written
     env       versions, machine, command
     notes     what is missing or was mended on reading; empty for a complete run
@@ -136,11 +144,15 @@ def _verdicts(path: Path, notes: list[str]) -> pd.DataFrame:
                 "worst_allowed": _number(worst.get("allowed")),
                 "worst_epsilons": _number(worst.get("epsilons", worst.get("in epsilons"))),
                 "message": str(row.get("message") or ""),
+                "unchecked": "; ".join(map(str, row.get("unchecked") or ())),
             }
         )
     text, number = pd.Series(dtype="str"), pd.Series(dtype="float64")
     empty = {n: text for n in ("case", "check", "verdict", "worst_name")}
-    empty |= {n: number for n in ("worst_error", "worst_allowed", "worst_epsilons")} | {"message": text}
+    empty |= {n: number for n in ("worst_error", "worst_allowed", "worst_epsilons")} | {
+        "message": text,
+        "unchecked": text,
+    }
     return pd.DataFrame(rows) if rows else pd.DataFrame(empty)
 
 
@@ -175,17 +187,22 @@ def _ledger(path: Path, notes: list[str]) -> pd.DataFrame:
 
 
 def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+    summary = pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _SUMMARY_TYPES.items()})
     if path.is_file():
-        types = dict.fromkeys(_KEYS[:-1], "str") | dict.fromkeys(("group_size", *_COUNTS), "int64")
-        summary = _csv(path, types | dict.fromkeys(_EXPECTED, "Int64"), SUMMARY_COLUMNS, notes)
-        if len(summary) or ledger.empty:
-            return summary
-    notes.append("summary.csv is missing: the run was stopped; calls and bytes come from the ledger, no expectation")
-    one_rank = ledger.groupby([*_KEYS, "rank"], observed=True).agg(
+        summary = _csv(path, _SUMMARY_TYPES | dict.fromkeys(_LEAST, "Int64"), SUMMARY_COLUMNS, notes)
+    rest = ledger[~ledger["case"].isin(summary["case"])]
+    if rest.empty and path.is_file():
+        return summary
+    cases = rest["case"].nunique()
+    notes.append(
+        f"summary.csv lacks {cases} cases of the ledger: the run was stopped; they are added up, no expectation"
+    )
+    one_rank = rest.groupby([*_KEYS, "rank"], observed=True).agg(
         calls=("op", "size"), payload_bytes=("payload_bytes", "sum"), wire_bytes=("wire_bytes", "sum")
     )
     worst = one_rank.groupby(list(_KEYS), observed=True).max().reset_index()
-    return worst.assign(**{name: pd.array([pd.NA] * len(worst), dtype="Int64") for name in _EXPECTED})
+    made = worst.assign(**{name: pd.array([pd.NA] * len(worst), dtype="Int64") for name in _EXPECTED})
+    return pd.concat([summary, made], ignore_index=True) if len(summary) else made
 
 
 def _csv(path: Path, types: dict[str, str], needed: Iterable[str], notes: list[str]) -> pd.DataFrame:

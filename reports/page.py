@@ -7,6 +7,7 @@ left out with a line that says where it stands in the run folder.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,5 +122,12 @@ def _first_rows(table: Table, source: str) -> Table:
 
 
 def _environment(env: dict[str, Any]) -> Table:
-    rows = tuple((key, value if isinstance(value, str) else json.dumps(value)) for key, value in env.items())
-    return Table(title="Environment", headers=("what", "value"), rows=rows)
+    return Table(title="Environment", headers=("what", "value"), rows=tuple(_flat("", env)))
+
+
+def _flat(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)

@@ -79,6 +79,12 @@ def mark(value: object) -> str:
     return str(value) or NOTHING
 
 
+def few(value: object) -> str:
+    """The first of several names, and how many more there are."""
+    first, *more = str(value).split("; ")
+    return f"{first} and {len(more)} more" if more else first or NOTHING
+
+
 _NUMBERS = (count, whole, mebibytes, small, pair)
 """The writers whose columns align right."""
 
@@ -164,6 +170,7 @@ def verdict_table(verdicts: pd.DataFrame, title: str = "Verdicts") -> Table:
             ("error", "worst_error", small),
             ("allowed", "worst_allowed", small),
             ("in epsilons", "worst_epsilons", small),
+            ("not checked", "unchecked", few),
         ),
     )
 

@@ -86,6 +86,7 @@ def verdict(case: str, check: str, word: str = "pass", error: float | None = 2e-
         "verdict": word,
         "worst": worst if error is not None else None,
         "message": MESSAGE if word == "fail" else "",
+        "unchecked": ["logits/0", "logits/1", "act/head"] if check == "forward" else [],
     }
 
 

@@ -111,7 +111,26 @@ def test_a_missing_summary_is_made_from_the_ledger_without_expectation(folder: P
     for name in (*keys, "calls", "payload_bytes", "wire_bytes"):
         assert list(made[name]) == list(written[name]), name
     assert made["expected_calls"].isna().all()
-    assert any("summary.csv is missing" in note for note in run.notes)
+    assert any("summary.csv lacks 2 cases" in note for note in run.notes)
+
+
+def test_a_case_that_the_summary_lacks_is_added_up_from_the_ledger(folder: Path) -> None:
+    complete = load(folder).summary
+    lines = (folder / "summary.csv").read_text().splitlines(keepends=True)
+    (folder / "summary.csv").write_text("".join(line for line in lines if "tp-sp" not in line))
+    made = load(folder).summary
+    assert list(made["calls"]) == [3, 1, 2, 4, 2, 2], "three lines of the file, then phases of the ledger by name"
+    assert made["payload_bytes"].sum() == complete["payload_bytes"].sum()
+    assert list(made["expected_calls"].isna()) == [False] * 3 + [True] * 3
+
+
+def test_the_minimum_over_ranks_may_be_absent_from_a_row(folder: Path) -> None:
+    header, first, *rows = (folder / "summary.csv").read_text().splitlines()
+    wide = [f"{header},min_calls,min_payload_bytes,min_wire_bytes", f"{first},1,4096,2048", *(f"{r},,," for r in rows)]
+    (folder / "summary.csv").write_text("\n".join(wide) + "\n")
+    least = load(folder).summary["min_calls"]
+    assert least[0] == 1
+    assert least[1:].isna().all()
 
 
 def test_a_run_killed_before_its_first_event_loads_empty_with_notes(tmp_path: Path) -> None:

@@ -46,6 +46,12 @@ def test_an_error_where_none_is_allowed_is_the_worst_of_all(failing: Run) -> Non
     assert (row["worst_error"], row["worst_allowed"]) == (1e-30, 0.0)
 
 
+def test_a_count_of_wrong_events_is_no_error_of_a_tensor(run: Run) -> None:
+    lost = run.verdicts.iloc[:1].assign(check="ledger", verdict="fail", worst_error=3.0, worst_allowed=0.0)
+    row = summary.headline(dataclasses.replace(run, verdicts=pd.concat([run.verdicts, lost]))).to_dict("records")[0]
+    assert (row["worst_error"], row["verdict"]) == (2e-16, "fail")
+
+
 def test_a_case_without_verdict_is_unknown_and_never_a_pass(run: Run) -> None:
     silent = dataclasses.replace(run, verdicts=run.verdicts.iloc[:0])
     assert list(summary.headline(silent)["verdict"]) == ["unknown", "unknown"]

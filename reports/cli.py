@@ -1,0 +1,106 @@
+"""The command line: `shardproof run | show | page | bench | doctor`.
+
+Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
+130 interrupted, 141 nobody reads the output any more. Commands that do not exist yet are not offered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from harness.errors import ShardproofError
+
+__all__ = ["main"]
+
+ENGINES = ("inproc",)
+DEVICES = ("cpu", "cuda")
+SUBJECT = "parallel.subject:subject"
+_HANDLERS = {
+    "run": "reports.run:main",
+    "show": "reports.show:main",
+    "page": "reports.show:page_main",
+    "bench": "reports.run:bench_main",
+    "doctor": "reports.doctor:main",
+}
+_WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
+
+
+class _Parser(argparse.ArgumentParser):
+    """A wrong option is one line, like every wrong request."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_WRONG_REQUEST, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command of these words (default: the process's own) and return its exit status."""
+    try:
+        parsed = _parser().parse_args(arguments)
+    except SystemExit as end:  # argparse has printed its help or its one message
+        return end.code if isinstance(end.code, int) else _WRONG_REQUEST
+    module, _, function = _HANDLERS[parsed.command].partition(":")
+    try:
+        # Imported only now: torch and pandas take seconds, and `--help` or a mistyped option should not wait for them.
+        status = getattr(importlib.import_module(module), function)(parsed)
+        sys.stdout.flush()
+    except ShardproofError as error:
+        print(f"shardproof {parsed.command}: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("\nshardproof: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered has no reader; without this Python complains once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NO_READER
+    except Exception:  # a bug of ours, told as such: 1 would say that a check failed
+        traceback.print_exc()
+        print("shardproof: this is a bug in shardproof and no verdict on the subject", file=sys.stderr)
+        return _MACHINE
+    return int(status)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="shardproof",
+        description="Proves that parallel training computes what the dense model does, and accounts for every byte.",
+        epilog="exit status: 0 all pass, 1 a check failed, 2 the request was wrong, 3 the machine failed",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    add = functools.partial(commands.add_parser, allow_abbrev=False)
+    _add_run(add("run", help="run cases, check them against the reference, record, report"))
+    show = add("show", help="the tables of a run again")
+    page = add("page", help="one self-contained HTML file of a run")
+    for command in (show, page):
+        command.add_argument("run", nargs="?", default="runs/latest", metavar="RUN", help="run folder (runs/latest)")
+    page.add_argument("-o", dest="output", metavar="FILE", help="where to write it (report.html in the run folder)")
+    add("bench", help="the performance table, measured here")
+    add("doctor", help="what this machine offers, what would be skipped, and why")
+    return parser
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.description = "Run cases on a subject. Without a CASE: every mode the subject claims, on 2 and 4 ranks."
+    run.epilog = 'example: shardproof run "mode=tp-sp tp=4 kv_heads=4 dtype=float64" --data corpus.txt'
+    run.add_argument("cases", nargs="*", metavar="CASE", help="one case each, key=value words in quotes")
+    run.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation under test ({SUBJECT})")
+    run.add_argument("--modes", default="all", metavar="all|a,b", help="modes to run when no CASE is given (all)")
+    run.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="how ranks are run (inproc)")
+    run.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where tensors live (cpu)")
+    run.add_argument("--data", metavar="PATH", help="text, JSONL or tokenized data for every case")
+    run.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
+    run.add_argument(
+        "--json", action="store_true", help="the result as one JSON object on stdout, and nothing else there"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

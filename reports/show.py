@@ -1,0 +1,53 @@
+"""`shardproof show` and `shardproof page`: a stored run told again, as tables in the terminal or as one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from harness.errors import RequestError
+from reports import breakeven, page, summary, tables
+from reports.frames import Run, load
+from reports.text import show_message, show_table
+
+__all__ = ["main", "page_main", "show_failures", "show_run"]
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the tables of a run; exit status 0 when it could be read, whatever its verdicts."""
+    show_run(load(arguments.run), sys.stdout)
+    return 0
+
+
+def page_main(arguments: argparse.Namespace) -> int:
+    """Write the page of a run and print where it is."""
+    run = load(arguments.run)
+    target = Path(arguments.output) if arguments.output else run.path / "report.html"
+    try:
+        page.write(run, target)
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o report.html") from problem
+    show_message(str(target), sys.stdout)
+    return 0
+
+
+def show_run(run: Run, stream: TextIO) -> None:
+    """Headline, traffic beside its expectation, break-even when the run has one, failures, notes."""
+    show_table(tables.headline_table(summary.headline(run)), stream)
+    show_table(tables.traffic_table(summary.traffic(run)), stream)
+    crossings = breakeven.compared(run)
+    if len(crossings):
+        show_table(tables.break_even_table(crossings), stream)
+    show_failures(run, stream)
+    for note in run.notes:
+        show_message(f"note: {note}", stream, style="yellow")
+
+
+def show_failures(run: Run, stream: TextIO) -> None:
+    """The message of every check that did not pass: six lines each."""
+    for verdict in summary.worst_first(run.verdicts).to_dict("records"):
+        if verdict["verdict"] in ("fail", "unknown"):
+            show_message(f"{verdict['verdict']}: {verdict['case']}\n{verdict['message']}\n", stream)

@@ -1,0 +1,72 @@
+"""The doctor: what is there, what is not, and what follows; judged from facts, and once from this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+
+import pytest
+import torch
+
+from reports import cli, doctor
+from reports.doctor import Machine
+
+FULL = Machine(
+    python="3.12.1",
+    torch="2.12.1+cu130",
+    nvtx="0.2.17",
+    nvtx_listener=True,
+    backends=("gloo", "nccl"),
+    gpus=("A big one", "A big one"),
+    nsys="/usr/bin/nsys",
+    peers={"transformers": "5.0", "megatron-core": "0.16", "deepspeed": "0.18"},
+    cores=8,
+)
+
+
+def rows(machine: Machine) -> dict[str, tuple[str, str, str]]:
+    """What -> found, usable, what follows."""
+    return {what: (found, usable, follows) for what, found, usable, follows in doctor.judge(machine).rows}
+
+
+def test_a_machine_with_everything_misses_nothing() -> None:
+    table = rows(FULL)
+    assert {usable for _, usable, _ in table.values()} == {"yes"}
+    assert table["GPU"][0] == "A big one, A big one"
+    assert "a tool listens" in table["nvtx"][2]
+    assert doctor.judge(FULL).note.startswith("0 of 11")
+
+
+@pytest.mark.parametrize(
+    ("changed", "what", "words"),
+    [
+        ({"python": "3.10.9"}, "python", "too old: 3.11 or newer"),
+        ({"torch": "2.10.0"}, "torch", "tested with 2.11 to 2.13: anything may differ"),
+        ({"torch": "2.14.0a0+git1"}, "torch", "tested with 2.11 to 2.13: anything may differ"),
+        ({"torch": "3.0.0"}, "torch", "anything may differ"),
+        ({"backends": ("nccl",)}, "backend gloo", "the in-process engine does not need them"),
+        ({"backends": ("gloo",)}, "backend nccl", "no process groups over nccl"),
+        ({"gpus": ()}, "GPU", "--device cuda is refused"),
+        ({"nsys": ""}, "nsys", "no Nsight Systems timelines"),
+        ({"peers": FULL.peers | {"transformers": ""}}, "transformers", "skipped: tests that compare with Hugging Face"),
+        ({"peers": FULL.peers | {"megatron-core": ""}}, "megatron-core", "skipped: tests that compare with Megatron"),
+        ({"peers": FULL.peers | {"deepspeed": ""}}, "deepspeed", "cannot run here"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_missing_is_told_with_what_follows(changed: dict[str, object], what: str, words: str) -> None:
+    table = rows(dataclasses.replace(FULL, **changed))  # type: ignore[arg-type]
+    assert [name for name, (_, usable, _) in table.items() if usable == "no"] == [what]
+    assert words in table[what][2]
+
+
+def test_an_nvtx_that_nobody_listens_to_is_usable_and_says_so() -> None:
+    found, usable, follows = rows(dataclasses.replace(FULL, nvtx_listener=False))["nvtx"]
+    assert (found, usable, follows) == ("0.2.17", "yes", "no tool listens: ranges go nowhere")
+
+
+def test_the_command_describes_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert platform.python_version() in printed
+    assert torch.__version__ in printed
