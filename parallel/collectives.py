@@ -27,6 +27,7 @@ __all__ = [
     "reduce_scatter",
     "start_all_gather",
     "start_all_reduce",
+    "start_all_to_all",
     "start_reduce_scatter",
 ]
 
@@ -106,12 +107,17 @@ def start_reduce_scatter(x: Tensor, axis: Axis, *, dim: int, op: str = "sum", ov
 
 def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int) -> Tensor:
     """Part i of `x` along `split_dim` goes to rank i; the parts received are concatenated along `gather_dim`."""
+    return start_all_to_all(x, axis, split_dim=split_dim, gather_dim=gather_dim, overlap=False).wait()
+
+
+def start_all_to_all(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int, overlap: bool = True) -> Pending:
+    """Begin to send part i of `x` along `split_dim` to rank i and to concatenate what arrives along `gather_dim`."""
     if axis.size == 1:
-        return x
+        return Pending(None, lambda: x)
     parts = _split(x, axis, split_dim)
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=axis.group)
-    return _join(received, axis, gather_dim)
+    work = dist.all_to_all_single(received, parts, group=axis.group, async_op=overlap)
+    return Pending(work, lambda: _join(received, axis, gather_dim))
 
 
 def broadcast(x: Tensor, axis: Axis) -> Tensor:

@@ -1,0 +1,212 @@
+"""Gathered weights of the blocks: who starts a gather, when, and for how long its result is held.
+
+A block's linears in forward order are k = 0, 1, ..; every call belongs to the module of the linear that issues it.
+`ahead` is the case's overlap. "A block" means all its linears at once: one call a tensor, or one flat call when fused.
+
+    ahead fused full recompute | forward             | recompute | backward
+    no    no    no             | k its own           | -         | k its own
+    no    no    yes            | k its own           | k its own | k its own
+    yes   no    no             | `wo` the next block | -         | k the linear before it, across blocks too
+    yes   no    yes            | `wo` the next block | -         | the last linear the block before
+    no    yes   any            | k = 0 its block     | -         | the last linear its block
+    yes   yes   any            | `wo` the next block | -         | the last linear the block before
+
+Where nobody could start it earlier, k = 0 of the first block starts its block in forward and the last linear of the
+last block its own (or its block) in backward. Backward of a block begins at its last linear, before the block is run
+again: so recompute and backward share one gather wherever the table says "-". A result is dropped with its last use,
+and no graph holds it.
+Source: InternEvo `core/parallel/comm/isp.py` (modes.md 3.6): prefetch before `wo`, module by module in backward,
+recomputed blocks prefetch the block before and keep their weights, `layer_fuse_isp_comm`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
+from parallel.flat import FlatGather, reduce_scatter_flat
+from parallel.mesh import Axis
+
+__all__ = ["Gathers", "Plan", "Seat"]
+
+_PREFETCHING = "wo"
+"""The linear that starts the next block: the MLP's products are still ahead then, enough to hide the gathers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The first columns of the table above."""
+
+    ahead: bool
+    fused: bool
+    recompute: bool
+
+    @property
+    def by_block(self) -> bool:
+        """Is a block gathered as a whole in backward?"""
+        return self.fused or (self.ahead and self.recompute)
+
+
+@dataclass(slots=True)
+class _Loan:
+    """One linear's full tensors, under way or here, for a number of uses."""
+
+    arrive: Callable[[], list[Tensor]]
+    uses: int
+
+    def take(self) -> list[Tensor]:
+        """The full tensors, awaited at their first use."""
+        tensors = self.arrive()
+        self.uses -= 1
+        self.arrive = lambda: tensors
+        return tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """One linear among all blocks' linears. `shards` are its weight and, when it has one, its bias, split on dim 0."""
+
+    gathers: Gathers
+    number: int
+    block: int
+    leaf: str
+    shards: tuple[Tensor, ...]
+
+    def edges(self) -> tuple[Tensor, ...]:
+        """What the linear's product depends on in the graph: its shards or, fused, its part of the gathered block."""
+        return self.gathers.edges(self)
+
+    def forward(self, edges: Sequence[Tensor]) -> list[Tensor]:
+        """The full tensors for the product, in forward and in recompute."""
+        self.gathers.prefetch(self)
+        return list(edges) if self.gathers.plan.fused else self.gathers.forward(self)
+
+    def look_back(self) -> AbstractContextManager[None]:
+        """Around the first look at what the product saved: that is where a checkpointed block runs again."""
+        return self.gathers.look_back(self)
+
+    def backward(self) -> Callable[[], list[Tensor]]:
+        """Begin to gather for backward; the function returned waits for the full tensors."""
+        return self.gathers.backward(self)
+
+    def reduce(self, full: Tensor) -> Pending:
+        """Begin to turn the gradient of a full tensor into the edge's: its shard of the sum, or itself when fused."""
+        if self.gathers.plan.fused:
+            return Pending(None, lambda: full)
+        return start_reduce_scatter(full, self.gathers.axis, dim=0)
+
+
+class _BlockGather(torch.autograd.Function):
+    """All shards of a block -> all its full tensors; the gradients go back in one reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, gathers: Gathers, seats: Sequence[Seat], *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = gathers.axis
+        return tuple(full for seat in seats for full in gathers.forward(seat))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *reduce_scatter_flat(grads, ctx.axis)
+
+
+class Gathers:
+    """All blocks' gathers over one axis on one rank. Linears take their seats in forward order, while being built."""
+
+    def __init__(self, axis: Axis, plan: Plan) -> None:
+        self.axis, self.plan = axis, plan
+        self._seats: list[Seat] = []
+        self._blocks: dict[int, list[Seat]] = {}
+        self._loans: dict[int, _Loan] = {}
+        self._edges: dict[int, tuple[Tensor, ...]] = {}
+        self._recomputing = False
+
+    def seat(self, block: int, leaf: str, shards: Sequence[Tensor]) -> Seat:
+        """The seat of the next linear in forward order, which belongs to this block."""
+        seat = Seat(gathers=self, number=len(self._seats), block=block, leaf=leaf, shards=tuple(shards))
+        self._seats.append(seat)
+        self._blocks.setdefault(block, []).append(seat)
+        return seat
+
+    @property
+    def idle(self) -> bool:
+        """Is nothing held and nothing under way? True between micro-batches."""
+        return not self._loans and not self._edges
+
+    def edges(self, seat: Seat) -> tuple[Tensor, ...]:
+        """See `Seat.edges`: the first linear of a fused block makes the node for all of them."""
+        if not self.plan.fused:
+            return seat.shards
+        seats = self._blocks[seat.block]
+        if seat is seats[0]:
+            fulls = iter(_BlockGather.apply(self, seats, *(shard for each in seats for shard in each.shards)))
+            self._edges |= {each.number: tuple(next(fulls) for _ in each.shards) for each in seats}
+        return self._edges.pop(seat.number)
+
+    def forward(self, seat: Seat) -> list[Tensor]:
+        """The full tensors of a seat in forward or in recompute, gathered now if nobody did before."""
+        if seat.number not in self._loans:
+            self._start(self._blocks[seat.block] if self.plan.ahead or self.plan.fused else [seat])
+        return self._take(seat)
+
+    def prefetch(self, seat: Seat) -> None:
+        """Start in forward what comes after this seat; a recompute starts nothing."""
+        if self.plan.ahead and seat.leaf == _PREFETCHING and not self._recomputing:
+            self._start(self._blocks.get(seat.block + 1, []))
+
+    @contextmanager
+    def look_back(self, seat: Seat) -> Iterator[None]:
+        """See `Seat.look_back`. The gathers start before the block runs again, so that both passes can use them."""
+        if self.plan.by_block and self._is_last(seat) and seat.number not in self._loans:
+            self._start(self._blocks[seat.block], again=True)
+        self._recomputing = True
+        try:
+            yield
+        finally:
+            self._recomputing = False
+
+    def backward(self, seat: Seat) -> Callable[[], list[Tensor]]:
+        """See `Seat.backward`; starts what comes before this seat too."""
+        if seat.number not in self._loans:
+            self._start([seat])
+        if self.plan.ahead and not self.plan.by_block:
+            self._start(self._seats[max(seat.number - 1, 0) : seat.number])
+        elif self.plan.ahead and self._is_last(seat):
+            self._start(self._blocks.get(seat.block - 1, []), again=True)
+        return lambda: self._take(seat)
+
+    def _is_last(self, seat: Seat) -> bool:
+        return seat is self._blocks[seat.block][-1]
+
+    def _start(self, seats: Sequence[Seat], *, again: bool = False) -> None:
+        """Issue the gathers of these seats, in this order on every rank. `again`: a recompute will use them too."""
+        uses = 2 if again and self.plan.recompute else 1
+        if not self.plan.fused:
+            for seat in seats:
+                pending = [start_all_gather(x.detach(), self.axis, dim=0, overlap=self.plan.ahead) for x in seat.shards]
+                self._loans[seat.number] = _Loan(partial(_arrived, pending), uses)
+        elif seats:
+            flat = FlatGather([x for seat in seats for x in seat.shards], self.axis, overlap=self.plan.ahead)
+            ends = itertools.accumulate(len(seat.shards) for seat in seats)
+            for seat, end in zip(seats, ends, strict=True):
+                count = len(seat.shards)
+                self._loans[seat.number] = _Loan(partial(flat.tensors, end - count, count), uses)
+
+    def _take(self, seat: Seat) -> list[Tensor]:
+        """Hand a seat's full tensors out, and forget them with their last use."""
+        loan = self._loans[seat.number]
+        tensors = loan.take()
+        if loan.uses == 0:
+            del self._loans[seat.number]
+        return tensors
+
+
+def _arrived(pending: Sequence[Pending]) -> list[Tensor]:
+    return [one.wait() for one in pending]
