@@ -66,7 +66,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     "kv_heads": ("heads",),
     "ffn": ("hidden", "activation", "family"),
     "wp": ("mode", "tp"),
-    "embedding": ("mode",),
+    "embedding": ("mode", "tied", "family"),
     "head": ("mode",),
     "delivery": ("mode", "packed"),
 }
@@ -86,7 +86,7 @@ def follow(follower: str, values: dict[str, Any]) -> Any:
         case "wp":
             return values["tp"] if isp else 1
         case "embedding":
-            return "vocab" if values["mode"] in ("tp", "tp-sp") else "hidden"
+            return "vocab" if values["mode"] in ("tp", "tp-sp") or values["tied"] else "hidden"
         case "head":
             return "exchange" if isp else "parallel"
         case "delivery":

@@ -121,6 +121,8 @@ def _sequence(v: Mapping[str, Any]) -> Iterator[Problem]:
         yield "head", f"is not a form of mode={mode}", "|".join(heads)
     if mode in ("tp", "tp-sp") and v["embedding"] != "vocab":
         yield "embedding", f"mode={mode} splits the vocabulary", "embedding=vocab"
+    if v["tied"] and v["embedding"] == "hidden":
+        yield "embedding", "tied=true shares it with the head, which splits the vocabulary", "embedding=vocab"
     if mode == "isp" and v["head"] == "local" and v["cross_entropy"] == "fused":
         yield "cross_entropy", "head=local computes the loss without a collective to fuse", "cross_entropy=unfused"
     if v["fuse_weights"] and mode != "isp":

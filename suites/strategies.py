@@ -96,7 +96,7 @@ def _talk(draw: st.DrawFn, /, mode: str, family: str) -> dict[str, Any]:
     }
     words["fuse_mlp"] = words["activation"] == "swiglu" and draw(st.booleans(), label="fuse_mlp")
     if mode in _INTERNEVO:
-        words["embedding"] = draw(st.sampled_from(("hidden", "vocab")))
+        words["embedding"] = "vocab" if words["tied"] else draw(st.sampled_from(("hidden", "vocab")))
         words["metric"] = draw(st.booleans(), label="metric")
     elif not packed:
         words["delivery"] = draw(st.sampled_from(("tensors", "flat", "local")))
