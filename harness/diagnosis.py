@@ -112,7 +112,7 @@ def _how_much(evidence: Evidence, finding: Finding) -> str:
     if worst is None:
         return "bits or layout: nothing is allowed to differ"
     if not finding.wrong:
-        return f"{worst.error:g} events a rank part from the expectation, allowed {worst.allowed:g}"
+        return f"{worst.error:g} event{'s' if worst.error > 1 else ''} more or less than expected on a rank, allowed 0"
     of = next(m.measure for m in finding.wrong if m.name == worst.name)
     eps = epsilon(evidence.case.dtype)
     count = f"{len(finding.wrong)} tensor{'s' if len(finding.wrong) > 1 else ''} of this check wrong"
@@ -161,9 +161,9 @@ def _blame(parted: Difference) -> str:
     line = parted.line
     if parted.kind == "missing":
         left = "each rank keeps its partial sum" if "reduce" in line.op else "ranks work on what they have alone"
-        return f"a {line.op} over {line.axis} is left out: {left}"
+        return f"the {line.op} over {line.axis} is left out: {left}"
     if parted.kind == "extra":
-        return f"a {line.op} over {line.axis} too many: done twice, or not needed"
+        return f"one {line.op} over {line.axis} too many: done twice, or not needed"
     assert parted.expected and parted.found  # the third kind has both sides
     fields = ("phase", "region", "op", "reduce_op", "axis", "group_size", "dtype", "payload_bytes")
     changed = [

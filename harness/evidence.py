@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from harness.ledger import Event
-from harness.merging import Merged, Outcomes
+from harness.merging import Merged, Outcomes, against, merge
 from harness.protocols import CaseLike, TermLike
 from harness.tolerance import Measured
 
-__all__ = ["FAIL", "PASS", "SKIP", "UNKNOWN", "Evidence", "Finding", "Verdict", "Worst", "split_axes"]
+__all__ = ["FAIL", "PASS", "SKIP", "UNKNOWN", "Evidence", "Finding", "Verdict", "Worst", "gathered", "split_axes"]
 
 PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
 """`skip` is the word of a case that the subject does not claim; no check ever answers it."""
@@ -91,6 +91,12 @@ class Verdict:
     worst: Worst | None
     message: str
     unchecked: tuple[str, ...] = ()
+
+
+def gathered(outcomes: Outcomes, captured: Outcomes, truth: Mapping[str, Tensor]) -> Merged:
+    """The full tensors of what the ranks returned and what was captured from them; a returned name comes first."""
+    both = [{**from_outside, **mine} for mine, from_outside in zip(outcomes, captured, strict=False)]
+    return against(merge(both or outcomes), truth)
 
 
 def split_axes(case: CaseLike) -> dict[str, int]:

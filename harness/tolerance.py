@@ -77,8 +77,8 @@ class Measured:
 
     @property
     def right(self) -> bool:
-        """Whether the error is within what is allowed; never true for NaN."""
-        return self.error <= self.allowed
+        """Whether the error is finite and within what is allowed."""
+        return math.isfinite(self.error) and self.error <= self.allowed
 
     @property
     def ratio(self) -> float:
@@ -87,7 +87,7 @@ class Measured:
 
 
 def _ratio(error: float, allowed: float) -> float:
-    if math.isnan(error):
+    if not math.isfinite(error):
         return math.inf
     if allowed == 0:
         return 0.0 if error == 0 else math.inf

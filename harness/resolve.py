@@ -1,0 +1,50 @@
+"""Names to objects: "module:object" as users write it, each way to get it wrong with one message.
+
+Our own subjects enter by this door too, so that the harness imports neither the reference nor any implementation.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from types import ModuleType
+
+from harness.errors import RequestError
+
+__all__ = ["resolve"]
+
+
+def resolve(name: str) -> object:
+    """The object that "package.module:object" names; "a.b:c.d" reaches an attribute of c.
+
+    The working directory is searched as `python -m` does, so that a user's own file needs no installation. Raises
+    RequestError for a malformed name, a module that is missing or fails on import, or a missing attribute.
+    """
+    module_name, colon, path = name.partition(":")
+    if not colon or not path or not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
+        raise RequestError(f"name {name!r}: must be written module:object; legal: parallel.subject:subject")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    found: object = _module(name, module_name)
+    for part in path.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, [word for word in dir(found) if word[0] != "_"], n=1, cutoff=0.0)
+            legal = f"; legal: {module_name}:{close[0]}" if close else ""
+            raise RequestError(f"name {name!r}: {module_name} has no {part!r}{legal}")
+        found = getattr(found, part)
+    return found
+
+
+def _module(name: str, module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as problem:
+        if problem.name and (module_name == problem.name or module_name.startswith(problem.name + ".")):
+            where = "the working directory and the installed packages"
+            raise RequestError(f"name {name!r}: there is no module {problem.name!r} in {where}") from problem
+        raise RequestError(f"name {name!r}: {module_name} fails on import: {problem}") from problem
+    except Exception as problem:  # whatever a user's module raises while it is imported
+        text = f"{type(problem).__name__}: {problem}"
+        raise RequestError(f"name {name!r}: {module_name} fails on import: {text}") from problem

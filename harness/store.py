@@ -1,0 +1,164 @@
+"""The run folder: everything one command produced, written as it goes, so that a killed run leaves a readable folder.
+
+`<out>/<time>-<subject>/` with env.json, cases.jsonl (all cases asked for, first), ledger.csv (ledger.csv.gz above
+LARGEST_LEDGER bytes, packed at the end), summary.csv, timings.csv (seconds) and verdicts.jsonl, and the link
+`<out>/latest`. A case is appended when it is finished, its verdicts last: a case with verdicts is stored completely.
+Text is UTF-8, lines end in a line feed; JSON holds "inf" and "nan" as text.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import gzip
+import io
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness.errors import RequestError
+from harness.evidence import Verdict
+from harness.ledger import COLUMNS, Event
+from harness.summary import COUNTS, SUMMARY_COLUMNS, SummaryRow
+
+__all__ = ["LARGEST_LEDGER", "Store", "safe_name"]
+
+LARGEST_LEDGER = 50_000_000
+"""Bytes of ledger.csv above which it is packed."""
+_MIN_COLUMNS = tuple(f"min_{name}" for name in COUNTS)
+
+
+class Store:
+    """An open run folder. Raises RequestError, naming the path and the reason, when it cannot be written."""
+
+    def __init__(self, out: Path, subject: str, environment: Mapping[str, object]) -> None:
+        """Make the folder and what is known before the first case; `notes` says what could not be done."""
+        self.notes: list[str] = []
+        with _writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            self.path = _new_folder(out, subject)
+            self._append("env.json", json.dumps(_plain(environment), indent=2) + "\n")
+            self._append("ledger.csv", _csv([COLUMNS]))
+            self._append("summary.csv", _csv([SUMMARY_COLUMNS]))
+            self._append("timings.csv", _csv([("case", "part", "seconds")]))
+            self._append("verdicts.jsonl", "")
+        self._summary_columns: tuple[str, ...] = SUMMARY_COLUMNS
+        self._link(out)
+
+    def plan(self, cases: Iterable[Mapping[str, object]]) -> None:
+        """Write down all cases that this run is going to prove: objects with at least case, mode, world_size."""
+        with _writing(self.path):
+            self._append("cases.jsonl", "".join(json.dumps(_plain(case)) + "\n" for case in cases))
+
+    def add(
+        self,
+        case: str,
+        events: Sequence[Event],
+        summary: Sequence[SummaryRow],
+        verdicts: Sequence[Verdict],
+        seconds: Mapping[str, float],
+    ) -> None:
+        """Append one finished case."""
+        with _writing(self.path):
+            self._append("ledger.csv", _csv([getattr(event, name) for name in COLUMNS] for event in events))
+            self._add_summary(summary)
+            self._append("timings.csv", _csv((case, part, f"{spent:.6f}") for part, spent in seconds.items()))
+            self._append("verdicts.jsonl", "".join(json.dumps(_plain(_row(verdict))) + "\n" for verdict in verdicts))
+
+    def close(self) -> None:
+        """Pack a large ledger; until then the folder is readable without it."""
+        ledger = self.path / "ledger.csv"
+        with _writing(self.path):
+            if ledger.stat().st_size > LARGEST_LEDGER:
+                packed = self.path / "ledger.csv.gz"
+                half = packed.with_suffix(".part")
+                with ledger.open("rb") as rows, gzip.open(half, "wb", compresslevel=6) as archive:
+                    shutil.copyfileobj(rows, archive)
+                half.replace(packed)
+                ledger.unlink()
+
+    def _append(self, name: str, text: str) -> None:
+        # Opened for every write: nothing stays in a buffer that a kill could take along.
+        with (self.path / name).open("a", encoding="utf-8", newline="") as file:
+            file.write(text)
+
+    def _add_summary(self, rows: Sequence[SummaryRow]) -> None:
+        if self._summary_columns == SUMMARY_COLUMNS and any(row.min_calls is not None for row in rows):
+            self._widen_summary()
+        self._append("summary.csv", _csv([getattr(row, name) for name in self._summary_columns] for row in rows))
+
+    def _widen_summary(self) -> None:
+        """Ranks differ for the first time: give all rows so far empty min_ columns."""
+        path = self.path / "summary.csv"
+        with path.open(encoding="utf-8", newline="") as file:
+            header, *rows = csv.reader(file)
+        wide = path.with_suffix(".part")
+        blank = [""] * len(_MIN_COLUMNS)
+        wide.write_text(_csv([[*header, *_MIN_COLUMNS], *([*row, *blank] for row in rows)]), "utf-8", newline="")
+        wide.replace(path)
+        self._summary_columns = (*SUMMARY_COLUMNS, *_MIN_COLUMNS)
+
+    def _link(self, out: Path) -> None:
+        """Point `latest` here in one step; a place without links loses the convenience, not the run."""
+        fresh = out / f".latest-{self.path.name}"
+        try:
+            fresh.symlink_to(self.path.name, target_is_directory=True)
+            fresh.replace(out / "latest")
+        except OSError as problem:
+            fresh.unlink(missing_ok=True)
+            self.notes.append(f"{out / 'latest'} does not point to this run: {problem.strerror}")
+
+
+def safe_name(subject: str) -> str:
+    """A subject's name as part of a folder name: letters, digits, ., _ and - only, at most 80 of them."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", subject).strip("-.")[:80] or "subject"
+
+
+def _new_folder(out: Path, subject: str) -> Path:
+    """A folder that did not exist before: a second run in the same second gets a number."""
+    stem = f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}-{safe_name(subject)}"
+    for attempt in range(1, 1000):
+        path = out / (stem if attempt == 1 else f"{stem}-{attempt}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise RequestError(f"out={out}: a thousand runs named {stem} are in it; legal: another folder with --out")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise RequestError(
+            f"out={path}: the run folder cannot be written ({reason}); legal: a folder with room and write permission"
+        ) from problem
+
+
+def _csv(rows: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _row(verdict: Verdict) -> dict[str, object]:
+    return dataclasses.asdict(verdict)
+
+
+def _plain(value: object) -> object:
+    """The value as JSON can hold it: numbers that JSON does not know become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,97 @@
+"""The ledger of one case summed up beside its expectation: calls and bytes of one rank by phase, op and axis.
+
+A row holds the maximum over ranks; its `min_*` fields hold the minimum when ranks differ and are None otherwise. All
+counts are over the whole run of the case; payload and wire in bytes. `expected_*` is None without an expectation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from harness.ledger import OPS, PHASES, Event
+from harness.protocols import TermLike
+
+__all__ = ["COUNTS", "SUMMARY_COLUMNS", "SummaryRow", "summarize"]
+
+COUNTS = ("calls", "payload_bytes", "wire_bytes")
+SUMMARY_COLUMNS = (
+    *("case", "mode", "phase", "op", "axis", "group_size"),
+    *COUNTS,
+    *("expected_calls", "expected_payload_bytes"),
+)
+"""Columns of `summary.csv`; `min_` + each of COUNTS follow when ranks differ."""
+
+_Key = tuple[str, str, str, int]
+"""phase, op, axis, group size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummaryRow:
+    """One row of `summary.csv`, and of nothing else."""
+
+    case: str
+    mode: str
+    phase: str
+    op: str
+    axis: str
+    group_size: int
+    calls: int
+    payload_bytes: int
+    wire_bytes: int
+    expected_calls: int | None
+    expected_payload_bytes: int | None
+    min_calls: int | None = None
+    min_payload_bytes: int | None = None
+    min_wire_bytes: int | None = None
+
+
+def summarize(
+    case: str, mode: str, world_size: int, events: Iterable[Event], expectation: Sequence[TermLike] | None
+) -> list[SummaryRow]:
+    """The rows of one case, in the order of phases and ops."""
+    counts: dict[_Key, list[list[int]]] = {}
+    for event in events:
+        key = (event.phase, event.op, event.axis, event.group_size)
+        of_rank = counts.setdefault(key, [[0, 0, 0] for _ in range(world_size)])[event.rank]
+        for place, amount in enumerate((1, event.payload_bytes, event.wire_bytes)):
+            of_rank[place] += amount
+    expected: dict[_Key, list[int]] = {}
+    for term in expectation or ():
+        sums = expected.setdefault((term.phase, term.op, term.axis, term.group_size), [0, 0])
+        sums[0] += term.calls
+        sums[1] += term.calls * term.payload_bytes
+    rows = []
+    for key in sorted({*counts, *expected}, key=_order):
+        by_rank = counts.get(key, [[0, 0, 0]])
+        most, least = ([pick(column) for column in zip(*by_rank, strict=True)] for pick in (max, min))
+        sums = expected.get(key, [0, 0])
+        rows.append(_row(case, mode, key, most, least, sums if expectation is not None else None))
+    return rows
+
+
+def _row(case: str, mode: str, key: _Key, most: list[int], least: list[int], expected: list[int] | None) -> SummaryRow:
+    phase, op, axis, group_size = key
+    differ = most != least
+    return SummaryRow(
+        case=case,
+        mode=mode,
+        phase=phase,
+        op=op,
+        axis=axis,
+        group_size=group_size,
+        calls=most[0],
+        payload_bytes=most[1],
+        wire_bytes=most[2],
+        expected_calls=expected[0] if expected else None,
+        expected_payload_bytes=expected[1] if expected else None,
+        min_calls=least[0] if differ else None,
+        min_payload_bytes=least[1] if differ else None,
+        min_wire_bytes=least[2] if differ else None,
+    )
+
+
+def _order(key: _Key) -> tuple[int, int, str, int]:
+    phase, op, axis, group_size = key
+    place = PHASES.index(phase) if phase in PHASES else len(PHASES)
+    return place, OPS.index(op) if op in OPS else len(OPS), axis, group_size

@@ -1,0 +1,234 @@
+"""Outcomes and merging: every kind of value becomes blocks, and every flaw of a layout is named before any number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from harness.merging import against, differing, merge, same_bits
+from harness.outcome import Block, Shard, blocks, localize
+
+
+def merged_from(*outcomes: Mapping[str, object]) -> tuple[Mapping[str, Tensor], list[tuple[str, str]]]:
+    result = merge([localize(outcome) for outcome in outcomes])
+    return result.tensors, [(flaw.name, flaw.kind) for flaw in result.flaws]
+
+
+def flaw_of(*outcomes: Mapping[str, object]) -> tuple[str, str, tuple[int, ...]]:
+    (flaw,) = merge([localize(outcome) for outcome in outcomes]).flaws
+    return flaw.kind, flaw.message, flaw.ranks
+
+
+FULL = torch.arange(24, dtype=torch.float64).reshape(6, 4)
+
+
+def test_full_tensors_that_agree_merge_to_themselves() -> None:
+    tensors, flaws = merged_from({"a": FULL}, {"a": FULL.clone()})
+    assert flaws == []
+    assert torch.equal(tensors["a"], FULL)
+
+
+def test_numbers_are_values() -> None:
+    tensors, flaws = merged_from({"loss/0": 1.5, "count": 3}, {"loss/0": 1.5, "count": 3})
+    assert flaws == []
+    assert tensors["loss/0"].dtype == torch.float64 and float(tensors["loss/0"]) == 1.5
+    assert tensors["count"].dtype == torch.int64
+
+
+@given(st.data())
+def test_any_cut_into_boxes_merges_back(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple))
+    full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+    cuts = [
+        sorted(data.draw(st.sets(st.integers(1, size - 1), max_size=3) if size > 1 else st.just(set())))
+        for size in shape
+    ]
+    boxes: list[tuple[slice, ...]] = [()]
+    for size, inner in zip(shape, cuts, strict=True):
+        edges = [0, *inner, size]
+        boxes = [(*box, slice(a, b)) for box in boxes for a, b in zip(edges, edges[1:], strict=False)]
+    world_size = data.draw(st.integers(1, 4))
+    outcomes: list[dict[str, list[Shard]]] = [{"w": []} for _ in range(world_size)]
+    for box in boxes:
+        holders = data.draw(st.sets(st.integers(0, world_size - 1), min_size=1))
+        for rank in holders:
+            outcomes[rank]["w"].append(Shard(full[box].clone(), tuple(s.start for s in box), shape))
+    tensors, flaws = merged_from(*outcomes)
+    assert flaws == []
+    assert torch.equal(tensors["w"], full)
+    lost = data.draw(st.integers(0, len(boxes) - 1))
+    start = tuple(s.start for s in boxes[lost])
+    holed = [{"w": [shard for shard in outcome["w"] if shard.offsets != start]} for outcome in outcomes]
+    assert merged_from(*holed)[1] == [("w", "omission")]
+
+
+def test_one_bit_of_difference_between_replicas_is_a_conflict() -> None:
+    other = FULL.clone()
+    other[2, 1] = torch.nextafter(other[2, 1], torch.tensor(torch.inf, dtype=torch.float64))
+    kind, message, ranks = flaw_of({"a": FULL}, {"a": other}, {"a": FULL})
+    assert kind == "replica conflict"
+    assert message == "rank 1 differs from rank 0 in 1 of 24 elements, by up to 1.8e-15, first at (2, 1)"
+    assert ranks == (1,)
+
+
+def test_the_same_shard_on_two_ranks_must_be_the_same_bits() -> None:
+    top, bottom = Shard(FULL[:3], (0, 0), (6, 4)), Shard(FULL[3:], (3, 0), (6, 4))
+    assert merged_from({"a": top}, {"a": bottom}, {"a": top}, {"a": bottom})[1] == []
+    wrong = Shard(FULL[3:] + 1, (3, 0), (6, 4))
+    assert flaw_of({"a": top}, {"a": bottom}, {"a": top}, {"a": wrong})[0] == "replica conflict"
+
+
+def test_replicas_of_nan_are_equal_and_signed_zeros_are_not() -> None:
+    nan = torch.tensor([float("nan"), 1.0])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.zeros(2), -torch.zeros(2))
+    assert not same_bits(torch.zeros(2), torch.zeros(2, 1))
+    assert not same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+    assert differing(torch.zeros(2), torch.zeros(3)) == "in form: (2,) float32 against (3,) float32"
+
+
+def test_overlap_names_both_boxes() -> None:
+    kind, message, ranks = flaw_of({"a": Shard(FULL[:4], (0, 0), (6, 4))}, {"a": Shard(FULL[3:], (3, 0), (6, 4))})
+    assert (kind, ranks) == ("overlap", (0, 1))
+    assert message == "rank 0 holds [0:4, 0:4] and rank 1 holds [3:6, 0:4]"
+
+
+def test_omission_says_how_much_and_where() -> None:
+    kind, message, _ = flaw_of({"a": Shard(FULL[:2], (0, 0), (6, 4))}, {"a": Shard(FULL[3:], (3, 0), (6, 4))})
+    assert kind == "omission"
+    assert message == "4 of 24 elements are held by no rank; first missing at (2, 0)"
+
+
+def test_a_full_tensor_must_be_on_every_rank_but_a_shard_need_not() -> None:
+    kind, message, ranks = flaw_of({"a": FULL}, {})
+    assert (kind, ranks) == ("missing", (1,))
+    assert message.startswith("a full tensor on ranks 0 is not returned by ranks 1; return it on every rank")
+    assert merged_from({"a": Shard(FULL, (0, 0), (6, 4))}, {})[1] == []
+    assert merged_from({"a": []}, {"a": []})[1] == [("a", "omission")]
+
+
+def test_ranks_must_agree_on_shape_and_dtype() -> None:
+    assert flaw_of({"a": Shard(FULL[:3], (0, 0), (6, 4))}, {"a": Shard(FULL[3:], (3, 0), (7, 4))})[0] == "shape"
+    kind, message, _ = flaw_of({"a": Shard(FULL[:3], (0, 0), (6, 4))}, {"a": Shard(FULL[3:].float(), (3, 0), (6, 4))})
+    assert (kind, message) == ("dtype", "the ranks disagree on the dtype: rank 0 returns float64, rank 1 float32")
+
+
+def test_other_shapes_and_kinds_than_the_truths_are_flaws() -> None:
+    merged = merge([localize({"a": FULL, "b": FULL, "c": FULL})])
+    held = against(merged, {"a": FULL, "b": FULL[:5], "c": FULL.long()})
+    assert list(held.tensors) == ["a"]
+    assert [(flaw.name, flaw.kind) for flaw in held.flaws] == [("b", "shape"), ("c", "dtype")]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "shape", "words"),
+    [((0,), (6, 4), "as many entries"), ((4, 0), (6, 4), "inside global_shape"), ((-1, 0), (6, 4), "legal: offsets=")],
+)
+def test_a_shard_outside_its_tensor_is_refused(offsets: tuple[int, ...], shape: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Shard(FULL[:3], offsets, shape)
+    duck = SimpleNamespace(local=FULL[:3], offsets=offsets, global_shape=shape)
+    with pytest.raises(ValueError, match="outcome 'a': offsets"):
+        localize({"a": duck})
+
+
+def test_what_is_no_value_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="outcome 'grad/w': str is not a value"):
+        localize({"grad/w": ["no"]})
+    with pytest.raises(ValueError, match="must return a mapping"):
+        localize(None)  # type: ignore[arg-type]
+
+
+class Mesh:
+    """A device mesh as far as a block's place needs one: shape and this rank's coordinate."""
+
+    def __init__(self, shape: tuple[int, ...], rank: int) -> None:
+        self.shape = shape
+        self.coordinate = [int(i) for i in torch.unravel_index(torch.tensor(rank), shape)]
+
+    def get_coordinate(self) -> list[int]:
+        """This rank's place along every axis of the mesh."""
+        return self.coordinate
+
+
+def distributed(
+    monkeypatch: pytest.MonkeyPatch, local: Tensor, full: Tensor, mesh: Mesh, how: list[Placement]
+) -> object:
+    """Something that passes for a DTensor with this spec, without a process group."""
+    fake = SimpleNamespace(device_mesh=mesh, shape=full.shape, placements=tuple(how), to_local=lambda: local)
+    monkeypatch.setattr("harness.outcome.DTensor", SimpleNamespace)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh_shape", "placements"),
+    [
+        ((6, 4), (2,), [ShardPlacement(0)]),
+        ((5, 4), (3,), [ShardPlacement(0)]),
+        ((2, 4), (3,), [ShardPlacement(0)]),
+        ((6, 4), (2, 2), [ShardPlacement(1), ShardPlacement(0)]),
+        ((8, 3), (2, 2), [ShardPlacement(0), ShardPlacement(0)]),
+        ((8, 3), (2, 2), [_StridedShard(0, split_factor=2), ShardPlacement(0)]),
+        ((8, 3), (2, 3), [_StridedShard(0, split_factor=4), Replicate()]),
+        ((7, 3), (2, 2), [Replicate(), ShardPlacement(1)]),
+    ],
+)
+def test_dtensors_merge_by_their_spec(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: list[Placement]
+) -> None:
+    full = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+    outcomes = []
+    for rank in range(torch.Size(mesh_shape).numel()):
+        mesh, local = Mesh(mesh_shape, rank), full
+        for size, place, placement in zip(mesh_shape, mesh.coordinate, placements, strict=True):
+            if not placement.is_replicate():
+                parts, _ = placement._split_tensor(local, size, with_padding=False)  # type: ignore[attr-defined]
+                local = parts[place]
+        outcomes.append({"w": distributed(monkeypatch, local.clone(), full, mesh, placements)})
+    tensors, flaws = merged_from(*outcomes)
+    assert flaws == []
+    assert torch.equal(tensors["w"], full)
+
+
+@pytest.mark.parametrize(("reduce_op", "scale"), [("sum", 1.0), ("avg", 0.5)])
+def test_pending_partial_sums_are_reduced_outside_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, reduce_op: str, scale: float
+) -> None:
+    terms = [FULL * 2, FULL * 5]
+    placements: list[Placement] = [Partial(reduce_op), Replicate()]
+    values = [distributed(monkeypatch, terms[rank // 2], FULL, Mesh((2, 2), rank), placements) for rank in range(4)]
+    tensors, flaws = merged_from(*({"g": value} for value in values))
+    assert flaws == []
+    assert torch.equal(tensors["g"], FULL * 7 * scale)
+    values[3] = distributed(monkeypatch, terms[1] + 1, FULL, Mesh((2, 2), 3), placements)
+    assert merged_from(*({"g": value} for value in values))[1] == [("g", "replica conflict")]
+
+
+def test_a_dtensor_that_contradicts_its_spec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = distributed(monkeypatch, FULL, FULL, Mesh((2,), 0), [ShardPlacement(0)])
+    with pytest.raises(ValueError, match=r"shape \(6, 4\); its placements say \(3, 4\)"):
+        blocks(wrong)
+    mixed = distributed(monkeypatch, FULL, FULL, Mesh((2, 2), 0), [Partial("sum"), Partial("max")])
+    with pytest.raises(ValueError, match="mixes Partial reductions"):
+        blocks(mixed)
+
+
+def test_a_real_dtensor_is_told_from_a_tensor() -> None:
+    assert issubclass(DTensor, Tensor)  # so blocks() must ask for DTensor first
+    (block,) = blocks(FULL)
+    assert block.whole and block.offsets == (0, 0)
+
+
+def test_blocks_hold_no_graph() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    (block,) = blocks(weight * 2)
+    assert isinstance(block, Block) and not block.local.requires_grad

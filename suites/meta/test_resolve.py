@@ -1,0 +1,53 @@
+"""Names to objects: what can be named, and one clear message for each way to get it wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import ledger
+from harness.errors import RequestError
+from harness.resolve import resolve
+
+
+def test_objects_and_their_attributes_are_found() -> None:
+    assert resolve("harness.ledger:OPS") is ledger.OPS
+    assert resolve("reference.case:Case.parse")("mode=tp").mode == "tp"  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["", "harness", "harness.ledger:", ":OPS", "a b:c", "./file.py:x", "a:b:c", "..:x"])
+def test_a_malformed_name_is_refused(name: str) -> None:
+    with pytest.raises(
+        RequestError, match=r"must be written module:object; legal: parallel\.subject:subject"
+    ) as caught:
+        resolve(name)
+    assert caught.value.exit_status == 2 and repr(name) in str(caught.value)
+
+
+def test_a_missing_module_is_named() -> None:
+    with pytest.raises(RequestError, match="there is no module 'no_such_package'"):
+        resolve("no_such_package.inner:x")
+    with pytest.raises(RequestError, match=r"there is no module 'harness\.nothing'"):
+        resolve("harness.nothing:x")
+
+
+def test_a_missing_object_brings_the_nearest_name() -> None:
+    with pytest.raises(RequestError, match=r"harness\.ledger has no 'COLUMN'; legal: harness\.ledger:COLUMNS"):
+        resolve("harness.ledger:COLUMN")
+
+
+def test_a_file_in_the_working_directory_is_found_and_its_errors_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "my_own_subject.py").write_text("subject = 7\n")
+    (tmp_path / "my_broken_subject.py").write_text("import no_such_thing\n")
+    (tmp_path / "my_raising_subject.py").write_text("1 / 0\n")
+    assert resolve("my_own_subject:subject") == 7
+    with pytest.raises(RequestError, match="my_broken_subject fails on import: No module named 'no_such_thing'"):
+        resolve("my_broken_subject:subject")
+    with pytest.raises(RequestError, match="my_raising_subject fails on import: ZeroDivisionError: division by zero"):
+        resolve("my_raising_subject:subject")

@@ -1,0 +1,181 @@
+"""A small right run to plant wrong evidence in: two tensor-parallel ranks, two steps, a hand-made truth and ledger.
+
+The model is no model: the tensors are random numbers under the canonical names, sharded as a column linear (w1) and a
+row linear (w2) would be. Shapes are tiny, payloads in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.evidence import Evidence, Finding, gathered
+from harness.ledger import Event, wire_bytes
+from harness.merging import Outcomes
+from harness.outcome import Shard, localize
+from reference.case import Case
+
+__all__ = [
+    "MODULES",
+    "TERMS",
+    "Term",
+    "altered",
+    "case",
+    "evidence",
+    "events",
+    "named",
+    "outcome_of",
+    "truth",
+    "without",
+]
+
+MODULES = ("embedding", "layers.0.mlp.w1", "layers.0.mlp.w2", "layers.0.mlp", "head")
+_SHAPES = {
+    "embedding.tokens.weight": (12, 6),
+    "layers.0.mlp.w1.weight": (8, 6),
+    "layers.0.mlp.w2.weight": (6, 8),
+    "layers.0.mlp.w2.bias": (6,),
+}
+_CUT = {"layers.0.mlp.w1.weight": 0, "layers.0.mlp.w2.weight": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One line of a closed form."""
+
+    phase: str
+    region: str
+    op: str = "all_reduce"
+    reduce_op: str = "sum"
+    axis: str = "tp"
+    group_size: int = 2
+    dtype: str = "float64"
+    payload_bytes: int = 384
+    calls: int = 4
+
+
+TERMS = (
+    Term(phase="forward", region="embedding"),
+    Term(phase="forward", region="layers.0.mlp.w2"),
+    Term(phase="loss", region="", reduce_op="max", payload_bytes=64),
+    Term(phase="backward", region="layers.0.mlp.w1"),
+    Term(phase="backward", region="head"),
+)
+
+
+def case(text: str = "mode=tp tp=2 seq=16") -> Case:
+    """The case that the evidence belongs to."""
+    return Case.parse(text)
+
+
+def _random(name: str, shape: tuple[int, ...]) -> Tensor:
+    seed = sum(map(ord, name))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def truth() -> dict[str, Tensor]:
+    """Canonical names with random numbers."""
+    named: dict[str, Tensor] = {}
+    for step in range(2):
+        named[f"loss/{step}"] = _random(f"loss/{step}", ()).abs() + 5
+        named[f"logits/{step}"] = _random(f"logits/{step}", (4, 3, 12))
+        named[f"grad_norm/{step}"] = _random(f"grad_norm/{step}", ()).abs() + 2
+    for kind in ("grad", "param"):
+        named |= {f"{kind}/{name}": _random(f"{kind}/{name}", shape) for name, shape in _SHAPES.items()}
+    for kind in ("act", "act_grad"):
+        named |= {f"{kind}/{module}": _random(f"{kind}/{module}", (2, 3, 6)) for module in MODULES}
+    return named
+
+
+def outcome_of(rank: int, values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a right rank of two returns of these full tensors: shards of cut weights, everything else in full."""
+    outcome: dict[str, Any] = {}
+    for name, full in values.items():
+        dim = _CUT.get(name.partition("/")[2]) if name.startswith(("grad/", "param/")) else None
+        if dim is None:
+            outcome[name] = full
+        else:
+            offsets = tuple(rank * full.shape[d] // 2 if d == dim else 0 for d in range(full.dim()))
+            outcome[name] = Shard(full.chunk(2, dim)[rank], offsets, tuple(full.shape))
+    return outcome
+
+
+def events(terms: Sequence[Term] = TERMS, world_size: int = 2) -> tuple[Event, ...]:
+    """The ledger that these terms describe, the same on every rank."""
+    ledger = []
+    for rank in range(world_size):
+        calls = [(term, call) for term in terms for call in range(term.calls)]
+        for index, (term, call) in enumerate(calls):
+            ledger.append(
+                Event(
+                    case="mode=tp",
+                    mode="tp",
+                    world_size=world_size,
+                    rank=rank,
+                    step=call // 2,
+                    microbatch=call % 2,
+                    phase=term.phase,
+                    region=term.region,
+                    op=term.op,
+                    reduce_op=term.reduce_op,
+                    axis=term.axis,
+                    group_size=term.group_size,
+                    dtype=term.dtype,
+                    shape="",
+                    payload_bytes=term.payload_bytes,
+                    wire_bytes=wire_bytes(term.op, term.payload_bytes, term.group_size),
+                    is_async=False,
+                    call_index=index,
+                    start_us=float(index),
+                    duration_us=1.0,
+                    caller="model.py:7",
+                )
+            )
+    return tuple(ledger)
+
+
+def evidence(*ranks: Mapping[str, Any], repeat: Sequence[Mapping[str, Any]] | None = None, **changes: Any) -> Evidence:
+    """Right evidence; `ranks` replaces what the ranks returned, `changes` any other field."""
+    true = changes.pop("truth", truth())
+    if not ranks:
+        ranks = tuple(outcome_of(rank, true) for rank in range(2))
+    outcomes: Outcomes = [localize(rank) for rank in ranks]
+    captured: Outcomes = changes.pop("captured", ())
+    repeats: tuple[Outcomes, ...] = ([localize(rank) for rank in (repeat or ranks)],)
+    fields: dict[str, Any] = {
+        "case": case(),
+        "outcomes": outcomes,
+        "captured": captured,
+        "merged": gathered(outcomes, captured, true),
+        "truth": true,
+        "control": {},
+        "events": events(),
+        "expectation": TERMS,
+        "repeats": repeats,
+    }
+    return Evidence(**{**fields, **changes})
+
+
+def named(findings: Mapping[str, Finding], verdict: str) -> set[str]:
+    """The checks that gave this verdict."""
+    return {name for name, finding in findings.items() if finding.verdict == verdict}
+
+
+def without(ledger: Sequence[Event], **fields: Any) -> tuple[Event, ...]:
+    """The ledger without the first event of every rank that has these fields."""
+    left, dropped = [], set()
+    for event in ledger:
+        if event.rank not in dropped and all(getattr(event, key) == value for key, value in fields.items()):
+            dropped.add(event.rank)
+        else:
+            left.append(event)
+    return tuple(left)
+
+
+def altered(ledger: Sequence[Event], place: int, **fields: Any) -> tuple[Event, ...]:
+    """The ledger with one event changed."""
+    return tuple(replace(event, **fields) if i == place else event for i, event in enumerate(ledger))
