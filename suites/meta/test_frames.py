@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from harness.evidence import Verdict, Worst
 from harness.ledger import COLUMNS
-from reports.frames import RunFolderError, load
+from harness.store import Store
+from harness.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
+from harness.summary import summarize
+from reports.frames import SUMMARY_COLUMNS, RunFolderError, load
 from suites.meta import sample_run
 
 
@@ -81,6 +86,52 @@ def test_no_expectation_is_not_zero(tmp_path: Path) -> None:
     assert run.notes == ()
 
 
+# What the harness writes
+
+
+def stored(out: Path, cases: Sequence[str]) -> Path:
+    """A folder written by the harness: both cases planned, the given ones finished."""
+    store = Store(out, "my_pkg.tp:subject", {"versions": {"torch": "2.13.0"}, "command": ["shardproof", "run"]})
+    store.plan({"case": case, "mode": case.split()[0][5:], "world_size": 2} for case in sample_run.CALLS)
+    for case in cases:
+        events = sample_run.events(case, sample_run.CALLS[case])
+        worst = Worst(name="grad/w", error=float("inf"), allowed=1e-9, epsilons=float("inf"))
+        verdict = Verdict(case=case, check="forward", verdict="fail", worst=worst, message="m", unchecked=("a", "b"))
+        rows = summarize(case, events[0].mode, 2, events, None)
+        store.add(case, events, rows, [verdict], {"ranks": 0.5, "checks": 0.25})
+    store.close()
+    return store.path
+
+
+def test_a_folder_that_the_harness_wrote_loads_without_a_note(tmp_path: Path) -> None:
+    folder = stored(tmp_path, list(sample_run.CALLS))
+    run = load(tmp_path / "latest")
+    assert run.notes == ()
+    assert (folder / "ledger.csv").read_text() == (sample_run.write(tmp_path / "hand") / "ledger.csv").read_text()
+    assert run.summary["payload_bytes"].sum() == 14 * sample_run.ACTIVATION_BYTES
+    assert run.summary["expected_calls"].isna().all()
+    assert list(run.verdicts["worst_error"]) == [float("inf")] * 2
+    assert list(run.verdicts["unchecked"]) == ["a; b"] * 2
+    assert run.timings["seconds"].sum() == 1.5
+
+
+def test_a_folder_that_the_harness_had_to_leave_loads_with_notes(tmp_path: Path) -> None:
+    folder = stored(tmp_path, [sample_run.TP])
+    event = dataclasses.astuple(sample_run.events(sample_run.TP_SP, sample_run.CALLS[sample_run.TP_SP])[0])
+    with (folder / "ledger.csv").open("a") as file:
+        file.write(",".join(map(str, event)) + "\n" + "mode=tp-sp tp=2 seq=64,tp-sp,2,")
+    run = load(folder)
+    assert list(run.summary["case"].unique()) == [sample_run.TP, sample_run.TP_SP]
+    assert len(run.notes) == 3
+    assert "ledger.csv: its last line was cut" in run.notes[0]
+    assert "summary.csv lacks 1 of" in run.notes[1]
+    assert "1 of 2 cases have no verdict" in run.notes[2]
+
+
+def test_reports_and_harness_agree_on_the_columns_of_the_summary() -> None:
+    assert SUMMARY_COLUMNS == HARNESS_COLUMNS
+
+
 # A killed run
 
 
@@ -111,7 +162,7 @@ def test_a_missing_summary_is_made_from_the_ledger_without_expectation(folder: P
     for name in (*keys, "calls", "payload_bytes", "wire_bytes"):
         assert list(made[name]) == list(written[name]), name
     assert made["expected_calls"].isna().all()
-    assert any("summary.csv lacks 2 cases" in note for note in run.notes)
+    assert any("summary.csv lacks 2 of" in note for note in run.notes)
 
 
 def test_a_case_that_the_summary_lacks_is_added_up_from_the_ledger(folder: Path) -> None:
