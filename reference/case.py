@@ -13,6 +13,7 @@ micro-batches per step.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,10 +134,13 @@ class Case:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the sharded vocabulary: gpt pads to a multiple of 128 * tp (Megatron), the others never pad."""
+        """Rows of the sharded vocabulary: gpt pads to a multiple of 128 * tp (Megatron), the others never pad.
+
+        Under isp of 128 * lcm(tp, wp): tp splits the logits, wp the weights.
+        """
         if self.family != "gpt":
             return self.vocab
-        unit = 128 * self.tp
+        unit = 128 * math.lcm(self.tp, self.wp)
         return -(-self.vocab // unit) * unit
 
     @property

@@ -93,6 +93,9 @@ def _mesh(v: Mapping[str, Any]) -> Iterator[Problem]:
     for key in ("hidden", "ffn") if mode == "isp" else ("ffn",):
         if v[key] % split:
             yield key, f"must be a multiple of {axis}={split}", f"{key}={_multiple(v[key], split)}"
+    kv_rows = v["kv_heads"] * (v["hidden"] // v["heads"]) * (2 if v["fuse_qkv"] else 1)
+    if mode == "isp" and kv_rows % wp:
+        yield "wp", f"must divide the {kv_rows} rows of keys and values", f"wp={math.gcd(kv_rows, wp)}"
     if v["family"] != "gpt" and (v["vocab"] % split or v["vocab"] % tp):
         unit = math.lcm(split, tp)
         yield (

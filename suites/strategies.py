@@ -65,7 +65,7 @@ def _shape(draw: st.DrawFn, /, mode: str, tp: int, dp: int, family: str) -> dict
     if mode == "isp" and draw(st.booleans(), label="fewer kv heads than ranks"):
         kv_heads, queries = 1, tp * queries
     head_dim = draw(st.sampled_from((2, 6, 4)))
-    if kv_heads * queries * head_dim % split:
+    if kv_heads * head_dim % split:
         head_dim *= split
     words |= {"heads": kv_heads * queries, "kv_heads": kv_heads, "hidden": kv_heads * queries * head_dim}
     words["ffn"] = split * draw(st.sampled_from((3, 5, 8)))
