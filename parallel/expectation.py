@@ -147,14 +147,18 @@ def gradient_terms(
     weight_axis: str = "tp",
     data_axes: tuple[str, ...] = ("dp",),
     loss_axes: tuple[str, ...] = ("dp",),
+    coalesced: bool = True,
 ) -> Iterator[Term]:
-    """Once a step: all gradients over the data axes, the partial ones over the weight axis, loss and tokens, norm."""
+    """Once a step: all gradients over the data axes, the partial ones over the weight axis, loss and tokens, norm.
+
+    The partial ones are summed in one call when `coalesced`, else in one each.
+    """
     item = ITEM_BYTES[case.dtype]
     for axis in data_axes:
         yield from per_step(case, "all_reduce", item * local_elements(case, places), axis=axis)
-    shared = sum(math.prod(place.shape) for name, place in places.items() if partial(case, name))
-    if shared:
-        yield from per_step(case, "all_reduce", item * shared, axis=weight_axis)
+    shared = [math.prod(place.shape) for name, place in places.items() if partial(case, name)]
+    for elements in [sum(shared)] if coalesced and shared else shared:
+        yield from per_step(case, "all_reduce", item * elements, axis=weight_axis)
     for axis in loss_axes:
         yield from per_step(case, "all_reduce", 2 * ITEM_BYTES["float64"], axis=axis, dtype="float64")
     yield from per_step(case, "all_reduce", ITEM_BYTES[loss_dtype(case)], axis=weight_axis, dtype=loss_dtype(case))

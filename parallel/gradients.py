@@ -4,7 +4,7 @@ Every gradient arrives as the sum over this rank's micro-batches of the gradient
 (Megatron-Core `finalize_model_grads`, modes.md 4.7):
 
     1. over each data axis: all gradients, one flat all-reduce SUM a dtype
-    2. over the weight axis: the partial gradients of whole parameters, one flat all-reduce SUM a dtype
+    2. over the weight axis: the partial gradients of whole parameters, one flat all-reduce SUM a dtype, or one each
     3. loss sum and token count, one all-reduce SUM of float64 [2] over each loss axis; then the mean
     4. over the weight axis: the squared norm, one all-reduce SUM of a scalar
 """

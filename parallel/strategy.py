@@ -56,6 +56,7 @@ class Mode:
     placements     case -> how every parameter lies on the mesh
     activation     (case, module) -> how its output [rows of a data rank, seq, width] lies on the mesh, None if unknown
     partial        (case, parameter whole on every rank) -> is its gradient on one rank a partial sum?
+    coalesced      are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
     parts          (case, mesh, device) -> the strategy bound to one rank
     expected       case -> its closed form
     """
@@ -68,6 +69,7 @@ class Mode:
     placements: Callable[[Case], dict[str, Placement]]
     activation: Callable[[Case, str], Placement | None]
     partial: Callable[[Case, str], bool]
+    coalesced: bool = True
     parts: Callable[[Case, Mesh, torch.device], Parts]
     expected: Callable[[Case], Iterable[Term]]
 

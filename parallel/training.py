@@ -24,7 +24,7 @@ from parallel.transformer import Transformer
 from reference.case import Case
 from reference.parameters import dtype_of, full
 
-__all__ = ["LARGEST_LOGITS", "Value", "train"]
+__all__ = ["LARGEST_LOGITS", "Rank", "Value", "set_up", "train"]
 
 Value = Tensor | tuple[Shard, ...]
 LARGEST_LOGITS = 2**24
@@ -33,7 +33,7 @@ _WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rank:
+class Rank:
     """One rank at work: the model under its mode, its parameters by name and their places."""
 
     case: Case
@@ -62,7 +62,7 @@ class _Rank:
 
 def train(case: Case, mode: Mode, mesh: Mesh, device: torch.device) -> dict[str, Value]:
     """Run the case on this rank and return its outcome; every rank of the mesh must call this with the same case."""
-    rank = _set_up(case, mode, mesh, device)
+    rank = set_up(case, mode, mesh, device)
     optimizer = _optimizer(case, list(rank.parameters.values()))
     outcome: dict[str, Value] = {}
     for step in range(case.steps):
@@ -80,17 +80,17 @@ def train(case: Case, mode: Mode, mesh: Mesh, device: torch.device) -> dict[str,
     return outcome | {f"param/{name}": rank.value(name, p.detach()) for name, p in rank.parameters.items()}
 
 
-def _set_up(case: Case, mode: Mode, mesh: Mesh, device: torch.device) -> _Rank:
-    """Build the model and fill every parameter with its part of the full weight."""
+def set_up(case: Case, mode: Mode, mesh: Mesh, device: torch.device) -> Rank:
+    """Build the model and fill every parameter with its part of the full weight; a meta device holds no values."""
     places = mode.placements(case)
     parts = mode.parts(case, mesh, device)
     model = Transformer(case, mode, parts, device)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in parameters.items() if device.type != "meta" else ():
             axis = mesh.axis(places[name].axis or mode.weight_axis)
             parameter.copy_(shard(full(case, name), places[name], index=axis.rank, parts=axis.size))
-    return _Rank(
+    return Rank(
         case=case,
         mode=mode,
         mesh=mesh,
@@ -102,7 +102,7 @@ def _set_up(case: Case, mode: Mode, mesh: Mesh, device: torch.device) -> _Rank:
     )
 
 
-def _accumulate(rank: _Rank, step: int) -> tuple[Tensor, Tensor, tuple[Shard, ...] | None]:
+def _accumulate(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Shard, ...] | None]:
     """All micro-batches of a step, forward and backward: this rank's loss sum, token count and logits."""
     case, mode = rank.case, rank.mode
     sequences = 1 if case.packed else case.batch
@@ -128,14 +128,15 @@ def _accumulate(rank: _Rank, step: int) -> tuple[Tensor, Tensor, tuple[Shard, ..
     return loss, tokens, tuple(boxes) if keep else None
 
 
-def _synchronise(rank: _Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _synchronise(rank: Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Turn local gradient sums into gradients of the mean loss; returns that loss and their norm."""
     mode, mesh, gradients = rank.mode, rank.mesh, rank.gradients()
     for axis in mode.data_axes:
         sync.sum_gradients(gradients.values(), mesh.axis(axis))
     weight_axis = mesh.axis(mode.weight_axis)
     partial = [gradient for name, gradient in gradients.items() if mode.partial(rank.case, name)]
-    sync.sum_gradients(partial, weight_axis)
+    for group in [partial] if mode.coalesced else [[gradient] for gradient in partial]:
+        sync.sum_gradients(group, weight_axis)
     loss, tokens = sync.sum_scalars(loss, tokens, [mesh.axis(axis) for axis in mode.loss_axes])
     for gradient in gradients.values():
         gradient.div_(tokens)

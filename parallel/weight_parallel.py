@@ -1,0 +1,159 @@
+"""Weight parallelism with split sequences: what the mode isp decides, bound to a case and a mesh.
+
+Two axes over the same ranks. Over `tp` the sequence of one data rank is split: every rank keeps its own tokens from
+embedding to head. Over `wp` the weights are split: nobody uses a part of one, so they are gathered for each use. wp
+divides tp * dp and may be smaller or larger than tp: a group of wp may hold ranks of several data ranks, or a part of
+one. That changes nothing, for no two ranks see the same token: every gradient is a sum over all ranks, first over wp
+(a shard's reduce-scatter, a whole parameter's all-reduce), then over wdp, the ranks that hold the same shard.
+The loss of a token is known to all tp ranks of its data rank and sent back once: see `loss` and `parallel.pairs`.
+Source: InternEvo's isp (modes.md 3), with sums for its means (decision G2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial as partial_of
+
+import torch
+from torch import Tensor, nn
+
+from parallel import pairs
+from parallel.batch import Delivered
+from parallel.collectives import own_slice
+from parallel.layout import Placement, local_shape
+from parallel.loss import vocabulary_cross_entropy
+from parallel.mesh import Axis, Mesh
+from parallel.prefetch import Gathers, Plan
+from parallel.roles import is_column, is_row
+from parallel.strategy import Parts
+from parallel.ulysses import by_all_to_all
+from parallel.weight_tables import WeightEmbedding, WeightHead
+from parallel.weights import WeightLinear
+from reference.case import Case
+from reference.parameters import dtype_of, shapes
+
+__all__ = ["activation", "partial", "parts", "placements"]
+
+_SEQUENCE = 1
+"""Dim of the sequence in tokens, hidden states and logits."""
+
+
+def placements(case: Case) -> dict[str, Placement]:
+    """How every parameter lies on the axis wp: linears by plain rows, since nobody ever uses a part of one."""
+    return {name: _placement(case, name, shape) for name, shape in shapes(case).items()}
+
+
+def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
+    module = name.rpartition(".")[0]
+    if module == "embedding.tokens" and case.embedding == "hidden":
+        return Placement(shape=shape, axis="wp", dim=1)
+    if module in ("embedding.tokens", "head"):
+        return Placement(shape=shape, axis="wp", blocks=(case.padded_vocab,))
+    if is_column(module) or is_row(module):
+        return Placement(shape=shape, axis="wp")
+    return Placement(shape=shape)
+
+
+def activation(case: Case, module: str) -> Placement | None:
+    """How a module's output [rows of a data rank, seq, width] lies on the mesh; None for a module unknown here.
+
+    Everything is split along the sequence over tp, but the logits that were exchanged or gathered.
+    """
+    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    if module == "head":
+        shape = (rows, length, case.vocab)
+        match case.head:
+            case "exchange":
+                return Placement(shape=shape, axis="tp", dim=2, blocks=(case.padded_vocab,))
+            case "gather":
+                return Placement(shape=shape)
+        return Placement(shape=shape, axis="tp", dim=_SEQUENCE)
+    width = _width(case, module)
+    return None if width is None else Placement(shape=(rows, length, width), axis="tp", dim=_SEQUENCE)
+
+
+def _width(case: Case, module: str) -> int | None:
+    """Features of an output, all heads together."""
+    leaf = module.rpartition(".")[2]
+    if is_column(module) or is_row(module):
+        return shapes(case)[f"{module}.weight"][0]
+    if leaf in ("q_norm", "k_norm"):
+        return (case.heads if leaf == "q_norm" else case.kv_heads) * case.head_dim
+    block = module.startswith("layers.") and (leaf.isdigit() or leaf in ("attention", "mlp"))
+    if block or leaf in ("embedding", "attention_norm", "mlp_norm", "final_norm"):
+        return case.hidden
+    return None
+
+
+def partial(case: Case, name: str) -> bool:
+    """Every rank sees tokens of its own, so the gradient of whatever is whole is a partial sum everywhere."""
+    return not placements(case)[name].axis
+
+
+def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
+    """The strategy of a case on one rank."""
+    sequence, weights = mesh.axis("tp"), mesh.axis("wp")
+    places, dtype = placements(case), dtype_of(case)
+    plan = Plan(ahead=case.overlap, fused=case.fuse_weights, recompute=case.recompute == "full")
+    gathers = Gathers(weights, plan)
+
+    def own(name: str) -> tuple[int, ...] | None:
+        return local_shape(places[name], parts=weights.size) if name in places else None
+
+    def linear(name: str) -> nn.Module:
+        _, block, _, leaf = name.split(".")
+        shape = local_shape(places[f"{name}.weight"], parts=weights.size)
+        return WeightLinear(shape, gathers, block=int(block), leaf=leaf, bias=case.bias, dtype=dtype, device=device)
+
+    def embedding() -> nn.Module:
+        place = places["embedding.tokens.weight"]
+        tokens, positions = local_shape(place, parts=weights.size), own("embedding.positions.weight")
+        return WeightEmbedding(tokens, positions, weights, dim=place.dim, dtype=dtype, device=device)
+
+    def head() -> nn.Module:
+        return WeightHead(
+            own("head.weight"),
+            weights,
+            sequence,
+            form=case.head,
+            tied_dim=places["embedding.tokens.weight"].dim,
+            vocab=case.vocab,
+            padded_vocab=case.padded_vocab,
+            dtype=dtype,
+            device=device,
+        )
+
+    def local(batch: Delivered) -> Delivered:
+        """This rank's tokens and their positions; labels, loss mask and borders stay whole."""
+        tokens, positions = (own_slice(x, sequence, dim=_SEQUENCE) for x in (batch.tokens, batch.positions))
+        return dataclasses.replace(batch, tokens=tokens, positions=positions)
+
+    return Parts(
+        linear=linear,
+        embedding=embedding,
+        head=head,
+        loss=partial_of(_loss, case, sequence, mesh.rank),
+        exchange=by_all_to_all(sequence),
+        local=local,
+    )
+
+
+def _loss(case: Case, sequence: Axis, rank: int, logits: Tensor, labels_BS: Tensor) -> Tensor:
+    """Every token's loss [B, S]; labels are whole under every form of the head.
+
+    Exchanged logits are split over the vocabulary. Otherwise each rank computes a plain loss: of all tokens, or of its
+    own, which one all-gather of a number a token then puts together (backward: own slice).
+    """
+    alone = Axis(name="", ranks=(rank,), rank=0, group=None)
+    labels = own_slice(labels_BS, sequence, dim=_SEQUENCE) if case.head == "local" else labels_BS
+    losses = vocabulary_cross_entropy(
+        logits,
+        labels,
+        sequence if case.head == "exchange" else alone,
+        vocab=case.vocab,
+        smoothing=case.label_smoothing,
+        fused=case.cross_entropy == "fused",
+    )
+    if case.head != "local":
+        return losses
+    return pairs.gather_from_sequence(losses, sequence, dim=_SEQUENCE, tensor_parallel_output_grad=False)

@@ -1,0 +1,59 @@
+"""What the tests of `parallel` share: programs on in-process ranks, and the calls that they issue."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.engines.inproc import InprocEngine
+from harness.ledger import Call
+from parallel.mesh import Axis, Mesh
+from reference.case import Case
+
+CPU = torch.device("cpu")
+
+
+class Calls:
+    """An observer that keeps every call by rank."""
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, list[Call]] = {}
+
+    def issued(self, rank: int, call: Call) -> int:
+        self.by_rank.setdefault(rank, []).append(call)
+        return 0
+
+    def completed(self, rank: int, ticket: int) -> None:
+        """Nothing to note."""
+
+    def ops(self, rank: int = 0) -> list[str]:
+        """The ops of one rank in order."""
+        return [call.op for call in self.by_rank.get(rank, [])]
+
+    def lines(self, rank: int = 0) -> Counter[tuple[str, str, int, str, int]]:
+        """(op, reduce op, group size, dtype, payload bytes) -> calls of one rank."""
+        return Counter(
+            (call.op, call.reduce_op, len(call.group), call.dtype, call.payload_bytes)
+            for call in self.by_rank.get(rank, [])
+        )
+
+
+def on_ranks(world_size: int, program: Callable[..., Any], *args: Any, observer: Calls | None = None) -> list[Any]:
+    """The results of `program(rank, *args)` by rank."""
+    with InprocEngine() as engine:
+        return engine.run(program, *args, world_size=world_size, observer=observer)
+
+
+def along_tp(world_size: int, program: Callable[[Axis], Any], *, observer: Calls | None = None) -> list[Any]:
+    """The results of `program(axis)` by rank, on an axis tp that spans the world."""
+    case = Case.of(tp=world_size, heads=world_size, kv_heads=world_size, hidden=2 * world_size, ffn=world_size)
+    return on_ranks(world_size, lambda rank: program(Mesh.of(case).axis("tp")), observer=observer)
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Distinct numbers without symmetry."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
