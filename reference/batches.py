@@ -1,17 +1,18 @@
 """A case to the micro-batches of every data rank: tokens, labels, loss mask, positions and borders of sentences.
 
-Letters: B sequences of a micro-batch, S tokens of a sequence, T = B * S. The corpus is one stream of tokens.
-Micro-batch number n (steps outermost, data ranks innermost) reads the T tokens of the stream from n * T on, and the one
-after them as a last label; every lap around a short corpus starts one token later, so that rows repeat as late as
-possible. The stream is cut into sentences of uneven length: at the end of every document, and at random places from
-`case.seed`.
+Letters: B sequences of a micro-batch, S tokens of a sequence, T = B * S. The corpus is one endless stream of tokens.
+Micro-batch number n (steps outermost, data ranks innermost) reads the T tokens from place n * T on, and the one after
+them as a last label; when a short corpus would give the same tokens again, it is read one place later. The stream is
+cut into sentences of uneven length: at the end of every document, and at random places from `case.seed`.
 
     packed                      one row of T tokens by `build_pack`; sentences of up to 5/4 S, positions restart
     internlm2, llama unpacked   a sentence a row by `build_unpack`, filled with token 0 and label -100 up to S
     gpt, opt unpacked           full rows of the stream, every label the next token (Megatron's rows)
 
-To tell a mean over ranks from a mean over tokens, some labels are -100 and the loss mask is 0 at a rate that is drawn
-for every row; at least one token of a micro-batch is valid. Prompts (negative ids) are read and not learned.
+To tell a mean over ranks from a mean over tokens, every micro-batch of a step counts another number of valid tokens
+(from 3/4 T down in equal steps, as far as its sentences allow, but at least one), and the first rows count more than
+the last. The other labels are -100 or masked; the mask of tokens without a label is random. Prompts (negative ids) are
+read and not learned.
 """
 
 from __future__ import annotations
@@ -57,12 +58,9 @@ def micro_batch(case: Case, step: int, micro: int, dp_rank: int, *, device: torc
         if not 0 <= value < limit:
             raise ValueError(f"{name}={value}: must lie in [0, {limit}); legal: {name}=0")
     stream = _stream(corpus.sources(case), case.vocab, case.seq, case.seed)
-    window, ends = stream.window(((step * case.micro + micro) * case.dp + dp_rank) * case.tokens, case.tokens + 1)
-    rows = _rows(case, _sentences(window, ends))
-    if int(rows.labels.max()) < 0:  # nothing to learn: one sentence then, and prompts count as text
-        rows = _rows(case, [window.abs()])
+    rows = _rows(case, stream, (step * case.micro + micro) * case.dp + dp_rank)
     generator = torch.Generator(device="cpu").manual_seed(_mixed(case.seed, step, micro, dp_rank))
-    labels, loss_mask = _valid(rows.labels, generator)
+    labels, loss_mask = _masked(rows.labels, _valid_count(case, micro * case.dp + dp_rank), generator)
     # every second column of a wider tensor: contiguous nowhere, on any device
     tokens = torch.stack((rows.tokens, labels), dim=-1).to(device)[..., 0]
     return Batch(
@@ -83,10 +81,13 @@ class _Stream:
     is_end: Tensor
     origin: int
 
-    def window(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """`length` tokens from place `start` of the endless stream, and which of them end a sentence."""
-        place = torch.arange(start, start + length, device="cpu")
-        place = (place + place // len(self.ids) + self.origin) % len(self.ids)
+    def windows(self, first: int, count: int, length: int) -> tuple[Tensor, Tensor]:
+        """Windows number `first` and on, `length` tokens and the next: ids and is_end, [count, length + 1]."""
+        size = len(self.ids)
+        places = size // math.gcd(length, size)  # where windows begin before one repeats
+        number = torch.arange(first, first + count, device="cpu")
+        start = self.origin + number * length + number // places
+        place = (start[:, None] + torch.arange(length + 1, device="cpu")) % size
         return self.ids[place], self.is_end[place]
 
 
@@ -114,38 +115,64 @@ def _stream(files: tuple[corpus.Source, ...], vocab: int, seq: int, seed: int) -
     return _Stream(ids=text.ids, is_end=is_end, origin=_mixed(seed, len(text.ids)) % len(text.ids))
 
 
-def _sentences(window: Tensor, ends: Tensor) -> list[Tensor]:
-    """The window cut behind every end; its last sentence may be empty."""
-    return list(window.tensor_split(ends.nonzero()[:, 0] + 1))
+def _rows(case: Case, stream: _Stream, number: int) -> _Rows:
+    """Micro-batch `number` in this case's form: packed, a sentence a row, or full rows."""
+    if not case.packed and case.family not in ("internlm2", "llama"):
+        window, _ = stream.windows(number * case.batch, case.batch, case.seq)
+        window = window if int(window[:, 1:].max()) >= 0 else window.abs()
+        return _Rows(tokens=window[:, :-1].abs(), labels=window[:, 1:], positions=_places(case), cu_seqlens=None)
+    window, is_end = (values[0] for values in stream.windows(number, 1, case.tokens))
+    sentences = list(window.tensor_split(is_end.nonzero()[:, 0] + 1))
+    form = _packed if case.packed else _unpacked
+    rows = form(case, sentences)
+    for whole in (window, window.abs()):  # nothing to learn: one sentence then, and at last prompts as text
+        if int(rows.labels.max()) >= 0:
+            break
+        rows = form(case, [whole])
+    return rows
 
 
-def _rows(case: Case, sentences: list[Tensor]) -> _Rows:
-    """The rows of this case's form: packed, a sentence a row, or full rows."""
-    if case.packed:
-        pack = build_pack(sentences, packed_length=case.tokens, seq_len=case.seq, tail="drop")[0]
-        tokens, labels, positions = (values[None] for values in (pack.tokens, pack.labels, pack.indexes))
-        return _Rows(tokens=tokens.abs(), labels=labels, positions=positions, cu_seqlens=pack.cu_seqlens)
-    positions = torch.arange(case.seq, device="cpu").repeat(case.batch, 1)
-    if case.family in ("internlm2", "llama"):
-        # a window holds at least B pieces of at most S tokens: what exceeds S must be a sentence of its own
-        packs = build_unpack(sentences[: case.batch], micro_bsz=case.batch, seq_len=case.seq, excess="carry")
-        layout = partial(unpack_data, micro_bsz=case.batch, seq_len=case.seq)
-        data, labels = load_accum_batch(*collate(packs[:1]), micro=0, process=layout)
-        return _Rows(tokens=data.input_ids, labels=labels, positions=positions, cu_seqlens=None)
-    window = torch.cat(sentences)
-    tokens, labels = (part.view(case.batch, case.seq) for part in (window[:-1].abs(), window[1:]))
-    return _Rows(tokens=tokens, labels=labels, positions=positions, cu_seqlens=None)
+def _packed(case: Case, sentences: list[Tensor]) -> _Rows:
+    pack = build_pack(sentences, packed_length=case.tokens, seq_len=case.seq, tail="drop")[0]
+    tokens, labels, positions = (values[None] for values in (pack.tokens.abs(), pack.labels, pack.indexes))
+    return _Rows(tokens=tokens, labels=labels, positions=positions, cu_seqlens=pack.cu_seqlens)
 
 
-def _valid(labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Labels with one in eight not learned, prompts none, and the loss mask; one valid token is kept for certain."""
+def _unpacked(case: Case, sentences: list[Tensor]) -> _Rows:
+    # carried, because T + 1 tokens then fill B rows at least, however few sentences they are
+    packs = build_unpack(sentences[: case.batch], micro_bsz=case.batch, seq_len=case.seq, excess="carry")
+    layout = partial(unpack_data, micro_bsz=case.batch, seq_len=case.seq)
+    data, labels = load_accum_batch(*collate(packs[:1]), micro=0, process=layout)
+    return _Rows(tokens=data.input_ids, labels=labels, positions=_places(case), cu_seqlens=None)
+
+
+def _places(case: Case) -> Tensor:
+    """Positions of rows, padding counted on: [B, S]."""
+    return torch.arange(case.seq, device="cpu").repeat(case.batch, 1)
+
+
+def _valid_count(case: Case, number: int) -> int:
+    """How many tokens shall be valid in micro-batch `number` of a step: another number for each, at least 1."""
+    most = max(1, 3 * (case.tokens - 1) // 4)
+    return most - number * max(1, most // (case.micro * case.dp)) % most
+
+
+def _masked(labels: Tensor, valid_count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Labels and loss mask of rows [B, S] in which `valid_count` tokens are valid, or all that can be but a few.
+
+    Of the tokens to learn, in a random order that prefers the first rows, the first are valid, the next are masked, and
+    the last, one in eight, lose their labels.
+    """
     flat = torch.where(labels >= 0, labels, IGNORED).flatten()
-    order = torch.randperm(len(flat), generator=generator, device="cpu")
+    preference = 1 + torch.arange(len(labels), device="cpu")[:, None]
+    drawn = torch.rand((2, *labels.shape), generator=generator, dtype=torch.float32, device="cpu")
+    order = (drawn[0] * preference).flatten().argsort()
     learned = order[flat[order] != IGNORED]
-    flat[learned[1 : 2 + len(flat) // 8]] = IGNORED
-    rate = torch.rand(len(labels), 1, generator=generator, device="cpu") * 0.6
-    mask = (torch.rand(labels.shape, generator=generator, device="cpu") >= rate).to(torch.float32).flatten()
-    mask[learned[0]] = 1.0
+    kept = len(learned) - min(1 + len(learned) // 8, len(learned) - 1)
+    flat[learned[kept:]] = IGNORED
+    mask = drawn[1].round().flatten()
+    mask[learned[:kept]] = 0
+    mask[learned[: min(valid_count, max(1, kept - 1))]] = 1
     return flat.view_as(labels), mask.view_as(labels)
 
 

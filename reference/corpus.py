@@ -120,7 +120,8 @@ def _walk(folder: Path) -> list[Path]:
 def _readable(file: Path) -> bool:
     """Whether a file inside a folder is data: a known suffix, and not an empty text such as `__init__.py`."""
     if file.suffix in TEXT_SUFFIXES:
-        return status(file).st_size > 0
+        found = status(file)
+        return found.st_size > 0 or not stat.S_ISREG(found.st_mode)
     return file.suffix in (".jsonl", ".bin")
 
 

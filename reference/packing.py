@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -193,16 +193,17 @@ def unpack_data(
     """
     _require_sizes(micro_bsz=micro_bsz, seq_len=seq_len)
     indexes_P, cu_seqlens = _one_pack(data)
-    borders = cu_seqlens.tolist()
-    tokens, row_indexes = (_rows(values, borders, micro_bsz, seq_len, 0) for values in (data.input_ids[0], indexes_P))
-    labels = _rows(label[0], borders, micro_bsz, seq_len, IGNORED)
-    lost = (
-        data.input_ids.count_nonzero() - tokens.count_nonzero() + (label != IGNORED).sum() - (labels != IGNORED).sum()
-    )
-    rule = f"its rows of {seq_len} tokens cannot hold the sub-sequences {borders}"
+    borders = torch.cat((cu_seqlens, cu_seqlens[-1:].expand(micro_bsz)))[: micro_bsz + 1, None]
+    places = borders[:-1] + torch.arange(seq_len, device=borders.device)
+    held = places < borders[1:]
+    filling = label.new_tensor([0, IGNORED, 0])[:, None]
+    fields = torch.stack((data.input_ids[0], label[0], indexes_P))
+    rows = torch.where(held, fields[:, places.clamp(max=fields.shape[1] - 1)], filling[..., None])
+    lost = int((fields != filling)[:2].sum() - (rows != filling[..., None])[:2].sum())
+    rule = f"{lost} tokens and labels do not fit into rows of seq_len={seq_len}"
     _require(not lost, "micro_bsz", micro_bsz, rule, "the sizes that build_unpack was called with")
-    kept = {"rows": row_indexes, "first": row_indexes[0], "drop": None}[indexes]
-    return Data(input_ids=tokens, indexes=kept, cu_seqlens=None, max_seqlen=seq_len), labels
+    kept = {"rows": rows[2], "first": rows[2, 0], "drop": None}[indexes]
+    return Data(input_ids=rows[0], indexes=kept, cu_seqlens=None, max_seqlen=seq_len), rows[1]
 
 
 def load_accum_batch(
@@ -276,15 +277,6 @@ def _one_pack(data: Data) -> tuple[Tensor, Tensor]:
     if indexes is None or borders is None:
         raise ValueError("cu_seqlens=None: the data are not packed; legal: a batch of collate")
     return indexes[0], borders[0]
-
-
-def _rows(values: Tensor, borders: list[int], micro_bsz: int, seq_len: int, filling: int) -> Tensor:
-    """The first micro_bsz sub-sequences of [P] values as rows [micro_bsz, seq_len]."""
-    rows = values.new_full((micro_bsz, seq_len), filling)
-    for row, (start, stop) in zip(rows, pairwise(borders), strict=False):
-        kept = min(stop - start, seq_len)
-        row[:kept] = values[start : start + kept]
-    return rows
 
 
 def _require(legal: bool, name: str, value: object, rule: str, example: str) -> None:

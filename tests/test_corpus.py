@@ -1,0 +1,123 @@
+"""Files to tokens: every format read back; `test_hostile_data.py` holds the files that must be refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference import corpus
+from reference.case import Case
+from reference.corpus import documents
+from reference.internevo_files import read_internevo, write_internevo
+from reference.readers import END
+
+
+def case(path: Path, **words: int) -> Case:
+    return Case.of(data=str(path), **words)
+
+
+def tokens(path: Path, **words: int) -> list[list[int]]:
+    return [document.tolist() for document in documents(case(path, **words))]
+
+
+def test_a_text_is_its_bytes_and_an_end(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes("h\u00e9\r\n".encode())
+    assert tokens(file) == [[104, 0xC3, 0xA9, 13, 10, END]]
+    assert documents(case(file))[0].dtype == torch.int64
+
+
+def test_a_small_vocabulary_folds_bytes_by_modulo(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("az")
+    assert tokens(file, vocab=100) == [[97, 22, 56]]
+    assert tokens(file, vocab=256) == [[97, 122, 0]]
+    assert tokens(file, vocab=50257) == [[97, 122, 256]]
+
+
+def test_json_lines_hold_texts_and_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "ab", "source": "x"}\n\n{"tokens": [3, 0, -256]}\r\n{"text": ""}\n{"tokens": []}')
+    assert tokens(file) == [[97, 98, END], [3, 0, -256]]
+
+
+def test_a_folder_is_read_in_sorted_order_without_what_is_no_data(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name, text in {
+        "b/a.py": "3",
+        "c.txt": "4",
+        "a.md": "1",
+        ".git/x.txt": "9",
+        "image.png": "9",
+        "e.py": "",
+    }.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "a.jsonl").write_text('{"text": "0"}')
+    (tmp_path / ".hidden.txt").write_text("9")
+    write_internevo(tmp_path / "b" / "b.bin", [torch.tensor([50]), torch.tensor([51, 52])])
+    assert tokens(tmp_path) == [[48, END], [49, END], [52, END], [51, END], [50], [51, 52]]
+
+
+def test_without_a_path_the_standard_library_is_read() -> None:
+    first = documents(Case())
+    assert [document.tolist() for document in first] == [document.tolist() for document in documents(Case())]
+    path = Path(corpus.sources(Case())[0].path)
+    assert path.parent == Path(sysconfig.get_path("stdlib"))
+    assert bytes(first[0][:-1].tolist()) == path.read_bytes()
+    assert corpus.STANDARD_LIBRARY_BYTES <= sum(map(len, first)) <= 2 * corpus.STANDARD_LIBRARY_BYTES
+
+
+def test_a_changed_file_is_read_again_and_results_are_the_callers_own(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("a")
+    documents(case(file))[0].fill_(0)
+    assert tokens(file) == [[97, END]]
+    file.write_text("bc")
+    assert tokens(file) == [[98, 99, END]]
+
+
+SENTENCES = st.lists(st.lists(st.integers(-92543, 92543), max_size=12), min_size=1, max_size=8)
+
+
+@given(SENTENCES)
+@settings(deadline=None)
+def test_internevo_files_round_trip(tmp_path_factory: pytest.TempPathFactory, sentences: list[list[int]]) -> None:
+    path = tmp_path_factory.mktemp("evo") / "x.bin"
+    write_internevo(path, [torch.tensor(sentence, dtype=torch.int64) for sentence in sentences])
+    assert [document.tolist() for document in read_internevo(path, 92544)] == sentences
+
+
+def test_internevo_files_are_those_of_its_own_tools(tmp_path: Path) -> None:
+    """The three sentences and the rows that the README of InternEvo's tools prints; the array as numpy saves it."""
+    rows = [
+        [98655, 2317, 2922, 6649, 1595, 7856, 435, 2424, 442, 9556, 12807, 410, 17313, 446, 23331, 95746],
+        [98655, 302, 1383, 269, 657, 410, 2687, 446, 2424, 98667, 269, 25220]
+        + [281, 523, 1874, 492, 1248, 38127, 4563, 442, 11227, 829, 8980, 95746],
+        [98655, 24190, 442, 517, 15013, 649, 454, 8793, 442, 5849, 9556, 17917, 1369, 1084, 29890, 12021, 95746],
+    ]
+    path = tmp_path / "x.bin"
+    write_internevo(path, [torch.tensor(row) for row in rows])
+    assert json.loads(path.read_text().splitlines()[2]) == {"tokens": rows[2]}
+    saved = io.BytesIO()
+    np.save(saved, np.array([(0, 16), (110, 24), (262, 17)], dtype=np.int32))
+    assert (tmp_path / "x.bin.meta").read_bytes() == saved.getvalue()
+    assert tokens(path, vocab=103168) == rows
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_meta_rows_are_read_in_every_plain_form(tmp_path: Path, dtype: type, order: str) -> None:
+    path = tmp_path / "x.bin"
+    write_internevo(path, [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4])])
+    np.save(tmp_path / "x.npy", np.array([(0, 2), (19, 1), (35, 1)], dtype=dtype, order=order))
+    (tmp_path / "x.npy").rename(tmp_path / "x.bin.meta")
+    assert tokens(path) == [[1, 2], [3], [4]]
