@@ -66,13 +66,13 @@ def _domains(v: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _model(v: Mapping[str, Any]) -> Iterator[Problem]:
     if v["hidden"] % v["heads"]:
-        yield "heads", f"must divide hidden={v['hidden']}", f"heads={_divisor(v['hidden'], v['heads'])}"
+        yield "heads", f"must divide hidden={v['hidden']}", f"hidden={_hidden(v)}"
     if v["heads"] % v["kv_heads"]:
-        yield "kv_heads", f"must divide heads={v['heads']}", f"kv_heads={_divisor(v['heads'], v['kv_heads'])}"
+        yield "kv_heads", f"must divide heads={v['heads']}", f"kv_heads={_kv_heads(v)}"
     if v["positions"] == "rope" and v["hidden"] // v["heads"] % 2:
-        yield "positions", "rope rotates pairs, so hidden/heads must be even", "positions=learned"
+        yield "positions", "rope rotates pairs, so hidden/heads must be even", f"hidden={_hidden(v)}"
     if v["fuse_mlp"] and v["activation"] != "swiglu":
-        yield "fuse_mlp", "fuses gate and up projection, which only swiglu has", "activation=swiglu"
+        yield "fuse_mlp", "fuses gate and up projection, which only swiglu has", "fuse_mlp=false"
     if v["packed"] and v["delivery"] != "local":
         yield "delivery", "Megatron's broadcasts know no packs", "delivery=local"
     if v["packed"] and v["positions"] == "learned":
@@ -87,12 +87,13 @@ def _mesh(v: Mapping[str, Any]) -> Iterator[Problem]:
     if mode != "isp" and wp != 1:
         yield "wp", f"splits weights in mode=isp only, not in mode={mode}", "wp=1"
     if mode == "isp" and tp * v["dp"] % wp:
-        yield "wp", f"must divide tp*dp={tp * v['dp']}", f"wp={_divisor(tp * v['dp'], wp)}"
+        yield "wp", f"must divide tp*dp={tp * v['dp']}", f"wp={math.gcd(tp * v['dp'], wp)}"
     split = wp if mode == "isp" else tp
     axis = "wp" if mode == "isp" else "tp"
-    for key in ("hidden", "ffn") if mode == "isp" else ("ffn",):
-        if v[key] % split:
-            yield key, f"must be a multiple of {axis}={split}", f"{key}={_multiple(v[key], split)}"
+    if mode == "isp" and v["hidden"] % wp:
+        yield "hidden", f"must be a multiple of wp={wp}", f"hidden={_hidden(v)}"
+    if v["ffn"] % split:
+        yield "ffn", f"must be a multiple of {axis}={split}", f"ffn={_multiple(v['ffn'], split)}"
     kv_rows = v["kv_heads"] * (v["hidden"] // v["heads"]) * (2 if v["fuse_qkv"] else 1)
     if mode == "isp" and kv_rows % wp:
         yield "wp", f"must divide the {kv_rows} rows of keys and values", f"wp={math.gcd(kv_rows, wp)}"
@@ -103,14 +104,12 @@ def _mesh(v: Mapping[str, Any]) -> Iterator[Problem]:
             f"is not padded in family={v['family']}, so {unit} must divide it",
             f"vocab={_multiple(v['vocab'], unit)}",
         )
-    if v["embedding"] == "hidden" and v["hidden"] % split:
-        yield "embedding", f"hidden={v['hidden']} does not split over {axis}={split}", "embedding=vocab"
     if v["heads"] % tp:
-        yield "heads", f"must be a multiple of tp={tp}", f"heads={_multiple(v['heads'], tp)}"
+        yield "heads", f"must be a multiple of tp={tp}", f"tp={math.gcd(v['kv_heads'], tp)}"
     if mode != "isp" and v["kv_heads"] % tp:
-        yield "kv_heads", f"must be a multiple of tp={tp} in mode={mode}", f"kv_heads={_multiple(v['kv_heads'], tp)}"
+        yield "kv_heads", f"must be a multiple of tp={tp} in mode={mode}", f"kv_heads={_kv_heads(v)}"
     if mode == "isp" and v["kv_heads"] % tp and tp % v["kv_heads"]:
-        yield "kv_heads", f"must divide tp={tp} or be a multiple of it", f"kv_heads={tp}"
+        yield "kv_heads", f"must divide tp={tp} or be a multiple of it", f"kv_heads={_kv_heads(v)}"
     yield from _sequence(v)
 
 
@@ -129,7 +128,7 @@ def _sequence(v: Mapping[str, Any]) -> Iterator[Problem]:
     if mode == "isp" and v["head"] == "local" and v["cross_entropy"] == "fused":
         yield "cross_entropy", "head=local computes the loss without a collective to fuse", "cross_entropy=unfused"
     if v["fuse_weights"] and mode != "isp":
-        yield "fuse_weights", "gathers a block's weights at once, which only mode=isp does", "mode=isp"
+        yield "fuse_weights", "gathers a block's weights at once, which only mode=isp does", "fuse_weights=false"
 
 
 def _training(v: Mapping[str, Any]) -> Iterator[Problem]:
@@ -141,11 +140,24 @@ def _training(v: Mapping[str, Any]) -> Iterator[Problem]:
         yield "dropout", "is not implemented yet", "dropout=0.0"
     if not 0 <= v["label_smoothing"] < 1:
         yield "label_smoothing", "must lie in [0, 1)", "label_smoothing=0.1"
+    if v["label_smoothing"] and v["vocab"] == 1:
+        yield "label_smoothing", "spreads over the other tokens, and vocab=1 has none", "label_smoothing=0.0"
+    if v["optimizer"] == "adamw" and v["dtype"] == "float16":
+        yield "optimizer", "adamw squares gradients, which underflow to 0 in dtype=float16", "dtype=bfloat16"
 
 
-def _divisor(whole: int, near: int) -> int:
-    """The largest divisor of `whole` that is at most `near`."""
-    return next(d for d in range(min(near, whole), 0, -1) if whole % d == 0)
+def _hidden(v: Mapping[str, Any]) -> int:
+    """A legal hidden near the one given: whole heads, even ones for rope, and whole shards in isp."""
+    head = 2 * v["heads"] if v["positions"] == "rope" else v["heads"]
+    return _multiple(v["hidden"], math.lcm(head, v["wp"]))
+
+
+def _kv_heads(v: Mapping[str, Any]) -> int:
+    """A legal kv_heads near the one given: divides heads, and splits over tp or, in isp, is repeated to it."""
+    heads, tp = v["heads"], v["tp"]
+    divisors = [d for d in range(1, heads + 1) if heads % d == 0]
+    legal = [d for d in divisors if d % tp == 0 or (v["mode"] == "isp" and tp % d == 0)]
+    return min(legal or divisors, key=lambda d: abs(d - v["kv_heads"]))
 
 
 def _multiple(size: int, unit: int) -> int:

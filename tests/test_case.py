@@ -1,0 +1,161 @@
+"""The case: its text round-trips in the fewest words, presets and followers, mesh and padded vocabulary."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from reference.case import Case, CaseError
+from reference.presets import PRESETS, mlp_width
+from reference.rules import MODES
+from suites.strategies import cases
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> Case:
+    """A case of any mode, with words that no strategy of the suites varies."""
+    case = draw(st.sampled_from(MODES).flatmap(cases))
+    words: dict[str, Any] = draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "lr": st.floats(1e-9, 1e9),
+                "clip": st.floats(0, 10),
+                "dtype": st.sampled_from(("float64", "float32", "bfloat16")),
+                "optimizer": st.sampled_from(("sgd", "adamw")),
+                "data": st.sampled_from(("", "a=b.txt", "/tmp/x.jsonl")),
+                "variant": st.sampled_from(("", "norm-average")),
+            },
+        )
+    )
+    return case.but(**words)
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=any_case())
+def test_text_parses_back_to_an_equal_case(case: Case) -> None:
+    again = Case.parse(str(case))
+    assert again == case and hash(again) == hash(case)
+    assert str(again) == str(case)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=any_case())
+def test_no_word_of_the_text_can_be_left_out(case: Case) -> None:
+    words = str(case).split()
+    for word in words:
+        shorter = " ".join(other for other in words if other != word)
+        try:
+            assert Case.parse(shorter) != case, word
+        except CaseError:
+            continue  # without the word there is no such case
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=any_case(), order=st.randoms(use_true_random=False))
+def test_order_of_words_does_not_matter(case: Case, order: Any) -> None:
+    words = str(case).split()
+    order.shuffle(words)
+    assert Case.parse(" ".join(words)) == case
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=any_case(), seed=st.integers(0, 10**9))
+def test_but_changes_the_word_said_and_nothing_else(case: Case, seed: int) -> None:
+    other = case.but(seed=seed)
+    assert other.seed == seed
+    assert other.but(seed=case.seed) == case
+    assert case.but() == case
+
+
+def test_later_words_override_earlier_ones() -> None:
+    assert Case.parse("tp=4 kv_heads=4 tp=2") == Case.of(tp=2, kv_heads=4)
+
+
+def test_default_case_is_the_empty_text() -> None:
+    assert str(Case()) == "" and Case.parse("") == Case() == Case.of()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_a_case_and_prints_its_name_alone(preset: str) -> None:
+    case = Case.of(preset=preset)
+    assert str(case) == ("" if preset == "tiny-gpt" else f"preset={preset}")
+    for key, value in PRESETS[preset].items():
+        assert getattr(case, key) == value
+    assert case.but(seed=1).preset == preset
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("hidden=96 heads=8", "ffn", 384),
+        ("activation=swiglu hidden=64", "ffn", 176),
+        ("preset=tiny-internlm2 hidden=128", "ffn", 344),
+        ("heads=4", "kv_heads", 4),
+        ("mode=isp tp=2 dp=2", "wp", 2),
+        ("mode=isp tp=2 dp=2 wp=4", "wp", 4),
+        ("mode=mtp tied=false", "embedding", "hidden"),
+        ("mode=mtp tied=true", "embedding", "vocab"),
+        ("mode=tp-sp", "embedding", "vocab"),
+        ("mode=isp", "head", "exchange"),
+        ("mode=msp", "delivery", "local"),
+        ("family=internlm2 vocab=264", "norm", "rmsnorm"),
+        ("family=opt vocab=264", "activation", "relu"),
+        ("family=llama norm=layernorm vocab=264", "norm", "layernorm"),
+    ],
+)
+def test_words_that_follow_others(text: str, key: str, value: object) -> None:
+    assert getattr(Case.parse(text), key) == value
+
+
+def test_mlp_widths_are_those_of_the_published_models() -> None:
+    assert mlp_width(4096, 3.5, 256) == 14336
+    assert mlp_width(2048, 4.0, 256) == 8192
+    assert mlp_width(6144, 8 / 3, 256) == 16384
+
+
+@pytest.mark.parametrize(("vocab", "tp", "rows"), [(50257, 4, 50688), (50257, 1, 50304), (256, 2, 256), (257, 2, 512)])
+def test_gpt_vocabulary_is_padded_to_a_multiple_of_128_tp(vocab: int, tp: int, rows: int) -> None:
+    assert Case.of(vocab=vocab, tp=tp, kv_heads=8).padded_vocab == rows
+
+
+def test_other_families_never_pad() -> None:
+    assert Case.of(preset="tiny-internlm2").padded_vocab == 264
+
+
+def test_gpt3_857m_has_the_shard_that_its_log_prints() -> None:
+    case = Case.parse("preset=gpt3-857m tp=4")
+    assert (case.world_size, case.padded_vocab // case.tp, case.head_dim, case.tokens) == (4, 12672, 64, 8192)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=any_case())
+def test_groups_of_every_axis_partition_the_ranks(case: Case) -> None:
+    sizes = {"tp": case.tp, "dp": case.dp, "pp": case.pp, "cp": case.cp, "wp": case.wp}
+    for axis, groups in case.axes.items():
+        assert sorted(rank for group in groups for rank in group) == list(range(case.world_size))
+        size = sizes.get(axis, case.tp * case.dp // case.wp)
+        assert {len(group) for group in groups} == {size}
+    assert ("wp" in case.axes) == (case.mode == "isp")
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=any_case())
+def test_rank_order_is_tp_then_dp(case: Case) -> None:
+    assume(case.mode != "isp")
+    for group in case.axes["dp"]:
+        assert [rank // case.tp for rank in group] == list(range(case.dp))
+        assert len({rank % case.tp for rank in group}) == 1
+
+
+def test_isp_orders_the_same_ranks_twice() -> None:
+    case = Case.parse("mode=isp tp=2 dp=3 wp=3 hidden=48 heads=8 ffn=48 vocab=384")
+    assert case.axes["tp"] == ((0, 1), (2, 3), (4, 5))
+    assert case.axes["dp"] == ((0, 2, 4), (1, 3, 5))
+    assert case.axes["wp"] == ((0, 1, 2), (3, 4, 5))
+    assert case.axes["wdp"] == ((0, 3), (1, 4), (2, 5))
+    assert math.prod((case.tp, case.dp)) == case.world_size == 6

@@ -1,0 +1,203 @@
+"""Every rule of a case, broken once: the message names key, value, rule and a legal value that really is legal."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference import rules
+from reference.case import Case, CaseError
+from reference.presets import FAMILIES, PRESETS
+from reference.rules import MODES
+from suites.strategies import cases
+
+ISP = "mode=isp tied=false "
+BROKEN = {
+    "mode=ring": "is not a known word",
+    "norm=batchnorm": "is not a known word",
+    "positions=alibi": "is not a known word",
+    "activation=tanh": "is not a known word",
+    "delivery=mail": "is not a known word",
+    "embedding=rows": "is not a known word",
+    "head=tail": "is not a known word",
+    "cross_entropy=twice": "is not a known word",
+    "recompute=some": "is not a known word",
+    "optimizer=lamb": "is not a known word",
+    "dtype=int8": "is not a known word",
+    "tp=0": "must be at least 1",
+    "layers=-1": "must be at least 1",
+    "steps=0": "must be at least 1",
+    "micro=0": "must be at least 1",
+    "seed=-1": "must not be negative",
+    "heads=6 kv_heads=2": "must divide hidden=64",
+    "hidden=100 positions=rope": "must divide hidden=100",
+    "heads=8 kv_heads=6": "must divide heads=8",
+    "heads=16 kv_heads=12 tp=4": "must divide heads=16",
+    "hidden=72 positions=rope": "rope rotates pairs, so hidden/heads must be even",
+    "preset=tiny-internlm2 hidden=72 ffn=96": "rope rotates pairs, so hidden/heads must be even",
+    "fuse_mlp=true": "fuses gate and up projection, which only swiglu has",
+    "preset=tiny-internlm2 delivery=flat": "Megatron's broadcasts know no packs",
+    "mode=mtp packed=true": "packs restart positions inside a row, which needs rotary positions",
+    "pp=2": "is not implemented yet",
+    "cp=2": "is not implemented yet",
+    "wp=2": "splits weights in mode=isp only, not in mode=tp",
+    ISP + "tp=2 dp=3 wp=4": "must divide tp*dp=6",
+    ISP + "tp=3 heads=6 kv_heads=6 hidden=60 wp=9 dp=3 ffn=90 seq=33": "must be a multiple of wp=9",
+    "ffn=255": "must be a multiple of tp=2",
+    ISP + "tp=2 dp=3 hidden=96 ffn=256 wp=3": "must be a multiple of wp=3",
+    ISP + "tp=2 dp=3 wp=3 heads=6 kv_heads=2 hidden=48 ffn=96": "must divide the 32 rows of keys and values",
+    "family=opt vocab=257": "is not padded in family=opt, so 2 must divide it",
+    ISP
+    + "family=llama tp=2 dp=3 wp=3 hidden=96 ffn=96 vocab=260": "is not padded in family=llama, so 6 must divide it",
+    "tp=4 heads=6 kv_heads=2 hidden=48 ffn=96": "must be a multiple of tp=4",
+    ISP + "tp=9 heads=6 kv_heads=2 hidden=54 ffn=90": "must be a multiple of tp=9",
+    "tp=4": "must be a multiple of tp=4 in mode=tp",
+    "tp=3 heads=30 kv_heads=10 hidden=60 ffn=96": "must be a multiple of tp=3 in mode=tp",
+    ISP + "tp=4 heads=12 kv_heads=3 hidden=48": "must divide tp=4 or be a multiple of it",
+    "mode=tp-sp seq=33": "mode=tp-sp splits it over tp=2",
+    "preset=tiny-internlm2 mode=msp seq=5 batch=3": "mode=msp splits it over tp=2",
+    "mode=isp head=parallel": "is not a form of mode=isp",
+    "head=exchange": "is not a form of mode=tp",
+    "embedding=hidden tied=false": "mode=tp splits the vocabulary",
+    "mode=mtp embedding=hidden tied=true": "tied=true shares it with the head, which splits the vocabulary",
+    "mode=isp head=local cross_entropy=fused": "head=local computes the loss without a collective to fuse",
+    "fuse_weights=true": "gathers a block's weights at once, which only mode=isp does",
+    "lr=0": "must be a positive number",
+    "lr=nan": "must be a positive number",
+    "lr=inf": "must be a positive number",
+    "clip=-1": "must be 0 (off) or a positive gradient norm",
+    "dropout=0.1": "is not implemented yet",
+    "label_smoothing=1": "must lie in [0, 1)",
+    "vocab=1 label_smoothing=0.1": "spreads over the other tokens, and vocab=1 has none",
+    "optimizer=adamw dtype=float16": "adamw squares gradients, which underflow to 0 in dtype=float16",
+}
+
+
+def refusal(build: Callable[[], Case]) -> CaseError:
+    with pytest.raises(CaseError) as caught:
+        build()
+    return caught.value
+
+
+def remedies(error: CaseError) -> list[str]:
+    """The words that the message calls legal: `key=value`, or values of the key it names."""
+    if "=" in error.legal:
+        return [error.legal]
+    return [f"{error.key}={value}" for value in error.legal.replace("|", " ").split()]
+
+
+@pytest.mark.parametrize(("text", "rule"), BROKEN.items(), ids=BROKEN.keys())
+def test_message_names_key_value_rule_and_a_legal_value(text: str, rule: str) -> None:
+    error = refusal(partial(Case.parse, text))
+    assert error.rule == rule
+    assert str(error) == f"{error.key}={error.value}: {rule}; legal: {error.legal}"
+    accepted = []
+    for remedy in remedies(error):
+        try:
+            accepted.append(Case.parse(f"{text} {remedy}"))
+        except CaseError as other:
+            assert (other.key, other.rule) != (error.key, rule), remedy
+    assert accepted
+
+
+def test_every_rule_is_broken_by_one_of_these_texts() -> None:
+    path = inspect.getsourcefile(rules)
+    assert path is not None
+    tree = ast.parse(Path(path).read_text())
+    yields = [node for node in ast.walk(tree) if isinstance(node, ast.Yield)]
+    reached: set[int] = set()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename != path:
+            return None
+        reached.add(frame.f_lineno)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        refusal(lambda: Case.of(data="a b"))
+        for text in BROKEN:
+            refusal(partial(Case.parse, text))
+    finally:
+        sys.settrace(before)
+    unbroken = [ast.unparse(y) for y in yields if reached.isdisjoint(range(y.lineno, (y.end_lineno or 0) + 1))]
+    assert len(yields) > 30 and unbroken == []
+
+
+def test_path_with_a_space_would_break_the_line_of_words() -> None:
+    error = refusal(lambda: Case.of(data="my corpus.txt"))
+    assert (error.key, error.value) == ("data", "my corpus.txt")
+    assert Case.parse(error.legal).data == "corpus.txt"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("colour=red", "colour=red: is not a word of the case language; legal: one of preset mode tp dp"),
+        ("=3", "=3: is not a word of the case language"),
+        ("tp", "tp=tp: is not a word of the case language"),
+        ("tp=two", "tp=two: must be a whole number; legal: tp=1"),
+        ("tp=2.0", "tp=2.0: must be a whole number; legal: tp=1"),
+        ("lr=fast", "lr=fast: must be a number; legal: lr=0.1"),
+        ("packed=yes", "packed=yes: must be true or false; legal: packed=true"),
+        ("packed=True", "packed=True: must be true or false; legal: packed=true"),
+    ],
+)
+def test_word_that_cannot_be_read_is_refused(text: str, message: str) -> None:
+    assert message in str(refusal(partial(Case.parse, text)))
+
+
+@pytest.mark.parametrize(("key", "known"), [("preset", PRESETS), ("family", FAMILIES)])
+def test_unknown_name_is_refused_with_all_known_ones(key: str, known: dict[str, Any]) -> None:
+    error = refusal(lambda: Case.parse(f"{key}=gpt9"))
+    assert error.key == key and error.value == "gpt9"
+    assert error.legal.split() == list(known)
+
+
+def test_error_is_a_value_error() -> None:
+    assert isinstance(refusal(lambda: Case(tp=0)), ValueError)
+
+
+CHANGES = {
+    "tp": st.integers(1, 6),
+    "dp": st.integers(1, 4),
+    "wp": st.integers(1, 6),
+    "hidden": st.integers(1, 100),
+    "heads": st.integers(1, 12),
+    "kv_heads": st.integers(1, 12),
+    "ffn": st.integers(1, 100),
+    "vocab": st.integers(1, 300),
+    "seq": st.integers(1, 20),
+    "mode": st.sampled_from(MODES),
+    "positions": st.sampled_from(("learned", "rope")),
+    "packed": st.booleans(),
+    "tied": st.booleans(),
+    "head": st.sampled_from(("parallel", "gather", "exchange", "local")),
+    "embedding": st.sampled_from(("vocab", "hidden")),
+    "delivery": st.sampled_from(("tensors", "flat", "local")),
+    "family": st.sampled_from(tuple(FAMILIES)),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=st.sampled_from(MODES).flatmap(cases), changes=st.fixed_dictionaries({}, optional=CHANGES))
+def test_following_the_advice_ends_in_a_legal_case(case: Case, changes: dict[str, Any]) -> None:
+    text = " ".join(f"{key}={rules.write(value)}" for key, value in {**case.words(), **changes}.items())
+    for _ in range(12):
+        try:
+            Case.parse(text)
+            return
+        except CaseError as error:
+            text += " " + remedies(error)[0]
+    pytest.fail(f"still illegal: {text}")
