@@ -1,0 +1,235 @@
+"""nvtx ranges of a run, in the domain `shardproof`: steps, phases, modules and collectives, for Nsight Systems.
+
+| what       | message                                  | category | payload       | kind                    |
+|------------|------------------------------------------|----------|---------------|-------------------------|
+| step       | "step 0"                                 | step     | the step      | start / end             |
+| phase      | the ledger's word                        | phase    | -             | start / end             |
+| module     | its region                               | module   | -             | push / pop              |
+| collective | region and op, "layers.0.mlp.w1 all_reduce" | the op | payload bytes | push / pop; async: mark |
+| rank       | JSON: rank, pid ... and number of calls  | rank     | -             | mark, first and last    |
+
+A step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or a step
+has no phase yet, since only what follows tells it (harness.attribution), so no phase range covers it. An async
+collective is a mark, because no range may claim a time that nobody measures.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import nvtx
+
+from harness.attribution import Attribution
+from harness.errors import MachineError
+from harness.ledger import Call
+from harness.moments import Entered, Issued, Left, Moment, Stepped
+
+__all__ = ["DOMAIN", "RangeDomain", "Ranges", "open_domain"]
+
+DOMAIN = "shardproof"
+_TOOL = "NVTX_INJECTION64_PATH"
+_DRAWN, _HIDDEN = -1, -2
+"""Modules among the open ranges of a lane: with a range of its own, or without one since it has no name of its own."""
+
+
+class RangeDomain(Protocol):
+    """What we use of `nvtx.Domain`."""
+
+    def get_event_attributes(
+        self, message: str | None = None, color: Any = None, category: str | None = None, payload: int | None = None
+    ) -> Any:
+        """What a range or mark says."""
+        ...
+
+    def push_range(self, attributes: Any) -> object:
+        """Begin a range of this thread."""
+        ...
+
+    def pop_range(self) -> object:
+        """End the range of this thread that began last."""
+        ...
+
+    def start_range(self, attributes: Any) -> Any:
+        """Begin a range of the process; returns its id."""
+        ...
+
+    def end_range(self, range_id: Any) -> object:
+        """End the range of that id."""
+        ...
+
+    def mark(self, attributes: Any) -> object:
+        """Mark an instant."""
+        ...
+
+
+def open_domain() -> RangeDomain:
+    """The nvtx domain, which records when a tool is attached and costs next to nothing when none is.
+
+    nvtx >= 0.2.12 under an Nsight Systems that cannot tell whether a domain is enabled (2022.4, 2023.2) hands out a
+    domain that drops everything without a word. Then a domain is made around its question. Raises MachineError when a
+    tool is attached and the domain would still drop everything.
+    """
+    domain = nvtx.get_domain(DOMAIN)
+    if os.environ.get(_TOOL) and _drops(domain):
+        domain = _asking_nobody()
+        if _drops(domain):
+            raise MachineError(
+                f"nvtx {importlib.metadata.version('nvtx')} records nothing for the tool in {_TOOL}: "
+                f"{os.environ[_TOOL]!r}. Update Nsight Systems, or install nvtx==0.2.11",
+                ranks=(),
+                positions=(),
+            )
+    return domain  # type: ignore[no-any-return]
+
+
+def _drops(domain: object) -> bool:
+    return type(domain).__name__ == "DummyDomain"
+
+
+def _asking_nobody() -> Any:
+    """An nvtx domain made without asking the tool whether the domain is enabled. Private names: tested per version."""
+    try:
+
+        class Direct(nvtx.Domain):
+            def __new__(cls, name: str) -> Direct:
+                made = object.__new__(cls)
+                made.handle = nvtx._lib.lib.DomainHandle(name)
+                return made
+
+        return Direct(DOMAIN)
+    except (AttributeError, TypeError) as error:
+        raise MachineError(
+            f"nvtx {importlib.metadata.version('nvtx')} has changed inside, and the attached tool needs the old inside "
+            f"({error}). Update Nsight Systems, or install nvtx==0.2.11",
+            ranks=(),
+            positions=(),
+        ) from error
+
+
+class Ranges:
+    """Draws what a recorder sees: `Recorder(..., ranges=Ranges(open_domain()))`."""
+
+    def __init__(self, domain: RangeDomain) -> None:
+        self._domain = domain
+        self._ranks: dict[int, _Drawing] = {}
+
+    def of(self, rank: int) -> Callable[[Moment], None]:
+        """The function that draws a rank's moments."""
+        return self._ranks.setdefault(rank, _Drawing(self._domain)).draw
+
+    def completed(self, rank: int, ticket: int) -> None:
+        """A call has completed: end its range."""
+        self._ranks[rank].completed(ticket)
+
+    @contextmanager
+    def on_rank(self, rank: int, **facts: Any) -> Iterator[None]:
+        """Open with a mark that says which rank this is, close what is open and end with its number of calls."""
+        drawing = self._ranks.setdefault(rank, _Drawing(self._domain))
+        drawing.mark("rank", {"rank": rank, "pid": os.getpid(), **facts})
+        try:
+            yield
+        finally:
+            drawing.close()
+            drawing.mark("rank", {"rank": rank, "calls": drawing.calls})
+
+
+class _Drawing:
+    """The open ranges of one rank."""
+
+    def __init__(self, domain: RangeDomain) -> None:
+        self.calls = 0
+        self._domain = domain
+        self._attribution = Attribution()
+        self._phase: tuple[str, Any] | None = None
+        self._step: Any = None
+        self._pushed: dict[int, list[int]] = {}  # lane -> modules and the tickets of calls, innermost last
+        self._lane_of: dict[int, int] = {}
+        self._known: dict[tuple[str, str, int | None], Any] = {}
+
+    def draw(self, moment: Moment) -> None:
+        """Draw one moment."""
+        above = self._attribution.current(moment.lane).region
+        if isinstance(moment, Left):
+            self._leave(moment.lane)
+        self._attribution.feed(moment)
+        self._follow(moment.lane)
+        if isinstance(moment, Entered):
+            self._enter(moment.lane, above)
+        elif isinstance(moment, Issued):
+            self._call(moment)
+        elif isinstance(moment, Stepped) and self._step is not None:
+            self._domain.end_range(self._step)
+            self._step = None
+
+    def completed(self, ticket: int) -> None:
+        """End the range of a call, if it has one that is still open."""
+        pushed = self._pushed.get(self._lane_of.pop(ticket, -1), [])
+        if pushed and pushed[-1] == ticket:
+            pushed.pop()
+            self._domain.pop_range()
+
+    def close(self) -> None:
+        """End whatever is open."""
+        for pushed in self._pushed.pop(0, []):
+            if pushed != _HIDDEN:
+                self._domain.pop_range()
+        self._switch("")
+        if self._step is not None:
+            self._domain.end_range(self._step)
+            self._step = None
+
+    def mark(self, category: str, facts: dict[str, Any]) -> None:
+        """Mark an instant with facts as JSON."""
+        self._domain.mark(self._says(json.dumps(facts), category))
+
+    def _says(self, message: str, category: str, payload: int | None = None) -> Any:
+        key = (message, category, payload)
+        if key not in self._known:
+            self._known[key] = self._domain.get_event_attributes(message=message, category=category, payload=payload)
+        return self._known[key]
+
+    def _follow(self, lane: int) -> None:
+        site = self._attribution.current(lane)
+        if site.phase == "forward" and self._step is None:
+            self._step = self._domain.start_range(self._says(f"step {site.step}", "step", site.step))
+        self._switch(site.phase)
+
+    def _switch(self, phase: str) -> None:
+        if phase == (self._phase[0] if self._phase else ""):
+            return
+        if self._phase:
+            self._domain.end_range(self._phase[1])
+        self._phase = (phase, self._domain.start_range(self._says(phase, "phase"))) if phase else None
+
+    def _enter(self, lane: int, above: str) -> None:
+        region = self._attribution.current(lane).region
+        drawn = region not in {"", above}
+        self._pushed.setdefault(lane, []).append(_DRAWN if drawn else _HIDDEN)
+        if drawn:
+            self._domain.push_range(self._says(region, "module"))
+
+    def _leave(self, lane: int) -> None:
+        pushed = self._pushed[lane]
+        while pushed:
+            innermost = pushed.pop()
+            if innermost != _HIDDEN:
+                self._domain.pop_range()
+            if innermost in {_DRAWN, _HIDDEN}:
+                return
+
+    def _call(self, moment: Issued) -> None:
+        self.calls += 1
+        call: Call = moment.call
+        region = self._attribution.sites[moment.ticket].region
+        says = self._says(f"{region} {call.op}".strip(), call.op, call.payload_bytes)
+        if call.is_async:
+            self._domain.mark(says)
+            return
+        self._domain.push_range(says)
+        self._pushed.setdefault(moment.lane, []).append(moment.ticket)
+        self._lane_of[moment.ticket] = moment.lane

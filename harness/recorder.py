@@ -1,0 +1,162 @@
+"""The recorder: an observer that turns the calls of every rank into the events of the ledger.
+
+    with Recorder(str(case), mode, world_size, axes) as recorder:
+        ...  # in the thread of each rank: with recorder.on_rank(rank): program(rank)
+    recorder.events()
+
+While ranks run it only keeps plain tuples; steps, phases, regions and axes are told when the events are asked for.
+Times are microseconds since the recorder was entered. A call that never completed, or whose completion nobody tells
+(an async call on a real backend), has duration_us 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from harness.attribution import Attribution, Site
+from harness.callers import caller_at
+from harness.ledger import Call, Event, shape_text, wire_bytes
+from harness.moments import Issued, overridden, phase, read, region
+from harness.naming import axis_name
+from harness.ranges import Ranges
+from harness.watch import Emit, Watch
+
+__all__ = ["Recorder"]
+
+
+class _Track:
+    """What one rank has told so far: its moments as plain tuples, and when its calls ended."""
+
+    def __init__(self) -> None:
+        self.moments: list[tuple[Any, ...]] = []
+        self.tickets: Iterator[int] = itertools.count()
+        self.ended_s: dict[int, float] = {}
+
+
+class Recorder:
+    """Observes the calls of a run (harness.ledger.Observer); `events()` gives the ledger.
+
+    `axes` maps a mesh axis to the rank lists of its groups. With `ranges`, every moment is drawn as nvtx ranges too.
+    Subjects may say what they know better: `with recorder.phase("grad_sync"), recorder.region("layers.0"): ...`.
+    """
+
+    phase = staticmethod(phase)
+    region = staticmethod(region)
+
+    def __init__(
+        self,
+        case: str,
+        mode: str,
+        world_size: int,
+        axes: Mapping[str, tuple[tuple[int, ...], ...]],
+        *,
+        ranges: Ranges | None = None,
+    ) -> None:
+        self._case = case
+        self._mode = mode
+        self._world_size = world_size
+        self._axes = axes
+        self._ranges = ranges
+        self._tracks: dict[int, _Track] = {}
+        self._start_s = time.perf_counter()
+        self._watch = Watch(self._emit, ends=ranges is not None)
+
+    def __enter__(self) -> Self:
+        self._start_s = time.perf_counter()
+        self._watch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.__exit__(kind, error, trace)
+
+    @contextmanager
+    def on_rank(self, rank: int) -> Iterator[None]:
+        """To be entered in the thread that runs a rank's program, around the whole program."""
+        with ExitStack() as entered:
+            if self._ranges is not None:
+                facts = {"world_size": self._world_size, "mode": self._mode, "case": self._case}
+                entered.enter_context(self._ranges.on_rank(rank, **facts))
+            entered.enter_context(self._watch.on_rank(rank))
+            yield
+
+    def issued(self, rank: int, call: Call) -> int:
+        """A rank is about to issue a call; the ticket is the call's index on the rank."""
+        lane = self._watch.lane(rank)
+        task, node, parameter, quiet, again, outer = lane.facts()
+        ticket = next(self._track(rank).tickets)
+        caller = caller_at(sys._getframe(1))
+        started_s = time.perf_counter()
+        assert lane.emit is not None
+        said = overridden()
+        lane.emit(
+            (Issued, lane.number, task, node, parameter, quiet, again, outer, said, ticket, started_s, call, caller)
+        )
+        return ticket
+
+    def completed(self, rank: int, ticket: int) -> None:
+        """The call behind the ticket has completed on this rank."""
+        self._tracks[rank].ended_s[ticket] = time.perf_counter()
+        if self._ranges is not None:
+            self._ranges.completed(rank, ticket)
+
+    def events(self) -> list[Event]:
+        """The ledger so far, by rank and call index; calls that what follows would settle are settled as at the end."""
+        return [event for rank in sorted(self._tracks) for event in self._events(rank, self._tracks[rank])]
+
+    def _track(self, rank: int) -> _Track:
+        track = self._tracks.get(rank)
+        return self._tracks.setdefault(rank, _Track()) if track is None else track
+
+    def _emit(self, rank: int) -> Emit:
+        """Where a rank's moments go: kept, and drawn when ranges are wanted."""
+        keep = self._track(rank).moments.append
+        if self._ranges is None:
+            return keep
+        draw = self._ranges.of(rank)
+
+        def emit(plain: tuple[Any, ...]) -> None:
+            keep(plain)
+            draw(read(plain))
+
+        return emit
+
+    def _events(self, rank: int, track: _Track) -> Iterator[Event]:
+        moments = [read(plain) for plain in list(track.moments)]
+        sites = Attribution.of(moments).sites
+        issued = sorted((m for m in moments if isinstance(m, Issued)), key=lambda m: m.ticket)
+        for moment in issued:
+            yield self._event(rank, moment, sites[moment.ticket], track.ended_s.get(moment.ticket, moment.started_s))
+
+    def _event(self, rank: int, moment: Issued, site: Site, ended_s: float) -> Event:
+        call: Call = moment.call
+        return Event(
+            case=self._case,
+            mode=self._mode,
+            world_size=self._world_size,
+            rank=rank,
+            step=site.step,
+            microbatch=site.microbatch,
+            phase=site.phase,
+            region=site.region,
+            op=call.op,
+            reduce_op=call.reduce_op,
+            axis=axis_name(call.group, call.group_desc, self._axes, self._world_size),
+            group_size=len(call.group),
+            dtype=call.dtype,
+            shape=shape_text(call.shapes),
+            payload_bytes=call.payload_bytes,
+            wire_bytes=wire_bytes(call.op, call.payload_bytes, len(call.group)),
+            is_async=call.is_async,
+            call_index=moment.ticket,
+            start_us=round((moment.started_s - self._start_s) * 1e6, 3),
+            duration_us=round((ended_s - moment.started_s) * 1e6, 3),
+            caller="" if moment.caller is None else moment.caller.place,
+        )

@@ -1,0 +1,279 @@
+"""Watches modules, optimizers and backward from outside and tells the moments of every rank.
+
+For as long as it is entered, `nn.Module.__call__` is wrapped, as torch.fx does while it traces: global forward hooks
+cost three times as much, and end before a module's own forward hooks run, where DTensor's plans communicate. Optimizers
+are seen by torch's global step hooks. A prehook on the node that made an outermost output tells that backward came; it
+adds no node and reads nothing. Under torch.compile the wrapper is traced to nothing, so compiled code is the same.
+
+Every rank of a process has its own thread; `on_rank` is entered there. Other threads (autograd's for a device, workers)
+count to the rank when it is the only one in the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import CodeType, FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import checkpoint
+
+from harness.moments import LEAF, OUTSIDE, Arrived, Ended, Entered, Left, Stepped, Stepping
+
+__all__ = ["Lane", "Watch"]
+
+Emit = Callable[[tuple[Any, ...]], object]
+OnOutput = Callable[["Lane", Any], object]
+
+_task: Callable[[], int] = torch._C._current_graph_task_id
+_node: Callable[[], Any] = torch._C._current_autograd_node
+_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_compiling = torch.compiler.is_compiling
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_BACKWARD = _engine_run_backward.__code__
+_CHECKPOINT = checkpoint.__file__
+
+
+class Lane:
+    """One thread of one rank: where its moments go, and what module is outermost in it."""
+
+    __slots__ = ("bare", "depth", "emit", "on_output", "number", "outer", "rank")
+
+    def __init__(self, rank: int, number: int, emit: Emit, on_output: OnOutput | None) -> None:
+        self.rank = rank
+        self.number = number
+        self.emit: Emit | None = emit
+        self.on_output = on_output
+        self.depth = 0
+        self.outer: nn.Module | None = None
+        self.bare: bool | None = None
+
+    def facts(self) -> tuple[int, int, Tensor | None, bool, bool, int]:
+        """Task, node, parameter, quiet, again, outer: what a call issued now in this thread needs (moments.Issued)."""
+        task = _task()
+        if task == OUTSIDE:
+            quiet = (
+                self.depth > 0 and not torch.is_grad_enabled() and self._outer_is_bare() and _quiet(sys._getframe(1))
+            )
+            return task, OUTSIDE, None, quiet, False, OUTSIDE
+        node = _node()
+        number = OUTSIDE if node is None else node._sequence_nr()
+        parameter = getattr(node, "variable", None) if number == LEAF else None
+        again, outer = (False, OUTSIDE) if self.depth else _within(sys._getframe(1))
+        return task, number, parameter, False, again, outer
+
+    def _outer_is_bare(self) -> bool:
+        if self.bare is None:
+            self.bare = self.outer is not None and next(self.outer.parameters(), None) is None
+        return self.bare
+
+
+class Watch:
+    """Tells every moment of every rank to `emit(rank)`, a function that takes plain tuples (moments.read).
+
+    `on_output(lane, output)`, when given, gets the output of every module call before its Left is told. With
+    `ends`, the end of every backward is told too.
+    """
+
+    def __init__(self, emit: Callable[[int], Emit], on_output: OnOutput | None = None, *, ends: bool = False) -> None:
+        self._emit = emit
+        self._on_output = on_output
+        self._ends = ends
+        self._local = threading.local()
+        self._open: dict[int, list[Lane]] = {}
+        self._lane_numbers: dict[int, Iterator[int]] = {}
+        self._installed = ExitStack()
+
+    def __enter__(self) -> Self:
+        original = nn.Module.__call__
+        watching = _watching(original, self._local, self._adopt, self._arrival)
+
+        def restore() -> None:
+            if nn.Module.__call__ is not watching:
+                raise RuntimeError("nn.Module.__call__ was wrapped by someone else meanwhile: leave in reverse order")
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+
+        nn.Module.__call__ = watching  # type: ignore[method-assign]
+        self._installed.callback(restore)
+        for hook in (
+            register_optimizer_step_pre_hook(self._stepping),
+            register_optimizer_step_post_hook(self._stepped),
+        ):
+            self._installed.callback(hook.remove)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._installed.close()
+
+    @contextmanager
+    def on_rank(self, rank: int) -> Iterator[None]:
+        """This thread runs the program of a rank until the context is left."""
+        before: Lane | None = getattr(self._local, "lane", None)
+        self.lane(rank)
+        try:
+            yield
+        finally:
+            for lane in self._open.pop(rank):
+                lane.emit = None
+            self._local.lane = before
+
+    def lane(self, rank: int) -> Lane:
+        """The lane of this thread on a rank, made when the thread was not seen before."""
+        lane: Lane | None = getattr(self._local, "lane", None)
+        if lane is None or lane.emit is None or lane.rank != rank:
+            lane = self._local.lane = self._lane(rank)
+        return lane
+
+    def _lane(self, rank: int) -> Lane:
+        numbers = self._lane_numbers.setdefault(rank, itertools.count())
+        lane = Lane(rank, next(numbers), self._emit(rank), self._on_output)
+        self._open.setdefault(rank, []).append(lane)
+        return lane
+
+    def _adopt(self) -> Lane | None:
+        """A lane for a thread that entered no rank: it works for the only rank here; among several, for none."""
+        ranks = list(self._open)
+        return self.lane(ranks[0]) if len(ranks) == 1 else None
+
+    def _mine(self) -> Lane | None:
+        lane: Lane | None = getattr(self._local, "lane", None)
+        return lane if lane is not None and lane.emit is not None else self._adopt()
+
+    def _arrival(self, made_in: Lane, number: int) -> Callable[[object], None]:
+        """The prehook of the node of an outermost output."""
+        rank, lane_number = made_in.rank, made_in.number
+
+        def arrived(_gradients: object) -> None:
+            lane = self._mine()
+            if lane is None or lane.emit is None or lane.rank != rank:
+                return
+            task = _task()
+            lane.emit((Arrived, lane.number, task, number, lane_number))
+            if self._ends:
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._ended(task))
+
+        return arrived
+
+    def _ended(self, task: int) -> None:
+        lane = self._mine()
+        if lane is not None and lane.emit is not None:
+            lane.emit((Ended, lane.number, task))
+
+    def _stepping(self, optimizer: object, _args: object, _kwargs: object) -> None:
+        lane = self._mine()
+        if lane is not None and lane.emit is not None:
+            lane.emit((Stepping, lane.number, _task(), optimizer))
+
+    def _stepped(self, _optimizer: object, _args: object, _kwargs: object) -> None:
+        lane = self._mine()
+        if lane is not None and lane.emit is not None:
+            lane.emit((Stepped, lane.number))
+
+
+def _watching(
+    original: Callable[..., Any],
+    local: threading.local,
+    adopt: Callable[[], Lane | None],
+    arrival: Callable[[Lane, int], Callable[[object], None]],
+) -> Callable[..., Any]:
+    """`nn.Module.__call__` that tells when a module is entered and left. Every microsecond in it counts."""
+
+    def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _compiling():
+            return original(module, *args, **kwargs)
+        try:
+            lane = local.lane
+            emit = lane.emit
+        except AttributeError:
+            lane = emit = None
+        if emit is None:
+            lane = adopt()
+            if lane is None:
+                return original(module, *args, **kwargs)
+            emit = lane.emit
+        depth = lane.depth
+        lane.depth = depth + 1
+        task = _task()
+        if depth:
+            emit(
+                (Entered, lane.number, _number(), task, OUTSIDE if task == OUTSIDE else _running(), module, False, True)
+            )
+        else:
+            lane.outer, lane.bare = module, None
+            grad = torch.is_grad_enabled()
+            emit(
+                (Entered, lane.number, _number(), task, OUTSIDE if task == OUTSIDE else _running(), module, True, grad)
+            )
+        try:
+            output = original(module, *args, **kwargs)
+            if lane.on_output is not None:
+                lane.on_output(lane, output)
+            if not depth and task == OUTSIDE:
+                for node in _nodes(output):
+                    node.register_prehook(arrival(lane, node._sequence_nr()))
+            return output
+        finally:
+            lane.depth = depth
+            emit((Left, lane.number, _number()))
+
+    return __call__
+
+
+_WATCHING = next(constant for constant in _watching.__code__.co_consts if isinstance(constant, CodeType))
+
+
+def _running() -> int:
+    """Number of the autograd node that runs in this thread."""
+    node = _node()
+    return OUTSIDE if node is None else int(node._sequence_nr())
+
+
+def _nodes(output: object, levels: int = 3) -> Iterator[Any]:
+    """The nodes that made the tensors of an output: a tensor, or tensors in tuples, lists, mappings, dataclasses."""
+    if isinstance(output, Tensor):
+        if output.grad_fn is not None:
+            yield output.grad_fn
+    elif levels:
+        if isinstance(output, Mapping):
+            parts = list(output.values())
+        elif isinstance(output, (tuple, list)):
+            parts = list(output)
+        else:
+            parts = list(getattr(output, "__dict__", {}).values())
+        for part in parts:
+            yield from _nodes(part, levels - 1)
+
+
+def _quiet(frame: FrameType | None) -> bool:
+    """Gradients are off because the user said so, not because an autograd Function's forward runs."""
+    inner = None
+    while frame is not None and frame.f_code is not _WATCHING:
+        if frame.f_code is _APPLY and inner is not None and inner.f_code.co_varnames:
+            context = inner.f_locals.get(inner.f_code.co_varnames[0])
+            # The node of a Function that wants gradients has none to pass them on to: they were off around it.
+            return any(getattr(context, "needs_input_grad", ())) and not getattr(context, "next_functions", ())
+        inner, frame = frame, frame.f_back
+    return True
+
+
+def _within(frame: FrameType | None) -> tuple[bool, int]:
+    """Of a call in backward: whether checkpointing runs a function again, and the node that started this backward."""
+    while frame is not None and frame.f_code is not _BACKWARD:
+        if frame.f_code.co_filename == _CHECKPOINT:
+            return True, OUTSIDE
+        frame = frame.f_back
+    for _caller in range(3):
+        frame = None if frame is None else frame.f_back
+        # Only a Function's backward is looked into: a look keeps what it finds alive as long as the frame.
+        if frame is not None and frame.f_code.co_name == "backward" and frame.f_code.co_varnames[:1] == ("ctx",):
+            return False, int(frame.f_locals["ctx"]._sequence_nr())
+    return False, OUTSIDE

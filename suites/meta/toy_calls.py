@@ -1,0 +1,149 @@
+"""A program that only pretends to communicate: it tells the recorder of calls without any group, at known places.
+
+Calls are told by an autograd Function, as tensor-parallel code has them (`Speak`), or directly (`Voice.say`).
+Tensors are [2, 4] float32; every call's payload is 32 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.ledger import Call, Event, Observer
+from harness.recorder import Recorder
+
+__all__ = [
+    "LEAVES",
+    "Block",
+    "Linear",
+    "Model",
+    "Speak",
+    "Voice",
+    "backward",
+    "forward",
+    "input_BD",
+    "record",
+    "told",
+]
+
+Told = tuple[int, int, str, str]
+"""Step, micro-batch, phase, region."""
+LEAVES = ("layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b")
+"""The modules of `Model` that speak, in the order of its forward."""
+
+
+class Voice:
+    """One rank's way to tell of a call."""
+
+    def __init__(self, observer: Observer, rank: int = 0) -> None:
+        self.observer = observer
+        self.rank = rank
+
+    def say(self, op: str = "all_reduce", *, is_async: bool = False) -> None:
+        """Tell of one call that completes at once."""
+        call = Call(
+            op=op,
+            reduce_op="sum",
+            group=(0, 1),
+            group_desc="tp",
+            dtype="float32",
+            shapes=((2, 4),),
+            payload_bytes=32,
+            is_async=is_async,
+        )
+        self.observer.completed(self.rank, self.observer.issued(self.rank, call))
+
+
+class Speak(torch.autograd.Function):
+    """Identity that tells of an all-reduce in forward and of an all-gather in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BD: Tensor, voice: Voice) -> Tensor:
+        """The input itself, [B, D]."""
+        ctx.voice = voice
+        voice.say("all_reduce")
+        return x_BD.view_as(x_BD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The gradient itself, [B, D]."""
+        ctx.voice.say("all_gather")
+        return gradients[0], None
+
+
+class Linear(nn.Module):
+    """A linear map that speaks."""
+
+    def __init__(self, voice: Voice) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.voice = voice
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """[B, D] to [B, D]."""
+        spoken: Tensor = Speak.apply(x_BD @ self.weight, self.voice)
+        return spoken
+
+
+class Block(nn.Module):
+    """Two linears around a relu; `around` calls each of them (checkpointing, for instance)."""
+
+    def __init__(self, voice: Voice, around: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.a = Linear(voice)
+        self.b = Linear(voice)
+        self.around = around or (lambda module, x_BD: module(x_BD))
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """[B, D] to [B, D]."""
+        return self.around(self.b, torch.relu(self.around(self.a, x_BD)))
+
+
+class Model(nn.Module):
+    """Two blocks, `layers.0` and `layers.1`."""
+
+    def __init__(
+        self,
+        voice: Voice,
+        around: Callable[[nn.Module, Tensor], Tensor] | None = None,
+        inside: Callable[[nn.Module, Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(voice, inside), Block(voice, inside)])
+        self.around = around or (lambda module, x_BD: module(x_BD))
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """[B, D] to [B, D]."""
+        for layer in self.layers:
+            x_BD = self.around(layer, x_BD)
+        return x_BD
+
+
+def input_BD() -> Tensor:
+    """A positive input that wants a gradient, so that every layer has a backward."""
+    return torch.ones(2, 4, requires_grad=True)
+
+
+def record(program: Callable[[Voice], object]) -> list[Event]:
+    """The events of one rank that runs `program(voice)` under a recorder."""
+    with Recorder("seed=0", "tp", 2, {"tp": ((0, 1),)}) as recorder, recorder.on_rank(0):
+        program(Voice(recorder))
+    return recorder.events()
+
+
+def told(events: list[Event]) -> list[Told]:
+    """Step, micro-batch, phase and region of each event."""
+    return [(e.step, e.microbatch, e.phase, e.region) for e in events]
+
+
+def forward(step: int = 0, microbatch: int = 0) -> list[Told]:
+    """What a forward of `Model` tells."""
+    return [(step, microbatch, "forward", leaf) for leaf in LEAVES]
+
+
+def backward(step: int = 0, microbatch: int = 0) -> list[Told]:
+    """What its backward tells, for an input that wants a gradient."""
+    return [(step, microbatch, "backward", leaf) for leaf in reversed(LEAVES)]
