@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from parallel.modes.isp import ISP
 from parallel.modes.tp import TP
 from parallel.modes.tp_sp import TP_SP
 from parallel.strategy import Mode
 
 __all__ = ["MODES"]
 
-MODES: dict[str, Mode] = {mode.name: mode for mode in (TP, TP_SP)}
+MODES: dict[str, Mode] = {mode.name: mode for mode in (TP, TP_SP, ISP)}

@@ -116,9 +116,7 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
             weights,
             sequence,
             form=case.head,
-            tied_dim=places["embedding.tokens.weight"].dim,
             vocab=case.vocab,
-            padded_vocab=case.padded_vocab,
             dtype=dtype,
             device=device,
         )

@@ -2,7 +2,7 @@
 
 Letters: B rows, s = S/p tokens of a row on this rank, D hidden, V vocabulary, w ranks of the weights' axis, p of the
 sequence's. The token table lies [V, D/w] (cut along hidden) or [V/w, D] (along the vocabulary), a head of its own
-[V/w, D]; a tied head gathers the token table in whatever way it lies. Cuts along the vocabulary pad it.
+[V/w, D] or, tied, a token table of that form. Cuts along the vocabulary pad it.
 
     call                 | forward               | backward
     token table          | all_gather            | all_gather, reduce_scatter
@@ -86,8 +86,7 @@ class WeightHead(nn.Module):
     """Logits of this rank's tokens, then in the case's form (see the table above).
 
     `weights` is the axis of the weights, `sequence` that of the tokens; `shape` the local weight [V/w, D], None when
-    tied: then the token table, cut along `tied_dim`, is handed to `forward`. Only `exchange` keeps padded columns,
-    `padded_vocab` over all ranks.
+    tied: then the token table is handed to `forward`. Only `exchange` keeps padded columns; `vocab` is the true one.
     """
 
     def __init__(
@@ -97,27 +96,19 @@ class WeightHead(nn.Module):
         sequence: Axis,
         *,
         form: str,
-        tied_dim: int,
         vocab: int,
-        padded_vocab: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.weights, self.sequence, self.form, self.tied_dim = weights, sequence, form, tied_dim
-        self.vocab, self.padded_vocab = vocab, padded_vocab
+        self.weights, self.sequence, self.form, self.vocab = weights, sequence, form, vocab
         self.weight = None if shape is None else nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
     def forward(self, x_BsD: Tensor, tied_weight: Tensor) -> Tensor:
         """[B, s, D] -> [B, S, V/p] | [B, S, V] | [B, s, V]."""
-        if self.weight is None:
-            supply = Alone(weight=tied_weight, axis=self.weights, dim=self.tied_dim)
-        else:
-            supply = Alone(weight=self.weight, axis=self.weights, dim=0)
-        logits = weight_product(x_BsD, supply)
+        weight = tied_weight if self.weight is None else self.weight
+        logits = weight_product(x_BsD, Alone(weight=weight, axis=self.weights))
         if self.form == "exchange":
-            # A tied table cut along hidden has no padded rows, but the exchange needs equal columns.
-            logits = functional.pad(logits, (0, self.padded_vocab - logits.shape[-1]))
             return pairs.all_to_all(logits, self.sequence, split_dim=_VOCABULARY, gather_dim=_SEQUENCE)
         logits = logits[..., : self.vocab]
         if self.form == "local":

@@ -57,11 +57,10 @@ class Supply(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
-    """The supply of a weight that nobody prefetches, split over the axis along `dim`."""
+    """The supply of a weight that nobody prefetches."""
 
     weight: Tensor
     axis: Axis
-    dim: int
 
     def edges(self) -> tuple[Tensor, ...]:
         """The shard."""
@@ -69,7 +68,7 @@ class Alone:
 
     def forward(self, edges: Sequence[Tensor]) -> list[Tensor]:
         """Gathered now."""
-        return [all_gather(edge, self.axis, dim=self.dim) for edge in edges]
+        return [all_gather(edge, self.axis, dim=0) for edge in edges]
 
     def look_back(self) -> AbstractContextManager[None]:
         """Nothing depends on it."""
@@ -77,12 +76,12 @@ class Alone:
 
     def backward(self) -> Callable[[], list[Tensor]]:
         """Gathered during the product that gives the weight's gradient."""
-        pending = start_all_gather(self.weight.detach(), self.axis, dim=self.dim)
+        pending = start_all_gather(self.weight.detach(), self.axis, dim=0)
         return lambda: [pending.wait()]
 
     def reduce(self, full: Tensor) -> Pending:
         """This rank's shard of the sum."""
-        return start_reduce_scatter(full, self.axis, dim=self.dim)
+        return start_reduce_scatter(full, self.axis, dim=0)
 
 
 class _WeightProduct(torch.autograd.Function):

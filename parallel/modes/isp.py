@@ -1,0 +1,186 @@
+"""isp: InternEvo's weight parallelism with split sequences. Hidden states [B, S, D] are split on S over tp all the way;
+weights are split over wp, gathered whole for each use. tp and wp are sizes of their own over the same ranks.
+
+    tensor                                   | axis | forward      | recompute  | backward                   | bytes
+    embedding                                | wp   | all_gather   | -          | all_gather, reduce_scatter | K
+    linear overlap=false fuse_weights=false  | wp   | all_gather   | all_gather | all_gather, reduce_scatter | K
+    linear overlap=true fuse_weights=false   | wp   | all_gather   | -          | all_gather, reduce_scatter | K
+    bias overlap=false fuse_weights=false    | wp   | all_gather   | all_gather | all_gather, reduce_scatter | k
+    bias overlap=true fuse_weights=false     | wp   | all_gather   | -          | all_gather, reduce_scatter | k
+    block fuse_weights=true                  | wp   | all_gather   | -          | all_gather, reduce_scatter | K+k
+    layers.*.attention: q                    | tp   | all_to_all   | all_to_all | all_to_all                 | A/p
+    layers.*.attention: k and v              | tp   | all_to_all   | all_to_all | all_to_all                 | KV/p
+    layers.*.attention: context              | tp   | all_to_all   | all_to_all | all_to_all                 | A/p
+    head                                     | wp   | all_gather   | -          | all_gather, reduce_scatter | K
+    head head=exchange                       | tp   | all_to_all   | -          | all_to_all                 | V/p
+    head head=gather                         | tp   | all_gather   | -          | -                          | v
+    loss head=exchange cross_entropy=unfused | tp   | 3 all_reduce | -          | -                          | T
+    loss head=exchange cross_entropy=fused   | tp   | all_reduce   | -          | -                          | T
+    loss head=exchange cross_entropy=fused   | tp   | all_reduce   | -          | -                          | 2*T
+    loss head=local                          | tp   | all_gather   | -          | -                          | T
+    step: each norm, learned positions       | wp   | -            | -          | all_reduce                 | N
+    step: all gradients                      | wdp  | -            | -          | all_reduce                 | G
+    step: loss, tokens                       | dp   | -            | -          | all_reduce                 | 16
+    step: squared norm                       | wp   | -            | -          | all_reduce                 | W
+
+One row a tensor and micro-batch, `step` once a step; `recompute` holds for recompute=full. p = tp. Bytes of: K the
+whole weight (the embedding's and a tied head's: the whole padded table), k the whole bias, K+k all of a block; A one
+whole activation; KV = B*S*2*max(kv_heads, p)*head_dim numbers; V the padded logits, v the true ones; T one number a
+token in the loss's dtype, W one; N the parameter; G all gradients of a rank. Label smoothing adds one term to the loss.
+
+Regions: a call of attention, head, embedding and loss belongs to that module. A block's gathers belong to the linear
+that starts them: its own one, or with prefetch another (the table of `parallel.prefetch`). Reduce-scatters belong to
+the linear, fused to the block's first.
+Source: InternEvo (modes.md 2, 3.3 to 3.7; its means are sums here, decision G2). The doc-era loss (head=local) gathers
+per-token losses, and so does ours: then the outcome of every rank is the whole micro-batch's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallel import weight_parallel
+from parallel.expectation import (
+    ITEM_BYTES,
+    Term,
+    delivery_terms,
+    gradient_terms,
+    loss_dtype,
+    loss_terms,
+    per_micro,
+)
+from parallel.roles import attention_linears, mlp_linears
+from parallel.strategy import Mode
+from reference.case import Case
+from reference.parameters import shapes
+
+__all__ = ["ISP"]
+
+
+def _expected(case: Case) -> Iterator[Term]:
+    """Per layer and micro-batch, without biases: forward C+2 all-gathers and 3 all-to-alls; backward
+    the same and C+2 reduce-scatters; recompute 3 all-to-alls and, without overlap, C+2 all-gathers. Fused, 1 for C+2.
+    """
+    yield from delivery_terms(case)
+    table = case.hidden * ITEM_BYTES[case.dtype]
+    yield from _weight(case, "embedding", table * (case.padded_vocab if case.embedding == "vocab" else case.vocab))
+    yield from _block_weights(case)
+    yield from _exchanges(case)
+    yield from _weight(case, "head", table * case.padded_vocab)
+    yield from _logits(case)
+    yield from gradient_terms(
+        case,
+        weight_parallel.placements(case),
+        weight_parallel.partial,
+        weight_axis="wp",
+        data_axes=("wdp",),
+        loss_axes=("dp",),
+        coalesced=False,
+    )
+
+
+def _weight(case: Case, region: str, payload_bytes: int) -> Iterator[Term]:
+    """A table that its module gathers itself, forward and backward."""
+    yield from per_micro(case, "forward", region, "all_gather", payload_bytes, axis="wp")
+    for op in ("all_gather", "reduce_scatter"):
+        yield from per_micro(case, "backward", region, op, payload_bytes, axis="wp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One gather of block weights: what travels, and the linears that start it forward and backward."""
+
+    payload_bytes: int
+    owner: str
+    forward: str
+    backward: str
+
+
+def _block_weights(case: Case) -> Iterator[Term]:
+    """All-gathers and reduce-scatters of the blocks; who starts a gather is the table of `parallel.prefetch`."""
+    shared = case.overlap or case.fuse_weights
+    for call in _calls(case):
+        size = call.payload_bytes
+        yield from per_micro(case, "forward", call.forward, "all_gather", size, axis="wp")
+        yield from per_micro(case, "backward", call.backward, "all_gather", size, axis="wp")
+        yield from per_micro(case, "backward", call.owner, "reduce_scatter", size, axis="wp")
+        if case.recompute == "full" and not shared:
+            yield from per_micro(case, "recompute", call.owner, "all_gather", size, axis="wp")
+
+
+def _calls(case: Case) -> Iterator[_Call]:
+    blocks = [_linears(case, layer) for layer in range(case.layers)]
+    order = list(itertools.chain(*blocks))
+    following = dict(zip(order, [*order[1:], order[-1]], strict=True))
+    by_block = case.fuse_weights or (case.overlap and case.recompute == "full")
+    for layer, linears in enumerate(blocks):
+        later = blocks[min(layer + 1, case.layers - 1)] if case.overlap else linears
+        before = f"layers.{layer - 1}.attention.wo" if layer else linears[0]
+        if case.fuse_weights:
+            size = sum(itertools.chain(*(_bytes(case, linear) for linear in linears)))
+            forward = before if case.overlap else linears[0]
+            yield _Call(payload_bytes=size, owner=linears[0], forward=forward, backward=later[-1])
+            continue
+        for linear in linears:
+            one_by_one = following[linear] if case.overlap else linear
+            backward = later[-1] if by_block else one_by_one
+            forward = before if case.overlap else linear
+            for size in _bytes(case, linear):
+                yield _Call(payload_bytes=size, owner=linear, forward=forward, backward=backward)
+
+
+def _linears(case: Case, layer: int) -> list[str]:
+    """The linears of one layer in forward order."""
+    attention = [f"layers.{layer}.attention.{leaf}" for leaf in attention_linears(case)]
+    return attention + [f"layers.{layer}.mlp.{leaf}" for leaf in mlp_linears(case)]
+
+
+def _bytes(case: Case, linear: str) -> list[int]:
+    """Bytes of a linear's whole weight and, when there is one, of its bias."""
+    full, item = shapes(case), ITEM_BYTES[case.dtype]
+    names = [f"{linear}.weight", f"{linear}.bias"]
+    return [math.prod(full[name]) * item for name in names if name in full]
+
+
+def _exchanges(case: Case) -> Iterator[Term]:
+    """All-to-alls of attention: q, k and v packed, context."""
+    tokens, item = case.tokens // case.tp, ITEM_BYTES[case.dtype]
+    q = tokens * case.heads * case.head_dim * item
+    kv = tokens * 2 * max(case.kv_heads, case.tp) * case.head_dim * item
+    phases = ("forward", "backward", "recompute") if case.recompute == "full" else ("forward", "backward")
+    for layer, phase, size in itertools.product(range(case.layers), phases, (q, kv, q)):
+        yield from per_micro(case, phase, f"layers.{layer}.attention", "all_to_all", size)
+
+
+def _logits(case: Case) -> Iterator[Term]:
+    """What happens to logits and losses, by the form of the head."""
+    item = ITEM_BYTES[case.dtype]
+    match case.head:
+        case "exchange":
+            size = case.tokens // case.tp * case.padded_vocab * item
+            for phase in ("forward", "backward"):
+                yield from per_micro(case, phase, "head", "all_to_all", size)
+            yield from loss_terms(case)
+        case "gather":
+            yield from per_micro(case, "forward", "head", "all_gather", case.tokens * case.vocab * item)
+        case "local":
+            dtype = loss_dtype(case)
+            yield from per_micro(case, "loss", "", "all_gather", case.tokens * ITEM_BYTES[dtype], dtype=dtype)
+
+
+ISP = Mode(
+    name="isp",
+    sequence_dim=1,
+    placements=weight_parallel.placements,
+    activation=weight_parallel.activation,
+    partial=weight_parallel.partial,
+    coalesced=False,
+    parts=weight_parallel.parts,
+    expected=_expected,
+    weight_axis="wp",
+    data_axes=("wdp",),
+    loss_axes=("dp",),
+)
