@@ -30,7 +30,7 @@ from harness.moments import LEAF, OUTSIDE, Arrived, Ended, Entered, Left, Steppe
 __all__ = ["Lane", "Watch"]
 
 Emit = Callable[[tuple[Any, ...]], object]
-OnOutput = Callable[["Lane", Any], object]
+OnOutput = Callable[["Lane", nn.Module, Any], object]
 
 _task: Callable[[], int] = torch._C._current_graph_task_id
 _node: Callable[[], Any] = torch._C._current_autograd_node
@@ -78,7 +78,7 @@ class Lane:
 class Watch:
     """Tells every moment of every rank to `emit(rank)`, a function that takes plain tuples (moments.read).
 
-    `on_output(lane, output)`, when given, gets the output of every module call before its Left is told. With
+    `on_output(lane, module, output)`, when given, gets the output of every module call before its Left is told. With
     `ends`, the end of every backward is told too.
     """
 
@@ -216,7 +216,7 @@ def _watching(
         try:
             output = original(module, *args, **kwargs)
             if lane.on_output is not None:
-                lane.on_output(lane, output)
+                lane.on_output(lane, module, output)
             if not depth and task == OUTSIDE:
                 for node in _nodes(output):
                     node.register_prehook(arrival(lane, node._sequence_nr()))

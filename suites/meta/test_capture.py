@@ -1,0 +1,164 @@
+"""Captured activations and activation gradients: equal to what autograd itself says, and no bit of the run changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.capture import Capture
+
+
+class Layer(nn.Module):
+    """A linear map and a relu in place, called through `around` as checkpointing does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """[B, D] to [B, D]; the linear's output is overwritten."""
+        return self.linear(x_BD).relu_() + x_BD  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    """Two layers and a part that returns a tuple."""
+
+    def __init__(self, around: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.pair = Pair()
+        self.around = around or (lambda module, x_BD: module(x_BD))
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """[B, D] to [B, D]."""
+        for layer in self.layers:
+            x_BD = self.around(layer, x_BD)
+        y_BD, factor = self.pair(x_BD)
+        return y_BD * factor  # type: ignore[no-any-return]
+
+
+class Pair(nn.Module):
+    """Returns a tensor and a number; holds a module that no tree knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.Tanh()]
+
+    def forward(self, x_BD: Tensor) -> tuple[Tensor, float]:
+        """[B, D] to [B, D] and 3."""
+        return self.hidden[0](x_BD) * 2, 3.0
+
+
+NAMES = {"layers.0.linear", "layers.0", "layers.1.linear", "layers.1", "pair"}
+
+
+def batch(micro: int = 0) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(micro))
+
+
+def by_hand(net: Net, x_BD: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The same mathematics written out, every activation kept, its gradient asked from autograd."""
+    linears = [net.get_submodule(f"layers.{i}.linear") for i in range(2)]
+    a0 = linears[0](x_BD)
+    y0 = a0.relu() + x_BD
+    a1 = linears[1](y0)
+    y1 = a1.relu() + y0
+    pair = torch.tanh(y1) * 2
+    acts = {"layers.0.linear": a0, "layers.0": y0, "layers.1.linear": a1, "layers.1": y1, "pair": pair}
+    grads = torch.autograd.grad((pair * 3).square().sum(), list(acts.values()))
+    return {name: act.detach() for name, act in acts.items()}, dict(zip(acts, grads, strict=True))
+
+
+def around(reentrant: bool | None) -> Callable[[nn.Module, Tensor], Any] | None:
+    if reentrant is None:
+        return None
+    return lambda module, x_BD: checkpoint(module, x_BD, use_reentrant=reentrant)
+
+
+def train(net: Net, *, micros: int = 2, steps: int = 2) -> list[Tensor]:
+    """Losses and final parameters of a few steps."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    results = []
+    for step in range(steps):
+        for micro in range(micros):
+            loss = net(batch(step * micros + micro).requires_grad_()).square().sum()
+            loss.backward()
+            results.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return results + [parameter.detach() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_outputs_and_gradients_are_those_of_autograd(reentrant: bool | None) -> None:
+    expected_outputs, expected_gradients = by_hand(Net(), batch())
+    with Capture() as capture, capture.on_rank(0):
+        train(Net(around(reentrant)))
+    assert set(capture.outputs(0)) == set(capture.gradients(0)) == NAMES
+    for name in NAMES:
+        torch.testing.assert_close(capture.outputs(0)[name], expected_outputs[name], rtol=0, atol=0)
+        torch.testing.assert_close(capture.gradients(0)[name], expected_gradients[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_capturing_changes_no_bit(reentrant: bool | None) -> None:
+    bare = train(Net(around(reentrant)))
+    with Capture(lambda step, microbatch: True) as capture, capture.on_rank(0):
+        captured = train(Net(around(reentrant)))
+    assert len(bare) == len(captured) == 8
+    assert all(torch.equal(one, other) for one, other in zip(bare, captured, strict=True))
+
+
+def test_another_micro_batch_can_be_wanted() -> None:
+    net = Net()
+    with Capture(lambda step, microbatch: (step, microbatch) == (0, 1)) as capture, capture.on_rank(0):
+        train(net, steps=1)
+    expected_outputs, expected_gradients = by_hand(Net(), batch(1))
+    assert torch.equal(capture.outputs(0)["layers.1"], expected_outputs["layers.1"])
+    torch.testing.assert_close(capture.gradients(0)["layers.0"], expected_gradients["layers.0"])
+
+
+@pytest.mark.parametrize("reentrant", [None, True])
+def test_the_wanted_micro_batch_is_found_when_its_backward_comes_last(reentrant: bool | None) -> None:
+    net = Net(around(reentrant))
+    with Capture() as capture, capture.on_rank(0):
+        losses = [net(batch(micro).requires_grad_()).square().sum() for micro in range(3)]
+        for loss in reversed(losses):
+            loss.backward()
+    _, expected = by_hand(Net(), batch(0))
+    for name in NAMES:
+        torch.testing.assert_close(capture.gradients(0)[name], expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_ranks_are_kept_apart() -> None:
+    def program(rank: int) -> None:
+        with capture.on_rank(rank):
+            net(batch(rank)).square().sum().backward()
+
+    net = Net()
+    with Capture() as capture:
+        threads = [threading.Thread(target=program, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    for rank in range(2):
+        outputs, _ = by_hand(Net(), batch(rank))
+        assert torch.equal(capture.outputs(rank)["layers.0"], outputs["layers.0"])
+    assert capture.outputs(2) == {}
+
+
+def test_without_capture_nothing_stays_behind() -> None:
+    original = nn.Module.__call__
+    with Capture() as capture, capture.on_rank(0):
+        assert nn.Module.__call__ is not original
+    assert nn.Module.__call__ is original
+    Net()(batch())
+    assert capture.outputs(0) == {}
