@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from harness.evidence import UNKNOWN, Evidence, Finding
-from harness.exact_checks import determinism, layout, parallelism, recording, replicas
+from harness.exact_checks import determinism, layout, parallelism, recording, replicas, waits
 from harness.ledger_checks import ledger
 from harness.numeric_checks import NUMERIC_KINDS, coverage, numeric
 
@@ -23,6 +23,7 @@ CHECKS: Mapping[str, Check] = {
     "replicas": replicas,
     **{name: numeric(name) for name in NUMERIC_KINDS},
     "ledger": ledger,
+    "waits": waits,
     "parallelism": parallelism,
     "determinism": determinism,
     "recording": recording,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.merging import Merged, Outcomes, against, merge
 from harness.protocols import CaseLike, TermLike
@@ -33,6 +34,7 @@ class Evidence:
     control      the same from the control run in the run dtype; empty for float64
     events       the ledger of the recorded run, all ranks
     expectation  the closed form, None when the subject has none
+    unwaited     asynchronous calls of the recorded run that nobody waited for
     repeats      outcomes of further runs that nothing recorded
     """
 
@@ -45,6 +47,7 @@ class Evidence:
     events: tuple[Event, ...]
     expectation: tuple[TermLike, ...] | None
     repeats: tuple[Outcomes, ...]
+    unwaited: tuple[Unwaited, ...] = ()
 
     @property
     def returned(self) -> frozenset[str]:

@@ -11,7 +11,7 @@ from harness.evidence import FAIL, PASS, Evidence, Finding, split_axes
 from harness.merging import Flaw, Outcomes, differing, same_bits
 from harness.outcome import Block
 
-__all__ = ["determinism", "layout", "parallelism", "recording", "replicas"]
+__all__ = ["determinism", "layout", "parallelism", "recording", "replicas", "same_outcomes", "waits"]
 
 WEIGHT_AXES = ("tp", "wp")
 """Axes over which every mode splits weights: some parameter must be smaller on a rank than in full."""
@@ -74,6 +74,11 @@ def _repeated(evidence: Evidence, *, blame_recording: bool, praise: str) -> Find
     return Finding(verdict=FAIL, message=message, names=(name,), ranks=(rank,))
 
 
+def same_outcomes(first: Outcomes, second: Outcomes) -> bool:
+    """Whether two runs returned the same bits under the same names on every rank."""
+    return _first_difference(first, second) is None
+
+
 def _first_difference(first: Outcomes, second: Outcomes) -> tuple[str, int, str] | None:
     """Name, rank and words of the first value that two runs do not share."""
     for rank, (mine, theirs) in enumerate(zip(first, second, strict=True)):
@@ -117,6 +122,17 @@ def parallelism(evidence: Evidence) -> Finding | None:
         return Finding(verdict=FAIL, message=message, names=tuple(sharded))
     smaller = sum(sharded.values())
     return Finding(verdict=PASS, message=f"{whole}; {smaller} of {len(sharded)} sharded tensors are smaller on a rank")
+
+
+def waits(evidence: Evidence) -> Finding | None:
+    """Whether every asynchronous call was waited for: one that never was may be used before it is complete."""
+    if not evidence.unwaited:
+        started = sum(event.is_async for event in evidence.events)
+        return Finding(verdict=PASS, message=f"all {started} asynchronous calls were waited for") if started else None
+    first = evidence.unwaited[0]
+    more = f"; {len(evidence.unwaited) - 1} more like it" if len(evidence.unwaited) > 1 else ""
+    message = f"{first.op} #{first.number} of {first.group} at {first.caller} was never waited for{more}"
+    return Finding(verdict=FAIL, message=message, ranks=tuple(sorted({work.rank for work in evidence.unwaited})))
 
 
 def _sharded(outcomes: Outcomes) -> dict[str, bool]:

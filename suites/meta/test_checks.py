@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.checks import CHECKS, examine
+from harness.engines.engine import Unwaited
 from harness.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
 from harness.outcome import Shard, localize
 from suites.meta.toy_evidence import case, events, evidence, named, outcome_of, truth
@@ -25,8 +26,7 @@ def with_wrong(name: str, tensor: Tensor) -> Evidence:
 
 def test_right_evidence_passes_every_check() -> None:
     findings = examine(evidence())
-    assert set(findings) == set(CHECKS)
-    assert named(findings, PASS) == set(CHECKS)
+    assert named(findings, PASS) == set(findings) == set(CHECKS) - {"waits"}  # nothing asynchronous in it
     assert all(not finding.unchecked for finding in findings.values())
 
 
@@ -62,7 +62,7 @@ def test_a_wrong_tensor_fails_its_check_and_no_other(name: str, check: str, how:
 def test_rounding_passes() -> None:
     noisy = {name: tensor * (1 + 3e-14) for name, tensor in truth().items()}
     findings = examine(evidence(*(outcome_of(rank, noisy) for rank in range(2))))
-    assert named(findings, PASS) == set(CHECKS)
+    assert named(findings, PASS) == set(CHECKS) - {"waits"}
 
 
 def test_each_check_says_what_it_did_not_see() -> None:
@@ -179,6 +179,21 @@ def test_returning_only_full_tensors_leaves_local_shapes_unchecked() -> None:
     assert findings["parallelism"].unchecked == ("local shapes: every tensor was returned in full",)
 
 
+def test_works_that_nobody_waits_for_fail_and_waited_ones_pass() -> None:
+    from_rank_one = tuple(
+        Unwaited(rank=1, op="all_gather", number=number, group="tp (0 1)", caller="model.py:9 in forward")
+        for number in range(3)
+    )
+    finding = examine(evidence(unwaited=from_rank_one))["waits"]
+    assert finding.verdict == FAIL and finding.ranks == (1,)
+    assert finding.message == (
+        "all_gather #0 of tp (0 1) at model.py:9 in forward was never waited for; 2 more like it"
+    )
+    started = tuple(replace(event, is_async=True) for event in events())
+    assert examine(evidence(events=started))["waits"].verdict == PASS
+    assert "waits" not in examine(evidence())
+
+
 def test_one_rank_has_no_parallelism_to_prove() -> None:
     one = evidence(truth(), case=case("mode=tp tp=1"), events=(), expectation=None)
     assert "parallelism" not in examine(one)
@@ -211,6 +226,6 @@ def test_captured_activations_are_checked_like_returned_ones() -> None:
     ranks = tuple(outcome_of(rank, returned) for rank in range(2))
     assert not {"activations", "activation_gradients"} & set(examine(evidence(*ranks)))
     findings = examine(evidence(*ranks, captured=captured))
-    assert named(findings, PASS) == set(CHECKS)
+    assert named(findings, PASS) == set(CHECKS) - {"waits"}
     captured[1] = localize({name: truth()[name] * 2 for name in truth() if name.startswith("act/")})
     assert named(examine(evidence(*ranks, captured=captured)), FAIL) == {"merge", "replicas"}

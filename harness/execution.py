@@ -1,0 +1,148 @@
+"""One run of a subject on all ranks of an engine: recorded, or unrecorded with its activations captured.
+
+The outcome is turned into blocks inside every rank, because a DTensor knows its place only there. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from harness.capture import Capture
+from harness.engines.engine import Engine, Unwaited
+from harness.ledger import Event, Observer
+from harness.outcome import Block, blocks, localize
+from harness.protocols import CaseLike, Subject
+from harness.recorder import Recorder
+
+__all__ = ["Execution", "execute", "execute_captured"]
+
+Localized = dict[str, tuple[Block, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What one run gave: outcomes and captured activations by rank, the ledger when recorded.
+
+    `unwaited` are asynchronous calls that nobody waited for, `problem` is why activations could not be placed.
+    """
+
+    outcomes: tuple[Localized, ...]
+    captured: tuple[Localized, ...]
+    events: tuple[Event, ...]
+    unwaited: tuple[Unwaited, ...]
+    seconds: float
+    problem: str = ""
+
+
+class _Watcher(Protocol):
+    """Recorder or capture: whatever must be entered in the thread of a rank."""
+
+    def on_rank(self, rank: int) -> AbstractContextManager[None]: ...
+
+
+def _on_rank(rank: int, subject: Subject, case: CaseLike, device: torch.device, watcher: _Watcher | None) -> Localized:
+    """The program of one rank."""
+    if watcher is None:
+        return localize(subject(case, device))
+    with watcher.on_rank(rank):
+        outcome = subject(case, device)
+    return localize(outcome)
+
+
+def execute(
+    case: CaseLike,
+    subject: Subject,
+    engine: Engine,
+    *,
+    text: str,
+    record: bool = True,
+    device: str = "cpu",
+    timeout_s: float = 60.0,
+) -> Execution:
+    """Run the case once; `text` is what the ledger's column `case` says.
+
+    Raises what the engine raises: ProgramError when the subject fails, MachineError when the machine does.
+    """
+    start_s = time.perf_counter()
+    if not record:
+        outcomes = _run(engine, subject, case, device, None, None, timeout_s)
+        return _execution(outcomes, (), (), engine, start_s)
+    with Recorder(text, case.mode, case.world_size, case.axes) as recorder:
+        outcomes = _run(engine, subject, case, device, recorder, recorder, timeout_s)
+    return _execution(outcomes, (), recorder.events(), engine, start_s)
+
+
+def execute_captured(
+    case: CaseLike, subject: Subject, engine: Engine, *, device: str = "cpu", timeout_s: float = 60.0
+) -> Execution:
+    """Run the case once, unrecorded, and capture every module's output and its gradient from outside.
+
+    They become outcomes where the subject says how a rank's part lies in the full tensor (`subject.activations`).
+    """
+    if getattr(subject, "activations", None) is None:
+        return execute(case, subject, engine, text="", record=False, device=device, timeout_s=timeout_s)
+    start_s = time.perf_counter()
+    with Capture() as capture:
+        outcomes = _run(engine, subject, case, device, capture, None, timeout_s)
+    try:
+        captured = [
+            _placed(case, subject, rank, "act", capture.outputs(rank))
+            | _placed(case, subject, rank, "act_grad", capture.gradients(rank))
+            for rank in range(case.world_size)
+        ]
+    except Exception as problem:  # the subject's own words on its layout: wrong words are told, the run stands
+        execution = _execution(outcomes, (), (), engine, start_s)
+        return replace(execution, problem=f"subject.activations failed: {type(problem).__name__}: {problem}")
+    return _execution(outcomes, captured, (), engine, start_s)
+
+
+def _run(
+    engine: Engine,
+    subject: Subject,
+    case: CaseLike,
+    device: str,
+    watcher: _Watcher | None,
+    observer: Observer | None,
+    timeout_s: float,
+) -> list[Localized]:
+    return engine.run(
+        _on_rank,
+        subject,
+        case,
+        torch.device(device),
+        watcher,
+        world_size=case.world_size,
+        observer=observer,
+        seed=case.seed,
+        timeout_s=timeout_s,
+    )
+
+
+def _execution(
+    outcomes: Sequence[Localized],
+    captured: Sequence[Localized],
+    events: Sequence[Event],
+    engine: Engine,
+    start_s: float,
+) -> Execution:
+    return Execution(
+        outcomes=tuple(outcomes),
+        captured=tuple(captured),
+        events=tuple(events),
+        unwaited=tuple(engine.unwaited),
+        seconds=time.perf_counter() - start_s,
+    )
+
+
+def _placed(case: CaseLike, subject: Subject, rank: int, kind: str, locals_: Mapping[str, Tensor]) -> Localized:
+    """The captured tensors of one rank as blocks of full ones; modules without a counterpart are left out."""
+    place = getattr(subject, "activations")  # noqa: B009  (optional, so the protocol does not declare it)
+    shards = {module: place(case, rank, module, local) for module, local in locals_.items()}
+    return {f"{kind}/{module}": blocks(shard) for module, shard in shards.items() if shard is not None}

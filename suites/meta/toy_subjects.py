@@ -1,0 +1,170 @@
+"""Subjects and an engine for the tests of the runner: right, wrong, raising, slow, refusing ones.
+
+They compute the dense model on every rank, so that only what a test plants is wrong; none of them communicates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from harness.engines.engine import Unwaited
+from harness.errors import MachineError, RankDied, RankRaised, TimeLimit
+from harness.ledger import Observer
+from reference import subject as dense
+from reference.case import Case
+
+__all__ = ["Limited", "LoopEngine", "Refusing"]
+
+
+class LoopEngine:
+    """Runs ranks one after another in this thread: an engine for programs that do not communicate."""
+
+    name = "loop"
+    unwaited: tuple[Unwaited, ...] = ()
+
+    def run(
+        self,
+        program: Callable[..., Any],
+        *args: Any,
+        world_size: int,
+        observer: Observer | None = None,
+        seed: int = 0,
+        timeout_s: float = 60.0,
+    ) -> list[Any]:
+        """The results by rank; what a rank raises comes as the engines' errors do."""
+        results = []
+        for rank in range(world_size):
+            torch.manual_seed(seed)
+            try:
+                results.append(program(rank, *args))
+            except MachineError:
+                raise
+            except Exception as error:
+                raise RankRaised(
+                    f"rank {rank} raised {type(error).__name__}: {error}", ranks=(rank,), positions=()
+                ) from error
+        return results
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def right(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """The dense model itself."""
+    return dense.subject(case, device)
+
+
+def wrong(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """One gradient doubled."""
+    outcome = dense.subject(case, device)
+    outcome["grad/head.weight" if "grad/head.weight" in outcome else "grad/final_norm.weight"] *= 2
+    return outcome
+
+
+def losses_only(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """The least that can be checked."""
+    return {name: value for name, value in dense.subject(case, device).items() if name.startswith("loss/")}
+
+
+def empty(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Nothing checkable."""
+    return {}
+
+
+def raising(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Fails on one seed only, so that other cases go on."""
+    if case.seed == 13:
+        raise ZeroDivisionError("thirteen")
+    return dense.subject(case, device)
+
+
+def dying(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """A machine that fails on some seeds."""
+    if case.seed == 13:
+        raise RankDied("rank 0 ended with status 9", ranks=(0,), positions=())
+    if case.seed == 14:
+        raise TimeLimit("no end after 1 s", ranks=(0,), positions=())
+    return wrong(case, device) if case.seed == 15 else dense.subject(case, device)
+
+
+def slow(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """The second case never ends by itself."""
+    if case.seed == 1:
+        time.sleep(60)
+    return dense.subject(case, device)
+
+
+_calls = itertools.count()
+
+
+def shaky(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Another last bit in every run."""
+    outcome = dense.subject(case, device)
+    outcome["loss/0"] = outcome["loss/0"] * (1 + next(_calls) * 2**-52)
+    return outcome
+
+
+class Limited:
+    """Claims one mode."""
+
+    modes = ("tp-sp",)
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        """The dense model."""
+        return dense.subject(case, device)
+
+
+class Refusing:
+    """Claims everything and refuses odd seeds."""
+
+    def refuses(self, case: Case) -> str:
+        """Why, "" when not."""
+        return "odd seeds bring bad luck" if case.seed % 2 else ""
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        """The dense model."""
+        return dense.subject(case, device)
+
+
+class BrokenExpectation:
+    """Right, but its closed form raises."""
+
+    def expected(self, case: Case) -> list[object]:
+        """Always fails."""
+        raise KeyError("no such term")
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        """The dense model."""
+        return dense.subject(case, device)
+
+
+class Misplaced:
+    """Right, but it cannot say where its activations belong."""
+
+    def activations(self, case: Case, rank: int, module: str, local: Tensor) -> object:
+        """Always fails."""
+        raise LookupError(module)
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        """The dense model, after a module that can be captured."""
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        return dense.subject(case, device)
+
+
+limited, refusing, broken_expectation, misplaced = Limited(), Refusing(), BrokenExpectation(), Misplaced()
