@@ -194,9 +194,7 @@ def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame
     if rest.empty and path.is_file():
         return summary
     cases = rest["case"].nunique()
-    notes.append(
-        f"summary.csv lacks {cases} of the ledger's cases: the run was stopped; added up from the ledger, no expectation"
-    )
+    notes.append(f"summary.csv lacks {cases} of the ledger's cases: the run was stopped; added up, no expectation")
     one_rank = rest.groupby([*_KEYS, "rank"], observed=True).agg(
         calls=("op", "size"), payload_bytes=("payload_bytes", "sum"), wire_bytes=("wire_bytes", "sum")
     )

@@ -47,7 +47,7 @@ def show_run(run: Run, stream: TextIO) -> None:
 
 
 def show_failures(run: Run, stream: TextIO) -> None:
-    """The message of every check that did not pass: six lines each."""
+    """Every check that did not pass: six lines for a failure, a reason for what was skipped or could not be decided."""
     for verdict in summary.worst_first(run.verdicts).to_dict("records"):
-        if verdict["verdict"] in ("fail", "unknown"):
+        if verdict["verdict"] != "pass":
             show_message(f"{verdict['verdict']}: {verdict['case']}\n{verdict['message']}\n", stream)

@@ -45,16 +45,16 @@ def badness(verdict: str) -> int:
 def headline(run: Run) -> pd.DataFrame:
     """One row a case, by mode and ranks.
 
-    mode, ranks, case (the words beside mode and data), forward_calls, backward_calls, payload_bytes,
-    expected_payload_bytes (NA without expectation), worst_error, worst_allowed (of the check that came closest to its
-    limit; NaN when nothing was measured), verdict.
+    mode, ranks, case (its whole text), words (of it, without mode and data), forward_calls, backward_calls,
+    payload_bytes, expected_payload_bytes (NA without expectation), worst_error and worst_allowed (of the check that
+    came closest to its limit; NaN when nothing was measured), verdict.
     """
     lines, verdicts = _by_case(run.summary), _by_case(run.verdicts)
     rows = [
         _headline_row(case, lines.get(case["case"], run.summary[:0]), verdicts.get(case["case"], run.verdicts[:0]))
         for case in run.cases[["case", "mode", "world_size"]].astype("object").to_dict("records")
     ]
-    columns = "mode ranks case forward_calls backward_calls payload_bytes expected_payload_bytes".split()
+    columns = "mode ranks case words forward_calls backward_calls payload_bytes expected_payload_bytes".split()
     columns += "worst_error worst_allowed verdict".split()
     frame = pd.DataFrame(rows, columns=columns)
     for name in ("ranks", "forward_calls", "backward_calls", "payload_bytes", "expected_payload_bytes"):
@@ -73,7 +73,8 @@ def _headline_row(case: dict[Hashable, Any], lines: pd.DataFrame, verdicts: pd.D
     return {
         "mode": case["mode"],
         "ranks": case["world_size"],
-        "case": words_but(case["case"], "mode", "data"),
+        "case": case["case"],
+        "words": words_but(case["case"], "mode", "data"),
         "forward_calls": int(calls.get("forward", 0)),
         "backward_calls": int(calls.get("backward", 0)),
         "payload_bytes": int(lines["payload_bytes"].sum()),

@@ -124,7 +124,7 @@ def headline_table(headline: pd.DataFrame) -> Table:
             ("expected", "expected_payload_bytes", mebibytes),
             ("max error / allowed", "both_errors", pair),
             ("verdict", "verdict", str),
-            ("case", "case", str),
+            ("case", "words", mark),
         ),
         note="calls and MiB (payload): one rank, the whole run; error: the check that came closest to its limit",
     )

@@ -31,7 +31,7 @@ def test_the_headline_counts_what_one_rank_does(run: Run) -> None:
     assert (tp_sp["forward_calls"], tp_sp["backward_calls"]) == (4, 4)
     assert tp_sp["payload_bytes"] == 8 * ACTIVATION_BYTES
     assert (tp["verdict"], tp_sp["verdict"]) == ("pass", "pass")
-    assert tp_sp["case"] == "tp=2 seq=64", "mode has its own column"
+    assert (tp_sp["case"], tp_sp["words"]) == (TP_SP, "tp=2 seq=64"), "mode has its own column"
 
 
 def test_the_headline_shows_the_check_closest_to_its_limit(failing: Run) -> None:

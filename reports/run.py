@@ -1,0 +1,165 @@
+"""`shardproof run` and `shardproof bench`: the request made of the options, and the result told.
+
+Our own code enters here as names that the harness resolves, like anybody's. Without a CASE the request is `PLAN`:
+every mode the subject claims, on 2 and 4 ranks, on real text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from harness.diagnosis import case_text
+from harness.errors import RequestError
+from harness.protocols import CaseLike
+from harness.resolve import resolve
+from harness.run import Request, RunResult, parse_cases, run
+from reports import page, summary, tables
+from reports.frames import Run, load
+from reports.show import show_failures
+from reports.text import append_step_summary, show_message, show_table, ticking
+
+__all__ = ["PLAN", "bench_main", "default_cases", "main"]
+
+FIRST_BATCH = "reference.batches:micro_batch"
+BENCH = "suites.bench:main"
+
+_MEGATRON = ("mode={mode} tp=2", "mode={mode} tp=4 kv_heads=4", "mode={mode} tp=2 dp=2")
+_INTERNEVO = tuple(f"preset=tiny-internlm2 {words}" for words in _MEGATRON)
+_WEIGHTS_APART = ("preset=tiny-internlm2 mode={mode} tp=4 wp=2", "preset=tiny-internlm2 mode={mode} tp=2 dp=2 wp=4")
+PLAN = {
+    "tp": _MEGATRON,
+    "tp-sp": _MEGATRON,
+    "mtp": _INTERNEVO,
+    "msp": _INTERNEVO,
+    "fsp": _INTERNEVO,
+    "isp": (*_INTERNEVO, *_WEIGHTS_APART),
+}
+"""Mode -> the cases that run when none is given. Two and four ranks; `isp` also with unequal axes."""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run, check, record, report. Exit status: 0 all pass, 1 a check failed, 2 nothing ran, 3 the machine failed."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
+    request = Request(
+        cases=_cases(arguments),
+        subject=arguments.subject,
+        engine=arguments.engine,
+        device=arguments.device,
+        out=Path(arguments.out),
+        command=tuple(sys.argv),
+        page=_write_page,
+    )
+    latest = request.out / "latest"
+    before = latest.resolve()
+    try:
+        with ticking(sys.stderr) as tick:
+            result = run(request, tick)
+    except KeyboardInterrupt:
+        if latest.resolve() != before:
+            show_message(f"\nfinished cases are in {latest.resolve()}: shardproof show {latest}", sys.stderr)
+        raise
+    _tell(result, as_json=arguments.json)
+    return result.exit_status
+
+
+def bench_main(arguments: argparse.Namespace) -> int:
+    """Measure and print the performance table; the benchmarks live where everything meets."""
+    del arguments  # every command takes them; this one has none
+    measure: Any = resolve(BENCH)
+    return int(measure([]) or 0)
+
+
+def _write_page(folder: Path) -> Path:
+    return page.write(load(folder), folder / "report.html")
+
+
+def _cases(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The texts of all cases asked for, valid and with readable data, before anything runs."""
+    if arguments.cases and arguments.modes != "all":
+        legal = "mode= in the case, or --modes without a CASE"
+        raise RequestError(
+            f"modes={arguments.modes}: chooses among the default cases, and a CASE was given; legal: {legal}"
+        )
+    texts = tuple(arguments.cases) or default_cases(arguments.subject, arguments.modes)
+    cases = parse_cases(texts)
+    if arguments.data is not None:
+        cases = [_with_data(case, arguments.data) for case in cases]
+    _read_first(cases)
+    return tuple(case_text(case) for case in cases)
+
+
+def default_cases(subject: str, modes: str) -> tuple[str, ...]:
+    """The cases of PLAN in the modes that are asked for ("all" or "a,b") and claimed by the subject."""
+    claimed: Sequence[str] = getattr(resolve(subject), "modes", None) or tuple(PLAN)
+    asked = claimed if modes == "all" else modes.split(",")
+    for mode in asked:
+        if mode not in claimed:
+            legal = f"all, or some of {','.join(claimed)}"
+            raise RequestError(f"modes={mode}: is not claimed by {subject}; legal: {legal}")
+    return tuple(text.format(mode=mode) for mode in asked for text in PLAN.get(mode, _MEGATRON))
+
+
+def _with_data(case: CaseLike, path: str) -> CaseLike:
+    try:
+        return case.but(data=path)
+    except ValueError as problem:
+        raise RequestError(str(problem)) from problem
+
+
+def _read_first(cases: Iterable[CaseLike]) -> None:
+    """Read a first batch of every case: unreadable data are a wrong request and not a failure of the subject."""
+    read: Callable[..., object] = resolve(FIRST_BATCH)  # type: ignore[assignment]
+    for case in cases:
+        try:
+            read(case, 0, 0, 0)
+        except (ValueError, OSError) as problem:
+            raise RequestError(f"data={getattr(case, 'data', '')}: {problem}") from problem
+
+
+def _tell(result: RunResult, *, as_json: bool) -> None:
+    stored = load(result.path)
+    headline = tables.headline_table(summary.headline(stored))
+    append_step_summary(headline, str(result.path), os.environ)
+    notes = (*result.notes, *stored.notes)
+    if as_json:
+        print(json.dumps(_as_json(result, stored, notes), indent=2, allow_nan=False))
+        return
+    show_table(headline, sys.stdout)
+    show_failures(stored, sys.stdout)
+    for note in notes:
+        show_message(f"note: {note}", sys.stdout, style="yellow")
+    show_message(f"{result.path}  (report.html opens offline; `shardproof show` prints all tables)", sys.stdout)
+
+
+def _as_json(result: RunResult, stored: Run, notes: Sequence[str]) -> dict[str, object]:
+    """The result for machines: exit status, folder, one object a case, every check that did not pass."""
+    headline = summary.headline(stored)
+    told = stored.verdicts[stored.verdicts["verdict"].isin(["fail", "unknown"])]
+    return {
+        "exit_status": result.exit_status,
+        "run": str(result.path),
+        "cases": _rows(headline),
+        "failures": _rows(told[["case", "check", "verdict", "message"]]),
+        "notes": list(notes),
+    }
+
+
+def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """The rows as JSON can hold them: what is not known is null, infinity is text."""
+    known = frame.astype("object").where(frame.notna(), None)
+    return [{str(key): _plain(value) for key, value in row.items()} for row in known.to_dict("records")]
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
