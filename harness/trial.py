@@ -1,0 +1,160 @@
+"""The runs of one case, from which its evidence is made: the dense model, the subject recorded, the subject unwatched.
+
+Watching (capturing activations) costs another run, so it is done only when a check or a diagnosis asks for it. The
+harness imports no model: the reference is named like any subject. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.diagnosis import case_text
+from harness.engines.engine import Engine
+from harness.errors import RequestError
+from harness.evidence import Evidence, gathered
+from harness.exact_checks import same_outcomes
+from harness.execution import execute, execute_captured
+from harness.protocols import CaseLike, Subject, TermLike
+from harness.resolve import resolve
+
+__all__ = ["REFERENCE", "Reference", "Trial", "recorded", "watched"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Names of the dense model's functions (case, device) -> outcome: the truth, and the control run beside it."""
+
+    truth: str = "reference.subject:truth"
+    true_activations: str = "reference.subject:true_activations"
+    control: str = "reference.control:control"
+    control_activations: str = "reference.control:control_activations"
+
+
+REFERENCE = Reference()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
+
+    `problems`: what could not be asked of the subject (expectation, activations) -> why.
+    """
+
+    case: CaseLike
+    subject: Subject
+    engine: Engine
+    reference: Reference = REFERENCE
+    device: str = "cpu"
+    timeout_s: float = 60.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The case's text."""
+        return case_text(self.case)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Note how long the body takes, also when it raises."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start_s
+
+
+def recorded(trial: Trial) -> Evidence:
+    """The evidence of one recorded run beside the dense model; nothing is captured and nothing repeated.
+
+    Raises RequestError when the dense model cannot be computed, and what the engine raises.
+    """
+    case, names = trial.case, trial.reference
+    with trial.timed("truth"):
+        truth = _dense(trial, names.truth)
+    control: dict[str, Tensor] = {}
+    if case.dtype != "float64":
+        with trial.timed("control"):
+            control = _dense(trial, names.control)
+    with trial.timed("recorded"):
+        run = execute(
+            case, trial.subject, trial.engine, text=trial.text, device=trial.device, timeout_s=trial.timeout_s
+        )
+    return Evidence(
+        case=case,
+        outcomes=run.outcomes,
+        captured=(),
+        merged=gathered(run.outcomes, (), truth),
+        truth=truth,
+        control=control,
+        events=run.events,
+        expectation=_expectation(trial),
+        repeats=(),
+        unwaited=run.unwaited,
+    )
+
+
+def watched(trial: Trial, evidence: Evidence) -> Evidence:
+    """The same evidence with an unrecorded run beside it: activations captured, outcomes to compare bit for bit."""
+    case, names = trial.case, trial.reference
+    with trial.timed("plain"):
+        plain = execute_captured(case, trial.subject, trial.engine, device=trial.device, timeout_s=trial.timeout_s)
+    if plain.problem:
+        trial.problems["activations"] = plain.problem
+    repeats = [plain.outcomes]
+    if not same_outcomes(evidence.outcomes, plain.outcomes):
+        with trial.timed("again"):  # tells a subject that is not deterministic from a recording that disturbs it
+            again = execute(
+                case,
+                trial.subject,
+                trial.engine,
+                text=trial.text,
+                record=False,
+                device=trial.device,
+                timeout_s=trial.timeout_s,
+            )
+        repeats.append(again.outcomes)
+    with trial.timed("truth"):
+        truth = {**evidence.truth, **_dense(trial, names.true_activations)}
+    control = dict(evidence.control)
+    if case.dtype != "float64":
+        with trial.timed("control"):
+            control |= _dense(trial, names.control_activations)
+    return replace(
+        evidence,
+        captured=plain.captured,
+        merged=gathered(evidence.outcomes, plain.captured, truth),
+        truth=truth,
+        control=control,
+        repeats=tuple(repeats),
+    )
+
+
+def _dense(trial: Trial, name: str) -> dict[str, Tensor]:
+    """What a function of the reference computes, on the CPU."""
+    function: Any = resolve(name)
+    try:
+        outcome: Mapping[str, Tensor] = function(trial.case, torch.device(trial.device))
+    except (ValueError, OSError) as problem:
+        raise RequestError(f"case {trial.text!r}: the dense model cannot compute it: {problem}") from problem
+    return {key: tensor.detach().cpu() for key, tensor in outcome.items()}
+
+
+def _expectation(trial: Trial) -> tuple[TermLike, ...] | None:
+    """The subject's closed form, None when it states none; a closed form that raises is noted as a problem."""
+    expected: Callable[[CaseLike], Any] | None = getattr(trial.subject, "expected", None)
+    if expected is None:
+        return None
+    try:
+        terms = expected(trial.case)
+        return None if terms is None else tuple(terms)
+    except Exception as problem:  # no verdict on the run, and it must not read as "none stated"
+        trial.problems["expectation"] = f"subject.expected failed: {type(problem).__name__}: {problem}"
+        return None
