@@ -65,7 +65,7 @@ def test_counts_of_one_micro_batch(words: str, columns: int, positions: str) -> 
     assert _counts(tp, "loss") == _counts(sp, "loss") == {"all_reduce": 3}
 
 
-@pytest.mark.parametrize("mode", ["tp", "tp-sp"])
+@pytest.mark.parametrize("megatron", ["tp", "tp-sp"])
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -76,8 +76,8 @@ def test_counts_of_one_micro_batch(words: str, columns: int, positions: str) -> 
         ("recompute=selective", {"all_reduce": 3}),
     ],
 )
-def test_the_forms_of_the_loss(mode: str, words: str, expected: Counts) -> None:
-    case = Case.parse(f"mode={mode} {ONE} {words}")
+def test_the_forms_of_the_loss(megatron: str, words: str, expected: Counts) -> None:
+    case = Case.parse(f"mode={megatron} {ONE} {words}")
     assert _counts(case, "loss") == expected
     assert _counts(case, "recompute") == {}
 
@@ -144,4 +144,4 @@ def test_cases_that_are_not_offered_are_refused_with_a_reason() -> None:
     assert subject.refuses(Case.parse("mode=tp")) == ""
     assert "metric=true" in subject.refuses(Case.parse("metric=true"))
     assert "variant=G1" in subject.refuses(Case.parse("variant=G1"))
-    assert subject.modes == ("tp", "tp-sp")
+    assert {"tp", "tp-sp"} <= set(subject.modes)

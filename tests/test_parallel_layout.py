@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parallel_ranks import MEGATRON
 
 from parallel.layout import Placement, Shard, gather, local_shape, pieces, rows, shard
 from parallel.mesh import axis_size
@@ -92,7 +93,7 @@ def test_rows_move_boxes_down_a_taller_tensor() -> None:
     assert moved.local is box.local
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("megatron", MEGATRON)
 @pytest.mark.parametrize(
     "words",
     [
@@ -101,9 +102,9 @@ def test_rows_move_boxes_down_a_taller_tensor() -> None:
         "tp=2 family=internlm2 vocab=264 fuse_mlp=true",
     ],
 )
-def test_every_parameter_of_a_case_survives_the_round_trip(mode: str, words: str) -> None:
-    case = Case.parse(f"mode={mode} {words}")
-    places = MODES[mode].placements(case)
+def test_every_parameter_of_a_case_survives_the_round_trip(megatron: str, words: str) -> None:
+    case = Case.parse(f"mode={megatron} {words}")
+    places = MODES[megatron].placements(case)
     assert list(places) == list(shapes(case))
     split = 0
     for name, place in places.items():

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parallel_ranks import CPU, Calls, on_ranks
+from parallel_ranks import CPU, MEGATRON, Calls, on_ranks
 from parallel_tables import Line, promised, rows
 
 from parallel.registry import MODES
@@ -31,16 +31,16 @@ def _expected(case: Case) -> Counter[Line]:
     return found
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("megatron", MEGATRON)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_the_table_promises_what_the_closed_form_expects(mode: str, data: st.DataObject) -> None:
-    case = data.draw(cases(mode, label_smoothing=0.0, head=data.draw(st.sampled_from(("parallel", "gather")))))
-    assert promised(_docstring(mode), case, MODES[mode]) == _expected(case)
+def test_the_table_promises_what_the_closed_form_expects(megatron: str, data: st.DataObject) -> None:
+    case = data.draw(cases(megatron, label_smoothing=0.0, head=data.draw(st.sampled_from(("parallel", "gather")))))
+    assert promised(_docstring(megatron), case, MODES[megatron]) == _expected(case)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_row_of_a_table_is_used(mode: str) -> None:
+@pytest.mark.parametrize("megatron", MEGATRON)
+def test_every_row_of_a_table_is_used(megatron: str) -> None:
     """A row that no case meets would promise nothing."""
     words = "tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=16 qk_norm=true"
     forms = [
@@ -48,7 +48,7 @@ def test_every_row_of_a_table_is_used(mode: str) -> None:
         f"{words} positions=rope cross_entropy=fused",
         f"{words} fuse_mlp=true activation=swiglu",
     ]
-    for row in rows(_docstring(mode)):
+    for row in rows(_docstring(megatron)):
         table = "tensor|layout|forward|backward|bytes\n" + "|".join(
             (
                 " ".join((row.tensor, *row.conditions)),
@@ -58,7 +58,7 @@ def test_every_row_of_a_table_is_used(mode: str) -> None:
                 row.bytes,
             )
         )
-        seen = [promised(table, Case.parse(f"mode={mode} {form}"), MODES[mode]) for form in forms]
+        seen = [promised(table, Case.parse(f"mode={megatron} {form}"), MODES[megatron]) for form in forms]
         assert any(seen) or not (row.forward or row.backward), row
 
 
