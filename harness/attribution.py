@@ -86,7 +86,7 @@ class Attribution:
         self._gradients_on = False
         self._stepped_since = False
         self._counts: dict[int, int] = {}
-        self._pending: list[tuple[int, Site]] = []
+        self._pending: list[tuple[int, Site, str]] = []
         self._lanes: dict[int, _Lane] = {0: _Lane()}
         self._made_in: dict[int, int] = {}
 
@@ -102,7 +102,7 @@ class Attribution:
                 attribution._made_in[moment.task] = moment.made_in
         for moment in moments:
             attribution.feed(moment)
-        attribution._settle({"stepped": "metric", "backward": "grad_sync"}.get(attribution._since, "data"))
+        attribution._settle("")
         return attribution
 
     def feed(self, moment: Moment) -> None:
@@ -208,7 +208,7 @@ class Attribution:
         elif not site.phase and self._since == "forward":
             site = site._replace(phase="loss")
         if not site.phase or (said_phase == "data" and site.phase == "loss"):
-            self._pending.append((moment.ticket, site._replace(phase=said_phase or "")))
+            self._pending.append((moment.ticket, site._replace(phase=said_phase or ""), self._since))
         site = site._replace(phase=said_phase or site.phase)
         self.sites[moment.ticket] = site if said_region is None else site._replace(region=said_region)
 
@@ -223,14 +223,16 @@ class Attribution:
         return site._replace(phase="recompute" if moment.again else "backward")
 
     def _settle(self, by: str) -> None:
-        """What follows has come: name the phase of the calls that waited for it. Data belongs to the coming batch."""
-        for ticket, site in self._pending:
-            settled = site.phase or by
+        """What follows has come, "" for the end: name the phase of what waited. Data belongs to the coming batch."""
+        for ticket, site, since in self._pending:
+            settled = site.phase or by or _LAST.get(since, "data")
             then = self._here(settled) if settled == "data" else site._replace(phase=settled)
             self.sites[ticket] = then._replace(region=self.sites[ticket].region)
         self._pending.clear()
 
 
+_LAST = {"backward": "grad_sync", "stepped": "metric"}
+"""The phase of calls that nothing follows, by what went before them."""
 _FEED: dict[type, Callable[[Attribution, _Lane, Any], None]] = {
     Entered: Attribution._entered,
     Left: Attribution._left,

@@ -16,12 +16,17 @@ from types import CodeType, FrameType, TracebackType
 from typing import NamedTuple
 
 import torch
+import typing_extensions
 
 __all__ = ["Caller", "caller", "caller_at", "caller_of", "raised_at"]
 
 _LIBRARY = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
-_OURS = (os.path.join(os.path.dirname(torch.__file__), ""), os.path.join(os.path.dirname(__file__), ""))
+_OURS = (
+    os.path.join(os.path.dirname(torch.__file__), ""),
+    os.path.join(os.path.dirname(__file__), ""),
+    typing_extensions.__file__,  # wraps the names that torch deprecates
+)
 
 
 class Caller(NamedTuple):

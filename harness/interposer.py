@@ -1,0 +1,231 @@
+"""Sees every collective on real backends (gloo, NCCL, fake): a kernel for each `c10d::` operator at key BackendSelect.
+
+That key is in every call's key set, above the backends and below autograd and the modes, and c10d has no kernel there.
+So in-place and functional calls, DDP's reducer, FSDP2, DTensor, point-to-point and object calls of any thread pass
+here, each once, and nothing on the way to other operators is touched. Not seen: calls made on a `Backend` object
+itself, symmetric memory, CUDA graph replays. Calls are sent on with `redispatch`; the boxed variant deadlocks against
+gloo's mutex.
+
+A synchronous collective on CPU is waited for here, where its caller would wait next, so that its duration is true; on a
+device it is the time of the enqueue. The completion of an asynchronous call is not told, nor that of send and recv: a
+second wait for gloo's message would wait for a second message.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import DispatchKey
+from torch.distributed import distributed_c10d as c10d
+
+from harness.engines.signature import REDUCE_OPS, Signature, call_of, dtype_text
+from harness.errors import MachineError
+from harness.ledger import Call, Observer
+
+__all__ = ["Interposer"]
+
+_KEY = "BackendSelect"
+_SILENT = {"check_for_nan"}
+"""Operators of c10d that send nothing."""
+_MESSAGES = ("send", "recv")
+
+
+class _Operator(NamedTuple):
+    """What an operator is in the ledger, and which of its arguments are the payload and the peer."""
+
+    op: str
+    payload: str = ""
+    peer: str = ""
+
+
+_OPERATORS = {
+    "broadcast_": _Operator("broadcast", "tensors", "root_rank"),
+    "allreduce_": _Operator("all_reduce", "tensors"),
+    "allreduce_coalesced_": _Operator("all_reduce", "tensors"),
+    "allgather_": _Operator("all_gather", "output_tensors"),
+    "_allgather_base_": _Operator("all_gather", "output_tensor"),
+    "allgather_coalesced_": _Operator("all_gather", "output_lists"),
+    "allgather_into_tensor_coalesced_": _Operator("all_gather", "outputs"),
+    "reduce_scatter_": _Operator("reduce_scatter", "input_tensors"),
+    "_reduce_scatter_base_": _Operator("reduce_scatter", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter", "inputs"),
+    "alltoall_": _Operator("all_to_all", "input_tensors"),
+    "alltoall_base_": _Operator("all_to_all", "input"),
+    "reduce_": _Operator("reduce", "tensors", "root_rank"),
+    "gather_": _Operator("gather", "input_tensors", "root_rank"),
+    "scatter_": _Operator("scatter", "output_tensors", "root_rank"),
+    "send": _Operator("send", "tensors", "dst"),
+    "recv_": _Operator("recv", "tensors", "src"),
+    "recv_any_source_": _Operator("recv", "tensors"),
+    "barrier": _Operator("barrier"),
+    "monitored_barrier_": _Operator("barrier"),
+}
+
+
+class Interposer:
+    """While entered, tells the observer of every call that this process issues through the dispatcher.
+
+    Raises MachineError when this torch has an operator that we do not know, when someone else sits at the key already,
+    or when a probe call is not seen: a blind recorder must not pass for a silent program.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._installed = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as installed:
+            library = torch.library.Library("c10d", "IMPL")
+            installed.callback(library._destroy)
+            for name in _known_operators():
+                operator = getattr(torch.ops.c10d, name).default
+                library.impl(name, self._kernel(name, operator), _KEY, with_keyset=True)
+            self._prove()
+            self._installed = installed.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._installed.close()
+
+    def _kernel(self, name: str, operator: Any) -> Callable[..., Any]:
+        read = _reader(name, operator)
+
+        def kernel(keys: Any, *arguments: Any) -> Any:
+            rank, call, on_host = read(arguments)
+            observer = self._observer
+            ticket = observer.issued(rank, call)
+            result = operator.redispatch(keys.remove(DispatchKey.BackendSelect), *arguments)
+            if not call.is_async and call.op not in _MESSAGES:
+                if on_host:
+                    _wait(result)
+                observer.completed(rank, ticket)
+            return result
+
+        return kernel
+
+    def _prove(self) -> None:
+        """Issue one call in a private group of one rank, and see that it is told right."""
+        probe, watched = _Probe(), self._observer
+        self._observer = probe
+        try:
+            group = dist.ProcessGroup(torch._C._distributed_c10d.HashStore(), 0, 1)
+            backend = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 1)
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+            options.asyncOp = False
+            group.allreduce([torch.zeros(8)[2:5]], options)
+        finally:
+            self._observer = watched
+        said = [(c.op, c.reduce_op, c.group, c.dtype, c.shapes, c.payload_bytes, c.is_async) for c in probe.calls]
+        if said != [("all_reduce", "max", (0,), "float32", ((3,),), 12, False)]:
+            raise _blind(f"a probe all_reduce of 12 bytes was seen as {said}")
+
+
+class _Probe:
+    """Keeps the calls that it is told of."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def issued(self, _rank: int, call: Call) -> int:
+        self.calls.append(call)
+        return 0
+
+    def completed(self, rank: int, ticket: int) -> None:
+        """Nothing to keep."""
+
+
+def _blind(why: str) -> MachineError:
+    return MachineError(
+        f"torch {torch.__version__}: the recorder of real backends would be blind: {why}. "
+        "Run on the in-process engine, or with a torch that this release was tested with (2.11 to 2.13)",
+        ranks=(),
+        positions=(),
+    )
+
+
+def _known_operators() -> list[str]:
+    """Every operator of c10d that communicates. Raises MachineError for one that is new or taken."""
+    names = {full.removeprefix("c10d::").partition(".")[0] for full in _all_operators() if full.startswith("c10d::")}
+    unknown = names - _OPERATORS.keys() - _SILENT
+    if unknown or not names:
+        raise _blind(f"operators of c10d that are not known here: {' '.join(sorted(unknown)) or 'all'}")
+    taken = [name for name in sorted(names) if _has_kernel(f"c10d::{name}", _KEY)]
+    if taken:
+        raise MachineError(
+            f"c10d::{taken[0]} has a kernel at {_KEY} already: one interposer at a time, leave the other one first",
+            ranks=(),
+            positions=(),
+        )
+    return sorted(names - _SILENT)
+
+
+_all_operators: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+_has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+def _reader(name: str, operator: Any) -> Callable[[Sequence[Any]], tuple[int, Call, bool]]:
+    """A function from an operator's arguments to the global rank, the Call, and whether it runs on the host."""
+    op, payload_name, peer_name = _OPERATORS[name]
+    places = {argument.name: i for i, argument in enumerate(operator._schema.arguments)}
+    payload_at, peer_at = places.get(payload_name, -1), places.get(peer_name, -1)
+    group_at, reduce_at, async_at = places["process_group"], places.get("reduce_op", -1), places.get("async_op", -1)
+
+    def read(arguments: Sequence[Any]) -> tuple[int, Call, bool]:
+        group = dist.ProcessGroup.unbox(arguments[group_at])
+        ranks = _ranks(group)
+        payload = _tensors(arguments[payload_at]) if payload_at >= 0 else []
+        reduce_op = REDUCE_OPS[arguments[reduce_at].op()] if reduce_at >= 0 else ""
+        if op in _MESSAGES:
+            is_async = not _blocking(op, sys._getframe(2))
+        else:
+            # Trailing arguments that equal their default, which is asynchronous, are not passed on.
+            is_async = async_at >= 0 and (len(arguments) <= async_at or bool(arguments[async_at]))
+        said = Signature(op, "single", reduce_op, -1, dtype_text(payload), ())
+        peer = ranks[arguments[peer_at]] if peer_at >= 0 else -1
+        call = call_of(said, payload, ranks, group.group_desc, peer, is_async)
+        return ranks[group.rank()], call, all(tensor.device.type == "cpu" for tensor in payload)
+
+    return read
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    """Global ranks in group order; a group that torch.distributed does not know counts its own."""
+    known = c10d._world.pg_group_ranks.get(group)
+    return tuple(range(group.size())) if known is None else tuple(sorted(known, key=known.__getitem__))
+
+
+def _tensors(argument: Any) -> list[Tensor]:
+    """The tensors of an argument: one, a list, or a list of lists."""
+    if isinstance(argument, Tensor):
+        return [argument]
+    return [tensor for part in argument for tensor in _tensors(part)]
+
+
+def _blocking(op: str, frame: FrameType | None) -> bool:
+    """Whether dist.send or dist.recv, which are isend or irecv and a wait, is among the nearest callers."""
+    for _caller in range(4):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == op and frame.f_globals is vars(c10d):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _wait(result: Any) -> None:
+    """Wait for the work in an operator's result; its caller waits too, which then costs nothing."""
+    parts = result if isinstance(result, tuple) else (result,)
+    for part in parts:
+        if isinstance(part, torch.ScriptObject):
+            dist.Work.unbox(part).wait()
