@@ -116,7 +116,7 @@ def _offset(x: Tensor, t: Tensor) -> Iterator[str]:
 
 
 def _confined(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
-    """Only one rank's shard is wrong."""
+    """One part along a dim is wrong and the others are right."""
     wrong = (x - t).abs() > 1e-6 * t.abs().max()
     for dim in range(t.dim()):
         for axis, size in axes.items():
@@ -124,7 +124,7 @@ def _confined(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
                 continue
             bad = [i for i, part in enumerate(wrong.chunk(size, dim)) if bool(part.any())]
             if len(bad) == 1:
-                yield f"along dim {dim} only shard {bad[0]} of {size} ({axis}) is wrong: look at that rank alone"
+                yield f"only part {bad[0]} of {size} along dim {dim} is wrong: look at what one place on {axis} does"
                 return
 
 

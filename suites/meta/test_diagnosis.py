@@ -113,7 +113,7 @@ def test_the_rank_whose_shard_is_wrong_is_named() -> None:
     second[W1].local.mul_(3)
     lines = message(evidence(first, second), "parameter_gradients").splitlines()
     assert lines[1].startswith("where:  mode=tp, rank 1 of 2, step 0")
-    assert lines[4] == "causes: along dim 0 only shard 1 of 2 (tp) is wrong: look at that rank alone"
+    assert lines[4] == "causes: only part 1 of 2 along dim 0 is wrong: look at what one place on tp does"
 
 
 def test_nothing_is_guessed_where_no_pattern_fits() -> None:
@@ -189,7 +189,7 @@ PATTERNS: list[tuple[str, Any, str]] = [
     ("columns", TRUTH[:, [1, 0, 3, 2]], "along dim 1 the 4 shards of tp are in another order: another rank's shard"),
     ("rows", TRUTH[[1, 0, 2, 3, 4, 5, 7, 6]], "along dim 0 it holds the right rows in another order"),
     ("bias", TRUTH + 3 * drawn(4), "the same vector is too much in every row: a bias that every rank adds"),
-    ("one shard", torch.cat([TRUTH[:6], drawn(2, 4)]), "along dim 0 only shard 3 of 4 (tp) is wrong"),
+    ("one shard", torch.cat([TRUTH[:6], drawn(2, 4)]), "only part 3 of 4 along dim 0 is wrong"),
 ]
 
 
