@@ -11,7 +11,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
     latest = request.out / "latest"
     before = latest.resolve()
     try:
-        with ticking(sys.stderr) as tick:
+        with ticking(sys.stderr) as tick, _one_thread():
             result = run(request, tick)
     except KeyboardInterrupt:
         if latest.resolve() != before:
@@ -71,6 +72,17 @@ def main(arguments: argparse.Namespace) -> int:
         raise
     _tell(result, as_json=arguments.json)
     return result.exit_status
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The ranks share one thread anyway; on a busy machine further ones wait for each other in every small product."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def bench_main(arguments: argparse.Namespace) -> int:

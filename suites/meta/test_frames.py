@@ -64,8 +64,8 @@ def test_a_packed_ledger_reads_like_a_plain_one(folder: Path) -> None:
     plain = load(folder).ledger
     data = (folder / "ledger.csv").read_bytes()
     (folder / "ledger.csv").unlink()
-    with gzip.open(folder / "ledger.csv.gz", "wb") as archive:
-        archive.write(data)
+    half = len(data) // 2
+    (folder / "ledger.csv.gz").write_bytes(gzip.compress(data[:half]) + gzip.compress(data[half:]))
     assert load(folder).ledger.equals(plain)
 
 
