@@ -10,5 +10,6 @@ How to read a table (tests parse it and hold it against the closed form and agai
               whole padded logits; G all gradients of a rank; P its partial gradients; W one number in the loss's dtype
 
 Under recompute=full the forward calls of `layers.*` are issued once more in phase recompute. A group of one rank is
-bypassed. The broadcasts of the data are the same in all modes: see `parallel.batch`.
+bypassed. The broadcasts of the data are the same in all modes: see `parallel.batch`. The table of `isp`, which has two
+axes and shares gathers between recompute and backward, has a column for each and its own bytes, told below it.
 """
