@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["planted", "replaced", "source_of"]
+__all__ = ["planted", "planted_module", "replaced", "source_of"]
 
 
 def source_of(module: str) -> str:
@@ -73,19 +73,23 @@ def _second_copy(packages: Sequence[str]) -> Iterator[None]:
         sys.modules.update(first)
 
 
-def planted(sources: Mapping[str, str], subject: str = "parallel.subject:subject") -> Callable[..., Any]:
-    """The subject as it is when these modules have these sources.
+def planted_module(sources: Mapping[str, str], module: str) -> ModuleType:
+    """A second copy of this module, in which the changed modules have these sources.
 
-    Only the packages that hold a changed module, and the subject's own, are imported anew.
+    Only the packages that hold a changed module, and the module's own, are imported anew.
     """
-    module, _, name = subject.partition(":")
-    packages = sorted({changed.split(".")[0] for changed in sources} | {module.split(".")[0]})
+    packages = sorted({name.split(".")[0] for name in [*sources, module]})
     finder = _Changed(sources)
     with _second_copy(packages):
         sys.meta_path.insert(0, finder)
         try:
-            copy = importlib.import_module(module)
+            return importlib.import_module(module)
         finally:
             sys.meta_path.remove(finder)
-    built: Callable[..., Any] = getattr(copy, name)
+
+
+def planted(sources: Mapping[str, str], subject: str = "parallel.subject:subject") -> Callable[..., Any]:
+    """The subject as it is when these modules have these sources."""
+    module, _, name = subject.partition(":")
+    built: Callable[..., Any] = getattr(planted_module(sources, module), name)
     return built

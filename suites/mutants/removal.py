@@ -16,7 +16,7 @@ import parallel
 from suites.mutants import absent
 from suites.mutants.planting import planted, source_of
 
-__all__ = ["Site", "sites", "without"]
+__all__ = ["Site", "sites", "source_without", "without"]
 
 _RAW = "parallel.collectives"
 
@@ -43,6 +43,11 @@ def sites() -> list[Site]:
 
 def without(site: Site, subject: str = "parallel.subject:subject") -> Callable[..., Any]:
     """Our subject in which this one call is not issued."""
+    return planted(source_without(site), subject)
+
+
+def source_without(site: Site) -> dict[str, str]:
+    """The source of the site's module with the stand-in in place of the call."""
     tree = ast.parse(source_of(site.module))
     aliases = _aliases(tree)
     for node in ast.walk(tree):
@@ -51,7 +56,7 @@ def without(site: Site, subject: str = "parallel.subject:subject") -> Callable[.
             if name == site.name:
                 node.func = ast.Attribute(ast.Name("_absent", ast.Load()), name, ast.Load())
     tree.body.insert(_first_import(tree), ast.parse(f"import {absent.__name__} as _absent").body[0])
-    return planted({site.module: ast.unparse(ast.fix_missing_locations(tree))}, subject)
+    return {site.module: ast.unparse(ast.fix_missing_locations(tree))}
 
 
 def _aliases(tree: ast.Module) -> dict[str, str]:
