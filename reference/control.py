@@ -20,17 +20,17 @@ from reference.decoder import Arithmetic
 from reference.subject import weights
 from reference.training import train
 
-__all__ = ["control", "control_activations"]
+__all__ = ["control", "control_activations", "reordered", "split_linear", "split_norm"]
 
 
 def control(case: Case, device: torch.device) -> dict[str, Tensor]:
     """The outcome of dense training in the case's dtype with the sums in another order."""
-    return train(case, weights(case, device), arithmetic=_reordered(case), last_first=True)
+    return train(case, weights(case, device), arithmetic=reordered(case), last_first=True)
 
 
 def control_activations(case: Case, device: torch.device) -> dict[str, Tensor]:
     """The activations and activation gradients of the control run."""
-    return observation.observe(case, weights(case, device), arithmetic=_reordered(case))
+    return observation.observe(case, weights(case, device), arithmetic=reordered(case))
 
 
 def _reordered(case: Case) -> Arithmetic:

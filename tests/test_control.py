@@ -9,7 +9,7 @@ from torch import Tensor
 
 from reference import layers
 from reference.case import Case
-from reference.control import control, control_activations, split_linear, split_norm
+from reference.control import control, control_activations, reordered, split_linear, split_norm
 from reference.subject import activations, subject, true_activations, truth, weights
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -41,14 +41,23 @@ def test_split_sums_are_the_same_sums(parts: int, with_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "weight"])
-def test_split_sums_round_in_other_places_forward_and_backward(name: str) -> None:
+def test_linears_of_the_control_round_in_other_places_forward_and_backward(name: str) -> None:
     x, weight = noise(4, 8, 48, seed=0).bfloat16(), noise(48, 48, seed=1).bfloat16()
     leaves = {"x": x.requires_grad_(), "weight": weight.requires_grad_()}
-    plain, split = layers.linear(x, weight, None), split_linear(x, weight, None, parts=3)
-    assert not torch.equal(plain, split)
+    split = reordered(Case.parse(CASES["gpt"])).linear
+    outputs = [linear(x, weight, None) for linear in (layers.linear, split)]
+    assert not torch.equal(*outputs)
     upstream = noise(4, 8, 48, seed=2).bfloat16()
-    gradients = [torch.autograd.grad(output, leaves[name], upstream)[0] for output in (plain, split)]
-    assert not torch.equal(*gradients)
+    assert not torch.equal(*(torch.autograd.grad(output, leaves[name], upstream)[0] for output in outputs))
+
+
+def test_norms_of_the_control_round_in_other_places_backward_only() -> None:
+    x, weight = noise(4, 8, 48, seed=0).bfloat16(), noise(48, seed=1).bfloat16().requires_grad_()
+    split = reordered(Case.parse(CASES["gpt"])).norm
+    outputs = [norm(x, weight, None) for norm in (layers.norm, split)]
+    assert torch.equal(*outputs)
+    upstream = noise(4, 8, 48, seed=2).bfloat16()
+    assert not torch.equal(*(torch.autograd.grad(output, weight, upstream)[0] for output in outputs))
 
 
 @pytest.mark.parametrize("text", CASES.values(), ids=CASES.keys())

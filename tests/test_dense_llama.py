@@ -1,6 +1,7 @@
 """The dense InternLM2 and Llama are Hugging Face's Llama on mapped weights: logits, loss, every gradient, in float64.
 
-Their code runs with `DoubleTorch`, since it would round to float32.
+With q/k norm they are its Qwen3, which normalises every head of q and k before it rotates them. Their code runs with
+`DoubleTorch`, since it would round to float32.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from reference.subject import weights
 
 transformers = pytest.importorskip("transformers", reason="the extra `peers` is not installed")
 modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+modeling_qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
 pytestmark = pytest.mark.peers
 
 ALLOWED = 1e-10
@@ -31,34 +33,38 @@ CASES = {
     "internlm2, fused gate and up": SIZES + "family=internlm2 fuse_mlp=true seed=2",
     "llama, separate q k v": SIZES + "family=llama fuse_qkv=false seed=3",
     "biased and tied": SIZES + "family=llama bias=true tied=true layers=3 kv_heads=3 seed=4",
+    "qwen3, q/k norm": SIZES + "family=llama qk_norm=true seed=5",
 }
 
 
 @pytest.fixture(autouse=True)
 def double_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama, "torch", DoubleTorch())
+    monkeypatch.setattr(modeling_qwen3, "torch", DoubleTorch())
 
 
 def hugging_face(case: Case) -> torch.nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=case.vocab,
-        max_position_embeddings=case.seq * case.batch,
-        hidden_size=case.hidden,
-        intermediate_size=case.ffn,
-        num_hidden_layers=case.layers,
-        num_attention_heads=case.heads,
-        num_key_value_heads=case.kv_heads,
-        hidden_act="silu",
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=case.tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        attention_bias=case.bias,
-        mlp_bias=case.bias,
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="eager",
-    )
-    return transformers.LlamaForCausalLM(config).double()
+    words = {
+        "vocab_size": case.vocab,
+        "max_position_embeddings": case.seq * case.batch,
+        "hidden_size": case.hidden,
+        "intermediate_size": case.ffn,
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": case.heads,
+        "num_key_value_heads": case.kv_heads,
+        "head_dim": case.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": case.tied,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "attention_bias": case.bias,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "attn_implementation": "eager",
+    }
+    if case.qk_norm:
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**words)).double()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**words, mlp_bias=case.bias)).double()
 
 
 def renamed(case: Case, ours: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -66,6 +72,7 @@ def renamed(case: Case, ours: dict[str, Tensor]) -> dict[str, Tensor]:
     names = {"embedding.tokens": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
     parts = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     parts |= {f"attention.w{x}": f"self_attn.{x}_proj" for x in "qkvo"}
+    parts |= {f"attention.{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
     parts |= {"mlp.w1": "mlp.gate_proj", "mlp.w3": "mlp.up_proj", "mlp.w2": "mlp.down_proj"}
     for layer in range(case.layers):
         names |= {f"layers.{layer}.{part}": f"model.layers.{layer}.{theirs}" for part, theirs in parts.items()}

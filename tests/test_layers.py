@@ -61,6 +61,15 @@ def test_attention_equals_torch_on_every_sentence(kv_heads: int, group: int, len
     torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_scores_are_scaled_and_normalised_in_float32(dtype: torch.dtype) -> None:
+    q, k, v = (8 * noise(1, 5, 1, 6, seed=seed).to(dtype) for seed in range(3))
+    found = layers.attention(q, k, v, layers.visible(5, None, torch.device("cpu")))
+    scores = (q[0, :, 0] @ k[0, :, 0].T).float() / math.sqrt(6)
+    shares = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf).softmax(-1)
+    assert torch.equal(found[0], shares.to(dtype) @ v[0, :, 0])
+
+
 def test_token_sees_itself_and_its_past_in_its_sentence_only() -> None:
     found = layers.visible(5, torch.tensor([0, 2, 5]), torch.device("cpu"))
     right = [

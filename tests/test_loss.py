@@ -68,6 +68,13 @@ def test_tokens_that_do_not_count_change_neither_loss_nor_gradient(seed: int, sm
     assert gradient[~uncounted].abs().sum(-1).min() > 0
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_loss_of_a_token_is_0_exactly_where_its_label_is_ignored(smoothing: float) -> None:
+    logits, labels, _ = drawn(9, seed=3)
+    found = loss.cross_entropy(logits, labels, smoothing)
+    assert torch.equal(found == 0, labels == -100) and (labels == -100).any()
+
+
 @pytest.mark.parametrize("weight", [0.25, 2.0])
 def test_loss_mask_is_a_weight_not_only_a_switch(weight: float) -> None:
     logits, labels, mask = drawn(9, seed=4)

@@ -69,8 +69,10 @@ def test_no_bias_is_0_and_no_norm_weight_is_1_in_any_dtype(dtype: str, case: Cas
 def test_low_precision_weights_are_the_float64_weights_rounded(dtype: str) -> None:
     case = Case.of(seed=8)
     for name in shapes(case):
-        right = full(case, name).to(getattr(torch, dtype))
-        assert torch.equal(full(case.but(dtype=dtype), name), right)
+        exact = full(case, name)
+        rounded = full(case.but(dtype=dtype), name)
+        assert torch.equal(rounded, exact.to(getattr(torch, dtype)))
+        assert not torch.equal(rounded.double(), exact)
 
 
 def test_linear_weights_have_standard_deviation_of_half_over_root_inputs() -> None:

@@ -36,7 +36,7 @@ def close(found: dict[str, Tensor], right: dict[str, Tensor], tolerance: float =
 
 
 @settings(max_examples=25, deadline=None)
-@given(case=models(steps=2, micro=2, seq=6, batch=3, vocab=37))
+@given(case=models(steps=2, micro=2, seq=16, batch=3, vocab=37))
 def test_outcome_is_complete_and_finite_and_every_gradient_is_alive(case: Case) -> None:
     outcome = subject(case, CPU)
     names = set(shapes(case))
