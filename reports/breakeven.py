@@ -18,6 +18,8 @@ from reports.summary import words_but
 
 __all__ = ["compared", "crossings", "growth"]
 
+_VARIES = ("mode", "seq", "batch", "data", "delivery", "embedding", "head")
+"""Words in which the cases of one comparison may differ: mode and tokens, and what a mode brings with it."""
 _COLUMNS = ["mode", "tokens", "wire_bytes"]
 
 
@@ -30,7 +32,7 @@ def growth(run: Run, counted: str = "layers") -> pd.DataFrame:
         raise ValueError(f"counted={counted}: must say which bytes count; legal: layers, all")
     if not {"tokens", "micro", "steps"} <= set(run.cases):
         return pd.DataFrame(columns=_COLUMNS)
-    cases = run.cases.assign(rest=run.cases["case"].map(lambda text: words_but(text, "mode", "seq", "batch", "data")))
+    cases = run.cases.assign(rest=run.cases["case"].map(lambda text: words_but(text, *_VARIES)))
     families = [group for _, group in cases.groupby("rest", sort=False) if _compares(group)]
     if not families:
         return pd.DataFrame(columns=_COLUMNS)

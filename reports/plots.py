@@ -57,7 +57,7 @@ def traffic_bars(bars: pd.DataFrame, title: str) -> str:
         axes.set_xlabel("MiB per rank (payload)")
         axes.grid(visible=False, axis="y")
         if labels:
-            axes.legend(ncols=8, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, fontsize=9)
+            figure.legend(ncols=8, loc="outside upper left", fontsize=9)
     return _inline(figure, title, "bars")
 
 

@@ -8,14 +8,13 @@ anybody": a subject without a closed form.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Iterable
 
 import pandas as pd
 
 from reports.frames import Run, in_order
 
-__all__ = ["bars", "headline", "overall", "traffic", "worst_first"]
+__all__ = ["apart", "bars", "headline", "overall", "traffic", "worst_first"]
 
 RANKING = ("pass", "skip", "unknown", "fail")
 """Verdicts from good to bad; a case is as good as its worst check."""
@@ -49,40 +48,29 @@ def headline(run: Run) -> pd.DataFrame:
     payload_bytes, expected_payload_bytes (NA without expectation), worst_error and worst_allowed (of the check that
     came closest to its limit; NaN when nothing was measured), verdict.
     """
-    lines, verdicts = _by_case(run.summary), _by_case(run.verdicts)
-    rows = [
-        _headline_row(case, lines.get(case["case"], run.summary[:0]), verdicts.get(case["case"], run.verdicts[:0]))
-        for case in run.cases[["case", "mode", "world_size"]].astype("object").to_dict("records")
-    ]
-    columns = "mode ranks case words forward_calls backward_calls payload_bytes expected_payload_bytes".split()
-    columns += "worst_error worst_allowed verdict".split()
-    frame = pd.DataFrame(rows, columns=columns)
-    for name in ("ranks", "forward_calls", "backward_calls", "payload_bytes", "expected_payload_bytes"):
-        frame[name] = frame[name].astype("Int64")
-    return in_order(frame).sort_values(["mode", "ranks"], kind="stable", ignore_index=True)
-
-
-def _by_case(frame: pd.DataFrame) -> dict[Hashable, pd.DataFrame]:
-    return dict(iter(frame.groupby("case", sort=False)))
-
-
-def _headline_row(case: dict[Hashable, Any], lines: pd.DataFrame, verdicts: pd.DataFrame) -> dict[str, object]:
-    calls = lines.groupby("phase", observed=True)["calls"].sum()
-    expected = lines["expected_payload_bytes"]
-    error, allowed = _closest(verdicts)
-    return {
-        "mode": case["mode"],
-        "ranks": case["world_size"],
-        "case": case["case"],
-        "words": words_but(case["case"], "mode", "data"),
-        "forward_calls": int(calls.get("forward", 0)),
-        "backward_calls": int(calls.get("backward", 0)),
-        "payload_bytes": int(lines["payload_bytes"].sum()),
-        "expected_payload_bytes": pd.NA if expected.isna().all() else int(expected.sum()),
-        "worst_error": error,
-        "worst_allowed": allowed,
-        "verdict": overall(verdicts),
+    lines = run.summary.groupby("case", sort=False)
+    worst = worst_first(run.verdicts).drop_duplicates("case").set_index("case")["verdict"]
+    closest = _closest(run.verdicts)
+    case = run.cases["case"]
+    columns = {
+        "mode": run.cases["mode"],
+        "ranks": run.cases["world_size"].astype("Int64"),
+        "case": case,
+        "words": case.map(lambda text: words_but(text, "mode", "data")),
+        "forward_calls": case.map(_calls(run, "forward")).fillna(0).astype("Int64"),
+        "backward_calls": case.map(_calls(run, "backward")).fillna(0).astype("Int64"),
+        "payload_bytes": case.map(lines["payload_bytes"].sum()).fillna(0).astype("Int64"),
+        "expected_payload_bytes": case.map(lines["expected_payload_bytes"].sum(min_count=1)).astype("Int64"),
+        "worst_error": case.map(closest["worst_error"]).astype("float64"),
+        "worst_allowed": case.map(closest["worst_allowed"]).astype("float64"),
+        "verdict": case.map(lambda text: worst.get(text, "unknown")).astype("str"),
     }
+    return in_order(pd.DataFrame(columns)).sort_values(["mode", "ranks"], kind="stable", ignore_index=True)
+
+
+def _calls(run: Run, phase: str) -> pd.Series[int]:
+    lines = run.summary[run.summary["phase"] == phase]
+    return lines.groupby("case", sort=False)["calls"].sum()
 
 
 def words_but(case: str, *keys: str) -> str:
@@ -90,18 +78,24 @@ def words_but(case: str, *keys: str) -> str:
     return " ".join(word for word in case.split() if word.partition("=")[0] not in keys)
 
 
-def _closest(verdicts: pd.DataFrame) -> tuple[float, float]:
-    """Error and allowed error of the check that came closest to its limit, or went furthest beyond it."""
+def apart(texts: Iterable[str]) -> tuple[str, list[str]]:
+    """The words that all of several texts share, and what is left of each text without them."""
+    words = [text.split() for text in texts]
+    if len(words) < 2:
+        return "", [" ".join(own) for own in words]
+    shared = [word for word in words[0] if all(word in own for own in words)]
+    return " ".join(shared), [" ".join(word for word in own if word not in shared) for own in words]
+
+
+def _closest(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """By case, error and allowed error of the check that came closest to its limit, or went furthest beyond it."""
     measured = verdicts[~verdicts["check"].isin(_COUNTING)].dropna(subset=["worst_error", "worst_allowed"])
-    pairs = zip(measured["worst_error"], measured["worst_allowed"], strict=True)
-    return max(pairs, key=_share, default=(math.nan, math.nan))
-
-
-def _share(pair: tuple[float, float]) -> tuple[float, float]:
-    error, allowed = pair
+    error, allowed = measured["worst_error"], measured["worst_allowed"]
     # Exact checks allow 0: no error there is no news, any error is the worst news.
-    share = error / allowed if allowed else math.inf if error else -1.0
-    return share, error
+    exact = error.map({0.0: -1.0}).fillna(math.inf)
+    share = (error / allowed.where(allowed > 0)).where(allowed > 0, exact)
+    ranked = measured.assign(share=share).sort_values(["share", "worst_error"], ascending=False, kind="stable")
+    return ranked.drop_duplicates("case").set_index("case")[["worst_error", "worst_allowed"]]
 
 
 def traffic(run: Run, *more: str) -> pd.DataFrame:
@@ -136,10 +130,12 @@ def bars(run: Run) -> pd.DataFrame:
     """Bytes to draw: label, phase, payload_bytes. A bar is a case, or a mode's mean when there are too many cases."""
     lines = run.summary
     if lines["case"].nunique() <= _MOST_BARS:
-        label = lines["mode"].astype("str") + "  " + lines["case"].map(lambda text: words_but(text, "mode", "data"))
+        cases = list(lines["case"].unique())
+        own = dict(zip(cases, apart(words_but(case, "mode", "data") for case in cases)[1], strict=True))
+        label = (lines["mode"].astype("str") + "  " + lines["case"].map(own)).str.strip()
     else:
         label = lines["mode"].astype("str") + " (mean)"
-    frame = lines.assign(label=label, of=1).sort_values("mode", kind="stable")
-    cases = frame.groupby("label", sort=False)["case"].nunique()
+    frame = lines.assign(label=label).sort_values("mode", kind="stable")
+    of = frame.groupby("label", sort=False)["case"].nunique()
     total = frame.groupby(["label", "phase"], observed=True, sort=False)["payload_bytes"].sum().reset_index()
-    return total.assign(payload_bytes=total["payload_bytes"] / total["label"].map(cases))
+    return total.assign(payload_bytes=total["payload_bytes"] / total["label"].map(of))

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from reports.summary import apart
+
 __all__ = [
     "Table",
     "break_even_table",
@@ -109,7 +111,9 @@ def table(
 
 def headline_table(headline: pd.DataFrame) -> Table:
     """The one table of a run, from `summary.headline`."""
+    shared, words = apart(headline["words"])
     frame = headline.assign(
+        own_words=words,
         both_calls=_pairs(headline["forward_calls"], headline["backward_calls"], count),
         both_errors=_pairs(headline["worst_error"], headline["worst_allowed"], small),
     )
@@ -124,9 +128,10 @@ def headline_table(headline: pd.DataFrame) -> Table:
             ("expected", "expected_payload_bytes", mebibytes),
             ("max error / allowed", "both_errors", pair),
             ("verdict", "verdict", str),
-            ("case", "words", mark),
+            ("case", "own_words", mark),
         ),
-        note="calls and MiB (payload): one rank, the whole run; error: the check that came closest to its limit",
+        note="calls and MiB (payload): one rank, the whole run; error: the check that came closest to its limit"
+        + (f"; every case: {shared}" if shared else ""),
     )
 
 

@@ -142,12 +142,27 @@ def test_a_run_killed_at_once_has_a_page_with_its_notes(tmp_path: Path) -> None:
 def test_bars_are_one_a_label_and_one_colour_a_phase(failing: Run) -> None:
     svg = plots.traffic_bars(summary.bars(failing), "Bytes")
     assert svg.startswith("<svg role=")
-    for label in ("tp  tp=2", "forward", "loss", "backward"):
-        assert label.split()[-1] in svg
+    for label in (">tp<", "seq=64", "forward", "loss", "backward"):
+        assert label in svg
     for phase in ("forward", "loss", "backward"):
         assert plots.PHASE_COLOURS[phase] in svg
     assert plots.PHASE_COLOURS["recompute"] not in svg
     assert "xmlns" not in svg and "currentColor" in svg
+
+
+def test_bars_stand_on_each_other(failing: Run) -> None:
+    one = failing.summary[failing.summary["case"] == sample_run.TP]
+    svg = plots.traffic_bars(summary.bars(dataclasses.replace(failing, summary=one)), "Bytes")
+
+    def span(phase: str) -> tuple[float, float]:
+        path = max(re.findall(rf'<path d="([^"]*)"[^>]*fill: {plots.PHASE_COLOURS[phase]}', svg), key=len)
+        across = [float(x) for x in re.findall(r"[ML] (\S+)", path)]
+        return min(across), max(across)
+
+    forward, loss, backward = span("forward"), span("loss"), span("backward")
+    assert forward[1] == pytest.approx(loss[0], abs=0.01)
+    assert loss[1] == pytest.approx(backward[0], abs=0.01)
+    assert (forward[1] - forward[0]) / (loss[1] - loss[0]) == pytest.approx(3, rel=0.01), "three calls and one"
 
 
 def test_equal_frames_give_equal_drawings(failing: Run) -> None:

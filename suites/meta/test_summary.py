@@ -113,13 +113,21 @@ def test_ranks_that_differ_do_not_agree(run: Run) -> None:
 
 def test_bars_are_cases_until_there_are_too_many(run: Run) -> None:
     bars = summary.bars(run)
-    assert list(dict.fromkeys(bars["label"])) == ["tp  tp=2", "tp-sp  tp=2 seq=64"]
+    assert list(dict.fromkeys(bars["label"])) == ["tp", "tp-sp  seq=64"], "tp=2 is what they share"
     assert bars["payload_bytes"].sum() == 14 * ACTIVATION_BYTES
     one = run.summary[run.summary["case"] == TP]
     many = pd.concat([one.assign(case=f"mode=tp tp=2 seed={seed}") for seed in range(100)])
     mean = summary.bars(dataclasses.replace(run, summary=many))
     assert set(mean["label"]) == {"tp (mean)"}
     assert mean["payload_bytes"].sum() == 6 * ACTIVATION_BYTES
+
+
+def test_words_that_all_cases_share_are_said_once(run: Run) -> None:
+    table = tables.headline_table(summary.headline(run))
+    assert [row[-1] for row in table.rows] == ["-", "seq=64"]
+    assert table.note.endswith("every case: tp=2")
+    alone = tables.headline_table(summary.headline(run).head(1))
+    assert [row[-1] for row in alone.rows] == ["tp=2"], "one case keeps its words"
 
 
 # Numbers as text
@@ -187,6 +195,17 @@ def test_growth_is_measured_a_micro_batch_with_and_without_what_lies_outside_the
     compared = breakeven.compared(grown)
     assert list(compared["counted"]) == ["layers", "all"]
     assert list(compared["tokens"]) == pytest.approx([175, 175])
+
+
+def test_modes_are_compared_across_the_words_that_they_bring_with_them_and_no_others(run: Run) -> None:
+    grown = _grown(run, {"mtp": {100: 1000, 200: 2000}, "isp": {100: 1600, 200: 1800}})
+
+    def also(word: str) -> int:
+        cases = grown.cases.assign(case=[c + word * ("isp" in c) for c in grown.cases["case"]])
+        return len(breakeven.growth(dataclasses.replace(grown, cases=cases)))
+
+    assert also(" head=exchange") == 4
+    assert also(" layers=9") == 0, "another model"
 
 
 def test_one_size_or_one_mode_is_no_growth(run: Run) -> None:

@@ -40,11 +40,11 @@ def test_plain_columns_are_aligned_and_numbers_stand_right() -> None:
 
 def test_a_pipe_gets_no_escape_code_and_no_folded_line(tmp_path: Path) -> None:
     run = load(sample_run.write(tmp_path / "run"))
-    headline = summary.headline(run).assign(words="key=value " * 60)
+    headline = summary.headline(run).assign(words=["key=value " * 60, "other=value " * 60])
     stream = io.StringIO()
     text.show_table(tables.headline_table(headline), stream)
     assert "\x1b" not in stream.getvalue()
-    assert sum("key=value" in line for line in stream.getvalue().splitlines()) == 2, "one line a case"
+    assert sum("=value" in line for line in stream.getvalue().splitlines()) == 2, "one line a case"
 
 
 def test_a_terminal_gets_every_cell_and_markup_in_cells_stays_text(monkeypatch) -> None:  # type: ignore[no-untyped-def]
