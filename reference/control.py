@@ -33,7 +33,8 @@ def control_activations(case: Case, device: torch.device) -> dict[str, Tensor]:
     return observation.observe(case, weights(case, device), arithmetic=reordered(case))
 
 
-def _reordered(case: Case) -> Arithmetic:
+def reordered(case: Case) -> Arithmetic:
+    """The sums of linears and norms in as many parts as the case has ranks along its split, at least two."""
     parts = max(2, case.tp, case.wp)
     return Arithmetic(linear=partial(split_linear, parts=parts), norm=partial(split_norm, parts=parts))
 
