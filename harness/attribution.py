@@ -51,7 +51,7 @@ class _Frame(NamedTuple):
     site: Site
     task: int
     counts: bool = False
-    optimizer: object = None
+    steps: bool = False
 
 
 class _Lane:
@@ -143,7 +143,7 @@ class Attribution:
             self._since = "inside"
             made = self._made(lane, moment.task, moment.node)
             site = made._replace(phase="recompute", region=self.paths.module(moment.module, made.region))
-        elif above is None or above.optimizer is not None:
+        elif above is None or above.steps:
             counts = next(moment.module.parameters(), None) is not None
             if counts:
                 self._forward(moment)
@@ -183,9 +183,10 @@ class Attribution:
 
     def _stepping(self, lane: _Lane, moment: Stepping) -> None:
         self._settle("grad_sync")
-        while any(frame.optimizer is moment.optimizer for frame in lane.frames):
-            lane.frames.pop()  # its last step raised, so that it never ended
-        lane.frames.append(_Frame(self._here("step"), moment.task, optimizer=moment.optimizer))
+        steps = [place for place, frame in enumerate(lane.frames) if frame.steps]
+        if len(steps) > moment.depth:
+            del lane.frames[steps[moment.depth] :]  # a step that raised, so that it never ended
+        lane.frames.append(_Frame(self._here("step"), moment.task, steps=True))
 
     def _stepped(self, lane: _Lane, _moment: Stepped) -> None:
         lane.frames.pop()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import typing_extensions
 
-__all__ = ["Caller", "caller", "caller_at", "caller_of", "raised_at"]
+__all__ = ["Caller", "caller", "caller_at", "caller_of", "is_user", "raised_at"]
 
 _LIBRARY = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
@@ -48,7 +48,7 @@ def caller_at(frame: FrameType | None) -> Caller | None:
     """The innermost user line at or above `frame`; None when there is none."""
     while frame is not None:
         code = frame.f_code
-        if _is_user(code.co_filename):
+        if is_user(code.co_filename):
             return Caller(code, frame.f_lineno)
         frame = frame.f_back
     return None
@@ -70,14 +70,15 @@ def raised_at(traceback: TracebackType | None) -> str:
     found = None
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if _is_user(code.co_filename):
+        if is_user(code.co_filename):
             found = Caller(code, traceback.tb_lineno)
         traceback = traceback.tb_next
     return str(found or "")
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_user(filename: str) -> bool:
+def is_user(filename: str) -> bool:
+    """Whether a file holds user code."""
     if filename.startswith("<") or filename.startswith(_OURS):
         return False
     return filename.startswith(_INSTALLED) or not filename.startswith(_LIBRARY)

@@ -85,11 +85,11 @@ class Ended(NamedTuple):
 
 
 class Stepping(NamedTuple):
-    """An optimizer step began."""
+    """An optimizer step began inside of `depth` others: an optimizer's step may call that of its base or of another."""
 
     lane: int
     task: int
-    optimizer: object
+    depth: int
 
 
 class Stepped(NamedTuple):

@@ -11,7 +11,6 @@ Times are microseconds since the recorder was entered. A call that never complet
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -20,9 +19,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from harness.attribution import Attribution, Site
-from harness.callers import caller_at
 from harness.ledger import Call, Event, shape_text, wire_bytes
-from harness.moments import Issued, overridden, phase, read, region
+from harness.moments import Issued, phase, read, region
 from harness.naming import axis_name
 from harness.ranges import Ranges
 from harness.watch import Emit, Watch
@@ -35,7 +33,6 @@ class _Track:
 
     def __init__(self) -> None:
         self.moments: list[tuple[Any, ...]] = []
-        self.tickets: Iterator[int] = itertools.count()
         self.ended_s: dict[int, float] = {}
 
 
@@ -89,17 +86,7 @@ class Recorder:
 
     def issued(self, rank: int, call: Call) -> int:
         """A rank is about to issue a call; the ticket is the call's index on the rank."""
-        lane = self._watch.lane(rank)
-        task, node, parameter, quiet, again, outer = lane.facts()
-        ticket = next(self._track(rank).tickets)
-        caller = caller_at(sys._getframe(1))
-        started_s = time.perf_counter()
-        assert lane.emit is not None
-        said = overridden()
-        lane.emit(
-            (Issued, lane.number, task, node, parameter, quiet, again, outer, said, ticket, started_s, call, caller)
-        )
-        return ticket
+        return self._watch.lane(rank).issue(call, sys._getframe(1))
 
     def completed(self, rank: int, ticket: int) -> None:
         """The call behind the ticket has completed on this rank."""

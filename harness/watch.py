@@ -14,18 +14,18 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils import checkpoint
 
-from harness.moments import LEAF, OUTSIDE, Arrived, Ended, Entered, Left, Stepped, Stepping
+from harness.enclosing import around, defined_in, quiet_since, steps_around
+from harness.moments import LEAF, OUTSIDE, Arrived, Ended, Entered, Issued, Left, Stepped, Stepping, overridden
 
 __all__ = ["Lane", "Watch"]
 
@@ -35,39 +35,46 @@ OnOutput = Callable[["Lane", nn.Module, Any], object]
 _task: Callable[[], int] = torch._C._current_graph_task_id
 _node: Callable[[], Any] = torch._C._current_autograd_node
 _number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_grad = torch.is_grad_enabled
 _compiling = torch.compiler.is_compiling
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-_BACKWARD = _engine_run_backward.__code__
-_CHECKPOINT = checkpoint.__file__
+_now_s = time.perf_counter
 
 
 class Lane:
     """One thread of one rank: where its moments go, and what module is outermost in it."""
 
-    __slots__ = ("bare", "depth", "emit", "on_output", "number", "outer", "rank")
+    __slots__ = ("bare", "depth", "emit", "number", "on_output", "outer", "rank", "tickets")
 
-    def __init__(self, rank: int, number: int, emit: Emit, on_output: OnOutput | None) -> None:
+    def __init__(self, rank: int, number: int, emit: Emit, on_output: OnOutput | None, tickets: Iterator[int]) -> None:
         self.rank = rank
         self.number = number
         self.emit: Emit | None = emit
         self.on_output = on_output
+        self.tickets = tickets
         self.depth = 0
         self.outer: nn.Module | None = None
         self.bare: bool | None = None
 
-    def facts(self) -> tuple[int, int, Tensor | None, bool, bool, int]:
-        """Task, node, parameter, quiet, again, outer: what a call issued now in this thread needs (moments.Issued)."""
+    def issue(self, call: object, frame: FrameType) -> int:
+        """Tell that a call is issued in this thread, by the code of `frame`. Every microsecond in it counts."""
         task = _task()
-        if task == OUTSIDE:
-            quiet = (
-                self.depth > 0 and not torch.is_grad_enabled() and self._outer_is_bare() and _quiet(sys._getframe(1))
+        node, parameter, quiet = OUTSIDE, None, False
+        if task != OUTSIDE:
+            running = _node()
+            if running is not None:
+                node = running._sequence_nr()
+                if node == LEAF:
+                    parameter = running.variable
+        elif self.depth and self.bare is not False and not _grad() and self._outer_is_bare():
+            quiet = quiet_since(frame, _WATCHING)
+        caller, again, outer = around(frame, in_backward=task != OUTSIDE and not self.depth)
+        ticket = next(self.tickets)
+        if self.emit is not None:
+            said = overridden()
+            self.emit(
+                (Issued, self.number, task, node, parameter, quiet, again, outer, said, ticket, _now_s(), call, caller)
             )
-            return task, OUTSIDE, None, quiet, False, OUTSIDE
-        node = _node()
-        number = OUTSIDE if node is None else node._sequence_nr()
-        parameter = getattr(node, "variable", None) if number == LEAF else None
-        again, outer = (False, OUTSIDE) if self.depth else _within(sys._getframe(1))
-        return task, number, parameter, False, again, outer
+        return ticket
 
     def _outer_is_bare(self) -> bool:
         if self.bare is None:
@@ -88,7 +95,7 @@ class Watch:
         self._ends = ends
         self._local = threading.local()
         self._open: dict[int, list[Lane]] = {}
-        self._lane_numbers: dict[int, Iterator[int]] = {}
+        self._counts: dict[int, tuple[Iterator[int], Iterator[int]]] = {}  # rank -> lane numbers and tickets
         self._installed = ExitStack()
 
     def __enter__(self) -> Self:
@@ -134,8 +141,8 @@ class Watch:
         return lane
 
     def _lane(self, rank: int) -> Lane:
-        numbers = self._lane_numbers.setdefault(rank, itertools.count())
-        lane = Lane(rank, next(numbers), self._emit(rank), self._on_output)
+        numbers, tickets = self._counts.setdefault(rank, (itertools.count(), itertools.count()))
+        lane = Lane(rank, next(numbers), self._emit(rank), self._on_output, tickets)
         self._open.setdefault(rank, []).append(lane)
         return lane
 
@@ -168,10 +175,10 @@ class Watch:
         if lane is not None and lane.emit is not None:
             lane.emit((Ended, lane.number, task))
 
-    def _stepping(self, optimizer: object, _args: object, _kwargs: object) -> None:
+    def _stepping(self, _optimizer: object, _args: object, _kwargs: object) -> None:
         lane = self._mine()
         if lane is not None and lane.emit is not None:
-            lane.emit((Stepping, lane.number, _task(), optimizer))
+            lane.emit((Stepping, lane.number, _task(), steps_around(sys._getframe(1)) - 1))
 
     def _stepped(self, _optimizer: object, _args: object, _kwargs: object) -> None:
         lane = self._mine()
@@ -209,7 +216,7 @@ def _watching(
             )
         else:
             lane.outer, lane.bare = module, None
-            grad = torch.is_grad_enabled()
+            grad = _grad()
             emit(
                 (Entered, lane.number, _number(), task, OUTSIDE if task == OUTSIDE else _running(), module, True, grad)
             )
@@ -228,7 +235,7 @@ def _watching(
     return __call__
 
 
-_WATCHING = next(constant for constant in _watching.__code__.co_consts if isinstance(constant, CodeType))
+_WATCHING = defined_in(_watching)
 
 
 def _running() -> int:
@@ -251,29 +258,3 @@ def _nodes(output: object, levels: int = 3) -> Iterator[Any]:
             parts = list(getattr(output, "__dict__", {}).values())
         for part in parts:
             yield from _nodes(part, levels - 1)
-
-
-def _quiet(frame: FrameType | None) -> bool:
-    """Gradients are off because the user said so, not because an autograd Function's forward runs."""
-    inner = None
-    while frame is not None and frame.f_code is not _WATCHING:
-        if frame.f_code is _APPLY and inner is not None and inner.f_code.co_varnames:
-            context = inner.f_locals.get(inner.f_code.co_varnames[0])
-            # The node of a Function that wants gradients has none to pass them on to: they were off around it.
-            return any(getattr(context, "needs_input_grad", ())) and not getattr(context, "next_functions", ())
-        inner, frame = frame, frame.f_back
-    return True
-
-
-def _within(frame: FrameType | None) -> tuple[bool, int]:
-    """Of a call in backward: whether checkpointing runs a function again, and the node that started this backward."""
-    while frame is not None and frame.f_code is not _BACKWARD:
-        if frame.f_code.co_filename == _CHECKPOINT:
-            return True, OUTSIDE
-        frame = frame.f_back
-    for _caller in range(3):
-        frame = None if frame is None else frame.f_back
-        # Only a Function's backward is looked into: a look keeps what it finds alive as long as the frame.
-        if frame is not None and frame.f_code.co_name == "backward" and frame.f_code.co_varnames[:1] == ("ctx",):
-            return False, int(frame.f_locals["ctx"]._sequence_nr())
-    return False, OUTSIDE

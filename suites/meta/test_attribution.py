@@ -146,6 +146,25 @@ def test_a_closure_runs_forward_and_backward_inside_the_step() -> None:
     assert told(record(program)) == [*forward(), *backward(), (0, 0, "step", "")]
 
 
+def test_a_step_that_calls_its_bases_step_ends_when_itself_ends() -> None:
+    def program(voice: Voice) -> None:
+        class Gathering(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                super().step(closure)
+                voice.say("all_gather")
+
+        model = Model(voice)
+        torch.optim.SGD(model.parameters(), lr=0.1)  # from now on torch tells of SGD's own steps too
+        optimizer = Gathering(model.parameters(), lr=0.1)
+        for _step in range(2):
+            model(input_BD()).sum().backward()
+            optimizer.step()
+            voice.say()
+
+    expected = [*forward(), *backward(), (0, 0, "step", ""), (1, 0, "data", "")]
+    assert told(record(program)) == [*expected, *forward(1), *backward(1), (1, 0, "step", ""), (1, 0, "metric", "")]
+
+
 def test_an_optimizer_that_raised_is_not_in_its_step_forever() -> None:
     def program(voice: Voice) -> None:
         model = Model(voice)
