@@ -11,7 +11,12 @@ from suites.strategies import cases
 
 @given(data=st.data())
 def test_ledger_is_the_closed_form(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(data.draw(cases(mode, prover.worlds)), "ledger", "waits")
+    prover.holds(data.draw(cases(mode, prover.worlds)), "ledger")
+
+
+@given(data=st.data())
+def test_every_asynchronous_call_is_waited_for(prover: Prover, mode: str, data: st.DataObject) -> None:
+    prover.holds(data.draw(cases(mode, prover.worlds, overlap=True)), "waits")
 
 
 @given(data=st.data())

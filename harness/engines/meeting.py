@@ -1,0 +1,101 @@
+"""Calls in flight: groups, the meeting of a collective, the two posts of a point-to-point call, and their faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from harness.engines.arithmetic import Operands
+from harness.engines.signature import Signature
+from harness.errors import ranks_text
+from harness.ledger import shape_text
+
+__all__ = ["ANY", "Fault", "Group", "Meeting", "Post", "mail_fault"]
+
+ANY = -1
+"""The peer of a receive that takes from anybody."""
+
+
+class Meeting:
+    """One collective in flight. `said` is what the first rank to come said; by group rank: `operands` (None: not come
+    yet) and `parted` (who says something else).
+    """
+
+    __slots__ = ("done", "missing", "operands", "parted", "said", "waiters")
+
+    def __init__(self, said: Signature, size: int) -> None:
+        self.said = said
+        self.operands: list[Operands | None] = [None] * size
+        self.missing = size
+        self.parted: dict[int, Signature] = {}
+        self.waiters: list[int] = []
+        self.done = False
+
+
+class Post:
+    """One end of a point-to-point call: group rank `member` sends to `peer`, or receives from it (or from ANY)."""
+
+    __slots__ = ("done", "member", "peer", "said", "tag", "tensor", "waiters")
+
+    def __init__(self, member: int, peer: int, tag: int, said: Signature, tensor: Tensor) -> None:
+        self.member, self.peer, self.tag, self.said, self.tensor = member, peer, tag, said, tensor
+        self.waiters: list[int] = []
+        self.done = False
+
+    def meets(self, other: Post) -> bool:
+        """Whether one sends what the other is to receive."""
+        return (
+            self.said.op != other.said.op
+            and self.tag == other.tag
+            and self.peer in {other.member, ANY}
+            and other.peer in {self.member, ANY}
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Ranks that communicate, in group order; shared by the process groups of all its ranks.
+
+    `numbers` and `posted` count each member's collectives and point-to-point calls; `meetings` and `posts` are those
+    that are not complete.
+    """
+
+    ranks: tuple[int, ...]
+    description: str
+    label: str = ""
+    numbers: list[int] = field(default_factory=list)
+    posted: list[int] = field(default_factory=list)
+    meetings: dict[int, Meeting] = field(default_factory=dict)
+    posts: list[Post] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.label = f"{self.description or 'group'} ({ranks_text(self.ranks)})"
+        self.numbers = [0] * len(self.ranks)
+        self.posted = [0] * len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Ranks that do not agree: in what they say in a `meeting`, or over a size they tell each other (`words`)."""
+
+    group: Group
+    number: int
+    said: Signature
+    meeting: Meeting | None = None
+    ranks: tuple[int, ...] = ()
+    words: str = ""
+
+
+def mail_fault(group: Group, number: int, one: Post, other: Post) -> Fault | None:
+    """What is wrong between a send and the receive that it meets; None when they agree."""
+    send, receive = (one, other) if one.said.op == "send" else (other, one)
+    if (send.said.dtype, send.said.shapes) == (receive.said.dtype, receive.said.shapes):
+        return None
+    sender, receiver = group.ranks[send.member], group.ranks[receive.member]
+    words = f"rank {sender} sends {_content(send.said)} to rank {receiver}, which receives {_content(receive.said)}"
+    return Fault(group, number, one.said, ranks=(sender, receiver), words=words)
+
+
+def _content(said: Signature) -> str:
+    return f"{said.dtype} {shape_text(said.shapes) or 'scalar'}"

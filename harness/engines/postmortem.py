@@ -1,0 +1,176 @@
+"""Why a run ended badly, told from where its ranks stand: one cause, and one position a rank.
+
+Read after the driver got the baton back and before the threads are ended, so every frame is still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from harness.callers import caller_of, raised_at
+from harness.engines.baton import Baton, State
+from harness.engines.exchange import Exchange, Work
+from harness.engines.meeting import ANY, Fault, Group, Meeting, Post
+from harness.engines.signature import Signature, described, difference, field_words
+from harness.errors import Position, ranks_text
+
+__all__ = ["Cause", "Raised", "left_open", "of_deadlock", "of_fault", "of_raise", "of_time", "positions"]
+
+
+class Raised(NamedTuple):
+    """An exception that ended a rank's program."""
+
+    rank: int
+    error: BaseException
+
+
+class Cause(NamedTuple):
+    """The root cause in one line, the ranks to blame, and the `kind` of a Desynchronised, "" for other errors."""
+
+    text: str
+    ranks: tuple[int, ...]
+    kind: str = ""
+
+
+def positions(baton: Baton, exchange: Exchange, raised: Sequence[Raised]) -> list[Position]:
+    """Where every rank stands, by rank."""
+    errors = {entry.rank: entry.error for entry in raised}
+    found = []
+    for rank, (state, frame) in enumerate(zip(baton.states, baton.frames(), strict=True)):
+        work = exchange.waiting[rank]
+        if rank in errors:
+            caller = raised_at(errors[rank].__traceback__)
+            found.append(Position(rank=rank, state="raised", detail=_error_text(errors[rank]), caller=caller))
+        elif state in {State.DONE, State.NOT_STARTED}:
+            found.append(Position(rank=rank, state="finished" if state is State.DONE else "not started"))
+        elif work is not None and not work.event.done:
+            found.append(
+                Position(
+                    rank=rank,
+                    state="waits in",
+                    op=work.said.op,
+                    number=work.number,
+                    group=work.group.label,
+                    detail=_said(work),
+                    caller=caller_of(frame),
+                )
+            )
+        else:
+            found.append(Position(rank=rank, state="runs", caller=caller_of(frame)))
+    return found
+
+
+def of_raise(raised: Sequence[Raised], world_size: int) -> Cause:
+    """A rank raised first."""
+    first = raised[0]
+    place = raised_at(first.error.__traceback__)
+    text = f"rank {first.rank} of {world_size} raised {_error_text(first.error)}" + (f", at {place}" if place else "")
+    return Cause(text, tuple(entry.rank for entry in raised))
+
+
+def of_fault(fault: Fault) -> Cause:
+    """Ranks that met do not agree."""
+    if fault.meeting is None:
+        call = f"{fault.said.op} #{fault.number} of {fault.group.label}"
+        return Cause(f"ranks disagree in {call}: {fault.words}", fault.ranks, "mismatch")
+    said: dict[int, Signature] = {}
+    for member, rank in enumerate(fault.group.ranks):
+        if fault.meeting.operands[member] is not None:
+            said[rank] = fault.meeting.said
+        elif member in fault.meeting.parted:
+            said[rank] = fault.meeting.parted[member]
+    usual = max(said.values(), key=lambda one: list(said.values()).count(one))
+    odd = next(one for one in said.values() if one != usual)
+    field = difference(odd, usual)
+    by_value: dict[str, list[int]] = {}
+    for one in (odd, usual):
+        by_value[field_words(field, one)[1]] = []
+    for rank, one in said.items():
+        by_value.setdefault(field_words(field, one)[1], []).append(rank)
+    values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+    blamed = [rank for rank, one in said.items() if one != usual]
+    if 2 * len(blamed) >= len(said):
+        blamed = list(said)
+    call = f"call #{fault.number} of {fault.group.label}"
+    return Cause(f"ranks disagree in {call}: {field_words(field, odd)[0]} is {values}", tuple(blamed), "mismatch")
+
+
+def of_deadlock(baton: Baton, exchange: Exchange) -> Cause:
+    """Nobody can go on: follow who waits for whom, to a rank that has finished or round a circle."""
+    rank = next(rank for rank, state in enumerate(baton.states) if state is not State.DONE)
+    path: list[tuple[int, Work]] = []
+    while rank not in [waiter for waiter, _ in path]:
+        work = exchange.waiting[rank]
+        if work is None:
+            break
+        path.append((rank, work))
+        missing = _missing(work)
+        rank = next((other for other in missing if baton.states[other] is State.DONE), missing[0])
+    if baton.states[rank] is State.DONE:
+        waiter, work = path[-1]
+        text = f"rank {rank} has finished, but rank {waiter} waits for it in {_call(work)}"
+        return Cause(text, (rank,), "skipped")
+    start = next(i for i, (waiter, _) in enumerate(path) if waiter == rank)
+    circle = path[start:]
+    after = [waiter for waiter, _ in circle[1:]] + [rank]
+    steps = (
+        f"rank {waiter} waits for rank {other} in {_call(work)}"
+        for (waiter, work), other in zip(circle, after, strict=True)
+    )
+    return Cause(f"no rank can go on: {', '.join(steps)}", tuple(waiter for waiter, _ in circle), "deadlock")
+
+
+def left_open(groups: Sequence[Group]) -> Cause | None:
+    """Every rank has finished: a call that not every rank made, None when there is none."""
+    for group in groups:
+        for number, meeting in group.meetings.items():
+            absent = [rank for rank, operands in zip(group.ranks, meeting.operands, strict=True) if operands is None]
+            call = f"{meeting.said.op} #{number} of {group.label}"
+            return Cause(f"every rank has finished, but {_ranks(absent)} never made {call}", tuple(absent), "skipped")
+        for post in group.posts:
+            peer = "any rank" if post.peer == ANY else f"rank {group.ranks[post.peer]}"
+            what = f"rank {group.ranks[post.member]}'s {post.said.op} in {group.label}"
+            text = f"every rank has finished, but {what} was never met by {peer}"
+            return Cause(text, () if post.peer == ANY else (group.ranks[post.peer],), "skipped")
+    return None
+
+
+def of_time(baton: Baton, timeout_s: float) -> Cause:
+    """The time limit was reached while a rank was running."""
+    frames = baton.frames()
+    running = [rank for rank, state in enumerate(baton.states) if state is State.RUNNING]
+    places = ((rank, caller_of(frames[rank])) for rank in running)
+    texts = [f"rank {rank} runs" + (f" at {place}" if place else "") for rank, place in places]
+    return Cause(f"no end within {timeout_s:g} s: {', '.join(texts) or 'no rank was running'}", tuple(running))
+
+
+def _missing(work: Work) -> list[int]:
+    """The ranks that a waiting rank waits for."""
+    ranks, event = work.group.ranks, work.event
+    if isinstance(event, Meeting):
+        return [rank for rank, operands in zip(ranks, event.operands, strict=True) if operands is None]
+    if event.peer != ANY:
+        return [ranks[event.peer]]
+    return [rank for rank in ranks if rank != work.rank]
+
+
+def _call(work: Work) -> str:
+    return f"{work.said.op} #{work.number} of {work.group.label}"
+
+
+def _said(work: Work) -> str:
+    if not isinstance(work.event, Post):
+        return described(work.said)
+    peer = "any rank" if work.event.peer == ANY else f"rank {work.group.ranks[work.event.peer]}"
+    tag = f" tag {work.event.tag}" if work.event.tag else ""
+    return f"{described(work.said)} {'to' if work.said.op == 'send' else 'from'} {peer}{tag}"
+
+
+def _error_text(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return type(error).__name__ + (f": {lines[0]}" if lines else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"

@@ -1,0 +1,148 @@
+"""Threads for ranks, used again only when the program before left nothing behind in them.
+
+torch and user code keep caches and switches per thread: meshes, DTensor's sharding decisions, grad mode, autocast. A
+new thread for every rank would be the simple way to start clean, and costs 0.3 ms a rank (start, allocator, autograd's
+queues), a fifth of a small example. So a thread is used again if its Python thread-locals and torch's switches are
+exactly as at its birth; else it is thrown away. Where Python does not show its thread-locals, every thread is new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Aborted", "Worker", "Workers"]
+
+
+class Aborted(BaseException):
+    """Unwinds the ranks of a run that has ended. Not an Exception, so that user code does not catch it by accident."""
+
+
+Job = Callable[[], Callable[[], None]]
+
+
+class Worker:
+    """A thread that runs one job at a time. `reusable` is known when a job has ended.
+
+    A job returns what to call last, when the thread is about to sleep.
+    """
+
+    def __init__(self) -> None:
+        self.reusable = False
+        self._interrupted = False
+        self._job: Job | None = None
+        self._given = _taken()
+        self._ended = _taken()
+        self.thread = threading.Thread(target=self._serve, name="rank (idle)", daemon=True)
+        self.thread.start()
+
+    def begin(self, name: str, job: Job | None) -> None:
+        """Run a job, which must not raise, in a fresh context; None ends the thread."""
+        self.thread.name = name
+        self._job = job
+        self._given.release()
+
+    def ended(self, timeout_s: float) -> bool:
+        """Wait for the end of the job; True when it came in time. Not to be asked again after True."""
+        return self._ended.acquire(timeout=timeout_s)
+
+    def interrupt(self) -> None:
+        """Raise Aborted in the thread as soon as it runs Python code again."""
+        self._interrupted = True
+        ident = ctypes.c_ulong(self.thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Aborted))
+
+    def _serve(self) -> None:
+        with contextlib.suppress(Aborted):
+            born = _traces() if _shows_thread_locals() else None
+            while not self._interrupted:
+                self._given.acquire()
+                if self._job is None:
+                    return
+                last = _nothing
+                try:
+                    last = contextvars.Context().run(self._job)
+                finally:
+                    self._job = None
+                    self.reusable = not self._interrupted and _traces() == born
+                    self._ended.release()
+                last()
+
+
+class Workers:
+    """The idle threads of an engine."""
+
+    def __init__(self) -> None:
+        self._idle: list[Worker] = []
+
+    def take(self, count: int) -> list[Worker]:
+        """So many threads; new ones as far as needed."""
+        taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
+        return taken + [Worker() for _ in range(count - len(taken))]
+
+    def give_back(self, workers: list[Worker]) -> None:
+        """Threads whose jobs have ended: keep the clean ones, end the others."""
+        for worker in workers:
+            if worker.reusable:
+                worker.thread.name = "rank (idle)"
+                self._idle.append(worker)
+            else:
+                worker.begin("rank (ending)", None)
+
+    def end(self) -> None:
+        """End all idle threads."""
+        while self._idle:
+            self._idle.pop().begin("rank (ending)", None)
+
+
+def _nothing() -> None:
+    """Nothing to call last."""
+
+
+def _taken() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _traces() -> tuple[Any, ...]:
+    """What a program can leave behind in the calling thread."""
+    return (_thread_locals(), _switches())
+
+
+def _thread_locals() -> frozenset[str]:
+    """The Python thread-locals of this thread, as far as Python shows them."""
+    get = ctypes.pythonapi.PyThreadState_GetDict
+    get.restype = ctypes.c_void_p  # a borrowed reference
+    address = get()
+    entries = ctypes.cast(address, ctypes.py_object).value if address else {}
+    return frozenset(key for key in entries if str(key).startswith("thread.local."))
+
+
+def _shows_thread_locals() -> bool:
+    """CPython up to 3.12 keeps a thread's locals in its dict, later ones elsewhere."""
+    before = _thread_locals()
+    probe = threading.local()
+    probe.seen = True
+    return len(_thread_locals()) == len(before) + 1
+
+
+def _switches() -> tuple[Any, ...]:
+    """torch's switches of this thread."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+        torch._C._dispatch_tls_local_include_set().raw_repr(),
+        torch._C._dispatch_tls_local_exclude_set().raw_repr(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+    )

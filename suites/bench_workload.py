@@ -1,0 +1,160 @@
+"""The benchmark workload: a two-layer tensor-parallel transformer of plain tensors, and the same model dense.
+
+Small enough that the cost is op dispatch and hand-offs, not arithmetic. Shapes: x, dy [batch, seq, hidden]; weights are
+[out, in]; per layer 12 weights. A rank holds heads / W heads and ffn / W columns and issues 4 all_reduces a layer, two
+forward and two backward (Megatron-LM, arXiv 1909.08053, section 3). With `comm` off the rank runs the same operations
+without a single collective: the floor that an engine is measured against. Everything follows from `sizes.seed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["Passed", "Sizes", "data", "dense", "largest_error", "rank_program", "weights"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is run. The default is the workload of the published numbers."""
+
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 8
+    seq: int = 16
+    batch: int = 2
+    ffn: int = 256
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+
+
+class Passed(NamedTuple):
+    """One forward and backward: output, gradient of the input, gradients of the weights by name."""
+
+    y_BSH: Tensor
+    dx_BSH: Tensor
+    gradients: dict[str, Tensor]
+
+
+def weights(sizes: Sizes) -> dict[str, Tensor]:
+    """All weights by name: norm, qkv (rows by head: q, k, v), output, norm, up, down, each a matrix or scale and a bias."""
+    draw = torch.Generator().manual_seed(sizes.seed)
+    hidden, ffn = sizes.hidden, sizes.ffn
+    shapes = {"norm1": (hidden,), "qkv": (3 * hidden, hidden), "out": (hidden, hidden)}
+    shapes |= {"norm2": (hidden,), "up": (ffn, hidden), "down": (hidden, ffn)}
+    drawn = {}
+    for layer in range(sizes.layers):
+        for name, shape in shapes.items():
+            scale = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
+            weight = torch.randn(shape, generator=draw, dtype=sizes.dtype) * scale
+            drawn[f"{layer}.{name}.weight"] = weight + 1 if len(shape) == 1 else weight
+            drawn[f"{layer}.{name}.bias"] = torch.randn(shape[0], generator=draw, dtype=sizes.dtype) * 0.1
+    return drawn
+
+
+def data(sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """The input and the gradient of the output."""
+    draw = torch.Generator().manual_seed(sizes.seed + 1)
+    shape = (sizes.batch, sizes.seq, sizes.hidden)
+    return torch.randn(shape, generator=draw, dtype=sizes.dtype), torch.randn(shape, generator=draw, dtype=sizes.dtype)
+
+
+def dense(sizes: Sizes, full: dict[str, Tensor], x_BSH: Tensor, dy_BSH: Tensor) -> Passed:
+    """The whole model in one process."""
+    return _pass(sizes, full, x_BSH, dy_BSH, world_size=1, comm=False)
+
+
+def rank_program(
+    rank: int, world_size: int, sizes: Sizes, full: dict[str, Tensor], x_BSH: Tensor, dy_BSH: Tensor, comm: bool = True
+) -> Passed:
+    """One rank's forward and backward; the gradients are those of its shards."""
+    shards = {name: shard(name, weight, rank, world_size) for name, weight in full.items()}
+    return _pass(sizes, shards, x_BSH, dy_BSH, world_size=world_size, comm=comm)
+
+
+def shard(name: str, weight: Tensor, rank: int, world_size: int) -> Tensor:
+    """A rank's part: rows of qkv and up, columns of out and down, the rest in full."""
+    if name.endswith(("qkv.weight", "qkv.bias", "up.weight", "up.bias")):
+        return weight.chunk(world_size)[rank]
+    if name.endswith(("out.weight", "down.weight")):
+        return weight.chunk(world_size, dim=1)[rank]
+    return weight
+
+
+def largest_error(passed: list[Passed], reference: Passed) -> float:
+    """The largest absolute difference of any rank's output, input gradient or weight gradient from the dense one."""
+    worst = 0.0
+    for rank, mine in enumerate(passed):
+        pairs = [(mine.y_BSH, reference.y_BSH), (mine.dx_BSH, reference.dx_BSH)]
+        pairs += [
+            (grad, shard(name, reference.gradients[name], rank, len(passed))) for name, grad in mine.gradients.items()
+        ]
+        worst = max(worst, *(float((one - other).abs().max()) for one, other in pairs))
+    return worst
+
+
+class _Copy(torch.autograd.Function):
+    """Identity forward, all_reduce backward: entry of the parallel part. Pair: _Reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: bool) -> Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        gradient = gradient.contiguous()
+        if ctx.comm:
+            dist.all_reduce(gradient)
+        return gradient, None
+
+
+class _Reduce(torch.autograd.Function):
+    """all_reduce forward, identity backward: exit of the parallel part. Pair: _Copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: bool) -> Tensor:
+        x = x.contiguous()
+        if comm:
+            dist.all_reduce(x)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def _pass(
+    sizes: Sizes, shards: dict[str, Tensor], x_BSH: Tensor, dy_BSH: Tensor, *, world_size: int, comm: bool
+) -> Passed:
+    own = {name: weight.detach().requires_grad_() for name, weight in shards.items()}
+    x = start = x_BSH.detach().requires_grad_()
+    heads, head_dim = sizes.heads // world_size, sizes.hidden // sizes.heads
+    for layer in range(sizes.layers):
+        weight = {name.removeprefix(f"{layer}."): value for name, value in own.items() if name.startswith(f"{layer}.")}
+        normed = functional.layer_norm(x, (sizes.hidden,), weight["norm1.weight"], weight["norm1.bias"])
+        normed = _Copy.apply(normed, comm)
+        qkv = functional.linear(normed, weight["qkv.weight"], weight["qkv.bias"])
+        q, k, v = qkv.view(sizes.batch, sizes.seq, heads, 3, head_dim).permute(3, 0, 2, 1, 4)
+        scores = (q @ k.transpose(-1, -2)) * head_dim**-0.5
+        future = torch.ones(sizes.seq, sizes.seq, dtype=torch.bool).triu(1)
+        mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
+        mixed = mixed.transpose(1, 2).reshape(sizes.batch, sizes.seq, -1)
+        attended = mixed @ weight["out.weight"].t()
+        attended = _Reduce.apply(attended, comm)
+        x = x + attended + weight["out.bias"]
+        normed = functional.layer_norm(x, (sizes.hidden,), weight["norm2.weight"], weight["norm2.bias"])
+        normed = _Copy.apply(normed, comm)
+        up = functional.gelu(functional.linear(normed, weight["up.weight"], weight["up.bias"]), approximate="tanh")
+        down = up @ weight["down.weight"].t()
+        down = _Reduce.apply(down, comm)
+        x = x + down + weight["down.bias"]
+    (x * dy_BSH).sum().backward()
+    assert start.grad is not None
+    return Passed(x.detach(), start.grad, {name: value.grad for name, value in own.items() if value.grad is not None})
