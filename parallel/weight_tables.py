@@ -4,12 +4,12 @@ Letters: B rows, s = S/p tokens of a row on this rank, D hidden, V vocabulary, w
 sequence's. The token table lies [V, D/w] (cut along hidden) or [V/w, D] (along the vocabulary), a head of its own
 [V/w, D] or, tied, a token table of that form. Cuts along the vocabulary pad it.
 
-    call                 | forward               | backward
-    token table          | all_gather            | all_gather, reduce_scatter
-    head weight          | all_gather            | all_gather, reduce_scatter
-    logits form=exchange | all_to_all: [B, s, V] -> [B, S, V/p] | all_to_all
-    logits form=gather   | all_gather: [B, s, V] -> [B, S, V]   | own slice
-    logits form=local    | -                     | -
+    call                 | forward                              | backward
+    token table          | all_gather                           | all_gather, reduce_scatter
+    head weight          | all_gather                           | all_gather, reduce_scatter
+    logits head=exchange | all_to_all: [B, s, V] -> [B, S, V/p] | all_to_all
+    logits head=gather   | all_gather: [B, s, V] -> [B, S, V]   | own slice
+    logits head=local    | -                                    | -
 
 A lookup needs no table in backward; it is gathered all the same, as InternEvo does, so that the two ledgers agree. No
 gather here is started ahead of its use. Source: InternEvo `Embedding1D`, `ScaleColumnParallelLinear` (modes.md 3.3,
