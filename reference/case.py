@@ -49,7 +49,7 @@ class Case:
     kv_heads: int = 2
     activation: str = "gelu"
     ffn: int = 256
-    vocab: int = 257
+    vocab: int = 509
     positions: str = "learned"
     norm: str = "layernorm"
     bias: bool = True

@@ -50,7 +50,7 @@ def _llama(*shape: int) -> dict[str, Any]:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny-gpt": {**_GPT, **_shape(2, 64, 8, 2, 256, 257, 32)},
+    "tiny-gpt": {**_GPT, **_shape(2, 64, 8, 2, 256, 509, 32)},
     "tiny-internlm2": _internlm2(2, 64, 8, 2, mlp_width(64, 2.6, 24), 264, 32),
     "gpt3-857m": {**_GPT, **_shape(24, 1024, 16, 16, 4096, 50257, 2048), "batch": 4, "micro": 4},
     "internlm2-1.8b": _internlm2(24, 2048, 16, 8, mlp_width(2048, 4.0, 256), 92544, 2048),

@@ -1,14 +1,16 @@
 """Text and JSON lines to token ids, and the one error of all readers.
 
-A reader turns bytes into documents: int64 tensors [tokens of the document]. Text is byte-level: a token id is the byte,
-256 ends a document, and a vocabulary below 257 folds every id by modulo. Token ids that a file already holds are never
-folded: an id outside the vocabulary is an error. A negative id is InternEvo's mark of a prompt: the token `abs(id)`,
-which the model reads but never learns (EVO `data/tokenized/collaters.py`).
+A reader turns bytes into documents: int64 tensors [tokens of the document]. Text is byte-level: a token is the byte,
+256 ends a document; a vocabulary below 257 folds ids by modulo, a larger one spreads them over its whole range, so that
+plain text meets every shard of the vocabulary. Token ids that a file already holds stay as they are: an id outside the
+vocabulary is an error. A negative id is InternEvo's mark of a prompt: the token `abs(id)`, which the model reads but
+never learns (EVO `data/tokenized/collaters.py`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -74,12 +76,20 @@ def load(path: Path) -> bytes:
 
 
 def encode(text: bytes, vocab: int) -> Tensor:
-    """The byte-level document of this text: int64 [len(text) + 1], the last token is END; ids modulo `vocab`."""
+    """The byte-level document of this text: int64 [len(text) + 1], the last token is END; see the module for ids."""
     ids = torch.empty(len(text) + 1, dtype=torch.int64, device="cpu")
     if text:
         ids[:-1] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     ids[-1] = END
-    return ids if vocab > END else ids % vocab
+    return ids * _stride(vocab) % vocab
+
+
+def _stride(vocab: int) -> int:
+    """What ids are multiplied by: 1 up to 257 tokens, else the first number from vocab/golden ratio on without a
+    common factor, which puts neighbouring bytes far apart and never two bytes on one id."""
+    if vocab <= END + 1:
+        return 1
+    return next(stride for stride in range(int(vocab * 0.618), vocab) if math.gcd(stride, vocab) == 1)
 
 
 def plain_text(path: Path, vocab: int) -> list[Tensor]:

@@ -20,8 +20,9 @@ from reference.internevo_files import read_internevo, write_internevo
 from reference.readers import END
 
 
-def case(path: Path, **words: int) -> Case:
-    return Case.of(data=str(path), **words)
+def case(path: Path, *, vocab: int = END + 1, **words: int) -> Case:
+    """A case that reads this path; its vocabulary has one id a byte and END, unless said."""
+    return Case.of(data=str(path), vocab=vocab, **words)
 
 
 def tokens(path: Path, **words: int) -> list[list[int]]:
@@ -40,7 +41,15 @@ def test_a_small_vocabulary_folds_bytes_by_modulo(tmp_path: Path) -> None:
     file.write_text("az")
     assert tokens(file, vocab=100) == [[97, 22, 56]]
     assert tokens(file, vocab=256) == [[97, 122, 0]]
-    assert tokens(file, vocab=50257) == [[97, 122, 256]]
+
+
+def test_a_large_vocabulary_is_met_everywhere_by_plain_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("".join(map(chr, range(128))))
+    (found,) = tokens(file, vocab=509)
+    assert found[:3] == [0, 314, 119]  # 314 is the first number from 0.618 * 509 on that shares no factor with it
+    assert len(set(found)) == 129
+    assert {token * 4 // 512 for token in found} == {0, 1, 2, 3}
 
 
 def test_json_lines_hold_texts_and_tokens(tmp_path: Path) -> None:
@@ -68,8 +77,10 @@ def test_a_folder_is_read_in_sorted_order_without_what_is_no_data(tmp_path: Path
 
 
 def test_without_a_path_the_standard_library_is_read() -> None:
-    first = documents(Case())
-    assert [document.tolist() for document in first] == [document.tolist() for document in documents(Case())]
+    first = documents(Case.of(vocab=END + 1))
+    assert [document.tolist() for document in first] == [
+        document.tolist() for document in documents(Case.of(vocab=END + 1))
+    ]
     path = Path(corpus.sources(Case())[0].path)
     assert path.parent == Path(sysconfig.get_path("stdlib"))
     assert bytes(first[0][:-1].tolist()) == path.read_bytes()
