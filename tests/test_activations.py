@@ -109,6 +109,5 @@ def test_true_activations_are_close_in_low_precision_and_equal_in_float64() -> N
         assert difference < 8 * torch.finfo(torch.bfloat16).eps, name
         assert difference > 0 or name == "act/embedding", name  # a lookup rounds nothing
     exact = case.but(dtype="float64")
-    assert all(
-        torch.equal(value, true_activations(exact, CPU)[name]) for name, value in activations(exact, CPU).items()
-    )
+    found, true = activations(exact, CPU), true_activations(exact, CPU)
+    assert all(torch.equal(value, true[name]) for name, value in found.items())

@@ -123,6 +123,11 @@ def test_gpt_vocabulary_is_padded_to_a_multiple_of_128_tp(vocab: int, tp: int, r
     assert Case.of(vocab=vocab, tp=tp, kv_heads=8).padded_vocab == rows
 
 
+def test_isp_pads_for_the_ranks_that_split_logits_and_for_those_that_split_weights() -> None:
+    case = Case.parse("mode=isp tp=2 dp=3 wp=3 hidden=48 heads=8 ffn=48 vocab=769")
+    assert case.padded_vocab == 2 * 128 * 6
+
+
 def test_other_families_never_pad() -> None:
     assert Case.of(preset="tiny-internlm2").padded_vocab == 264
 

@@ -190,7 +190,7 @@ CHANGES = {
 }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(case=st.sampled_from(MODES).flatmap(cases), changes=st.fixed_dictionaries({}, optional=CHANGES))
 def test_following_the_advice_ends_in_a_legal_case(case: Case, changes: dict[str, Any]) -> None:
     text = " ".join(f"{key}={rules.write(value)}" for key, value in {**case.words(), **changes}.items())
