@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Literal, Protocol, TextIO
 
 from rich import box
 from rich.console import Console
@@ -21,6 +21,8 @@ from reports.tables import Table
 
 __all__ = ["Progress", "Ticker", "append_step_summary", "markdown", "plain", "show_message", "show_table", "ticking"]
 
+_LONGEST = 24
+"""Characters that stay in one line of the terminal however narrow it is."""
 _STYLES = {"pass": "green", "yes": "green", "fail": "bold red", "no": "bold red", "unknown": "yellow", "skip": "dim"}
 
 
@@ -29,14 +31,32 @@ def show_table(table: Table, stream: TextIO) -> None:
     if not stream.isatty():
         stream.write(plain(table) + "\n")
         return
-    drawn = RichTable(title=table.title, title_justify="left", caption=table.note or None, caption_justify="left")
-    drawn.box = box.SIMPLE_HEAD
+    console = Console(file=stream, highlight=False)
+    narrowest = [_narrowest(table, column) for column in range(len(table.headers))]
+    drawn = RichTable(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        # Too narrow a terminal folds the lines itself; rich would cut cells off.
+        width=None if sum(narrowest) + 2 * len(narrowest) <= console.width else sum(narrowest) + 2 * len(narrowest),
+    )
     for column, header in enumerate(table.headers):
-        number = column in table.numbers
-        drawn.add_column(header, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        justify: Literal["left", "right"] = "right" if column in table.numbers else "left"
+        drawn.add_column(header, justify=justify, min_width=narrowest[column], overflow="fold")
     for row in table.rows:
         drawn.add_row(*(_styled(cell) for cell in row))
-    Console(file=stream, highlight=False).print(drawn)
+    console.print(table.title, style="bold", markup=False)
+    console.print(drawn, crop=False, no_wrap=True)
+    console.print(table.note, style="dim", markup=False)
+    console.print()
+
+
+def _narrowest(table: Table, column: int) -> int:
+    """Width below which a column cannot be read: texts fold at spaces, long words anywhere, numbers never."""
+    cells = [row[column] for row in table.rows]
+    whole = cells if column in table.numbers else [word for cell in cells for word in cell.split()]
+    headers = [len(word) for word in table.headers[column].split()]
+    return max(headers + [min(len(text), _LONGEST) for text in whole])
 
 
 def _styled(cell: str) -> str:
@@ -107,7 +127,7 @@ def ticking(stream: TextIO) -> Iterator[Ticker]:
         yield lambda done, total, case, verdict: _tick_line(stream, done, total, case, verdict)
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
+    with Progress(*columns, console=Console(file=stream), transient=True, refresh_per_second=4) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, case, verdict: bar.update(
             task, completed=done, total=total, description=f"{verdict} {case}".strip()

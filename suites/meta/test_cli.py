@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from harness import run as harness_run
+from harness.resolve import resolve
 from parallel.subject import subject
 from reference.case import Case
 from reference.rules import MODES
@@ -275,6 +276,21 @@ def test_every_mode_that_our_subject_claims_has_default_cases() -> None:
     cases = run_command.default_cases(cli.SUBJECT, "all")
     assert {Case.parse(text).mode for text in cases} == set(subject.modes)
     assert not [reason for text in cases if (reason := subject.refuses(Case.parse(text)))]
+
+
+# The benchmarks
+
+
+def measured(arguments: list[str]) -> int:
+    """Stands for the benchmarks: says what it was given and fails."""
+    print("measured", arguments)
+    return 1
+
+
+def test_bench_hands_over_to_the_benchmarks(shardproof: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(resolve(run_command.BENCH)), "the real ones are where the command looks"
+    monkeypatch.setattr(run_command, "BENCH", "suites.meta.test_cli:measured")
+    assert shardproof("bench") == (1, "measured []\n", "")
 
 
 # A stored run again

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
+
 from reports import summary, tables, text
 from reports.frames import load
 from reports.tables import Table
@@ -47,7 +49,7 @@ def test_a_pipe_gets_no_escape_code_and_no_folded_line(tmp_path: Path) -> None:
     assert sum("=value" in line for line in stream.getvalue().splitlines()) == 2, "one line a case"
 
 
-def test_a_terminal_gets_every_cell_and_markup_in_cells_stays_text(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_terminal_gets_every_cell_and_markup_in_cells_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream = Terminal()
@@ -57,6 +59,34 @@ def test_a_terminal_gets_every_cell_and_markup_in_cells_stays_text(monkeypatch) 
     assert "a|b [red]<x>" in printed
     assert "22,000" in printed
     assert "a note" in printed
+
+
+def test_a_narrow_terminal_folds_long_texts_and_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "90")
+    headline = summary.headline(load(sample_run.write(tmp_path / "run"))).assign(words=["a=1 " * 30, "b=2 " * 30])
+    stream = Terminal()
+    text.show_table(tables.headline_table(headline), stream)
+    lines = stream.getvalue().splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 90
+    assert sum("pass" in line for line in lines) == 2 and all(
+        word in "".join(lines) for word in ("verdict", "tp-sp", "0.031")
+    )
+    assert stream.getvalue().count("a=1") == 30
+
+
+def test_no_terminal_is_too_narrow_for_a_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "30")
+    table = tables.headline_table(summary.headline(load(sample_run.write(tmp_path / "run"))))
+    stream = Terminal()
+    text.show_table(table, stream)
+    printed = stream.getvalue().split("calls and")[0]
+    for row in table.rows:
+        assert all(row[column] in printed for column in table.numbers)
+    for header in table.headers:
+        assert all(word in printed for word in header.split()), header
 
 
 def test_markdown_is_a_table_that_no_cell_breaks() -> None:
