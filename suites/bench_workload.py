@@ -42,7 +42,7 @@ class Passed(NamedTuple):
 
 
 def weights(sizes: Sizes) -> dict[str, Tensor]:
-    """All weights by name: norm, qkv (rows by head: q, k, v), output, norm, up, down, each a matrix or scale and a bias."""
+    """All weights by name: norm, qkv (rows by head: q, k, v), out, norm, up, down, each a matrix or scale and a bias."""
     draw = torch.Generator().manual_seed(sizes.seed)
     hidden, ffn = sizes.hidden, sizes.ffn
     shapes = {"norm1": (hidden,), "qkv": (3 * hidden, hidden), "out": (hidden, hidden)}
@@ -107,7 +107,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.contiguous()
         if ctx.comm:
             dist.all_reduce(gradient)
@@ -126,7 +126,7 @@ class _Reduce(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
