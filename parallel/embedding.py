@@ -1,15 +1,19 @@
-"""Vocabulary-parallel embedding and head: every rank holds V/p consecutive rows of the (padded) vocabulary.
+"""Embedding and head of a tensor-parallel model: tables split over the axis, hidden states whole or split behind them.
 
-Letters: B sequences, S tokens of a sequence, D hidden, V padded vocabulary. Token and position ids arrive as [B, S];
-hidden states leave with the sequence at `sequence_dim` (0: [S, B, D], 1: [B, S, D]).
+Letters: B sequences, S tokens of a sequence, D hidden, V vocabulary (padded where it is split), p ranks of the axis.
+Token and position ids arrive as [B, S]; hidden states leave with the sequence at `sequence_dim` (0: [S, B, D],
+1: [B, S, D]). A token table lies [V/p, D] (along the vocabulary) or [V, D/p] (along hidden); the head lies [V/p, D].
 
-    hidden states | positions | forward                           | backward
-    whole         | any       | all-reduce                        | -
-    split         | learned   | all-reduce, then own slice        | all-gather
-    split         | rope      | reduce-scatter                    | all-gather
+    table      | hidden states | positions | forward                    | backward
+    vocabulary | whole         | any       | all-reduce                 | -
+    vocabulary | split         | learned   | all-reduce, then own slice | all-gather
+    vocabulary | split         | rope      | reduce-scatter             | all-gather
+    hidden     | whole         | any       | all-gather                 | own columns
+    hidden     | split         | any       | all-gather, then own slice | all-gather, then own columns
 
-The learned positions are whole on every rank and are added to the whole sum, which is why they cost the larger call.
-Source: Megatron-Core `VocabParallelEmbedding`, `reduce_scatter_embeddings` (modes.md 4.3, 4.6).
+The learned positions are whole on every rank and are added to whole hidden states, which is why they cost the larger
+call. Sources: Megatron-Core `VocabParallelEmbedding`, `reduce_scatter_embeddings` (modes.md 4.3, 4.6); InternEvo
+`Embedding1D` (modes.md 3.3).
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch.nn import functional
 from parallel import pairs
 from parallel.linear import Region, column_linear
 
-__all__ = ["Head", "Table", "VocabularyEmbedding", "vocabulary_rows"]
+__all__ = ["Head", "HiddenEmbedding", "Table", "VocabularyEmbedding", "vocabulary_rows"]
 
 
 class Table(nn.Module):
@@ -39,11 +43,8 @@ def vocabulary_rows(ids: Tensor, weight: Tensor, first: int) -> Tensor:
     return functional.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0)
 
 
-class VocabularyEmbedding(nn.Module):
-    """Token embedding split over the region's axis, plus learned positions when there are any.
-
-    `tokens` is this rank's [V/p, D], `positions` the whole [seq, D] or None for rotary positions.
-    """
+class _Embedding(nn.Module):
+    """What both forms hold: `tokens`, this rank's table, and `positions`, the whole [seq, D] or None."""
 
     def __init__(
         self,
@@ -60,20 +61,39 @@ class VocabularyEmbedding(nn.Module):
         self.tokens = Table(tokens, dtype=dtype, device=device)
         self.positions = None if positions is None else Table(positions, dtype=dtype, device=device)
 
-    def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        """Hidden states [S, B, D] or [B, S, D]; of this rank's part of the sequence when they are split."""
-        region = self.region
-        x_BSD = vocabulary_rows(tokens_BS, self.tokens.weight, region.axis.rank * self.tokens.weight.shape[0])
-        if self.positions is None:
-            return region.leave(self._laid_out(x_BSD))
-        x_BSD = pairs.reduce_from(x_BSD, region.axis)
-        x = self._laid_out(x_BSD + functional.embedding(positions_BS, self.positions.weight))
-        if region.sequence_dim is None:
-            return x
-        return pairs.scatter_to_sequence(x, region.axis, dim=region.sequence_dim)
-
     def _laid_out(self, x_BSD: Tensor) -> Tensor:
         return x_BSD.transpose(0, 1) if self.sequence_dim == 0 else x_BSD
+
+    def _from_whole(self, x_BSD: Tensor, positions_BS: Tensor) -> Tensor:
+        """Whole token rows -> hidden states, learned positions added when there are any."""
+        if self.positions is not None:
+            x_BSD = x_BSD + functional.embedding(positions_BS, self.positions.weight)
+        x = self._laid_out(x_BSD)
+        if self.region.sequence_dim is None:
+            return x
+        return pairs.scatter_to_sequence(x, self.region.axis, dim=self.region.sequence_dim)
+
+
+class VocabularyEmbedding(_Embedding):
+    """Token embedding split along the vocabulary; `tokens` is this rank's [V/p, D]."""
+
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
+        """Hidden states [S, B, D] or [B, S, D]; of this rank's part of the sequence when they are split."""
+        axis = self.region.axis
+        x_BSD = vocabulary_rows(tokens_BS, self.tokens.weight, axis.rank * self.tokens.weight.shape[0])
+        if self.positions is None:
+            return self.region.leave(self._laid_out(x_BSD))
+        x_BSD = pairs.reduce_from(x_BSD, axis)
+        return self._from_whole(x_BSD, positions_BS)
+
+
+class HiddenEmbedding(_Embedding):
+    """Token embedding split along hidden; `tokens` is this rank's [V, D/p], every rank looks up every token."""
+
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
+        """Hidden states [S, B, D] or [B, S, D]; of this rank's part of the sequence when they are split."""
+        columns = functional.embedding(tokens_BS, self.tokens.weight)
+        return self._from_whole(pairs.gather_from(columns, self.region.axis), positions_BS)
 
 
 class Head(nn.Module):

@@ -24,10 +24,12 @@ __all__ = [
     "delivery_terms",
     "gradient_terms",
     "local_elements",
+    "logits_terms",
     "loss_dtype",
     "loss_terms",
     "per_micro",
     "per_step",
+    "split_embedding_terms",
 ]
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}
@@ -137,6 +139,25 @@ def loss_terms(case: Case, *, axis: str = "tp") -> Iterator[Term]:
         yield from per_micro(case, "loss", "", "all_reduce", terms * one, axis=axis, dtype=dtype)
     else:
         yield from per_micro(case, "loss", "", "all_reduce", one, axis=axis, dtype=dtype, calls=terms)
+
+
+def logits_terms(case: Case) -> Iterator[Term]:
+    """What follows a head that splits the vocabulary over tp: the gather of its logits, or a loss of their parts."""
+    if case.head == "gather":
+        logits = case.tokens * case.padded_vocab * ITEM_BYTES[case.dtype]
+        yield from per_micro(case, "forward", "head", "all_gather", logits)
+    else:
+        yield from loss_terms(case)
+
+
+def split_embedding_terms(case: Case) -> Iterator[Term]:
+    """An embedding whose table is split over tp and whose hidden states are split along the sequence."""
+    if case.embedding == "hidden":
+        forward = "all_gather"
+    else:
+        forward = "all_reduce" if case.positions == "learned" else "reduce_scatter"
+    yield from activation_terms(case, "forward", "embedding", forward)
+    yield from activation_terms(case, "backward", "embedding", "all_gather")
 
 
 def gradient_terms(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from parallel.modes.fsp import FSP
 from parallel.modes.isp import ISP
+from parallel.modes.msp import MSP
+from parallel.modes.mtp import MTP
 from parallel.modes.tp import TP
 from parallel.modes.tp_sp import TP_SP
 from parallel.strategy import Mode
 
 __all__ = ["MODES"]
 
-MODES: dict[str, Mode] = {mode.name: mode for mode in (TP, TP_SP, ISP)}
+MODES: dict[str, Mode] = {mode.name: mode for mode in (TP, TP_SP, MTP, MSP, FSP, ISP)}

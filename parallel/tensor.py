@@ -1,7 +1,8 @@
 """Tensor parallelism over one axis: what the modes tp, tp-sp, mtp, msp and fsp share, bound to a case and a mesh.
 
 Column linears hold rows of their weight (whole heads, or inner features), row linears hold columns, the vocabulary is
-split by rows (padded, see `Case.padded_vocab`); norms, learned positions and row biases are whole on every rank.
+split by rows (padded, see `Case.padded_vocab`), or the token table by columns with embedding=hidden; norms, learned
+positions and row biases are whole on every rank.
 What differs between the modes is how hidden states lie between the linears: a `Region`.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from parallel.embedding import Head, VocabularyEmbedding
+from parallel.embedding import Head, HiddenEmbedding, VocabularyEmbedding
 from parallel.layout import Placement, local_shape
 from parallel.linear import ColumnLinear, Region, RowLinear
 from parallel.loss import vocabulary_cross_entropy
@@ -30,6 +31,8 @@ def placements(case: Case) -> dict[str, Placement]:
 
 def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
     module, _, leaf = name.rpartition(".")
+    if module == "embedding.tokens" and case.embedding == "hidden":
+        return Placement(shape=shape, axis="tp", dim=1)
     if module in ("embedding.tokens", "head"):
         return Placement(shape=shape, axis="tp", blocks=(case.padded_vocab,))
     if is_column(module):
@@ -111,7 +114,8 @@ def parts(
 
     def embedding() -> nn.Module:
         learned = "embedding.positions.weight"
-        return VocabularyEmbedding(
+        kind = HiddenEmbedding if case.embedding == "hidden" else VocabularyEmbedding
+        return kind(
             local("embedding.tokens.weight"),
             local(learned) if learned in places else None,
             region,

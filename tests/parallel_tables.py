@@ -55,11 +55,13 @@ def promised(docstring: str, case: Case, mode: Mode) -> Counter[Line]:
     for row in rows(docstring):
         if not all(_holds(case, condition) for condition in row.conditions):
             continue
-        size = _bytes(row.bytes, case, mode)
         if row.tensor.startswith("step "):
             axis = row.tensor.split()[1]
-            found.update({("grad_sync", "", op, axis, size): case.steps for op in row.backward})
+            for size in _each_partial(case, mode) if row.bytes == "N" else [_bytes(row.bytes, case, mode)]:
+                for op in row.backward:
+                    found[("grad_sync", "", op, axis, size)] += case.steps
             continue
+        size = _bytes(row.bytes, case, mode)
         for region in [""] if row.tensor == "loss" else _matching(row.tensor, modules):
             phases = {"loss" if row.tensor == "loss" else "forward": row.forward, "backward": row.backward}
             if case.recompute == "full" and region.startswith("layers."):
@@ -98,13 +100,20 @@ def _matching(pattern: str, modules: list[str]) -> list[str]:
     return [module for module in modules if any(fnmatchcase(module, p) for p in patterns)]
 
 
+def _each_partial(case: Case, mode: Mode) -> list[int]:
+    """Bytes of every gradient that is a partial sum."""
+    places = mode.placements(case)
+    return [math.prod(place.shape) * _ITEM[case.dtype] for name, place in places.items() if mode.partial(case, name)]
+
+
 def _bytes(text: str, case: Case, mode: Mode) -> int:
     item, one = _ITEM[case.dtype], 8 if case.dtype == "float64" else 4
     count, _, letter = text.rpartition("*")
     places = mode.placements(case)
     split = {name for name, place in places.items() if place.axis}
     padding = (case.padded_vocab - case.vocab) * case.hidden
-    padded = padding * sum(name in places for name in ("embedding.tokens.weight", "head.weight"))
+    tables = ("embedding.tokens.weight", "head.weight") if case.embedding == "vocab" else ("head.weight",)
+    padded = padding * sum(name in places for name in tables)
     total = sum(math.prod(places[name].shape) for name in split) + padded
     whole = sum(math.prod(place.shape) for name, place in places.items() if name not in split)
     letters = {
@@ -112,7 +121,7 @@ def _bytes(text: str, case: Case, mode: Mode) -> int:
         "T": case.tokens * one,
         "V": case.tokens * case.padded_vocab * item,
         "G": (total // case.tp + whole) * item,
-        "P": sum(math.prod(place.shape) for name, place in places.items() if mode.partial(case, name)) * item,
+        "P": sum(_each_partial(case, mode)),
         "W": one,
     }
     return int(count or 1) * (letters[letter] if letter in letters else int(letter))

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding and head against the dense lookup and product, padding included."""
+"""Embeddings split along the vocabulary or hidden, and the head, against the dense lookup and product."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ import torch
 from parallel_ranks import CPU, Calls, along_tp, numbers
 from torch import Tensor
 
-from parallel.embedding import Head, VocabularyEmbedding, vocabulary_rows
-from parallel.layout import Placement, gather, shard
+from parallel.embedding import Head, HiddenEmbedding, VocabularyEmbedding, vocabulary_rows
+from parallel.layout import Placement, gather, local_shape, shard
 from parallel.linear import Region
 from parallel.mesh import Axis
 
-RANKS, VOCAB, PADDED, WIDTH, SEQ = 3, 10, 15, 4, 6
+RANKS, VOCAB, PADDED, WIDTH, SEQ = 3, 10, 15, 6, 6
 TOKENS = torch.tensor([[9, 0, 4, 5, 4, 1], [3, 9, 9, 2, 8, 7]])
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]])
 TABLE, LEARNED = numbers(VOCAB, WIDTH), numbers(SEQ, WIDTH, seed=1)
 GRADIENT_BSD = numbers(2, SEQ, WIDTH, seed=2)
 PLACE = Placement(shape=(VOCAB, WIDTH), axis="tp", blocks=(PADDED,))
+COLUMNS = Placement(shape=(VOCAB, WIDTH), axis="tp", dim=1)
 
 
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("sequence_dim", [0, 1])
 @pytest.mark.parametrize("split", [True, False])
-def test_embedding_is_the_dense_lookup(learned: bool, sequence_dim: int, split: bool) -> None:
+@pytest.mark.parametrize(("kind", "place"), [(VocabularyEmbedding, PLACE), (HiddenEmbedding, COLUMNS)])
+def test_embedding_is_the_dense_lookup(
+    kind: type[VocabularyEmbedding | HiddenEmbedding], place: Placement, learned: bool, sequence_dim: int, split: bool
+) -> None:
     calls = Calls()
 
     def program(axis: Axis) -> tuple[Tensor, Tensor | None, Tensor | None]:
         region = Region(axis=axis, sequence_dim=sequence_dim if split else None)
-        module = VocabularyEmbedding(
-            (PADDED // axis.size, WIDTH),
+        module = kind(
+            local_shape(place, parts=axis.size),
             (SEQ, WIDTH) if learned else None,
             region,
             sequence_dim=sequence_dim,
@@ -37,7 +41,7 @@ def test_embedding_is_the_dense_lookup(learned: bool, sequence_dim: int, split: 
             device=CPU,
         )
         with torch.no_grad():
-            module.tokens.weight.copy_(shard(TABLE, PLACE, index=axis.rank, parts=axis.size))
+            module.tokens.weight.copy_(shard(TABLE, place, index=axis.rank, parts=axis.size))
             if module.positions is not None:
                 module.positions.weight.copy_(LEARNED)
         x = module(TOKENS, POSITIONS)
@@ -56,11 +60,13 @@ def test_embedding_is_the_dense_lookup(learned: bool, sequence_dim: int, split: 
     whole = torch.cat([x for x, _, _ in results], sequence_dim) if split else results[0][0]
     torch.testing.assert_close(whole, expected, rtol=1e-13, atol=1e-13)
     gradients = [gradient for _, gradient, _ in results if gradient is not None]
-    torch.testing.assert_close(gather(gradients, PLACE), table.grad, rtol=1e-13, atol=1e-13)
-    assert torch.equal(torch.cat(gradients)[VOCAB:], torch.zeros(PADDED - VOCAB, WIDTH, dtype=TABLE.dtype))
+    torch.testing.assert_close(gather(gradients, place), table.grad, rtol=1e-13, atol=1e-13)
+    if place is PLACE:
+        assert torch.equal(torch.cat(gradients)[VOCAB:], torch.zeros(PADDED - VOCAB, WIDTH, dtype=TABLE.dtype))
     for _, _, gradient in results if learned else ():
         torch.testing.assert_close(gradient, positions.grad, rtol=1e-13, atol=1e-13)
     into = "all_reduce" if learned or not split else "reduce_scatter"
+    into = "all_gather" if place is COLUMNS else into
     assert calls.ops() == ([into, "all_gather"] if split else [into])
     assert {call.payload_bytes for call in calls.by_rank[0]} == {GRADIENT_BSD.numel() * 8}
 

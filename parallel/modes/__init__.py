@@ -7,9 +7,11 @@ How to read a table (tests parse it and hold it against the closed form and agai
               row holds for cases with these words only
     forward   calls in the order of ops, "-" for none, "3 all_reduce" for three; backward likewise
     bytes     payload of each call: A one whole activation [S, B, D]; T one number a token in the loss's dtype; V the
-              whole padded logits; G all gradients of a rank; P its partial gradients; W one number in the loss's dtype
+              whole padded logits; G all gradients of a rank; P its partial gradients in one call, N each of them
+              in a call of its own; W one number in the loss's dtype
 
 Under recompute=full the forward calls of `layers.*` are issued once more in phase recompute. A group of one rank is
-bypassed. The broadcasts of the data are the same in all modes: see `parallel.batch`. The table of `isp`, which has two
-axes and shares gathers between recompute and backward, has a column for each and its own bytes, told below it.
+bypassed. The broadcasts of the data and the calls of the metric are the same in all modes: see `parallel.batch` and
+`parallel.metric`. The table of `isp`, which has two axes and shares gathers between recompute and backward, has a
+column for each and its own bytes, told below it.
 """

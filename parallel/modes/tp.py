@@ -28,13 +28,11 @@ from functools import partial
 
 from parallel import tensor
 from parallel.expectation import (
-    ITEM_BYTES,
     Term,
     activation_terms,
     delivery_terms,
     gradient_terms,
-    loss_terms,
-    per_micro,
+    logits_terms,
 )
 from parallel.roles import column_linears, row_linears
 from parallel.strategy import Mode
@@ -51,11 +49,7 @@ def _expected(case: Case) -> Iterator[Term]:
         yield from activation_terms(case, "forward", linear, "all_reduce")
         if case.recompute == "full":
             yield from activation_terms(case, "recompute", linear, "all_reduce")
-    if case.head == "gather":
-        logits = case.tokens * case.padded_vocab * ITEM_BYTES[case.dtype]
-        yield from per_micro(case, "forward", "head", "all_gather", logits)
-    else:
-        yield from loss_terms(case)
+    yield from logits_terms(case)
     for linear in [*column_linears(case), "head"]:
         yield from activation_terms(case, "backward", linear, "all_reduce")
     yield from gradient_terms(case, tensor.placements(case), _partial)

@@ -31,13 +31,12 @@ from functools import partial
 
 from parallel import tensor
 from parallel.expectation import (
-    ITEM_BYTES,
     Term,
     activation_terms,
     delivery_terms,
     gradient_terms,
-    loss_terms,
-    per_micro,
+    logits_terms,
+    split_embedding_terms,
 )
 from parallel.roles import column_linears, row_linears
 from parallel.strategy import Mode
@@ -50,20 +49,14 @@ def _expected(case: Case) -> Iterator[Term]:
     """Per micro-batch with C column linears a layer and rope: forward C*L+1 all-gathers, 2L+1 reduce-scatters, loss 3,
     backward (C+2)L+2 all-gathers, C*L+1 reduce-scatters. Learned positions: one all-reduce for one reduce-scatter."""
     yield from delivery_terms(case)
-    into_split = "all_reduce" if case.positions == "learned" else "reduce_scatter"
-    yield from activation_terms(case, "forward", "embedding", into_split)
-    yield from activation_terms(case, "backward", "embedding", "all_gather")
+    yield from split_embedding_terms(case)
     for phase in ("forward", "recompute") if case.recompute == "full" else ("forward",):
         for linear in column_linears(case):
             yield from activation_terms(case, phase, linear, "all_gather")
         for linear in row_linears(case):
             yield from activation_terms(case, phase, linear, "reduce_scatter")
     yield from activation_terms(case, "forward", "head", "all_gather")
-    if case.head == "gather":
-        logits = case.tokens * case.padded_vocab * ITEM_BYTES[case.dtype]
-        yield from per_micro(case, "forward", "head", "all_gather", logits)
-    else:
-        yield from loss_terms(case)
+    yield from logits_terms(case)
     for linear in [*column_linears(case), "head"]:
         yield from activation_terms(case, "backward", linear, "all_gather", "reduce_scatter")
     for linear in row_linears(case):
