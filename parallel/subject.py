@@ -19,6 +19,7 @@ from torch import Tensor
 from parallel.expectation import Term
 from parallel.layout import Shard, pieces, rows
 from parallel.mesh import Mesh, axis_rank, axis_size
+from parallel.metric import metric_terms
 from parallel.registry import MODES
 from parallel.training import Value, train
 from reference.case import Case
@@ -45,13 +46,13 @@ class ParallelSubject:
             return f"mode={case.mode}: is not offered here; legal: {' '.join(MODES)}"
         if case.variant:
             return f"variant={case.variant}: mode={case.mode} offers no variants; legal: variant="
-        if case.metric:
-            return f"metric=true: mode={case.mode} computes no metrics; legal: metric=false"
         return ""
 
     def expected(self, case: Case) -> Iterable[Term]:
         """The calls that every rank issues over the whole run of a case it does not refuse."""
-        return tuple(MODES[case.mode].expected(case))
+        mode = MODES[case.mode]
+        place = mode.activation(case, "head")
+        return (*mode.expected(case), *(() if place is None else metric_terms(case, place)))
 
     def activations(self, case: Case, rank: int, module: str, local: Tensor) -> tuple[Shard, ...] | None:
         """The boxes of `act/<module>` [dp*batch, seq, width] (packed [dp, batch*seq, width]) that `local` holds.

@@ -18,6 +18,7 @@ from parallel.batch import deliver
 from parallel.layout import Placement, Shard, pieces, rows, shard
 from parallel.loss import counted
 from parallel.mesh import Mesh
+from parallel.metric import Metric
 from parallel.norm import wide
 from parallel.strategy import Mode, Parts
 from parallel.transformer import Transformer
@@ -34,7 +35,7 @@ _WEIGHT_DECAY = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One rank at work: the model under its mode, its parameters by name and their places."""
+    """One rank at work: the model under its mode, its parameters by name and their places, its metric if any."""
 
     case: Case
     mode: Mode
@@ -44,6 +45,7 @@ class Rank:
     model: Transformer
     parameters: Mapping[str, Tensor]
     places: Mapping[str, Placement]
+    metric: Metric | None
 
     def boxes(self, local: Tensor, place: Placement) -> tuple[Shard, ...]:
         """The boxes of the full tensor that a local tensor of this rank holds."""
@@ -99,7 +101,15 @@ def set_up(case: Case, mode: Mode, mesh: Mesh, device: torch.device) -> Rank:
         model=model,
         parameters=parameters,
         places=places,
+        metric=_metric(case, mode, mesh),
     )
+
+
+def _metric(case: Case, mode: Mode, mesh: Mesh) -> Metric | None:
+    place = mode.activation(case, "head")
+    if not case.metric or place is None:
+        return None
+    return Metric(place, mesh.axis("tp"), vocab=case.vocab, sequence_dim=mode.sequence_dim)
 
 
 def _accumulate(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Shard, ...] | None]:
@@ -118,6 +128,9 @@ def _accumulate(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Shard, ...
         losses = rank.parts.loss(logits, labels)
         weights = counted(labels, mode.laid_out(batch.loss_mask)).to(losses.dtype)
         summed = (losses * weights).sum()
+        if rank.metric is not None:
+            with torch.no_grad():
+                rank.metric(logits, labels, weights)
         summed.backward()
         loss += summed.detach()
         tokens += weights.sum()

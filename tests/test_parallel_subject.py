@@ -100,11 +100,12 @@ def test_too_large_logits_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("logits/0" in first) is kept
 
 
-def test_a_refused_case_is_not_run() -> None:
-    case = Case.parse("mode=tp tp=2 metric=true")
+def test_a_mode_that_is_not_offered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse("mode=tp tp=2")
+    monkeypatch.setattr("parallel.subject.MODES", {"isp": MODES["isp"]})
 
     def program(rank: int) -> str:
-        with pytest.raises(ValueError, match="metric=true"):
+        with pytest.raises(ValueError, match="mode=tp: is not offered here; legal: isp"):
             subject(case, CPU)
         return "raised"
 

@@ -1,0 +1,136 @@
+"""Accuracy, perplexity and loss by dataset of every micro-batch, measured beside training (metric=true).
+
+Collectives over tp in phase metric, before the backward of the micro-batch; T tokens, numbers in the loss's dtype:
+
+    logits     | calls
+    vocabulary | MAX [T]; int64 SUM [datasets]; int64 SUM []; SUM [T] label's logit; SUM [T] of exp;
+               | then the loss: MAX [T], SUM [T], SUM [T]
+    sequence   | int64 SUM [datasets]; int64 SUM []; SUM [] log-likelihood; SUM [datasets] loss
+    whole      | -
+
+Calls and order are those of InternEvo's `AccPerplex` with the types of one dataset (modes.md 3.4). The numbers do not
+depend on the split: a token is right when no logit exceeds its label's, padded columns take no part, and tokens count
+as in the loss (mask and label). No gradient flows, and no outcome holds them: they are for a training log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from parallel.collectives import all_reduce, own_slice
+from parallel.expectation import ITEM_BYTES, Term, loss_dtype, per_micro
+from parallel.layout import Placement
+from parallel.loss import vocabulary_cross_entropy
+from parallel.mesh import Axis
+from parallel.norm import wide
+from reference.case import Case
+
+__all__ = ["DATASETS", "Measured", "Metric", "metric_terms"]
+
+DATASETS = 1
+"""Datasets told apart: a case has one corpus."""
+_VOCABULARY = 2
+"""Dim of logits [.., .., V]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Sums over tokens that count: `right` and `tokens` int64 [], `log_likelihood` [], and by dataset int64 `right_of`
+    and `loss_of` [datasets]."""
+
+    right: Tensor
+    tokens: Tensor
+    log_likelihood: Tensor
+    right_of: Tensor
+    loss_of: Tensor
+
+    def __add__(self, other: Measured) -> Measured:
+        return Measured(
+            right=self.right + other.right,
+            tokens=self.tokens + other.tokens,
+            log_likelihood=self.log_likelihood + other.log_likelihood,
+            right_of=self.right_of + other.right_of,
+            loss_of=self.loss_of + other.loss_of,
+        )
+
+    @property
+    def accuracy(self) -> float:
+        """Share of tokens whose label has the largest logit."""
+        return float(self.right) / float(self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-likelihood."""
+        return float((-self.log_likelihood / self.tokens).exp())
+
+
+class Metric(nn.Module):
+    """Measures micro-batches and adds them up in `total`. It has no parameters and is called with gradients off.
+
+    `place` says how logits lie on `axis`: split along the vocabulary, along the sequence, or whole.
+    """
+
+    def __init__(self, place: Placement, axis: Axis, *, vocab: int, sequence_dim: int) -> None:
+        super().__init__()
+        alone = Axis(name="", ranks=axis.ranks[axis.rank : axis.rank + 1], rank=0, group=None)
+        self.columns = axis if place.axis and place.dim == _VOCABULARY else alone
+        self.rows = axis if place.axis and place.dim != _VOCABULARY else alone
+        self.counts = axis if place.axis else alone
+        self.vocab, self.sequence_dim = vocab, sequence_dim
+        self.total: Measured | None = None
+
+    def forward(self, logits: Tensor, labels: Tensor, weights: Tensor) -> Measured:
+        """This micro-batch; labels and weights (1 or 0, see `loss.counted`) are of all its tokens, as laid out."""
+        tokens = weights.sum().long()
+        labels, weights = (own_slice(x, self.rows, dim=self.sequence_dim) for x in (labels, weights))
+        measured = self._measured(logits, labels, weights, tokens)
+        self.total = measured if self.total is None else self.total + measured
+        return measured
+
+    def _measured(self, logits: Tensor, labels: Tensor, weights: Tensor, tokens: Tensor) -> Measured:
+        x, place, elsewhere = self._own(logits, labels)
+        largest = all_reduce(x.amax(-1), self.columns, op="max")
+        hit = x.gather(-1, place[..., None])[..., 0]
+        right = (((hit >= largest) & ~elsewhere) * weights).sum().long()
+        right_of = all_reduce(right.expand(DATASETS), self.counts)
+        right = all_reduce(right, self.counts)
+
+        hit = all_reduce((hit - largest).masked_fill(elsewhere, 0), self.columns)
+        total = all_reduce((x - largest[..., None]).exp().sum(-1), self.columns)
+        log_likelihood = all_reduce(((hit - total.log()) * weights).sum(), self.rows)
+        losses = vocabulary_cross_entropy(logits, labels, self.columns, vocab=self.vocab)
+        return Measured(
+            right=right,
+            tokens=tokens,
+            log_likelihood=log_likelihood,
+            right_of=right_of,
+            loss_of=all_reduce((losses * weights).sum().expand(DATASETS), self.rows),
+        )
+
+    def _own(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's logits with padded columns out of reach, every label's column, and whether it lies elsewhere."""
+        first = self.columns.rank * logits.shape[-1]
+        real = max(0, min(logits.shape[-1], self.vocab - first))
+        x = logits.to(wide(logits.dtype), copy=True)
+        x[..., real:] = -torch.inf
+        elsewhere = (labels < first) | (labels >= first + real)
+        return x, (labels - first).masked_fill(elsewhere, 0), elsewhere
+
+
+def metric_terms(case: Case, place: Placement) -> Iterator[Term]:
+    """The calls of a case's metric, none without; `place` is that of its logits."""
+    if not case.metric or not place.axis:
+        return
+    dtype = loss_dtype(case)
+    one = ITEM_BYTES[dtype]
+    sums = [("sum", "int64", DATASETS * ITEM_BYTES["int64"], 1), ("sum", "int64", ITEM_BYTES["int64"], 1)]
+    if place.dim == _VOCABULARY:
+        sums += [("max", dtype, case.tokens * one, 2), ("sum", dtype, case.tokens * one, 4)]
+    else:
+        sums += [("sum", dtype, one, 1), ("sum", dtype, DATASETS * one, 1)]
+    for reduce_op, kind, size, calls in sums:
+        yield from per_micro(case, "metric", "", "all_reduce", size, reduce_op=reduce_op, dtype=kind, calls=calls)
