@@ -72,8 +72,8 @@ def write_internevo(path: Path, documents: Sequence[Tensor]) -> None:
     descr = {"i": "<i4", "q": "<i8"}[letter]
     shape = (len(rows), 2) if rows else (0,)
     head = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
-    # npy version 1.0: 6 magic bytes, 2 of version, 2 of length, and a header that ends on a multiple of 64
-    head = head.ljust((-(-(len(head) + 11) // 64)) * 64 - 11) + "\n"
+    # npy version 1.0: 6 magic bytes, 2 of version, 2 of length, and a header that ends on a multiple of 64, here 128
+    head = head.ljust(117) + "\n"
     numbers = [number for row in rows for number in row]
     packed = struct.pack(f"<{len(numbers)}{letter}", *numbers)
     path.write_bytes(b"".join(lines))

@@ -146,7 +146,8 @@ PAIRS: dict[str, tuple[str, bytes, str]] = {
         saved([(0, 2), (20, 1)]),
         "row 1: says byte 20, but line 2 of x.bin starts at byte 19",
     ),
-    "wrong count": ("x.bin.meta", saved([(0, 2), (19, 2)]), "row 1: says 2 tokens, but line 2 of x.bin holds 1"),
+    "count too large": ("x.bin.meta", saved([(0, 2), (19, 2)]), "row 1: says 2 tokens, but line 2 of x.bin holds 1"),
+    "count too small": ("x.bin.meta", saved([(0, 1), (19, 1)]), "row 0: says 1 tokens, but line 1 of x.bin holds 2"),
     "a row too few": ("x.bin.meta", saved([(0, 2)]), "has 1 rows for 2 lines of x.bin"),
     "a row twice": ("x.bin.meta", saved([(0, 2), (0, 2)]), "row 1: says byte 0, but"),
 }

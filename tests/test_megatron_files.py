@@ -13,7 +13,7 @@ from reference.corpus import documents
 from reference.megatron_files import read_megatron
 from reference.readers import DataError
 
-DOCUMENTS = [[[5, 6, 7], [8]], [[256]], [[1, 2], [], [3]]]
+DOCUMENTS = [[[5, 6, 7], [8]], [[50256]], [[1, 2], [], [3]]]
 """Documents of sequences of tokens."""
 
 
@@ -44,7 +44,7 @@ def write(folder: Path, idx: bytes, tokens: tuple[int, ...] = (1, 2, 3)) -> Path
 
 def test_a_pair_is_read_as_its_format_says(tmp_path: Path) -> None:
     path = write(tmp_path, index())
-    assert [document.tolist() for document in documents(Case.of(data=str(path)))] == [[1, 2], [3]]
+    assert [document.tolist() for document in documents(Case.of(data=str(path), vocab=257))] == [[1, 2], [3]]
     modes = bytes(2)
     path = write(tmp_path, index(borders=(0, 0, 2), tail=modes))
     assert [document.tolist() for document in read_megatron(path, 257)] == [[], [1, 2, 3]]
@@ -59,8 +59,8 @@ def test_what_megatrons_builder_writes_is_read_back(tmp_path: Path, dtype: type)
         lengths = [len(sequence) for sequence in document]
         builder.add_document(np.array([token for sequence in document for token in sequence]), lengths)
     builder.finalize(str(tmp_path / "x.idx"))
-    read = read_megatron(tmp_path / "x.bin", 257)
-    assert [document.tolist() for document in read] == [[5, 6, 7, 8], [256], [1, 2, 3]]
+    read = read_megatron(tmp_path / "x.bin", 50257)
+    assert [document.tolist() for document in read] == [[5, 6, 7, 8], [50256], [1, 2, 3]]
 
 
 DAMAGED: dict[str, tuple[bytes, str]] = {
@@ -90,7 +90,7 @@ def test_a_damaged_index_is_refused(tmp_path: Path, name: str) -> None:
     content, message = DAMAGED[name]
     path = write(tmp_path, content)
     with pytest.raises(DataError, match=message) as caught:
-        documents(Case.of(data=str(path)))
+        documents(Case.of(data=str(path), vocab=257))
     assert caught.value.path.startswith(str(tmp_path))
     assert "; legal: " in str(caught.value)
 
@@ -101,4 +101,4 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path, token: int) -> 
     with pytest.raises(
         DataError, match=rf"x\.bin, sequence 0: token 1 is {token}, outside the vocabulary; legal: 0 to 256"
     ):
-        documents(Case.of(data=str(path)))
+        documents(Case.of(data=str(path), vocab=257))

@@ -136,6 +136,8 @@ def test_the_first_micro_batch_is_normalised_as_printed() -> None:
 def test_the_second_micro_batch_counts_its_padding_as_a_sentence_of_8() -> None:
     data, label = load_accum_batch(*packed(), micro=1)
     assert data.max_seqlen == 8
+    assert data.indexes is not None
+    assert data.indexes.tolist() == PACKED_INDEXES[1]
     assert label.tolist() == PACKED_LABELS[1:]
 
 
