@@ -32,20 +32,18 @@ def show_table(table: Table, stream: TextIO) -> None:
         stream.write(plain(table) + "\n")
         return
     console = Console(file=stream, highlight=False)
-    narrowest = [_narrowest(table, column) for column in range(len(table.headers))]
     drawn = RichTable(
         box=box.SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1, 0, 0),
-        # Too narrow a terminal folds the lines itself; rich would cut cells off.
-        width=None if sum(narrowest) + 2 * len(narrowest) <= console.width else sum(narrowest) + 2 * len(narrowest),
     )
     for column, header in enumerate(table.headers):
         justify: Literal["left", "right"] = "right" if column in table.numbers else "left"
-        drawn.add_column(header, justify=justify, min_width=narrowest[column], overflow="fold")
+        drawn.add_column(header, justify=justify, min_width=_narrowest(table, column), overflow="fold")
     for row in table.rows:
         drawn.add_row(*(_styled(cell) for cell in row))
     console.print(table.title, style="bold", markup=False)
+    # Too narrow a terminal folds the lines itself; rich would cut cells off.
     console.print(drawn, crop=False, no_wrap=True)
     console.print(table.note, style="dim", markup=False)
     console.print()
