@@ -23,19 +23,19 @@ from reference.training import train
 __all__ = ["control", "control_activations", "reordered", "split_linear", "split_norm"]
 
 
-def control(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """The outcome of dense training in the case's dtype with the sums in another order."""
-    return train(case, weights(case, device), arithmetic=reordered(case), last_first=True)
+def control(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
+    """The outcome of dense training in the case's dtype with the sums in another order, in `parts` (see reordered)."""
+    return train(case, weights(case, device), arithmetic=reordered(case, parts), last_first=True)
 
 
-def control_activations(case: Case, device: torch.device) -> dict[str, Tensor]:
+def control_activations(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
     """The activations and activation gradients of the control run."""
-    return observation.observe(case, weights(case, device), arithmetic=reordered(case))
+    return observation.observe(case, weights(case, device), arithmetic=reordered(case, parts))
 
 
-def reordered(case: Case) -> Arithmetic:
-    """The sums of linears and norms in as many parts as the case has ranks along its split, at least two."""
-    parts = max(2, case.tp, case.wp)
+def reordered(case: Case, parts: int = 0) -> Arithmetic:
+    """The sums of linears and norms in `parts`; 0: as many as the case has ranks along its split, at least two."""
+    parts = parts or max(2, case.tp, case.wp)
     return Arithmetic(linear=partial(split_linear, parts=parts), norm=partial(split_norm, parts=parts))
 
 
