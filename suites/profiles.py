@@ -1,0 +1,30 @@
+"""Hypothesis profiles of the suites: how many cases every property draws in every mode. Derandomised on CI."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, Phase, settings
+
+__all__ = ["PROFILES", "register"]
+
+PROFILES = {"quick": 10, "default": 50, "deep": 1000}
+"""Profile -> cases a property and mode. `deep` is for one property or one mode at a time."""
+
+
+def register() -> None:
+    """Register all profiles, under the names that `--hypothesis-profile` takes."""
+    on_ci = bool(os.environ.get("CI"))
+    # `explain` would run many more failing cases, and cannot look into ranks.
+    phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)
+    for name, cases in PROFILES.items():
+        settings.register_profile(
+            name,
+            max_examples=cases,
+            deadline=None,
+            print_blob=True,
+            derandomize=on_ci,
+            phases=phases,
+            suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large),
+            **({"database": None} if on_ci else {}),
+        )
