@@ -42,7 +42,7 @@ class Passed(NamedTuple):
 
 
 def weights(sizes: Sizes) -> dict[str, Tensor]:
-    """All weights by name: norm, qkv (rows by head: q, k, v), out, norm, up, down; each a matrix or scale, and a bias."""
+    """All weights by name: norm, qkv (rows by head: q, k, v), out, norm, up, down, each with a bias."""
     draw = torch.Generator().manual_seed(sizes.seed)
     hidden, ffn = sizes.hidden, sizes.ffn
     shapes = {"norm1": (hidden,), "qkv": (3 * hidden, hidden), "out": (hidden, hidden)}
