@@ -74,11 +74,13 @@ def test_training_steps_of_several_micro_batches_are_told_apart() -> None:
 
 def test_an_evaluation_without_gradients_has_a_loss_and_no_metric() -> None:
     def program(voice: Voice) -> None:
-        model, loss = Model(voice), Loss(voice)
+        model, loss, direct = Model(voice), Loss(voice), Metric(voice)
         with torch.no_grad():
-            loss(model(input_BD()))
+            y_BD = model(input_BD())
+            loss(y_BD)
+            direct(y_BD)
 
-    assert told(record(program)) == [*forward(), (0, 0, "loss", "")]
+    assert told(record(program)) == [*forward(), *[(0, 0, "loss", "")] * 3]
 
 
 def test_gradients_that_no_optimizer_follows_are_synchronised_at_the_end() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -140,11 +141,9 @@ def test_backward_in_another_thread_finds_what_its_forward_made_and_what_it_made
         for _ in range(100):
             input_BD() * 2  # the program's numbers run ahead of the other thread's
         model = Model(voice, checkpointed(reentrant=True))
-        for _micro in range(2):
-            value = model(input_BD()).sum()
-            thread = threading.Thread(target=value.backward)
-            thread.start()
-            thread.join(20)
+        with ThreadPoolExecutor(1) as thread:
+            for _micro in range(2):
+                thread.submit(model(input_BD()).sum().backward).result(20)
 
     sites = told(record(program))
     for micro in range(2):
@@ -152,6 +151,29 @@ def test_backward_in_another_thread_finds_what_its_forward_made_and_what_it_made
         assert got[:4] == forward(0, micro)
         assert [site for site in got if site[2] == "backward"] == backward(0, micro)
         assert [site[3] for site in got if site[2] == "recompute"] == [*LEAVES[2:], *LEAVES[:2]]
+
+
+def test_backward_in_another_thread_finds_the_forward_of_an_output_that_nobody_can_look_into() -> None:
+    class Box:
+        __slots__ = ("y_BD",)
+        y_BD: Tensor
+
+    class Boxing(nn.Module):
+        def __init__(self, voice: Voice) -> None:
+            super().__init__()
+            self.inner = Linear(voice)
+
+        def forward(self, x_BD: Tensor) -> Box:
+            box = Box()
+            box.y_BD = self.inner(x_BD)
+            return box
+
+    def program(voice: Voice) -> None:
+        value = Boxing(voice)(input_BD()).y_BD.sum()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(value.backward).result(20)
+
+    assert told(record(program)) == [(0, 0, "forward", "inner"), (0, 0, "backward", "inner")]
 
 
 def test_a_worker_thread_belongs_to_what_the_rank_is_doing() -> None:
