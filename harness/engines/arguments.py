@@ -17,7 +17,7 @@ from harness.engines.signature import REDUCE_OPS
 
 __all__ = ["checked", "counted", "form_of", "reduction", "root_of", "rows_of", "sized"]
 
-_BITWISE = ("band", "bor", "bxor")
+_ANY_DTYPE = ("sum", "max", "min", "product")
 
 
 def checked(tensors: Any) -> list[Tensor]:
@@ -46,15 +46,17 @@ def form_of(tensors: Sequence[Tensor]) -> str:
 def reduction(opts: Any, tensors: list[Tensor]) -> tuple[str, Sequence[Tensor]]:
     """The reduce op's name and the tensors to reduce: the given list itself, or copies scaled by a factor."""
     given = getattr(opts, "reduceOp", opts)
-    name = "sum" if given is None else REDUCE_OPS[getattr(given, "op", given)]
+    name = "sum" if given is None else REDUCE_OPS[int(getattr(given, "op", given))]
+    if name in _ANY_DTYPE:
+        return name, tensors
     if name == "premul_sum":
         factor = given.__getstate__()[1]
         return name, [tensor.detach() * factor for tensor in tensors]
     for tensor in tensors:
-        if name in _BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(f"reduce op {name} on {tensor.dtype}: needs integers or bool; legal: torch.int32")
         if name == "avg" and tensor.dtype is torch.bool:
             raise ValueError(f"reduce op {name} on {tensor.dtype}: needs numbers; legal: torch.float32")
+        if name != "avg" and (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(f"reduce op {name} on {tensor.dtype}: needs integers or bool; legal: torch.int32")
     return name, tensors
 
 

@@ -4,8 +4,8 @@ A rank that waits hands the baton to the next ready rank and sleeps until somebo
 rank is ready the driver, which is the thread that called `run`, gets it: everybody has finished, or nobody can go on.
 After a fault the driver hands it out itself, one rank at a time, so that the report knows where every rank got to.
 
-All waits are bounded. The schedule is first come, first served, hence deterministic; `_next` is the one place that
-chooses.
+All waits are bounded: the driver waits with a time limit, and whatever happens it wakes every sleeping rank in the end.
+The schedule is first come, first served, hence deterministic; `_next` is the one place that chooses.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ __all__ = ["Baton", "End", "State"]
 
 _GRACE_S = 0.5
 """How long a rank may take to unwind before its thread is abandoned."""
-_PATIENCE_S = 30.0
-"""How long a sleeping rank outlasts the run's time limit before it gives up on a driver that is gone."""
 
 
 class State(Enum):
@@ -67,7 +65,6 @@ class Baton:
         self._stayed: tuple[int, ...] = ()
         self._private = private
         self._timeout_s = timeout_s
-        self._limit_s = timeout_s + _PATIENCE_S
         self._ready = deque(range(world_size))
         self._turns = [_taken() for _ in range(world_size)]
         self._driver = _taken()
@@ -82,9 +79,10 @@ class Baton:
             raise Aborted
         self.states[rank] = State.WAITING
         self._private.leave(rank)
-        turn, limit_s, hand_on = self._turns[rank], self._limit_s, self._successor()
+        turn, hand_on = self._turns[rank], self._successor()
         hand_on()  # the last thing before sleeping: whoever wakes needs the interpreter
-        if not turn.acquire(True, limit_s) or self.stopping:
+        turn.acquire()
+        if self.stopping:
             raise Aborted
         self.states[rank] = State.RUNNING
         self._private.enter(rank)
@@ -159,7 +157,7 @@ class Baton:
                 self.idents[rank] = threading.get_ident()
                 self._private.enter(rank)
                 self._body(rank)
-                self._private.leave(rank)
+                self._private.end(rank)
         self.states[rank] = State.DONE
         return self._successor()
 

@@ -36,6 +36,11 @@ __all__ = ["Exchange", "Work"]
 class Work(dist.Work):
     """A call that was issued. `wait` hands the baton on until the call is complete; so does `get_future`."""
 
+    outputs: Sequence[Tensor] = ()
+    ticket: int | None = None
+    origin: Caller | None = None
+    waited = False
+
     def __init__(
         self, exchange: Exchange, rank: int, group: Group, number: int, said: Signature, event: Meeting | Post
     ) -> None:
@@ -46,10 +51,6 @@ class Work(dist.Work):
         self.number = number
         self.said = said
         self.event = event
-        self.outputs: Sequence[Tensor] = ()
-        self.ticket: int | None = None
-        self.origin: Caller | None = None
-        self.waited = False
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the call is complete; another rank may run meanwhile."""

@@ -25,6 +25,7 @@ from harness.engines.exchange import Exchange
 from harness.engines.postmortem import Cause, Raised
 from harness.engines.private import Private, modules_named
 from harness.engines.rank_world import Enter, installed, leave
+from harness.engines.streams import Caller
 from harness.engines.workers import Aborted, Worker, Workers
 from harness.errors import Desynchronised, Position, RankRaised, RequestError, ShardproofError, TimeLimit, ranks_text
 from harness.ledger import Observer
@@ -47,6 +48,7 @@ class InprocEngine:
     def __init__(self, *, per_rank_modules: Sequence[str] = ()) -> None:
         self._modules = modules_named(per_rank_modules)
         self._workers = Workers()
+        self._streams = Caller()
         self._closed = False
         self.unwaited: tuple[Unwaited, ...] = ()
 
@@ -64,7 +66,7 @@ class InprocEngine:
         self.unwaited = ()
         threads = torch.get_num_threads()
         with installed() as enter:
-            private = Private(world_size, seed, self._modules)
+            private = Private(world_size, seed, self._modules, self._streams)
             workers = self._workers.take(world_size)
             run = _Run(workers, private, observer, timeout_s)
             try:

@@ -53,12 +53,11 @@ class _Batch(dist.Work):
 class InprocGroup(_TorchGroup):
     """Rank `member` of a group. Collectives return a Work; torch waits for it unless the call is asynchronous."""
 
-    def __init__(self, exchange: Exchange, group: Group, member: int, name: str, description: str, store: Any) -> None:
+    def __init__(self, exchange: Exchange, group: Group, member: int, name: str, description: str) -> None:
         super().__init__(member, len(group.ranks))
         self._exchange = exchange
         self._group = group
         self._member = member
-        self._store = store
         self._batch: list[Work] | None = None
         self.splits = 0
         self._set_group_name(name)
@@ -80,7 +79,7 @@ class InprocGroup(_TorchGroup):
 
     def get_group_store(self) -> Any:
         """The group's store; it lives in this process."""
-        return self._store
+        return self._group.store
 
     def shutdown(self) -> None:
         """Nothing to give back: the group ends with the run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -58,7 +59,7 @@ class Group:
     """Ranks that communicate, in group order; shared by the process groups of all its ranks.
 
     `numbers` and `posted` count each member's collectives and point-to-point calls; `meetings` and `posts` are those
-    that are not complete.
+    that are not complete; `store` is what torch code asks a group for.
     """
 
     ranks: tuple[int, ...]
@@ -68,6 +69,7 @@ class Group:
     posted: list[int] = field(default_factory=list)
     meetings: dict[int, Meeting] = field(default_factory=dict)
     posts: list[Post] = field(default_factory=list)
+    store: Any = None
 
     def __post_init__(self) -> None:
         self.label = f"{self.description or 'group'} ({ranks_text(self.ranks)})"

@@ -44,6 +44,9 @@ _BACKEND = "gloo"
 """What get_backend says: user code then takes the paths that it would take on CPU ranks."""
 
 
+_BACKEND_CONFIG = str(c10d.BackendConfig(c10d.Backend(_BACKEND)))
+
+
 @dataclass(slots=True, eq=False)
 class _Rank:
     """One rank's tables, as torch's `_World` holds them for a process."""
@@ -170,11 +173,12 @@ def _make_default(mine: _Rank) -> None:
 def _make(mine: _Rank, name: str, ranks: tuple[int, ...], description: str, label: str, tag: str) -> InprocGroup:
     """One rank's process group, entered in its tables as torch enters one."""
     group = mine.exchange.group((mine.life, name), ranks, label)
-    store = c10d.PrefixStore(f"{mine.life}/{name}/", mine.store)
-    made = InprocGroup(mine.exchange, group, ranks.index(mine.rank), name, description, store)
-    mine.pg_map[made] = (_BACKEND, store)
+    if group.store is None:
+        group.store = c10d.PrefixStore(f"{mine.life}/{name}/", mine.store)
+    made = InprocGroup(mine.exchange, group, ranks.index(mine.rank), name, description)
+    mine.pg_map[made] = (_BACKEND, group.store)
     mine.pg_names[made] = name
-    mine.pg_backend_config[made] = str(c10d.BackendConfig(c10d.Backend(_BACKEND)))
+    mine.pg_backend_config[made] = _BACKEND_CONFIG
     _registry._register_process_group(name, made)
     if not tag:
         mine.tags_to_pg.setdefault("", []).append(made)

@@ -30,18 +30,9 @@ __all__ = [
 
 Shapes = tuple[tuple[int, ...], ...]
 
-REDUCE_OPS: dict[object, str] = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.AVG: "avg",
-    ReduceOp.PRODUCT: "product",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.BAND: "band",
-    ReduceOp.BOR: "bor",
-    ReduceOp.BXOR: "bxor",
-    ReduceOp.PREMUL_SUM: "premul_sum",
-}
-"""torch's reduce ops in the ledger's words."""
+_WORDS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+REDUCE_OPS: dict[int, str] = {getattr(ReduceOp, word.upper()).value: word for word in _WORDS}
+"""torch's reduce ops, by their number, in the ledger's words."""
 
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
