@@ -110,7 +110,7 @@ def test_a_group_is_named_by_its_axis(group: tuple[int, ...], desc: str, name: s
 def test_a_rank_list_that_two_axes_share_names_none_of_them() -> None:
     shared = {"tp": ((0, 1),), "wp": ((0, 1),)}
     assert axis_name((0, 1), "default_pg", shared, 2) == "world"
-    assert axis_name((0, 1), "wp", shared, 2) == "wp"
+    assert axis_name((0, 1), "wp", shared, 2) == axis_name((0, 1), "mesh_wp", shared, 2) == "wp"
     assert axis_name((0, 1), "", shared, 4) == "0,1"
 
 
