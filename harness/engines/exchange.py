@@ -124,7 +124,7 @@ class Exchange:
         first, theirs = self._made.setdefault((life, number), (rank, ranks))
         if theirs != ranks:
             said = Signature("new_group", "single", "", -1, "", ())
-            world = Group(tuple(range(len(self.waiting))), "world")
+            world = Group(tuple(range(len(self.waiting))), "default_pg")
             work = Work(self, rank, world, number, said, Meeting(said, len(world.ranks)))
             words = f"rank {first} makes it of ranks {ranks_text(theirs)}, rank {rank} of ranks {ranks_text(ranks)}"
             self._park(work, Fault(work.group, number, said, ranks=(first, rank), words=words))

@@ -53,7 +53,7 @@ class _Batch(dist.Work):
 class InprocGroup(_TorchGroup):
     """Rank `member` of a group. Collectives return a Work; torch waits for it unless the call is asynchronous."""
 
-    def __init__(self, exchange: Exchange, group: Group, member: int, name: str, description: str) -> None:
+    def __init__(self, exchange: Exchange, group: Group, member: int, name: str) -> None:
         super().__init__(member, len(group.ranks))
         self._exchange = exchange
         self._group = group
@@ -61,7 +61,7 @@ class InprocGroup(_TorchGroup):
         self._batch: list[Work] | None = None
         self.splits = 0
         self._set_group_name(name)
-        self._set_group_desc(description)
+        self._set_group_desc(group.description)
 
     # what torch asks of a group
 

@@ -14,6 +14,8 @@ from harness.ledger import shape_text
 
 __all__ = ["ANY", "Fault", "Group", "Meeting", "Post", "mail_fault"]
 
+_UNNAMED = {"default_pg": "world", "undefined": "group"}
+"""What torch calls groups that the user did not name, and what messages call them."""
 ANY = -1
 """The peer of a receive that takes from anybody."""
 
@@ -59,7 +61,7 @@ class Group:
     """Ranks that communicate, in group order; shared by the process groups of all its ranks.
 
     `numbers` and `posted` count each member's collectives and point-to-point calls; `meetings` and `posts` are those
-    that are not complete; `store` is what torch code asks a group for.
+    that are not complete; `description` is torch's `group_desc`, `store` is what torch code asks a group for.
     """
 
     ranks: tuple[int, ...]
@@ -72,7 +74,8 @@ class Group:
     store: Any = None
 
     def __post_init__(self) -> None:
-        self.label = f"{self.description or 'group'} ({ranks_text(self.ranks)})"
+        name = _UNNAMED.get(self.description, self.description)
+        self.label = f"{name} ({ranks_text(self.ranks)})"
         self.numbers = [0] * len(self.ranks)
         self.posted = [0] * len(self.ranks)
 

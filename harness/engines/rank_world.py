@@ -166,16 +166,16 @@ def _make_default(mine: _Rank) -> None:
     mine.life += 1
     mine.group_count = 1
     ranks = tuple(range(mine.world_size))
-    mine.default_pg = _make(mine, "0", ranks, "default_pg", "world", "")
+    mine.default_pg = _make(mine, "0", ranks, "default_pg")
     mine.pg_group_ranks[mine.default_pg] = {rank: rank for rank in ranks}
 
 
-def _make(mine: _Rank, name: str, ranks: tuple[int, ...], description: str, label: str, tag: str) -> InprocGroup:
+def _make(mine: _Rank, name: str, ranks: tuple[int, ...], description: str, tag: str = "") -> InprocGroup:
     """One rank's process group, entered in its tables as torch enters one."""
-    group = mine.exchange.group((mine.life, name), ranks, label)
+    group = mine.exchange.group((mine.life, name), ranks, description)
     if group.store is None:
         group.store = c10d.PrefixStore(f"{mine.life}/{name}/", mine.store)
-    made = InprocGroup(mine.exchange, group, ranks.index(mine.rank), name, description)
+    made = InprocGroup(mine.exchange, group, ranks.index(mine.rank), name)
     mine.pg_map[made] = (_BACKEND, group.store)
     mine.pg_names[made] = name
     mine.pg_backend_config[made] = _BACKEND_CONFIG
@@ -200,8 +200,7 @@ def _new_group(original: Callable[..., tuple[Any, Any]], *args: Any, **kwargs: A
         mine.exchange.agree_on_group(mine.rank, mine.life, int(name), ranks)
     if mine.rank not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER, None
-    description = given.get("group_desc") or "undefined"
-    made = _make(mine, name, ranks, description, "" if description == "undefined" else description, tag)
+    made = _make(mine, name, ranks, given.get("group_desc") or "undefined", tag)
     return made, mine.pg_map[made][1]
 
 
@@ -256,7 +255,7 @@ def _split_group(
         return None
     ranks = tuple(members[rank] for rank in own)
     name = f"{parent.group_name}:split:{parent.splits}"
-    made = _make(mine, name, ranks, group_desc or f"{parent.group_desc}:split:{parent.splits}", group_desc or "", "")
+    made = _make(mine, name, ranks, group_desc or f"{parent.group_desc}:split:{parent.splits}")
     mine.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
 
