@@ -36,6 +36,7 @@ class Evidence:
     expectation  the closed form, None when the subject has none
     unwaited     asynchronous calls of the recorded run that nobody waited for
     repeats      outcomes of further runs that nothing recorded
+    saved_bytes  by rank, the most that autograd held for backward; empty when nobody measured
     """
 
     case: CaseLike
@@ -48,6 +49,7 @@ class Evidence:
     expectation: tuple[TermLike, ...] | None
     repeats: tuple[Outcomes, ...]
     unwaited: tuple[Unwaited, ...] = ()
+    saved_bytes: tuple[int, ...] = ()
 
     @property
     def returned(self) -> frozenset[str]:

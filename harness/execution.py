@@ -6,8 +6,8 @@ The outcome is turned into blocks inside every rank, because a DTensor knows its
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from harness.ledger import Event, Observer
 from harness.outcome import Block, blocks, localize
 from harness.protocols import CaseLike, Subject
 from harness.recorder import Recorder
+from harness.saved import SavedActivations
 
 __all__ = ["Execution", "execute", "execute_captured"]
 
@@ -30,7 +31,8 @@ Localized = dict[str, tuple[Block, ...]]
 class Execution:
     """What one run gave: outcomes and captured activations by rank, the ledger when recorded.
 
-    `unwaited` are asynchronous calls that nobody waited for, `problem` is why activations could not be placed.
+    `unwaited` are asynchronous calls that nobody waited for, `problem` is why activations could not be placed,
+    `saved_bytes` by rank is the most that autograd held for backward, () when nobody measured.
     """
 
     outcomes: tuple[Localized, ...]
@@ -39,12 +41,28 @@ class Execution:
     unwaited: tuple[Unwaited, ...]
     seconds: float
     problem: str = ""
+    saved_bytes: tuple[int, ...] = ()
 
 
 class _Watcher(Protocol):
     """Recorder or capture: whatever must be entered in the thread of a rank."""
 
     def on_rank(self, rank: int) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """Several watchers as one."""
+
+    watchers: tuple[_Watcher, ...]
+
+    @contextmanager
+    def on_rank(self, rank: int) -> Iterator[None]:
+        """Enter all of them."""
+        with ExitStack() as stack:
+            for watcher in self.watchers:
+                stack.enter_context(watcher.on_rank(rank))
+            yield
 
 
 def _on_rank(rank: int, subject: Subject, case: CaseLike, device: torch.device, watcher: _Watcher | None) -> Localized:
@@ -82,25 +100,31 @@ def execute(
 def execute_captured(
     case: CaseLike, subject: Subject, engine: Engine, *, device: str = "cpu", timeout_s: float = 60.0
 ) -> Execution:
-    """Run the case once, unrecorded, and capture every module's output and its gradient from outside.
+    """Run the case once, unrecorded; capture every module's output and its gradient, and measure what is saved.
 
-    They become outcomes where the subject says how a rank's part lies in the full tensor (`subject.activations`).
+    Captured tensors become outcomes where the subject says how a rank's part lies in the full one
+    (`subject.activations`); nothing is captured from a subject that does not say.
     """
-    if getattr(subject, "activations", None) is None:
-        return execute(case, subject, engine, text="", record=False, device=device, timeout_s=timeout_s)
     start_s = time.perf_counter()
+    ranks, saved = range(case.world_size), SavedActivations()
+    if getattr(subject, "activations", None) is None:
+        outcomes = _run(engine, subject, case, device, saved, None, timeout_s)
+        execution = _execution(outcomes, (), (), engine, start_s)
+        return replace(execution, saved_bytes=tuple(map(saved.peak_bytes, ranks)))
     with Capture() as capture:
-        outcomes = _run(engine, subject, case, device, capture, None, timeout_s)
+        outcomes = _run(engine, subject, case, device, _Together((capture, saved)), None, timeout_s)
+    captured: list[Localized] = []
+    problem = ""
     try:
         captured = [
             _placed(case, subject, rank, "act", capture.outputs(rank))
             | _placed(case, subject, rank, "act_grad", capture.gradients(rank))
-            for rank in range(case.world_size)
+            for rank in ranks
         ]
-    except Exception as problem:  # the subject's own words on its layout: wrong words are told, the run stands
-        execution = _execution(outcomes, (), (), engine, start_s)
-        return replace(execution, problem=f"subject.activations failed: {type(problem).__name__}: {problem}")
-    return _execution(outcomes, captured, (), engine, start_s)
+    except Exception as error:  # the subject's own words on its layout: wrong words are told, the run stands
+        problem = f"subject.activations failed: {type(error).__name__}: {error}"
+    execution = _execution(outcomes, captured, (), engine, start_s)
+    return replace(execution, problem=problem, saved_bytes=tuple(map(saved.peak_bytes, ranks)))
 
 
 def _run(

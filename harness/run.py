@@ -153,7 +153,8 @@ def _planned(case: CaseLike) -> dict[str, object]:
 
 def _keep(store: Store, result: CaseResult) -> None:
     rows = summarize(result.text, result.case.mode, result.case.world_size, result.events, result.expectation)
-    store.add(result.text, result.events, rows, result.verdicts, result.seconds)
+    saved_bytes = result.evidence.saved_bytes if result.evidence else ()
+    store.add(result.text, result.events, rows, result.verdicts, result.seconds, saved_bytes)
 
 
 def _exit_status(results: Sequence[_Tally]) -> int:

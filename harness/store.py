@@ -1,8 +1,9 @@
 """The run folder: everything one command produced, written as it goes, so that a killed run leaves a readable folder.
 
 `<out>/<time>-<subject>/` with env.json, cases.jsonl (all cases asked for, first), ledger.csv (ledger.csv.gz above
-LARGEST_LEDGER bytes, packed at the end), summary.csv, timings.csv (seconds) and verdicts.jsonl, and the link
-`<out>/latest`. A case is appended when it is finished, its verdicts last: a case with verdicts is stored completely.
+LARGEST_LEDGER bytes, packed at the end), summary.csv, timings.csv (seconds), memory.csv (the most bytes that autograd
+held for backward on a rank) and verdicts.jsonl, and the link `<out>/latest`. A case is appended when it is finished,
+its verdicts last: a case with verdicts is stored completely.
 Text is UTF-8, lines end in a line feed; JSON holds "inf" and "nan" as text.
 """
 
@@ -46,6 +47,7 @@ class Store:
             self._append("ledger.csv", _csv([COLUMNS]))
             self._append("summary.csv", _csv([SUMMARY_COLUMNS]))
             self._append("timings.csv", _csv([("case", "part", "seconds")]))
+            self._append("memory.csv", _csv([("case", "rank", "saved_bytes")]))
             self._append("verdicts.jsonl", "")
         self._summary_columns: tuple[str, ...] = SUMMARY_COLUMNS
         self._link(out)
@@ -62,12 +64,14 @@ class Store:
         summary: Sequence[SummaryRow],
         verdicts: Sequence[Verdict],
         seconds: Mapping[str, float],
+        saved_bytes: Sequence[int] = (),
     ) -> None:
-        """Append one finished case."""
+        """Append one finished case; `saved_bytes` by rank, none when nobody measured."""
         with _writing(self.path):
             self._append("ledger.csv", _csv([getattr(event, name) for name in COLUMNS] for event in events))
             self._add_summary(summary)
             self._append("timings.csv", _csv((case, part, f"{spent:.6f}") for part, spent in seconds.items()))
+            self._append("memory.csv", _csv((case, rank, saved) for rank, saved in enumerate(saved_bytes)))
             self._append("verdicts.jsonl", "".join(json.dumps(_plain(_row(verdict))) + "\n" for verdict in verdicts))
 
     def close(self) -> None:

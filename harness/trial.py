@@ -134,6 +134,7 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
         truth=truth,
         control=control,
         repeats=tuple(repeats),
+        saved_bytes=plain.saved_bytes,
     )
 
 

@@ -37,6 +37,7 @@ _SUMMARY_TYPES = (
     | dict.fromkeys(("group_size", *_COUNTS), "int64")
     | dict.fromkeys(_EXPECTED, "Int64")
 )
+_MEMORY_TYPES = {"case": "str", "rank": "int64", "saved_bytes": "int64"}
 _TYPES = {"int": "int64", "float": "float64", "bool": "bool", "str": "str"}
 _LEDGER_TYPES = {name: _TYPES[str(Event.__annotations__[name])] for name in COLUMNS}
 
@@ -55,6 +56,7 @@ class Run:
     verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message, unchecked (names,
               joined by "; "); one row a check
     timings   as written
+    memory    case, rank, saved_bytes: the most that autograd held for backward; empty when nobody measured
     env       versions, machine, command
     notes     what is missing or was mended on reading; empty for a complete run
     """
@@ -65,6 +67,7 @@ class Run:
     summary: pd.DataFrame
     verdicts: pd.DataFrame
     timings: pd.DataFrame
+    memory: pd.DataFrame
     env: dict[str, Any]
     notes: tuple[str, ...] = ()
 
@@ -82,6 +85,8 @@ def load(run: str | Path) -> Run:
     summary = _summary(path / "summary.csv", ledger, notes)
     verdicts = _verdicts(path / "verdicts.jsonl", notes)
     timings = _csv(path / "timings.csv", {}, (), notes) if (path / "timings.csv").is_file() else pd.DataFrame()
+    held = path / "memory.csv"
+    memory = _csv(held, _MEMORY_TYPES, (), notes) if held.is_file() else pd.DataFrame(columns=list(_MEMORY_TYPES))
     if (late := len(set(cases["case"]) - set(verdicts["case"]))) and "skipped" not in cases:
         notes.append(f"{late} of {len(cases)} cases have no verdict: the run was stopped before them")
     return Run(
@@ -91,6 +96,7 @@ def load(run: str | Path) -> Run:
         summary=in_order(summary),
         verdicts=verdicts,
         timings=timings,
+        memory=memory,
         env=_env(path / "env.json", notes),
         notes=tuple(notes),
     )

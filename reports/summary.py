@@ -45,8 +45,9 @@ def headline(run: Run) -> pd.DataFrame:
     """One row a case, by mode and ranks.
 
     mode, ranks, case (its whole text), words (of it, without mode and data), forward_calls, backward_calls,
-    payload_bytes, expected_payload_bytes (NA without expectation), worst_error and worst_allowed (of the check that
-    came closest to its limit; NaN when nothing was measured), verdict.
+    payload_bytes, expected_payload_bytes (NA without expectation), saved_bytes (of the fullest rank; NA when nobody
+    measured), worst_error and worst_allowed (of the check that came closest to its limit; NaN when nothing was
+    measured), verdict.
     """
     lines = run.summary.groupby("case", sort=False)
     worst = worst_first(run.verdicts).drop_duplicates("case").set_index("case")["verdict"]
@@ -61,6 +62,7 @@ def headline(run: Run) -> pd.DataFrame:
         "backward_calls": case.map(_calls(run, "backward")).fillna(0).astype("Int64"),
         "payload_bytes": case.map(lines["payload_bytes"].sum()).fillna(0).astype("Int64"),
         "expected_payload_bytes": case.map(lines["expected_payload_bytes"].sum(min_count=1)).astype("Int64"),
+        "saved_bytes": case.map(run.memory.groupby("case")["saved_bytes"].max()).astype("Int64"),
         "worst_error": case.map(closest["worst_error"]).astype("float64"),
         "worst_allowed": case.map(closest["worst_allowed"]).astype("float64"),
         "verdict": case.map(lambda text: worst.get(text, "unknown")).astype("str"),

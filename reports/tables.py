@@ -126,12 +126,13 @@ def headline_table(headline: pd.DataFrame) -> Table:
             ("calls fwd / bwd", "both_calls", pair),
             ("MiB per rank", "payload_bytes", mebibytes),
             ("expected", "expected_payload_bytes", mebibytes),
+            ("saved", "saved_bytes", mebibytes),
             ("max error / allowed", "both_errors", pair),
             ("verdict", "verdict", str),
             ("case", "own_words", mark),
         ),
-        note="calls and MiB (payload): one rank, the whole run; error: the check that came closest to its limit"
-        + (f"; every case: {shared}" if shared else ""),
+        note="calls and MiB (payload): one rank, the whole run; saved: the most MiB that autograd held on a rank; "
+        "error: the check that came closest to its limit" + (f"; every case: {shared}" if shared else ""),
     )
 
 

@@ -1,0 +1,82 @@
+"""Saved activations: how many bytes autograd holds for backward on each rank, measured from outside.
+
+Counts the storages that forward passes hand to autograd, each once while it is held, parameters left out; the peak is
+what one rank must have room for beside its parameters. The hooks change no value: pack and unpack return the tensor.
+Unit: bytes. Source of the idea: torch.autograd.graph.saved_tensors_hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+__all__ = ["SavedActivations"]
+
+
+class _Held:
+    """One saved tensor; the bytes of its storage count until the last holder is gone."""
+
+    __slots__ = ("tensor", "_account", "_key")
+
+    def __init__(self, tensor: Tensor, account: _Account) -> None:
+        self.tensor = tensor
+        self._account, self._key = account, account.hold(tensor)
+
+    def __del__(self) -> None:
+        self._account.release(self._key)
+
+
+class _Account:
+    """The storages that one rank holds now, by address, with their number of holders; and the peak of their bytes."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, list[int]] = {}
+        self._bytes = 0
+        self.peak_bytes = 0
+
+    def hold(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        entry = self._holders.setdefault(key, [0, storage.nbytes()])
+        if entry[0] == 0:
+            self._bytes += entry[1]
+            self.peak_bytes = max(self.peak_bytes, self._bytes)
+        entry[0] += 1
+        return key
+
+    def release(self, key: int) -> None:
+        entry = self._holders[key]
+        entry[0] -= 1
+        if entry[0] == 0:
+            self._bytes -= entry[1]
+            del self._holders[key]
+
+
+class SavedActivations:
+    """Watches every rank that enters `on_rank`; `peak_bytes(rank)` answers afterwards."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[int, _Account] = {}
+
+    @contextmanager
+    def on_rank(self, rank: int) -> Iterator[None]:
+        """Count what this thread's forward passes save, until the body ends."""
+        account = self._accounts[rank] = _Account()
+
+        def pack(tensor: Tensor) -> Tensor | _Held:
+            # A leaf that wants a gradient is a parameter: it is there anyway.
+            return tensor if tensor.is_leaf and tensor.requires_grad else _Held(tensor, account)
+
+        def unpack(saved: Tensor | _Held) -> Tensor:
+            return saved.tensor if isinstance(saved, _Held) else saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def peak_bytes(self, rank: int) -> int:
+        """The most bytes that autograd held at once on this rank; 0 for a rank that was not watched."""
+        account = self._accounts.get(rank)
+        return account.peak_bytes if account else 0
