@@ -50,7 +50,7 @@ def test_a_run_folder_holds_the_contracts_files_and_columns(tmp_path: Path) -> N
     store.plan([{"case": CASE, "mode": "tp", "world_size": 2}])
     finished(store)
     store.close()
-    names = {"env.json", "cases.jsonl", "ledger.csv", "summary.csv", "verdicts.jsonl", "timings.csv"}
+    names = {"env.json", "cases.jsonl", "ledger.csv", "summary.csv", "verdicts.jsonl", "timings.csv", "memory.csv"}
     assert {path.name for path in store.path.iterdir()} == names
     assert (tmp_path / "runs" / "latest").resolve() == store.path.resolve()
     ledger = table(store.path / "ledger.csv")
