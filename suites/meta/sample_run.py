@@ -106,6 +106,8 @@ def write(folder: Path, *, failing: bool = False, expected: bool = True) -> Path
     verdicts += [verdict(TP, "update", "fail", error=1.2e-2)] if failing else []
     (folder / "verdicts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in verdicts))
     table(folder / "timings.csv", ("case", "seconds"), ((case, 0.25) for case in CALLS))
+    held = ((case, rank, (rank + 1) * ACTIVATION_BYTES) for case in CALLS for rank in range(2))
+    table(folder / "memory.csv", ("case", "rank", "saved_bytes"), held)
     return folder
 
 

@@ -36,6 +36,7 @@ def test_a_complete_run_loads_without_a_note_and_without_loss(folder: Path) -> N
     assert list(run.cases["case"]) == [sample_run.TP, sample_run.TP_SP]
     assert run.env["torch"] == "2.13.0"
     assert run.timings["seconds"].sum() == 0.5
+    assert list(run.memory["saved_bytes"]) == [4096, 8192] * 2
 
 
 def test_words_with_an_order_are_ordered_categoricals(folder: Path) -> None:

@@ -34,6 +34,18 @@ def test_the_headline_counts_what_one_rank_does(run: Run) -> None:
     assert (tp_sp["case"], tp_sp["words"]) == (TP_SP, "tp=2 seq=64"), "mode has its own column"
 
 
+def test_the_headline_shows_the_rank_that_saves_most(run: Run) -> None:
+    assert list(summary.headline(run)["saved_bytes"]) == [2 * ACTIVATION_BYTES] * 2
+    assert tables.headline_table(summary.headline(run)).rows[0][5] == "0.008"
+
+
+def test_what_nobody_measured_is_not_zero(run: Run) -> None:
+    (run.path / "memory.csv").unlink()
+    headline = summary.headline(load(run.path))
+    assert headline["saved_bytes"].isna().all()
+    assert tables.headline_table(headline).rows[0][5] == "-"
+
+
 def test_the_headline_shows_the_check_closest_to_its_limit(failing: Run) -> None:
     tp, tp_sp = summary.headline(failing).to_dict("records")
     assert (tp["worst_error"], tp["worst_allowed"], tp["verdict"]) == (1.2e-2, 1e-9, "fail")

@@ -1,0 +1,132 @@
+"""What may be asked: one message for every wrong request, before anything runs, and the cases that run unasked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.subject import subject
+from reference.case import Case
+from reference.rules import MODES
+from reports import cli
+from reports import run as run_command
+from suites.meta.command_line import ONE, TOY, CommandLine, command_line
+
+
+@pytest.fixture
+def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return command_line(tmp_path, monkeypatch, capsys)
+
+
+# Wrong requests: one message that names key, value, rule and something legal
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("mode=tp colour=red", ["colour=red", "is not a word", "mode"]),
+        ("mode=zeta", ["mode=zeta", "is not a known word", "tp|tp-sp"]),
+        ("tp=two", ["tp=two", "must be a whole number", "tp=1"]),
+        ("tp=3", ["ffn=256", "must be a multiple of tp=3", "ffn=258"]),
+        ("mode=msp tp=4 kv_heads=4 seq=30", ["seq=30", "splits it over tp=4", "seq=32"]),
+        ("nonsense", ["nonsense", "is not a word"]),
+    ],
+)
+def test_a_case_that_cannot_be_is_refused_with_its_rule(shardproof: CommandLine, case: str, words: list[str]) -> None:
+    message = shardproof.refused("run", ONE, case)
+    for word in words:
+        assert word in message
+    assert "legal:" in message
+    assert not Path("runs").exists(), "before anything runs"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_colon", "must be written module:object; legal: parallel.subject:subject"),
+        ("nowhere.at.all:subject", "there is no module 'nowhere'"),
+        (f"{TOY}rihgt", "has no 'rihgt'; legal: suites.meta.toy_subjects:right"),
+    ],
+)
+def test_a_subject_that_cannot_be_found_is_refused(shardproof: CommandLine, name: str, words: str) -> None:
+    assert words in shardproof.refused("run", "--subject", name)
+    assert words in shardproof.refused("run", ONE, "--subject", name)
+
+
+@pytest.mark.parametrize("harm", ["missing", "empty", "not text", "a space"])
+def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, tmp_path: Path, harm: str) -> None:
+    path = tmp_path / {"a space": "a b.txt"}.get(harm, "corpus.jsonl")
+    content = {"empty": b"", "not text": b"\xff\xfe{}\n", "a space": b"words"}.get(harm)
+    if content is not None:
+        path.write_bytes(content)
+    message = shardproof.refused("run", ONE, "--data", str(path), "--subject", f"{TOY}right")
+    assert f"data={path}" in message
+    assert "legal:" in message
+    assert shardproof.refused("run", f"{ONE} data={tmp_path}/nowhere.txt").count("nowhere.txt") >= 1
+    assert not Path("runs").exists(), "before anything runs"
+
+
+def test_modes_choose_among_what_the_subject_claims(shardproof: CommandLine) -> None:
+    message = shardproof.refused("run", "--modes", "tp-sp,zeta", "--subject", f"{TOY}limited")
+    assert "modes=zeta: is not claimed by" in message and "legal: all, or some of tp-sp" in message
+    message = shardproof.refused("run", ONE, "--modes", "tp")
+    assert "modes=tp" in message and "legal: mode= in the case" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "required: COMMAND"),
+        (("compare", "a", "b"), "invalid choice: 'compare' (choose from"),
+        (("run", "--engine", "pool"), "invalid choice: 'pool' (choose from"),
+        (("run", "--device", "tpu"), "invalid choice: 'tpu' (choose from"),
+        (("run", "--profile", "nsys"), "unrecognized arguments: --profile"),
+        (("run", "--mode", "tp"), "unrecognized arguments: --mode"),
+        (("bench", "--fast"), "unrecognized arguments: --fast"),
+        (("show", "a", "b"), "unrecognized arguments: b"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_does_not_exist_is_refused_with_what_does(
+    shardproof: CommandLine, words: tuple[str, ...], said: str
+) -> None:
+    assert said in shardproof.refused(*words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_device_that_is_not_here_is_refused(shardproof: CommandLine) -> None:
+    assert "device=cuda: this machine offers no CUDA device; legal: --device cpu" in shardproof.refused(
+        "run", "--device", "cuda"
+    )
+
+
+def test_a_folder_that_cannot_be_written_is_refused(shardproof: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = shardproof.refused("run", ONE, "--subject", f"{TOY}right", "--out", "file")
+    assert "out=file: the run folder cannot be written" in message
+
+
+# Without a case
+
+
+def test_without_a_case_every_claimed_mode_runs_on_two_and_four_ranks() -> None:
+    cases = [Case.parse(text) for text in run_command.default_cases(f"{TOY}right", "all")]
+    by_mode = {mode: {case.world_size for case in cases if case.mode == mode} for mode in run_command.PLAN}
+    assert by_mode == dict.fromkeys(MODES, {2, 4})
+    assert {case.dp for case in cases} == {1, 2}
+    assert any(case.wp < case.tp for case in cases) and any(case.wp > case.tp for case in cases)
+    assert all(case.micro > 1 and case.steps > 1 and case.batch > 1 for case in cases), "no degenerate case"
+    assert all(case.data == "" for case in cases), "real text: the sources of Python"
+
+
+def test_modes_narrow_the_default_cases() -> None:
+    chosen = run_command.default_cases("parallel.subject:subject", "tp,tp-sp")
+    assert [Case.parse(text).mode for text in chosen] == ["tp"] * 3 + ["tp-sp"] * 3
+
+
+def test_every_mode_that_our_subject_claims_has_default_cases() -> None:
+    cases = run_command.default_cases(cli.SUBJECT, "all")
+    assert {Case.parse(text).mode for text in cases} == set(subject.modes)
+    assert not [reason for text in cases if (reason := subject.refuses(Case.parse(text)))]
