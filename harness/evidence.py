@@ -31,7 +31,7 @@ class Evidence:
     captured     by rank, activations and their gradients that were captured from outside; empty when none were
     merged       the full tensors and flaws of both, held against the truth's shapes
     truth        name -> full tensor of the dense model
-    control      the same from the control run in the run dtype; empty for float64
+    controls     the same from control runs in the run dtype; none for float64
     events       the ledger of the recorded run, all ranks
     expectation  the closed form, None when the subject has none
     unwaited     asynchronous calls of the recorded run that nobody waited for
@@ -44,7 +44,7 @@ class Evidence:
     captured: Outcomes
     merged: Merged
     truth: Mapping[str, Tensor]
-    control: Mapping[str, Tensor]
+    controls: tuple[Mapping[str, Tensor], ...]
     events: tuple[Event, ...]
     expectation: tuple[TermLike, ...] | None
     repeats: tuple[Outcomes, ...]

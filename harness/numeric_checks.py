@@ -38,14 +38,14 @@ def _compare(evidence: Evidence, kinds: tuple[str, ...]) -> Finding | None:
     known = [name for name in expected if name in evidence.merged.tensors]
     unchecked = [name for name in expected if name not in evidence.merged.tensors]
     unchecked += sorted(returned - set(expected) - set(unchecked))
-    scales = noise_scales({name: evidence.truth[name] for name in expected})
+    scales = noise_scales({name: evidence.truth[name] for name in expected}, evidence.case.dtype)
     measured = [
         measure(
             name,
             evidence.merged.tensors[name],
             evidence.truth[name],
             dtype=evidence.case.dtype,
-            control=evidence.control.get(name),
+            controls=[control[name] for control in evidence.controls if name in control],
             least_rms=scales.get(kind_of(name), 0.0),
         )
         for name in known

@@ -19,7 +19,7 @@ from harness.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdi
 from harness.ledger import Event
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
-from harness.trial import REFERENCE, Reference, Trial, recorded, watched
+from harness.trial import REFERENCE, Reference, Trial, controlled, recorded, watched
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "skip_reason"]
 
@@ -120,6 +120,10 @@ def _proved(trial: Trial, name: str, checks: Mapping[str, Check], options: str) 
         evidence = watched(trial, evidence)
     with trial.timed("checks"):
         findings = examine(evidence, checks)
+    if evidence.controls and any(finding.wrong for finding in findings.values()):
+        evidence = controlled(trial, evidence)
+        with trial.timed("checks"):
+            findings = examine(evidence, checks)
     context = findings
     if any(finding.verdict == FAIL for finding in findings.values()):
         if not looking:  # the first wrong place is told by activations

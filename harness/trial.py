@@ -24,12 +24,15 @@ from harness.execution import execute, execute_captured
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
 
-__all__ = ["REFERENCE", "Reference", "Trial", "recorded", "watched"]
+__all__ = ["REFERENCE", "Reference", "Trial", "controlled", "recorded", "watched"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Names of the dense model's functions (case, device) -> outcome: the truth, and the control run beside it."""
+    """Names of the dense model's functions (case, device) -> outcome: the truth, and the control runs beside it.
+
+    `control` and `control_activations` take parts=n too, the number of partial sums in place of their own choice.
+    """
 
     truth: str = "reference.subject:truth"
     true_activations: str = "reference.subject:true_activations"
@@ -38,6 +41,8 @@ class Reference:
 
 
 REFERENCE = Reference()
+MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
+"""Into how many partial sums the further control runs cut their sums; 1 adds the micro-batches in reverse only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +82,8 @@ def recorded(trial: Trial) -> Evidence:
     Raises RequestError when the dense model cannot be computed, and what the engine raises.
     """
     case, names = trial.case, trial.reference
-    with trial.timed("truth"):
-        truth = _dense(trial, names.truth)
-    control: dict[str, Tensor] = {}
-    if case.dtype != "float64":
-        with trial.timed("control"):
-            control = _dense(trial, names.control)
+    truth = _dense(trial, names.truth)
+    controls = [] if case.dtype == "float64" else [_dense(trial, names.control, part="control")]
     with trial.timed("recorded"):
         run = execute(
             case, trial.subject, trial.engine, text=trial.text, device=trial.device, timeout_s=trial.timeout_s
@@ -93,7 +94,7 @@ def recorded(trial: Trial) -> Evidence:
         captured=(),
         merged=gathered(run.outcomes, (), truth),
         truth=truth,
-        control=control,
+        controls=tuple(controls),
         events=run.events,
         expectation=_expectation(trial),
         repeats=(),
@@ -121,28 +122,34 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
                 timeout_s=trial.timeout_s,
             )
         repeats.append(again.outcomes)
-    with trial.timed("truth"):
-        truth = {**evidence.truth, **_dense(trial, names.true_activations)}
-    control = dict(evidence.control)
-    if case.dtype != "float64":
-        with trial.timed("control"):
-            control |= _dense(trial, names.control_activations)
+    truth = {**evidence.truth, **_dense(trial, names.true_activations)}
+    controls = [{**run, **_dense(trial, names.control_activations, part="control")} for run in evidence.controls]
     return replace(
         evidence,
         captured=plain.captured,
         merged=gathered(evidence.outcomes, plain.captured, truth),
         truth=truth,
-        control=control,
+        controls=tuple(controls),
         repeats=tuple(repeats),
         saved_bytes=plain.saved_bytes,
     )
 
 
-def _dense(trial: Trial, name: str) -> dict[str, Tensor]:
-    """What a function of the reference computes, on the CPU."""
+def controlled(trial: Trial, evidence: Evidence) -> Evidence:
+    """The same evidence with MORE_PARTS control runs more: what one lucky control run would call an error is none."""
+    more = []
+    for parts in MORE_PARTS:
+        run = _dense(trial, trial.reference.control, part="control", parts=parts)
+        more.append({**run, **_dense(trial, trial.reference.control_activations, part="control", parts=parts)})
+    return replace(evidence, controls=(*evidence.controls, *more))
+
+
+def _dense(trial: Trial, name: str, *, part: str = "truth", **words: int) -> dict[str, Tensor]:
+    """What a function of the reference computes, on the CPU; timed as this part."""
     function: Any = resolve(name)
     try:
-        outcome: Mapping[str, Tensor] = function(trial.case, torch.device(trial.device))
+        with trial.timed(part):
+            outcome: Mapping[str, Tensor] = function(trial.case, torch.device(trial.device), **words)
     except (ValueError, OSError) as problem:
         raise RequestError(f"case {trial.text!r}: the dense model cannot compute it: {problem}") from problem
     return {key: tensor.detach().cpu() for key, tensor in outcome.items()}

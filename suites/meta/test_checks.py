@@ -213,7 +213,7 @@ def test_an_exception_inside_a_check_is_unknown_with_its_text() -> None:
 def test_low_precision_that_rounding_explains_is_unknown_not_a_pass() -> None:
     wild = {name: tensor + torch.ones_like(tensor) for name, tensor in truth().items()}
     bf16 = evidence(
-        *(outcome_of(rank, wild) for rank in range(2)), case=case("mode=tp tp=2 dtype=bfloat16"), control=wild
+        *(outcome_of(rank, wild) for rank in range(2)), case=case("mode=tp tp=2 dtype=bfloat16"), controls=(wild,)
     )
     finding = examine(bf16)["parameter_gradients"]
     assert finding.verdict == UNKNOWN

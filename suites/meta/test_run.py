@@ -17,6 +17,7 @@ from harness import run as run_module
 from harness.errors import RequestError
 from harness.proof import prove
 from harness.run import Request, RunResult, parse_cases, run
+from harness.trial import Reference
 from reference.case import Case
 from reports.frames import load
 from suites.meta.toy_subjects import LoopEngine
@@ -138,6 +139,15 @@ def test_low_precision_is_held_against_a_control_run(start: Start) -> None:
     gradients = [verdict for verdict in result.verdicts if verdict.check == "parameter_gradients"]
     assert all(verdict.worst is not None and 0 < verdict.worst.error < verdict.worst.allowed for verdict in gradients)
     assert start("wrong", f"{ONE} dtype=bfloat16").exit_status == 1
+
+
+def test_one_lucky_control_run_makes_no_false_alarm_and_hides_no_error() -> None:
+    lucky = Reference(control=f"{TOY}lucky_control")
+    case = Case.parse(f"{ONE} dtype=float32")
+    assert prove(case, f"{TOY}noisy", LoopEngine(), reference=lucky).verdict == "pass"
+    assert prove(case, f"{TOY}wrong", LoopEngine(), reference=lucky).verdict == "fail"
+    once = prove(case, f"{TOY}right", LoopEngine(), reference=lucky)
+    assert once.evidence is not None and len(once.evidence.controls) == 1  # nobody asked for more
 
 
 def test_progress_tells_every_case_as_it_ends(start: Start, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ def drawn(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def right(value: Tensor, truth: Tensor, dtype: str = "float64", control: Tensor | None = None) -> bool:
-    return measure("x", value, truth, dtype=dtype, control=control).right
+def right(value: Tensor, truth: Tensor, dtype: str = "float64", *controls: Tensor) -> bool:
+    return measure("x", value, truth, dtype=dtype, controls=controls).right
 
 
 @given(seeds, shapes, st.floats(-12, 12))
@@ -64,7 +64,7 @@ def test_nothing_that_is_not_finite_passes(
     assert not right(*((clean, spoiled) if in_truth else (spoiled, clean)))
     assert not right(spoiled, spoiled)
     for dtype in ("float32", "bfloat16"):
-        assert not right(spoiled, clean, dtype, control=spoiled)
+        assert not right(spoiled, clean, dtype, spoiled)
 
 
 def test_a_truth_of_zeros_allows_zeros_only() -> None:
@@ -105,18 +105,18 @@ def test_low_precision_sums_in_another_order_pass_and_a_lost_rank_fails(dtype: s
         return total
 
     control = summed([3, 2, 1, 0])
-    honest = measure("y", summed([0, 1, 2, 3]), truth, dtype=dtype, control=control)
+    honest = measure("y", summed([0, 1, 2, 3]), truth, dtype=dtype, controls=[control])
     assert honest.right and honest.decidable
     assert honest.epsilons == honest.error / epsilon(dtype)
-    assert not measure("y", summed([0, 1, 2]), truth, dtype=dtype, control=control).right
+    assert not measure("y", summed([0, 1, 2]), truth, dtype=dtype, controls=[control]).right
     one_row = summed([0, 1, 2, 3])
     one_row[17] = one_row[18]
-    assert not measure("y", one_row, truth, dtype=dtype, control=control).right
+    assert not measure("y", one_row, truth, dtype=dtype, controls=[control]).right
 
 
 def test_a_lucky_control_run_leaves_the_stated_floor() -> None:
     truth = drawn(1, (50,))
-    lucky = measure("x", truth.float(), truth, dtype="float32", control=truth)
+    lucky = measure("x", truth.float(), truth, dtype="float32", controls=[truth])
     assert lucky.right
     assert lucky.allowed in (4 * epsilon("float32"), 32 * epsilon("float32"))
 
@@ -124,14 +124,14 @@ def test_a_lucky_control_run_leaves_the_stated_floor() -> None:
 def test_where_rounding_explains_everything_nothing_is_proved() -> None:
     truth = drawn(1, (50,))
     hopeless = truth + drawn(2, (50,))
-    found = measure("x", hopeless, truth, dtype="bfloat16", control=hopeless)
+    found = measure("x", hopeless, truth, dtype="bfloat16", controls=[hopeless])
     assert found.right and not found.decidable and found.allowed > CEILING
-    assert not measure("x", truth * 100, truth, dtype="bfloat16", control=hopeless).right
+    assert not measure("x", truth * 100, truth, dtype="bfloat16", controls=[hopeless]).right
 
 
 def test_a_control_run_that_is_not_finite_allows_nothing_to_pass() -> None:
     truth = drawn(1, (5,))
-    found = measure("x", truth.float(), truth, dtype="float32", control=torch.full((5,), math.nan))
+    found = measure("x", truth.float(), truth, dtype="float32", controls=[torch.full((5,), math.nan)])
     assert not (found.right and found.decidable)
 
 

@@ -152,7 +152,7 @@ def evidence(*ranks: Mapping[str, Any], repeat: Sequence[Mapping[str, Any]] | No
         "captured": captured,
         "merged": gathered(outcomes, captured, true),
         "truth": true,
-        "control": {},
+        "controls": (),
         "events": events(),
         "expectation": TERMS,
         "repeats": repeats,

@@ -17,6 +17,7 @@ from torch import Tensor
 from harness.engines.engine import Unwaited
 from harness.errors import MachineError, RankDied, RankRaised, TimeLimit
 from harness.ledger import Observer
+from harness.tolerance import epsilon
 from reference import subject as dense
 from reference.case import Case
 
@@ -74,6 +75,18 @@ def wrong(case: Case, device: torch.device) -> dict[str, Tensor]:
     outcome = dense.subject(case, device)
     outcome["grad/head.weight" if "grad/head.weight" in outcome else "grad/final_norm.weight"] *= 2
     return outcome
+
+
+def noisy(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Further from the truth than most runs are, and not further than rounding may carry some."""
+    return {name: value * (1 + 50 * epsilon(case.dtype)) for name, value in dense.truth(case, device).items()}
+
+
+def lucky_control(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
+    """Hits the truth at first, and shows what rounding does only when asked for more."""
+    return {
+        name: value * (1 - bool(parts) * 20 * epsilon(case.dtype)) for name, value in dense.truth(case, device).items()
+    }
 
 
 def losses_only(case: Case, device: torch.device) -> dict[str, Tensor]:
