@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.evidence import FAIL, Evidence, Finding, split_axes
 from harness.ledger_checks import Difference, differences, module_order
-from harness.patterns import causes, partial_sums
+from harness.patterns import causes, partial_sums, same
 from harness.places import blocks_of, place_of, timeline, wrong_ranks
 from harness.protocols import CaseLike
 from harness.tolerance import epsilon, kind_of
@@ -141,9 +141,24 @@ def _likely(evidence: Evidence, check: str, parted: Difference | None, names: Se
             said += causes(value, truth, axes, _neighbours(evidence, name))
         elif check == "replicas":
             said += partial_sums({rank: by[0].local for rank, by in blocks_of(evidence, name).items()}, truth, axes)
+        said += _loss_of_parts(evidence, name)
     if parted:
         said.append(_blame(parted))
     return list(dict.fromkeys(said))
+
+
+def _loss_of_parts(evidence: Evidence, name: str) -> list[str]:
+    """Whether ranks disagree on a loss although its logits are right: then the wrong is done in between."""
+    kind, _, step = name.partition("/")
+    logits = evidence.merged.tensors.get(f"logits/{step}")
+    if kind != "loss" or name in evidence.merged.tensors or logits is None:
+        return []
+    if not same(logits, evidence.truth[f"logits/{step}"]):
+        return []
+    return [
+        "the logits are right and the loss differs between ranks: part of it (a sum, the mean of label smoothing) is "
+        "taken over each rank's own part of the vocabulary"
+    ]
 
 
 def _neighbours(evidence: Evidence, name: str) -> dict[str, Tensor]:

@@ -2,17 +2,19 @@
 
 Every pattern is tested on the numbers, none is guessed from names; what fits none gets no cause. Tensors are full ones
 of equal shape; `axes` are the mesh axes that split something, name -> size. Patterns as listed by real bugs: factors of
-the group size (summed twice, averaged), partial sums, a bias in every partial sum, rows in another order.
+the group size (summed twice, averaged), partial sums, a bias in every partial sum, rows in another order, collectives
+on flat memory, gathered logits taken for a part of the vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-__all__ = ["causes", "partial_sums"]
+__all__ = ["causes", "partial_sums", "same"]
 
 CLOSE = 1e-2
 """A pattern explains the tensor when what is left of the error is below this share of the error itself ..."""
@@ -28,8 +30,15 @@ def causes(value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mappin
     if not bool(torch.isfinite(x).all()):
         share = 1 - float(torch.isfinite(x).double().mean())
         return [f"{share:.0%} of it is NaN or infinite: uninitialised memory, an overflow or a division by zero"]
-    found = [*_zero(x, t), *_stale(x, t, others), *_factor(x, t, axes), *_moved(x, t, axes), *_offset(x, t)]
+    found = [*_zero(x, t), *_stale(x, t, others), *_factor(x, t, axes), *_more_classes(x, t, axes)]
+    found += [*_moved(x, t, axes), *_flat(x, t, axes), *_offset(x, t)]
     return found or list(_confined(x, t, axes))
+
+
+def same(value: Tensor, truth: Tensor) -> bool:
+    """Whether a tensor is right as far as these patterns look."""
+    error = float((value.double() - truth.double()).norm())
+    return error <= CLOSE * float(truth.double().norm())
 
 
 def _explains(guess: Tensor, x: Tensor, t: Tensor) -> bool:
@@ -73,6 +82,17 @@ def _factor(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
         yield f"it is {factor:.4g} x the truth: a constant factor is wrong"
 
 
+def _more_classes(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
+    """A loss whose softmax runs over every class as often as the group has ranks."""
+    for axis, size in axes.items():
+        if t.numel() == 1 and size > 1 and abs(float(x - t) - math.log(size)) <= CLOSE * math.log(size):
+            yield (
+                f"it is the truth + ln({size}), and {axis}={size}: logits that are gathered already were fed to the "
+                "vocabulary-parallel loss, which counts every class on every rank"
+            )
+            return
+
+
 def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
     """The right numbers in wrong places."""
     for dim in range(t.dim()):
@@ -91,6 +111,29 @@ def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
         if _permuted(x, t, dim, 1):
             yield f"along dim {dim} it holds the right rows in another order: a wrong layout, reshape or gather dim"
             return
+
+
+def _flat(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
+    """Parts along an inner dim, put end to end in memory instead of side by side: as they were gathered or scattered.
+
+    Data ranks are stacked along dim 0, and each has a memory of its own.
+    """
+    stacks = [stack for stack in dict.fromkeys((1, axes.get("dp", 1))) if t.dim() and t.shape[0] % stack == 0]
+    for dim in range(1, t.dim()):
+        for axis, size in axes.items():
+            if size == 1 or t.shape[dim] % size:
+                continue
+            for stack in stacks:
+                blocks = t.unflatten(0, (stack, -1))
+                parts = blocks.unflatten(dim + 1, (size, -1)).movedim(dim + 1, 1)
+                gathered = parts.reshape(t.shape)
+                scattered = blocks.reshape(parts.shape).movedim(1, dim + 1).flatten(dim + 1, dim + 2).flatten(0, 1)
+                if _explains(gathered, x, t) or _explains(scattered, x, t):
+                    yield (
+                        f"it holds the right numbers as if flat memory were its {size} shards along dim {dim}: "
+                        f"a collective over {axis} along dim {dim} that works along dim 0"
+                    )
+                    return
 
 
 def _permuted(x: Tensor, t: Tensor, dim: int, width: int) -> bool:

@@ -79,11 +79,11 @@ class VocabularyEmbedding(_Embedding):
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """Hidden states [S, B, D] or [B, S, D]; of this rank's part of the sequence when they are split."""
-        axis = self.region.axis
-        x_BSD = vocabulary_rows(tokens_BS, self.tokens.weight, axis.rank * self.tokens.weight.shape[0])
+        region = self.region
+        x_BSD = vocabulary_rows(tokens_BS, self.tokens.weight, region.axis.rank * self.tokens.weight.shape[0])
         if self.positions is None:
-            return self.region.leave(self._laid_out(x_BSD))
-        x_BSD = pairs.reduce_from(x_BSD, axis)
+            return region.leave(self._laid_out(x_BSD))
+        x_BSD = pairs.reduce_from(x_BSD, region.axis)
         return self._from_whole(x_BSD, positions_BS)
 
 

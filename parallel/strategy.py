@@ -57,6 +57,8 @@ class Mode:
     activation     (case, module) -> how its output [rows of a data rank, seq, width] lies on the mesh, None if unknown
     partial        (case, parameter whole on every rank) -> is its gradient on one rank a partial sum?
     coalesced      are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
+    partial_op     reduce op of the partial gradients
+    mean_axes      mesh axes over whose ranks gradients are means and not sums: none is right, see `parallel.variants`
     parts          (case, mesh, device) -> the strategy bound to one rank
     expected       case -> its closed form
     """
@@ -70,6 +72,8 @@ class Mode:
     activation: Callable[[Case, str], Placement | None]
     partial: Callable[[Case, str], bool]
     coalesced: bool = True
+    partial_op: str = "sum"
+    mean_axes: tuple[str, ...] = ()
     parts: Callable[[Case, Mesh, torch.device], Parts]
     expected: Callable[[Case], Iterable[Term]]
 

@@ -22,6 +22,7 @@ from parallel.mesh import Mesh, axis_rank, axis_size
 from parallel.metric import metric_terms
 from parallel.registry import MODES
 from parallel.training import Value, train
+from parallel.variants import deviating
 from reference.case import Case
 
 __all__ = ["ParallelSubject", "subject"]
@@ -38,18 +39,16 @@ class ParallelSubject:
         reason = self.refuses(case)
         if reason:
             raise ValueError(reason)
-        return train(case, MODES[case.mode], Mesh.of(case), device)
+        return train(case, deviating(MODES[case.mode], case), Mesh.of(case), device)
 
     def refuses(self, case: Case) -> str:
         """Why this case is not supported, "" when it is."""
         if case.mode not in MODES:
             return f"mode={case.mode}: is not offered here; legal: {' '.join(MODES)}"
-        if case.variant:
-            return f"variant={case.variant}: mode={case.mode} offers no variants; legal: variant="
         return ""
 
     def expected(self, case: Case) -> Iterable[Term]:
-        """The calls that every rank issues over the whole run of a case it does not refuse."""
+        """The calls that every rank issues over the whole run of a case it does not refuse, variants left aside."""
         mode = MODES[case.mode]
         place = mode.activation(case, "head")
         return (*mode.expected(case), *(() if place is None else metric_terms(case, place)))

@@ -7,6 +7,7 @@ Logits and activations are [rows, seq, width]; row (data_rank * micro + m) * bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -149,10 +150,11 @@ def _synchronise(rank: Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tens
     weight_axis = mesh.axis(mode.weight_axis)
     partial = [gradient for name, gradient in gradients.items() if mode.partial(rank.case, name)]
     for group in [partial] if mode.coalesced else [[gradient] for gradient in partial]:
-        sync.sum_gradients(group, weight_axis)
+        sync.sum_gradients(group, weight_axis, op=mode.partial_op)
     loss, tokens = sync.sum_scalars(loss, tokens, [mesh.axis(axis) for axis in mode.loss_axes])
+    shares = math.prod(mesh.axis(axis).size for axis in mode.mean_axes)
     for gradient in gradients.values():
-        gradient.div_(tokens)
+        gradient.div_(tokens * shares)
     exact = wide(dtype_of(rank.case))
     return (loss / tokens).to(exact), sync.norm(gradients, rank.places, weight_axis, exact)
 

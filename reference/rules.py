@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from reference.variants import VARIANTS, lack
+
 __all__ = ["MODES", "SEQUENCE_MODES", "CaseError", "check", "rank_lists", "read", "write"]
 
 MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
@@ -46,7 +48,7 @@ class CaseError(ValueError):
 
 def check(values: Mapping[str, Any]) -> None:
     """Raise CaseError for the first broken rule of these values."""
-    for rules in (_domains, _model, _mesh, _training):
+    for rules in (_domains, _model, _mesh, _training, _variant):
         for key, rule, legal in rules(values):
             raise CaseError(key, write(values[key]), rule, legal)
 
@@ -144,6 +146,13 @@ def _training(v: Mapping[str, Any]) -> Iterator[Problem]:
         yield "label_smoothing", "spreads over the other tokens, and vocab=1 has none", "label_smoothing=0.0"
     if v["optimizer"] == "adamw" and v["dtype"] == "float16":
         yield "optimizer", "adamw squares gradients, which underflow to 0 in dtype=float16", "dtype=bfloat16"
+
+
+def _variant(v: Mapping[str, Any]) -> Iterator[Problem]:
+    if v["variant"] and v["variant"] not in VARIANTS:
+        yield "variant", "is not a known variant", " ".join(VARIANTS)
+    elif v["variant"] and (rule := lack(v)):
+        yield "variant", rule, "variant="
 
 
 def _hidden(v: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from reference.case import Case, CaseError
 from reference.presets import PRESETS, mlp_width
 from reference.rules import MODES
+from reference.variants import VARIANTS, lack
 from suites.strategies import cases
 
 
@@ -28,11 +30,11 @@ def any_case(draw: st.DrawFn) -> Case:
                 "dtype": st.sampled_from(("float64", "float32", "bfloat16")),
                 "optimizer": st.sampled_from(("sgd", "adamw")),
                 "data": st.sampled_from(("", "a=b.txt", "/tmp/x.jsonl")),
-                "variant": st.sampled_from(("", "norm-average")),
             },
         )
     )
-    return case.but(**words)
+    shown = [name for name in VARIANTS if not lack(dataclasses.asdict(case) | {"variant": name})]
+    return case.but(**words, variant=draw(st.sampled_from(("", *shown))))
 
 
 @settings(max_examples=150, deadline=None)

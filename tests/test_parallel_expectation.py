@@ -140,7 +140,7 @@ def test_one_rank_of_tp_expects_its_data_broadcasts_alone() -> None:
     assert found == {("data", "broadcast", "tp", 1): 5, ("grad_sync", "all_reduce", "dp", 2): 2}
 
 
-def test_cases_that_are_not_offered_are_refused_with_a_reason() -> None:
-    assert subject.refuses(Case.parse("mode=tp metric=true")) == ""
-    assert "variant=G1" in subject.refuses(Case.parse("variant=G1"))
+def test_every_mode_is_offered_with_its_variants_and_metrics() -> None:
+    for words in ("mode=tp metric=true", "mode=msp variant=norm-average"):
+        assert subject.refuses(Case.parse(words)) == ""
     assert {"tp", "tp-sp"} <= set(subject.modes)

@@ -40,7 +40,7 @@ PLANTED: dict[str, tuple[str, str, str, str, str]] = {
     "norm gradients averaged over wp (G1)": (
         "tp=2",
         "parallel.training",
-        "sync.sum_gradients(group, weight_axis)",
+        "sync.sum_gradients(group, weight_axis, op=mode.partial_op)",
         "[g.copy_(sync.all_reduce(g, weight_axis, op='avg')) for g in group]",
         "ledger numbers",
     ),

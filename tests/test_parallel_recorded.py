@@ -206,7 +206,7 @@ REMOVALS = {
     "partial gradients": (
         "tp-sp",
         "parallel.training",
-        ("sync.sum_gradients(group, weight_axis)", "pass"),
+        ("sync.sum_gradients(group, weight_axis, op=mode.partial_op)", "pass"),
         ("grad_sync", ""),
     ),
     "loss and tokens": ("tp dp=3", "parallel.gradients", ("pair = all_reduce(pair, axis)", "pass"), ("grad_sync", "")),

@@ -80,6 +80,8 @@ BROKEN = {
     "label_smoothing=1": "must lie in [0, 1)",
     "vocab=1 label_smoothing=0.1": "spreads over the other tokens, and vocab=1 has none",
     "optimizer=adamw dtype=float16": "adamw squares gradients, which underflow to 0 in dtype=float16",
+    "mode=msp variant=norm-mean": "is not a known variant",
+    "mode=msp head=gather variant=isp-average": "is a deviation of mode=isp, not of mode=msp",
 }
 
 

@@ -189,6 +189,12 @@ PATTERNS: list[tuple[str, Any, str]] = [
     ("columns", TRUTH[:, [1, 0, 3, 2]], "along dim 1 the 4 shards of tp are in another order: another rank's shard"),
     ("rows", TRUTH[[1, 0, 2, 3, 4, 5, 7, 6]], "along dim 0 it holds the right rows in another order"),
     ("bias", TRUTH + 3 * drawn(4), "the same vector is too much in every row: a bias that every rank adds"),
+    (
+        "flat, scattered",
+        TRUTH.reshape(4, 8, 1).movedim(0, 1).flatten(1),
+        "it holds the right numbers as if flat memory",
+    ),
+    ("flat, gathered", torch.cat(TRUTH.chunk(4, 1)).reshape(8, 4), "it holds the right numbers as if flat memory were"),
     ("one shard", torch.cat([TRUTH[:6], drawn(2, 4)]), "only part 3 of 4 along dim 0 is wrong"),
 ]
 
@@ -208,6 +214,34 @@ def test_stale_values_and_scalars() -> None:
     assert norm == [
         "it is 1.414 x the truth, and tp=2: a square root of tp too large: a norm that counts replicas more than once"
     ]
+
+
+def test_flat_memory_is_told_by_data_rank_too() -> None:
+    """Two data ranks of three rows: each gathered its own rows along dim 1 as if they lay along dim 0."""
+    right = drawn(6, 4, 5)
+    wrong = torch.cat([torch.cat(rows.chunk(4, 1)).reshape(3, 4, 5) for rows in right.chunk(2)])
+    assert causes(wrong, right, {"tp": 4, "dp": 2}, {}) == [
+        "it holds the right numbers as if flat memory were its 4 shards along dim 1: "
+        "a collective over tp along dim 1 that works along dim 0"
+    ]
+
+
+def test_a_loss_over_gathered_logits_is_told_by_its_logarithm() -> None:
+    loss = torch.tensor(5.5, dtype=torch.float64)
+    assert causes(loss + math.log(3), loss, {"tp": 2, "dp": 3}, {})[0].startswith(
+        "it is the truth + ln(3), and dp=3: logits that are gathered already were fed"
+    )
+    assert causes(loss + 0.97 * math.log(3), loss, {"tp": 2, "dp": 3}, {}) == []
+
+
+def test_a_loss_that_ranks_take_of_their_own_parts_of_right_logits() -> None:
+    first, second = (outcome_of(rank, truth()) for rank in range(2))
+    second["loss/0"] = truth()["loss/0"] + 0.1
+    assert "the logits are right and the loss differs between ranks" in message(evidence(first, second), "replicas")
+    wrong = {**truth(), "logits/0": truth()["logits/0"] + 1}
+    first, second = (outcome_of(rank, wrong) for rank in range(2))
+    second["loss/0"] = truth()["loss/0"] + 0.1
+    assert "the logits are right" not in message(evidence(first, second), "replicas")
 
 
 def test_a_right_tensor_has_no_cause() -> None:

@@ -1,0 +1,105 @@
+"""Variants of modes: what a real system's known deviation replaces, and nothing else. The product holds no switches.
+
+    variant                | replaced piece      | by
+    norm-average           | Mode.partial_op     | avg
+    isp-average            | Mode.mean_axes      | tp
+    scrambled-embedding    | Parts.embedding     | a gradient scattered on flat memory
+    gathered-logits-loss   | Parts.loss          | the vocabulary-parallel loss, fed whole logits
+    flat-dim1              | regions of linears  | collectives on flat memory
+    label-smoothing-local  | Parts.loss          | smoothing over one rank's columns
+
+The closed form stays that of the right mathematics. Which cases show a variant, and where it comes from:
+`reference.variants`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from parallel.deviations import FlatRegion, ScrambledEmbedding, smoothed_by_parts
+from parallel.embedding import Head
+from parallel.linear import ColumnLinear, RowLinear
+from parallel.loss import vocabulary_cross_entropy
+from parallel.mesh import Mesh
+from parallel.strategy import Mode, Parts
+from parallel.weight_tables import WeightEmbedding
+from reference.case import Case
+
+__all__ = ["DEVIATING", "deviating"]
+
+_Change = Callable[[Case, Mesh, Parts], Parts]
+
+
+def deviating(mode: Mode, case: Case) -> Mode:
+    """The mode as the case's variant changes it; the mode itself without one."""
+    return DEVIATING[case.variant](mode) if case.variant else mode
+
+
+def _changed(change: _Change) -> Callable[[Mode], Mode]:
+    """The mode whose parts are changed once they are made."""
+
+    def apply(mode: Mode) -> Mode:
+        def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
+            return change(case, mesh, mode.parts(case, mesh, device))
+
+        return dataclasses.replace(mode, parts=parts)
+
+    return apply
+
+
+def _scrambled_embedding(_case: Case, _mesh: Mesh, parts: Parts) -> Parts:
+    def embedding() -> nn.Module:
+        right = parts.embedding()
+        assert isinstance(right, WeightEmbedding)  # the variant is offered with this form only
+        return ScrambledEmbedding(right)
+
+    return dataclasses.replace(parts, embedding=embedding)
+
+
+def _gathered_logits_loss(case: Case, mesh: Mesh, parts: Parts) -> Parts:
+    axis = mesh.axis("tp")
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        # Each rank takes the whole logits for its part: tp times as many classes.
+        classes = case.vocab * axis.size
+        fused = case.cross_entropy == "fused"
+        return vocabulary_cross_entropy(
+            logits, labels, axis, vocab=classes, smoothing=case.label_smoothing, fused=fused
+        )
+
+    return dataclasses.replace(parts, loss=loss)
+
+
+def _flat_regions(_case: Case, _mesh: Mesh, parts: Parts) -> Parts:
+    def flat(module: nn.Module) -> nn.Module:
+        assert isinstance(module, ColumnLinear | RowLinear | Head)  # in the modes that have this variant
+        region = module.region
+        module.region = FlatRegion(**{f.name: getattr(region, f.name) for f in dataclasses.fields(region)})
+        return module
+
+    # The embedding gathers columns and cuts its own tokens, which is right.
+    return dataclasses.replace(parts, linear=lambda name: flat(parts.linear(name)), head=lambda: flat(parts.head()))
+
+
+def _label_smoothing_local(case: Case, mesh: Mesh, parts: Parts) -> Parts:
+    axis = mesh.axis("tp")
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return smoothed_by_parts(logits, labels, axis, vocab=case.vocab, smoothing=case.label_smoothing)
+
+    return dataclasses.replace(parts, loss=loss)
+
+
+DEVIATING: dict[str, Callable[[Mode], Mode]] = {
+    "norm-average": lambda mode: dataclasses.replace(mode, partial_op="avg"),
+    "isp-average": lambda mode: dataclasses.replace(mode, mean_axes=("tp",)),
+    "scrambled-embedding": _changed(_scrambled_embedding),
+    "gathered-logits-loss": _changed(_gathered_logits_loss),
+    "flat-dim1": _changed(_flat_regions),
+    "label-smoothing-local": _changed(_label_smoothing_local),
+}
+"""Variant -> the mode that deviates."""

@@ -1,0 +1,110 @@
+"""Known deviations of real systems from the right mathematics, as data: which cases can show each, and its source.
+
+A variant is a word of the case (`variant=NAME`). The dense model ignores it: the truth stays the truth, so that a
+subject that offers a variant must fail. What each replaces in our implementation is `parallel.variants`.
+Sources are rows of modes.md, section 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["VARIANTS", "Variant", "lack", "words"]
+
+Word = int | float | bool | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One deviation.
+
+    modes   the modes whose real system shows it
+    needs   words that a case must have to show it
+    above   words whose number must be larger than this
+    words   words that turn a case of one of these modes into one that shows it
+    """
+
+    deviation: str
+    source: str
+    modes: tuple[str, ...]
+    needs: Mapping[str, Word]
+    above: Mapping[str, float]
+    words: Mapping[str, Word]
+
+
+_ON_TP = {"tp": 1}
+_HIDDEN: dict[str, Word] = {"embedding": "hidden", "tied": False}
+
+VARIANTS: dict[str, Variant] = {
+    "norm-average": Variant(
+        deviation="gradients of norms (and of row biases) are averaged over tp where they must be summed: 1/tp of them",
+        source="G1: InternEvo msp and fsp, all-reduce AVG of norm gradients",
+        modes=("msp", "fsp"),
+        needs={},
+        above=_ON_TP,
+        words={},
+    ),
+    "isp-average": Variant(
+        deviation="every gradient is divided by the ranks that share a sequence: 1/tp of it",
+        source="G2: InternEvo isp, averages over weight and weight-data groups of a loss that tp ranks share",
+        modes=("isp",),
+        needs={},
+        above=_ON_TP,
+        words={},
+    ),
+    "scrambled-embedding": Variant(
+        deviation="the gradient of an embedding split along hidden is reduce-scattered along rows of flat memory",
+        source="E1: InternEvo isp, reduce_scatter_tensor of a [V, h] gradient for shards [V, h/w]",
+        modes=("isp",),
+        needs={"embedding": "hidden"},
+        above={"wp": 1},
+        words=_HIDDEN,
+    ),
+    "gathered-logits-loss": Variant(
+        deviation="logits that are gathered already are fed to the vocabulary-parallel loss: true + ln(tp)",
+        source="H1: InternEvo with parallel_output=False and its default loss; Megatron issue 7452",
+        modes=("tp", "tp-sp", "mtp", "msp", "fsp", "isp"),
+        needs={"head": "gather"},
+        above=_ON_TP,
+        words={"head": "gather"},
+    ),
+    "flat-dim1": Variant(
+        deviation="collectives along dim 1 work on flat memory: tokens of several rows get into each other's places",
+        source="B1: InternEvo msp and fsp, unpacked data of several rows",
+        modes=("msp", "fsp"),
+        needs={"embedding": "hidden", "packed": False},
+        above={**_ON_TP, "batch": 1},
+        words={**_HIDDEN, "packed": False, "batch": 2},
+    ),
+    "label-smoothing-local": Variant(
+        deviation="label smoothing takes the number of classes and the mean of one rank's part of the vocabulary",
+        source="S1: Megatron vocab_parallel_cross_entropy (issues 737, 7464) and InternEvo's copy of it",
+        modes=("tp", "tp-sp", "mtp", "msp", "fsp"),
+        needs={"head": "parallel"},
+        above={**_ON_TP, "label_smoothing": 0},
+        words={"head": "parallel", "label_smoothing": 0.1},
+    ),
+}
+
+
+def lack(values: Mapping[str, Any]) -> str:
+    """What a case of these values lacks to show its variant, "" when nothing."""
+    variant = VARIANTS[values["variant"]]
+    if values["mode"] not in variant.modes:
+        return f"is a deviation of mode={'|'.join(variant.modes)}, not of mode={values['mode']}"
+    for key, value in variant.needs.items():
+        if values[key] != value:
+            return f"shows with {key}={str(value).lower() if isinstance(value, bool) else value} only"
+    for key, bound in variant.above.items():
+        if not values[key] > bound:
+            return f"shows with {key} above {bound:g} only"
+    return ""
+
+
+def words(name: str) -> dict[str, Word]:
+    """The words that make a case of a mode that has this variant show it. Raises ValueError for an unknown name."""
+    if name not in VARIANTS:
+        raise ValueError(f"variant={name}: is not a known variant; legal: {' '.join(VARIANTS)}")
+    return {**VARIANTS[name].words, "variant": name}
