@@ -1,9 +1,11 @@
 """Watches modules, optimizers and backward from outside and tells the moments of every rank.
 
-For as long as it is entered, `nn.Module.__call__` is wrapped, as torch.fx does while it traces: global forward hooks
-cost three times as much, and end before a module's own forward hooks run, where DTensor's plans communicate. Optimizers
-are seen by torch's global step hooks. A prehook on the node that made an outermost output tells that backward came; it
-adds no node and reads nothing. Under torch.compile the wrapper is traced to nothing, so compiled code is the same.
+For as long as it is entered, `nn.Module._call_impl` is wrapped: global forward hooks cost three times as much a call
+and end before a module's own forward hooks run, where DTensor's plans communicate; wrapping `__call__` itself makes
+Python look up the slots of every module class again, half a millisecond a run. Optimizers are seen by torch's global
+step hooks. A prehook on the node that made an outermost output tells that backward came; it adds no node and reads
+nothing. torch.compile skips the wrapper or traces it to nothing, so compiled code is the same; `module.compile()` is
+wrapped too, since what it makes is called in place of `_call_impl`.
 
 Every rank of a process has its own thread; `on_rank` is entered there. Other threads (autograd's for a device, workers)
 count to the rank when it is the only one in the process.
@@ -11,6 +13,7 @@ count to the rank when it is the only one in the process.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
@@ -99,16 +102,8 @@ class Watch:
         self._installed = ExitStack()
 
     def __enter__(self) -> Self:
-        original = nn.Module.__call__
-        watching = _watching(original, self._local, self._adopt, self._arrival)
-
-        def restore() -> None:
-            if nn.Module.__call__ is not watching:
-                raise RuntimeError("nn.Module.__call__ was wrapped by someone else meanwhile: leave in reverse order")
-            nn.Module.__call__ = original  # type: ignore[method-assign]
-
-        nn.Module.__call__ = watching  # type: ignore[method-assign]
-        self._installed.callback(restore)
+        self._wrap("_call_impl", self._watching(nn.Module._call_impl))
+        self._wrap("compile", self._compiling(nn.Module.compile))
         for hook in (
             register_optimizer_step_pre_hook(self._stepping),
             register_optimizer_step_post_hook(self._stepped),
@@ -120,6 +115,33 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._installed.close()
+
+    def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(nn.Module, name)
+
+        def restore() -> None:
+            if getattr(nn.Module, name) is not wrapper:
+                raise RuntimeError(f"nn.Module.{name} was wrapped by someone else meanwhile: leave in reverse order")
+            setattr(nn.Module, name, original)
+
+        setattr(nn.Module, name, wrapper)
+        self._installed.callback(restore)
+
+    def _watching(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return _watching(original, self._local, self._adopt, self._arrival)
+
+    def _compiling(self, original: Callable[..., None]) -> Callable[..., None]:
+        """`nn.Module.compile` whose result is watched, until the watch is left."""
+
+        def compile_(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            compiled = module._compiled_call_impl
+            assert compiled is not None
+            watching = self._watching(lambda _module, *args, **kwargs: compiled(*args, **kwargs))
+            module._compiled_call_impl = functools.partial(watching, module)
+            self._installed.callback(setattr, module, "_compiled_call_impl", compiled)
+
+        return compile_
 
     @contextmanager
     def on_rank(self, rank: int) -> Iterator[None]:
@@ -192,9 +214,9 @@ def _watching(
     adopt: Callable[[], Lane | None],
     arrival: Callable[[Lane, int], Callable[[object], None]],
 ) -> Callable[..., Any]:
-    """`nn.Module.__call__` that tells when a module is entered and left. Every microsecond in it counts."""
+    """A module's call that tells when the module is entered and left. Every microsecond in it counts."""
 
-    def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _compiling():
             return original(module, *args, **kwargs)
         try:
@@ -232,10 +254,15 @@ def _watching(
             lane.depth = depth
             emit((Left, lane.number, _number()))
 
-    return __call__
+    return call
 
 
 _WATCHING = defined_in(_watching)
+_dynamo: Any = torch._C._dynamo.eval_frame
+# torch.compile starts at the first frame that is not torch's own: this keeps it from starting at ours.
+_dynamo.set_code_exec_strategy(
+    _WATCHING, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+)
 
 
 def _running() -> int:

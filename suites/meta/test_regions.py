@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -276,23 +276,3 @@ def test_a_call_on_a_gradient_belongs_to_the_parameters_module() -> None:
 
     events = [e for e in record(program) if e.op == "reduce_scatter"]
     assert told(events) == [(0, 0, "backward", "layers.0.b")]
-
-
-def test_a_compiled_model_compiles_to_the_same_and_counts_as_one_region() -> None:
-    counts: list[int] = []
-
-    def count(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
-        counts.append(len(graph.graph.nodes))
-        return graph.forward
-
-    def run(voice: Voice) -> None:
-        torch.compiler.reset()
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-        compiled = cast(nn.Module, torch.compile(model, backend=count, fullgraph=True))
-        nn.Sequential(compiled, Linear(voice))(input_BD()).sum().backward()
-
-    sites = told(record(run))
-    watched, counts[:] = list(counts), []
-    run(Voice(Recorder("", "tp", 2, {})))
-    assert watched == counts != []
-    assert sites == [(0, 0, "forward", "1"), (0, 0, "backward", "1")]
