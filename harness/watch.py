@@ -4,8 +4,8 @@ For as long as it is entered, `nn.Module._call_impl` is wrapped: global forward 
 and end before a module's own forward hooks run, where DTensor's plans communicate; wrapping `__call__` itself makes
 Python look up the slots of every module class again, half a millisecond a run. Optimizers are seen by torch's global
 step hooks. A prehook on the node that made an outermost output tells that backward came; it adds no node and reads
-nothing. torch.compile skips the wrapper or traces it to nothing, so compiled code is the same; `module.compile()` is
-wrapped too, since what it makes is called in place of `_call_impl`.
+nothing. torch.compile skips the wrapper or traces it to nothing, so compiled code is the same. Not seen: a module whose
+`module.compile()` was called before, since what that made is called in place of `_call_impl`.
 
 Every rank of a process has its own thread; `on_rank` is entered there. Other threads (autograd's for a device, workers)
 count to the rank when it is the only one in the process.
@@ -13,7 +13,6 @@ count to the rank when it is the only one in the process.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import threading
@@ -102,8 +101,16 @@ class Watch:
         self._installed = ExitStack()
 
     def __enter__(self) -> Self:
-        self._wrap("_call_impl", self._watching(nn.Module._call_impl))
-        self._wrap("compile", self._compiling(nn.Module.compile))
+        original = nn.Module._call_impl
+        watching = _watching(original, self._local, self._adopt, self._arrival)
+
+        def restore() -> None:
+            if nn.Module._call_impl is not watching:
+                raise RuntimeError("nn.Module._call_impl was wrapped by someone else meanwhile: leave in reverse order")
+            nn.Module._call_impl = original  # type: ignore[method-assign]
+
+        nn.Module._call_impl = watching  # type: ignore[method-assign]
+        self._installed.callback(restore)
         for hook in (
             register_optimizer_step_pre_hook(self._stepping),
             register_optimizer_step_post_hook(self._stepped),
@@ -115,33 +122,6 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._installed.close()
-
-    def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(nn.Module, name)
-
-        def restore() -> None:
-            if getattr(nn.Module, name) is not wrapper:
-                raise RuntimeError(f"nn.Module.{name} was wrapped by someone else meanwhile: leave in reverse order")
-            setattr(nn.Module, name, original)
-
-        setattr(nn.Module, name, wrapper)
-        self._installed.callback(restore)
-
-    def _watching(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return _watching(original, self._local, self._adopt, self._arrival)
-
-    def _compiling(self, original: Callable[..., None]) -> Callable[..., None]:
-        """`nn.Module.compile` whose result is watched, until the watch is left."""
-
-        def compile_(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            original(module, *args, **kwargs)
-            compiled = module._compiled_call_impl
-            assert compiled is not None
-            watching = self._watching(lambda _module, *args, **kwargs: compiled(*args, **kwargs))
-            module._compiled_call_impl = functools.partial(watching, module)
-            self._installed.callback(setattr, module, "_compiled_call_impl", compiled)
-
-        return compile_
 
     @contextmanager
     def on_rank(self, rank: int) -> Iterator[None]:

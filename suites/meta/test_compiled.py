@@ -99,14 +99,3 @@ def test_a_model_compiled_in_place_makes_micro_batches() -> None:
             voice.say()
 
     assert told(record(program)) == [(0, 1, "data", ""), (0, 1, "grad_sync", "")]
-
-
-def test_afterwards_the_compiled_module_is_as_torch_made_it() -> None:
-    count, models = Count(), [Plain()]
-    record(lambda _voice: models[0].compile(backend=count))
-    assert getattr(models[0]._compiled_call_impl, "__qualname__", "").endswith("_call_impl") or callable(
-        models[0]._compiled_call_impl
-    )
-    assert not hasattr(models[0]._compiled_call_impl, "keywords"), "no partial of ours is left"
-    models[0](input_BD())
-    assert count.nodes
