@@ -96,6 +96,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="how ranks are run (inproc)")
     run.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where tensors live (cpu)")
     run.add_argument("--data", metavar="PATH", help="text, JSONL or tokenized data for every case")
+    run.add_argument("--variant", metavar="NAME", help="a known deviation of real systems, in every case: it must fail")
     run.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
     run.add_argument(
         "--json", action="store_true", help="the result as one JSON object on stdout, and nothing else there"

@@ -32,6 +32,7 @@ from reports.text import append_step_summary, show_message, show_table, ticking
 __all__ = ["PLAN", "bench_main", "default_cases", "main"]
 
 FIRST_BATCH = "reference.batches:micro_batch"
+VARIANT_WORDS = "reference.variants:words"
 BENCH = "suites.bench:main"
 
 _MEGATRON = ("mode={mode} tp=2", "mode={mode} tp=4 kv_heads=4", "mode={mode} tp=2 dp=2")
@@ -105,6 +106,8 @@ def _cases(arguments: argparse.Namespace) -> tuple[str, ...]:
         )
     texts = tuple(arguments.cases) or default_cases(arguments.subject, arguments.modes)
     cases = parse_cases(texts)
+    if arguments.variant is not None:
+        cases = _as_variant(cases, arguments.variant, given=bool(arguments.cases))
     if arguments.data is not None:
         cases = [_with_data(case, arguments.data) for case in cases]
     _read_first(cases)
@@ -120,6 +123,25 @@ def default_cases(subject: str, modes: str) -> tuple[str, ...]:
             legal = f"all, or some of {','.join(claimed)}"
             raise RequestError(f"modes={mode}: is not claimed by {subject}; legal: {legal}")
     return tuple(text.format(mode=mode) for mode in asked for text in PLAN.get(mode, _MEGATRON))
+
+
+def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> list[CaseLike]:
+    """The cases with this variant. One that was given must show it as it is; a default one is made to, or left out."""
+    make: Callable[[str], dict[str, object]] = resolve(VARIANT_WORDS)  # type: ignore[assignment]
+    try:
+        words = {"variant": name} if given else make(name)
+    except ValueError as problem:
+        raise RequestError(str(problem)) from problem
+    shown = []
+    for case in cases:
+        try:
+            shown.append(case.but(**words))
+        except ValueError as problem:
+            if given:
+                raise RequestError(f"case {case_text(case)!r}: {problem}") from problem
+    if not shown:
+        raise RequestError(f"variant={name}: no default case of these modes can show it; legal: --modes all")
+    return shown
 
 
 def _with_data(case: CaseLike, path: str) -> CaseLike:
