@@ -19,6 +19,7 @@ from harness.engines.engine import Engine, Unwaited
 from harness.ledger import Event, Observer
 from harness.outcome import Block, blocks, localize
 from harness.protocols import CaseLike, Subject
+from harness.ranges import attached
 from harness.recorder import Recorder
 from harness.saved import SavedActivations
 
@@ -84,7 +85,7 @@ def execute(
     device: str = "cpu",
     timeout_s: float = 60.0,
 ) -> Execution:
-    """Run the case once; `text` is what the ledger's column `case` says.
+    """Run the case once; `text` is what the ledger's column `case` says. A tool that listens gets nvtx ranges.
 
     Raises what the engine raises: ProgramError when the subject fails, MachineError when the machine does.
     """
@@ -92,7 +93,7 @@ def execute(
     if not record:
         outcomes = _run(engine, subject, case, device, None, None, timeout_s)
         return _execution(outcomes, (), (), engine, start_s)
-    with Recorder(text, case.mode, case.world_size, case.axes) as recorder:
+    with Recorder(text, case.mode, case.world_size, case.axes, ranges=attached()) as recorder:
         outcomes = _run(engine, subject, case, device, recorder, recorder, timeout_s)
     return _execution(outcomes, (), recorder.events(), engine, start_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from harness import ranges
+from harness.engines.inproc import InprocEngine
 from harness.errors import MachineError
+from harness.execution import execute
+from harness.ledger import OPS
 from harness.ranges import DOMAIN, Ranges, open_domain
 from harness.recorder import Recorder
+from parallel.subject import subject
+from reference.case import Case
 from suites.meta.toy_calls import Model, Voice, input_BD
 
 
@@ -216,3 +223,27 @@ def test_the_way_around_the_dropped_domain_works_on_this_nvtx(monkeypatch: pytes
     domain.pop_range()
     domain.mark(says)
     domain.end_range(domain.start_range(says))
+
+
+def test_a_recorded_run_is_drawn_only_when_a_tool_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse("layers=1 steps=1 micro=1 tp=2 overlap=false")
+    drawn: list[Tape] = []
+
+    def opened() -> Tape:
+        drawn.append(Tape())
+        return drawn[-1]
+
+    monkeypatch.setattr(ranges, "open_domain", opened)
+    with InprocEngine() as engine:
+        monkeypatch.delenv("NVTX_INJECTION64_PATH", raising=False)
+        execute(case, subject, engine, text=str(case))
+        assert drawn == []
+        monkeypatch.setenv("NVTX_INJECTION64_PATH", "/tool/libInjection.so")
+        events = execute(case, subject, engine, text=str(case)).events
+    (tape,) = drawn
+    calls = [said for line, said in zip(tape.lines, tape.said, strict=True) if line[0] != "<" and said.category in OPS]
+    key = operator.itemgetter(0, 1)
+    assert sorted(((said.category, said.payload) for said in calls), key=key) == sorted(
+        ((event.op, event.payload_bytes) for event in events), key=key
+    )
+    assert tape.still_open() == 0
