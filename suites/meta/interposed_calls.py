@@ -30,6 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.interposer import Interposer
 from harness.recorder import Recorder
+from parallel.subject import subject
+from reference.case import Case
 
 __all__ = ["RANKS", "SCENARIOS", "run"]
 
@@ -202,11 +204,16 @@ def compiled(rank: int) -> None:
         compiled_sum(x4())
 
 
+def training(rank: int) -> None:
+    """Our own subject, which runs on every engine, on a case with every phase."""
+    subject(Case.parse("mode=tp-sp recompute=full metric=true"), torch.device("cpu"))
+
+
 SCENARIOS: dict[str, Callable[[int], Any]] = {
     scenario.__name__: scenario
     for scenario in (
         reductions, rooted, gathers, exchanges, messages, barriers, coalesced, objects, functionals, elsewhere,
-        ddp, fsdp, dtensor, zero, pipelining, compiled,
+        ddp, fsdp, dtensor, zero, pipelining, compiled, training,
     )
 }  # fmt: skip
 
