@@ -25,6 +25,7 @@ from parallel.registry import MODES
 from parallel.subject import subject
 from parallel.training import set_up
 from reference.case import Case
+from suites.mutants.planting import planted, replaced
 from suites.strategies import cases
 
 INTERNEVO = ("mtp", "msp", "fsp")
@@ -77,6 +78,44 @@ def test_a_case_is_proved(words: str, engine: Engine) -> None:
 def test_any_drawn_case_is_proved(name: str, engine: Engine, data: st.DataObject) -> None:
     head = data.draw(st.sampled_from(("parallel", "gather")))
     _proves(data.draw(cases(name, worlds=(2, 3, 6), head=head)), engine)
+
+
+PLANTED = {
+    "norm gradients stay partial": (
+        "msp",
+        "parallel.modes.msp",
+        ("return tensor.sequence_partial(name)", "return False"),
+        "replicas",
+    ),
+    "msp gathers again in backward": ("msp", "parallel.modes.msp", (", keep=True", ""), "ledger"),
+    "fsp keeps what it gathered": (
+        "fsp",
+        "parallel.modes.fsp",
+        ("sequence_split=True),\n    expected", "sequence_split=True, keep=True),\n    expected"),
+        "ledger",
+    ),
+    "columns of the embedding change places": (
+        "mtp",
+        "parallel.embedding",
+        ("pairs.gather_from(columns, self.region.axis)", "pairs.gather_from(columns, self.region.axis).flip(-1)"),
+        "activations",
+    ),
+    "gathered logits are taken for a part": (
+        "mtp head=gather",
+        "parallel.tensor",
+        ('axis if case.head == "parallel" else', 'axis if case.head != "exchange" else'),
+        "ledger",
+    ),
+}
+"""Bug -> (words, module, (text, wrong text), the check that must fail)."""
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(bug: str, engine: Engine) -> None:
+    words, module, (old, new), check = PLANTED[bug]
+    case = Case.parse(f"mode={words} {EVO} tp=2 layers=1 steps=1 heads=4 kv_heads=2 hidden=16 ffn=32 seq=8")
+    result = prove(case, planted(replaced(module, old, new)), engine)
+    assert check in {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"}
 
 
 def _expected(case: Case, *without: str) -> Counter[Line]:
