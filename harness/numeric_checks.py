@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from harness.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
-from harness.tolerance import Measured, kind_of, measure, noise_scales
+from harness.tolerance import Measured, kind_of, kind_rms, measure
 
 __all__ = ["NUMERIC_KINDS", "coverage", "numeric", "worst_of"]
 
@@ -38,7 +38,7 @@ def _compare(evidence: Evidence, kinds: tuple[str, ...]) -> Finding | None:
     known = [name for name in expected if name in evidence.merged.tensors]
     unchecked = [name for name in expected if name not in evidence.merged.tensors]
     unchecked += sorted(returned - set(expected) - set(unchecked))
-    scales = noise_scales({name: evidence.truth[name] for name in expected}, evidence.case.dtype)
+    kinds_rms = kind_rms({name: evidence.truth[name] for name in expected})
     measured = [
         measure(
             name,
@@ -46,7 +46,7 @@ def _compare(evidence: Evidence, kinds: tuple[str, ...]) -> Finding | None:
             evidence.truth[name],
             dtype=evidence.case.dtype,
             controls=[control[name] for control in evidence.controls if name in control],
-            least_rms=scales.get(kind_of(name), 0.0),
+            kind=kinds_rms.get(kind_of(name), 0.0),
         )
         for name in known
     ]

@@ -32,8 +32,9 @@ __all__ = [
     "distance",
     "epsilon",
     "kind_of",
+    "kind_rms",
+    "least_rms",
     "measure",
-    "noise_scales",
 ]
 
 FLOAT64_ALLOWED = 1e-9
@@ -43,8 +44,10 @@ CONTROL_FACTOR = 6.0
 """A right result may be this many times further from the truth than the worst control run."""
 CEILING = 0.5
 """Half of the tensor: a limit as wide as this would let through a missing half of a sum."""
-SCALE_SHARE, SCALE_EPSILONS = 1e-3, 8.0
-"""A tensor that is zero but for rounding is scaled by this share of its kind's rms, at least so many epsilons."""
+SCALE_SHARE = 1e-3
+"""A tensor's error is never scaled by less than this share of the rms of all tensors of its kind."""
+ZERO_SHARE = 1e-10
+"""A truth below this share of its kind's rms is zero but for rounding, and its error is scaled by the kind's rms."""
 EXACT = "exact"
 
 
@@ -105,11 +108,8 @@ def kind_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def noise_scales(truth: Mapping[str, Tensor], dtype: str = "float64") -> dict[str, float]:
-    """Per kind, the smallest rms by which a tensor's error is scaled.
-
-    The gradient of a key bias is zero but for rounding: relative to itself that rounding would be a huge error.
-    """
+def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
+    """The rms over all tensors of each kind of name ("grad", "act", ...); tensors that are not finite do not count."""
     squares: dict[str, float] = {}
     counts: dict[str, int] = {}
     for name, tensor in truth.items():
@@ -117,12 +117,20 @@ def noise_scales(truth: Mapping[str, Tensor], dtype: str = "float64") -> dict[st
             kind = kind_of(name)
             squares[kind] = squares.get(kind, 0.0) + float(tensor.double().square().sum())
             counts[kind] = counts.get(kind, 0) + tensor.numel()
-    share = max(SCALE_SHARE, SCALE_EPSILONS * epsilon(dtype))
-    return {kind: share * math.sqrt(squares[kind] / max(counts[kind], 1)) for kind in squares}
+    return {kind: math.sqrt(squares[kind] / max(counts[kind], 1)) for kind in squares}
 
 
-def distance(value: Tensor, truth: Tensor, least_rms: float = 0.0) -> Distance:
-    """How far `value` is from `truth` (same shape), scaled by the truth's rms or `least_rms` if that is larger.
+def least_rms(truth: Tensor, kind: float) -> float:
+    """The smallest rms to scale this tensor's error by, from the rms of its kind.
+
+    The gradient of a key bias is zero in mathematics: what rounding leaves of its terms is an error of 100 % relative
+    to itself, and a tiny one relative to the gradients that its terms are made of.
+    """
+    return kind if _rms(_real(truth)) < ZERO_SHARE * kind else SCALE_SHARE * kind
+
+
+def distance(value: Tensor, truth: Tensor, least: float = 0.0) -> Distance:
+    """How far `value` is from `truth` (same shape), scaled by the truth's rms or `least` if that is larger.
 
     A truth that is zero throughout, with no larger scale given, allows zero only. Empty tensors are equal.
     """
@@ -132,7 +140,7 @@ def distance(value: Tensor, truth: Tensor, least_rms: float = 0.0) -> Distance:
     if not bool(torch.isfinite(x).all()) or not bool(torch.isfinite(t).all()):
         return Distance(frobenius=math.inf, peak=math.inf)
     gap = x - t
-    scale = max(_rms(t), least_rms)
+    scale = max(_rms(t), least)
     if scale == 0:
         wrong = math.inf if bool(gap.any()) else 0.0
         return Distance(frobenius=wrong, peak=wrong)
@@ -150,14 +158,15 @@ def _rms(tensor: Tensor) -> float:
 
 
 def measure(
-    name: str, value: Tensor, truth: Tensor, *, dtype: str, controls: Sequence[Tensor] = (), least_rms: float = 0.0
+    name: str, value: Tensor, truth: Tensor, *, dtype: str, controls: Sequence[Tensor] = (), kind: float = 0.0
 ) -> Measured:
-    """Hold one tensor against the truth under the rules of the run dtype; shapes must be equal."""
+    """Hold one tensor against the truth (same shape) under the rules of the run dtype; `kind` is the rms of its kind."""
     if not truth.is_floating_point() and not truth.is_complex():
         wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
         return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
-    found = distance(value, truth, least_rms)
-    allowed, decidable = _allowed(dtype, truth, controls, least_rms)
+    least = least_rms(truth, kind) if bool(torch.isfinite(truth).all()) else 0.0
+    found = distance(value, truth, least)
+    allowed, decidable = _allowed(dtype, truth, controls, least)
     _, which = found.worst_ratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)
     return Measured(
@@ -170,12 +179,12 @@ def measure(
     )
 
 
-def _allowed(dtype: str, truth: Tensor, controls: Sequence[Tensor], least_rms: float) -> tuple[Distance, bool]:
+def _allowed(dtype: str, truth: Tensor, controls: Sequence[Tensor], least: float) -> tuple[Distance, bool]:
     """What the run dtype allows for this tensor, and whether anything can be decided within it."""
     if dtype == "float64":
         return Distance(frobenius=FLOAT64_ALLOWED, peak=FLOAT64_ALLOWED), True
     eps = epsilon(dtype)
-    honest = [distance(control, truth, least_rms) for control in controls]
+    honest = [distance(control, truth, least) for control in controls]
     limits = {
         name: max([FLOOR_EPSILONS[name] * eps, *(CONTROL_FACTOR * getattr(run, name) for run in honest)])
         for name in ("frobenius", "peak")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.tolerance import CEILING, FLOAT64_ALLOWED, distance, epsilon, measure, noise_scales
+from harness.tolerance import CEILING, FLOAT64_ALLOWED, distance, epsilon, kind_rms, least_rms, measure
 
 seeds = st.integers(0, 2**31)
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
@@ -77,19 +77,22 @@ def test_a_truth_of_zeros_allows_zeros_only() -> None:
 
 def test_a_truth_that_is_zero_but_for_rounding_is_scaled_by_its_kind() -> None:
     truth = {"grad/q.bias": drawn(1, (64,)), "grad/k.bias": drawn(2, (64,)) * 1e-17, "loss/0": torch.tensor(7.0)}
-    scales = noise_scales(truth)
-    assert scales["grad"] == pytest.approx(1e-3 * float(truth["grad/q.bias"].square().mean().div(2).sqrt()))
+    kind = kind_rms(truth)["grad"]
+    assert kind == pytest.approx(float(truth["grad/q.bias"].square().mean().div(2).sqrt()))
+    assert least_rms(truth["grad/k.bias"], kind) == kind
     other_rounding = drawn(3, (64,)) * 1e-17
-    assert measure("k", other_rounding, truth["grad/k.bias"], dtype="float64", least_rms=scales["grad"]).right
+    assert measure("k", other_rounding, truth["grad/k.bias"], dtype="float64", kind=kind).right
     assert not measure("k", other_rounding, truth["grad/k.bias"], dtype="float64").right
-    wrong = drawn(3, (64,)) * 1e-9
-    assert not measure("k", wrong, truth["grad/k.bias"], dtype="float64", least_rms=scales["grad"]).right
+    wrong = drawn(3, (64,)) * 1e-8
+    assert not measure("k", wrong, truth["grad/k.bias"], dtype="float64", kind=kind).right
+    bf16_rounding = drawn(3, (64,)) * 0.5 * epsilon("bfloat16") * kind
+    assert measure("k", bf16_rounding, truth["grad/k.bias"], dtype="bfloat16", kind=kind).right
 
 
 def test_small_gradients_are_not_hidden_by_large_ones() -> None:
     small, large = drawn(1, (8, 8)) * 1e-6, drawn(2, (100, 100))
-    scale = noise_scales({"grad/a": small, "grad/b": large})["grad"]
-    assert not measure("a", small * 1.001, small, dtype="float64", least_rms=scale).right
+    kind = kind_rms({"grad/a": small, "grad/b": large})["grad"]
+    assert not measure("a", small * 1.001, small, dtype="float64", kind=kind).right
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
