@@ -29,6 +29,8 @@ __all__ = ["Baton", "End", "State"]
 
 _GRACE_S = 0.5
 """How long a rank may take to unwind before its thread is abandoned."""
+_LISTEN_S = 0.5
+"""How often the driver looks up: a Ctrl-C that comes just before it falls asleep does not wake it."""
 
 
 class State(Enum):
@@ -101,9 +103,11 @@ class Baton:
     def drive(self, body: Callable[[int], None]) -> End:
         """Start the ranks; return when the run ends, when nobody can go on, at a fault or at the time limit."""
         self._body = body
+        end_s = time.monotonic() + self._timeout_s
         self._successor()()
-        if not self._driver.acquire(timeout=self._timeout_s):
-            return End.TIME
+        while not self._driver.acquire(timeout=max(0.0, min(_LISTEN_S, end_s - time.monotonic()))):
+            if time.monotonic() >= end_s:
+                return End.TIME
         if self._halted:
             return End.FAULT
         return End.DONE if all(state is State.DONE for state in self.states) else End.STUCK

@@ -140,16 +140,19 @@ class Exchange:
         is_async: bool,
     ) -> Work:
         """Group rank `member` calls a collective. Returns its work, complete when every rank has called."""
+        rank = self._rank(group, member, said.op)
         number = group.numbers[member]
         meeting = group.meetings.get(number)
         if meeting is None:
             meeting = group.meetings[number] = Meeting(said, len(group.ranks))
-        work = self._work(group, member, number, said, meeting, is_async)
         group.numbers[member] += 1
+        work = Work(self, rank, group, number, said, meeting)
         work.outputs = operands.outputs
+        if is_async:
+            self._follow(work)
         if self.observer is not None:
             root = group.ranks[said.root] if said.root >= 0 else -1
-            work.ticket = self.observer.issued(work.rank, self._call(group, said, payload, root, is_async))
+            work.ticket = self.observer.issued(rank, self._call(group, said, payload, root, is_async))
         if meeting.said != said:
             meeting.parted[member] = said
             self._park(work, Fault(group, number, meeting.said, meeting))
@@ -163,14 +166,17 @@ class Exchange:
         self, group: Group, member: int, said: Signature, peer: int, tag: int, tensor: Tensor, is_async: bool
     ) -> Work:
         """Group rank `member` sends to `peer` or receives from it. Returns its work, complete when both have called."""
+        rank = self._rank(group, member, said.op)
         mine = Post(member, peer, tag, said, tensor)
-        work = self._work(group, member, group.posted[member], said, mine, is_async)
+        work = Work(self, rank, group, group.posted[member], said, mine)
         group.posted[member] += 1
+        if is_async:
+            self._follow(work)
         if said.op == "recv":
             work.outputs = (tensor,)
         if self.observer is not None:
             peer_rank = group.ranks[peer] if peer != ANY else -1
-            work.ticket = self.observer.issued(work.rank, self._call(group, said, (tensor,), peer_rank, is_async))
+            work.ticket = self.observer.issued(rank, self._call(group, said, (tensor,), peer_rank, is_async))
         other = next((post for post in group.posts if post.meets(mine)), None)
         if other is None:
             group.posts.append(mine)
@@ -182,8 +188,8 @@ class Exchange:
         send, receive = (other, mine) if said.op == "recv" else (mine, other)
         perform(transfer, (Operands((), (send.tensor,)), Operands((receive.tensor,), ())), "", -1)
         mine.done = other.done = True
-        for rank in other.waiters:
-            self.baton.wake(rank)
+        for waiter in other.waiters:
+            self.baton.wake(waiter)
         return work
 
     def sleep(self, work: Work) -> None:
@@ -216,22 +222,22 @@ class Exchange:
                     self.observer.completed(rank, work.ticket)
         return tuple(found)
 
-    def _work(
-        self, group: Group, member: int, number: int, said: Signature, event: Meeting | Post, is_async: bool
-    ) -> Work:
+    def _rank(self, group: Group, member: int, op: str) -> int:
+        """The rank that calls. Raises RuntimeError outside of its thread, Aborted when the run has ended."""
         rank = group.ranks[member]
         if get_ident() != self.baton.idents[rank]:
             raise RuntimeError(
-                f"{said.op} on rank {rank}: the in-process engine takes calls from the rank's own thread only, while "
+                f"{op} on rank {rank}: the in-process engine takes calls from the rank's own thread only, while "
                 f"the run lasts; this is thread {current_thread().name!r}"
             )
         if self.baton.stopping:
             raise Aborted
-        work = Work(self, rank, group, number, said, event)
-        if is_async:
-            work.origin = caller_at(sys._getframe(3))
-            self.open[rank][work] = None
-        return work
+        return rank
+
+    def _follow(self, work: Work) -> None:
+        """Remember an asynchronous work, and who issued it, until somebody waits for it."""
+        work.origin = caller_at(sys._getframe(3))
+        self.open[work.rank][work] = None
 
     def _complete(self, work: Work, meeting: Meeting, combine: Combine) -> None:
         """The last rank has come: compute, and wake those who wait."""

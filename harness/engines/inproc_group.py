@@ -60,8 +60,7 @@ class InprocGroup(_TorchGroup):
         self._member = member
         self._batch: list[Work] | None = None
         self.splits = 0
-        self._set_group_name(name)
-        self._set_group_desc(group.description)
+        self._name = name
 
     # what torch asks of a group
 
@@ -73,9 +72,27 @@ class InprocGroup(_TorchGroup):
         """Ranks in the group."""
         return len(self._group.ranks)
 
+    @property
+    def group_name(self) -> str:
+        """The name under which operators find the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the user called the group."""
+        return self._group.description
+
+    def getGroupName(self) -> str:
+        """`group_name`, for C++."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """`group_desc`, for C++."""
+        return self._group.description
+
     def getBackendName(self) -> str:
-        """gloo: what CPU ranks would run on, so that user code takes its CPU paths."""
-        return "gloo"
+        """Not a name that C++ knows: it would look for that backend's object. dist.get_backend says gloo."""
+        return "inproc"
 
     def get_group_store(self) -> Any:
         """The group's store; it lives in this process."""

@@ -136,10 +136,10 @@ def installed() -> Iterator[Enter]:
         for function, replacement in ((c10d.init_process_group, _init_process_group), (c10d.split_group, _split_group)):
             cell = _inner(function)
             undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
-            cell.cell_contents = functools.partial(replacement, cell.cell_contents)
+            cell.cell_contents = _standing_for(cell.cell_contents, replacement)
         helper = c10d._new_process_group_helper
         undo.callback(setattr, c10d, "_new_process_group_helper", helper)
-        c10d._new_process_group_helper = functools.partial(_new_group, helper)
+        c10d._new_process_group_helper = _standing_for(helper, _new_group)
         yield functools.partial(_enter, _registry.HashStore())
 
 
@@ -258,6 +258,11 @@ def _split_group(
     made = _make(mine, name, ranks, group_desc or f"{parent.group_desc}:split:{parent.splits}")
     mine.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
+
+
+def _standing_for(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement, which is given the original first, under the original's name."""
+    return functools.update_wrapper(functools.partial(replacement, original), original)
 
 
 def _inner(function: Callable[..., Any]) -> CellType:

@@ -1,0 +1,279 @@
+"""Ranks out of step: the in-process engine ends the run in under 50 ms, in one error with every rank's position."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_group
+
+from harness.engines.inproc import InprocEngine
+from harness.errors import Desynchronised, ProgramError
+
+LIMIT_S = 0.05
+Program = Callable[[int], Any]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InprocEngine]:
+    with InprocEngine() as made:
+        made.run(backward_of_two, world_size=2)  # the first backward of a process imports much
+        yield made
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+class Summed(torch.autograd.Function):
+    """Identity forward, all_reduce backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """x."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """The sum of the ranks' gradients."""
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+def backward_of_two(rank: int) -> None:
+    x = ones(2).requires_grad_()
+    (Summed.apply(x) * 2).backward(ones(2))
+
+
+def usable(engine: InprocEngine) -> bool:
+    """The engine runs a right program after whatever came before."""
+
+    def program(rank: int) -> float:
+        backward_of_two(rank)
+        tensor = ones(1)
+        dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+        return tensor.item()
+
+    return engine.run(program, world_size=2) == [2, 2]
+
+
+def skips(rank: int) -> None:
+    dist.all_reduce(ones(3))
+    if rank != 1:
+        dist.all_reduce(ones(3))
+
+
+def skips_in_the_middle(rank: int) -> None:
+    if rank != 1:
+        dist.all_reduce(ones(3))
+    dist.all_reduce(ones(2))
+
+
+def orders_differ(rank: int) -> None:
+    calls = [lambda: dist.all_reduce(ones(4)), lambda: dist.broadcast(ones(4), src=0)]
+    for call in reversed(calls) if rank == 2 else calls:
+        call()
+
+
+def ops_differ(rank: int) -> None:
+    if rank == 0:
+        dist.barrier()
+    else:
+        dist.all_reduce(ones(1))
+
+
+def numels_differ(rank: int) -> None:
+    dist.all_reduce(ones(4 if rank == 1 else 3))
+
+
+def shapes_differ(rank: int) -> None:
+    dist.all_reduce(ones(2, 3) if rank == 1 else ones(3, 2))
+
+
+def dtypes_differ(rank: int) -> None:
+    dist.all_reduce(ones(3).int() if rank == 1 else ones(3))
+
+
+def reduce_ops_differ(rank: int) -> None:
+    dist.all_reduce(ones(3), op=dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
+
+
+def roots_differ(rank: int) -> None:
+    dist.broadcast(ones(3), src=1 if rank == 1 else 0)
+
+
+def forms_differ(rank: int) -> None:
+    if rank == 1:
+        dist.all_gather([ones(2), ones(2), ones(2)], ones(2))
+    else:
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(ones(6), ones(2))
+
+
+def splits_differ(rank: int) -> None:
+    sends, receives = [[1, 3], [2, 2]][rank], [[1, 2], [4, 2]][rank]
+    dist.all_to_all_single(ones(sum(receives)), ones(sum(sends)), receives, sends)
+
+
+def groups_cross(rank: int) -> None:
+    one, other = dist.new_group([0, 1], group_desc="one"), dist.new_group([0, 1], group_desc="other")
+    for group in (one, other) if rank == 0 else (other, one):
+        dist.all_reduce(ones(1), group=group)
+
+
+def groups_differ(rank: int) -> None:
+    dist.new_group([0, 1] if rank == 0 else [0, 2])
+
+
+def messages_differ(rank: int) -> None:
+    if rank == 0:
+        dist.send(ones(3), dst=1)
+    else:
+        dist.recv(ones(4), src=0)
+
+
+def tags_differ(rank: int) -> None:
+    if rank == 0:
+        dist.send(ones(3), dst=1, tag=7)
+    else:
+        dist.recv(ones(3), src=0, tag=8)
+
+
+def both_send_first(rank: int) -> None:
+    dist.send(ones(3), dst=1 - rank)
+    dist.recv(ones(3), src=1 - rank)
+
+
+def nobody_sends(rank: int) -> None:
+    if rank == 0:
+        dist.recv(ones(3))
+
+
+def never_waits_alone(rank: int) -> None:
+    if rank == 0:
+        dist.all_reduce(ones(3), async_op=True)
+
+
+def sends_into_the_void(rank: int) -> None:
+    if rank == 0:
+        dist.isend(ones(3), dst=1)
+
+
+def functional_differs(rank: int) -> None:
+    functional.all_reduce(ones(3), "max" if rank else "sum", _get_default_group()).sum()
+
+
+class Case(NamedTuple):
+    """A faulty program, what the error is, and its first line."""
+
+    program: Program
+    world_size: int
+    kind: str
+    ranks: tuple[int, ...]
+    cause: str
+
+
+W2, W3 = "of world (0 1)", "of world (0 1 2)"
+IN_CALL = f"ranks disagree in call #0 {W3}: "
+STUCK = "no rank can go on: rank 0 waits for rank 1 in {}, rank 1 waits for rank 0 in {}".format
+ENDED = "every rank has finished, but "
+CASES = [
+    Case(skips, 3, "skipped", (1,), f"rank 1 has finished, but rank 0 waits for it in all_reduce #1 {W3}"),
+    Case(skips_in_the_middle, 3, "mismatch", (1,), IN_CALL + "the shape is 2 on rank 1, 3 on ranks 0 2"),
+    Case(orders_differ, 3, "mismatch", (2,), IN_CALL + "the op is broadcast on rank 2, all_reduce on ranks 0 1"),
+    Case(ops_differ, 3, "mismatch", (0,), IN_CALL + "the op is barrier on rank 0, all_reduce on ranks 1 2"),
+    Case(numels_differ, 3, "mismatch", (1,), IN_CALL + "the shape is 4 on rank 1, 3 on ranks 0 2"),
+    Case(shapes_differ, 3, "mismatch", (1,), IN_CALL + "the shape is 2x3 on rank 1, 3x2 on ranks 0 2"),
+    Case(dtypes_differ, 3, "mismatch", (1,), IN_CALL + "the dtype is int32 on rank 1, float32 on ranks 0 2"),
+    Case(reduce_ops_differ, 3, "mismatch", (1,), IN_CALL + "the reduce op is max on rank 1, sum on ranks 0 2"),
+    Case(roots_differ, 3, "mismatch", (1,), IN_CALL + "the root is 1 on rank 1, 0 on ranks 0 2"),
+    Case(forms_differ, 3, "mismatch", (1,), IN_CALL + "the form is list on rank 1, single on ranks 0 2"),
+    Case(functional_differs, 3, "mismatch", (0,), IN_CALL + "the reduce op is sum on rank 0, max on ranks 1 2"),
+    Case(
+        splits_differ,
+        2,
+        "mismatch",
+        (0, 1),
+        f"ranks disagree in all_to_all #0 {W2}: rank 0 sends 3 rows to rank 1, which expects 4",
+    ),
+    Case(
+        groups_differ,
+        3,
+        "mismatch",
+        (0, 1),
+        f"ranks disagree in new_group #1 {W3}: rank 0 makes it of ranks 0 1, rank 1 of ranks 0 2",
+    ),
+    Case(
+        messages_differ,
+        2,
+        "mismatch",
+        (0, 1),
+        f"ranks disagree in recv #0 {W2}: rank 0 sends float32 3 to rank 1, which receives float32 4",
+    ),
+    Case(groups_cross, 2, "deadlock", (0, 1), STUCK("all_reduce #0 of one (0 1)", "all_reduce #0 of other (0 1)")),
+    Case(tags_differ, 2, "deadlock", (0, 1), STUCK(f"send #0 {W2}", f"recv #0 {W2}")),
+    Case(both_send_first, 2, "deadlock", (0, 1), STUCK(f"send #0 {W2}", f"send #0 {W2}")),
+    Case(nobody_sends, 2, "skipped", (1,), f"rank 1 has finished, but rank 0 waits for it in recv #0 {W2}"),
+    Case(never_waits_alone, 2, "skipped", (1,), ENDED + f"rank 1 never made all_reduce #0 {W2}"),
+    Case(sends_into_the_void, 2, "skipped", (1,), ENDED + "rank 0's send in world (0 1) was never met by rank 1"),
+]
+
+
+def caught(engine: InprocEngine, program: Program, world_size: int) -> tuple[ProgramError, float]:
+    """The error of a faulty program, and the shortest time in s of three tries, as the machine may be busy."""
+    took: list[float] = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        with pytest.raises(ProgramError) as problem:
+            engine.run(program, world_size=world_size)
+        took.append(time.perf_counter() - start_s)
+    return problem.value, min(took)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.program.__name__)
+def test_ranks_out_of_step_end_in_one_error_within_50_ms(engine: InprocEngine, case: Case) -> None:
+    error, took_s = caught(engine, case.program, case.world_size)
+    assert isinstance(error, Desynchronised) and error.exit_status == 1
+    assert (error.cause, error.kind, error.ranks) == (case.cause, case.kind, case.ranks)
+    assert str(error).splitlines()[0] == case.cause
+    assert [position.rank for position in error.positions] == list(range(case.world_size))
+    for position in error.positions:
+        if position.state == "waits in":
+            assert position.op and position.number >= 0 and position.group
+            found = re.search(r"test_inproc_faults\.py:(\d+) in (\S+)$", position.caller)
+            first = case.program.__code__.co_firstlineno
+            assert found and first < int(found[1]) < first + 8 and found[2] in {case.program.__name__, "<lambda>"}
+        else:
+            assert position.state == "finished"
+    assert took_s < LIMIT_S
+    assert usable(engine)
+
+
+def test_the_whole_message_word_for_word(engine: InprocEngine) -> None:
+    error, _ = caught(engine, reduce_ops_differ, 3)
+    at = f"at {_file()}:{reduce_ops_differ.__code__.co_firstlineno + 1} in reduce_ops_differ"
+    assert str(error) == (
+        "ranks disagree in call #0 of world (0 1 2): the reduce op is max on rank 1, sum on ranks 0 2\n"
+        f"  rank 0: waits in all_reduce #0 of world (0 1 2): sum float32 3, {at}\n"
+        f"  rank 1: waits in all_reduce #0 of world (0 1 2): max float32 3, {at}\n"
+        f"  rank 2: waits in all_reduce #0 of world (0 1 2): sum float32 3, {at}"
+    )
+    error, _ = caught(engine, tags_differ, 2)
+    line, end = f"at {_file()}:{tags_differ.__code__.co_firstlineno + 2}", "in tags_differ"
+    other = f"at {_file()}:{tags_differ.__code__.co_firstlineno + 4}"
+    assert str(error).splitlines()[1:] == [
+        f"  rank 0: waits in send #0 of world (0 1): float32 3 to rank 1 tag 7, {line} {end}",
+        f"  rank 1: waits in recv #0 of world (0 1): float32 3 from rank 0 tag 8, {other} {end}",
+    ]
+
+
+def _file() -> str:
+    from_root = __file__.rfind("suites")
+    return __file__[from_root:]

@@ -1,0 +1,149 @@
+"""Groups, meshes, and the life of torch.distributed's world on the ranks of the in-process engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import destroy_process_group, init_process_group, split_group
+from torch.distributed.device_mesh import init_device_mesh
+
+from harness.engines.inproc import InprocEngine
+from harness.errors import RankRaised
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InprocEngine]:
+    with InprocEngine() as made:
+        yield made
+
+
+def summed(group: dist.ProcessGroup | None) -> float:
+    tensor = torch.tensor([float(2 ** dist.get_rank())])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def test_ranks_know_themselves(engine: InprocEngine) -> None:
+    def program(rank: int) -> tuple[Any, ...]:
+        group = dist.new_group([0, 2], group_desc="pair")
+        inside = rank in {0, 2}
+        own = dist.get_rank(group), dist.get_world_size(group), dist.get_process_group_ranks(group) if inside else None
+        return rank == dist.get_rank(), dist.get_world_size(), dist.is_initialized(), dist.get_backend(), *own
+
+    middle = (True, 3, True, "gloo", -1, -1, None)
+    expected = [(True, 3, True, "gloo", 0, 2, [0, 2]), middle, (True, 3, True, "gloo", 1, 2, [0, 2])]
+    assert engine.run(program, world_size=3) == expected
+
+
+def test_uneven_and_overlapping_groups(engine: InprocEngine) -> None:
+    def program(rank: int) -> dict[str, float]:
+        lists = {"alone": [0], "rest": [1, 2, 3], "outer": [0, 3], "all": [3, 1, 2, 0]}
+        groups = {name: dist.new_group(ranks, group_desc=name) for name, ranks in lists.items()}
+        return {name: summed(group) for name, group in groups.items() if rank in lists[name]}
+
+    found = engine.run(program, world_size=4)
+    assert found[0] == {"alone": 1, "outer": 9, "all": 15}
+    assert found[1] == found[2] == {"rest": 14, "all": 15}
+    assert found[3] == {"rest": 14, "outer": 9, "all": 15}
+
+
+def test_groups_made_by_members_alone(engine: InprocEngine) -> None:
+    def program(rank: int) -> float:
+        ranks = [0, 1] if rank < 2 else [2, 3]
+        return summed(dist.new_group(ranks, use_local_synchronization=True))
+
+    assert engine.run(program, world_size=4) == [3, 3, 12, 12]
+
+
+def test_subgroups_of_equal_size_and_by_enumeration(engine: InprocEngine) -> None:
+    def program(rank: int) -> tuple[float, float]:
+        mine, every = dist.new_subgroups(2)
+        named, _ = dist.new_subgroups_by_enumeration([[0, 3], [1], [2]])
+        return summed(mine), summed(named)
+
+    assert engine.run(program, world_size=4) == [(3, 9), (3, 2), (12, 4), (12, 9)]
+
+
+def test_split_groups_count_ranks_within_the_parent(engine: InprocEngine) -> None:
+    def program(rank: int) -> tuple[float, float | None]:
+        half = split_group(split_ranks=[[0, 2], [1, 3]])
+        single = split_group(half, [[1]], group_desc="second")
+        return summed(half), None if single is None else summed(single)
+
+    assert engine.run(program, world_size=4) == [(5, None), (10, None), (5, 4), (10, 8)]
+
+
+def test_a_wrong_split_is_refused_with_the_rule(engine: InprocEngine) -> None:
+    with pytest.raises(RankRaised) as caught:
+        engine.run(lambda rank: split_group(split_ranks=[[0, 5]]), world_size=2)
+    rule = "must be lists of distinct ranks below 2, none of them empty; legal: [[0], [1]]"
+    text = f"split_group split_ranks=[[0, 5]]: {rule}"
+    assert isinstance(caught.value.__cause__, ValueError) and str(caught.value.__cause__) == text
+
+
+def test_device_meshes_name_their_groups(engine: InprocEngine) -> None:
+    def program(rank: int) -> tuple[Any, ...]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        flat = mesh._flatten("both")
+        sums = summed(mesh.get_group("dp")), summed(mesh["tp"].get_group()), summed(flat.get_group())
+        return *sums, mesh.get_local_rank("tp"), mesh.get_group("tp").group_desc
+
+    found = engine.run(program, world_size=4)
+    assert [entry[:4] for entry in found] == [(5, 3, 15, 0), (10, 3, 15, 1), (5, 12, 15, 0), (10, 12, 15, 1)]
+    assert {entry[4] for entry in found} == {"mesh_tp"}
+
+
+def test_user_code_may_initialise_and_destroy_the_world_itself(engine: InprocEngine) -> None:
+    def program(rank: int) -> list[Any]:
+        init_process_group("nccl", world_size=2, rank=rank)
+        first = summed(None)
+        destroy_process_group()
+        gone = dist.is_initialized()
+        dist.init_process_group(init_method="env://")
+        group = dist.new_group([0, 1])
+        dist.destroy_process_group(group)
+        return [first, gone, summed(None), dist.get_rank()]
+
+    assert engine.run(program, world_size=2) == [[3, False, 3, 0], [3, False, 3, 1]]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({"world_size": 8}, "world_size=8: {}; legal: world_size=2, or leave it out"),
+        ({"rank": 1}, "rank=1: {}; legal: rank=0, or leave it out"),
+    ],
+)
+def test_another_world_than_the_engines_is_refused(engine: InprocEngine, words: dict[str, int], text: str) -> None:
+    def program(rank: int) -> None:
+        if rank == 0:
+            dist.init_process_group(**words)  # type: ignore[arg-type]
+        dist.barrier()
+
+    with pytest.raises(RankRaised) as caught:
+        engine.run(program, world_size=2)
+    full = "init_process_group " + text.format("the engine runs this thread as rank 0 of 2")
+    assert isinstance(caught.value.__cause__, ValueError) and str(caught.value.__cause__) == full
+
+
+def test_a_second_initialisation_is_refused_as_torch_refuses_it(engine: InprocEngine) -> None:
+    def program(rank: int) -> None:
+        dist.init_process_group()
+        dist.init_process_group()
+
+    with pytest.raises(RankRaised, match="trying to initialize the default process group twice!"):
+        engine.run(program, world_size=1)
+
+
+def test_stores_serve_all_ranks(engine: InprocEngine) -> None:
+    def program(rank: int) -> list[bytes]:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"key {rank}", f"value {rank}")
+        dist.barrier()
+        return [store.get("key 0"), store.get("key 1")]
+
+    assert engine.run(program, world_size=2) == [[b"value 0", b"value 1"]] * 2
