@@ -19,6 +19,8 @@ from suites.mutants.planting import planted, source_of
 __all__ = ["Site", "sites", "source_without", "without"]
 
 _RAW = "parallel.collectives"
+_APART = (_RAW, "parallel.deviations")
+"""The collectives themselves, and the wrong mathematics of the variants, which is there to be caught."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -36,8 +38,8 @@ class Site:
 
 
 def sites() -> list[Site]:
-    """All sites of all modules of `parallel`, in the order of the source."""
-    modules = [info.name for info in pkgutil.walk_packages(parallel.__path__, "parallel.") if info.name != _RAW]
+    """All sites of all modules of `parallel` but the variants, in the order of the source."""
+    modules = [info.name for info in pkgutil.walk_packages(parallel.__path__, "parallel.") if info.name not in _APART]
     return sorted(site for module in modules for site in _sites(module, ast.parse(source_of(module))))
 
 
