@@ -63,12 +63,12 @@ def test_a_terminal_gets_every_cell_and_markup_in_cells_stays_text(monkeypatch: 
 
 def test_a_narrow_terminal_folds_long_texts_and_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.setenv("COLUMNS", "96")
     headline = summary.headline(load(sample_run.write(tmp_path / "run"))).assign(words=["a=1 " * 30, "b=2 " * 30])
     stream = Terminal()
     text.show_table(tables.headline_table(headline), stream)
     lines = stream.getvalue().splitlines()
-    assert max(len(line.rstrip()) for line in lines) <= 90
+    assert max(len(line.rstrip()) for line in lines) <= 96
     assert sum("pass" in line for line in lines) == 2 and all(
         word in "".join(lines) for word in ("verdict", "tp-sp", "0.031")
     )
