@@ -160,7 +160,7 @@ def _rms(tensor: Tensor) -> float:
 def measure(
     name: str, value: Tensor, truth: Tensor, *, dtype: str, controls: Sequence[Tensor] = (), kind: float = 0.0
 ) -> Measured:
-    """Hold one tensor against the truth (same shape) under the rules of the run dtype; `kind` is the rms of its kind."""
+    """Hold one tensor against the truth (same shape) as the run dtype allows; `kind` is the rms of its kind."""
     if not truth.is_floating_point() and not truth.is_complex():
         wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
         return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
