@@ -14,7 +14,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.optim.optimizer import Optimizer
 from torch.utils import checkpoint
 
-from harness.callers import Caller, caller_at, is_user
+from harness.callers import caller_at, is_user
 from harness.moments import OUTSIDE
 
 __all__ = ["around", "defined_in", "quiet_since", "steps_around"]
@@ -31,19 +31,19 @@ _STEP = defined_in(Optimizer.profile_hook_step)
 _CHECKPOINT = checkpoint.__file__
 
 
-def around(frame: FrameType | None, *, in_backward: bool) -> tuple[Caller | None, bool, int]:
+def around(frame: FrameType | None, *, in_backward: bool) -> tuple[tuple[CodeType, int] | None, bool, int]:
     """The caller in user code; in backward also whether checkpointing runs a function again, and the outer node.
 
-    That is the node of another backward whose own backward started this one; OUTSIDE when there is none. A look costs
-    about a microsecond.
+    That is the node of another backward whose own backward started this one; OUTSIDE when there is none. The caller is
+    a plain code and line (callers.Caller), since this is looked up for every call: a look costs about a microsecond.
     """
     caller, again = None, False
     while frame is not None:
         code = frame.f_code
         if caller is None and is_user(code.co_filename):
-            caller = Caller(code, frame.f_lineno)
+            caller = (code, frame.f_lineno)
             if not in_backward:
-                break
+                return caller, False, OUTSIDE
         if in_backward:
             if code is _BACKWARD:
                 return caller or caller_at(frame), again, OUTSIDE if again else _outer(frame)

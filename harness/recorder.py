@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from harness.attribution import Attribution, Site
+from harness.callers import Caller
 from harness.ledger import Call, Event, shape_text, wire_bytes
 from harness.moments import Issued, phase, read, region
 from harness.naming import axis_name
@@ -145,5 +146,5 @@ class Recorder:
             call_index=moment.ticket,
             start_us=round((moment.started_s - self._start_s) * 1e6, 3),
             duration_us=round((ended_s - moment.started_s) * 1e6, 3),
-            caller="" if moment.caller is None else moment.caller.place,
+            caller="" if moment.caller is None else Caller(*moment.caller).place,
         )
