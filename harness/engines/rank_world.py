@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from harness.engines.exchange import Exchange
 from harness.engines.inproc_group import InprocGroup
+from harness.engines.rank_meshes import kept_apart
 from harness.errors import RequestError
 
 __all__ = ["Enter", "installed", "leave"]
@@ -140,6 +141,7 @@ def installed() -> Iterator[Enter]:
         helper = c10d._new_process_group_helper
         undo.callback(setattr, c10d, "_new_process_group_helper", helper)
         c10d._new_process_group_helper = _standing_for(helper, _new_group)
+        undo.enter_context(kept_apart(_rank_of_thread))
         yield functools.partial(_enter, _registry.HashStore())
 
 
@@ -159,6 +161,11 @@ def _enter(store: Any, exchange: Exchange, rank: int, world_size: int) -> None:
 def _mine() -> _Rank | None:
     ranks = getattr(c10d._world, "_ranks", None)
     return None if ranks is None else ranks.get(get_ident())
+
+
+def _rank_of_thread() -> int | None:
+    mine = _mine()
+    return None if mine is None else mine.rank
 
 
 def _make_default(mine: _Rank) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import destroy_process_group, init_process_group, split_group
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from harness.engines.inproc import InprocEngine
 from harness.errors import RankRaised
@@ -95,6 +96,45 @@ def test_device_meshes_name_their_groups(engine: InprocEngine) -> None:
     found = engine.run(program, world_size=4)
     assert [entry[:4] for entry in found] == [(5, 3, 15, 0), (10, 3, 15, 1), (5, 12, 15, 0), (10, 12, 15, 1)]
     assert {entry[4] for entry in found} == {"mesh_tp"}
+
+
+def test_meshes_and_sharding_decisions_are_made_anew_in_every_run(engine: InprocEngine) -> None:
+    """Group names count from 0 in every run: a mesh remembered from the first run would talk in the wrong group."""
+
+    def program(rank: int, first: list[int]) -> float:
+        dist.new_group(first)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        x = distribute_tensor(torch.arange(8.0), mesh["b"], [Shard(0)])
+        return float((x * 2).sum().full_tensor())  # type: ignore[attr-defined]
+
+    for first in ([0, 3], [1, 2], [0, 1, 2]):
+        assert engine.run(program, first, world_size=4) == [56.0] * 4
+
+
+def test_meshes_of_different_ranks_are_told_apart_where_shards_are_uneven(engine: InprocEngine) -> None:
+    """torch keeps what a redistribution does in tables of the process, which the meshes of all ranks would share."""
+    full = torch.arange(35.0).view(5, 7)
+
+    def program(rank: int) -> tuple[bool, ...]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        there = distribute_tensor(full, mesh, [Shard(0), Shard(0)]).redistribute(mesh, [Shard(1), Replicate()])
+        back = there.redistribute(mesh, [Shard(0), Shard(1)])
+        return torch.equal(there.full_tensor(), full), torch.equal(back.full_tensor(), full)
+
+    assert engine.run(program, world_size=4) == [(True, True)] * 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional")
+def test_default_groups_of_differentiable_collectives_are_those_of_the_running_rank(engine: InprocEngine) -> None:
+    def program(rank: int) -> list[float]:
+        x = torch.ones(1, requires_grad=True)
+        total: torch.Tensor = dist.nn.functional.all_reduce(x)
+        total.backward()
+        assert x.grad is not None
+        return [total.item(), x.grad.item()]
+
+    for world_size in (2, 3):
+        assert engine.run(program, world_size=world_size) == [[world_size, world_size]] * world_size
 
 
 def test_user_code_may_initialise_and_destroy_the_world_itself(engine: InprocEngine) -> None:

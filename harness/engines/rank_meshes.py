@@ -1,0 +1,66 @@
+"""Keeps the device meshes of ranks apart that are threads of one process.
+
+Meshes of different ranks hold the same rank numbers, so they are equal, and torch's process-wide tables of what a
+redistribution does, which differs between ranks where shards are uneven, would serve one rank with another's. torch
+tells meshes apart by thread when the backend is its own "threaded" one. For the time of a run it is told so of rank
+threads, with a number for the thread that no other rank and no other run has; afterwards these tables are emptied.
+
+torch.distributed.nn.functional is imported here because its functions take the world of the moment of their import as
+the default group: it must not be a rank's.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed.nn.functional  # noqa: F401
+from torch.distributed import device_mesh
+
+__all__ = ["kept_apart"]
+
+_TABLES = {
+    "torch.distributed.tensor._redistribute": ("_gen_transform_infos.cache_clear", "clear_redistribute_planner_cache"),
+    "torch.distributed.tensor._collective_utils": ("MeshTopoInfo.build_from_mesh.cache_clear",),
+}
+_RANKS = 2**20
+"""More ranks than any run has: the numbers of one run do not reach into another's."""
+
+
+@contextmanager
+def kept_apart(rank_of_thread: Callable[[], int | None]) -> Iterator[None]:
+    """Within it the meshes that rank threads make differ; `rank_of_thread` is None elsewhere."""
+    module: Any = device_mesh
+    first = time.monotonic_ns() // 1000 % 2**40 * _RANKS
+    get_backend = module.get_backend
+
+    def told_backend(*arguments: Any, **words: Any) -> Any:
+        threaded = not arguments and not words and rank_of_thread() is not None
+        return "threaded" if threaded else get_backend(*arguments, **words)
+
+    def number_of_thread() -> int:
+        rank = rank_of_thread()
+        return threading.get_ident() if rank is None else first + rank
+
+    with ExitStack() as undo:
+        undo.callback(_empty_tables)
+        undo.callback(setattr, module, "get_backend", get_backend)
+        undo.callback(setattr, module, "threading", module.threading)
+        module.get_backend = told_backend
+        module.threading = SimpleNamespace(get_ident=number_of_thread, local=threading.local)
+        yield
+
+
+def _empty_tables() -> None:
+    for name, tables in _TABLES.items():
+        for table in tables if name in sys.modules else ():
+            target: Any = sys.modules[name]
+            for part in table.split("."):
+                target = getattr(target, part, None)
+            if target is not None:
+                target()
