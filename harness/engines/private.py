@@ -7,7 +7,6 @@ the environment (RANK, WORLD_SIZE), the working folder, CUDA generators, class a
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
@@ -42,11 +41,10 @@ class Private:
 
     def __init__(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: Caller) -> None:
         self._modules = tuple(modules)
-        self._callers_streams = caller
-        self._callers = (torch.default_generator.get_state(), torch.get_default_dtype())
+        self._caller = caller
+        self._callers_dtype = torch.get_default_dtype()
         self._callers_globals = [dict(vars(module)) for module in self._modules]
         caller.keep()
-        self._torch = [_torch_stream(seed)] * world_size
         self._streams = Streams(world_size, seed)
         self._dtypes = [torch.get_default_dtype()] * world_size
         self._globals = [[_own(vars(module)) for module in self._modules] for _ in range(world_size)]
@@ -57,7 +55,6 @@ class Private:
         if self._holder == rank:
             return
         self._holder = rank
-        torch.default_generator.set_state(self._torch[rank])
         if self._dtypes[rank] is not torch.get_default_dtype():
             torch.set_default_dtype(self._dtypes[rank])
         self._streams.enter(rank)
@@ -67,7 +64,6 @@ class Private:
 
     def leave(self, rank: int) -> None:
         """Keep the process's state as this rank's."""
-        self._torch[rank] = torch.default_generator.get_state()
         self._dtypes[rank] = torch.get_default_dtype()
         self._streams.leave(rank)
         if self._modules:
@@ -79,18 +75,11 @@ class Private:
 
     def restore(self) -> None:
         """Make the process's state the caller's again."""
-        torch_stream, dtype = self._callers
-        torch.default_generator.set_state(torch_stream)
-        if dtype is not torch.get_default_dtype():
-            torch.set_default_dtype(dtype)
-        self._callers_streams.give_back(self._streams.mixed)
+        if self._callers_dtype is not torch.get_default_dtype():
+            torch.set_default_dtype(self._callers_dtype)
+        self._caller.give_back(self._streams)
         for module, own in zip(self._modules, self._callers_globals, strict=True):
             _replace(vars(module), own)
-
-
-@functools.lru_cache(maxsize=4)
-def _torch_stream(seed: int) -> torch.Tensor:
-    return torch.Generator().manual_seed(seed).get_state()
 
 
 def _own(module_globals: dict[str, Any]) -> dict[str, Any]:

@@ -1,18 +1,23 @@
-"""The random streams of Python and numpy: the caller's kept aside, and every rank's own.
+"""The random streams of a process (torch's CPU generator, Python's `random`, numpy's global one), one set a rank.
 
-They are costly to read and write (numpy's 36 us each way), and few programs draw from them between two collectives.
-Both are Mersenne twisters in memory: a draw moves the place in the words, and after the last word makes new words. So
-place and first word are compared with the start, and the streams are swapped in full only once they differ.
+To read and write them costs 1 us (torch) to 36 us (numpy) and sweeps the caches, and few programs draw between two
+collectives. All three are Mersenne twisters in memory: a draw moves the place in the words, and after the last word new
+words are made. So a mark of each, place and first word, is compared with the start; a stream is swapped only from the
+first hand-off at which its mark differs. Where a twister is not found in memory the mark is its whole state.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import struct
+import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 __all__ = ["Caller", "Streams"]
 
@@ -22,33 +27,13 @@ _HAS_GAUSS = 3
 """Where numpy's legacy state says that the second of two normal numbers is kept for the next draw."""
 
 
-class _Pair(NamedTuple):
-    python: Any
-    numpy: Any
+class _Stream(NamedTuple):
+    """One stream of the process. `mark()` is equal as long as nobody draws or seeds."""
 
-
-class Caller:
-    """The caller's streams. A state of numpy's that was read is used again while its words stay the same."""
-
-    def __init__(self) -> None:
-        self._address = _numpy_address()
-        self._words = b""
-        self._pair = _Pair(None, None)
-
-    def keep(self) -> None:
-        """Read both streams."""
-        words = ctypes.string_at(self._address, _BYTES)
-        known = words == self._words and not self._pair.numpy[_HAS_GAUSS]
-        self._words = words
-        self._pair = _Pair(random.getstate(), self._pair.numpy if known else np.random.get_state())
-
-    def give_back(self, touched: bool) -> None:
-        """Write both streams; `touched`: somebody has drawn since they were seeded."""
-        random.setstate(self._pair.python)
-        if touched or self._pair.numpy[_HAS_GAUSS]:
-            np.random.set_state(self._pair.numpy)
-        else:
-            ctypes.memmove(self._address, self._words, _BYTES)
+    seed: Callable[[int], object]
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    mark: Callable[[], Any]
 
 
 class Streams:
@@ -56,57 +41,118 @@ class Streams:
 
     def __init__(self, world_size: int, seed: int) -> None:
         self._seed = seed
-        self._pairs: list[_Pair | None] = [None] * world_size
-        self.mixed = False
-        _seed(seed)
-        address = _numpy_address()
-        self._numpy_word = ctypes.c_uint32.from_address(address)
-        self._numpy_place = ctypes.c_uint32.from_address(address + 4 * _WORDS)
-        self._start = self._marks()
+        self._states: list[list[Any]] = [[None] * world_size for _ in _STREAMS]
+        self._mixed = [False] * len(_STREAMS)
+        self._clean = True
+        for stream in _STREAMS:
+            stream.seed(seed)
+        self._start = _marks()
 
     def enter(self, rank: int) -> None:
         """Make the process's streams this rank's."""
-        if self.mixed:
-            pair = self._pairs[rank]
-            if pair is None:
-                _seed(self._seed)
-            else:
-                random.setstate(pair.python)
-                np.random.set_state(pair.numpy)
+        if self._clean:
+            return
+        for stream, states, mixed in zip(_STREAMS, self._states, self._mixed, strict=True):
+            if mixed and states[rank] is None:
+                stream.seed(self._seed)
+            elif mixed:
+                stream.write(states[rank])
+
+    def numpy_drawn(self) -> bool:
+        """Whether anybody has drawn from numpy's stream since it was seeded."""
+        return self._mixed[-1] or _NUMPY_MARK() != self._start[-1]
 
     def leave(self, rank: int) -> None:
         """Keep the process's streams as this rank's."""
-        if self.mixed or self._marks() != self._start:
-            self.mixed = True
-            self._pairs[rank] = _Pair(random.getstate(), np.random.get_state())
+        marks = _marks()
+        if self._clean and marks == self._start:
+            return
+        self._clean = False
+        for i, stream in enumerate(_STREAMS):
+            self._mixed[i] = self._mixed[i] or marks[i] != self._start[i]
+            if self._mixed[i]:
+                self._states[i][rank] = stream.read()
 
-    def _marks(self) -> tuple[Any, ...]:
-        if _PYTHON_PLACE is None or _PYTHON_WORD is None:
-            return (random.getstate(), self._numpy_place.value, self._numpy_word.value)
-        return (_PYTHON_PLACE.value, _PYTHON_WORD.value, self._numpy_place.value, self._numpy_word.value)
+
+class Caller:
+    """The caller's streams. A state of numpy's that was read is used again while its words stay the same."""
+
+    def __init__(self) -> None:
+        self._words = b""
+        self._torch, self._python, self._numpy = (stream.read() for stream in _STREAMS)
+
+    def keep(self) -> None:
+        """Read the streams."""
+        words = ctypes.string_at(_NUMPY, _BYTES)
+        self._torch, self._python = torch.default_generator.get_state(), random.getstate()
+        if words != self._words or self._numpy[_HAS_GAUSS]:
+            self._words, self._numpy = words, np.random.get_state()
+
+    def give_back(self, streams: Streams) -> None:
+        """Write the streams; numpy's words alone when nobody has drawn since they were seeded."""
+        torch.default_generator.set_state(self._torch)
+        random.setstate(self._python)
+        if streams.numpy_drawn() or self._numpy[_HAS_GAUSS]:
+            np.random.set_state(self._numpy)
+        else:
+            ctypes.memmove(_NUMPY, self._words, _BYTES)
 
 
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+@functools.lru_cache(maxsize=4)
+def _seeded(seed: int) -> torch.Tensor:
+    return torch.Generator().manual_seed(seed).get_state()
 
 
 def _numpy_address() -> int:
-    """Where numpy's global Mersenne twister keeps its words, and after them the place."""
+    """Where numpy's global twister keeps its words, and after them the place."""
     bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     return int(bits.ctypes.state_address)
 
 
-def _python_marks() -> tuple[ctypes.c_uint32 | None, ctypes.c_uint32 | None]:
-    """Place and first word of Python's global stream: in CPython after the object's head; None when not found there."""
+def _reader(*addresses: int) -> Callable[[], tuple[int, ...]]:
+    """A function that reads 32-bit words of this process."""
+    words = [ctypes.c_uint32.from_address(address) for address in addresses]
+    if len(words) == 2:
+        one, two = words
+        return lambda: (one.value, two.value)
+    return lambda: tuple([word.value for word in words])
+
+
+def _untyped(generator: torch.Generator) -> Any:
+    return generator
+
+
+def _torch_mark() -> Callable[[], Any]:
+    """Words left, place and first word of torch's CPU generator, which follow its seed in the C++ object."""
+    seed, probe, generator = 0x1234567890ABCDEF, _untyped(torch.Generator()), _untyped(torch.default_generator)
+    head = ctypes.string_at(probe.manual_seed(seed)._cdata, 512) if hasattr(probe, "_cdata") else b""
+    offset = head.find(seed.to_bytes(8, sys.byteorder))  # in 512 bytes: the words alone are more than that
+    if offset < 0 or struct.unpack_from("=i?3xII", head, offset + 8) != (1, True, 0, seed % 2**32):
+        return lambda: generator.get_state().numpy().tobytes()
+    address = generator._cdata + offset
+    return _reader(address + 8, address + 16, address + 20)
+
+
+def _python_mark() -> Callable[[], Any]:
+    """Place and first word of Python's global stream, which CPython keeps after the object's head."""
     owner = random.random.__self__  # type: ignore[attr-defined]
-    if type(owner).__basicsize__ < object.__basicsize__ + _BYTES:
-        return None, None
     address = id(owner) + object.__basicsize__
-    place, *words = struct.unpack(f"=i{_WORDS}I", ctypes.string_at(address, _BYTES))
-    if (*words, place) != random.getstate()[1]:
-        return None, None
-    return ctypes.c_uint32.from_address(address), ctypes.c_uint32.from_address(address + 4)
+    if type(owner).__basicsize__ >= object.__basicsize__ + _BYTES:
+        place, *words = struct.unpack(f"=i{_WORDS}I", ctypes.string_at(address, _BYTES))
+        if (*words, place) == random.getstate()[1]:
+            return _reader(address, address + 4)
+    return random.getstate
 
 
-_PYTHON_PLACE, _PYTHON_WORD = _python_marks()
+_NUMPY = _numpy_address()
+_TORCH_MARK, _PYTHON_MARK, _NUMPY_MARK = _torch_mark(), _python_mark(), _reader(_NUMPY + 4 * _WORDS, _NUMPY)
+_GENERATOR = torch.default_generator
+_STREAMS = (
+    _Stream(lambda seed: _GENERATOR.set_state(_seeded(seed)), _GENERATOR.get_state, _GENERATOR.set_state, _TORCH_MARK),
+    _Stream(random.seed, random.getstate, random.setstate, _PYTHON_MARK),
+    _Stream(lambda seed: np.random.seed(seed % 2**32), np.random.get_state, np.random.set_state, _NUMPY_MARK),
+)
+
+
+def _marks() -> tuple[Any, Any, Any]:
+    return _TORCH_MARK(), _PYTHON_MARK(), _NUMPY_MARK()

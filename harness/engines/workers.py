@@ -4,11 +4,6 @@ torch and user code keep caches and switches per thread: meshes, DTensor's shard
 new thread for every rank would be the simple way to start clean, and costs 0.3 ms a rank (start, allocator, autograd's
 queues), a fifth of a small example. So a thread is used again if its Python thread-locals and torch's switches are
 exactly as at its birth; else it is thrown away. Where Python does not show its thread-locals, every thread is new.
-
-The threads of a run take turns, so they stay on one CPU, the one that the caller is on: a hand-off then costs half, and
-finds warm caches. Not with an accelerator, whose threads would be born there and stay. A process that a rank starts
-inherits the CPU. For the same reason they share one arena of the allocator: nobody else allocates meanwhile, and memory
-that one rank has freed is warm for the next.
 """
 
 from __future__ import annotations
@@ -16,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -43,8 +37,6 @@ class Worker:
 
     def __init__(self) -> None:
         self.reusable = False
-        self.cpu: int | None = None
-        self._at: int | None = None
         self._interrupted = False
         self._job: Job | None = None
         self._given = _taken()
@@ -77,7 +69,6 @@ class Worker:
                 if self._job is None:
                     return
                 last = _nothing
-                self._stay()
                 try:
                     last = contextvars.Context().run(self._job)
                 finally:
@@ -85,12 +76,6 @@ class Worker:
                     self.reusable = not self._interrupted and _traces(own) == born
                     self._ended.release()
                 last()
-
-    def _stay(self) -> None:
-        if self.cpu is not None and self.cpu != self._at:
-            with contextlib.suppress(OSError):  # the CPU was taken away meanwhile: only speed is lost
-                os.sched_setaffinity(0, {self.cpu})
-                self._at = self.cpu
 
 
 class Workers:
@@ -103,11 +88,7 @@ class Workers:
     def take(self, count: int) -> list[Worker]:
         """So many threads; new ones as far as needed."""
         taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
-        taken += [Worker() for _ in range(count - len(taken))]
-        cpu = _current_cpu()
-        for worker in taken:
-            worker.cpu = cpu
-        return taken
+        return taken + [Worker() for _ in range(count - len(taken))]
 
     def give_back(self, workers: list[Worker]) -> None:
         """Threads whose jobs have ended: keep the clean ones, end the others."""
@@ -132,14 +113,6 @@ def _taken() -> threading.Lock:
     lock = threading.Lock()
     lock.acquire()
     return lock
-
-
-def _current_cpu() -> int | None:
-    """The CPU that the calling thread is on; None where threads are not to be kept on one."""
-    if not hasattr(os, "sched_setaffinity") or torch.accelerator.is_available():
-        return None
-    cpu: int = ctypes.pythonapi.sched_getcpu() if hasattr(ctypes.pythonapi, "sched_getcpu") else -1
-    return cpu if cpu >= 0 else None
 
 
 def _thread_dict() -> dict[Any, Any]:

@@ -88,6 +88,9 @@ def test_the_callers_streams_go_on_as_if_nothing_had_run(
     before = streams()
     engine.run(program, world_size=2)
     assert streams() == before
+    with pytest.raises(RankRaised):
+        engine.run(lambda rank: 1 / 0 if rank else program(rank), world_size=2)
+    assert streams() == before
     expected = [np.random.randn(), random.gauss(0, 1)]
     np.random.set_state(before[2])
     random.setstate(before[1])
