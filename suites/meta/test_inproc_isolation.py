@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import gc
 import random
@@ -22,6 +23,7 @@ from harness.engines.inproc_group import InprocGroup
 from harness.errors import RankRaised
 
 KEPT = threading.local()
+CONTEXT: contextvars.ContextVar[int] = contextvars.ContextVar("CONTEXT", default=-1)
 MODULE = "suites.meta.rank_globals_of_a_test"
 
 
@@ -156,6 +158,7 @@ def test_globals_of_listed_modules_are_one_set_a_rank_and_the_callers_afterwards
 def test_thread_state_that_a_program_leaves_behind_does_not_reach_the_next(engine: InprocEngine) -> None:
     def leave(rank: int) -> int:
         KEPT.value = rank
+        CONTEXT.set(rank)
         torch.set_grad_enabled(False)
         torch.set_default_device("meta")
         torch.autocast("cpu").__enter__()
@@ -163,11 +166,22 @@ def test_thread_state_that_a_program_leaves_behind_does_not_reach_the_next(engin
 
     def look(rank: int) -> tuple[Any, ...]:
         x = torch.ones(2)
-        return hasattr(KEPT, "value"), torch.is_grad_enabled(), x.device.type, torch.is_autocast_enabled("cpu")
+        return (
+            hasattr(KEPT, "value"),
+            CONTEXT.get(),
+            torch.is_grad_enabled(),
+            x.device.type,
+            torch.is_autocast_enabled("cpu"),
+        )
 
     engine.run(leave, world_size=2)
-    assert engine.run(look, world_size=3) == [(False, True, "cpu", False)] * 3
+    assert engine.run(look, world_size=3) == [(False, -1, True, "cpu", False)] * 3
     assert torch.is_grad_enabled() and torch.ones(1).device.type == "cpu"
+
+
+def test_context_variables_do_not_pass_from_run_to_run(engine: InprocEngine) -> None:
+    assert engine.run(lambda rank: CONTEXT.set(rank).var.get(), world_size=2) == [0, 1]
+    assert engine.run(lambda rank: CONTEXT.get(), world_size=2) == [-1, -1]
 
 
 def test_default_dtype_is_each_ranks_own_and_the_callers_afterwards(engine: InprocEngine) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engines.inproc import InprocEngine
 
@@ -201,6 +202,33 @@ def test_meta_tensors_pass_through_every_collective(engine: InprocEngine) -> Non
         return [x.device.type, full.device.type]
 
     assert engine.run(program, world_size=2) == [["meta", "meta"]] * 2
+
+
+class Seen(TorchDispatchMode):
+    """Keeps the names of the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the operator and run it."""
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_modes_of_whoever_computes_for_all_do_not_see_the_computing(engine: InprocEngine) -> None:
+    """Selective checkpointing counts operators: one more on the rank that happens to come last would break it."""
+
+    def program(rank: int) -> list[str]:
+        tensor = value(rank)
+        seen = Seen()
+        with seen:
+            tensor.add_(1)
+            dist.all_reduce(tensor)
+        return seen.names
+
+    assert engine.run(program, world_size=3) == [["add_.Tensor"]] * 3
 
 
 def test_a_tensor_that_autograd_saved_must_not_be_overwritten_by_a_collective(engine: InprocEngine) -> None:
