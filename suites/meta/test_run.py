@@ -16,7 +16,7 @@ import pytest
 from harness import run as run_module
 from harness.errors import RequestError
 from harness.proof import prove
-from harness.run import Request, RunResult, parse_cases, run
+from harness.run import Request, RunResult, engine_named, parse_cases, run
 from harness.trial import Reference
 from reference.case import Case
 from reports.frames import load
@@ -148,6 +148,17 @@ def test_one_lucky_control_run_makes_no_false_alarm_and_hides_no_error() -> None
     assert prove(case, f"{TOY}wrong", LoopEngine(), reference=lucky).verdict == "fail"
     once = prove(case, f"{TOY}right", LoopEngine(), reference=lucky)
     assert once.evidence is not None and len(once.evidence.controls) == 1  # nobody asked for more
+
+
+@pytest.mark.parametrize("mesh", ["tp=2 heads=6", "tp=3 dp=2 heads=6"])
+def test_dtensors_of_real_ranks_are_merged_without_communication(mesh: str) -> None:
+    case = Case.parse(f"mode=tp layers=1 hidden=36 vocab=25 seq=8 {mesh}")
+    with engine_named("inproc") as engine:
+        result = prove(case, f"{TOY}distributed", engine)
+    assert {verdict.check: verdict.message for verdict in result.verdicts if verdict.verdict != "pass"} == {}
+    names = {verdict.check for verdict in result.verdicts}
+    assert {"parameter_gradients", "update", "parallelism", "replicas"} <= names
+    assert {event.op for event in result.events} <= {"broadcast", "scatter"}  # what distributes them, and no gathering
 
 
 def test_progress_tells_every_case_as_it_ends(start: Start, tmp_path: Path) -> None:

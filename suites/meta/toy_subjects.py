@@ -13,6 +13,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from harness.engines.engine import Unwaited
 from harness.errors import MachineError, RankDied, RankRaised, TimeLimit
@@ -87,6 +89,23 @@ def lucky_control(case: Case, device: torch.device, *, parts: int = 0) -> dict[s
     return {
         name: value * (1 - bool(parts) * 20 * epsilon(case.dtype)) for name, value in dense.truth(case, device).items()
     }
+
+
+def distributed(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """The dense model's tensors as DTensors: columns sharded, rows sharded unevenly, terms of a sum, replicas."""
+    mesh = init_device_mesh(device.type, (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
+    outcome: dict[str, Tensor] = dict(dense.subject(case, device))
+    for name in [name for name in outcome if name.startswith(("grad/", "param/"))]:
+        full = outcome[name]
+        sharded = distribute_tensor(full, mesh, (Replicate(), Shard(0)))
+        if name.startswith("param/"):
+            outcome[name] = sharded
+        elif full.dim() == 2:
+            outcome[name] = distribute_tensor(full, mesh, (Shard(1), Shard(0)))
+        else:
+            term = full * (1 + 2 * mesh.get_local_rank("tp")) / case.tp**2
+            outcome[name] = DTensor.from_local(term, mesh, (Replicate(), Partial("sum")), run_check=False)
+    return outcome
 
 
 def losses_only(case: Case, device: torch.device) -> dict[str, Tensor]:
