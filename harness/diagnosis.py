@@ -22,6 +22,16 @@ from harness.tolerance import epsilon, kind_of
 __all__ = ["case_text", "crash", "explain", "repeat_command"]
 
 NO_CAUSE = "none of the known patterns fits"
+_USUAL: Mapping[str, str] = {
+    "coverage": "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns "
+    "nothing",
+    "merge": "offsets of another rank, a padded or transposed shard, or a rank that leaves its part out",
+    "parallelism": "the split was done to a tensor that is not used, or undone by what followed it",
+    "waits": "the handle was dropped before its wait()",
+    "determinism": "uninitialised memory, a random number without a seed, or a sum in no fixed order",
+    "recording": "a program that asks whether modules or optimizers are watched, or that measures time",
+}
+"""What is usually behind a check that no tensor explains."""
 
 
 def case_text(case: CaseLike) -> str:
@@ -46,9 +56,9 @@ def explain(evidence: Evidence, findings: Mapping[str, Finding], check: str, sub
     lines = {
         "what": f"{finding.message} (check {check})",
         "where": _where(evidence, finding, name),
-        "error": _how_much(evidence, finding),
+        "error": _how_much(evidence, finding, check),
         "first": _first(case, first_name, parted, finding),
-        "causes": "; ".join(_likely(evidence, check, parted, [first_name, name])) or NO_CAUSE,
+        "causes": "; ".join(_likely(evidence, check, parted, [first_name, name])) or _USUAL.get(check, NO_CAUSE),
         "repeat": repeat_command(case, subject, options),
     }
     return _written(lines)
@@ -107,10 +117,12 @@ def _rank_words(ranks: Sequence[int], world_size: int) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {world_size}"
 
 
-def _how_much(evidence: Evidence, finding: Finding) -> str:
+def _how_much(evidence: Evidence, finding: Finding, check: str) -> str:
     worst = finding.worst
+    if worst is None and check in ("coverage", "parallelism", "waits"):
+        return "nothing to measure: this must never be"
     if worst is None:
-        return "bits or layout: nothing is allowed to differ"
+        return "compared exactly: nothing is allowed to differ"
     if not finding.wrong:
         return f"{worst.error:g} event{'s' if worst.error > 1 else ''} more or less than expected on a rank, allowed 0"
     of = next(m.measure for m in finding.wrong if m.name == worst.name)

@@ -30,11 +30,23 @@ def resolve(name: str) -> object:
     found: object = _module(name, module_name)
     for part in path.split("."):
         if not hasattr(found, part):
-            close = difflib.get_close_matches(part, [word for word in dir(found) if word[0] != "_"], n=1, cutoff=0.0)
-            legal = f"; legal: {module_name}:{close[0]}" if close else ""
-            raise RequestError(f"name {name!r}: {module_name} has no {part!r}{legal}")
+            raise RequestError(
+                f"name {name!r}: {module_name} has no {part!r}; {_alternative(found, part, module_name)}"
+            )
         found = getattr(found, part)
     return found
+
+
+def _alternative(found: object, part: str, module_name: str) -> str:
+    """A name that would have been legal: the closest of the module's own, rather than of what it imports."""
+    words = {word: getattr(found, word) for word in dir(found) if not word.startswith("_")}
+    own = [
+        word
+        for word, value in words.items()
+        if not isinstance(value, ModuleType) and getattr(value, "__module__", module_name) == module_name
+    ]
+    close = difflib.get_close_matches(part, own, n=1, cutoff=0.0)
+    return f"legal: {module_name}:{close[0]}" if close else "it has no public name at all"
 
 
 def _module(name: str, module_name: str) -> ModuleType:

@@ -74,7 +74,7 @@ def test_replicas_that_hold_partial_sums_in_six_lines() -> None:
     assert lines[1] == (
         "where:  mode=tp, rank 1 of 2, step 0, phase backward, module layers.0.mlp.w2, tensor grad/layers.0.mlp.w2.bias"
     )
-    assert lines[2] == "error:  bits or layout: nothing is allowed to differ"
+    assert lines[2] == "error:  compared exactly: nothing is allowed to differ"
     assert lines[3] == "first:  grad/layers.0.mlp.w2.bias (step 0, phase backward)"
     assert lines[4] == (
         "causes: the ranks' values add up to the truth over tp=2: each holds one partial sum, never reduced"
@@ -94,6 +94,19 @@ def test_a_raising_subject_in_six_lines() -> None:
             "causes: the subject raised, or its ranks issued different calls: the line above says where each rank "
             "stood",
             'repeat: shardproof run "seq=16" --subject my.module:subject --engine pool',
+        ]
+    )
+
+
+def test_a_split_that_moves_nothing_in_six_lines() -> None:
+    assert message(evidence(events=(), expectation=None), "parallelism") == "\n".join(
+        [
+            "what:   no rank sent or received anything in a mesh of tp=2 (check parallelism)",
+            "where:  mode=tp, all 2 ranks",
+            "error:  nothing to measure: this must never be",
+            "first:  no rank sent or received anything in a mesh of tp=2",
+            "causes: the split was done to a tensor that is not used, or undone by what followed it",
+            'repeat: shardproof run "seq=16" --subject my.module:subject',
         ]
     )
 

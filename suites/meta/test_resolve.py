@@ -38,6 +38,18 @@ def test_a_missing_object_brings_the_nearest_name() -> None:
         resolve("harness.ledger:COLUMN")
 
 
+def test_the_name_offered_is_the_modules_own_and_not_one_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_importing_subject.py").write_text("import torch\nfrom pathlib import Path\ndef train(): ...\n")
+    (tmp_path / "my_empty_subject.py").write_text("")
+    with pytest.raises(RequestError, match="has no 'torc'; legal: my_importing_subject:train"):
+        resolve("my_importing_subject:torc")
+    with pytest.raises(RequestError, match="has no 'subject'; it has no public name at all"):
+        resolve("my_empty_subject:subject")
+
+
 def test_a_file_in_the_working_directory_is_found_and_its_errors_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
