@@ -19,7 +19,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from harness.errors import RequestError
@@ -128,11 +128,9 @@ def _new_folder(out: Path, subject: str) -> Path:
     stem = f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}-{safe_name(subject)}"
     for attempt in range(1, 1000):
         path = out / (stem if attempt == 1 else f"{stem}-{attempt}")
-        try:
+        with suppress(FileExistsError):  # taken: the next number
             path.mkdir()
-        except FileExistsError:
-            continue
-        return path
+            return path
     raise RequestError(f"out={out}: a thousand runs named {stem} are in it; legal: another folder with --out")
 
 
