@@ -1,12 +1,12 @@
 """What a collective computes: the tensors of all ranks of a group in, the outputs of all ranks written in place.
 
 `members` holds one Operands a rank, in group-rank order. Reductions add in rank order, in the tensors' own dtype, once:
-every rank gets the same bits. All inputs are read before the first output is written, so ranks may share tensors.
+every rank gets the same bits. Tensor by tensor, all inputs are read before an output is written: ranks may share them.
 Works on any dtype and on meta tensors. A size that ranks tell each other in pairs is checked here: Disagreement.
 
-Nothing here is seen by autograd, dispatch modes or function modes of the rank that happens to run it. Versions are
-counted up all the same, so that autograd refuses a tensor that was saved for backward and then overwritten; gloo and
-NCCL let such a program pass with a wrong gradient.
+Nothing here is seen by autograd, dispatch modes or function modes of the rank that happens to run it. Versions of the
+outputs are counted up all the same, so that autograd refuses a tensor that was saved for backward and then overwritten;
+gloo and NCCL let such a program pass with a wrong gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 __all__ = [
     "Combine",
@@ -56,8 +55,8 @@ class Disagreement(Exception):
         super().__init__(words)
 
 
-Combine = Callable[[Sequence[Operands], str, int], list[Tensor]]
-"""(members, reduce op, root) -> the tensors written."""
+Combine = Callable[[Sequence[Operands], str, int], None]
+"""Computes and writes, given (members, reduce op, root)."""
 
 _Reducer = Callable[[Tensor, Tensor], Tensor]
 _REDUCERS: dict[str, tuple[_Reducer, _Reducer]] = {
@@ -79,70 +78,58 @@ def perform(combine: Combine, members: Sequence[Operands], reduce_op: str, root:
     with torch._C._AutoDispatchBelowAutograd():
         if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-                written = combine(members, reduce_op, root)
+                combine(members, reduce_op, root)
         else:
-            written = combine(members, reduce_op, root)
-    if written:
-        increment_version(written)
+            combine(members, reduce_op, root)
 
 
-def all_reduce(members: Sequence[Operands], reduce_op: str, root: int) -> list[Tensor]:
+def all_reduce(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """outputs[i] = the reduction of every rank's inputs[i]."""
-    written: list[Tensor] = []
     if len(members) == 1 and members[0].inputs is members[0].outputs:
-        return written
+        return
     for i in range(len(members[0].inputs)):
         total = _reduced([member.inputs[i] for member in members], reduce_op)
-        written += _put_all([member.outputs[i] for member in members], total)
-    return written
+        _put_all([member.outputs[i] for member in members], total)
 
 
-def reduce(members: Sequence[Operands], reduce_op: str, root: int) -> list[Tensor]:
+def reduce(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """The root's output = the reduction; the other ranks' tensors stay as they are."""
-    return _put_all([members[root].outputs[0]], _reduced([member.inputs[0] for member in members], reduce_op))
+    _put_all([members[root].outputs[0]], _reduced([member.inputs[0] for member in members], reduce_op))
 
 
-def broadcast(members: Sequence[Operands], reduce_op: str, root: int) -> list[Tensor]:
+def broadcast(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """Every other rank's outputs[i] = the root's."""
-    written: list[Tensor] = []
     for i, source in enumerate(members[root].inputs):
-        written += _put_all([member.outputs[i] for rank, member in enumerate(members) if rank != root], source)
-    return written
+        _put_all([member.outputs[i] for rank, member in enumerate(members) if rank != root], source)
 
 
-def all_gather(members: Sequence[Operands], reduce_op: str, root: int) -> list[Tensor]:
+def all_gather(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """outputs[i] = the inputs[i] of all ranks, one after the other."""
-    written: list[Tensor] = []
     for i in range(len(members[0].inputs)):
         full = torch.cat([member.inputs[i].reshape(-1) for member in members])
-        written += _put_all([member.outputs[i].view(-1) for member in members], full)
-    return written
+        _put_all([member.outputs[i].view(-1) for member in members], full)
 
 
-def all_gather_lists(members: Sequence[Operands], reduce_op: str, root: int) -> list[Tensor]:
+def all_gather_lists(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """n inputs a rank: outputs[r * n + i] = inputs[i] of rank r."""
     sources = [tensor.clone() for member in members for tensor in member.inputs]
-    written = [tensor for member in members for tensor in member.outputs]
-    torch._foreach_copy_(written, sources * len(members))
-    return written
+    _put_each([tensor for member in members for tensor in member.outputs], sources * len(members))
 
 
-def reduce_scatter(members: Sequence[Operands], reduce_op: str, root: int) -> list[Tensor]:
+def reduce_scatter(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """outputs[i] of rank r = part r of the reduction of all inputs[i]."""
-    written: list[Tensor] = []
     for i in range(len(members[0].inputs)):
         parts = _reduced([member.inputs[i] for member in members], reduce_op).reshape(len(members), -1)
-        written += _put_each([member.outputs[i].view(-1) for member in members], parts.unbind())
-    return written
+        _put_each([member.outputs[i].view(-1) for member in members], parts.unbind())
 
 
-def reduce_scatter_lists(members: Sequence[Operands], reduce_op: str, root: int) -> list[Tensor]:
+def reduce_scatter_lists(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """The output of rank r = the reduction of every rank's inputs[r]; the inputs may differ in size."""
     parts = [_reduced([member.inputs[rank] for member in members], reduce_op) for rank in range(len(members))]
-    return _put_each([member.outputs[0] for member in members], parts)
+    _put_each([member.outputs[0] for member in members], parts)
 
 
-def all_to_all(members: Sequence[Operands], reduce_op: str, root: int) -> list[Tensor]:
+def all_to_all(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """outputs[s] of rank r = inputs[r] of rank s."""
     for receiver, member in enumerate(members):
         for sender, output in enumerate(member.outputs):
@@ -151,10 +138,10 @@ def all_to_all(members: Sequence[Operands], reduce_op: str, root: int) -> list[T
                 words = f"rank {{}} sends {tuple(sent.shape)} to rank {{}}, which expects {tuple(output.shape)}"
                 raise Disagreement((sender, receiver), words)
     sources = [other.inputs[receiver].clone() for receiver in range(len(members)) for other in members]
-    return _put_each([output for member in members for output in member.outputs], sources)
+    _put_each([output for member in members for output in member.outputs], sources)
 
 
-def all_to_all_single(members: Sequence[Operands], reduce_op: str, root: int) -> list[Tensor]:
+def all_to_all_single(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """Rows [block r] of rank s's input go to rows [block s] of rank r's output."""
     blocks = [member.inputs[0].split(list(member.input_rows)) for member in members]
     for receiver, member in enumerate(members):
@@ -164,27 +151,26 @@ def all_to_all_single(members: Sequence[Operands], reduce_op: str, root: int) ->
                 words = f"rank {{}} sends {sent} rows to rank {{}}, which expects {expected}"
                 raise Disagreement((sender, receiver), words)
     sources = [torch.cat([block[receiver] for block in blocks]) for receiver in range(len(members))]
-    return _put_each([member.outputs[0] for member in members], sources)
+    _put_each([member.outputs[0] for member in members], sources)
 
 
-def gather(members: Sequence[Operands], reduce_op: str, root: int) -> list[Tensor]:
+def gather(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """The root's outputs[r] = the input of rank r."""
-    return _put_each(members[root].outputs, [member.inputs[0].clone() for member in members])
+    _put_each(members[root].outputs, [member.inputs[0].clone() for member in members])
 
 
-def scatter(members: Sequence[Operands], reduce_op: str, root: int) -> list[Tensor]:
+def scatter(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """The output of rank r = the root's inputs[r]."""
-    return _put_each([member.outputs[0] for member in members], [part.clone() for part in members[root].inputs])
+    _put_each([member.outputs[0] for member in members], [part.clone() for part in members[root].inputs])
 
 
-def meet(members: Sequence[Operands], reduce_op: str, root: int) -> list[Tensor]:
+def meet(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """A barrier moves nothing."""
-    return []
 
 
-def transfer(members: Sequence[Operands], reduce_op: str, root: int) -> list[Tensor]:
+def transfer(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """Point to point: the receiver's (member 1) output = the sender's (member 0) input."""
-    return _put_all(members[1].outputs, members[0].inputs[0])
+    _put_all(members[1].outputs, members[0].inputs[0])
 
 
 def _reduced(tensors: Sequence[Tensor], reduce_op: str) -> Tensor:
@@ -200,12 +186,10 @@ def _reduced(tensors: Sequence[Tensor], reduce_op: str) -> Tensor:
     return total
 
 
-def _put_all(outputs: Sequence[Tensor], value: Tensor) -> list[Tensor]:
-    return _put_each(outputs, [value] * len(outputs))
+def _put_all(outputs: Sequence[Tensor], value: Tensor) -> None:
+    _put_each(outputs, [value] * len(outputs))
 
 
-def _put_each(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    written = list(outputs)
-    if written:
-        torch._foreach_copy_(written, list(values))
-    return written
+def _put_each(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if outputs:
+        torch._foreach_copy_(list(outputs), list(values))

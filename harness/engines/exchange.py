@@ -105,18 +105,18 @@ class Exchange:
     def __init__(self, world_size: int, baton: Baton, observer: Observer | None) -> None:
         self.baton = baton
         self.observer = observer
-        self.groups: dict[tuple[object, ...], Group] = {}
+        self.groups: dict[tuple[int, str, tuple[int, ...]], Group] = {}
         self.waiting: list[Work | None] = [None] * world_size
         self.open: list[dict[Work, None]] = [{} for _ in range(world_size)]
         self.fault: Fault | None = None
         self._made: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         self._calls: dict[tuple[object, ...], Call] = {}
 
-    def group(self, key: tuple[object, ...], ranks: tuple[int, ...], description: str) -> Group:
-        """The group that all members know by this key."""
-        found = self.groups.get((*key, ranks))
+    def group(self, life: int, name: str, ranks: tuple[int, ...], description: str) -> Group:
+        """The group that all members know by this name, in this life of the world."""
+        found = self.groups.get((life, name, ranks))
         if found is None:
-            found = self.groups[(*key, ranks)] = Group(ranks, description)
+            found = self.groups[life, name, ranks] = Group(ranks, description, life)
         return found
 
     def agree_on_group(self, rank: int, life: int, number: int, ranks: tuple[int, ...]) -> None:

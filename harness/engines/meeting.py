@@ -60,12 +60,14 @@ class Post:
 class Group:
     """Ranks that communicate, in group order; shared by the process groups of all its ranks.
 
-    `numbers` and `posted` count each member's collectives and point-to-point calls; `meetings` and `posts` are those
-    that are not complete; `description` is torch's `group_desc`, `store` is what torch code asks a group for.
+    `description` is torch's `group_desc`, `life` counts how often the world was initialised. `numbers` and `posted`
+    count each member's collectives and point-to-point calls; `meetings` and `posts` are those that are not complete;
+    `store` is what torch code asks a group for.
     """
 
     ranks: tuple[int, ...]
     description: str
+    life: int = 1
     label: str = ""
     numbers: list[int] = field(default_factory=list)
     posted: list[int] = field(default_factory=list)
@@ -75,7 +77,7 @@ class Group:
 
     def __post_init__(self) -> None:
         name = _UNNAMED.get(self.description, self.description)
-        self.label = f"{name} ({ranks_text(self.ranks)})"
+        self.label = f"{name} ({ranks_text(self.ranks)})" + (f" of life {self.life}" if self.life > 1 else "")
         self.numbers = [0] * len(self.ranks)
         self.posted = [0] * len(self.ranks)
 

@@ -179,7 +179,7 @@ def _make_default(mine: _Rank) -> None:
 
 def _make(mine: _Rank, name: str, ranks: tuple[int, ...], description: str, tag: str = "") -> InprocGroup:
     """One rank's process group, entered in its tables as torch enters one."""
-    group = mine.exchange.group((mine.life, name), ranks, description)
+    group = mine.exchange.group(mine.life, name, ranks, description)
     if group.store is None:
         group.store = c10d.PrefixStore(f"{mine.life}/{name}/", mine.store)
     made = InprocGroup(mine.exchange, group, ranks.index(mine.rank), name)

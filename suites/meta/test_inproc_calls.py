@@ -249,3 +249,25 @@ def test_coalescing_blocks_and_coalesced_functions(engine: InprocEngine, is_asyn
         assert same(found["scattered"][1], total(3)[rank : rank + 1])
         assert same(found["sent"][0], own(2, 2)) and same(found["sent"][1], own(2, 3))
         assert all(same(pair[0], own(i, 2)) and same(pair[1], own(i, 3)) for i, pair in enumerate(found["lists"]))
+
+
+def test_runs_of_any_size_give_the_same_bits_every_time(engine: InprocEngine) -> None:
+    def program(rank: int) -> Tensor:
+        x = torch.randn(64) * (rank + 1)
+        for _ in range(3):
+            dist.all_reduce(x)
+            x = torch.tanh(x) + rank
+        return x
+
+    for world_size in (8, 2, 5, 8):
+        first, second = (engine.run(program, world_size=world_size) for _ in range(2))
+        assert all(map(torch.equal, first, second))
+
+
+def test_two_hundred_and_fifty_six_ranks(engine: InprocEngine) -> None:
+    def program(rank: int) -> float:
+        x = torch.full((2,), float(rank))
+        dist.all_reduce(x)
+        return x[0].item()
+
+    assert engine.run(program, world_size=256) == [255 * 128.0] * 256

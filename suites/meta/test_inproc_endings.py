@@ -134,13 +134,18 @@ def test_a_rank_that_swallows_everything_cannot_swallow_the_end(engine: InprocEn
         for _ in range(2):
             try:
                 raises(rank)
-            except BaseException:  # noqa: BLE001, S112
+            except Exception:
+                seen.append(rank)
+                raise
+            except BaseException:
                 if rank == 1:
                     raise
         return "went on"
 
+    seen: list[int] = []
     error, took_s = raised(engine, program)
     assert error.ranks == (1,) and took_s < LIMIT_S and usable(engine)
+    assert set(seen) == {1}
 
 
 def test_leaving_by_sys_exit_is_an_end_when_it_says_success_and_a_failure_otherwise(engine: InprocEngine) -> None:

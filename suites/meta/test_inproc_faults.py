@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_group
 
 from harness.engines.inproc import InprocEngine
 from harness.errors import Desynchronised, ProgramError
+from suites.meta import faulty_programs as faulty
 
 LIMIT_S = 0.05
 Program = Callable[[int], Any]
@@ -65,111 +64,6 @@ def usable(engine: InprocEngine) -> bool:
     return engine.run(program, world_size=2) == [2, 2]
 
 
-def skips(rank: int) -> None:
-    dist.all_reduce(ones(3))
-    if rank != 1:
-        dist.all_reduce(ones(3))
-
-
-def skips_in_the_middle(rank: int) -> None:
-    if rank != 1:
-        dist.all_reduce(ones(3))
-    dist.all_reduce(ones(2))
-
-
-def orders_differ(rank: int) -> None:
-    calls = [lambda: dist.all_reduce(ones(4)), lambda: dist.broadcast(ones(4), src=0)]
-    for call in reversed(calls) if rank == 2 else calls:
-        call()
-
-
-def ops_differ(rank: int) -> None:
-    if rank == 0:
-        dist.barrier()
-    else:
-        dist.all_reduce(ones(1))
-
-
-def numels_differ(rank: int) -> None:
-    dist.all_reduce(ones(4 if rank == 1 else 3))
-
-
-def shapes_differ(rank: int) -> None:
-    dist.all_reduce(ones(2, 3) if rank == 1 else ones(3, 2))
-
-
-def dtypes_differ(rank: int) -> None:
-    dist.all_reduce(ones(3).int() if rank == 1 else ones(3))
-
-
-def reduce_ops_differ(rank: int) -> None:
-    dist.all_reduce(ones(3), op=dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
-
-
-def roots_differ(rank: int) -> None:
-    dist.broadcast(ones(3), src=1 if rank == 1 else 0)
-
-
-def forms_differ(rank: int) -> None:
-    if rank == 1:
-        dist.all_gather([ones(2), ones(2), ones(2)], ones(2))
-    else:
-        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(ones(6), ones(2))
-
-
-def splits_differ(rank: int) -> None:
-    sends, receives = [[1, 3], [2, 2]][rank], [[1, 2], [4, 2]][rank]
-    dist.all_to_all_single(ones(sum(receives)), ones(sum(sends)), receives, sends)
-
-
-def groups_cross(rank: int) -> None:
-    one, other = dist.new_group([0, 1], group_desc="one"), dist.new_group([0, 1], group_desc="other")
-    for group in (one, other) if rank == 0 else (other, one):
-        dist.all_reduce(ones(1), group=group)
-
-
-def groups_differ(rank: int) -> None:
-    dist.new_group([0, 1] if rank == 0 else [0, 2])
-
-
-def messages_differ(rank: int) -> None:
-    if rank == 0:
-        dist.send(ones(3), dst=1)
-    else:
-        dist.recv(ones(4), src=0)
-
-
-def tags_differ(rank: int) -> None:
-    if rank == 0:
-        dist.send(ones(3), dst=1, tag=7)
-    else:
-        dist.recv(ones(3), src=0, tag=8)
-
-
-def both_send_first(rank: int) -> None:
-    dist.send(ones(3), dst=1 - rank)
-    dist.recv(ones(3), src=1 - rank)
-
-
-def nobody_sends(rank: int) -> None:
-    if rank == 0:
-        dist.recv(ones(3))
-
-
-def never_waits_alone(rank: int) -> None:
-    if rank == 0:
-        dist.all_reduce(ones(3), async_op=True)
-
-
-def sends_into_the_void(rank: int) -> None:
-    if rank == 0:
-        dist.isend(ones(3), dst=1)
-
-
-def functional_differs(rank: int) -> None:
-    functional.all_reduce(ones(3), "max" if rank else "sum", _get_default_group()).sum()
-
-
 class Case(NamedTuple):
     """A faulty program, what the error is, and its first line."""
 
@@ -184,45 +78,63 @@ W2, W3 = "of world (0 1)", "of world (0 1 2)"
 IN_CALL = f"ranks disagree in call #0 {W3}: "
 STUCK = "no rank can go on: rank 0 waits for rank 1 in {}, rank 1 waits for rank 0 in {}".format
 ENDED = "every rank has finished, but "
+LACKS = "has finished, but rank 0 waits for it in"
+CROSSED = ("all_reduce #0 of one (0 1)", "all_reduce #0 of other (0 1)")
+VOID = "rank 0's send in world (0 1) was never met by rank 1"
 CASES = [
-    Case(skips, 3, "skipped", (1,), f"rank 1 has finished, but rank 0 waits for it in all_reduce #1 {W3}"),
-    Case(skips_in_the_middle, 3, "mismatch", (1,), IN_CALL + "the shape is 2 on rank 1, 3 on ranks 0 2"),
-    Case(orders_differ, 3, "mismatch", (2,), IN_CALL + "the op is broadcast on rank 2, all_reduce on ranks 0 1"),
-    Case(ops_differ, 3, "mismatch", (0,), IN_CALL + "the op is barrier on rank 0, all_reduce on ranks 1 2"),
-    Case(numels_differ, 3, "mismatch", (1,), IN_CALL + "the shape is 4 on rank 1, 3 on ranks 0 2"),
-    Case(shapes_differ, 3, "mismatch", (1,), IN_CALL + "the shape is 2x3 on rank 1, 3x2 on ranks 0 2"),
-    Case(dtypes_differ, 3, "mismatch", (1,), IN_CALL + "the dtype is int32 on rank 1, float32 on ranks 0 2"),
-    Case(reduce_ops_differ, 3, "mismatch", (1,), IN_CALL + "the reduce op is max on rank 1, sum on ranks 0 2"),
-    Case(roots_differ, 3, "mismatch", (1,), IN_CALL + "the root is 1 on rank 1, 0 on ranks 0 2"),
-    Case(forms_differ, 3, "mismatch", (1,), IN_CALL + "the form is list on rank 1, single on ranks 0 2"),
-    Case(functional_differs, 3, "mismatch", (0,), IN_CALL + "the reduce op is sum on rank 0, max on ranks 1 2"),
+    Case(faulty.skips, 3, "skipped", (1,), f"rank 1 {LACKS} all_reduce #1 {W3}"),
+    Case(faulty.skips_in_the_middle, 3, "mismatch", (1,), IN_CALL + "the shape is 2 on rank 1, 3 on ranks 0 2"),
+    Case(faulty.orders_differ, 3, "mismatch", (2,), IN_CALL + "the op is broadcast on rank 2, all_reduce on ranks 0 1"),
+    Case(faulty.ops_differ, 3, "mismatch", (0,), IN_CALL + "the op is barrier on rank 0, all_reduce on ranks 1 2"),
+    Case(faulty.numels_differ, 3, "mismatch", (1,), IN_CALL + "the shape is 4 on rank 1, 3 on ranks 0 2"),
+    Case(faulty.shapes_differ, 3, "mismatch", (1,), IN_CALL + "the shape is 2x3 on rank 1, 3x2 on ranks 0 2"),
+    Case(faulty.dtypes_differ, 3, "mismatch", (1,), IN_CALL + "the dtype is int32 on rank 1, float32 on ranks 0 2"),
+    Case(faulty.reduce_ops_differ, 3, "mismatch", (1,), IN_CALL + "the reduce op is max on rank 1, sum on ranks 0 2"),
+    Case(faulty.roots_differ, 3, "mismatch", (1,), IN_CALL + "the root is 1 on rank 1, 0 on ranks 0 2"),
     Case(
-        splits_differ,
+        faulty.reduce_ops_differ,
+        2,
+        "mismatch",
+        (0, 1),
+        f"ranks disagree in call #0 {W2}: the reduce op is max on rank 1, sum on rank 0",
+    ),
+    Case(faulty.forms_differ, 3, "mismatch", (1,), IN_CALL + "the form is list on rank 1, single on ranks 0 2"),
+    Case(faulty.functional_differs, 3, "mismatch", (0,), IN_CALL + "the reduce op is sum on rank 0, max on ranks 1 2"),
+    Case(
+        faulty.splits_differ,
         2,
         "mismatch",
         (0, 1),
         f"ranks disagree in all_to_all #0 {W2}: rank 0 sends 3 rows to rank 1, which expects 4",
     ),
     Case(
-        groups_differ,
+        faulty.groups_differ,
         3,
         "mismatch",
         (0, 1),
         f"ranks disagree in new_group #1 {W3}: rank 0 makes it of ranks 0 1, rank 1 of ranks 0 2",
     ),
     Case(
-        messages_differ,
+        faulty.messages_differ,
         2,
         "mismatch",
         (0, 1),
         f"ranks disagree in recv #0 {W2}: rank 0 sends float32 3 to rank 1, which receives float32 4",
     ),
-    Case(groups_cross, 2, "deadlock", (0, 1), STUCK("all_reduce #0 of one (0 1)", "all_reduce #0 of other (0 1)")),
-    Case(tags_differ, 2, "deadlock", (0, 1), STUCK(f"send #0 {W2}", f"recv #0 {W2}")),
-    Case(both_send_first, 2, "deadlock", (0, 1), STUCK(f"send #0 {W2}", f"send #0 {W2}")),
-    Case(nobody_sends, 2, "skipped", (1,), f"rank 1 has finished, but rank 0 waits for it in recv #0 {W2}"),
-    Case(never_waits_alone, 2, "skipped", (1,), ENDED + f"rank 1 never made all_reduce #0 {W2}"),
-    Case(sends_into_the_void, 2, "skipped", (1,), ENDED + "rank 0's send in world (0 1) was never met by rank 1"),
+    Case(faulty.groups_cross, 2, "deadlock", (0, 1), STUCK(*CROSSED)),
+    Case(faulty.lives_differ, 2, "deadlock", (0, 1), STUCK(f"all_reduce #0 {W2} of life 2", f"all_reduce #0 {W2}")),
+    Case(
+        faulty.one_ends_two_wait,
+        3,
+        "skipped",
+        (2,),
+        f"rank 2 {LACKS} all_reduce #0 {W3}",
+    ),
+    Case(faulty.tags_differ, 2, "deadlock", (0, 1), STUCK(f"send #0 {W2}", f"recv #0 {W2}")),
+    Case(faulty.both_send_first, 2, "deadlock", (0, 1), STUCK(f"send #0 {W2}", f"send #0 {W2}")),
+    Case(faulty.nobody_sends, 2, "skipped", (1,), f"rank 1 {LACKS} recv #0 {W2}"),
+    Case(faulty.never_waits_alone, 2, "skipped", (1,), ENDED + f"rank 1 never made all_reduce #0 {W2}"),
+    Case(faulty.sends_into_the_void, 2, "skipped", (1,), ENDED + VOID),
 ]
 
 
@@ -237,7 +149,7 @@ def caught(engine: InprocEngine, program: Program, world_size: int) -> tuple[Pro
     return problem.value, min(took)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.program.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.program.__name__}-{case.world_size}")
 def test_ranks_out_of_step_end_in_one_error_within_50_ms(engine: InprocEngine, case: Case) -> None:
     error, took_s = caught(engine, case.program, case.world_size)
     assert isinstance(error, Desynchronised) and error.exit_status == 1
@@ -247,7 +159,7 @@ def test_ranks_out_of_step_end_in_one_error_within_50_ms(engine: InprocEngine, c
     for position in error.positions:
         if position.state == "waits in":
             assert position.op and position.number >= 0 and position.group
-            found = re.search(r"test_inproc_faults\.py:(\d+) in (\S+)$", position.caller)
+            found = re.search(r"faulty_programs\.py:(\d+) in (\S+)$", position.caller)
             first = case.program.__code__.co_firstlineno
             assert found and first < int(found[1]) < first + 8 and found[2] in {case.program.__name__, "<lambda>"}
         else:
@@ -256,18 +168,30 @@ def test_ranks_out_of_step_end_in_one_error_within_50_ms(engine: InprocEngine, c
     assert usable(engine)
 
 
+def test_a_mismatch_is_told_even_when_another_rank_never_comes_back(engine: InprocEngine) -> None:
+    def program(rank: int) -> None:
+        dist.new_group([0, 1])
+        while rank == 2:
+            pass
+        dist.all_reduce(ones(3 + rank))
+
+    error, took_s = caught(engine, program, 3)
+    assert error.cause == f"ranks disagree in call #0 {W3}: the shape is 4 on rank 1, 3 on rank 0"
+    assert error.positions[2].state == "runs" and took_s < 1.0
+
+
 def test_the_whole_message_word_for_word(engine: InprocEngine) -> None:
-    error, _ = caught(engine, reduce_ops_differ, 3)
-    at = f"at {_file()}:{reduce_ops_differ.__code__.co_firstlineno + 1} in reduce_ops_differ"
+    error, _ = caught(engine, faulty.reduce_ops_differ, 3)
+    at = f"at {_file()}:{faulty.reduce_ops_differ.__code__.co_firstlineno + 1} in reduce_ops_differ"
     assert str(error) == (
         "ranks disagree in call #0 of world (0 1 2): the reduce op is max on rank 1, sum on ranks 0 2\n"
         f"  rank 0: waits in all_reduce #0 of world (0 1 2): sum float32 3, {at}\n"
         f"  rank 1: waits in all_reduce #0 of world (0 1 2): max float32 3, {at}\n"
         f"  rank 2: waits in all_reduce #0 of world (0 1 2): sum float32 3, {at}"
     )
-    error, _ = caught(engine, tags_differ, 2)
-    line, end = f"at {_file()}:{tags_differ.__code__.co_firstlineno + 2}", "in tags_differ"
-    other = f"at {_file()}:{tags_differ.__code__.co_firstlineno + 4}"
+    error, _ = caught(engine, faulty.tags_differ, 2)
+    line, end = f"at {_file()}:{faulty.tags_differ.__code__.co_firstlineno + 2}", "in tags_differ"
+    other = f"at {_file()}:{faulty.tags_differ.__code__.co_firstlineno + 4}"
     assert str(error).splitlines()[1:] == [
         f"  rank 0: waits in send #0 of world (0 1): float32 3 to rank 1 tag 7, {line} {end}",
         f"  rank 1: waits in recv #0 of world (0 1): float32 3 from rank 0 tag 8, {other} {end}",
@@ -275,5 +199,5 @@ def test_the_whole_message_word_for_word(engine: InprocEngine) -> None:
 
 
 def _file() -> str:
-    from_root = __file__.rfind("suites")
-    return __file__[from_root:]
+    name = faulty.__file__
+    return name[name.rfind("suites") :]

@@ -58,7 +58,9 @@ def ones(*shape: int) -> torch.Tensor:
 
 def collectives(rank: int) -> None:
     dist.all_reduce(ones(3, 2), op=dist.ReduceOp.MAX)
-    dist.all_reduce(ones(2, 6)[:1], async_op=True).wait()
+    work = dist.all_reduce(ones(2, 6)[:1], async_op=True)
+    for _ in range(2):
+        work.wait()
     dist.reduce(ones(2).bfloat16(), dst=1)
     dist.broadcast(ones(5).double(), src=1)
     all_gather_single(ones(2, 4), ones(4))
