@@ -12,6 +12,7 @@ wait, a lock) holds the baton and runs into the time limit. torch.compile was no
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -48,6 +49,7 @@ class InprocEngine:
     def __init__(self, *, per_rank_modules: Sequence[str] = ()) -> None:
         self._modules = modules_named(per_rank_modules)
         self._workers = Workers()
+        weakref.finalize(self, self._workers.end)
         self._streams = Caller()
         self._closed = False
         self.unwaited: tuple[Unwaited, ...] = ()

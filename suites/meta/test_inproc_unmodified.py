@@ -30,6 +30,13 @@ def engine() -> Iterator[InprocEngine]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def everything_was_waited_for(engine: InprocEngine) -> Iterator[None]:
+    """torch's own code waits for each of its works, in Python, in C++ or through a future."""
+    yield
+    assert engine.unwaited == ()
+
+
 class Block(nn.Module):
     """A residual MLP with a norm."""
 
