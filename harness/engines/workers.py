@@ -5,8 +5,8 @@ new thread for every rank would be the simple way to start clean, and costs 0.3 
 queues), a fifth of a small example. So a thread is used again if its Python thread-locals and torch's switches are
 exactly as at its birth; else it is thrown away. Where Python does not show its thread-locals, every thread is new.
 
-The threads share one arena of the C library's allocator: memory that one rank has freed is warm for the next. That holds
-for all threads born later in this process, which lose nothing but speed, and only if many allocate at a time.
+The threads share one arena of the C library's allocator: memory that one rank has freed is warm for the next. That
+holds for all threads born later in this process, which lose nothing but speed, and only if many allocate at a time.
 """
 
 from __future__ import annotations
