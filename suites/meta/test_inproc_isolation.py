@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import gc
+import os
 import random
 import subprocess
 import sys
@@ -277,3 +278,14 @@ def test_real_process_groups_work_before_and_after_runs_in_the_same_process(tmp_
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert [output.splitlines()[-1] for output in outputs] == ["[3.0, 3.0] [6.0, 6.0]"] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not place threads")
+def test_ranks_share_a_processor_and_the_driver_keeps_its_own() -> None:
+    before = os.sched_getaffinity(0)
+    with InprocEngine() as engine:
+        ranks = engine.run(lambda rank: os.sched_getaffinity(0), world_size=3)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert len(ranks[0]) == 1
+    assert ranks[0] <= before
+    assert os.sched_getaffinity(0) == before
