@@ -1,0 +1,64 @@
+"""The campaign that counts false alarms: shares, distinct valid cases, and that a wrong subject raises alarms."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.subject import subject as right
+from reference.case import Case
+from suites.clean import Part, campaign, main
+
+
+def wrong(case: Case, device: torch.device) -> Mapping[str, object]:
+    """Ours, with the first loss a little too large."""
+    outcome = dict(right(case, device))
+    loss = outcome["loss/0"]
+    assert isinstance(loss, Tensor)
+    return outcome | {"loss/0": loss * (1 + 1e-6)}
+
+
+setattr(wrong, "modes", ("tp",))  # noqa: B010  (a function's attribute, as product.md asks of subjects)
+
+
+def test_shares_of_all_parts_add_up() -> None:
+    shares = [Part(cases=100, number=number, parts=3).shares() for number in (1, 2, 3)]
+    assert sum(sum(share.values()) for share in shares) == 100
+    assert all(set(share) == {"tp", "tp-sp", "mtp", "msp", "fsp", "isp"} for share in shares)
+    assert {count for share in shares for count in share.values()} == {5, 6}
+
+
+def test_a_right_subject_is_quiet(tmp_path: Path) -> None:
+    assert main(["--cases", "6", "--out", str(tmp_path)]) == 0
+    (row,) = csv.DictReader((tmp_path / "clean-float64-1-of-1.csv").read_text().splitlines())
+    assert (row["cases"], row["refused"], row["alarms"]) == ("6", "0", "0")
+
+
+def test_a_wrong_subject_is_not(tmp_path: Path) -> None:
+    name = f"{__name__}:wrong"
+    assert main(["--subject", name, "--cases", "2", "--out", str(tmp_path)]) == 1
+    alarms = [json.loads(line) for line in (tmp_path / "alarms-float64-1-of-1.jsonl").read_text().splitlines()]
+    assert {alarm["check"] for alarm in alarms} == {"forward"}
+    assert len({alarm["case"] for alarm in alarms}) == 2
+
+
+def test_parts_draw_different_cases() -> None:
+    texts = []
+    for number in (1, 2):
+        part = Part(subject=f"{__name__}:wrong", cases=4, number=number, parts=2)
+        texts.append({alarm.case for _, found in campaign(part) for alarm in found})
+    assert len(texts[0]) == len(texts[1]) == 2
+    assert len(texts[0] | texts[1]) == 3  # the simplest case comes first whatever the seed
+
+
+@pytest.mark.parametrize("option", ["--part=0/2", "--part=x", "--cases=0"])
+def test_a_wrong_request_is_one_line(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([option, "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"suites.clean: {option.removeprefix('--')}") and told.count("\n") == 1
