@@ -1,37 +1,57 @@
-"""What a failure tells a reader, in six lines: what, where, how much, first place, likely causes, how to repeat it.
+"""The diagnosis of a failed check: what is wrong and where, the first place where it went wrong, and likely causes.
 
-The first place is the first wrong name in the order in which training computes (`timeline`): activations forward,
-logits and loss, activation gradients backward, parameter gradients backward, later steps, parameters. Errors are ratios
-and multiples of the machine epsilon of the run dtype.
+The first place is the earlier of two: the first wrong name in the order in which training computes (`timeline`:
+activations forward, logits and loss, activation gradients backward, parameter gradients backward, later steps,
+parameters) and the first event that parts from the expectation. How it is told is `harness.six_lines`.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from torch import Tensor
-
-from harness.evidence import FAIL, Evidence, Finding, split_axes
+from harness.causes import Cause
+from harness.errors import Desynchronised, ProgramError, ShardproofError
+from harness.evidence import FAIL, Evidence, Finding
+from harness.ledger import PHASES
 from harness.ledger_checks import Difference, differences, module_order
-from harness.patterns import causes, partial_sums, same
-from harness.places import blocks_of, place_of, timeline, wrong_ranks
+from harness.likely import likely
+from harness.places import place_of, timeline, wrong_ranks
 from harness.protocols import CaseLike
-from harness.tolerance import epsilon, kind_of
 
-__all__ = ["case_text", "crash", "explain", "repeat_command"]
+__all__ = ["Diagnosis", "First", "case_text", "diagnose", "ended"]
 
-NO_CAUSE = "none of the known patterns fits"
-_USUAL: Mapping[str, str] = {
-    "coverage": "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns "
-    "nothing",
-    "merge": "offsets of another rank, a padded or transposed shard, or a rank that leaves its part out",
-    "parallelism": "the split was done to a tensor that is not used, or undone by what followed it",
-    "waits": "the handle was dropped before its wait()",
-    "determinism": "uninitialised memory, a random number without a seed, or a sum in no fixed order",
-    "recording": "a program that asks whether modules or optimizers are watched, or that measures time",
-}
-"""What is usually behind a check that no tensor explains."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class First:
+    """The first place where it went wrong: phase, module and step, and what shows it there.
+
+    `name` is the tensor, or "" when only the ledger shows it; `event` is the first event that parts from the
+    expectation, "" when none does. `phase` and `region` are those of the earlier of the two.
+    """
+
+    phase: str = ""
+    region: str = ""
+    step: int = 0
+    name: str = ""
+    event: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """One failed check explained. `name` is the tensor or event in question, `ranks` are empty when it is all of them.
+
+    `step` is -1 when nobody knows it.
+    """
+
+    check: str
+    name: str
+    ranks: tuple[int, ...]
+    step: int
+    phase: str
+    region: str
+    first: First
+    causes: tuple[Cause, ...]
 
 
 def case_text(case: CaseLike) -> str:
@@ -39,47 +59,44 @@ def case_text(case: CaseLike) -> str:
     return str(case) or f"mode={case.mode}"
 
 
-def repeat_command(case: CaseLike, subject: str, options: str = "") -> str:
-    """The one command that runs this case on this subject again."""
-    text = case_text(case)
-    quoted = shlex.quote(text) if any(sign in text for sign in '"$`\\!') else f'"{text}"'
-    return f"shardproof run {quoted} --subject {shlex.quote(subject)} {options}".rstrip()
-
-
-def explain(evidence: Evidence, findings: Mapping[str, Finding], check: str, subject: str, options: str = "") -> str:
-    """The six lines of a failed check."""
+def diagnose(evidence: Evidence, findings: Mapping[str, Finding], check: str) -> Diagnosis:
+    """What is known of a failed check, in the light of all findings of its case."""
     finding = findings[check]
-    case = evidence.case
+    name = finding.worst.name if finding.wrong and finding.worst else next(iter(finding.names), "")
+    place = place_of(name, evidence.case.steps) if name else None
     first_name = _first_wrong(evidence, findings)
     parted = _first_difference(evidence) if findings.get("ledger", finding).verdict == FAIL else None
-    name = finding.worst.name if finding.wrong and finding.worst else next(iter(finding.names), "")
-    lines = {
-        "what": f"{finding.message} (check {check})",
-        "where": _where(evidence, finding, name),
-        "error": _how_much(evidence, finding, check),
-        "first": _first(case, first_name, parted, finding),
-        "causes": "; ".join(_likely(evidence, check, parted, [first_name, name])) or _USUAL.get(check, NO_CAUSE),
-        "repeat": repeat_command(case, subject, options),
-    }
-    return _written(lines)
+    return Diagnosis(
+        check=check,
+        name=name or (finding.worst.name if finding.worst else ""),
+        ranks=finding.ranks or wrong_ranks(evidence, name),
+        step=place.step if place else -1,
+        phase=finding.phase or (place.phase if place else ""),
+        region=finding.region or (place.module if place else ""),
+        first=_first(evidence, first_name, parted),
+        causes=likely(evidence, check, parted, [first_name, name]),
+    )
 
 
-def crash(case: CaseLike, subject: str, message: str, options: str = "") -> str:
-    """The six lines of a case whose subject raised or whose ranks parted; `message` is the engine's own."""
-    said = [line.strip() for line in message.strip().splitlines() if line.strip()] or ["no message"]
-    lines = {
-        "what": f"the subject did not finish: {said[0]} (check run)",
-        "where": f"mode={case.mode}, {case.world_size} ranks",
-        "error": "nothing to compare: there is no outcome",
-        "first": " | ".join(said[1:]) or said[0],
-        "causes": "the subject raised, or its ranks issued different calls: the line above says where each rank stood",
-        "repeat": repeat_command(case, subject, options),
-    }
-    return _written(lines)
-
-
-def _written(lines: Mapping[str, str]) -> str:
-    return "\n".join(f"{label + ':':8}{' '.join(text.split())}" for label, text in lines.items())
+def ended(error: ShardproofError) -> Diagnosis:
+    """What is known of a case that ended without an outcome."""
+    if isinstance(error, Desynchronised):
+        words = "the ranks issued different calls, or not as many: the line above says where each stood"
+        cause = Cause(id="desynchronised", words=words)
+    elif isinstance(error, ProgramError):
+        cause = Cause(id="raised", words="the subject raised: the line above says where each rank stood")
+    else:
+        cause = Cause(id="machine", words="a rank that waits for ever, too little time, or a machine that failed")
+    return Diagnosis(
+        check="run",
+        name="",
+        ranks=tuple(getattr(error, "ranks", ())),
+        step=-1,
+        phase="",
+        region="",
+        first=First(),
+        causes=(cause,),
+    )
 
 
 def _first_wrong(evidence: Evidence, findings: Mapping[str, Finding]) -> str:
@@ -96,106 +113,21 @@ def _first_difference(evidence: Evidence) -> Difference | None:
     return parted[0] if parted else None
 
 
-def _where(evidence: Evidence, finding: Finding, name: str) -> str:
+def _first(evidence: Evidence, name: str, parted: Difference | None) -> First:
+    """The earlier of a wrong tensor and a parted event; at the same phase the event, which names the very call."""
     place = place_of(name, evidence.case.steps) if name else None
-    ranks = finding.ranks or wrong_ranks(evidence, name)
-    parts = [f"mode={evidence.case.mode}", _rank_words(ranks, len(evidence.outcomes))]
-    if place:
-        parts.append(f"step {place.step}")
-    if phase := finding.phase or (place.phase if place else ""):
-        parts.append(f"phase {phase}")
-    if module := finding.region or (place.module if place else ""):
-        parts.append(f"module {module}")
-    if name:
-        parts.append(f"tensor {name}")
-    return ", ".join(parts)
+    told = f"{parted}" + (f" at {parted.caller}" if parted.caller else "") if parted else ""
+    if parted and (place is None or place.step > 0 or _order(parted.line.phase) <= _latest(name, place.phase)):
+        return First(phase=parted.line.phase, region=parted.line.region, name=name, event=told)
+    if place is None:
+        return First()
+    return First(phase=place.phase, region=place.module, step=place.step, name=name, event=told)
 
 
-def _rank_words(ranks: Sequence[int], world_size: int) -> str:
-    if not ranks or len(ranks) == world_size:
-        return f"all {world_size} ranks" if world_size > 1 else "the only rank"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {world_size}"
+def _latest(name: str, phase: str) -> int:
+    """The last phase in which this tensor can have gone wrong: gradients of parameters are still summed over ranks."""
+    return _order("grad_sync" if name.startswith("grad/") else phase)
 
 
-def _how_much(evidence: Evidence, finding: Finding, check: str) -> str:
-    worst = finding.worst
-    if worst is None and check in ("coverage", "parallelism", "waits"):
-        return "nothing to measure: this must never be"
-    if worst is None:
-        return "compared exactly: nothing is allowed to differ"
-    if not finding.wrong:
-        return f"{worst.error:g} event{'s' if worst.error > 1 else ''} more or less than expected on a rank, allowed 0"
-    of = next(m.measure for m in finding.wrong if m.name == worst.name)
-    eps = epsilon(evidence.case.dtype)
-    count = f"{len(finding.wrong)} tensor{'s' if len(finding.wrong) > 1 else ''} of this check wrong"
-    error = f"{of} error {worst.error:.3g} ({worst.epsilons:.3g} eps)"
-    return f"{error}, allowed {worst.allowed:.3g} ({worst.allowed / eps:.3g} eps); {count}"
-
-
-def _first(case: CaseLike, name: str, parted: Difference | None, finding: Finding) -> str:
-    parts = []
-    if name:
-        place = place_of(name, case.steps)
-        parts.append(f"{name} (step {place.step}, phase {place.phase or 'unknown'})")
-    if parted:
-        caller = f" at {parted.caller}" if parted.caller else ""
-        parts.append(f"in the ledger: {parted}{caller}")
-    return "; ".join(parts) or finding.message
-
-
-def _likely(evidence: Evidence, check: str, parted: Difference | None, names: Sequence[str]) -> list[str]:
-    """Causes told by the first wrong tensor, by this check's tensor, and by the ledger."""
-    said: list[str] = []
-    axes = split_axes(evidence.case)
-    for name in dict.fromkeys(name for name in names if name in evidence.truth):
-        truth = evidence.truth[name]
-        if (value := evidence.merged.tensors.get(name)) is not None:
-            said += causes(value, truth, axes, _neighbours(evidence, name))
-        elif check == "replicas":
-            said += partial_sums({rank: by[0].local for rank, by in blocks_of(evidence, name).items()}, truth, axes)
-        said += _loss_of_parts(evidence, name)
-    if parted:
-        said.append(_blame(parted))
-    return list(dict.fromkeys(said))
-
-
-def _loss_of_parts(evidence: Evidence, name: str) -> list[str]:
-    """Whether ranks disagree on a loss although its logits are right: then the wrong is done in between."""
-    kind, _, step = name.partition("/")
-    logits = evidence.merged.tensors.get(f"logits/{step}")
-    if kind != "loss" or name in evidence.merged.tensors or logits is None:
-        return []
-    if not same(logits, evidence.truth[f"logits/{step}"]):
-        return []
-    return [
-        "the logits are right and the loss differs between ranks: part of it (a sum, the mean of label smoothing) is "
-        "taken over each rank's own part of the vocabulary"
-    ]
-
-
-def _neighbours(evidence: Evidence, name: str) -> dict[str, Tensor]:
-    """Truths of the same kind and another step: what a stale tensor would equal."""
-    kind, _, rest = name.partition("/")
-    return {
-        other: tensor
-        for other, tensor in evidence.truth.items()
-        if rest.isdigit() and other != name and kind_of(other) == kind
-    }
-
-
-def _blame(parted: Difference) -> str:
-    """What a difference between ledger and expectation usually means."""
-    line = parted.line
-    if parted.kind == "missing":
-        left = "each rank keeps its partial sum" if "reduce" in line.op else "ranks work on what they have alone"
-        return f"the {line.op} over {line.axis} is left out: {left}"
-    if parted.kind == "extra":
-        return f"one {line.op} over {line.axis} too many: done twice, or not needed"
-    assert parted.expected and parted.found  # the third kind has both sides
-    fields = ("phase", "region", "op", "reduce_op", "axis", "group_size", "dtype", "payload_bytes")
-    changed = [
-        f"{field} {getattr(parted.found, field) or '-'} instead of {getattr(parted.expected, field) or '-'}"
-        for field in fields
-        if getattr(parted.found, field) != getattr(parted.expected, field)
-    ]
-    return "the call is made otherwise: " + ", ".join(changed)
+def _order(phase: str) -> int:
+    return PHASES.index(phase) if phase in PHASES else len(PHASES)

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from harness.causes import Cause
+
 __all__ = ["causes", "partial_sums", "same"]
 
 CLOSE = 1e-2
@@ -22,14 +24,15 @@ MOST_ROWS = 4096
 """Rows beyond this are not searched for permutations."""
 
 
-def causes(value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mapping[str, Tensor]) -> list[str]:
+def causes(value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mapping[str, Tensor]) -> list[Cause]:
     """Likely causes of `value` being wrong, the most special first; `others` are truths it may have been taken for."""
     if value.shape != truth.shape or not truth.numel() or not bool(torch.isfinite(truth).all()):
         return []
     x, t = value.double(), truth.double()
     if not bool(torch.isfinite(x).all()):
         share = 1 - float(torch.isfinite(x).double().mean())
-        return [f"{share:.0%} of it is NaN or infinite: uninitialised memory, an overflow or a division by zero"]
+        words = f"{share:.0%} of it is NaN or infinite: uninitialised memory, an overflow or a division by zero"
+        return [Cause(id="nan", words=words)]
     found = [*_zero(x, t), *_stale(x, t, others), *_factor(x, t, axes), *_more_classes(x, t, axes)]
     found += [*_moved(x, t, axes), *_flat(x, t, axes), *_offset(x, t)]
     return found or list(_confined(x, t, axes))
@@ -47,53 +50,60 @@ def _explains(guess: Tensor, x: Tensor, t: Tensor) -> bool:
     return error > 0 and float((x - guess).norm()) <= CLOSE * error
 
 
-def _zero(x: Tensor, t: Tensor) -> Iterator[str]:
+def _zero(x: Tensor, t: Tensor) -> Iterator[Cause]:
     if not bool(x.any()) and bool(t.any()):
-        yield "it is zero throughout: never computed, never accumulated, or zeroed too late"
+        yield Cause(id="zero", words="it is zero throughout: never computed, never accumulated, or zeroed too late")
 
 
-def _stale(x: Tensor, t: Tensor, others: Mapping[str, Tensor]) -> Iterator[str]:
+def _stale(x: Tensor, t: Tensor, others: Mapping[str, Tensor]) -> Iterator[Cause]:
     for name, other in others.items():
         if other.shape == x.shape and not torch.equal(other.double(), t) and _explains(other.double(), x, t):
-            yield f"it equals {name} of the dense model: stale, or taken from the wrong place"
+            words = f"it equals {name} of the dense model: stale, or taken from the wrong place"
+            yield Cause(id="stale", words=words)
             return
 
 
-def _factor(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
+def _factor(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
     power = float((t * t).sum())
     factor = float((x * t).sum()) / power if power else 0.0
     if not factor or not _explains(factor * t, x, t):
         return
     for axis, size in axes.items():
-        words = {
-            float(size): f"summed over {axis} once too often, or not divided by it",
-            1 / size: f"averaged over {axis} where it must be summed, or divided once too often",
-            float(size) ** 2: f"summed over {axis} twice too often",
-            size**-0.5: f"a square root of {axis} too small: a norm that counts too few",
-            size**0.5: f"a square root of {axis} too large: a norm that counts replicas more than once",
-        }
-        for exact, meaning in words.items():
+        for exact, known, meaning in _factors(axis, size):
             if abs(factor - exact) <= CLOSE * exact:
-                yield f"it is {factor:.4g} x the truth, and {axis}={size}: {meaning}"
+                yield Cause(id=known, words=f"it is {factor:.4g} x the truth, and {axis}={size}: {meaning}")
                 return
     if abs(factor + 1) <= CLOSE:
-        yield f"it is {factor:.4g} x the truth: its sign is wrong"
+        yield Cause(id="sign", words=f"it is {factor:.4g} x the truth: its sign is wrong")
     elif t.numel() > 1:  # any wrong number is some factor times the right one
-        yield f"it is {factor:.4g} x the truth: a constant factor is wrong"
+        yield Cause(id="constant_factor", words=f"it is {factor:.4g} x the truth: a constant factor is wrong")
 
 
-def _more_classes(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
+def _factors(axis: str, size: int) -> list[tuple[float, str, str]]:
+    """Factors that the size of a group explains: (factor, cause, meaning)."""
+    few, many = "a norm that counts too few", "a norm that counts replicas more than once"
+    return [
+        (float(size), "summed_twice", f"summed over {axis} once too often, or not divided by it"),
+        (1 / size, "averaged", f"averaged over {axis} where it must be summed, or divided once too often"),
+        (float(size) ** 2, "summed_twice", f"summed over {axis} twice too often"),
+        (size**-0.5, "norm_counts_few", f"a square root of {axis} too small: {few}"),
+        (size**0.5, "norm_counts_replicas", f"a square root of {axis} too large: {many}"),
+    ]
+
+
+def _more_classes(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
     """A loss whose softmax runs over every class as often as the group has ranks."""
     for axis, size in axes.items():
         if t.numel() == 1 and size > 1 and abs(float(x - t) - math.log(size)) <= CLOSE * math.log(size):
-            yield (
+            words = (
                 f"it is the truth + ln({size}), and {axis}={size}: logits that are gathered already were fed to the "
                 "vocabulary-parallel loss, which counts every class on every rank"
             )
+            yield Cause(id="more_classes", words=words)
             return
 
 
-def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
+def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
     """The right numbers in wrong places."""
     for dim in range(t.dim()):
         for axis, size in axes.items():
@@ -102,18 +112,21 @@ def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
             width = t.shape[dim] // size
             for shift in range(1, size):
                 if _explains(t.roll(shift * width, dim), x, t):
-                    yield f"along dim {dim} it is shifted by {shift} of {size} shards: a neighbour's shard ({axis})"
+                    words = f"along dim {dim} it is shifted by {shift} of {size} shards: a neighbour's shard ({axis})"
+                    yield Cause(id="shifted_shard", words=words)
                     return
             if _permuted(x, t, dim, width):
-                yield f"along dim {dim} the {size} shards of {axis} are in another order: another rank's shard"
+                words = f"along dim {dim} the {size} shards of {axis} are in another order: another rank's shard"
+                yield Cause(id="other_shard", words=words)
                 return
     for dim in range(t.dim()):
         if _permuted(x, t, dim, 1):
-            yield f"along dim {dim} it holds the right rows in another order: a wrong layout, reshape or gather dim"
+            words = f"along dim {dim} it holds the right rows in another order: a wrong layout, reshape or gather dim"
+            yield Cause(id="rows_permuted", words=words)
             return
 
 
-def _flat(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
+def _flat(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
     """Parts along an inner dim, put end to end in memory instead of side by side: as they were gathered or scattered.
 
     Data ranks are stacked along dim 0, and each has a memory of its own.
@@ -129,10 +142,11 @@ def _flat(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
                 gathered = parts.reshape(t.shape)
                 scattered = blocks.reshape(parts.shape).movedim(1, dim + 1).flatten(dim + 1, dim + 2).flatten(0, 1)
                 if _explains(gathered, x, t) or _explains(scattered, x, t):
-                    yield (
+                    words = (
                         f"it holds the right numbers as if flat memory were its {size} shards along dim {dim}: "
                         f"a collective over {axis} along dim {dim} that works along dim 0"
                     )
+                    yield Cause(id="flat_dim", words=words)
                     return
 
 
@@ -149,16 +163,17 @@ def _permuted(x: Tensor, t: Tensor, dim: int, width: int) -> bool:
     return _explains(guess, x, t)
 
 
-def _offset(x: Tensor, t: Tensor) -> Iterator[str]:
+def _offset(x: Tensor, t: Tensor) -> Iterator[Cause]:
     """The same vector too much in every row: what a bias does that every rank adds before the sum."""
     if t.dim() < 2 or t.shape[:-1].numel() < 2:
         return
     extra = (x - t).flatten(0, -2)
     if _explains(t + extra.mean(0), x, t):
-        yield "the same vector is too much in every row: a bias that every rank adds before the sum"
+        words = "the same vector is too much in every row: a bias that every rank adds before the sum"
+        yield Cause(id="bias_per_rank", words=words)
 
 
-def _confined(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
+def _confined(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
     """One part along a dim is wrong and the others are right."""
     wrong = (x - t).abs() > 1e-6 * t.abs().max()
     for dim in range(t.dim()):
@@ -167,11 +182,12 @@ def _confined(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[str]:
                 continue
             bad = [i for i, part in enumerate(wrong.chunk(size, dim)) if bool(part.any())]
             if len(bad) == 1:
-                yield f"only part {bad[0]} of {size} along dim {dim} is wrong: look at what one place on {axis} does"
+                words = f"only part {bad[0]} of {size} along dim {dim} is wrong: look at what one place on {axis} does"
+                yield Cause(id="one_shard", words=words)
                 return
 
 
-def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Mapping[str, int]) -> list[str]:
+def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Mapping[str, int]) -> list[Cause]:
     """Whether replicas that differ are the terms of a sum that nobody took."""
     tensors = [local.double() for local in locals_by_rank.values()]
     if len(tensors) < 2 or any(local.shape != truth.shape for local in tensors):
@@ -181,7 +197,8 @@ def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Mapp
         # Each term is held by every rank outside its group.
         copies = len(tensors) / size
         if float((total / copies - true).norm()) <= 1e-6 * float(true.norm()):
-            return [
+            words = (
                 f"the ranks' values add up to the truth over {axis}={size}: each holds one partial sum, never reduced"
-            ]
+            )
+            return [Cause(id="not_summed", words=words)]
     return []

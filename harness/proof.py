@@ -7,18 +7,19 @@ seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from harness.checks import CHECKS, Check, examine
-from harness.diagnosis import case_text, crash, explain
+from harness.diagnosis import Diagnosis, case_text, diagnose, ended
 from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError, RequestError
 from harness.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
 from harness.ledger import Event
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
+from harness.six_lines import crash, tell
 from harness.trial import REFERENCE, Reference, Trial, controlled, recorded, watched
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "skip_reason"]
@@ -31,7 +32,8 @@ NEED_WATCHING = frozenset({"coverage", "activations", "activation_gradients", "d
 class CaseResult:
     """Everything known of one case: `skipped` says why it was not run, `machine` why the machine could not finish it.
 
-    `evidence` is None unless all runs finished. `seconds` by part: truth, control, recorded, plain, again, checks.
+    `evidence` is None unless all runs finished. `diagnoses` by failed check, in the order of the checks; "run" is the
+    check of a case that ended without an outcome. `seconds` by part: truth, control, recorded, plain, again, checks.
     """
 
     case: CaseLike
@@ -41,6 +43,14 @@ class CaseResult:
     seconds: Mapping[str, float] = field(default_factory=dict)
     skipped: str = ""
     machine: str = ""
+    diagnoses: Mapping[str, Diagnosis] = field(default_factory=dict)
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """The first failed check explained, with the causes that all failed checks tell; None when none failed."""
+        told = list(self.diagnoses.values())
+        causes = dict.fromkeys(cause for diagnosis in told for cause in diagnosis.causes)
+        return replace(told[0], causes=tuple(causes)) if told else None
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -86,14 +96,8 @@ def prove(
     torch.set_num_threads(1)  # on small tensors more threads only wait for each other, above all beside other work
     try:
         return _proved(trial, name, checks, options)
-    except ProgramError as error:
-        message = crash(case, name, str(error), options)
-        failed = Verdict(case=trial.text, check="run", verdict=FAIL, worst=None, message=message)
-        return CaseResult(case=case, text=trial.text, verdicts=(failed,), seconds=trial.seconds)
-    except MachineError as error:
-        text = f"the machine failed: {error}"
-        lost = Verdict(case=trial.text, check="run", verdict=UNKNOWN, worst=None, message=text)
-        return CaseResult(case=case, text=trial.text, verdicts=(lost,), seconds=trial.seconds, machine=str(error))
+    except (ProgramError, MachineError) as error:
+        return _ended(trial, name, error, options)
     finally:
         torch.set_num_threads(threads)
 
@@ -132,21 +136,63 @@ def _proved(trial: Trial, name: str, checks: Mapping[str, Check], options: str) 
             context = {**examine(evidence), **findings}
     for check, problem in trial.problems.items():
         findings[check] = Finding(verdict=UNKNOWN, message=problem, unchecked=(check,))
+    diagnoses = _diagnosed(evidence, findings, {**context, **findings})
     verdicts = tuple(
-        _verdict(evidence, findings[check], {**context, **findings}, check, name, options) for check in findings
+        _verdict(evidence, findings[check], diagnoses.get(check), check, name, options) for check in findings
     )
-    return CaseResult(case=trial.case, text=trial.text, verdicts=verdicts, evidence=evidence, seconds=trial.seconds)
+    known = {check: found for check, found in diagnoses.items() if isinstance(found, Diagnosis)}
+    return CaseResult(
+        case=trial.case,
+        text=trial.text,
+        verdicts=verdicts,
+        evidence=evidence,
+        seconds=trial.seconds,
+        diagnoses=known,
+    )
+
+
+def _ended(trial: Trial, name: str, error: ProgramError | MachineError, options: str) -> CaseResult:
+    """The result of a case without an outcome: a program that failed, or a machine."""
+    machine = str(error) if isinstance(error, MachineError) else ""
+    verdict = Verdict(
+        case=trial.text,
+        check="run",
+        verdict=UNKNOWN if machine else FAIL,
+        worst=None,
+        message=crash(trial.case, name, error, options),
+    )
+    return CaseResult(
+        case=trial.case,
+        text=trial.text,
+        verdicts=(verdict,),
+        seconds=trial.seconds,
+        machine=machine,
+        diagnoses={"run": ended(error)},
+    )
+
+
+def _diagnosed(
+    evidence: Evidence, findings: Mapping[str, Finding], context: Mapping[str, Finding]
+) -> dict[str, Diagnosis | Exception]:
+    """Every failed check -> its diagnosis, or why there is none: a failure that cannot be explained stays one."""
+    told: dict[str, Diagnosis | Exception] = {}
+    for check, finding in findings.items():
+        if finding.verdict == FAIL:
+            try:
+                told[check] = diagnose(evidence, context, check)
+            except Exception as problem:
+                told[check] = problem
+    return told
 
 
 def _verdict(
-    evidence: Evidence, finding: Finding, context: Mapping[str, Finding], check: str, name: str, options: str
+    evidence: Evidence, finding: Finding, told: Diagnosis | Exception | None, check: str, name: str, options: str
 ) -> Verdict:
     message = finding.message
-    if finding.verdict == FAIL:
-        try:
-            message = explain(evidence, context, check, name, options)
-        except Exception as problem:  # a failure that cannot be explained stays a failure
-            message += f" (its diagnosis failed: {type(problem).__name__}: {problem})"
+    if isinstance(told, Diagnosis):
+        message = tell(told, finding, evidence, name, options)
+    elif told is not None:
+        message += f" (its diagnosis failed: {type(told).__name__}: {told})"
     return Verdict(
         case=case_text(evidence.case),
         check=check,

@@ -1,0 +1,66 @@
+"""Likely causes: the stable ids that tables and tests rely on, each with the words of one failure.
+
+An id says what kind of mistake numbers or ledger show; the words say it of this tensor, axis and group. Sources:
+the mechanisms of the bugs that real systems had (bugs.md, section 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["CAUSES", "Cause"]
+
+CAUSES: Mapping[str, str] = {
+    # what a wrong tensor looks like
+    "nan": "not a number or infinite: uninitialised memory, overflow, division by zero",
+    "zero": "zero throughout: never computed or never accumulated",
+    "stale": "the truth of another step",
+    "summed_twice": "the group size, or its square, times the truth",
+    "averaged": "the truth divided by the group size: averaged where it must be summed",
+    "norm_counts_few": "a norm too small by a square root of the group size",
+    "norm_counts_replicas": "a norm too large by a square root of the group size",
+    "sign": "minus the truth",
+    "constant_factor": "a factor that belongs to no group size",
+    "more_classes": "a loss whose softmax counts every class once a rank",
+    "shifted_shard": "the shards of a group, shifted",
+    "other_shard": "the shards of a group in another order",
+    "rows_permuted": "the right rows in another order",
+    "flat_dim": "an inner dim taken for flat memory",
+    "bias_per_rank": "one vector too much in every row: added once a rank",
+    "one_shard": "one shard is wrong, the others are right",
+    "not_summed": "replicas that add up to the truth",
+    "loss_by_parts": "right logits whose loss each rank takes of its own part",
+    # where the ledger parts from the expectation
+    "missing_call": "an expected call is left out",
+    "extra_call": "a call too many",
+    "wrong_group": "the right call over other ranks",
+    "wrong_op": "another collective or another reduction",
+    "wrong_payload": "the right call with more or fewer bytes, or another dtype",
+    "wrong_place": "the right call in another phase or module",
+    "unlawful": "ranks of a group that do not issue the same calls",
+    # what a check says by itself
+    "not_waited": "the handle of an asynchronous call was dropped",
+    "not_parallel": "a split of a tensor that nobody uses",
+    "not_deterministic": "two runs of one case differ",
+    "recording": "a run differs because it is watched",
+    "layout": "shards that overlap, leave a gap or have another shape",
+    "uncheckable": "no name that the truth knows",
+    # how a run ended without an outcome
+    "raised": "the subject raised",
+    "desynchronised": "ranks issued different calls",
+    "machine": "the machine failed or the time was up",
+}
+"""Id -> what it stands for, whatever the tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """One likely cause of one failure. Raises ValueError for an id that CAUSES does not know."""
+
+    id: str
+    words: str
+
+    def __post_init__(self) -> None:
+        if self.id not in CAUSES:
+            raise ValueError(f"cause id={self.id}: is not a known cause; legal: {' '.join(CAUSES)}")

@@ -1,0 +1,114 @@
+"""Likely causes of one failed check, from its tensors, from the ledger, or from what the check says by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from harness.causes import Cause
+from harness.evidence import Evidence, split_axes
+from harness.ledger_checks import Difference, Line
+from harness.patterns import causes, partial_sums, same
+from harness.places import blocks_of
+from harness.tolerance import kind_of
+
+__all__ = ["likely"]
+
+_USUAL: Mapping[str, tuple[str, str]] = {
+    "coverage": (
+        "uncheckable",
+        "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns nothing",
+    ),
+    "merge": (
+        "layout",
+        "offsets of another rank, a padded or transposed shard, or a rank that leaves its part out",
+    ),
+    "parallelism": (
+        "not_parallel",
+        "the split was done to a tensor that is not used, or undone by what followed it",
+    ),
+    "waits": ("not_waited", "the handle was dropped before its wait()"),
+    "determinism": (
+        "not_deterministic",
+        "uninitialised memory, a random number without a seed, or a sum in no fixed order",
+    ),
+    "recording": (
+        "recording",
+        "a program that asks whether modules or optimizers are watched, or that measures time",
+    ),
+}
+"""What is usually behind a check that no tensor explains: check -> (cause, words)."""
+_FIELDS = ("phase", "region", "op", "reduce_op", "axis", "group_size", "dtype", "payload_bytes")
+
+
+def likely(evidence: Evidence, check: str, parted: Difference | None, names: Sequence[str]) -> tuple[Cause, ...]:
+    """Causes told by these tensors, the first wrong one first, and by the ledger; else what usually is behind."""
+    said: list[Cause] = []
+    axes = split_axes(evidence.case)
+    for name in dict.fromkeys(name for name in names if name in evidence.truth):
+        truth = evidence.truth[name]
+        if (value := evidence.merged.tensors.get(name)) is not None:
+            said += causes(value, truth, axes, _neighbours(evidence, name))
+        elif check == "replicas":
+            said += partial_sums({rank: by[0].local for rank, by in blocks_of(evidence, name).items()}, truth, axes)
+        said += _loss_of_parts(evidence, name)
+    if parted:
+        said.append(_blame(parted))
+    if not said and check in _USUAL:
+        known, words = _USUAL[check]
+        said.append(Cause(id=known, words=words))
+    return tuple(dict.fromkeys(said))
+
+
+def _loss_of_parts(evidence: Evidence, name: str) -> list[Cause]:
+    """Whether ranks disagree on a loss although its logits are right: then the wrong is done in between."""
+    kind, _, step = name.partition("/")
+    logits = evidence.merged.tensors.get(f"logits/{step}")
+    if kind != "loss" or name in evidence.merged.tensors or logits is None:
+        return []
+    if not same(logits, evidence.truth[f"logits/{step}"]):
+        return []
+    words = (
+        "the logits are right and the loss differs between ranks: part of it (a sum, the mean of label smoothing) is "
+        "taken over each rank's own part of the vocabulary"
+    )
+    return [Cause(id="loss_by_parts", words=words)]
+
+
+def _neighbours(evidence: Evidence, name: str) -> dict[str, Tensor]:
+    """Truths of the same kind and another step: what a stale tensor would equal."""
+    kind, _, rest = name.partition("/")
+    return {
+        other: tensor
+        for other, tensor in evidence.truth.items()
+        if rest.isdigit() and other != name and kind_of(other) == kind
+    }
+
+
+def _blame(parted: Difference) -> Cause:
+    """What a difference between ledger and expectation usually means."""
+    line = parted.line
+    if parted.kind == "missing":
+        left = "each rank keeps its partial sum" if "reduce" in line.op else "ranks work on what they have alone"
+        return Cause(id="missing_call", words=f"the {line.op} over {line.axis} is left out: {left}")
+    if parted.kind == "extra":
+        return Cause(id="extra_call", words=f"one {line.op} over {line.axis} too many: done twice, or not needed")
+    assert parted.expected and parted.found  # the third kind has both sides
+    expected, found = parted.expected, parted.found
+    changed = [field for field in _FIELDS if getattr(found, field) != getattr(expected, field)]
+    told = [f"{field} {getattr(found, field) or '-'} instead of {getattr(expected, field) or '-'}" for field in changed]
+    return Cause(id=_changed(expected, found), words="the call is made otherwise: " + ", ".join(told))
+
+
+def _changed(expected: Line, found: Line) -> str:
+    """The cause of a call that is made otherwise: what weighs most of that which changed."""
+    if (expected.axis, expected.group_size) != (found.axis, found.group_size):
+        return "wrong_group"
+    if expected.op != found.op:
+        return "wrong_op"
+    if expected.reduce_op != found.reduce_op:
+        return "averaged" if (expected.reduce_op, found.reduce_op) == ("sum", "avg") else "wrong_op"
+    if (expected.dtype, expected.payload_bytes) != (found.dtype, found.payload_bytes):
+        return "wrong_payload"
+    return "wrong_place"

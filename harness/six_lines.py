@@ -1,0 +1,108 @@
+"""How a diagnosis is told, in six lines: what, where, how much, first place, likely causes, how to repeat it.
+
+Errors are ratios and multiples of the machine epsilon of the run dtype.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from harness.diagnosis import Diagnosis, case_text, diagnose, ended
+from harness.errors import MachineError, ShardproofError
+from harness.evidence import Evidence, Finding
+from harness.places import place_of
+from harness.protocols import CaseLike
+from harness.tolerance import epsilon
+
+__all__ = ["crash", "explain", "repeat_command", "tell"]
+
+NO_CAUSE = "none of the known patterns fits"
+
+
+def repeat_command(case: CaseLike, subject: str, options: str = "") -> str:
+    """The one command that runs this case on this subject again."""
+    text = case_text(case)
+    quoted = shlex.quote(text) if any(sign in text for sign in '"$`\\!') else f'"{text}"'
+    return f"shardproof run {quoted} --subject {shlex.quote(subject)} {options}".rstrip()
+
+
+def explain(evidence: Evidence, findings: Mapping[str, Finding], check: str, subject: str, options: str = "") -> str:
+    """The six lines of a failed check."""
+    return tell(diagnose(evidence, findings, check), findings[check], evidence, subject, options)
+
+
+def tell(diagnosis: Diagnosis, finding: Finding, evidence: Evidence, subject: str, options: str = "") -> str:
+    """The six lines of a diagnosis and the finding that it explains."""
+    lines = {
+        "what": f"{finding.message} (check {diagnosis.check})",
+        "where": _where(diagnosis, evidence.case, named=bool(finding.names)),
+        "error": _how_much(evidence, finding, diagnosis.check),
+        "first": _first(evidence.case, diagnosis) or finding.message,
+        "causes": "; ".join(cause.words for cause in diagnosis.causes) or NO_CAUSE,
+        "repeat": repeat_command(evidence.case, subject, options),
+    }
+    return _written(lines)
+
+
+def crash(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> str:
+    """The six lines of a case that ended without an outcome: the subject raised, ranks parted, the machine failed."""
+    said = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or ["no message"]
+    who = "the machine failed" if isinstance(error, MachineError) else "the subject did not finish"
+    lines = {
+        "what": f"{who}: {said[0]} (check run)",
+        "where": f"mode={case.mode}, {case.world_size} rank{'s' if case.world_size > 1 else ''}",
+        "error": "nothing to compare: there is no outcome",
+        "first": " | ".join(said[1:]) or said[0],
+        "causes": "; ".join(cause.words for cause in ended(error).causes),
+        "repeat": repeat_command(case, subject, options),
+    }
+    return _written(lines)
+
+
+def _written(lines: Mapping[str, str]) -> str:
+    return "\n".join(f"{label + ':':8}{' '.join(text.split())}" for label, text in lines.items())
+
+
+def _where(diagnosis: Diagnosis, case: CaseLike, *, named: bool) -> str:
+    parts = [f"mode={case.mode}", _rank_words(diagnosis.ranks, case.world_size)]
+    if diagnosis.step >= 0:
+        parts.append(f"step {diagnosis.step}")
+    if diagnosis.phase:
+        parts.append(f"phase {diagnosis.phase}")
+    if diagnosis.region:
+        parts.append(f"module {diagnosis.region}")
+    if named:
+        parts.append(f"tensor {diagnosis.name}")
+    return ", ".join(parts)
+
+
+def _rank_words(ranks: Sequence[int], world_size: int) -> str:
+    if not ranks or len(ranks) == world_size:
+        return f"all {world_size} ranks" if world_size > 1 else "the only rank"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {world_size}"
+
+
+def _how_much(evidence: Evidence, finding: Finding, check: str) -> str:
+    worst = finding.worst
+    if worst is None and check in ("coverage", "parallelism", "waits"):
+        return "nothing to measure: this must never be"
+    if worst is None:
+        return "compared exactly: nothing is allowed to differ"
+    if not finding.wrong:
+        return f"{worst.error:g} event{'s' if worst.error > 1 else ''} more or less than expected on a rank, allowed 0"
+    of = next(m.measure for m in finding.wrong if m.name == worst.name)
+    eps = epsilon(evidence.case.dtype)
+    count = f"{len(finding.wrong)} tensor{'s' if len(finding.wrong) > 1 else ''} of this check wrong"
+    error = f"{of} error {worst.error:.3g} ({worst.epsilons:.3g} eps)"
+    return f"{error}, allowed {worst.allowed:.3g} ({worst.allowed / eps:.3g} eps); {count}"
+
+
+def _first(case: CaseLike, diagnosis: Diagnosis) -> str:
+    first, parts = diagnosis.first, []
+    if first.name:
+        place = place_of(first.name, case.steps)
+        parts.append(f"{first.name} (step {place.step}, phase {place.phase or 'unknown'})")
+    if first.event:
+        parts.append(f"in the ledger: {first.event}")
+    return "; ".join(parts)

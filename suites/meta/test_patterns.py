@@ -1,0 +1,137 @@
+"""Tell-tale patterns: each is recognised on numbers that show it, and nothing is told where none fits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.causes import CAUSES, Cause
+from harness.checks import examine
+from harness.diagnosis import diagnose
+from harness.evidence import Evidence
+from harness.patterns import causes
+from suites.meta.toy_evidence import evidence, outcome_of, truth
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+TRUTH = drawn(8, 4)
+PATTERNS: list[tuple[str, str, Any, str]] = [
+    ("averaged", "averaged", TRUTH / 4, "it is 0.25 x the truth, and tp=4: averaged over tp where it must be summed"),
+    ("summed_twice", "summed", TRUTH * 4, "it is 4 x the truth, and tp=4: summed over tp once too often"),
+    ("summed_twice", "data axis", TRUTH * 3, "it is 3 x the truth, and dp=3: summed over dp once too often"),
+    ("sign", "sign", -TRUTH, "it is -1 x the truth: its sign is wrong"),
+    ("constant_factor", "odd factor", TRUTH * 1.7, "it is 1.7 x the truth: a constant factor is wrong"),
+    ("zero", "zero", TRUTH * 0, "it is zero throughout"),
+    ("nan", "nan", TRUTH / 0, "100% of it is NaN or infinite"),
+    (
+        "shifted_shard",
+        "shifted",
+        TRUTH.roll(2, 0),
+        "along dim 0 it is shifted by 1 of 4 shards: a neighbour's shard (tp)",
+    ),
+    (
+        "other_shard",
+        "other shard",
+        TRUTH[[2, 3, 0, 1, 4, 5, 6, 7]],
+        "along dim 0 the 4 shards of tp are in another order",
+    ),
+    (
+        "other_shard",
+        "columns",
+        TRUTH[:, [1, 0, 3, 2]],
+        "along dim 1 the 4 shards of tp are in another order: another rank's shard",
+    ),
+    ("rows_permuted", "rows", TRUTH[[1, 0, 2, 3, 4, 5, 7, 6]], "along dim 0 it holds the right rows in another order"),
+    (
+        "bias_per_rank",
+        "bias",
+        TRUTH + 3 * drawn(4),
+        "the same vector is too much in every row: a bias that every rank adds",
+    ),
+    (
+        "flat_dim",
+        "flat, scattered",
+        TRUTH.reshape(4, 8, 1).movedim(0, 1).flatten(1),
+        "it holds the right numbers as if flat memory",
+    ),
+    (
+        "flat_dim",
+        "flat, gathered",
+        torch.cat(TRUTH.chunk(4, 1)).reshape(8, 4),
+        "it holds the right numbers as if flat memory were",
+    ),
+    ("one_shard", "one shard", torch.cat([TRUTH[:6], drawn(2, 4)]), "only part 3 of 4 along dim 0 is wrong"),
+]
+
+
+@pytest.mark.parametrize(("known", "_", "value", "words"), PATTERNS, ids=[row[1] for row in PATTERNS])
+def test_each_pattern_is_recognised_first(known: str, _: str, value: Tensor, words: str) -> None:
+    first = causes(value, TRUTH, {"tp": 4, "dp": 3}, {})[0]
+    assert first.id == known and first.words.startswith(words)
+
+
+def test_only_known_causes_are_told() -> None:
+    with pytest.raises(ValueError, match="cause id=gremlins: is not a known cause; legal: nan zero stale"):
+        Cause(id="gremlins", words="")
+    assert {row[0] for row in PATTERNS} <= set(CAUSES)
+
+
+def test_stale_values_and_scalars() -> None:
+    now, before = torch.tensor(3.0), torch.tensor(5.0)
+    (stale,) = causes(before, now, {"tp": 2}, {"loss/0": before})
+    assert stale.id == "stale" and stale.words.startswith("it equals loss/0 of the dense model: stale")
+    assert causes(torch.tensor(3.3), now, {"tp": 2}, {"loss/0": before}) == []
+    (norm,) = causes(now * math.sqrt(2), now, {"tp": 2}, {})
+    assert (norm.id, norm.words) == (
+        "norm_counts_replicas",
+        "it is 1.414 x the truth, and tp=2: a square root of tp too large: a norm that counts replicas more than once",
+    )
+    (few,) = causes(now / math.sqrt(2), now, {"tp": 2}, {})
+    assert few.id == "norm_counts_few"
+
+
+def test_flat_memory_is_told_by_data_rank_too() -> None:
+    """Two data ranks of three rows: each gathered its own rows along dim 1 as if they lay along dim 0."""
+    right = drawn(6, 4, 5)
+    wrong = torch.cat([torch.cat(rows.chunk(4, 1)).reshape(3, 4, 5) for rows in right.chunk(2)])
+    (flat,) = causes(wrong, right, {"tp": 4, "dp": 2}, {})
+    assert (flat.id, flat.words) == (
+        "flat_dim",
+        "it holds the right numbers as if flat memory were its 4 shards along dim 1: "
+        "a collective over tp along dim 1 that works along dim 0",
+    )
+
+
+def test_a_loss_over_gathered_logits_is_told_by_its_logarithm() -> None:
+    loss = torch.tensor(5.5, dtype=torch.float64)
+    (more,) = causes(loss + math.log(3), loss, {"tp": 2, "dp": 3}, {})
+    assert more.id == "more_classes"
+    assert more.words.startswith("it is the truth + ln(3), and dp=3: logits that are gathered already were fed")
+    assert causes(loss + 0.97 * math.log(3), loss, {"tp": 2, "dp": 3}, {}) == []
+
+
+def told(seen: Evidence) -> list[str]:
+    return [cause.id for cause in diagnose(seen, examine(seen), "replicas").causes]
+
+
+def test_a_loss_that_ranks_take_of_their_own_parts_of_right_logits() -> None:
+    first, second = (outcome_of(rank, truth()) for rank in range(2))
+    second["loss/0"] = truth()["loss/0"] + 0.1
+    assert "loss_by_parts" in told(evidence(first, second))
+    wrong = {**truth(), "logits/0": truth()["logits/0"] + 1}
+    first, second = (outcome_of(rank, wrong) for rank in range(2))
+    second["loss/0"] = truth()["loss/0"] + 0.1
+    assert "loss_by_parts" not in told(evidence(first, second))
+
+
+def test_a_right_tensor_has_no_cause() -> None:
+    assert causes(TRUTH, TRUTH, {"tp": 4}, {}) == []
+    assert causes(torch.zeros(0), torch.zeros(0), {"tp": 4}, {}) == []
+    assert causes(TRUTH, TRUTH[:4], {"tp": 4}, {}) == []
