@@ -82,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     for command in (show, page):
         command.add_argument("run", nargs="?", default="runs/latest", metavar="RUN", help="run folder (runs/latest)")
     page.add_argument("-o", dest="output", metavar="FILE", help="where to write it (report.html in the run folder)")
-    add("bench", help="the performance table, measured here")
+    bench = add("bench", help="the performance table, measured here")
+    bench.add_argument("--faults", action="store_true", help="what each engine makes of a rank that goes wrong instead")
+    bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")
     add("doctor", help="what this machine offers, what would be skipped, and why")
     return parser
 

@@ -34,6 +34,7 @@ __all__ = ["PLAN", "bench_main", "default_cases", "main"]
 FIRST_BATCH = "reference.batches:micro_batch"
 VARIANT_WORDS = "reference.variants:words"
 BENCH = "suites.bench:main"
+FAULT_TABLE = "suites.fault_table:main"
 
 _MEGATRON = ("mode={mode} tp=2", "mode={mode} tp=4 kv_heads=4", "mode={mode} tp=2 dp=2")
 _INTERNEVO = tuple(f"preset=tiny-internlm2 {words}" for words in _MEGATRON)
@@ -87,10 +88,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def bench_main(arguments: argparse.Namespace) -> int:
-    """Measure and print the performance table; the benchmarks live where everything meets."""
-    del arguments  # every command takes them; this one has none
-    measure: Any = resolve(BENCH)
-    return int(measure([]) or 0)
+    """Measure and print the performance table, or the fault table; both live where everything meets."""
+    measure: Any = resolve(FAULT_TABLE if arguments.faults else BENCH)
+    return int(measure([] if arguments.out is None else ["--out", arguments.out]) or 0)
 
 
 def _write_page(folder: Path) -> Path:

@@ -145,6 +145,10 @@ def test_bench_hands_over_to_the_benchmarks(shardproof: CommandLine, monkeypatch
     assert callable(resolve(run_command.BENCH)), "the real ones are where the command looks"
     monkeypatch.setattr(run_command, "BENCH", "suites.meta.test_cli:measured")
     assert shardproof("bench") == (1, "measured []\n", "")
+    assert shardproof("bench", "--out", "there") == (1, "measured ['--out', 'there']\n", "")
+    assert callable(resolve(run_command.FAULT_TABLE))
+    monkeypatch.setattr(run_command, "FAULT_TABLE", "suites.meta.test_cli:measured")
+    assert shardproof("bench", "--faults", "--out", "there") == (1, "measured ['--out', 'there']\n", "")
 
 
 # A stored run again
