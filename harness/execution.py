@@ -6,26 +6,24 @@ The outcome is turned into blocks inside every rank, because a DTensor knows its
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from harness.capture import Capture
 from harness.engines.engine import Engine, Unwaited
 from harness.ledger import Event, Observer
-from harness.outcome import Block, blocks, localize
+from harness.outcome import localize
 from harness.protocols import CaseLike, Subject
 from harness.ranges import attached
+from harness.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
 from harness.recorder import Recorder
 from harness.saved import SavedActivations
 
 __all__ = ["Execution", "execute", "execute_captured"]
-
-Localized = dict[str, tuple[Block, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +82,17 @@ def execute(
     record: bool = True,
     device: str = "cpu",
     timeout_s: float = 60.0,
+    name: str = "",
 ) -> Execution:
     """Run the case once; `text` is what the ledger's column `case` says. A tool that listens gets nvtx ranges.
 
-    Raises what the engine raises: ProgramError when the subject fails, MachineError when the machine does.
+    `name`, module:object, is how ranks in other processes find the subject; without it the subject is pickled. Raises
+    what the engine raises: ProgramError when the subject fails, MachineError when the machine does.
     """
     start_s = time.perf_counter()
+    if engine.remote:
+        task = RankTask(case=case, subject=name or subject, device=device, text=text, record=record)
+        return _remote(engine, task, start_s, timeout_s)
     if not record:
         outcomes = _run(engine, subject, case, device, None, None, timeout_s)
         return _execution(outcomes, (), (), engine, start_s)
@@ -99,7 +102,7 @@ def execute(
 
 
 def execute_captured(
-    case: CaseLike, subject: Subject, engine: Engine, *, device: str = "cpu", timeout_s: float = 60.0
+    case: CaseLike, subject: Subject, engine: Engine, *, device: str = "cpu", timeout_s: float = 60.0, name: str = ""
 ) -> Execution:
     """Run the case once, unrecorded; capture every module's output and its gradient, and measure what is saved.
 
@@ -107,6 +110,10 @@ def execute_captured(
     (`subject.activations`); nothing is captured from a subject that does not say.
     """
     start_s = time.perf_counter()
+    if engine.remote:
+        return _remote(
+            engine, RankTask(case=case, subject=name or subject, device=device, watch=True), start_s, timeout_s
+        )
     ranks, saved = range(case.world_size), SavedActivations()
     if getattr(subject, "activations", None) is None:
         outcomes = _run(engine, subject, case, device, saved, None, timeout_s)
@@ -117,15 +124,29 @@ def execute_captured(
     captured: list[Localized] = []
     problem = ""
     try:
-        captured = [
-            _placed(case, subject, rank, "act", capture.outputs(rank))
-            | _placed(case, subject, rank, "act_grad", capture.gradients(rank))
-            for rank in ranks
-        ]
+        captured = [placed(case, subject, rank, capture) for rank in ranks]
     except Exception as error:  # the subject's own words on its layout: wrong words are told, the run stands
         problem = f"subject.activations failed: {type(error).__name__}: {error}"
     execution = _execution(outcomes, captured, (), engine, start_s)
     return replace(execution, problem=problem, saved_bytes=tuple(map(saved.peak_bytes, ranks)))
+
+
+def _remote(engine: Engine, task: RankTask, start_s: float, timeout_s: float) -> Execution:
+    """The task on ranks in other processes, and what they report."""
+    case = task.case
+    reports: list[RankReport] = engine.run(
+        perform, sendable(task), world_size=case.world_size, seed=case.seed, timeout_s=timeout_s
+    )
+    problem = next((report.problem for report in reports if report.problem), "")
+    execution = _execution(
+        [report.outcome for report in reports],
+        [report.captured for report in reports] if task.watch and not problem else [],
+        [event for report in reports for event in report.events],
+        engine,
+        start_s,
+    )
+    saved_bytes = tuple(report.saved_bytes for report in reports) if task.watch else ()
+    return replace(execution, problem=problem, saved_bytes=saved_bytes)
 
 
 def _run(
@@ -164,10 +185,3 @@ def _execution(
         unwaited=tuple(engine.unwaited),
         seconds=time.perf_counter() - start_s,
     )
-
-
-def _placed(case: CaseLike, subject: Subject, rank: int, kind: str, locals_: Mapping[str, Tensor]) -> Localized:
-    """The captured tensors of one rank as blocks of full ones; modules without a counterpart are left out."""
-    place = getattr(subject, "activations")  # noqa: B009  (optional, so the protocol does not declare it)
-    shards = {module: place(case, rank, module, local) for module, local in locals_.items()}
-    return {f"{kind}/{module}": blocks(shard) for module, shard in shards.items() if shard is not None}

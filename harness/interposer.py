@@ -14,8 +14,9 @@ second wait for gloo's message would wait for a second message.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -29,7 +30,7 @@ from harness.engines.signature import REDUCE_OPS, Signature, call_of, dtype_text
 from harness.errors import MachineError
 from harness.ledger import Call, Observer
 
-__all__ = ["Interposer"]
+__all__ = ["Interposer", "observing"]
 
 _KEY = "BackendSelect"
 _SILENT = {"check_for_nan"}
@@ -76,8 +77,8 @@ class Interposer:
     or when a probe call is not seen: a blind recorder must not pass for a silent program.
     """
 
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
         self._installed = ExitStack()
 
     def __enter__(self) -> Self:
@@ -88,6 +89,8 @@ class Interposer:
                 operator = getattr(torch.ops.c10d, name).default
                 library.impl(name, self._kernel(name, operator), _KEY, with_keyset=True)
             self._prove()
+            token = _ENTERED.set(self)
+            installed.callback(_ENTERED.reset, token)
             self._installed = installed.pop_all()
         return self
 
@@ -96,26 +99,36 @@ class Interposer:
     ) -> None:
         self._installed.close()
 
+    @contextmanager
+    def telling(self, *observers: Observer) -> Iterator[None]:
+        """These observers are told too, until the body ends."""
+        before = self._observers
+        self._observers = (*before, *observers)
+        try:
+            yield
+        finally:
+            self._observers = before
+
     def _kernel(self, name: str, operator: Any) -> Callable[..., Any]:
         read = _reader(name, operator)
 
         def kernel(keys: Any, *arguments: Any) -> Any:
             rank, call, on_host = read(arguments)
-            observer = self._observer
-            ticket = observer.issued(rank, call)
+            tickets = [(observer, observer.issued(rank, call)) for observer in self._observers]
             result = operator.redispatch(keys.remove(DispatchKey.BackendSelect), *arguments)
             if not call.is_async and call.op not in _MESSAGES:
                 if on_host:
                     _wait(result)
-                observer.completed(rank, ticket)
+                for observer, ticket in tickets:
+                    observer.completed(rank, ticket)
             return result
 
         return kernel
 
     def _prove(self) -> None:
         """Issue one call in a private group of one rank, and see that it is told right."""
-        probe, watched = _Probe(), self._observer
-        self._observer = probe
+        probe, watched = _Probe(), self._observers
+        self._observers = (probe,)
         try:
             group = dist.ProcessGroup(torch._C._distributed_c10d.HashStore(), 0, 1)
             backend = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 1)
@@ -125,10 +138,22 @@ class Interposer:
             options.asyncOp = False
             group.allreduce([torch.zeros(8)[2:5]], options)
         finally:
-            self._observer = watched
+            self._observers = watched
         said = [(c.op, c.reduce_op, c.group, c.dtype, c.shapes, c.payload_bytes, c.is_async) for c in probe.calls]
         if said != [("all_reduce", "max", (0,), "float32", ((3,),), 12, False)]:
             raise _blind(f"a probe all_reduce of 12 bytes was seen as {said}")
+
+
+_ENTERED: ContextVar[Interposer | None] = ContextVar("shardproof_interposer", default=None)
+"""The interposer that was entered around the running code: there is one kernel a process, but many may listen."""
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Tell the observer of every call in the body: by the interposer that is entered here, else by one of its own."""
+    entered = _ENTERED.get()
+    with Interposer(observer) if entered is None else entered.telling(observer):
+        yield
 
 
 class _Probe:

@@ -88,7 +88,15 @@ def prove(
     name, found = (subject, resolve(subject)) if isinstance(subject, str) else (_name_of(subject), subject)
     if not callable(found):
         raise RequestError(f"subject {name}: must be callable as subject(case, device), not {type(found).__name__}")
-    trial = Trial(case=case, subject=found, engine=engine, reference=reference, device=device, timeout_s=timeout_s)
+    trial = Trial(
+        case=case,
+        subject=found,
+        engine=engine,
+        reference=reference,
+        device=device,
+        timeout_s=timeout_s,
+        name=subject if isinstance(subject, str) else "",
+    )
     if reason := skip_reason(case, found, name):
         skip = Verdict(case=trial.text, check="supported", verdict=SKIP, worst=None, message=reason)
         return CaseResult(case=case, text=trial.text, verdicts=(skip,), skipped=reason)

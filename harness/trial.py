@@ -49,6 +49,7 @@ MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
 class Trial:
     """One case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
+    `name` is the subject's when it was given as module:object, else "".
     `problems`: what could not be asked of the subject (expectation, activations) -> why.
     """
 
@@ -58,6 +59,7 @@ class Trial:
     reference: Reference = REFERENCE
     device: str = "cpu"
     timeout_s: float = 60.0
+    name: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
 
@@ -86,7 +88,13 @@ def recorded(trial: Trial) -> Evidence:
     controls = [] if case.dtype == "float64" else [_dense(trial, names.control, part="control")]
     with trial.timed("recorded"):
         run = execute(
-            case, trial.subject, trial.engine, text=trial.text, device=trial.device, timeout_s=trial.timeout_s
+            case,
+            trial.subject,
+            trial.engine,
+            text=trial.text,
+            device=trial.device,
+            timeout_s=trial.timeout_s,
+            name=trial.name,
         )
     return Evidence(
         case=case,
@@ -106,7 +114,9 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
     """The same evidence with an unrecorded run beside it: activations captured, outcomes to compare bit for bit."""
     case, names = trial.case, trial.reference
     with trial.timed("plain"):
-        plain = execute_captured(case, trial.subject, trial.engine, device=trial.device, timeout_s=trial.timeout_s)
+        plain = execute_captured(
+            case, trial.subject, trial.engine, device=trial.device, timeout_s=trial.timeout_s, name=trial.name
+        )
     if plain.problem:
         trial.problems["activations"] = plain.problem
     repeats = [plain.outcomes]
@@ -120,6 +130,7 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
                 record=False,
                 device=trial.device,
                 timeout_s=trial.timeout_s,
+                name=trial.name,
             )
         repeats.append(again.outcomes)
     truth = {**evidence.truth, **_dense(trial, names.true_activations)}

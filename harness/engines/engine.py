@@ -39,6 +39,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def remote(self) -> bool:
+        """Whether ranks live in other processes: programs and results are pickled, and nobody is observed from here."""
+        ...
+
+    @property
     def unwaited(self) -> tuple[Unwaited, ...]:
         """The works of the last run that nobody waited for, by rank, in the order of issue."""
         ...
@@ -54,7 +59,8 @@ class Engine(Protocol):
     ) -> list[Any]:
         """The results of `program(rank, *args)` by rank.
 
-        Every rank starts with its random streams at `seed`. Raises RequestError (exit status 2), ProgramError (1) or
+        Every rank starts with its random streams at `seed`. A remote engine takes no observer: harness.rank_task makes
+        one inside of every rank. Raises RequestError (exit status 2), ProgramError (1) or
         MachineError (3); the engine stays usable.
         """
         ...

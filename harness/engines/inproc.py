@@ -45,6 +45,7 @@ class InprocEngine:
     """
 
     name = "inproc"
+    remote = False
 
     def __init__(self, *, per_rank_modules: Sequence[str] = ()) -> None:
         self._modules = modules_named(per_rank_modules)

@@ -30,6 +30,7 @@ class LoopEngine:
     """Runs ranks one after another in this thread: an engine for programs that do not communicate."""
 
     name = "loop"
+    remote = False
     unwaited: tuple[Unwaited, ...] = ()
 
     def run(

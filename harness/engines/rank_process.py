@@ -1,0 +1,125 @@
+"""One rank as a process: its world of torch.distributed for a run, its streams, and the end of its program as data.
+
+What every engine with processes does on a rank's side: `run_rank`. The default group is new for every run, told apart
+in the store by a prefix, and gone afterwards whatever happened. NCCL serves CUDA tensors where there is a GPU, gloo the
+rest; nothing here moves data by itself. Times are seconds of the monotonic clock, which processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from harness.callers import raised_at
+from harness.engines.engine import Program
+
+__all__ = ["Ended", "ended", "error_text", "run_rank", "seeded", "world"]
+
+_SLACK_S = 30.0
+"""How much longer than the run torch waits: the engine's own limit comes first and knows more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a rank's program ended: with a value, or with an exception and where it was raised.
+
+    `error` can be pickled; it has the traceback in its notes. `caller` is "file:line in function" of the user's code.
+    """
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    detail: str = ""
+    caller: str = ""
+    at_s: float = 0.0
+
+
+def run_rank(
+    program: Program,
+    args: tuple[Any, ...],
+    *,
+    rank: int,
+    world_size: int,
+    store: Any,
+    seed: int,
+    timeout_s: float,
+) -> Ended:
+    """Run the program as this rank of a fresh world over the store. Raises what torch raises when there can be none."""
+    with world(rank, world_size, store, timeout_s):
+        seeded(seed)
+        return ended(rank, program, args)
+
+
+@contextmanager
+def world(rank: int, world_size: int, store: Any, timeout_s: float) -> Iterator[None]:
+    """torch.distributed initialised as this rank, on one thread; nothing of it is left afterwards."""
+    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    before = {name: os.environ.get(name) for name in local}
+    os.environ.update({name: str(value) for name, value in local.items()})
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout_s + _SLACK_S)
+    dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=limit)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():  # the program may have destroyed it
+            with suppress(RuntimeError):  # connections that a dead peer has left broken
+                dist.destroy_process_group()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
+def seeded(seed: int) -> None:
+    """Set every random stream of this process to `seed`, as every engine does at the start of a run."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def ended(rank: int, program: Program, args: tuple[Any, ...]) -> Ended:
+    """Call the program and tell how it ended; leaving with status 0 is an end without a value."""
+    try:
+        value = program(rank, *args)
+    except BaseException as error:  # also SystemExit: it must not end the process without a word
+        if isinstance(error, SystemExit) and not error.code:
+            return Ended(rank=rank, at_s=time.monotonic())
+        place = raised_at(error.__traceback__)
+        return Ended(
+            rank=rank, error=_portable(error, rank), detail=error_text(error), caller=place, at_s=time.monotonic()
+        )
+    return Ended(rank=rank, value=value, at_s=time.monotonic())
+
+
+def error_text(error: BaseException) -> str:
+    """An exception in one line: its type and the first line of what it says."""
+    lines = str(error).splitlines()
+    return type(error).__name__ + (f": {lines[0]}" if lines else "")
+
+
+def _portable(error: BaseException, rank: int) -> BaseException:
+    """The exception, or one that says the same if it cannot be pickled; its traceback as a note."""
+    lines = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        sent: BaseException = pickle.loads(pickle.dumps(error))
+        sent = error if type(sent) is type(error) else RuntimeError(error_text(error))
+    except Exception:  # whatever a user's own pickling raises
+        sent = RuntimeError(error_text(error))
+    sent.add_note(f"on rank {rank}:\n{lines}")
+    return sent
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.device_count() else "gloo"

@@ -1,0 +1,131 @@
+"""What one rank does for a run of a subject when ranks live in other processes: everything that is observed, is there.
+
+`perform` is what an engine runs on every rank, with torch.distributed initialised; task and report can be pickled. In
+the rank: the recorder and the interposer that feeds it, or the capture of activations and the count of saved bytes;
+outcome and activations are placed there, because a DTensor knows its place only there. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.capture import Capture
+from harness.errors import RequestError
+from harness.interposer import observing
+from harness.ledger import Event
+from harness.outcome import Block, blocks, localize
+from harness.protocols import CaseLike, Subject
+from harness.ranges import attached
+from harness.recorder import Recorder
+from harness.resolve import resolve
+from harness.saved import SavedActivations
+
+__all__ = ["Localized", "RankReport", "RankTask", "perform", "placed", "sendable"]
+
+Localized = dict[str, tuple[Block, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTask:
+    """One run of a subject as every rank is told of it. `subject` is "module:object", or a callable to be pickled.
+
+    `text` is what the ledger's column `case` says. `record` makes the ledger; `watch` captures the activations that the
+    subject can place and measures what autograd saves.
+    """
+
+    case: CaseLike
+    subject: str | Subject
+    device: str
+    text: str = ""
+    record: bool = False
+    watch: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What one rank gave. `problem` is why its activations could not be placed."""
+
+    outcome: Localized
+    captured: Localized
+    events: tuple[Event, ...] = ()
+    problem: str = ""
+    saved_bytes: int = 0
+
+
+def sendable(task: RankTask) -> RankTask:
+    """The task itself. Raises RequestError when it cannot be sent to another process."""
+    try:
+        pickle.dumps(task)
+    except Exception as problem:  # whatever a user's own pickling raises
+        rule = f"cannot be sent to the processes of the ranks ({type(problem).__name__}: {problem})"
+        name = getattr(task.subject, "__qualname__", type(task.subject).__qualname__)
+        raise RequestError(f"subject {name}: {rule}; legal: name it module:object") from problem
+    return task
+
+
+def perform(rank: int, task: RankTask) -> RankReport:
+    """Run the subject on this rank as the task says."""
+    found: Any = resolve(task.subject) if isinstance(task.subject, str) else task.subject
+    device = _device(task.device, rank)
+    if task.record:
+        return _recorded(rank, task, found, device)
+    return _watched(rank, task, found, device) if task.watch else _plain(found, task.case, device)
+
+
+def placed(case: CaseLike, subject: Subject, rank: int, capture: Capture) -> Localized:
+    """The captured tensors of one rank as blocks of full ones; modules without a counterpart are left out."""
+    place = getattr(subject, "activations")  # noqa: B009  (optional, so the protocol does not declare it)
+
+    def shards(kind: str, locals_: Mapping[str, Tensor]) -> Localized:
+        found = {module: place(case, rank, module, local) for module, local in locals_.items()}
+        return {f"{kind}/{module}": blocks(shard) for module, shard in found.items() if shard is not None}
+
+    return shards("act", capture.outputs(rank)) | shards("act_grad", capture.gradients(rank))
+
+
+def _plain(subject: Subject, case: CaseLike, device: torch.device) -> RankReport:
+    return RankReport(outcome=localize(subject(case, device)), captured={})
+
+
+def _recorded(rank: int, task: RankTask, subject: Subject, device: torch.device) -> RankReport:
+    case = task.case
+    with Recorder(task.text, case.mode, case.world_size, case.axes, ranges=attached()) as recorder:
+        with observing(recorder), recorder.on_rank(rank):
+            outcome = subject(case, device)
+        return RankReport(outcome=localize(outcome), captured={}, events=tuple(recorder.events()))
+
+
+def _watched(rank: int, task: RankTask, subject: Subject, device: torch.device) -> RankReport:
+    case, saved, places = task.case, SavedActivations(), getattr(subject, "activations", None) is not None
+    with ExitStack() as watching:
+        capture = watching.enter_context(Capture())
+        for watcher in (capture, saved) if places else (saved,):
+            watching.enter_context(watcher.on_rank(rank))
+        outcome = subject(case, device)
+    captured: Localized = {}
+    problem = ""
+    try:
+        captured = placed(case, subject, rank, capture) if places else {}
+    except Exception as error:  # the subject's own words on its layout: wrong words are told, the run stands
+        problem = f"subject.activations failed: {type(error).__name__}: {error}"
+    return RankReport(outcome=localize(outcome), captured=captured, problem=problem, saved_bytes=saved.peak_bytes(rank))
+
+
+def _device(name: str, rank: int) -> torch.device:
+    """This rank's device: a GPU of its own on cuda. Raises RequestError when this machine has too few."""
+    if name != "cuda":
+        return torch.device(name)
+    count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", rank))
+    if local >= count:
+        rule = f"every rank needs a GPU of its own, rank {local} finds {count} on this machine"
+        raise RequestError(f"device=cuda: {rule}; legal: --device cpu, or at most {count} ranks")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
