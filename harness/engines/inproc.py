@@ -20,9 +20,9 @@ from typing import Any, Self
 import torch
 
 from harness.engines import postmortem
-from harness.engines.baton import Baton, End
+from harness.engines.baton import End
 from harness.engines.engine import Program, Unwaited
-from harness.engines.exchange import Exchange
+from harness.engines.intervention import Intervention, Plain
 from harness.engines.postmortem import Cause, Raised
 from harness.engines.private import Private, modules_named
 from harness.engines.rank_world import Enter, installed, leave
@@ -33,6 +33,7 @@ from harness.ledger import Observer
 
 __all__ = ["InprocEngine"]
 
+_PLAIN = Plain()
 _SETTLE_S = 0.02
 """How long the other ranks may go on after a fault, so that the report shows where they wait."""
 
@@ -46,6 +47,7 @@ class InprocEngine:
 
     name = "inproc"
     remote = False
+    takes_interventions = True
 
     def __init__(self, *, per_rank_modules: Sequence[str] = ()) -> None:
         self._modules = modules_named(per_rank_modules)
@@ -63,6 +65,7 @@ class InprocEngine:
         observer: Observer | None = None,
         seed: int = 0,
         timeout_s: float = 60.0,
+        intervention: Intervention = _PLAIN,
     ) -> list[Any]:
         """The results of `program(rank, *args)` by rank; see Engine.run."""
         self._check(world_size, timeout_s)
@@ -71,7 +74,7 @@ class InprocEngine:
         with installed() as enter:
             private = Private(world_size, seed, self._modules, self._streams)
             workers = self._workers.take(world_size)
-            run = _Run(workers, private, observer, timeout_s)
+            run = _Run(workers, private, observer, timeout_s, intervention)
             try:
                 torch.set_num_threads(1)
                 results = run.results(program, args, enter)
@@ -109,12 +112,17 @@ class _Run:
     """One run: its baton, its exchange, and how it ends."""
 
     def __init__(
-        self, workers: Sequence[Worker], private: Private, observer: Observer | None, timeout_s: float
+        self,
+        workers: Sequence[Worker],
+        private: Private,
+        observer: Observer | None,
+        timeout_s: float,
+        intervention: Intervention,
     ) -> None:
         self.world_size = world_size = len(workers)
         self.timeout_s = timeout_s
-        self.baton = Baton(workers, private, timeout_s)
-        self.exchange = Exchange(world_size, self.baton, observer)
+        self.baton = intervention.baton(workers, private, timeout_s)
+        self.exchange = intervention.exchange(world_size, self.baton, observer)
         self.raised: list[Raised] = []
         self.raised_first = False
         self.values: list[Any] = [None] * world_size

@@ -1,0 +1,165 @@
+"""Faults: systematic disturbances of the collectives of any subject, made from its ledger alone, without its source.
+
+A target is one distinct call of the program: op, reduce op, axis, phase, region, and its number among equals within a
+micro-batch; on every rank, in every micro-batch and step. Runs repeat exactly, so a target's calls are known by rank
+and call index from one clean ledger. A fault is a target and what happens to its data, below the recorder: the ledger
+stays clean, and only what is computed can show it.
+
+    drop    a rank has what it would have alone: its own term, its own part in every place, its buffer as it was
+    double  the call's result goes through the call again; where its shape forbids that, a reduced result counts twice
+    op      another reduction: `change` says which
+    group   other ranks: `change` names another axis, "world", "shifted" (the groups begin one rank later) or
+            "reversed" (the same ranks in reverse order)
+    stale   what the target's call before left on this rank; a target called once gives zeros
+    delay   the right value, but only at the rank's next call after the wait; until then as dropped
+    poison  NaN; the largest integer; the opposite bool
+
+The engine's side is `harness.engines.disturbance`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from harness.ledger import Event
+
+__all__ = ["KINDS", "Fault", "Partition", "Target", "faults_of", "targets_of"]
+
+KINDS = ("drop", "double", "op", "group", "stale", "delay", "poison")
+Partition = tuple[tuple[int, ...], ...]
+"""The groups of one axis: lists of global ranks."""
+
+_OPS = {"sum": ("avg", "max"), "avg": ("sum", "max"), "max": ("sum", "min"), "min": ("sum", "max")}
+"""Reduce op -> what it may be mistaken for."""
+_REGROUPED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+_SILENT = ("barrier", "send")
+"""A barrier carries nothing; what is sent is disturbed where it is received."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One distinct call of a program; `calls` are its (rank, call index), rank by rank in the order of issue."""
+
+    op: str
+    reduce_op: str
+    axis: str
+    group_size: int
+    dtype: str
+    phase: str
+    region: str
+    number: int
+    calls: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        reduction = f"{self.reduce_op} " if self.reduce_op else ""
+        where = f" {self.region}" if self.region else ""
+        return f"{reduction}{self.op} {self.axis} {self.phase}{where} #{self.number}"
+
+    @property
+    def once(self) -> bool:
+        """Whether no rank issues it twice."""
+        return len({rank for rank, _ in self.calls}) == len(self.calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What happens to a target's data. `rank` is the one rank whose result is spoiled, -1: all alike, a bug in the
+    program. `groups` are those of a group fault.
+    """
+
+    kind: str
+    target: Target
+    change: str = ""
+    rank: int = -1
+    groups: Partition = ()
+
+    def __str__(self) -> str:
+        words = [self.kind, f"to {self.change}:" if self.change else "", str(self.target)]
+        words += [f"on rank {self.rank}"] if self.rank >= 0 else []
+        return " ".join(word for word in words if word)
+
+
+def targets_of(events: Iterable[Event]) -> tuple[Target, ...]:
+    """The distinct calls of a ledger, in the order in which they first come up."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    first: dict[tuple[object, ...], Event] = {}
+    calls: dict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
+    for event in sorted(events, key=lambda e: (e.rank, e.call_index)):
+        same = (event.op, event.reduce_op, event.axis, event.group_size, event.dtype, event.phase, event.region)
+        within = (*same, event.rank, event.step, event.microbatch)
+        key = (*same, seen[within])
+        seen[within] += 1
+        first.setdefault(key, event)
+        calls[key].append((event.rank, event.call_index))
+    return tuple(
+        Target(
+            op=event.op,
+            reduce_op=event.reduce_op,
+            axis=event.axis,
+            group_size=event.group_size,
+            dtype=event.dtype,
+            phase=event.phase,
+            region=event.region,
+            number=int(str(key[-1])),
+            calls=tuple(calls[key]),
+        )
+        for key, event in first.items()
+    )
+
+
+def faults_of(
+    events: Iterable[Event],
+    axes: Mapping[str, Partition],
+    *,
+    kinds: Sequence[str] = KINDS,
+    rank: int = -1,
+) -> tuple[Fault, ...]:
+    """Every legal fault of these kinds for every target of a clean ledger; `axes` are the case's.
+
+    With `rank` those that spoil one rank's result only: drop, op, stale, delay, poison. Equivalent faults are among
+    them: harness.equivalence says which, and why.
+    """
+    return tuple(
+        replace(fault, rank=rank)
+        for target in targets_of(events)
+        for kind in kinds
+        for fault in _of_kind(kind, target, axes)
+        if rank < 0 or (kind not in {"double", "group"} and any(caller == rank for caller, _ in target.calls))
+    )
+
+
+def _of_kind(kind: str, target: Target, axes: Mapping[str, Partition]) -> Iterator[Fault]:
+    if target.op in _SILENT:
+        return
+    if kind == "op":
+        unordered = "bool" in target.dtype or "complex" in target.dtype
+        for change in () if unordered else _OPS.get(target.reduce_op, ()):
+            yield Fault(kind=kind, target=target, change=change)
+    elif kind == "group":
+        for change, groups in _other_groups(target, axes).items():
+            yield Fault(kind=kind, target=target, change=change, groups=groups)
+    elif kind != "double" or target.op != "recv":
+        yield Fault(kind=kind, target=target)
+
+
+def _other_groups(target: Target, axes: Mapping[str, Partition]) -> dict[str, Partition]:
+    """Name -> groups among which the target's call could be made by mistake: shapes stay right."""
+    world = sorted({rank for groups in axes.values() for ranks in groups for rank in ranks})
+    known = {**axes, "world": (tuple(world),)}
+    own, size = known.get(target.axis), target.group_size
+    if own is None or size == 1 or target.op not in _REGROUPED:
+        return {}
+    found: dict[str, Partition] = {}
+    for name, groups in known.items():
+        sizes = {len(ranks) for ranks in groups}
+        fits = sizes == {size} or (target.op == "all_reduce" and sizes != {1})
+        if fits and set(groups) not in [set(own), *map(set, found.values())]:
+            found[name] = groups
+    if size == len(world):
+        found["reversed"] = tuple(tuple(reversed(ranks)) for ranks in own)
+    elif not any(len(ranks) == size for groups in found.values() for ranks in groups):
+        after = {rank: world[(i + 1) % len(world)] for i, rank in enumerate(world)}
+        found["shifted"] = tuple(tuple(after[rank] for rank in ranks) for ranks in own)
+    return found
