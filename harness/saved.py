@@ -30,7 +30,7 @@ class _Held:
 
 
 class _Account:
-    """The storages that one rank holds now, by address, with their number of holders; and the peak of their bytes."""
+    """The storages that one rank holds now, by identity, with their number of holders; and the peak of their bytes."""
 
     def __init__(self) -> None:
         self._holders: dict[int, list[int]] = {}
@@ -39,7 +39,7 @@ class _Account:
 
     def hold(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
-        key = storage.data_ptr()
+        key = storage._cdata  # and no address: every tensor of the meta device has the address 0
         entry = self._holders.setdefault(key, [0, storage.nbytes()])
         if entry[0] == 0:
             self._bytes += entry[1]

@@ -123,7 +123,7 @@ def _flat(case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: tor
         for place, key in enumerate(names):
             shape = torch.tensor(sent[key].shape, dtype=torch.int64, device=device)
             sizes[place * SIZES_PER_KEY :][: len(shape)] = shape
-    shapes = [_until_zero(row) for row in broadcast(sizes, axis).view(len(names), SIZES_PER_KEY).tolist()]
+    shapes = _told(broadcast(sizes, axis), case)
     lengths = [torch.Size(shape).numel() for shape in shapes]
     if sent is None:
         flat = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
@@ -134,6 +134,13 @@ def _flat(case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: tor
     return {
         key: _from_int64(part, forms[key][0]).view(shape) for key, part, shape in zip(names, parts, shapes, strict=True)
     }
+
+
+def _told(sizes: Tensor, case: Case) -> list[list[int]]:
+    """The shapes of all keys, read from what arrived; on the meta device nothing arrives, and the case is asked."""
+    if sizes.is_meta:
+        return [list(shape) for _, shape in _forms(case).values()]
+    return [_until_zero(row) for row in sizes.view(-1, SIZES_PER_KEY).tolist()]
 
 
 def _until_zero(sizes: list[int]) -> list[int]:

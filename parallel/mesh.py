@@ -67,9 +67,9 @@ class Mesh:
 
 def axis_size(case: Case, name: str) -> int:
     """Ranks along one axis of a case's mesh; needs no running world."""
-    return len(case.axes[name][0])
+    return case.axis_sizes[name]
 
 
 def axis_rank(case: Case, name: str, rank: int) -> int:
     """The place of a global rank in its group along one axis; needs no running world."""
-    return next(ranks.index(rank) for ranks in case.axes[name] if rank in ranks)
+    return case.axis_rank(name, rank)

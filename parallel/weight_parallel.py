@@ -36,6 +36,8 @@ __all__ = ["activation", "partial", "parts", "placements"]
 
 _SEQUENCE = 1
 """Dim of the sequence in tokens, hidden states and logits."""
+_TABLES = ("embedding.tokens", "head")
+"""Modules whose weights have a row for every token of the padded vocabulary."""
 
 
 def placements(case: Case) -> dict[str, Placement]:
@@ -47,11 +49,13 @@ def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
     module = name.rpartition(".")[0]
     if module == "embedding.tokens" and case.embedding == "hidden":
         return Placement(shape=shape, axis="wp", dim=1)
-    if module in ("embedding.tokens", "head"):
-        return Placement(shape=shape, axis="wp", blocks=(case.padded_vocab,))
-    if is_column(module) or is_row(module):
-        return Placement(shape=shape, axis="wp")
-    return Placement(shape=shape)
+    if not _is_split(module):
+        return Placement(shape=shape)
+    return Placement(shape=shape, axis="wp", blocks=(case.padded_vocab,) if module in _TABLES else ())
+
+
+def _is_split(module: str) -> bool:
+    return module in _TABLES or is_column(module) or is_row(module)
 
 
 def activation(case: Case, module: str) -> Placement | None:
@@ -87,7 +91,7 @@ def _width(case: Case, module: str) -> int | None:
 
 def partial(case: Case, name: str) -> bool:
     """Every rank sees tokens of its own, so the gradient of whatever is whole is a partial sum everywhere."""
-    return not placements(case)[name].axis
+    return not _is_split(name.rpartition(".")[0])
 
 
 def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:

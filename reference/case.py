@@ -151,11 +151,32 @@ class Case:
     @property
     def axes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Mesh axis -> the rank lists of its groups. Order tp, cp, dp, pp, fastest first (Megatron 4.8)."""
-        sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
-        axes = rules.rank_lists(sizes)
-        if self.mode == "isp":
-            axes |= rules.rank_lists({"wp": self.wp, "wdp": self.tp * self.cp * self.dp // self.wp, "pp": self.pp})
+        axes: dict[str, tuple[tuple[int, ...], ...]] = {}
+        for sizes in self._meshes():
+            axes |= rules.rank_lists(sizes)
         return axes
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Mesh axis -> ranks in each of its groups: what `axes` says, without listing the ranks."""
+        return {axis: size for sizes in self._meshes() for axis, size in sizes.items()}
+
+    def axis_rank(self, axis: str, rank: int) -> int:
+        """The place of a global rank in its group along an axis; what `axes` says, without listing the ranks."""
+        for sizes in self._meshes():
+            stride = 1
+            for name, size in sizes.items():
+                if name == axis:
+                    return rank // stride % size
+                stride *= size
+        raise KeyError(axis)
+
+    def _meshes(self) -> tuple[dict[str, int], ...]:
+        """The meshes over this case's ranks, each axis with its size, fastest first: weights have their own in isp."""
+        own = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        if self.mode != "isp":
+            return (own,)
+        return own, {"wp": self.wp, "wdp": self.tp * self.cp * self.dp // self.wp, "pp": self.pp}
 
 
 def _resolve(words: dict[str, Word]) -> dict[str, Any]:

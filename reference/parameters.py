@@ -40,8 +40,8 @@ def shapes(case: Case) -> dict[str, Shape]:
     return found
 
 
-def full(case: Case, name: str) -> Tensor:
-    """The full value of one parameter in the case's dtype, on the CPU.
+def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor:
+    """The full value of one parameter in the case's dtype; on the meta device its shape alone, at no cost.
 
     Drawn uniformly in float64 from a generator seeded with sha256(seed, name), then rounded, so that every dtype, mode
     and mesh starts from the same numbers. Raises ValueError for a name that the case does not have.
@@ -50,10 +50,12 @@ def full(case: Case, name: str) -> Tensor:
     if shape is None:
         legal = next(iter(shapes(case)))
         raise ValueError(f"name={name}: is not a parameter of the case '{case}'; legal: {legal}")
+    if torch.device(device).type == "meta":
+        return torch.empty(shape, dtype=dtype_of(case), device=device)
     digest = hashlib.sha256(f"{case.seed} {name}".encode("ascii")).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     unit = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
-    return _scaled(name, unit).to(dtype_of(case))
+    return _scaled(name, unit).to(dtype_of(case)).to(device)
 
 
 def _scaled(name: str, unit: Tensor) -> Tensor:

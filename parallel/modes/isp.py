@@ -55,7 +55,7 @@ from parallel.expectation import (
 from parallel.roles import attention_linears, mlp_linears
 from parallel.strategy import Mode
 from reference.case import Case
-from reference.parameters import shapes
+from reference.parameters import Shape, shapes
 
 __all__ = ["ISP"]
 
@@ -112,6 +112,7 @@ def _block_weights(case: Case) -> Iterator[Term]:
 
 
 def _calls(case: Case) -> Iterator[_Call]:
+    full = shapes(case)
     blocks = [_linears(case, layer) for layer in range(case.layers)]
     order = list(itertools.chain(*blocks))
     following = dict(zip(order, [*order[1:], order[-1]], strict=True))
@@ -120,7 +121,7 @@ def _calls(case: Case) -> Iterator[_Call]:
         later = blocks[min(layer + 1, case.layers - 1)] if case.overlap else linears
         before = f"layers.{layer - 1}.attention.wo" if layer else linears[0]
         if case.fuse_weights:
-            size = sum(itertools.chain(*(_bytes(case, linear) for linear in linears)))
+            size = sum(itertools.chain(*(_bytes(case, full, linear) for linear in linears)))
             forward = before if case.overlap else linears[0]
             yield _Call(payload_bytes=size, owner=linears[0], forward=forward, backward=later[-1])
             continue
@@ -128,7 +129,7 @@ def _calls(case: Case) -> Iterator[_Call]:
             one_by_one = following[linear] if case.overlap else linear
             backward = later[-1] if by_block else one_by_one
             forward = before if case.overlap else linear
-            for size in _bytes(case, linear):
+            for size in _bytes(case, full, linear):
                 yield _Call(payload_bytes=size, owner=linear, forward=forward, backward=backward)
 
 
@@ -138,9 +139,9 @@ def _linears(case: Case, layer: int) -> list[str]:
     return attention + [f"layers.{layer}.mlp.{leaf}" for leaf in mlp_linears(case)]
 
 
-def _bytes(case: Case, linear: str) -> list[int]:
+def _bytes(case: Case, full: dict[str, Shape], linear: str) -> list[int]:
     """Bytes of a linear's whole weight and, when there is one, of its bias."""
-    full, item = shapes(case), ITEM_BYTES[case.dtype]
+    item = ITEM_BYTES[case.dtype]
     names = [f"{linear}.weight", f"{linear}.bias"]
     return [math.prod(full[name]) * item for name in names if name in full]
 
