@@ -39,7 +39,7 @@ class _Account:
 
     def hold(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
-        key = storage._cdata  # and no address: every tensor of the meta device has the address 0
+        key: int = storage._cdata  # and no address: every tensor of the meta device has the address 0
         entry = self._holders.setdefault(key, [0, storage.nbytes()])
         if entry[0] == 0:
             self._bytes += entry[1]
