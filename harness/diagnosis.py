@@ -108,8 +108,7 @@ def _first_wrong(evidence: Evidence, findings: Mapping[str, Finding]) -> str:
 def _first_difference(evidence: Evidence) -> Difference | None:
     if evidence.expectation is None:
         return None
-    ranks = range(len(evidence.outcomes))
-    parted = differences(evidence.events, evidence.expectation, ranks, module_order(evidence))
+    parted = differences(evidence.events, evidence.expectation, evidence.ranks, module_order(evidence))
     return parted[0] if parted else None
 
 

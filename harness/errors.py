@@ -4,6 +4,7 @@
     |-- RequestError        2  the request was wrong: a case, a name, a size, a path
     |-- ProgramError        1  the program under test failed
     |   |-- RankRaised         a rank raised; its exception is __cause__, type and traceback kept
+    |   |-- NoNumbers          it looked at a number on an engine that has shapes alone: nothing is known of it
     |   `-- Desynchronised     the ranks do not issue the same calls: mismatch | skipped | deadlock
     `-- MachineError        3  the machine failed
         |-- TimeLimit          the run did not end in time; says which rank ran, and at which line
@@ -21,6 +22,7 @@ from typing import ClassVar
 __all__ = [
     "Desynchronised",
     "MachineError",
+    "NoNumbers",
     "Position",
     "ProgramError",
     "RankDied",
@@ -99,6 +101,10 @@ class ProgramError(_RunError):
 
 class RankRaised(ProgramError):
     """A rank raised; `__cause__` is its exception. `ranks` lists every rank that raised, the first one first."""
+
+
+class NoNumbers(ProgramError):
+    """A rank looked at a value on an engine whose tensors have none: it cannot be run dry, and may well be right."""
 
 
 class Desynchronised(ProgramError):

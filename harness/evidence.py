@@ -37,6 +37,8 @@ class Evidence:
     unwaited     asynchronous calls of the recorded run that nobody waited for
     repeats      outcomes of further runs that nothing recorded
     saved_bytes  by rank, the most that autograd held for backward; empty when nobody measured
+    ran          the ranks that were run, in the order of `saved_bytes`; empty when it was all of them
+    notes        what else is worth telling of the runs
     """
 
     case: CaseLike
@@ -50,6 +52,13 @@ class Evidence:
     repeats: tuple[Outcomes, ...]
     unwaited: tuple[Unwaited, ...] = ()
     saved_bytes: tuple[int, ...] = ()
+    ran: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that were run."""
+        return self.ran or tuple(range(len(self.outcomes)))
 
     @property
     def returned(self) -> frozenset[str]:

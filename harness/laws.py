@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from harness.ledger import Event
 
-__all__ = ["Broken", "broken_laws"]
+__all__ = ["Broken", "broken_laws", "same_sequence"]
 
 Group = tuple[int, ...]
 
@@ -47,7 +47,7 @@ def broken_laws(
             groups.setdefault((event.axis, ranks), {}).setdefault(event.rank, []).append(event)
     broken = []
     for (axis, ranks), by_rank in groups.items():
-        broken += _same_sequence(axis, ranks, by_rank) + _received(axis, ranks, by_rank)
+        broken += same_sequence(axis, ranks, by_rank) + _received(axis, ranks, by_rank)
     return broken, tuple(sorted(unread))
 
 
@@ -64,7 +64,8 @@ def _group(event: Event, axes: Mapping[str, tuple[Group, ...]], world_size: int)
     return tuple(range(world_size)) if event.group_size == world_size else None
 
 
-def _same_sequence(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -> list[Broken]:
+def same_sequence(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -> list[Broken]:
+    """Where some ranks of a group part from the first of them: other calls, or another order; [] when nowhere."""
     calls = {rank: [e for e in by_rank.get(rank, ()) if e.op not in _POINT_TO_POINT] for rank in ranks}
     first = ranks[0]
     for rank in ranks[1:]:

@@ -74,8 +74,10 @@ class Difference:
 
 def ledger(evidence: Evidence) -> Finding | None:
     """Whether every rank issued exactly the expected events; without an expectation, whether the general laws hold."""
-    world_size = len(evidence.outcomes)
-    broken, unread = broken_laws(evidence.events, evidence.case.axes, world_size)
+    world_size, ranks = evidence.case.world_size, evidence.ranks
+    # The laws speak of all members of a group.
+    seen = () if evidence.ran else evidence.events
+    broken, unread = broken_laws(seen, evidence.case.axes, world_size)
     if evidence.expectation is None:
         if broken:
             first = broken[0]
@@ -89,9 +91,9 @@ def ledger(evidence: Evidence) -> Finding | None:
             verdict=PASS, message=f"{len(evidence.events)} events obey the general laws", unchecked=unchecked
         )
     order = module_order(evidence)
-    found = differences(evidence.events, evidence.expectation, range(world_size), order)
+    found = differences(evidence.events, evidence.expectation, ranks, order)
     if found:
-        return _parted(found, world_size)
+        return _parted(found, len(ranks))
     if broken:
         first = broken[0]
         return Finding(verdict=FAIL, message=first.message, ranks=first.ranks, phase=first.phase, region=first.region)
@@ -99,10 +101,10 @@ def ledger(evidence: Evidence) -> Finding | None:
     return Finding(verdict=PASS, message=f"{calls} events a rank, exactly as expected", unchecked=unread)
 
 
-def _parted(found: Sequence[Difference], world_size: int) -> Finding:
+def _parted(found: Sequence[Difference], ranks_run: int) -> Finding:
     first = found[0]
     more = f"; {len(found) - 1} more lines differ" if len(found) > 1 else ""
-    ranks = () if len(first.ranks) == world_size else first.ranks
+    ranks = () if len(first.ranks) == ranks_run else first.ranks
     calls = sum(difference.calls for difference in found)
     return Finding(
         verdict=FAIL,

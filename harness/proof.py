@@ -13,8 +13,10 @@ import torch
 
 from harness.checks import CHECKS, Check, examine
 from harness.diagnosis import Diagnosis, case_text, diagnose, ended
+from harness.dry_proof import DRY_CHECKS, dry_evidence
+from harness.engines.dry import DryEngine
 from harness.engines.engine import Engine
-from harness.errors import MachineError, ProgramError, RequestError
+from harness.errors import MachineError, NoNumbers, ProgramError, RequestError
 from harness.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
 from harness.ledger import Event
 from harness.protocols import CaseLike, Subject, TermLike
@@ -126,6 +128,11 @@ def _name_of(subject: Subject) -> str:
 
 
 def _proved(trial: Trial, name: str, checks: Mapping[str, Check], options: str) -> CaseResult:
+    if isinstance(trial.engine, DryEngine):
+        evidence = dry_evidence(trial, trial.engine)
+        with trial.timed("checks"):
+            findings = examine(evidence, DRY_CHECKS)
+        return _result(trial, name, evidence, findings, findings, options)
     evidence = recorded(trial)
     looking = bool(NEED_WATCHING & set(checks))
     if looking:
@@ -142,6 +149,18 @@ def _proved(trial: Trial, name: str, checks: Mapping[str, Check], options: str) 
             evidence = watched(trial, evidence)
         with trial.timed("checks"):
             context = {**examine(evidence), **findings}
+    return _result(trial, name, evidence, findings, context, options)
+
+
+def _result(
+    trial: Trial,
+    name: str,
+    evidence: Evidence,
+    findings: dict[str, Finding],
+    context: Mapping[str, Finding],
+    options: str,
+) -> CaseResult:
+    """The verdicts of these findings; `context` are all findings by which a failure is explained."""
     for check, problem in trial.problems.items():
         findings[check] = Finding(verdict=UNKNOWN, message=problem, unchecked=(check,))
     diagnoses = _diagnosed(evidence, findings, {**context, **findings})
@@ -162,12 +181,13 @@ def _proved(trial: Trial, name: str, checks: Mapping[str, Check], options: str) 
 def _ended(trial: Trial, name: str, error: ProgramError | MachineError, options: str) -> CaseResult:
     """The result of a case without an outcome: a program that failed, or a machine."""
     machine = str(error) if isinstance(error, MachineError) else ""
+    undecided = bool(machine) or isinstance(error, NoNumbers)
     verdict = Verdict(
         case=trial.text,
         check="run",
-        verdict=UNKNOWN if machine else FAIL,
+        verdict=UNKNOWN if undecided else FAIL,
         worst=None,
-        message=crash(trial.case, name, error, options),
+        message=error.cause if isinstance(error, NoNumbers) else crash(trial.case, name, error, options),
     )
     return CaseResult(
         case=trial.case,

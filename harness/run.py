@@ -27,8 +27,10 @@ from harness.summary import summarize
 __all__ = ["CASE", "ENGINES", "Progress", "Request", "RunResult", "engine_named", "parse_cases", "run"]
 
 CASE = "reference.case:Case"
-ENGINES = {"inproc": "harness.engines.inproc:InprocEngine"}
+ENGINES = {"inproc": "harness.engines.inproc:InprocEngine", "dry": "harness.engines.dry:DryEngine"}
 """Word of the command line -> the engine's class, resolved only when asked for."""
+
+_DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
 
 Progress = Callable[[int, int, str, str], object]
 """Told after every case: how many of how many are done, the case's text and its verdict."""
@@ -105,7 +107,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
         path=store.path,
         verdicts=tuple(verdict for result in results for verdict in result.verdicts),
         exit_status=_exit_status(results),
-        notes=tuple(store.notes),
+        notes=(*store.notes, *([_DRY] if request.engine == "dry" else [])),
     )
 
 
@@ -152,9 +154,10 @@ def _planned(case: CaseLike) -> dict[str, object]:
 
 
 def _keep(store: Store, result: CaseResult) -> None:
-    rows = summarize(result.text, result.case.mode, result.case.world_size, result.events, result.expectation)
-    saved_bytes = result.evidence.saved_bytes if result.evidence else ()
-    store.add(result.text, result.events, rows, result.verdicts, result.seconds, saved_bytes)
+    case, evidence = result.case, result.evidence
+    saved_bytes, ran = (evidence.saved_bytes, evidence.ran) if evidence else ((), ())
+    rows = summarize(result.text, case.mode, case.world_size, result.events, result.expectation, ran)
+    store.add(result.text, result.events, rows, result.verdicts, result.seconds, saved_bytes, ran)
 
 
 def _exit_status(results: Sequence[_Tally]) -> int:

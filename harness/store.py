@@ -65,13 +65,20 @@ class Store:
         verdicts: Sequence[Verdict],
         seconds: Mapping[str, float],
         saved_bytes: Sequence[int] = (),
+        ran: Sequence[int] = (),
     ) -> None:
-        """Append one finished case; `saved_bytes` by rank, none when nobody measured."""
+        """Append one finished case; `saved_bytes` by rank, none when nobody measured, of the ranks `ran` if not all."""
         with _writing(self.path):
             self._append("ledger.csv", _csv([getattr(event, name) for name in COLUMNS] for event in events))
             self._add_summary(summary)
             self._append("timings.csv", _csv((case, part, f"{spent:.6f}") for part, spent in seconds.items()))
-            self._append("memory.csv", _csv((case, rank, saved) for rank, saved in enumerate(saved_bytes)))
+            self._append(
+                "memory.csv",
+                _csv(
+                    (case, rank, saved)
+                    for rank, saved in zip(ran or range(len(saved_bytes)), saved_bytes, strict=False)
+                ),
+            )
             self._append("verdicts.jsonl", "".join(json.dumps(_plain(_row(verdict))) + "\n" for verdict in verdicts))
 
     def close(self) -> None:

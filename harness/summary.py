@@ -47,13 +47,19 @@ class SummaryRow:
 
 
 def summarize(
-    case: str, mode: str, world_size: int, events: Iterable[Event], expectation: Sequence[TermLike] | None
+    case: str,
+    mode: str,
+    world_size: int,
+    events: Iterable[Event],
+    expectation: Sequence[TermLike] | None,
+    ran: Sequence[int] = (),
 ) -> list[SummaryRow]:
-    """The rows of one case, in the order of phases and ops."""
+    """The rows of one case, in the order of phases and ops; `ran` are the ranks that were run, if not all were."""
+    places = {rank: place for place, rank in enumerate(ran or range(world_size))}
     counts: dict[_Key, list[list[int]]] = {}
     for event in events:
         key = (event.phase, event.op, event.axis, event.group_size)
-        of_rank = counts.setdefault(key, [[0, 0, 0] for _ in range(world_size)])[event.rank]
+        of_rank = counts.setdefault(key, [[0, 0, 0] for _ in places])[places[event.rank]]
         for place, amount in enumerate((1, event.payload_bytes, event.wire_bytes)):
             of_rank[place] += amount
     expected: dict[_Key, list[int]] = {}

@@ -24,7 +24,7 @@ from harness.execution import execute, execute_captured
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
 
-__all__ = ["REFERENCE", "Reference", "Trial", "controlled", "recorded", "watched"]
+__all__ = ["REFERENCE", "Reference", "Trial", "controlled", "expectation_of", "recorded", "watched"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def recorded(trial: Trial) -> Evidence:
         truth=truth,
         controls=tuple(controls),
         events=run.events,
-        expectation=_expectation(trial),
+        expectation=expectation_of(trial),
         repeats=(),
         unwaited=run.unwaited,
     )
@@ -166,7 +166,7 @@ def _dense(trial: Trial, name: str, *, part: str = "truth", **words: int) -> dic
     return {key: tensor.detach().cpu() for key, tensor in outcome.items()}
 
 
-def _expectation(trial: Trial) -> tuple[TermLike, ...] | None:
+def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
     """The subject's closed form, None when it states none; a closed form that raises is noted as a problem."""
     expected: Callable[[CaseLike], Any] | None = getattr(trial.subject, "expected", None)
     if expected is None:

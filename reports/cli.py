@@ -19,7 +19,7 @@ from harness.errors import ShardproofError
 
 __all__ = ["main"]
 
-ENGINES = ("inproc",)
+ENGINES = ("inproc", "dry")
 DEVICES = ("cpu", "cuda")
 SUBJECT = "parallel.subject:subject"
 _HANDLERS = {

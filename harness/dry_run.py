@@ -1,0 +1,113 @@
+"""A dry run: a subject on tensors that have shapes and no numbers, on a few ranks that stand for all of a world.
+
+What it gives of every rank: its ledger, what it computes between its calls, and the memory that it needs. Sizes are
+bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from harness.engines.dry import DryEngine
+from harness.ledger import Event
+from harness.meter import Meter, Stretch
+from harness.protocols import CaseLike, Subject
+from harness.recorder import Recorder
+from harness.saved import SavedActivations
+
+__all__ = ["DryRank", "DryRun", "dry_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRank:
+    """One rank that was run.
+
+    `stretches` are what it computes between its calls (harness.meter), tickets are the events' `call_index`. `unwaited`
+    are calls that nobody waited for. `saved_bytes` is the most that autograd held for backward, `peak_bytes` the most
+    that all tensors held at once; parameters, gradients and optimizer are those of the last optimizer step.
+    """
+
+    rank: int
+    events: tuple[Event, ...]
+    stretches: tuple[Stretch, ...]
+    unwaited: tuple[Event, ...]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    saved_bytes: int
+    peak_bytes: int
+
+    @property
+    def flops(self) -> int:
+        """All that this rank computes."""
+        return sum(stretch.flops for stretch in self.stretches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """The ranks that were run, in the order of ranks, and how long that took."""
+
+    ranks: tuple[DryRank, ...]
+    seconds: float
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The ledger of all ranks that were run."""
+        return tuple(event for rank in self.ranks for event in rank.events)
+
+
+def dry_run(
+    case: CaseLike,
+    subject: Subject,
+    engine: DryEngine,
+    ranks: Sequence[int],
+    *,
+    text: str,
+    timeout_s: float = 60.0,
+) -> DryRun:
+    """Run the case on these ranks. Raises what the engine raises: NoNumbers when the subject looks at a value."""
+    start_s = time.perf_counter()
+    axes = case.axes
+    run = []
+    for rank in ranks:
+        recorder = Recorder(text, case.mode, case.world_size, axes)
+        meter, saved = Meter(), SavedActivations()
+
+        def program(rank: int, recorder: Recorder, meter: Meter, saved: SavedActivations) -> None:
+            with recorder.on_rank(rank), saved.on_rank(rank), meter.on_rank(rank):
+                subject(case, torch.device("meta"))
+
+        with recorder:
+            engine.run_ranks(
+                program,
+                recorder,
+                meter,
+                saved,
+                ranks=(rank,),
+                world_size=case.world_size,
+                observers=(recorder, meter),
+                seed=case.seed,
+                timeout_s=timeout_s,
+            )
+        run.append(_of_rank(rank, recorder, meter, saved))
+    return DryRun(ranks=tuple(run), seconds=time.perf_counter() - start_s)
+
+
+def _of_rank(rank: int, recorder: Recorder, meter: Meter, saved: SavedActivations) -> DryRank:
+    events = tuple(recorder.events())
+    open_calls = set(meter.unwaited)
+    return DryRank(
+        rank=rank,
+        events=events,
+        stretches=tuple(meter.stretches),
+        unwaited=tuple(event for event in events if event.call_index in open_calls),
+        parameter_bytes=meter.parameter_bytes,
+        gradient_bytes=meter.gradient_bytes,
+        optimizer_bytes=meter.optimizer_bytes,
+        saved_bytes=saved.peak_bytes(rank),
+        peak_bytes=meter.peak_bytes,
+    )

@@ -1,0 +1,242 @@
+"""The meter: what a rank computes between its calls, where it waits for them, and how much memory its tensors hold.
+
+    meter = Meter()
+    with Interposer(meter), ...:          # the meter observes calls, so that it knows which work belongs to which
+        with meter.on_rank(rank): program(rank)
+    meter.stretches, meter.peak_bytes
+
+A dispatch mode for tensors of the meta device, entered in the thread of one rank, forward and backward. FLOPs are those
+of matrix products and attention (two a multiply-add, masked pairs counted too) by torch.utils.flop_counter's formulas.
+Live bytes are those of storages, each once, from its first to its last use; storages that are resized keep their first
+size. Units: FLOPs, bytes.
+
+Two things are made on meta as they are on a device: attention takes its fused kernel (harness.meta_attention), and
+functional collectives, whose meta kernels only make shapes, are sent to their group.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.ledger import Call
+from harness.meta_attention import fused_attention
+
+__all__ = ["END", "START", "WAIT", "Meter", "Stretch"]
+
+START, WAIT, END = "start", "wait", "end"
+
+
+class Stretch(NamedTuple):
+    """So much computed, and what ended it: the call `ticket` started, or was waited for, or the program ended (-1)."""
+
+    flops: int
+    then: str
+    ticket: int = -1
+
+
+class _Live:
+    """The storages of the meta device that exist now."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._now_bytes = 0
+        self._known: dict[int, Any] = {}
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._now_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._now_bytes)
+
+        def gone(_reference: object) -> None:
+            del self._known[key]
+            self._now_bytes -= size
+
+        self._known[key] = weakref.ref(storage, gone)
+
+
+class Meter(TorchDispatchMode):
+    """Measures one rank. `parameter_bytes`, `gradient_bytes`, `optimizer_bytes`: at the last optimizer step, 0 without.
+
+    Also an observer of calls (harness.ledger.Observer); `unwaited` are the tickets of asynchronous calls that nobody
+    waited for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stretches: list[Stretch] = []
+        self.parameter_bytes = self.gradient_bytes = self.optimizer_bytes = 0
+        self._flops = 0
+        self._tickets = 0
+        self._calls: dict[int, Call] = {}
+        self._works: dict[int, tuple[int, Any]] = {}
+        self._live = _Live()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that tensors held at once."""
+        return self._live.peak_bytes
+
+    @property
+    def unwaited(self) -> tuple[int, ...]:
+        """Tickets of asynchronous calls that nobody waited for."""
+        return tuple(self._calls)
+
+    @contextmanager
+    def on_rank(self, _rank: int) -> Iterator[None]:
+        """Measure this thread until the body ends."""
+        hooks = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
+        try:
+            with _waits_told(self._waited), fused_attention(), self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._end(END, -1)
+            self._works.clear()
+
+    def issued(self, _rank: int, call: Call) -> int:
+        """A call starts here."""
+        ticket = self._tickets
+        self._tickets += 1
+        self._end(START, ticket)
+        if call.is_async:
+            self._calls[ticket] = call
+        return ticket
+
+    def completed(self, rank: int, ticket: int) -> None:
+        """A synchronous call: whoever reads the stretches knows."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one operator, and count what it computes and makes."""
+        words = dict(kwargs or {})
+        space = func.namespace
+        if space in {"_c10d_functional", "c10d"}:
+            return self._communicated(space, func, args, words)
+        out = func(*args, **words)
+        formula = _FORMULAS.get(func._overloadpacket)
+        if formula is not None:
+            self._flops += formula(*args, **words, out_val=out)
+        self._see(out)
+        return out
+
+    def _communicated(self, space: str, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+        """An operator of a collective: remember by what its call is waited for."""
+        if space != "c10d" and func._opname in _OF_ONE_TENSOR:
+            return self._passed_on(func, args, words)
+        before = self._tickets
+        out = func.redispatch(_EXPLICIT, *args, **words) if space != "c10d" else func(*args, **words)
+        self._see(out)
+        if self._tickets > before and before in self._calls:
+            for handle, kept in _handles(space, out):
+                self._works[handle] = (before, kept)
+        return out
+
+    def _passed_on(self, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+        """The tensor of a functional collective: waited for, or handed on as another, by which it is known too."""
+        handle = args[0].untyped_storage()._cdata
+        out = func(*args, **words)
+        ticket, kept = self._works.get(handle, (-1, None))
+        if kept is not None and func._opname == "wait_tensor":
+            func.redispatch(_EXPLICIT, kept)  # torch's own list of works under way
+            self._waited(handle)
+        elif kept is not None:
+            self._works[out.untyped_storage()._cdata] = ticket, kept
+        return out
+
+    def _see(self, out: Any) -> None:
+        if isinstance(out, Tensor):
+            if out.is_meta:
+                self._live.see(out)
+        elif isinstance(out, tuple | list):
+            for part in out:
+                self._see(part)
+
+    def _waited(self, handle: int) -> None:
+        """The call behind a work, or behind the tensor of a functional collective, is waited for; the first time."""
+        ticket, _kept = self._works.pop(handle, (-1, None))
+        if self._calls.pop(ticket, None) is not None:
+            self._end(WAIT, ticket)
+
+    def _end(self, then: str, ticket: int) -> None:
+        self.stretches.append(Stretch(self._flops, then, ticket))
+        self._flops = 0
+
+    def _before(self, optimizer: Optimizer, _args: object, _words: object) -> None:
+        """Parameters and gradients, while both are there."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameter_bytes = _bytes(held)
+        self.gradient_bytes = _bytes([p.grad for p in held if p.grad is not None])
+
+    def _after(self, optimizer: Optimizer, _args: object, _words: object) -> None:
+        state = optimizer.state.values()
+        self.optimizer_bytes = _bytes([x for of in state for x in of.values() if isinstance(x, Tensor) and x.is_meta])
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _handles(space: str, out: Any) -> Iterator[tuple[int, Any]]:
+    """By what a call will be waited for, and what must be kept so that this stays its own."""
+    parts = out if isinstance(out, tuple | list) else (out,)
+    for part in parts:
+        if isinstance(part, torch.ScriptObject):
+            # Python knows a C++ work by one object as long as that lives: the one that the program will wait for.
+            work = dist.Work.unbox(part)
+            yield id(work), work
+        elif space != "c10d" and isinstance(part, Tensor):
+            yield part.untyped_storage()._cdata, part
+
+
+@contextmanager
+def _waits_told(waited: Callable[[int], None]) -> Iterator[None]:
+    """Tell of every wait for a work of the fake group."""
+    kind: Any = torch._C._distributed_c10d.FakeWork
+    original = kind.wait
+
+    def wait(work: Any, *args: Any, **words: Any) -> Any:
+        waited(id(work))
+        return original(work, *args, **words)
+
+    kind.wait = wait
+    try:
+        yield
+    finally:
+        kind.wait = original
+
+
+def _attention_flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return int(flop_counter.sdpa_flop_count(q, k, v))
+
+
+def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return int(flop_counter.sdpa_backward_flop_count(grad, q, k, v))
+
+
+_FUSED: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FUSED_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_counter.flop_registry,
+    _FUSED: flop_counter.shape_wrapper(_attention_flops),
+    _FUSED_BACKWARD: flop_counter.shape_wrapper(_attention_backward_flops),
+}
+_OF_ONE_TENSOR = ("wait_tensor", "_wrap_tensor_autograd")
+"""Functional operators that send nothing."""
+_EXPLICIT = DispatchKeySet(DispatchKey.CompositeExplicitAutograd)
+"""Where the implementation of functional collectives lies that issues the call."""

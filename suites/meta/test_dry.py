@@ -1,0 +1,231 @@
+"""The dry engine: the ledger of a few ranks on shapes alone is the closed form, and the in-process engine's own.
+
+Also what it measures (parameters, optimizer, saved activations, FLOPs) against formulas and against the same run with
+numbers, and what it says of programs that it cannot run, that desynchronise, or that do not end.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.classes import representatives
+from harness.dry_run import DryRank, dry_run
+from harness.engines.dry import DryEngine
+from harness.engines.inproc import InprocEngine
+from harness.errors import NoNumbers, RankRaised, RequestError, TimeLimit
+from harness.execution import execute, execute_captured
+from harness.ledger import Event
+from harness.ledger_checks import differences
+from harness.meter import START, WAIT
+from harness.proof import prove
+from parallel.subject import subject
+from reference.case import Case
+from reference.parameters import shapes
+from suites.strategies import cases
+
+MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
+
+
+def _dry(case: Case, *ranks: int) -> tuple[DryRank, ...]:
+    chosen = ranks or representatives(case.axes, case.world_size, most=4)[0]
+    with DryEngine() as engine:
+        return dry_run(case, subject, engine, chosen, text=str(case)).ranks
+
+
+def _told(event: Event) -> tuple[object, ...]:
+    """All that does not depend on the clock."""
+    return tuple(getattr(event, name) for name in Event.__slots__ if name not in ("start_us", "duration_us"))
+
+
+@pytest.mark.parametrize("claimed", MODES)
+@settings(max_examples=2, deadline=None)
+@given(data=st.data())
+def test_any_drawn_case_has_its_closed_form_and_the_events_of_a_run_with_numbers(
+    claimed: str, data: st.DataObject
+) -> None:
+    case = data.draw(cases(claimed, worlds=(2, 6), steps=1, micro=2))
+    dry = _dry(case)
+    ranks = [rank.rank for rank in dry]
+    assert differences([e for rank in dry for e in rank.events], subject.expected(case), ranks) == []
+    with InprocEngine() as engine:
+        run = execute(case, subject, engine, text=str(case))
+    for rank in dry:
+        assert [_told(e) for e in rank.events] == [_told(e) for e in run.events if e.rank == rank.rank]
+        assert rank.unwaited == ()
+
+
+@pytest.mark.parametrize("claimed", MODES)
+def test_memory_and_flops_are_those_of_the_formulas(claimed: str) -> None:
+    """Two layers of multi-head attention without biases: everything in the model is a product that can be counted."""
+    words = "norm=rmsnorm bias=false tied=false positions=rope kv_heads=8 heads=8 vocab=512 steps=1 micro=1"
+    case = Case.parse(f"family=llama {words} mode={claimed} tp=2 optimizer=adamw dtype=float32 embedding=vocab")
+    (rank,) = _dry(case, 0)
+    full = shapes(case)
+    held = sum(math.prod(s) // (1 if name.endswith("norm.weight") else 2) for name, s in full.items())
+    assert (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes) == (4 * held, 4 * held, 8 * held)
+    products = sum(math.prod(s) for n, s in full.items() if len(s) == 2 and not n.startswith("embedding."))
+    pairs = case.layers * case.batch * case.seq**2 * case.hidden
+    # Forward: 2 a multiply-add and product; attention 4 a pair; backward twice the products, and 2.5 of attention.
+    assert rank.flops == (3 * 2 * products * case.tokens + (4 + 10) * pairs) // 2
+    assert rank.peak_bytes > rank.parameter_bytes + rank.gradient_bytes + rank.saved_bytes
+
+
+@pytest.mark.parametrize("words", ["mode=tp tp=2", "mode=tp-sp tp=2 positions=rope", "mode=tp tp=2 recompute=full"])
+def test_autograd_saves_the_bytes_that_it_saves_with_numbers(words: str) -> None:
+    case = Case.parse(f"{words} steps=1")
+    with InprocEngine() as engine:
+        run = execute_captured(case, subject, engine)
+    assert tuple(rank.saved_bytes for rank in _dry(case)) == run.saved_bytes
+
+
+def test_stretches_tell_every_start_and_every_wait_once() -> None:
+    case = Case.parse("preset=tiny-internlm2 mode=isp tp=2 steps=1 micro=1")
+    (rank,) = _dry(case, 0)
+    started = [stretch.ticket for stretch in rank.stretches if stretch.then == START]
+    waited = [stretch.ticket for stretch in rank.stretches if stretch.then == WAIT]
+    assert started == [event.call_index for event in rank.events]
+    assert sorted(waited) == [event.call_index for event in rank.events if event.is_async]
+    place = {(stretch.then, stretch.ticket): number for number, stretch in enumerate(rank.stretches)}
+    assert all(place[START, ticket] < place[WAIT, ticket] for ticket in waited)
+    assert any(stretch.flops for stretch in rank.stretches if stretch.then == WAIT), "nothing is hidden behind products"
+
+
+def test_representatives_are_the_edges_and_the_middle_of_every_axis() -> None:
+    ranks, places = representatives(Case.parse("preset=llama3-405b mode=tp-sp tp=8 dp=2048").axes, 16384)
+    assert places == 9
+    assert ranks == (0, 1, 7, 8, 9, 15, 16376, 16377, 16383)
+    assert representatives({"tp": ((0, 1),)}, 2) == ((0, 1), 2)
+    assert representatives({"tp": ((0,),)}, 1) == ((0,), 1)
+    assert representatives({"tp": (tuple(range(9)),)}, 9, most=2) == ((0, 8), 3)
+
+
+def _crossed(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+    """Rank 1 issues its two calls in the other order."""
+    whole, half = torch.zeros(4, device=device), torch.zeros(2, device=device)
+    calls = [lambda: dist.all_reduce(whole), lambda: dist.broadcast(half, 0)]
+    for call in reversed(calls) if dist.get_rank() == 1 else calls:
+        call()
+    return {}
+
+
+def test_ranks_that_issue_another_order_are_told() -> None:
+    with DryEngine() as engine:
+        result = prove(Case.parse("mode=tp tp=2"), _crossed, engine)
+    (failed,) = [verdict for verdict in result.verdicts if verdict.verdict == "fail"]
+    assert failed.check == "order"
+    assert "rank 0 issues all_reduce sum of 16 B float32" in failed.message
+    assert "rank 1 issues broadcast of 8 B float32" in failed.message
+
+
+def _surplus(case: Case, device: torch.device) -> Mapping[str, Any]:
+    """Our subject, and one call more."""
+    dist.all_reduce(torch.zeros(3, device=device))
+    return subject(case, device)
+
+
+_surplus.expected = subject.expected  # type: ignore[attr-defined]
+
+
+def test_an_extra_collective_is_seen() -> None:
+    with DryEngine() as engine:
+        result = prove(Case.parse("mode=tp tp=2 steps=1"), _surplus, engine)
+    failed = {verdict.check: verdict.message for verdict in result.verdicts if verdict.verdict == "fail"}
+    assert list(failed) == ["ledger"]
+    assert "extra event" in failed["ledger"] and "all_reduce sum of 12 B float32" in failed["ledger"]
+
+
+def test_a_run_says_what_shapes_alone_cannot_tell() -> None:
+    with DryEngine() as engine:
+        result = prove(Case.parse("mode=tp tp=2 dp=4 steps=1"), "parallel.subject:subject", engine)
+    assert result.verdict == "pass"
+    unchecked = [text for verdict in result.verdicts for text in verdict.unchecked]
+    assert "parameter_gradients: the dry engine has shapes and no numbers" in unchecked
+    assert "2 ranks: one of every place on the mesh was run" in unchecked
+    assert result.evidence is not None and result.evidence.ranks == (0, 1, 2, 3, 6, 7)
+
+
+def _reads(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+    loss = torch.ones(3, device=device).sum()
+    if loss.item() > 2:
+        dist.all_reduce(loss)
+    return {"loss/0": loss}
+
+
+def test_a_program_that_looks_at_a_number_is_undecided_with_one_message() -> None:
+    with DryEngine() as engine:
+        result = prove(Case.parse("mode=tp tp=2"), _reads, engine)
+        assert [(v.check, v.verdict) for v in result.verdicts] == [("run", "unknown")]
+        message = result.verdicts[0].message
+        assert "\n" not in message and "in _reads: RuntimeError: Tensor.item()" in message
+        assert "legal: --engine inproc" in message
+        with pytest.raises(NoNumbers):
+            engine.run(lambda rank: torch.zeros(1, device="meta").tolist(), world_size=1)
+
+
+def _functional(rank: int) -> None:
+    from torch.distributed import _functional_collectives as functional  # noqa: PLC0415  (takes seconds to import)
+
+    world: Any = dist.group.WORLD
+    functional.wait_tensor(functional.all_reduce(torch.zeros(5, device="meta"), "max", world))
+
+
+def test_functional_collectives_reach_the_ledger_too() -> None:
+    def program(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+        _functional(dist.get_rank())
+        return {}
+
+    with DryEngine() as engine:
+        (rank,) = dry_run(Case.parse("mode=tp tp=2"), program, engine, (1,), text="").ranks
+    said = [(e.op, e.reduce_op, e.payload_bytes, e.is_async) for e in rank.events]
+    assert said == [("all_reduce", "max", 20, True)]
+    assert [s.then for s in rank.stretches] == [START, WAIT, "end"] and rank.unwaited == ()
+
+
+def test_a_call_that_nobody_waits_for_is_told() -> None:
+    def program(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+        dist.all_reduce(torch.zeros(5, device=device), async_op=True)
+        return {}
+
+    with DryEngine() as engine:
+        result = prove(Case.parse("mode=tp tp=2"), program, engine)
+    assert [v.check for v in result.verdicts if v.verdict == "fail"] == ["waits"]
+
+
+def test_what_a_rank_raises_and_what_does_not_end_are_told_and_the_engine_goes_on() -> None:
+    def raises(rank: int) -> None:
+        raise KeyError("x")
+
+    def stays(rank: int) -> None:
+        while True:
+            time.sleep(0.01)
+
+    hook = sys.excepthook
+    with DryEngine() as engine:
+        with pytest.raises(RankRaised, match="rank 0 of 4 raised KeyError: 'x', at .*test_dry.py:[0-9]+ in raises"):
+            engine.run(raises, world_size=4)
+        with pytest.raises(TimeLimit, match=r"rank 0 of 2 did not end within 0\.2 s"):
+            engine.run(stays, world_size=2, timeout_s=0.2)
+        assert engine.run(lambda rank: (rank, dist.get_rank(), dist.get_world_size()), world_size=2) == [
+            (0, 0, 2),
+            (1, 1, 2),
+        ]
+    assert not dist.is_initialized() and sys.excepthook is hook
+    with pytest.raises(RequestError, match="the engine is closed"):
+        engine.run(raises, world_size=1)
+
+
+def test_the_process_random_stream_is_given_back() -> None:
+    before = torch.get_rng_state()
+    with DryEngine() as engine:
+        drawn = engine.run(lambda rank: torch.rand(1).item(), world_size=2, seed=5)
+    assert drawn[0] == drawn[1] and torch.equal(torch.get_rng_state(), before)
