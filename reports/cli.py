@@ -1,4 +1,4 @@
-"""The command line: `shardproof run | show | page | bench | doctor`.
+"""The command line: `shardproof run | show | compare | page | bench | doctor`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
 130 interrupted, 141 nobody reads the output any more. Commands that do not exist yet are not offered.
@@ -25,6 +25,7 @@ SUBJECT = "parallel.subject:subject"
 _HANDLERS = {
     "run": "reports.run:main",
     "show": "reports.show:main",
+    "compare": "reports.compare:main",
     "page": "reports.show:page_main",
     "bench": "reports.run:bench_main",
     "doctor": "reports.doctor:main",
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add = functools.partial(commands.add_parser, allow_abbrev=False)
     _add_run(add("run", help="run cases, check them against the reference, record, report"))
     show = add("show", help="the tables of a run again")
+    _add_compare(add("compare", help="regression report of two runs; one run alone: its modes against each other"))
     page = add("page", help="one self-contained HTML file of a run")
     for command in (show, page):
         command.add_argument("run", nargs="?", default="runs/latest", metavar="RUN", help="run folder (runs/latest)")
@@ -103,6 +105,23 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--json", action="store_true", help="the result as one JSON object on stdout, and nothing else there"
     )
+
+
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    compare.description = "What is new, gone, changed or slower in NEW. Exit status 1 when a limit is broken."
+    compare.epilog = "example: shardproof compare main runs/latest --fail bytes:0 --fail calls:0 --fail time:10%%"
+    compare.add_argument("base", metavar="BASE", help="run folder, or name of a baseline")
+    compare.add_argument("new", nargs="?", metavar="NEW", help="the same; left out: modes of BASE against each other")
+    compare.add_argument(
+        "--fail",
+        action="append",
+        default=[],
+        metavar="WHAT:LIMIT",
+        help="events:0 (when none is given), calls, bytes, memory: a number or percentage; time, wall: a percentage",
+    )
+    compare.add_argument("--save-baseline", metavar="NAME", help="store NEW (or BASE alone) under this name")
+    compare.add_argument("--baselines", default="baselines", metavar="DIR", help="where baselines are (baselines)")
+    compare.add_argument("--json", action="store_true", help="everything as one JSON object")
 
 
 if __name__ == "__main__":

@@ -8,18 +8,14 @@ summary is made from the ledger, and `Run.notes` says so.
 
 from __future__ import annotations
 
-import io
-import json
-import zlib
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from harness.errors import RequestError
 from harness.ledger import COLUMNS, OPS, PHASES, Event
+from reports.files import RunFolderError, csv_table, json_lines, json_object
 
 __all__ = ["AXES", "MODES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
 
@@ -40,10 +36,8 @@ _SUMMARY_TYPES = (
 _MEMORY_TYPES = {"case": "str", "rank": "int64", "saved_bytes": "int64"}
 _TYPES = {"int": "int64", "float": "float64", "bool": "bool", "str": "str"}
 _LEDGER_TYPES = {name: _TYPES[str(Event.__annotations__[name])] for name in COLUMNS}
-
-
-class RunFolderError(RequestError):
-    """A folder that is no run folder, or a file in it that nobody's run wrote. The message names the file."""
+# Read as categories, every distinct text is made once: a million events then fit in a few hundred megabytes.
+_PACKED_TYPES = {name: "category" if kind == "str" else kind for name, kind in _LEDGER_TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,6 +65,11 @@ class Run:
     env: dict[str, Any]
     notes: tuple[str, ...] = ()
 
+    @property
+    def events(self) -> pd.DataFrame:
+        """The ledger: its rows are events."""
+        return self.ledger
+
 
 def load(run: str | Path) -> Run:
     """The run in this folder. Raises RunFolderError with one message when there is none or a file in it is broken."""
@@ -84,9 +83,9 @@ def load(run: str | Path) -> Run:
     ledger = _ledger(path, notes)
     summary = _summary(path / "summary.csv", ledger, notes)
     verdicts = _verdicts(path / "verdicts.jsonl", notes)
-    timings = _csv(path / "timings.csv", {}, (), notes) if (path / "timings.csv").is_file() else pd.DataFrame()
+    timings = csv_table(path / "timings.csv", {}, (), notes) if (path / "timings.csv").is_file() else pd.DataFrame()
     held = path / "memory.csv"
-    memory = _csv(held, _MEMORY_TYPES, (), notes) if held.is_file() else pd.DataFrame(columns=list(_MEMORY_TYPES))
+    memory = csv_table(held, _MEMORY_TYPES, (), notes) if held.is_file() else pd.DataFrame(columns=list(_MEMORY_TYPES))
     if (late := len(set(cases["case"]) - set(verdicts["case"]))) and "skipped" not in cases:
         notes.append(f"{late} of {len(cases)} cases have no verdict: the run was stopped before them")
     return Run(
@@ -116,17 +115,11 @@ def _env(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.is_file():
         notes.append("env.json is missing: versions and machine are unknown")
         return {}
-    try:
-        env = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunFolderError(f"{path}: not JSON ({error})") from error
-    if not isinstance(env, dict):
-        raise RunFolderError(f"{path}: must hold one JSON object, not {type(env).__name__}")
-    return env
+    return json_object(path)
 
 
 def _cases(path: Path, notes: list[str]) -> pd.DataFrame:
-    rows = _json_lines(path, ("case",), notes)
+    rows = json_lines(path, ("case",), notes)
     frame = pd.DataFrame(rows)
     for name in ("case", "mode", "world_size"):
         if name not in frame:
@@ -136,7 +129,7 @@ def _cases(path: Path, notes: list[str]) -> pd.DataFrame:
 
 def _verdicts(path: Path, notes: list[str]) -> pd.DataFrame:
     rows = []
-    for row in _json_lines(path, ("case", "check", "verdict"), notes):
+    for row in json_lines(path, ("case", "check", "verdict"), notes):
         worst = row.get("worst") or {}
         if not isinstance(worst, dict):
             raise RunFolderError(f"{path}: `worst` must be an object with name, error, allowed, in epsilons")
@@ -167,27 +160,11 @@ def _number(value: object) -> float:
     return float("nan") if value is None else float(str(value))
 
 
-def _json_lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
-    if not path.is_file():
-        notes.append(f"{path.name} is missing: the run was stopped before it was written")
-        return []
-    rows = []
-    for number, line in enumerate(_whole_lines(path, notes).splitlines(), 1):
-        try:
-            row = json.loads(line)
-            missing = [key for key in needed if key not in row]
-        except (ValueError, TypeError) as error:
-            raise RunFolderError(f"{path}, line {number}: not a JSON object ({error})") from error
-        if missing or not isinstance(row, dict):
-            raise RunFolderError(f"{path}, line {number}: needs an object with {', '.join(needed)}")
-        rows.append(row)
-    return rows
-
-
 def _ledger(path: Path, notes: list[str]) -> pd.DataFrame:
     for name in ("ledger.csv", "ledger.csv.gz"):
         if (path / name).is_file():
-            return _csv(path / name, _LEDGER_TYPES, COLUMNS, notes)
+            packed = csv_table(path / name, _PACKED_TYPES, COLUMNS, notes)
+            return packed.astype({name: kind for name, kind in _LEDGER_TYPES.items() if kind == "str"})
     notes.append("ledger.csv is missing: the run was stopped before its first event was stored")
     return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _LEDGER_TYPES.items()})
 
@@ -195,7 +172,7 @@ def _ledger(path: Path, notes: list[str]) -> pd.DataFrame:
 def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     summary = pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _SUMMARY_TYPES.items()})
     if path.is_file():
-        summary = _csv(path, _SUMMARY_TYPES | dict.fromkeys(_LEAST, "Int64"), SUMMARY_COLUMNS, notes)
+        summary = csv_table(path, _SUMMARY_TYPES | dict.fromkeys(_LEAST, "Int64"), SUMMARY_COLUMNS, notes)
     rest = ledger[~ledger["case"].isin(summary["case"])]
     if rest.empty and path.is_file():
         return summary
@@ -207,46 +184,3 @@ def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame
     worst = one_rank.groupby(list(_KEYS), observed=True).max().reset_index()
     made = worst.assign(**{name: pd.array([pd.NA] * len(worst), dtype="Int64") for name in _EXPECTED})
     return pd.concat([summary, made], ignore_index=True) if len(summary) else made
-
-
-def _csv(path: Path, types: dict[str, str], needed: Iterable[str], notes: list[str]) -> pd.DataFrame:
-    text = _whole_lines(path, notes)
-    header = text.split("\n", 1)[0].rstrip("\r").split(",")
-    if not text:
-        return pd.DataFrame({name: pd.Series(dtype=types[name]) for name in needed})
-    if missing := [name for name in needed if name not in header]:
-        raise RunFolderError(f"{path}: the column {missing[0]} is missing; it needs {','.join(needed)}")
-    absent = {name: [""] for name in header if types.get(name) == "Int64" or not types}
-    try:
-        return pd.read_csv(
-            io.StringIO(text),
-            dtype={name: kind for name, kind in types.items() if name in header},
-            keep_default_na=False,
-            na_values=absent,
-        )
-    except (ValueError, OverflowError) as error:
-        raise RunFolderError(f"{path}: not the table it should be ({' '.join(str(error).split())})") from error
-
-
-def _whole_lines(path: Path, notes: list[str]) -> str:
-    """The file's text up to its last line end: a line that a killed writer left unfinished is dropped, with a note."""
-    try:
-        data = _unzipped(path, notes) if path.suffix == ".gz" else path.read_bytes()
-        text = data[: data.rfind(b"\n") + 1].decode("utf-8")
-    except (OSError, zlib.error, UnicodeDecodeError) as error:
-        raise RunFolderError(f"{path}: cannot be read ({error})") from error
-    if len(text.encode()) < len(data):
-        notes.append(f"{path.name}: its last line was cut and is left out: the run was stopped while writing it")
-    return text
-
-
-def _unzipped(path: Path, notes: list[str]) -> bytes:
-    """All that can be unpacked; an archive cut at its end gives what came before the cut."""
-    packed, data = path.read_bytes(), bytearray()
-    while packed:
-        member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # gzip; a file may hold several members
-        data += member.decompress(packed)
-        if not member.eof:
-            notes.append(f"{path.name}: the archive is cut: the run was stopped while packing it")
-        packed = member.unused_data
-    return bytes(data)

@@ -14,12 +14,17 @@ import pandas as pd
 from reports.summary import apart
 
 __all__ = [
+    "NOTHING",
     "Table",
     "break_even_table",
     "count",
     "headline_table",
+    "mark",
     "mebibytes",
+    "milliseconds",
+    "pair",
     "small",
+    "table",
     "traffic_table",
     "verdict_table",
     "whole",
@@ -71,6 +76,14 @@ def small(value: object) -> str:
     return "0" if float(str(value)) == 0 else f"{float(str(value)):.2g}"
 
 
+def milliseconds(value: object) -> str:
+    """Microseconds as ms: 12.3, 0.012."""
+    if _absent(value):
+        return NOTHING
+    spent_ms = float(str(value)) / 1000
+    return f"{spent_ms:,.1f}" if spent_ms >= 10 else f"{spent_ms:.3f}"
+
+
 def pair(value: object) -> str:
     """Two numbers already written, "12 / 8"."""
     return str(value)
@@ -87,7 +100,7 @@ def few(value: object) -> str:
     return f"{first} and {len(more)} more" if more else first or NOTHING
 
 
-_NUMBERS = (count, whole, mebibytes, small, pair)
+_NUMBERS = (count, whole, mebibytes, milliseconds, small, pair)
 """The writers whose columns align right."""
 
 

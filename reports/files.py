@@ -1,0 +1,98 @@
+"""The files of a run folder or a baseline, read with care: what a killed writer left is mended, all else is one error.
+
+A last line without its end is dropped with a note; a broken file raises RunFolderError with one message that names it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from harness.errors import RequestError
+
+__all__ = ["RunFolderError", "csv_table", "json_lines", "json_object"]
+
+
+class RunFolderError(RequestError):
+    """A folder that is no run folder, or a file in it that nobody's run wrote. The message names the file."""
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The one JSON object that a file holds."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise RunFolderError(f"{path}: not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise RunFolderError(f"{path}: must hold one JSON object, not {type(found).__name__}")
+    return found
+
+
+def json_lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
+    """The objects of a file that holds one a line, each with the needed keys; a missing file is a note."""
+    if not path.is_file():
+        notes.append(f"{path.name} is missing: the run was stopped before it was written")
+        return []
+    rows = []
+    for number, line in enumerate(_whole_lines(path, notes).decode("utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            missing = [key for key in needed if key not in row]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RunFolderError(f"{path}, line {number}: not a JSON object ({error})") from error
+        if missing or not isinstance(row, dict):
+            raise RunFolderError(f"{path}, line {number}: needs an object with {', '.join(needed)}")
+        rows.append(row)
+    return rows
+
+
+def csv_table(path: Path, types: dict[str, str], needed: Iterable[str], notes: list[str]) -> pd.DataFrame:
+    """The rows of a CSV file; `types` by column, "str" where the file may hold anything; an empty file has no row."""
+    data = _whole_lines(path, notes)
+    header = data.split(b"\n", 1)[0].decode("utf-8").rstrip("\r").split(",")
+    if not data:
+        return pd.DataFrame({name: pd.Series(dtype=types[name]) for name in needed})
+    if missing := [name for name in needed if name not in header]:
+        raise RunFolderError(f"{path}: the column {missing[0]} is missing; it needs {','.join(needed)}")
+    absent = {name: [""] for name in header if types.get(name) == "Int64" or not types}
+    try:
+        return pd.read_csv(
+            io.BytesIO(data),
+            dtype={name: kind for name, kind in types.items() if name in header},
+            keep_default_na=False,
+            na_values=absent,
+        )
+    except (ValueError, OverflowError) as error:
+        raise RunFolderError(f"{path}: not the table it should be ({' '.join(str(error).split())})") from error
+
+
+def _whole_lines(path: Path, notes: list[str]) -> bytes:
+    """The file up to its last line end: a line that a killed writer left unfinished is dropped, with a note."""
+    try:
+        data = _unzipped(path, notes) if path.suffix == ".gz" else path.read_bytes()
+        end = data.rfind(b"\n") + 1
+        if not data[:end].isascii():
+            data[:end].decode("utf-8")
+    except (OSError, zlib.error, UnicodeDecodeError) as error:
+        raise RunFolderError(f"{path}: cannot be read ({error})") from error
+    if end < len(data):
+        notes.append(f"{path.name}: its last line was cut and is left out: the run was stopped while writing it")
+    return data[:end]
+
+
+def _unzipped(path: Path, notes: list[str]) -> bytes:
+    """All that can be unpacked; an archive cut at its end gives what came before the cut."""
+    packed, data = path.read_bytes(), bytearray()
+    while packed:
+        member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # gzip; a file may hold several members
+        data += member.decompress(packed)
+        if not member.eof:
+            notes.append(f"{path.name}: the archive is cut: the run was stopped while packing it")
+        packed = member.unused_data
+    return bytes(data)

@@ -1,0 +1,115 @@
+"""`--fail WHAT:LIMIT`: how far a run may be from its base, and where it is further.
+
+events:0    no event is new, gone or changed        calls:0  bytes:0    exactly the same calls, bytes at every place
+calls:N  bytes:N  calls:P%  bytes:P%                may grow by that much on the busiest rank of a case
+memory:N  memory:P%                                 what autograd holds may grow by that much
+time:P%     no phase is slower by more, beside the other phases of its run (reports.intervals)
+wall:P%     no phase is slower by more as the clock says, however busy the machine was
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from harness.errors import RequestError
+
+__all__ = ["EXACT", "Limit", "breaches", "limits"]
+
+_COUNTED = ("events", "calls", "bytes", "memory")
+_TIMED = ("time", "wall")
+_LEGAL = "legal: bytes:0, calls:0, events:0, memory:5%, time:10%, wall:10%"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What may be `amount` more than in the base: a number, or a share of it where `relative` (0.1 is 10 %)."""
+
+    what: str
+    amount: float
+    relative: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.what}:{self.amount * 100:g}%" if self.relative else f"{self.what}:{self.amount:g}"
+
+    def exceeded(self, base: float, new: float) -> bool:
+        """Is `new` further above `base` than it may be?"""
+        return new - base > (self.amount * base if self.relative else self.amount)
+
+
+EXACT = (Limit(what="events", amount=0),)
+"""What holds unless limits are named: the same events, thus the same calls and bytes."""
+
+
+def limits(texts: Sequence[str]) -> tuple[Limit, ...]:
+    """The limits of these texts; EXACT when there is none. Raises RequestError for a text that is no limit."""
+    return tuple(_limit(text) for text in texts) or EXACT
+
+
+def _limit(text: str) -> Limit:
+    what, colon, amount = text.partition(":")
+    number = amount.removesuffix("%")
+    if not colon or what not in (*_COUNTED, *_TIMED):
+        raise RequestError(f"fail={text}: must be WHAT:LIMIT with one of {', '.join((*_COUNTED, *_TIMED))}; {_LEGAL}")
+    if not number.replace(".", "", 1).isdecimal():
+        raise RequestError(f"fail={text}: the limit must be a number or a percentage, not negative; {_LEGAL}")
+    relative = amount.endswith("%")
+    if what in _TIMED and not relative or what == "events" and float(number) > 0:
+        rule = "times differ in every run, so their limit is a percentage" if what in _TIMED else "must be 0"
+        raise RequestError(f"fail={text}: {rule}; {_LEGAL}")
+    return Limit(what=what, amount=float(number) / (100 if relative else 1), relative=relative)
+
+
+def breaches(
+    asked: Iterable[Limit], events: pd.DataFrame, sizes: pd.DataFrame, memory: pd.DataFrame, times: pd.DataFrame
+) -> tuple[str, ...]:
+    """One sentence for every limit that is broken, with the place.
+
+    `events`: the differences; `sizes`: case, calls, new_calls, payload_bytes, new_payload_bytes; `memory`: case,
+    saved_bytes, new_saved_bytes; `times`: of `intervals.phase_times`.
+    """
+    return tuple(f"{limit}: {where}" for limit in asked for where in _broken(limit, events, sizes, memory, times))
+
+
+def _broken(
+    limit: Limit, events: pd.DataFrame, sizes: pd.DataFrame, memory: pd.DataFrame, times: pd.DataFrame
+) -> Iterator[str]:
+    if limit.what in _TIMED:
+        yield from _slower(limit, times)
+    elif limit.what == "memory":
+        yield from _grown(limit, memory, "saved_bytes", "saved bytes")
+    elif limit.amount:
+        column = {"calls": "calls", "bytes": "payload_bytes"}[limit.what]
+        yield from _grown(limit, sizes, column, limit.what)
+    else:
+        yield from _exactly(limit.what, events)
+
+
+def _exactly(what: str, events: pd.DataFrame) -> Iterator[str]:
+    apart = {
+        "events": events["kind"] != "",
+        "calls": events["base_calls"] != events["new_calls"],
+        "bytes": events["base_payload_bytes"] != events["new_payload_bytes"],
+    }[what]
+    for row in events[apart].to_dict("records"):
+        place = f"{row['mode']} {row['phase']} {row['region'] or 'outside modules'}"
+        column = {"events": "", "calls": "calls", "bytes": "payload_bytes"}[what]
+        amounts = f" ({row[f'base_{column}']:,} -> {row[f'new_{column}']:,} {what})" if column else ""
+        yield f"{place}: {row['kind']} {row['op']}{amounts}: {row['what']}"
+
+
+def _grown(limit: Limit, frame: pd.DataFrame, column: str, unit: str) -> Iterator[str]:
+    for row in frame.to_dict("records"):
+        if limit.exceeded(row[column], row[f"new_{column}"]):
+            yield f"{row['case']}: {row[column]:,} -> {row[f'new_{column}']:,} {unit} on the busiest rank"
+
+
+def _slower(limit: Limit, times: pd.DataFrame) -> Iterator[str]:
+    ratio, low = ("ratio", "low") if limit.what == "time" else ("clock_ratio", "clock_low")
+    slow = times[times[low] > 1 + limit.amount].sort_values("measure", ascending=False, kind="stable")
+    for row in slow.drop_duplicates(["mode", "phase"]).to_dict("records"):
+        beside = f" beside {row['beside']}" if limit.what == "time" and row["beside"] else ""
+        mostly = f", mostly in {row['mostly']}" if row["mostly"] else ""
+        yield f"{row['mode']} {row['phase']}: {row[ratio]:.2f} times as slow ({row['measure']}){beside}{mostly}"

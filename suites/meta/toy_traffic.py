@@ -1,0 +1,99 @@
+"""A program of two layers that talks in forward and backward, and the four ways in which the tests change its traffic.
+
+Run on real ranks and recorded, so that phase and module of what changed are found as they are for any subject.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.engines.inproc import InprocEngine
+from harness.environment import environment
+from harness.evidence import Verdict
+from harness.execution import execute
+from harness.store import Store
+from harness.summary import summarize
+from reference.case import Case
+
+__all__ = ["CASE", "WAYS", "stored"]
+
+CASE = Case.parse("mode=tp tp=2 steps=3 micro=2 layers=1 hidden=16 heads=2 vocab=24 seq=8")
+WAYS = ("right", "gather", "doubled", "wider")
+"""gather: one all-gather more in the backward of layers.1; doubled: the payload of the all-reduce in the forward of
+layers.0; wider: the backward all-reduce of layers.0 in float64."""
+
+
+class _Talk(torch.autograd.Function):
+    """All-reduces what it is told to, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BH: Tensor, way: str) -> Tensor:
+        ctx.way = way
+        payload = torch.cat([x_BH, x_BH]) if way == "doubled" else x_BH.clone()
+        dist.all_reduce(payload)
+        return payload[: len(x_BH)]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad_BH = grads[0].to(torch.float64 if ctx.way == "wider" else torch.float32).contiguous()
+        dist.all_reduce(grad_BH)
+        if ctx.way == "gather":
+            dist.all_gather_into_tensor(grad_BH.new_empty(2 * len(grad_BH), grad_BH.shape[1]), grad_BH)
+        return grad_BH.to(grads[0].dtype), None
+
+
+class _Layer(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.weight = nn.Linear(16, 16)
+
+    def forward(self, x_BH: Tensor) -> Tensor:
+        talked: Tensor = _Talk.apply(self.weight(x_BH), self.way)
+        return talked
+
+
+class _Model(nn.Module):
+    def __init__(self, ways: tuple[str, str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(way) for way in ways)
+
+    def forward(self, x_BH: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_BH = layer(x_BH)
+        return x_BH
+
+
+def _subject(way: str) -> Any:
+    ways = {"gather": ("", "gather"), "doubled": ("doubled", ""), "wider": ("wider", "")}.get(way, ("", ""))
+
+    def program(case: Case, device: torch.device) -> dict[str, Tensor]:
+        model = _Model(ways)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(case.steps):
+            for _ in range(case.micro):
+                model(torch.ones(4, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {}
+
+    return program
+
+
+def stored(out: Path, way: str = "right", case: Case = CASE, *, add: bool = True) -> Path:
+    """The run folder of this program with its traffic changed in one way; `add=False` leaves it as after a kill."""
+    with InprocEngine() as engine:
+        run = execute(case, _subject(way), engine, text=str(case))
+    store = Store(out, f"toy:{way}", environment(["shardproof", "run"], {"subject": "toy"}))
+    store.plan([{"case": str(case), "mode": case.mode, "world_size": case.world_size}])
+    if add:
+        rows = summarize(str(case), case.mode, case.world_size, run.events, None)
+        passed = Verdict(case=str(case), check="forward", verdict="pass", worst=None, message="")
+        store.add(str(case), run.events, rows, [passed], {"recorded": 0.1}, [1000, 1000])
+    store.close()
+    return store.path
