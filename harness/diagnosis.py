@@ -1,40 +1,23 @@
 """The diagnosis of a failed check: what is wrong and where, the first place where it went wrong, and likely causes.
 
-The first place is the earlier of two: the first wrong name in the order in which training computes (`timeline`:
-activations forward, logits and loss, activation gradients backward, parameter gradients backward, later steps,
-parameters) and the first event that parts from the expectation. How it is told is `harness.six_lines`.
+The first place is `harness.first`'s, the causes are `harness.likely`'s; how it is told is `harness.six_lines`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.causes import Cause
 from harness.errors import Desynchronised, ProgramError, ShardproofError
 from harness.evidence import FAIL, Evidence, Finding
-from harness.ledger import PHASES
+from harness.first import First, first_place
 from harness.ledger_checks import Difference, differences, module_order
 from harness.likely import likely
 from harness.places import place_of, timeline, wrong_ranks
 from harness.protocols import CaseLike
 
 __all__ = ["Diagnosis", "First", "case_text", "diagnose", "ended"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class First:
-    """The first place where it went wrong: phase, module and step, and what shows it there.
-
-    `name` is the tensor, or "" when only the ledger shows it; `event` is the first event that parts from the
-    expectation, "" when none does. `phase` and `region` are those of the earlier of the two.
-    """
-
-    phase: str = ""
-    region: str = ""
-    step: int = 0
-    name: str = ""
-    event: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +47,7 @@ def diagnose(evidence: Evidence, findings: Mapping[str, Finding], check: str) ->
     finding = findings[check]
     name = finding.worst.name if finding.wrong and finding.worst else next(iter(finding.names), "")
     place = place_of(name, evidence.case.steps) if name else None
-    first_name = _first_wrong(evidence, findings)
+    wrong = _all_wrong(evidence, findings)
     parted = _first_difference(evidence) if findings.get("ledger", finding).verdict == FAIL else None
     return Diagnosis(
         check=check,
@@ -73,8 +56,8 @@ def diagnose(evidence: Evidence, findings: Mapping[str, Finding], check: str) ->
         step=place.step if place else -1,
         phase=finding.phase or (place.phase if place else ""),
         region=finding.region or (place.module if place else ""),
-        first=_first(evidence, first_name, parted),
-        causes=likely(evidence, check, parted, [first_name, name]),
+        first=first_place(evidence, wrong, parted),
+        causes=likely(evidence, check, parted, wrong, _telling(finding, wrong, name)),
     )
 
 
@@ -99,10 +82,17 @@ def ended(error: ShardproofError) -> Diagnosis:
     )
 
 
-def _first_wrong(evidence: Evidence, findings: Mapping[str, Finding]) -> str:
+def _all_wrong(evidence: Evidence, findings: Mapping[str, Finding]) -> list[str]:
+    """Every wrong name, in the order in which training computes."""
     wrong = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
     names = [*evidence.truth, *sorted(wrong - set(evidence.truth))]
-    return next((name for name in timeline(names, evidence.case.steps) if name in wrong), "")
+    return [name for name in timeline(names, evidence.case.steps) if name in wrong]
+
+
+def _telling(finding: Finding, wrong: Sequence[str], name: str) -> str:
+    """The tensor of this check that tells most of causes: the first wrong one, for later ones are consequences."""
+    mine = set(finding.names)
+    return next((other for other in wrong if other in mine), name)
 
 
 def _first_difference(evidence: Evidence) -> Difference | None:
@@ -110,23 +100,3 @@ def _first_difference(evidence: Evidence) -> Difference | None:
         return None
     parted = differences(evidence.events, evidence.expectation, evidence.ranks, module_order(evidence))
     return parted[0] if parted else None
-
-
-def _first(evidence: Evidence, name: str, parted: Difference | None) -> First:
-    """The earlier of a wrong tensor and a parted event; at the same phase the event, which names the very call."""
-    place = place_of(name, evidence.case.steps) if name else None
-    told = f"{parted}" + (f" at {parted.caller}" if parted.caller else "") if parted else ""
-    if parted and (place is None or place.step > 0 or _order(parted.line.phase) <= _latest(name, place.phase)):
-        return First(phase=parted.line.phase, region=parted.line.region, name=name, event=told)
-    if place is None:
-        return First()
-    return First(phase=place.phase, region=place.module, step=place.step, name=name, event=told)
-
-
-def _latest(name: str, phase: str) -> int:
-    """The last phase in which this tensor can have gone wrong: gradients of parameters are still summed over ranks."""
-    return _order("grad_sync" if name.startswith("grad/") else phase)
-
-
-def _order(phase: str) -> int:
-    return PHASES.index(phase) if phase in PHASES else len(PHASES)

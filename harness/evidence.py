@@ -7,7 +7,7 @@ be stored. Errors are ratios, `epsilons` count them in the machine epsilon of th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -39,6 +39,8 @@ class Evidence:
     saved_bytes  by rank, the most that autograd held for backward; empty when nobody measured
     ran          the ranks that were run, in the order of `saved_bytes`; empty when it was all of them
     notes        what else is worth telling of the runs
+    shares       what a diagnosis asked of the dense model (see Reference.shares); empty until then
+    alternatives "<what if>/<name>" -> what the dense model computes of data read otherwise; empty until then
     """
 
     case: CaseLike
@@ -54,6 +56,8 @@ class Evidence:
     saved_bytes: tuple[int, ...] = ()
     ran: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    shares: Mapping[str, Tensor] = field(default_factory=dict)
+    alternatives: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def ranks(self) -> tuple[int, ...]:

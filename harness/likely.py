@@ -11,6 +11,7 @@ from harness.evidence import Evidence, split_axes
 from harness.ledger_checks import Difference, Line
 from harness.patterns import causes, partial_sums, same
 from harness.places import blocks_of
+from harness.sums import from_norms, from_shares, from_updates
 from harness.tolerance import kind_of
 
 __all__ = ["likely"]
@@ -39,26 +40,73 @@ _USUAL: Mapping[str, tuple[str, str]] = {
     ),
 }
 """What is usually behind a check that no tensor explains: check -> (cause, words)."""
+_WHAT_IF: Mapping[str, str] = {
+    "mask_ignored": "without the loss mask: tokens count that are masked",
+    "padding_learned": "when tokens that are not to be learned get the label 0",
+    "labels_unshifted": "when every token is its own label: labels are not shifted by one",
+    "borders_ignored": "when packed sentences have no borders: tokens see other sentences",
+}
+"""What if -> words; the names are those of `Evidence.alternatives`."""
 _FIELDS = ("phase", "region", "op", "reduce_op", "axis", "group_size", "dtype", "payload_bytes")
 
 
-def likely(evidence: Evidence, check: str, parted: Difference | None, names: Sequence[str]) -> tuple[Cause, ...]:
-    """Causes told by these tensors, the first wrong one first, and by the ledger; else what usually is behind."""
+def likely(
+    evidence: Evidence, check: str, parted: Difference | None, wrong: Sequence[str], name: str
+) -> tuple[Cause, ...]:
+    """Causes told by the first of the `wrong` tensors and by `name`, and by the ledger; else what usually is behind.
+
+    `wrong` stand in the order in which training computes.
+    """
     said: list[Cause] = []
-    axes = split_axes(evidence.case)
-    for name in dict.fromkeys(name for name in names if name in evidence.truth):
-        truth = evidence.truth[name]
-        if (value := evidence.merged.tensors.get(name)) is not None:
-            said += causes(value, truth, axes, _neighbours(evidence, name))
-        elif check == "replicas":
-            said += partial_sums({rank: by[0].local for rank, by in blocks_of(evidence, name).items()}, truth, axes)
-        said += _loss_of_parts(evidence, name)
+    for told in dict.fromkeys(told for told in (*wrong[:1], name) if told in evidence.truth):
+        said += _of_tensor(evidence, check, told)
+    said += from_shares(evidence, wrong)
+    said += from_updates(evidence, wrong)
     if parted:
         said.append(_blame(parted))
     if not said and check in _USUAL:
         known, words = _USUAL[check]
         said.append(Cause(id=known, words=words))
     return tuple(dict.fromkeys(said))
+
+
+def _of_tensor(evidence: Evidence, check: str, name: str) -> list[Cause]:
+    """What one wrong tensor looks like."""
+    truth, axes, said = evidence.truth[name], split_axes(evidence.case), list[Cause]()
+    if kind_of(name) == "logits":
+        axes |= {"data ranks and micro-batches": axes.get("dp", 1) * evidence.case.micro}
+    if (value := evidence.merged.tensors.get(name)) is not None:
+        said += _what_if(evidence, name, value) or causes(value, truth, axes, _neighbours(evidence, name))
+    elif check == "replicas":
+        said += partial_sums({rank: by[0].local for rank, by in blocks_of(evidence, name).items()}, truth, axes)
+    said += from_norms(evidence, name) if kind_of(name) == "grad_norm" else _loss_of_parts(evidence, name)
+    return _biases(evidence, name, said)
+
+
+def _what_if(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
+    """Whether the dense model computes this value when it reads its data otherwise."""
+    for word, change in _WHAT_IF.items():
+        other = evidence.alternatives.get(f"{word}/{name}")
+        if (
+            other is not None
+            and other.shape == value.shape
+            and not same(other, evidence.truth[name])
+            and same(value, other)
+        ):
+            return [Cause(id=word, words=f"it is what the dense model computes {change}")]
+    return []
+
+
+def _biases(evidence: Evidence, name: str, said: list[Cause]) -> list[Cause]:
+    """Tell a bias that is missing from one that is added too often: both are one vector in every row."""
+    bias = evidence.shares.get(f"start/{name.removeprefix('act/')}.bias")
+    value = evidence.merged.tensors.get(name)
+    if bias is None or value is None or not any(cause.id == "bias_per_rank" for cause in said):
+        return said
+    extra = (value.double() - evidence.truth[name].double()).flatten(0, -2).mean(0)
+    if not same(extra, -bias):
+        return said
+    return [Cause(id="bias_missing", words="the bias is not in it: never added")]
 
 
 def _loss_of_parts(evidence: Evidence, name: str) -> list[Cause]:

@@ -8,6 +8,7 @@ on flat memory, gathered logits taken for a part of the vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from harness.causes import Cause
 
-__all__ = ["causes", "partial_sums", "same"]
+__all__ = ["causes", "explains", "partial_sums", "same"]
 
 CLOSE = 1e-2
 """A pattern explains the tensor when what is left of the error is below this share of the error itself ..."""
@@ -34,7 +35,7 @@ def causes(value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mappin
         words = f"{share:.0%} of it is NaN or infinite: uninitialised memory, an overflow or a division by zero"
         return [Cause(id="nan", words=words)]
     found = [*_zero(x, t), *_stale(x, t, others), *_factor(x, t, axes), *_more_classes(x, t, axes)]
-    found += [*_moved(x, t, axes), *_flat(x, t, axes), *_offset(x, t)]
+    found += [*_moved(x, t, axes), *_flat(x, t, axes), *_transposed(x, t), *_offset(x, t)]
     return found or list(_confined(x, t, axes))
 
 
@@ -44,10 +45,11 @@ def same(value: Tensor, truth: Tensor) -> bool:
     return error <= CLOSE * float(truth.double().norm())
 
 
-def _explains(guess: Tensor, x: Tensor, t: Tensor) -> bool:
+def explains(guess: Tensor, x: Tensor, t: Tensor) -> bool:
     """Whether `guess` accounts for the wrong `x`: little of the error is left."""
+    x, t = x.double(), t.double()
     error = float((x - t).norm())
-    return error > 0 and float((x - guess).norm()) <= CLOSE * error
+    return error > 0 and float((x - guess.double()).norm()) <= CLOSE * error
 
 
 def _zero(x: Tensor, t: Tensor) -> Iterator[Cause]:
@@ -57,7 +59,13 @@ def _zero(x: Tensor, t: Tensor) -> Iterator[Cause]:
 
 def _stale(x: Tensor, t: Tensor, others: Mapping[str, Tensor]) -> Iterator[Cause]:
     for name, other in others.items():
-        if other.shape == x.shape and not torch.equal(other.double(), t) and _explains(other.double(), x, t):
+        same_size = t.numel() > 1 or abs(float(x - other)) <= 1e-4 * abs(float(other))
+        if (
+            other.shape == x.shape
+            and same_size
+            and not torch.equal(other.double(), t)
+            and explains(other.double(), x, t)
+        ):
             words = f"it equals {name} of the dense model: stale, or taken from the wrong place"
             yield Cause(id="stale", words=words)
             return
@@ -66,7 +74,7 @@ def _stale(x: Tensor, t: Tensor, others: Mapping[str, Tensor]) -> Iterator[Cause
 def _factor(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
     power = float((t * t).sum())
     factor = float((x * t).sum()) / power if power else 0.0
-    if not factor or not _explains(factor * t, x, t):
+    if not factor or not explains(factor * t, x, t):
         return
     for axis, size in axes.items():
         for exact, known, meaning in _factors(axis, size):
@@ -111,7 +119,7 @@ def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
                 continue
             width = t.shape[dim] // size
             for shift in range(1, size):
-                if _explains(t.roll(shift * width, dim), x, t):
+                if explains(t.roll(shift * width, dim), x, t):
                     words = f"along dim {dim} it is shifted by {shift} of {size} shards: a neighbour's shard ({axis})"
                     yield Cause(id="shifted_shard", words=words)
                     return
@@ -119,10 +127,31 @@ def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
                 words = f"along dim {dim} the {size} shards of {axis} are in another order: another rank's shard"
                 yield Cause(id="other_shard", words=words)
                 return
+            if copied := list(_copied(x, t, dim, axis, size)):
+                yield from copied
+                return
     for dim in range(t.dim()):
         if _permuted(x, t, dim, 1):
             words = f"along dim {dim} it holds the right rows in another order: a wrong layout, reshape or gather dim"
             yield Cause(id="rows_permuted", words=words)
+            return
+
+
+def _copied(x: Tensor, t: Tensor, dim: int, axis: str, size: int) -> Iterator[Cause]:
+    """Parts along a dim that hold another part of the truth, one of them perhaps several times."""
+    mine, theirs = x.chunk(size, dim), t.chunk(size, dim)
+    taken = [min(range(size), key=lambda j: float((part - theirs[j]).norm())) for part in mine]
+    if taken != list(range(size)) and explains(torch.cat([theirs[j] for j in taken], dim), x, t):
+        told = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
+        yield Cause(id="other_shard", words=f"along dim {dim} it holds the wrong parts of {size} ({axis}): {told}")
+
+
+def _transposed(x: Tensor, t: Tensor) -> Iterator[Cause]:
+    """Two dims exchanged, in a memory of the same shape."""
+    for one, other in itertools.combinations(range(t.dim()), 2):
+        if min(t.shape[one], t.shape[other]) > 1 and explains(t.transpose(one, other).reshape(t.shape), x, t):
+            words = f"dims {one} and {other} are exchanged in memory: a transpose too many, or one left out"
+            yield Cause(id="transposed", words=words)
             return
 
 
@@ -141,7 +170,7 @@ def _flat(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
                 parts = blocks.unflatten(dim + 1, (size, -1)).movedim(dim + 1, 1)
                 gathered = parts.reshape(t.shape)
                 scattered = blocks.reshape(parts.shape).movedim(1, dim + 1).flatten(dim + 1, dim + 2).flatten(0, 1)
-                if _explains(gathered, x, t) or _explains(scattered, x, t):
+                if explains(gathered, x, t) or explains(scattered, x, t):
                     words = (
                         f"it holds the right numbers as if flat memory were its {size} shards along dim {dim}: "
                         f"a collective over {axis} along dim {dim} that works along dim 0"
@@ -160,7 +189,7 @@ def _permuted(x: Tensor, t: Tensor, dim: int, width: int) -> bool:
     places = torch.empty_like(order)
     places[(mine @ keys).argsort()] = order
     guess = theirs[places].reshape(x.movedim(dim, 0).shape).movedim(0, dim)
-    return _explains(guess, x, t)
+    return explains(guess, x, t)
 
 
 def _offset(x: Tensor, t: Tensor) -> Iterator[Cause]:
@@ -168,7 +197,7 @@ def _offset(x: Tensor, t: Tensor) -> Iterator[Cause]:
     if t.dim() < 2 or t.shape[:-1].numel() < 2:
         return
     extra = (x - t).flatten(0, -2)
-    if _explains(t + extra.mean(0), x, t):
+    if explains(t + extra.mean(0), x, t):
         words = "the same vector is too much in every row: a bias that every rank adds before the sum"
         yield Cause(id="bias_per_rank", words=words)
 
@@ -187,6 +216,13 @@ def _confined(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
                 return
 
 
+def _same_in_rows(rest: Tensor, true: Tensor) -> bool:
+    """Whether this is the same in every row, and not just small: what ranks added to their terms (bias, positions)."""
+    if rest.dim() < 2 or rest.shape[0] < 2:
+        return False
+    return float((rest - rest[:1]).norm()) <= 1e-6 * float(true.norm()) < float((true - true[:1]).norm())
+
+
 def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Mapping[str, int]) -> list[Cause]:
     """Whether replicas that differ are the terms of a sum that nobody took."""
     tensors = [local.double() for local in locals_by_rank.values()]
@@ -196,7 +232,8 @@ def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Mapp
     for axis, size in axes.items():
         # Each term is held by every rank outside its group.
         copies = len(tensors) / size
-        if float((total / copies - true).norm()) <= 1e-6 * float(true.norm()):
+        rest = total / copies - true
+        if float(rest.norm()) <= 1e-6 * float(true.norm()) or _same_in_rows(rest, true):
             words = (
                 f"the ranks' values add up to the truth over {axis}={size}: each holds one partial sum, never reduced"
             )

@@ -21,7 +21,7 @@ _PHASES = {
     "loss": "loss",
     "act_grad": "backward",
     "grad": "backward",
-    "grad_norm": "step",
+    "grad_norm": "grad_sync",
     "param": "step",
 }
 

@@ -6,6 +6,7 @@ seconds.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +23,7 @@ from harness.ledger import Event
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
 from harness.six_lines import crash, tell
-from harness.trial import REFERENCE, Reference, Trial, controlled, recorded, watched
+from harness.trial import REFERENCE, Reference, Trial, controlled, explained, recorded, watched
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "skip_reason"]
 
@@ -122,9 +123,11 @@ def skip_reason(case: CaseLike, subject: Subject, name: str) -> str:
 
 
 def _name_of(subject: Subject) -> str:
-    """What a subject that was given as an object is called in messages."""
-    known = getattr(subject, "__qualname__", type(subject).__qualname__)
-    return f"{getattr(subject, '__module__', type(subject).__module__)}:{known}"
+    """What a subject that was given as an object is called in messages: the name that resolves to it, if it has one."""
+    module = getattr(subject, "__module__", type(subject).__module__)
+    names = vars(sys.modules[module]) if module in sys.modules else {}
+    bound = next((name for name, value in names.items() if value is subject), "")
+    return f"{module}:{bound or getattr(subject, '__qualname__', type(subject).__qualname__)}"
 
 
 def _proved(trial: Trial, name: str, checks: Mapping[str, Check], options: str) -> CaseResult:
@@ -149,6 +152,8 @@ def _proved(trial: Trial, name: str, checks: Mapping[str, Check], options: str) 
             evidence = watched(trial, evidence)
         with trial.timed("checks"):
             context = {**examine(evidence), **findings}
+        wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
+        evidence = explained(trial, evidence, wrong)
     return _result(trial, name, evidence, findings, context, options)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from harness.diagnosis import Diagnosis, case_text, diagnose, ended
 from harness.errors import MachineError, ShardproofError
 from harness.evidence import Evidence, Finding
-from harness.places import place_of
+from harness.first import First
 from harness.protocols import CaseLike
 from harness.tolerance import epsilon
 
@@ -38,7 +38,7 @@ def tell(diagnosis: Diagnosis, finding: Finding, evidence: Evidence, subject: st
         "what": f"{finding.message} (check {diagnosis.check})",
         "where": _where(diagnosis, evidence.case, named=bool(finding.names)),
         "error": _how_much(evidence, finding, diagnosis.check),
-        "first": _first(evidence.case, diagnosis) or finding.message,
+        "first": _first(diagnosis.first) or finding.message,
         "causes": "; ".join(cause.words for cause in diagnosis.causes) or NO_CAUSE,
         "repeat": repeat_command(evidence.case, subject, options),
     }
@@ -98,11 +98,11 @@ def _how_much(evidence: Evidence, finding: Finding, check: str) -> str:
     return f"{error}, allowed {worst.allowed:.3g} ({worst.allowed / eps:.3g} eps); {count}"
 
 
-def _first(case: CaseLike, diagnosis: Diagnosis) -> str:
-    first, parts = diagnosis.first, []
-    if first.name:
-        place = place_of(first.name, case.steps)
-        parts.append(f"{first.name} (step {place.step}, phase {place.phase or 'unknown'})")
+def _first(first: First) -> str:
+    """The place and what shows it: "backward of head in step 0: act_grad/final_norm; in the ledger: ..."."""
+    shown = [first.name] if first.name else []
     if first.event:
-        parts.append(f"in the ledger: {first.event}")
-    return "; ".join(parts)
+        shown.append(f"in the ledger: {first.event}")
+    place = f"{first.phase or 'unknown phase'}{f' of {first.region}' if first.region else ''}"
+    step = f" in step {first.step}" if first.step >= 0 else ""
+    return f"{place}{step}: {'; '.join(shown)}" if shown else ""

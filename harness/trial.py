@@ -7,7 +7,7 @@ harness imports no model: the reference is named like any subject. Times are sec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,8 +23,9 @@ from harness.exact_checks import same_outcomes
 from harness.execution import execute, execute_captured
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
+from harness.tolerance import kind_of
 
-__all__ = ["REFERENCE", "Reference", "Trial", "controlled", "expectation_of", "recorded", "watched"]
+__all__ = ["REFERENCE", "Reference", "Trial", "controlled", "expectation_of", "explained", "recorded", "watched"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +33,16 @@ class Reference:
     """Names of the dense model's functions (case, device) -> outcome: the truth, and the control runs beside it.
 
     `control` and `control_activations` take parts=n too, the number of partial sums in place of their own choice.
+    `shares` and `alternatives` are asked when a failure is explained: step 0 taken apart by data rank and micro-batch,
+    and what comes of data that are read otherwise (see `reference.shares`).
     """
 
     truth: str = "reference.subject:truth"
     true_activations: str = "reference.subject:true_activations"
     control: str = "reference.control:control"
     control_activations: str = "reference.control:control_activations"
+    shares: str = "reference.shares:shares"
+    alternatives: str = "reference.shares:alternatives"
 
 
 REFERENCE = Reference()
@@ -153,6 +158,21 @@ def controlled(trial: Trial, evidence: Evidence) -> Evidence:
         run = _dense(trial, trial.reference.control, part="control", parts=parts)
         more.append({**run, **_dense(trial, trial.reference.control_activations, part="control", parts=parts)})
     return replace(evidence, controls=(*evidence.controls, *more))
+
+
+def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
+    """The same evidence with what explains these wrong names: gradients taken apart, data read otherwise."""
+    kinds = {kind_of(name) for name in wrong}
+    shares: dict[str, Tensor] = {}
+    what_if: dict[str, Tensor] = {}
+    try:
+        if kinds & {"grad", "param", "grad_norm", "act"}:
+            shares = _dense(trial, trial.reference.shares, part="explained")
+        if kinds & {"act", "logits", "loss"}:
+            what_if = _dense(trial, trial.reference.alternatives, part="explained")
+    except Exception as problem:  # the failure stands; less of it is explained, and that is said
+        trial.problems["explanation"] = f"the dense model could not be asked: {type(problem).__name__}: {problem}"
+    return replace(evidence, shares=shares, alternatives=what_if)
 
 
 def _dense(trial: Trial, name: str, *, part: str = "truth", **words: int) -> dict[str, Tensor]:

@@ -28,15 +28,19 @@ def planted(**wrong: Tensor) -> Evidence:
     [
         (
             ["act/layers.0.mlp.w2", "act/layers.0.mlp", "act/head", "loss/0", W1],
-            "act/layers.0.mlp.w2 (step 0, phase forward)",
+            "forward of layers.0.mlp.w2 in step 0: act/layers.0.mlp.w2",
         ),
         (
             ["act_grad/layers.0.mlp.w1", "act_grad/embedding", W1, "loss/1"],
-            "act_grad/layers.0.mlp.w1 (step 0, phase backward)",
+            "backward of layers.0.mlp in step 0: act_grad/layers.0.mlp.w1",
         ),
-        (["grad/embedding.tokens.weight", W1, "param/layers.0.mlp.w1.weight"], f"{W1} (step 0, phase backward)"),
-        (["loss/1", "param/layers.0.mlp.w1.weight"], "loss/1 (step 1, phase loss)"),
-        (["param/layers.0.mlp.w1.weight"], "param/layers.0.mlp.w1.weight (step 1, phase step)"),
+        (
+            [W1, "param/layers.0.mlp.w1.weight"],
+            f"backward of layers.0.mlp.w1 in step 0: {W1}",
+        ),
+        (["grad/embedding.tokens.weight", W1], f"backward of head in step 0: {W1}"),
+        (["loss/1", "param/layers.0.mlp.w1.weight"], "loss in step 1: loss/1"),
+        (["param/layers.0.mlp.w1.weight"], "step of layers.0.mlp.w1 in step 1: param/layers.0.mlp.w1.weight"),
     ],
 )
 def test_the_first_wrong_place_is_the_first_that_training_computes(wrong: list[str], first: str) -> None:

@@ -83,6 +83,42 @@ def test_only_known_causes_are_told() -> None:
     assert {row[0] for row in PATTERNS} <= set(CAUSES)
 
 
+def test_parts_that_stand_in_for_others_are_told() -> None:
+    (told,) = causes(torch.cat([TRUTH[:4], TRUTH[:4]]), TRUTH, {"dp": 2}, {})
+    assert told.id == "other_shard"
+    assert told.words == "along dim 0 it holds the wrong parts of 2 (dp): 0 in place of 1"
+
+
+def test_exchanged_dims_are_told() -> None:
+    right = drawn(2, 3, 5)
+    (told,) = causes(right.transpose(0, 1).reshape(2, 3, 5), right, {"tp": 2}, {})
+    assert told.id == "transposed" and told.words.startswith("dims 0 and 1 are exchanged in memory")
+
+
+def test_a_missing_bias_is_not_taken_for_one_too_many() -> None:
+    name, bias = "act/layers.0.mlp.w2", drawn(6)
+    for extra, known in ((-bias, "bias_missing"), (bias, "bias_per_rank")):
+        values = {**truth(), name: truth()[name] + extra}
+        seen = evidence(*(outcome_of(rank, values) for rank in range(2)), shares={"start/layers.0.mlp.w2.bias": bias})
+        assert [cause.id for cause in diagnose(seen, examine(seen), "activations").causes] == [known]
+
+
+def test_terms_that_were_never_summed_are_told_beside_what_was_added_to_each() -> None:
+    """Each rank holds its term plus the same positions: their sum is the truth and the positions once more."""
+    positions, name, term = drawn(3, 6), "act/embedding", drawn(2, 3, 6)
+    first = outcome_of(0, {**truth(), name: term + positions})
+    second = outcome_of(1, {**truth(), name: truth()[name] - term})
+    seen = evidence(first, second)
+    assert [cause.id for cause in diagnose(seen, examine(seen), "replicas").causes] == ["not_summed"]
+
+
+def test_a_what_if_of_the_data_is_told() -> None:
+    other = {"mask_ignored/loss/0": truth()["loss/0"] * 1.01}
+    values = {**truth(), "loss/0": other["mask_ignored/loss/0"]}
+    seen = evidence(*(outcome_of(rank, values) for rank in range(2)), alternatives=other)
+    assert [cause.id for cause in diagnose(seen, examine(seen), "forward").causes] == ["mask_ignored"]
+
+
 def test_stale_values_and_scalars() -> None:
     now, before = torch.tensor(3.0), torch.tensor(5.0)
     (stale,) = causes(before, now, {"tp": 2}, {"loss/0": before})

@@ -36,7 +36,7 @@ def test_a_wrong_gradient_in_six_lines() -> None:
             "tensor grad/layers.0.mlp.w1.weight",
             f"error:  peak error {peak:.3g} ({peak / 2**-52:.3g} eps), allowed 1e-09 (4.5e+06 eps); "
             "1 tensor of this check wrong",
-            "first:  grad/layers.0.mlp.w1.weight (step 0, phase backward)",
+            "first:  backward of layers.0.mlp.w1 in step 0: grad/layers.0.mlp.w1.weight",
             "causes: it is 2 x the truth, and tp=2: summed over tp once too often, or not divided by it",
             'repeat: shardproof run "seq=16" --subject my.module:subject',
         ]
@@ -51,8 +51,8 @@ def test_a_missing_collective_in_six_lines() -> None:
             "(2 ranks) (check ledger)",
             "where:  mode=tp, all 2 ranks, phase forward, module layers.0.mlp.w2",
             "error:  1 event more or less than expected on a rank, allowed 0",
-            "first:  in the ledger: missing event in forward of layers.0.mlp.w2 (1 call): all_reduce sum of 384 B "
-            "float64 over tp (2 ranks)",
+            "first:  forward of layers.0.mlp.w2: in the ledger: missing event in forward of layers.0.mlp.w2 (1 call): "
+            "all_reduce sum of 384 B float64 over tp (2 ranks)",
             "causes: the all_reduce over tp is left out: each rank keeps its partial sum",
             'repeat: shardproof run "seq=16" --subject my.module:subject',
         ]
@@ -72,7 +72,7 @@ def test_replicas_that_hold_partial_sums_in_six_lines() -> None:
         "where:  mode=tp, rank 1 of 2, step 0, phase backward, module layers.0.mlp.w2, tensor grad/layers.0.mlp.w2.bias"
     )
     assert lines[2] == "error:  compared exactly: nothing is allowed to differ"
-    assert lines[3] == "first:  grad/layers.0.mlp.w2.bias (step 0, phase backward)"
+    assert lines[3] == "first:  grad_sync in step 0: grad/layers.0.mlp.w2.bias"
     assert lines[4] == (
         "causes: the ranks' values add up to the truth over tp=2: each holds one partial sum, never reduced"
     )
@@ -166,7 +166,7 @@ def test_tensor_and_ledger_are_both_told_when_both_are_wrong() -> None:
     seen = evidence(*(outcome_of(rank, values) for rank in range(2)), events=altered(events(), 0, reduce_op="avg"))
     lines = message(seen, "forward").splitlines()
     assert lines[3].startswith(
-        "first:  loss/0 (step 0, phase loss); in the ledger: wrong event in forward of embedding"
+        "first:  forward of embedding: loss/0; in the ledger: wrong event in forward of embedding"
     )
     assert lines[3].endswith("at model.py:7")
     assert "the call is made otherwise: reduce_op avg instead of sum" in lines[4]

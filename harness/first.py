@@ -1,0 +1,181 @@
+"""The first place where it went wrong: phase, module and step, from wrong tensors and from the ledger.
+
+Names are looked through in the order in which training computes (`harness.places.timeline`); the first wrong one tells
+the place by its kind:
+
+    act/M          module M, forward: its inputs came earlier and were right
+    logits/s       s = 0: another micro-batch than the captured one; s > 0: all before was right, so the step s - 1
+    loss/s         between logits and loss
+    act_grad/M     the backward of whoever uses what M returned
+    grad/p         all of them, or just those that every rank holds whole: their sums over ranks; else p's own module
+    grad_norm/s    between the last backward and the optimizer's step
+    param/p        the optimizer's step
+
+An event that parts from the expectation in the same phase or an earlier one comes first: it names the very call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.evidence import Evidence
+from harness.ledger import PHASES
+from harness.ledger_checks import Difference, module_order
+from harness.places import blocks_of, place_of
+from harness.tolerance import kind_of
+
+__all__ = ["First", "first_place"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class First:
+    """The first place where it went wrong: phase, module and step, and what shows it there.
+
+    `name` is the first wrong tensor, "" when only the ledger shows it; `event` is the first event that parts from the
+    expectation, "" when none does. `phase` and `region` are those of the earlier of the two; `step` is -1 when that is
+    the event, which may be missing in every step.
+    """
+
+    phase: str = ""
+    region: str = ""
+    step: int = -1
+    name: str = ""
+    event: str = ""
+
+
+def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | None) -> First:
+    """The first place of these wrong names (in training order) and this first difference of the ledger."""
+    event = f"{parted}" + (f" at {parted.caller}" if parted.caller else "") if parted else ""
+    shown = _shown_by(evidence, wrong) if wrong else None
+    if parted and (shown is None or _call_comes_first(evidence, parted, shown)):
+        name = wrong[0] if wrong else ""
+        return First(phase=_issued_in(parted), region=parted.line.region, name=name, event=event)
+    if shown is None:
+        return _never_waited(evidence)
+    return First(phase=shown.phase, region=shown.region, step=shown.step, name=shown.name, event=event)
+
+
+def _never_waited(evidence: Evidence) -> First:
+    """Where the first asynchronous call that nobody waited for was issued; nowhere when all were waited for."""
+    for work in evidence.unwaited:
+        for event in evidence.events:
+            issued_there = event.caller and work.caller.startswith(event.caller)
+            if (event.rank, event.op, event.is_async) == (work.rank, work.op, True) and issued_there:
+                told = f"{work.op} #{work.number} of {work.group} at {work.caller}, never waited for"
+                return First(phase=event.phase, region=event.region, step=event.step, event=told)
+    return First()
+
+
+def _issued_in(parted: Difference) -> str:
+    """The phase of a parted event. Calls that should be followed by the optimizer's step and are not are told by it."""
+    if parted.expected and parted.found and (parted.expected.phase, parted.found.phase) == ("grad_sync", "data"):
+        return "step"
+    return parted.line.phase
+
+
+def _call_comes_first(evidence: Evidence, parted: Difference, shown: First) -> bool:
+    """Whether what the ledger shows comes before what the tensors show, or at the same place."""
+    if shown.step:
+        return True
+    call, tensor = _order(_issued_in(parted)), _order(shown.phase)
+    if call != tensor or parted.line.phase not in ("forward", "backward"):
+        # Before its gradient is looked at, a parameter's gradient goes through all that grad_sync does.
+        return call <= (_order("grad_sync") if shown.name.startswith("grad/") else tensor)
+    order = {module: place for place, module in enumerate(module_order(evidence))}
+    mine, theirs = (order.get(region, len(order)) for region in (parted.line.region, shown.region))
+    if shown.name.startswith("grad/"):
+        return True
+    return mine <= theirs if parted.line.phase == "forward" else mine >= theirs
+
+
+def _order(phase: str) -> int:
+    phase = "backward" if phase == "recompute" else phase
+    return PHASES.index(phase) if phase in PHASES else len(PHASES)
+
+
+def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
+    """The place that the first wrong tensor tells."""
+    name = wrong[0]
+    place, kind = place_of(name, evidence.case.steps), kind_of(name)
+    phase, region, step = place.phase, place.module, place.step
+    if kind == "logits" and step:
+        phase, step = "step", step - 1
+    elif kind == "act_grad":
+        region = _user_of(evidence, region)
+    elif kind == "grad":
+        phase, region = _gradient_place(evidence, wrong)
+    elif kind == "param":
+        others = {place_of(other, 1).module for other in wrong}
+        region = region if len(others) == 1 else ""
+    return First(phase=phase, region=region, step=step, name=name)
+
+
+def _user_of(evidence: Evidence, module: str) -> str:
+    """The module whose backward gives the gradient of what `module` returned; "" when that is the loss.
+
+    A module inside another hands on to the next inside it, the last one to the code around them. What lies between two
+    siblings that are blocks themselves (a residual sum) is code of the module around both.
+    """
+    order = [name.removeprefix("act/") for name in evidence.truth if name.startswith("act/")]
+    if module not in order:
+        return module
+    later = order[order.index(module) + 1 :]
+    if not later:
+        return ""
+    following, around = later[0], module.rpartition(".")[0]
+    siblings = following.rpartition(".")[0] == around and around in order
+    is_block = any(name.startswith(f"{module}.") for name in order)
+    is_weighted = f"grad/{module}.weight" in evidence.truth and f"grad/{following}.weight" in evidence.truth
+    between = is_block or (is_weighted and _both_matrices(evidence, module, following))
+    return around if siblings and between else following
+
+
+def _both_matrices(evidence: Evidence, *modules: str) -> bool:
+    """Two linears inside one module: what one returns goes through code of that module to the other."""
+    return all(evidence.truth[f"grad/{module}.weight"].dim() > 1 for module in modules)
+
+
+def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str]:
+    """Phase and module of wrong parameter gradients whose activation gradients are all right."""
+    bad = [name for name in wrong if kind_of(name) == "grad"]
+    known = [name for name in evidence.returned if kind_of(name) == "grad"]
+    whole = {name for name in known if _whole(evidence, name)}
+    torn = {flaw.name for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"}
+    synced_alike = set(bad) <= whole < set(known) and (len({place_of(name, 1).module for name in bad}) > 1)
+    if len(bad) == len(known) > 1 or synced_alike or bad[0] in torn:
+        return "grad_sync", ""
+    return "backward", _owner(evidence, bad)
+
+
+def _owner(evidence: Evidence, bad: Sequence[str]) -> str:
+    """The module that computes the first of these gradients, in the order of backward.
+
+    A module without parameters of its own may use those of the first one (a head tied to the embedding). What it adds
+    touches every row, which a lookup of some tokens does not.
+    """
+    modules = [name.removeprefix("act/") for name in evidence.truth if name.startswith("act/")]
+    leaves = [module for module in modules if not any(other.startswith(f"{module}.") for other in modules)]
+    borrowers = [leaf for leaf in leaves if not any(name.startswith(f"grad/{leaf}.") for name in evidence.truth)]
+    lent = [name for name in bad if leaves and name.startswith(f"grad/{leaves[0]}.") and _everywhere(evidence, name)]
+    if borrowers and lent:
+        return borrowers[-1]
+    return next((leaf for leaf in leaves if bad[0].startswith(f"grad/{leaf}.")), place_of(bad[0], 1).module)
+
+
+def _everywhere(evidence: Evidence, name: str) -> bool:
+    """Whether every row of this gradient is wrong."""
+    value, truth = evidence.merged.tensors.get(name), evidence.truth[name]
+    if value is None or truth.dim() < 2:
+        return False
+    wrong = (value.double() - truth.double()).abs() > 1e-6 * truth.double().abs().max()
+    return bool(wrong.flatten(1).any(1).all())
+
+
+def _whole(evidence: Evidence, name: str) -> bool:
+    """Whether every rank that holds this tensor holds all of it."""
+    return all(
+        sum(part.local.numel() for part in parts) == math.prod(parts[0].global_shape)
+        for parts in blocks_of(evidence, name).values()
+    )

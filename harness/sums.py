@@ -1,0 +1,190 @@
+"""Sums gone wrong: gradients that count micro-batches or data ranks otherwise, norms that count too much or too little.
+
+A gradient is fitted by the dense model's share of every micro-batch of every data rank (`Evidence.shares`): weights of
+1 everywhere are right, and which ones are not 1 tells the mistake. A norm is built again from the truth's gradients.
+Tested on numbers: a fit that leaves an error tells nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from harness.causes import Cause
+from harness.evidence import Evidence, split_axes
+from harness.places import blocks_of
+from harness.tolerance import kind_of
+
+__all__ = ["from_norms", "from_shares", "from_updates"]
+
+CLOSE = 1e-3
+"""Weights and norms are taken for equal within this share of themselves."""
+LEFT = 1e-2
+"""A fit explains a wrong tensor when it leaves less than this share of its error."""
+MOST = 4096
+"""Elements of one tensor that a fit looks at."""
+
+
+def from_shares(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
+    """Which micro-batches or data ranks the wrong gradients count otherwise."""
+    names = [name for name in wrong if kind_of(name) == "grad" and name in evidence.shares]
+    if not names or evidence.shares["tokens"].numel() == 1:
+        return []
+    whole = [name for name in names if name in evidence.merged.tensors]
+    tokens = evidence.shares["tokens"]
+    if whole:
+        weights = _fitted(evidence, [(name, evidence.merged.tensors[name], ()) for name in whole])
+        cause = None if weights is None else _told(weights, tokens)
+        return [cause] if cause else []
+    return _by_rank(evidence, names, tokens)
+
+
+def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[Cause]:
+    """The same for gradients that differ between ranks: every rank's own is fitted."""
+    weights: dict[int, Tensor] = {}
+    for rank in range(len(evidence.outcomes)):
+        blocks = [(name, b.local, b.region) for name in names for b in blocks_of(evidence, name).get(rank, ())]
+        found = _fitted(evidence, blocks)
+        if found is None:
+            return []
+        weights[rank] = found
+    rows = {rank: _place_on(evidence, "dp", rank) for rank in weights}
+    own = {rank: (w * tokens[rows[rank]].sum() / tokens.sum()) for rank, w in weights.items()}
+    if all(_alike(share.flatten()) for share in weights.values()) and _alike(torch.stack(list(own.values())).flatten()):
+        words = "every data rank divides by the tokens that it counted itself, not by those of all data ranks"
+        return [Cause(id="local_count", words=words)]
+    if all(bool((_others(w, rows[rank]).abs() < CLOSE).all()) for rank, w in weights.items()):
+        words = "each data rank's own micro-batches alone are in it: it was never summed over dp"
+        return [Cause(id="not_summed", words=words)]
+    cause = _told(weights[0], tokens)
+    return [cause] if cause else []
+
+
+def _others(weights: Tensor, row: int) -> Tensor:
+    return torch.cat([weights[:row], weights[row + 1 :]])
+
+
+def _place_on(evidence: Evidence, axis: str, rank: int) -> int:
+    return next((ranks.index(rank) for ranks in evidence.case.axes.get(axis, ()) if rank in ranks), 0)
+
+
+Part = tuple[str, Tensor, tuple[tuple[int, int], ...]]
+"""(name, values, their region in the full tensor; () for all of it)."""
+
+
+def _fitted(evidence: Evidence, parts: Sequence[Part]) -> Tensor | None:
+    """The weights [dp, micro] whose sum of shares these values are; None when they are no such sum."""
+    grid = evidence.shares["tokens"].shape
+    rows, values, truths = [], [], []
+    for name, value, region in parts:
+        cut = tuple(slice(a, b) for a, b in region)
+        rows.append(evidence.shares[name][(slice(None), slice(None), *cut)].flatten(0, 1).flatten(1)[:, :MOST])
+        values.append(value.double().flatten()[:MOST])
+        truths.append(evidence.truth[name].double()[cut].flatten()[:MOST])
+    if not rows:
+        return None
+    shares, x, t = torch.cat(rows, 1).t(), torch.cat(values), torch.cat(truths)
+    if len(x) < 2 * shares.shape[1] or not bool(torch.isfinite(x).all()):
+        return None
+    weights = torch.linalg.lstsq(shares, x[:, None], driver="gelsd").solution[:, 0]
+    explained = float((shares @ weights - x).norm()) <= max(LEFT * float((x - t).norm()), 1e-9 * float(x.norm()))
+    return weights.unflatten(0, grid) if explained else None
+
+
+def _alike(values: Tensor) -> bool:
+    return bool((values - values.mean()).abs().max() <= CLOSE * values.abs().max())
+
+
+def _told(weights: Tensor, tokens: Tensor) -> Cause | None:
+    """What weights [dp, micro] other than 1 mean; None when all are alike, which a factor tells."""
+    if _alike(weights.flatten()):
+        return None
+    if _alike((weights * tokens).flatten()):
+        return Cause(id="local_count", words="every micro-batch is divided by its own tokens, not by those of the step")
+    if _alike((weights.mean(1) * tokens.sum(1)).flatten()) and all(_alike(row) for row in weights):
+        words = "every data rank divides by the tokens that it counted itself, not by those of all data ranks"
+        return Cause(id="local_count", words=words)
+    missing = weights.abs() < CLOSE
+    if bool(missing.all(0).any()):
+        lost = [str(m) for m in range(weights.shape[1]) if bool(missing[:, m].all())]
+        words = f"micro-batch {', '.join(lost)} of {weights.shape[1]} is missing in it: overwritten, or added too late"
+        return Cause(id="micro_missing", words=words)
+    if bool(missing.all(1).any()):
+        kept = [str(d) for d in range(weights.shape[0]) if not bool(missing[d].all())]
+        return Cause(id="not_summed", words=f"only data rank {', '.join(kept)} of {weights.shape[0]} is in it")
+    if bool(missing.any()):
+        return Cause(id="micro_missing", words="some micro-batches of some data ranks are missing in it")
+    counted = ", ".join(f"{weight:.3g}" for weight in weights.flatten().tolist())
+    return Cause(id="unequal_shares", words=f"its micro-batches count {counted} times instead of once each")
+
+
+def from_norms(evidence: Evidence, name: str) -> list[Cause]:
+    """What the norm of the first step counts too often or leaves out."""
+    squares = {n: float(t.double().square().sum()) for n, t in evidence.truth.items() if kind_of(n) == "grad"}
+    if name != "grad_norm/0" or not squares:
+        return []
+    value = evidence.merged.tensors.get(name)
+    if value is None:
+        return _own_norms(evidence, name)
+    whole = sum(square for n, square in squares.items() if _held_whole(evidence, n))
+    split, found = sum(squares.values()) - whole, float(value) ** 2
+    for axis, size in split_axes(evidence.case).items():
+        if math.isclose(found, split + size * whole, rel_tol=CLOSE**2):
+            words = f"it counts what every rank holds whole once a rank, {axis}={size}"
+            return [Cause(id="norm_counts_replicas", words=words)]
+    for left, what in ((whole, "what every rank holds whole"), (split, "what is split over ranks"), *_each(squares)):
+        if math.isclose(found, whole + split - left, rel_tol=CLOSE**2):
+            return [Cause(id="norm_counts_few", words=f"it leaves out {what}")]
+    return []
+
+
+def _each(squares: Mapping[str, float]) -> list[tuple[float, str]]:
+    return [(square, name) for name, square in squares.items()]
+
+
+def _held_whole(evidence: Evidence, name: str) -> bool:
+    return all(
+        sum(part.local.numel() for part in parts) == math.prod(parts[0].global_shape)
+        for parts in blocks_of(evidence, name).values()
+    )
+
+
+def _own_norms(evidence: Evidence, name: str) -> list[Cause]:
+    """Whether every rank's norm is that of its own parts alone."""
+    for rank, by in blocks_of(evidence, name).items():
+        mine = [b for n, parts in evidence.outcomes[rank].items() if kind_of(n) == "grad" for b in parts]
+        square = sum(float(block.local.double().square().sum()) for block in mine)
+        if not math.isclose(float(by[0].local) ** 2, square, rel_tol=CLOSE):
+            return []
+    return [Cause(id="norm_counts_few", words="each rank's norm is that of its own parts: it was never summed")]
+
+
+def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
+    """What became of wrong parameters: never updated, updated with an old gradient, or by a constant factor."""
+    names = [n for n in wrong if kind_of(n) == "param" and n in evidence.merged.tensors]
+    starts = {n: evidence.shares.get(n.replace("param/", "start/", 1)) for n in names}
+    known = {n: start.double() for n, start in starts.items() if start is not None}
+    if not known:
+        return []
+    value = {n: evidence.merged.tensors[n].double() for n in known}
+    if all(float((value[n] - start).norm()) <= CLOSE**2 * float(start.norm()) for n, start in known.items()):
+        return [Cause(id="never_updated", words="the parameters are what they were before the first step")]
+    gap, old = (
+        torch.cat([pick(n).flatten() for n in known])
+        for pick in (
+            lambda n: value[n] - evidence.truth[n].double(),
+            lambda n: evidence.truth[n.replace("param/", "grad/", 1)].double(),
+        )
+    )
+    if evidence.case.steps > 1 and _collinear(gap, old):
+        words = "the update holds the gradient of the first step once more: gradients are not set to zero in between"
+        return [Cause(id="stale", words=words)]
+    return []
+
+
+def _collinear(a: Tensor, b: Tensor) -> bool:
+    power = float(a.norm() * b.norm())
+    return power > 0 and abs(float(a @ b)) >= (1 - 1e-6) * power

@@ -1,0 +1,126 @@
+"""Sums gone wrong, on hand-made shares: what a gradient counts, what a norm counts, what became of parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.evidence import Evidence
+from harness.merging import Outcomes
+from harness.outcome import localize
+from harness.sums import from_norms, from_shares, from_updates
+from suites.meta.toy_evidence import case, evidence, outcome_of, truth
+
+W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"
+TOKENS = torch.tensor([[3.0, 5.0], [4.0, 8.0]], dtype=torch.float64)
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+SHARES = {W1: drawn(2, 2, 8, 6), "tokens": TOKENS}
+
+
+def weighted(weights: Tensor) -> Tensor:
+    return (SHARES[W1] * weights[..., None, None]).sum((0, 1))
+
+
+def counting(*weights: Tensor) -> Evidence:
+    """Four ranks (tp=2, dp=2); every one's gradient counts the micro-batches so, or each data rank's as given."""
+    by_rank = [weights[0]] * 4 if len(weights) == 1 else [weights[rank // 2] for rank in range(4)]
+    true = {**truth(), W1: weighted(torch.ones(2, 2))}
+    outcomes: Outcomes = [localize({W1: weighted(w)}) for w in by_rank]
+    seen = evidence(case=case("mode=tp tp=2 dp=2 seq=16"), truth=true)
+    merged = {W1: weighted(by_rank[0])} if len(weights) == 1 else {}
+    return replace(seen, outcomes=outcomes, shares=SHARES, merged=replace(seen.merged, tensors=merged))
+
+
+LOCAL = TOKENS.sum() / TOKENS.sum(1)
+
+
+@pytest.mark.parametrize(
+    ("seen", "cause", "words"),
+    [
+        (counting(torch.tensor([[0.0, 1], [0, 1]])), "micro_missing", "micro-batch 0 of 2 is missing in it"),
+        (counting(torch.tensor([[1.0, 0], [1, 0]])), "micro_missing", "micro-batch 1 of 2 is missing in it"),
+        (counting(torch.tensor([[1.0, 0], [1, 1]])), "micro_missing", "some micro-batches of some data ranks"),
+        (counting(torch.tensor([[0.0, 0], [1, 1]])), "not_summed", "only data rank 1 of 2 is in it"),
+        (counting(torch.tensor([[0.25, 0.5]] * 2)), "unequal_shares", "its micro-batches count 0.25, 0.5, 0.25, 0.5"),
+        (counting(5 / TOKENS), "local_count", "every micro-batch is divided by its own tokens"),
+        (counting(LOCAL[:, None].expand(2, 2)), "local_count", "every data rank divides by the tokens that it counted"),
+        (
+            counting(LOCAL[0].expand(2, 2), LOCAL[1].expand(2, 2)),
+            "local_count",
+            "every data rank divides by the tokens that it counted",
+        ),
+        (
+            counting(torch.tensor([[1.0, 1], [0, 0]]), torch.tensor([[0.0, 0], [1, 1]])),
+            "not_summed",
+            "each data rank's own micro-batches alone are in it",
+        ),
+    ],
+)
+def test_what_a_gradient_counts_otherwise_is_told(seen: Evidence, cause: str, words: str) -> None:
+    (told,) = from_shares(seen, [W1])
+    assert told.id == cause and told.words.startswith(words)
+
+
+def test_what_is_no_sum_of_shares_tells_nothing() -> None:
+    assert from_shares(counting(torch.full((2, 2), 0.5)), [W1]) == []  # a factor, which is another pattern's
+    seen = counting(torch.ones(2, 2))
+    other = replace(seen, merged=replace(seen.merged, tensors={W1: drawn(8, 6, seed=9)}))
+    assert from_shares(other, [W1]) == []
+    assert from_shares(replace(seen, shares={}), [W1]) == []
+
+
+def square(name: str) -> float:
+    return float(truth()[name].square().sum())
+
+
+SPLIT = square(W1) + square("grad/layers.0.mlp.w2.weight")
+WHOLE = square(BIAS) + square("grad/embedding.tokens.weight")
+
+
+@pytest.mark.parametrize(
+    ("found", "cause", "words"),
+    [
+        (SPLIT + 2 * WHOLE, "norm_counts_replicas", "it counts what every rank holds whole once a rank, tp=2"),
+        (SPLIT, "norm_counts_few", "it leaves out what every rank holds whole"),
+        (WHOLE, "norm_counts_few", "it leaves out what is split over ranks"),
+        (SPLIT + WHOLE - square(BIAS), "norm_counts_few", f"it leaves out {BIAS}"),
+    ],
+)
+def test_what_a_norm_counts_otherwise_is_told(found: float, cause: str, words: str) -> None:
+    values = {**truth(), "grad_norm/0": torch.tensor(math.sqrt(found), dtype=torch.float64)}
+    seen = evidence(*(outcome_of(rank, values) for rank in range(2)))
+    (told,) = from_norms(seen, "grad_norm/0")
+    assert (told.id, told.words) == (cause, words)
+    assert from_norms(evidence(), "grad_norm/0") == []
+
+
+def test_norms_that_were_never_summed_are_told() -> None:
+    ranks = [outcome_of(rank, truth()) for rank in range(2)]
+    for rank in ranks:
+        mine = [value for name, value in rank.items() if name.startswith("grad/")]
+        parts = [value if isinstance(value, Tensor) else value.local for value in mine]
+        rank["grad_norm/0"] = torch.stack([part.square().sum() for part in parts]).sum().sqrt()
+    (told,) = from_norms(evidence(*ranks), "grad_norm/0")
+    assert told.id == "norm_counts_few" and told.words.endswith("it was never summed")
+
+
+def test_what_became_of_parameters_is_told() -> None:
+    name = "param/layers.0.mlp.w1.weight"
+    start = {name.replace("param", "start"): drawn(8, 6, seed=4)}
+
+    def causes(value: Tensor) -> list[str]:
+        seen = evidence(*(outcome_of(rank, {**truth(), name: value}) for rank in range(2)), shares=start)
+        return [told.id for told in from_updates(seen, [name])]
+
+    assert causes(start[name.replace("param", "start")]) == ["never_updated"]
+    assert causes(truth()[name] - 0.3 * truth()[W1]) == ["stale"]
+    assert causes(truth()[name] + drawn(8, 6, seed=5)) == []
