@@ -1,4 +1,4 @@
-"""The command line: `shardproof run | show | compare | page | bench | doctor`.
+"""The command line: `shardproof run | show | compare | page | trace | bench | doctor`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
 130 interrupted, 141 nobody reads the output any more. Commands that do not exist yet are not offered.
@@ -27,6 +27,7 @@ _HANDLERS = {
     "show": "reports.show:main",
     "compare": "reports.compare:main",
     "page": "reports.show:page_main",
+    "trace": "reports.trace:main",
     "bench": "reports.run:bench_main",
     "doctor": "reports.doctor:main",
 }
@@ -81,9 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     show = add("show", help="the tables of a run again")
     _add_compare(add("compare", help="regression report of two runs; one run alone: its modes against each other"))
     page = add("page", help="one self-contained HTML file of a run")
-    for command in (show, page):
+    trace = add("trace", help="a run as Chrome/Perfetto JSON, one process a rank")
+    for command in (show, page, trace):
         command.add_argument("run", nargs="?", default="runs/latest", metavar="RUN", help="run folder (runs/latest)")
     page.add_argument("-o", dest="output", metavar="FILE", help="where to write it (report.html in the run folder)")
+    trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
     bench = add("bench", help="the performance table, measured here")
     bench.add_argument("--faults", action="store_true", help="what each engine makes of a rank that goes wrong instead")
     bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")
