@@ -25,11 +25,13 @@ from dataclasses import dataclass, replace
 
 from harness.ledger import Event
 
-__all__ = ["KINDS", "Fault", "Partition", "Target", "faults_of", "targets_of"]
+__all__ = ["KINDS", "Fault", "Partition", "Place", "Target", "faults_of", "targets_of"]
 
 KINDS = ("drop", "double", "op", "group", "stale", "delay", "poison")
 Partition = tuple[tuple[int, ...], ...]
 """The groups of one axis: lists of global ranks."""
+Place = tuple[int, int]
+"""(rank, call index): one row of the ledger."""
 
 _OPS = {"sum": ("avg", "max"), "avg": ("sum", "max"), "max": ("sum", "min"), "min": ("sum", "max")}
 """Reduce op -> what it may be mistaken for."""
@@ -50,7 +52,7 @@ class Target:
     phase: str
     region: str
     number: int
-    calls: tuple[tuple[int, int], ...]
+    calls: tuple[Place, ...]
 
     def __str__(self) -> str:
         reduction = f"{self.reduce_op} " if self.reduce_op else ""
@@ -80,12 +82,17 @@ class Fault:
         words += [f"on rank {self.rank}"] if self.rank >= 0 else []
         return " ".join(word for word in words if word)
 
+    @property
+    def places(self) -> frozenset[Place]:
+        """The (rank, call index) that it hits."""
+        return frozenset(call for call in self.target.calls if self.rank in {-1, call[0]})
+
 
 def targets_of(events: Iterable[Event]) -> tuple[Target, ...]:
     """The distinct calls of a ledger, in the order in which they first come up."""
     seen: Counter[tuple[object, ...]] = Counter()
     first: dict[tuple[object, ...], Event] = {}
-    calls: dict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
+    calls: dict[tuple[object, ...], list[Place]] = defaultdict(list)
     for event in sorted(events, key=lambda e: (e.rank, e.call_index)):
         same = (event.op, event.reduce_op, event.axis, event.group_size, event.dtype, event.phase, event.region)
         within = (*same, event.rank, event.step, event.microbatch)
@@ -158,6 +165,8 @@ def _other_groups(target: Target, axes: Mapping[str, Partition]) -> dict[str, Pa
         if fits and set(groups) not in [set(own), *map(set, found.values())]:
             found[name] = groups
     if size == len(world):
+        if target.op == "all_reduce":  # sums in another order are no other sums
+            return found
         found["reversed"] = tuple(tuple(reversed(ranks)) for ranks in own)
     elif not any(len(ranks) == size for groups in found.values() for ranks in groups):
         after = {rank: world[(i + 1) % len(world)] for i, rank in enumerate(world)}

@@ -25,7 +25,17 @@ from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
 from harness.tolerance import kind_of
 
-__all__ = ["REFERENCE", "Reference", "Trial", "controlled", "expectation_of", "explained", "recorded", "watched"]
+__all__ = [
+    "REFERENCE",
+    "Asked",
+    "Reference",
+    "Trial",
+    "controlled",
+    "expectation_of",
+    "explained",
+    "recorded",
+    "watched",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +60,17 @@ MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
 """Into how many partial sums the further control runs cut their sums; 1 adds the micro-batches in reverse only."""
 
 
+Asked = tuple[str, tuple[tuple[str, int], ...]]
+"""A function of the reference and the words that it was given."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
     `name` is the subject's when it was given as module:object, else "".
     `problems`: what could not be asked of the subject (expectation, activations) -> why.
+    `known` fills up with what the reference computed; trials of one case may share it.
     """
 
     case: CaseLike
@@ -67,6 +82,7 @@ class Trial:
     name: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    known: dict[Asked, Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -163,8 +179,8 @@ def controlled(trial: Trial, evidence: Evidence) -> Evidence:
 def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
     """The same evidence with what explains these wrong names: gradients taken apart, data read otherwise."""
     kinds = {kind_of(name) for name in wrong}
-    shares: dict[str, Tensor] = {}
-    what_if: dict[str, Tensor] = {}
+    shares: Mapping[str, Tensor] = {}
+    what_if: Mapping[str, Tensor] = {}
     try:
         if kinds & {"grad", "param", "grad_norm", "act"}:
             shares = _dense(trial, trial.reference.shares, part="explained")
@@ -175,15 +191,18 @@ def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evide
     return replace(evidence, shares=shares, alternatives=what_if)
 
 
-def _dense(trial: Trial, name: str, *, part: str = "truth", **words: int) -> dict[str, Tensor]:
+def _dense(trial: Trial, name: str, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
     """What a function of the reference computes, on the CPU; timed as this part."""
-    function: Any = resolve(name)
-    try:
-        with trial.timed(part):
-            outcome: Mapping[str, Tensor] = function(trial.case, torch.device(trial.device), **words)
-    except (ValueError, OSError) as problem:
-        raise RequestError(f"case {trial.text!r}: the dense model cannot compute it: {problem}") from problem
-    return {key: tensor.detach().cpu() for key, tensor in outcome.items()}
+    asked = name, tuple(words.items())
+    if asked not in trial.known:
+        function: Any = resolve(name)
+        try:
+            with trial.timed(part):
+                outcome: Mapping[str, Tensor] = function(trial.case, torch.device(trial.device), **words)
+        except (ValueError, OSError) as problem:
+            raise RequestError(f"case {trial.text!r}: the dense model cannot compute it: {problem}") from problem
+        trial.known[asked] = {key: tensor.detach().cpu() for key, tensor in outcome.items()}
+    return trial.known[asked]
 
 
 def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:

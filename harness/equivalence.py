@@ -1,0 +1,59 @@
+"""Faults that cannot be noticed, because the program they make computes the same: rules, each with its proof in words.
+
+A rule speaks of the fault alone. Two more proofs need a run and are made by `harness.survey`: that every disturbed call
+left the very bits that it leaves undisturbed (UNCHANGED), and that nobody looked at a late value before it came
+(UNTOUCHED). That no check failed proves nothing and is nowhere taken for a proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from harness.faults import Fault
+
+__all__ = ["RULES", "UNCHANGED", "UNTOUCHED", "Rule", "proof_of"]
+
+UNCHANGED = "every call left the bits that it leaves undisturbed, on every rank: it is the same run"
+UNTOUCHED = "no operator touched the late result before the rank's next call, at whose beginning it is there"
+
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+_MOVES = ("broadcast", "all_gather", "gather", "scatter")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """`proof` of the faults for which it holds: one line of words."""
+
+    proof: str
+    holds: Callable[[Fault], bool]
+
+
+def _in_group_of_one(fault: Fault) -> bool:
+    own = fault.kind in {"drop", "op", "delay"} or (fault.kind == "double" and fault.target.op == "all_reduce")
+    return fault.target.group_size == 1 and own
+
+
+def _idempotent(fault: Fault) -> bool:
+    return fault.kind == "double" and fault.target.op in _REDUCTIONS and fault.target.reduce_op in {"max", "min"}
+
+
+def _averages_equals(fault: Fault) -> bool:
+    return fault.kind == "double" and fault.target.op == "all_reduce" and fault.target.reduce_op == "avg"
+
+
+def _moves_again(fault: Fault) -> bool:
+    return fault.kind == "double" and fault.target.op in _MOVES
+
+
+RULES = (
+    Rule(proof="in a group of one the rank's own data are the result, under any reduction", holds=_in_group_of_one),
+    Rule(proof="max and min are idempotent: the result, reduced once more, is the result", holds=_idempotent),
+    Rule(proof="after an average all ranks hold the same numbers, whose average they are", holds=_averages_equals),
+    Rule(proof="what is moved once more, from inputs that the call does not change, is the same", holds=_moves_again),
+)
+
+
+def proof_of(fault: Fault, rules: Sequence[Rule] = RULES) -> str:
+    """Why nobody can notice this fault; "" when no rule says so."""
+    return next((rule.proof for rule in rules if rule.holds(fault)), "")

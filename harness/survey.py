@@ -1,0 +1,203 @@
+"""Every fault of a subject, one after another: which checks notice it, and which collectives nobody would miss.
+
+    results = survey(case, subject, engine)
+    for collective in unproved(results): print(collective.target, collective.why)
+
+A fault is killed when a check fails that passes without it (`run` when the ranks do not even finish). A fault that
+cannot be noticed has a proof (`harness.equivalence`); what is neither has survived. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from harness.checks import CHECKS, Check, examine
+from harness.engines.disturbance import Disturbance
+from harness.engines.engine import Engine
+from harness.engines.intervention import Intervened, Intervention
+from harness.engines.touches import Touches
+from harness.equivalence import RULES, UNCHANGED, UNTOUCHED, Rule, proof_of
+from harness.errors import MachineError, ProgramError, RequestError
+from harness.evidence import FAIL, PASS, Evidence, Finding
+from harness.faults import Fault, Place, Target, faults_of
+from harness.ledger import Event
+from harness.proof import NEED_WATCHING
+from harness.protocols import CaseLike, Subject
+from harness.trial import REFERENCE, Reference, Trial, controlled, recorded, watched
+
+__all__ = ["FaultResult", "Unproved", "survey", "unproved"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultResult:
+    """What came of one fault. `killed_by` in the order of the checks; `equivalent` is the proof that it is no fault;
+    `machine` is why the machine could not finish it.
+    """
+
+    fault: Fault
+    killed_by: tuple[str, ...] = ()
+    equivalent: str = ""
+    machine: str = ""
+    seconds: float = 0.0
+
+    @property
+    def killed(self) -> bool:
+        """Whether a check noticed."""
+        return bool(self.killed_by)
+
+    @property
+    def survived(self) -> bool:
+        """Whether nobody noticed a fault that is one."""
+        return not (self.killed_by or self.equivalent or self.machine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unproved:
+    """A collective that no check proves necessary, and why: redundant traffic or a blind spot."""
+
+    target: Target
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Undisturbed:
+    """The subject without a fault: its ledger, the checks that pass, and what every call delivered."""
+
+    events: tuple[Event, ...]
+    checks: Mapping[str, Check]
+    delivered: Mapping[Place, bytes]
+
+
+def survey(
+    case: CaseLike,
+    subject: Subject,
+    engine: Engine,
+    *,
+    faults: Iterable[Fault] | None = None,
+    checks: Mapping[str, Check] = CHECKS,
+    rules: Sequence[Rule] = RULES,
+    first_only: bool = False,
+    reference: Reference = REFERENCE,
+    device: str = "cpu",
+    timeout_s: float = 60.0,
+) -> list[FaultResult]:
+    """The results of these faults, of all legal ones when none are given. The dense model is computed once.
+
+    With `first_only` a fault is dropped at the first stage of checks that notices it: the recorded run is looked at
+    before activations are captured. Raises RequestError when the undisturbed subject does not finish or passes nothing.
+    """
+    trial = Trial(case=case, subject=subject, engine=engine, reference=reference, device=device, timeout_s=timeout_s)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        clean = _undisturbed(trial, checks)
+        asked = faults_of(clean.events, case.axes) if faults is None else tuple(faults)
+        return _looked_at_late(trial, [_result(trial, fault, clean, rules, first_only) for fault in asked])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def unproved(results: Iterable[FaultResult]) -> list[Unproved]:
+    """The targets whose loss on every rank nobody notices, by the results of their faults."""
+    by_target: dict[Target, dict[str, FaultResult]] = {}
+    for result in results:
+        if result.fault.kind in {"drop", "poison"} and result.fault.rank < 0:
+            by_target.setdefault(result.fault.target, {})[result.fault.kind] = result
+    found = []
+    for target, by_kind in by_target.items():
+        dropped, poisoned = by_kind.get("drop"), by_kind.get("poison")
+        if dropped is None or target.group_size == 1 or not (dropped.survived or dropped.equivalent == UNCHANGED):
+            continue
+        if dropped.equivalent:
+            why = "redundant: every rank has the result before the call"
+        elif poisoned is not None and poisoned.survived:
+            why = "dead traffic or a blind spot: nothing that is checked depends on the result"
+        else:
+            why = "redundant: what a rank has alone serves as well"
+        found.append(Unproved(target=target, why=why))
+    return found
+
+
+def _undisturbed(trial: Trial, checks: Mapping[str, Check]) -> _Undisturbed:
+    """The clean run. Raises RequestError when the subject does not finish, or nothing passes."""
+    clean = Disturbance(None)
+    try:
+        evidence, findings = _examined(_on(trial, clean), checks, first_only=False)
+    except ProgramError as error:
+        raise RequestError(f"case {trial.text!r}: the subject does not finish undisturbed: {error.cause}") from error
+    passing = {check: checks[check] for check, finding in findings.items() if finding.verdict == PASS}
+    if not passing:
+        raise RequestError(f"case {trial.text!r}: no check passes undisturbed, so none can notice a fault")
+    return _Undisturbed(events=evidence.events, checks=passing, delivered=dict(clean.delivered))
+
+
+def _on(trial: Trial, intervention: Intervention) -> Trial:
+    """The same trial under an intervention; what the reference computed is shared."""
+    return replace(trial, engine=Intervened(trial.engine, intervention), seconds={}, problems={})
+
+
+def _examined(trial: Trial, checks: Mapping[str, Check], first_only: bool) -> tuple[Evidence, dict[str, Finding]]:
+    """What the checks find; with `first_only` activations are captured only when nothing has failed before."""
+    evidence = recorded(trial)
+    if evidence.controls:
+        evidence = controlled(trial, evidence)
+    findings = examine(evidence, {name: check for name, check in checks.items() if name not in NEED_WATCHING})
+    if NEED_WATCHING & set(checks) and not (first_only and _failed(findings)):
+        findings = examine(watched(trial, evidence), checks)
+    return evidence, findings
+
+
+def _failed(findings: Mapping[str, Finding]) -> tuple[str, ...]:
+    return tuple(check for check, finding in findings.items() if finding.verdict == FAIL)
+
+
+def _result(trial: Trial, fault: Fault, clean: _Undisturbed, rules: Sequence[Rule], first_only: bool) -> FaultResult:
+    """One fault, tried."""
+    start_s = time.perf_counter()
+    made = FaultResult(fault=fault, equivalent=proof_of(fault, rules))
+    if not made.equivalent:
+        made = _tried(trial, fault, clean, first_only)
+    return replace(made, seconds=time.perf_counter() - start_s)
+
+
+def _tried(trial: Trial, fault: Fault, clean: _Undisturbed, first_only: bool) -> FaultResult:
+    disturbance = Disturbance(fault)
+    try:
+        _, findings = _examined(_on(trial, disturbance), clean.checks, first_only)
+    except ProgramError:
+        return FaultResult(fault=fault, killed_by=("run",))
+    except MachineError as error:
+        return FaultResult(fault=fault, machine=error.cause)
+    killed_by = _failed(findings)
+    unchanged = not killed_by and disturbance.delivered == clean.delivered
+    return FaultResult(fault=fault, killed_by=killed_by, equivalent=UNCHANGED if unchanged else "")
+
+
+def _touched(trial: Trial) -> frozenset[Place]:
+    """The results that the undisturbed program looks at before its rank's next call."""
+    touches, case = Touches(), trial.case
+
+    def program(rank: int) -> None:
+        with touches.on_rank(rank):
+            trial.subject(case, torch.device(trial.device))
+
+    words = {"world_size": case.world_size, "seed": case.seed, "timeout_s": trial.timeout_s}
+    Intervened(trial.engine, touches).run(program, **words)
+    return touches.touched
+
+
+def _looked_at_late(trial: Trial, results: Sequence[FaultResult]) -> list[FaultResult]:
+    """The results, with the proof for late values that nobody looks at before they come; one run for all of them."""
+    if not any(result.survived and result.fault.kind == "delay" for result in results):
+        return list(results)
+    touched = _touched(trial)
+    return [
+        replace(result, equivalent=UNTOUCHED)
+        if result.survived and result.fault.kind == "delay" and touched.isdisjoint(result.fault.places)
+        else result
+        for result in results
+    ]

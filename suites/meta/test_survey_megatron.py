@@ -1,0 +1,42 @@
+"""Every collective of unmodified Megatron-Core is proved necessary: its GPTModel needs each of its 4L + 5 calls."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs the extra `peers`")
+
+from harness.evidence import PASS
+from harness.execution import execute
+from harness.faults import faults_of
+from harness.proof import prove
+from harness.survey import survey, unproved
+from reference.case import Case
+from suites.subjects import megatron
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+LAYERS = 2
+CASE = Case.parse(
+    f"mode=tp tp=2 layers={LAYERS} hidden=32 heads=4 kv_heads=4 vocab=128 seq=16 batch=2 steps=1 dtype=float32"
+)
+
+
+def test_gpt_model_equals_itself_on_one_rank() -> None:
+    with megatron.on_cpu(), megatron.engine() as engine:
+        result = prove(CASE, megatron.subject, engine, reference=megatron.REFERENCE)
+    assert result.verdict == PASS
+    assert {"forward", "parameter_gradients", "replicas"} <= {verdict.check for verdict in result.verdicts}
+
+
+def test_every_collective_is_necessary_and_every_doubled_sum_is_noticed() -> None:
+    with megatron.on_cpu(), megatron.engine() as engine:
+        events = execute(CASE, megatron.subject, engine, text="").events
+        faults = faults_of(events, CASE.axes, kinds=("drop", "double"))
+        results = survey(CASE, megatron.subject, engine, faults=faults, reference=megatron.REFERENCE, first_only=True)
+    dropped = [result for result in results if result.fault.kind == "drop"]
+    assert len(dropped) == 4 * LAYERS + 5
+    assert all(result.killed for result in dropped)
+    assert unproved(results) == []
+    equivalent = [str(result.fault) for result in results if result.equivalent]
+    assert equivalent == ["double max all_reduce tp forward #0"]
+    assert not [str(result.fault) for result in results if result.survived]

@@ -1,0 +1,140 @@
+"""Unmodified Megatron-Core as a subject: one step of GPTModel under tensor parallelism, and the same on one rank.
+
+Megatron is written for CUDA, so two things are answered for it (`on_cpu`): the current device is the CPU, and the CUDA
+random tracker does nothing. The globals of `parallel_state`, one set a process, must be one set a rank: run the subject
+on `engine()`. Its cross entropy computes in float32, whatever the model does, so cases are float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from harness.engines.inproc import InprocEngine
+from harness.outcome import Shard
+from harness.trial import Reference
+from reference.case import Case
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Megatron's own, at import
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+__all__ = ["REFERENCE", "STATE", "control", "engine", "nothing", "on_cpu", "subject", "truth"]
+
+STATE = "megatron.core.parallel_state"
+REFERENCE = Reference(
+    truth=f"{__name__}:truth",
+    true_activations=f"{__name__}:nothing",
+    control=f"{__name__}:control",
+    control_activations=f"{__name__}:nothing",
+)
+
+
+class _NoTracker:
+    """Stands for the CUDA random tracker."""
+
+    def is_initialized(self) -> bool:
+        """As after model_parallel_cuda_manual_seed."""
+        return True
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "") -> Iterator[None]:
+        """Draw from the common stream."""
+        yield
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Inside, Megatron's questions about CUDA are answered for the CPU."""
+    with contextlib.ExitStack() as answered:
+        answered.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("megatron.") and "get_cuda_rng_tracker" in vars(module):
+                answered.enter_context(mock.patch.object(module, "get_cuda_rng_tracker", lambda *_, **__: _NoTracker()))
+        yield
+
+
+def engine() -> InprocEngine:
+    """An engine whose ranks have a parallel state each."""
+    return InprocEngine(per_rank_modules=(STATE,))
+
+
+def subject(case: Case, device: torch.device) -> dict[str, object]:
+    """One forward and backward: the loss, and every gradient as the shard that Megatron says it is."""
+    return _step(case, case.tp, getattr(torch, case.dtype))
+
+
+def truth(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """The same on one rank, in float64 as far as Megatron's cross entropy lets it."""
+    return _on_one_rank(case, torch.float64)
+
+
+def control(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
+    """The same on one rank in the case's dtype."""
+    return _on_one_rank(case, getattr(torch, case.dtype))
+
+
+def nothing(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
+    """Activations are not compared: Megatron's own model is the truth here, and nobody says how its modules split."""
+    return {}
+
+
+def _on_one_rank(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    with engine() as alone:
+        (outcome,) = alone.run(lambda rank: _step(case, 1, dtype), world_size=1, seed=case.seed)
+    return {name: value.local if isinstance(value, Shard) else value for name, value in outcome.items()}
+
+
+def _step(case: Case, tp: int, dtype: torch.dtype) -> dict[str, object]:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    model = _model(case, dtype)
+    tokens = torch.arange(case.batch * case.seq).view(case.batch, case.seq) * 7 % case.vocab
+    places = torch.arange(case.seq).expand(case.batch, case.seq)
+    mask = torch.ones(1, 1, case.seq, case.seq).triu(1).bool()
+    loss = model(tokens, places, attention_mask=mask, labels=tokens.roll(-1, 1)).mean()
+    loss.backward()
+    outcome: dict[str, object] = {"loss/0": loss.detach()}
+    for name, parameter in model.named_parameters():
+        outcome[f"grad/{name}"] = _placed(parameter, tp)
+    return outcome
+
+
+def _model(case: Case, dtype: torch.dtype) -> torch.nn.Module:
+    config = TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+    )
+    model: torch.nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=case.vocab,
+        max_sequence_length=case.seq,
+        position_embedding_type="learned_absolute",
+    )
+    return model.to(dtype)
+
+
+def _placed(parameter: torch.nn.Parameter, tp: int) -> object:
+    """The gradient, as the shard along the dim that Megatron has marked."""
+    gradient = parameter.grad
+    if gradient is None or not getattr(parameter, "tensor_model_parallel", False):
+        return gradient
+    dim, shape = int(getattr(parameter, "partition_dim")), list(gradient.shape)  # noqa: B009  (Megatron's mark)
+    offsets = [0] * len(shape)
+    offsets[dim] = parallel_state.get_tensor_model_parallel_rank() * shape[dim]
+    shape[dim] *= tp
+    return Shard(gradient, tuple(offsets), tuple(shape))
