@@ -68,7 +68,7 @@ def engine() -> InprocEngine:
     return InprocEngine(per_rank_modules=(STATE,))
 
 
-def subject(case: Case, device: torch.device) -> dict[str, object]:
+def subject(case: Case, device: torch.device) -> dict[str, Tensor | Shard]:
     """One forward and backward: the loss, and every gradient as the shard that Megatron says it is."""
     return _step(case, case.tp, getattr(torch, case.dtype))
 
@@ -94,7 +94,7 @@ def _on_one_rank(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: value.local if isinstance(value, Shard) else value for name, value in outcome.items()}
 
 
-def _step(case: Case, tp: int, dtype: torch.dtype) -> dict[str, object]:
+def _step(case: Case, tp: int, dtype: torch.dtype) -> dict[str, Tensor | Shard]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     model = _model(case, dtype)
     tokens = torch.arange(case.batch * case.seq).view(case.batch, case.seq) * 7 % case.vocab
@@ -102,9 +102,10 @@ def _step(case: Case, tp: int, dtype: torch.dtype) -> dict[str, object]:
     mask = torch.ones(1, 1, case.seq, case.seq).triu(1).bool()
     loss = model(tokens, places, attention_mask=mask, labels=tokens.roll(-1, 1)).mean()
     loss.backward()
-    outcome: dict[str, object] = {"loss/0": loss.detach()}
+    outcome: dict[str, Tensor | Shard] = {"loss/0": loss.detach()}
     for name, parameter in model.named_parameters():
-        outcome[f"grad/{name}"] = _placed(parameter, tp)
+        if parameter.grad is not None:
+            outcome[f"grad/{name}"] = _placed(parameter, parameter.grad, tp)
     return outcome
 
 
@@ -128,10 +129,9 @@ def _model(case: Case, dtype: torch.dtype) -> torch.nn.Module:
     return model.to(dtype)
 
 
-def _placed(parameter: torch.nn.Parameter, tp: int) -> object:
+def _placed(parameter: torch.nn.Parameter, gradient: Tensor, tp: int) -> Tensor | Shard:
     """The gradient, as the shard along the dim that Megatron has marked."""
-    gradient = parameter.grad
-    if gradient is None or not getattr(parameter, "tensor_model_parallel", False):
+    if not getattr(parameter, "tensor_model_parallel", False):
         return gradient
     dim, shape = int(getattr(parameter, "partition_dim")), list(gradient.shape)  # noqa: B009  (Megatron's mark)
     offsets = [0] * len(shape)
