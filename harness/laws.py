@@ -2,7 +2,10 @@
 
 Members of a group issue the same sequence of collectives (op, reduce op, dtype; payload bytes too, but for all-to-alls
 and rooted calls, whose members may rightly differ), and in every group what is sent is received: the same number of
-messages and of bytes. Payloads are bytes.
+messages and of bytes. Where a run goes backward, moves have their conjugates: over every axis as many all-to-alls of
+numbers go backward as forward, with the same bytes in all, and every reduce-scatter forward has an all-gather of as
+many bytes in the backward of its module. No more holds for everybody: a gathered tensor's gradient may be cut instead
+of reduce-scattered, and gradients of whole parameters are reduced at any time. Payloads are bytes.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ def broken_laws(
     events: Iterable[Event], axes: Mapping[str, tuple[Group, ...]], world_size: int
 ) -> tuple[list[Broken], tuple[str, ...]]:
     """The broken laws, and what could not be looked at: axes whose groups nobody can tell."""
+    events = tuple(events)
     groups: dict[tuple[str, Group], dict[int, list[Event]]] = {}
     unread: set[str] = set()
     for event in sorted(events, key=lambda e: (e.rank, e.call_index)):
@@ -48,6 +52,8 @@ def broken_laws(
     broken = []
     for (axis, ranks), by_rank in groups.items():
         broken += same_sequence(axis, ranks, by_rank) + _received(axis, ranks, by_rank)
+    if any(event.phase == "backward" for event in events):
+        broken += _exchanged_back(events) + _gathered_back(events)
     return broken, tuple(sorted(unread))
 
 
@@ -91,6 +97,48 @@ def _received(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -
         f"{received.total()} of {_total(moved['recv'])} B"
     )
     return [Broken(message=message, ranks=ranks, phase=event.phase, region=event.region)]
+
+
+def _exchanged_back(events: Sequence[Event]) -> list[Broken]:
+    """All-to-alls of numbers: the gradient returns the way that the tensor came."""
+    moved = [e for e in events if e.op == "all_to_all" and "float" in e.dtype and e.group_size > 1]
+    broken = []
+    for axis in dict.fromkeys(event.axis for event in moved):
+        there, back = ([e for e in moved if (e.axis, e.phase) == (axis, way)] for way in ("forward", "backward"))
+        if (len(there), _total(there)) != (len(back), _total(back)):
+            message = (
+                f"{len(there)} all-to-alls of {_total(there)} B over {axis} go forward and {len(back)} of "
+                f"{_total(back)} B backward: each must have its conjugate"
+            )
+            region = _lacking(there, back)
+            broken.append(Broken(message=message, ranks=(), phase="backward", region=region))
+    return broken
+
+
+def _gathered_back(events: Sequence[Event]) -> list[Broken]:
+    """A reduce-scatter forward cuts a sum: every term's gradient is the whole one, which must be gathered."""
+    wide = [e for e in events if e.group_size > 1]
+    there = [e for e in wide if (e.phase, e.op) == ("forward", "reduce_scatter")]
+    back = [e for e in wide if (e.phase, e.op) == ("backward", "all_gather")]
+    lacking = Counter(map(_kind, there)) - Counter(map(_kind, back))
+    broken = []
+    for (region, axis, dtype, payload_bytes), calls in reversed(lacking.items()):
+        message = (
+            f"{calls} reduce_scatters of {payload_bytes} B {dtype} over {axis} in forward of {region or 'no module'} "
+            "have no all_gather of their gradients in its backward"
+        )
+        broken.append(Broken(message=message, ranks=(), phase="backward", region=region))
+    return broken
+
+
+def _kind(event: Event) -> tuple[str, str, str, int]:
+    return event.region, event.axis, event.dtype, event.payload_bytes
+
+
+def _lacking(there: Sequence[Event], back: Sequence[Event]) -> str:
+    """The module with more calls forward than backward that backward meets first."""
+    more = Counter(event.region for event in there) - Counter(event.region for event in back)
+    return next((event.region for event in reversed(there) if event.region in more), "")
 
 
 def _signature(event: Event) -> object:

@@ -171,6 +171,23 @@ def test_uneven_all_to_alls_are_lawful_and_uneven_reductions_are_not() -> None:
     assert len(laws_broken_by((reduced[0], replace(reduced[1], payload_bytes=8)))) == 1
 
 
+def test_moves_have_their_conjugates() -> None:
+    exchange = Term(phase="forward", region="layers.0.mlp", op="all_to_all", reduce_op="", calls=2)
+    scatter = replace(exchange, op="reduce_scatter", reduce_op="sum")
+    back, gather = replace(exchange, phase="backward"), replace(exchange, phase="backward", op="all_gather")
+    assert laws_broken_by(events((exchange, scatter, back, gather))) == []
+    assert laws_broken_by(events((exchange, scatter))) == []  # nothing goes backward: an evaluation
+    assert laws_broken_by(events((exchange, back, scatter, replace(gather, calls=1)))) == [
+        "2 reduce_scatters of 384 B float64 over tp in forward of layers.0.mlp have no all_gather of their gradients "
+        "in its backward"
+    ]
+    assert laws_broken_by(events((exchange, replace(back, calls=1)))) == [
+        "4 all-to-alls of 1536 B over tp go forward and 2 of 768 B backward: each must have its conjugate"
+    ]
+    tokens = replace(exchange, dtype="int64")
+    assert laws_broken_by(events((tokens, replace(gather, calls=1)))) == []  # indices have no gradient
+
+
 def test_unnamed_groups_are_read_from_their_rank_list_and_unknown_ones_are_said() -> None:
     listed = tuple(replace(event, axis="0,1") for event in events())
     assert broken_laws(listed, case().axes, 2) == ([], ())

@@ -1,0 +1,70 @@
+"""Mode equivalence: every mode that takes a case computes the same of it, and moves differ where modes do."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.execution import execute
+from harness.merging import merge
+from harness.protocols import Subject
+from harness.resolve import resolve
+from parallel.subject import subject
+from reference.case import Case
+from suites.mutants.planting import planted, replaced
+from suites.prover import Prover, chosen_modes
+from suites.strategies import cases
+
+APART = 1e-11
+"""Two modes add the same numbers in other orders: float64 noise of the largest element, far below any known bug."""
+EXAMPLES = max(1, settings().max_examples // 5)
+"""An example runs every mode, so fewer are drawn."""
+
+
+def outcomes(prover: Prover, case: Case, modes: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """Mode -> its merged outcome, of the modes that take the case."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    run: Subject = resolve(prover.subject)  # type: ignore[assignment]
+    for mode in modes:
+        try:
+            alike = case.but(mode=mode)
+        except ValueError:  # a word that this mode does not know: another case, which others draw
+            continue
+        if getattr(run, "refuses", lambda _: "")(alike):
+            continue
+        merged = merge(execute(alike, run, prover.engine, text=str(alike)).outcomes)
+        assert merged.flaws == ()
+        found[mode] = dict(merged.tensors)
+    return found
+
+
+def apart(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose values two outcomes do not share."""
+    names = sorted(first.keys() & second.keys())
+    return [name for name in names if _gap(first[name], second[name]) > APART]
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    scale = max(float(a.abs().max()), 1e-3)
+    return float((a - b).abs().max()) / scale
+
+
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_all_modes_compute_the_same(prover: Prover, data: st.DataObject) -> None:
+    modes = list(chosen_modes(prover.subject, "all"))
+    case = data.draw(cases("tp-sp" if "tp-sp" in modes else modes[0], prover.worlds, delivery="tensors"))
+    found = outcomes(prover, case, modes)
+    first, *others = found
+    for other in others:
+        assert apart(found[first], found[other]) == [], f"{first} and {other} part on {case}"
+
+
+def test_a_mode_that_computes_something_else_is_noticed(prover: Prover) -> None:
+    case = Case.parse("mode=tp tp=2 layers=1 heads=4 hidden=16 ffn=24 seq=8 vocab=264 steps=1")
+    wrong = planted(replaced("parallel.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() * (1 + 1e-9)"))
+    runs = [execute(case, run, prover.engine, text=str(case)) for run in (subject, wrong)]
+    right, other = (dict(merge(run.outcomes).tensors) for run in runs)
+    assert apart(right, right) == []
+    assert "grad/layers.0.mlp.w1.weight" in apart(right, other)
