@@ -1,14 +1,21 @@
-"""What every suite shares: the profile, the modes under proof, and the prover of the subject that was named."""
+"""What every suite shares: the profile, the modes under proof, the prover of the subject under test, and its gates."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+from harness.errors import RequestError
+from suites import known_failures, step_summary
+from suites.ledger_gate import LedgerGate
+from suites.options import asked, path_asked
 from suites.profiles import register
 from suites.prover import Prover, chosen_modes
+
+_COUNTED = ("passed", "failed", "error", "xfailed", "skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,20 +26,49 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     """One line: who is under test, where and how deep."""
-    asked = config.option
-    return f"shardproof: subject {asked.subject}, modes {asked.modes}, worlds {asked.worlds}"
+    return "shardproof: " + ", ".join(f"{name} {asked(config, name)}" for name in ("subject", "modes", "worlds"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run every suite that asks for a `mode` once for each mode under proof."""
     if "mode" in metafunc.fixturenames:
-        asked = metafunc.config.option
-        metafunc.parametrize("mode", chosen_modes(asked.subject, asked.modes))
+        config = metafunc.config
+        metafunc.parametrize("mode", chosen_modes(asked(config, "subject"), asked(config, "modes")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let known failures fail, and stale ones too."""
+    if path := path_asked(config, "known_failures"):
+        try:
+            known_failures.mark(session, items, known_failures.read(path))
+        except RequestError as problem:
+            raise pytest.UsageError(str(problem)) from problem
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """On GitHub, tell the step's page."""
+    stats = terminalreporter.stats
+    counts = {word: len(stats.get(word, ())) for word in _COUNTED}
+    failures = [(report.nodeid, report.longreprtext) for word in ("failed", "error") for report in stats.get(word, ())]
+    step_summary.append(step_summary.told(counts, failures, pytest_report_header(config)), os.environ)
 
 
 @pytest.fixture(scope="session")
 def prover(request: pytest.FixtureRequest) -> Iterator[Prover]:
     """Proves cases of the subject under test, on one engine for the whole session."""
-    asked = request.config.option
-    with Prover.on(asked.subject, asked.worlds) as prover:
+    config = request.config
+    out = path_asked(config, "run_dir")
+    words = {name: asked(config, name) for name in ("subject", "worlds", "device")}
+    with Prover.on(**words, out=out, command=config.invocation_params.args) as prover:
         yield prover
+
+
+@pytest.fixture(scope="session")
+def ledger_gate(request: pytest.FixtureRequest, prover: Prover) -> LedgerGate:
+    """Holds cases of the subject under test against the ledgers of --ledger-baseline."""
+    folder = path_asked(request.config, "ledger_baseline")
+    if folder is None:
+        pytest.skip("needs --ledger-baseline DIR")
+    update = bool(asked(request.config, "update_ledgers"))
+    return LedgerGate(folder=folder, subject=prover.subject, engine=prover.engine, update=update)

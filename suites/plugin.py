@@ -3,28 +3,45 @@
     pytest --pyargs suites --subject my.module:subject --modes tp,tp-sp --worlds 2,3 --hypothesis-profile deep
 
 It loads in every pytest session of its environment, so it adds options and nothing else; what the suites need is in
-their conftest. Profiles are `suites.profiles`.
+their conftest. Options and their ini twins are in `suites.options`, profiles in `suites.profiles`.
 """
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+from suites.options import asked, register
 
 __all__: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Three options; everything else is a word of the case or an option of hypothesis."""
-    group = parser.getgroup("shardproof")
-    group.addoption("--subject", default="parallel.subject:subject", help="implementation under test, module:object")
-    group.addoption("--modes", default="all", help="modes to prove, comma separated, or all that the subject claims")
-    group.addoption("--worlds", default="2,3,4,6", help="world sizes to draw from, comma separated")
+    """Our options; everything else is a word of the case or an option of hypothesis."""
+    register(parser)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Make our profiles known before hypothesis looks for the one that it was told."""
     if config.getoption("hypothesis_profile", None):
-        from suites.profiles import register  # noqa: PLC0415  (imports hypothesis, which other sessions may not want)
+        from suites.profiles import register as register_profiles  # noqa: PLC0415  (hypothesis, for those who want it)
 
-        register()
+        register_profiles()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """`-n auto`: as many workers as find a core for every rank that computes at the same time.
+
+    The ranks of the in-process engine take turns, so a worker needs one core and xdist's own answer holds (None). An
+    engine whose ranks are processes needs as many cores for a worker as its largest world has ranks.
+    """
+    engine = config.getoption("engine", None) or "inproc"
+    if engine in ("inproc", "dry"):
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # A word that is no number is refused where world sizes are read, with its rule.
+    largest = max((int(word) for word in asked(config, "worlds").split(",") if word.isdecimal()), default=1)
+    return max(1, cores // largest)

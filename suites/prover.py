@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import hypothesis
@@ -12,10 +13,13 @@ import torch
 
 from harness.checks import CHECKS
 from harness.engines.engine import Engine
+from harness.environment import environment
 from harness.errors import RequestError
 from harness.proof import CaseResult, prove
 from harness.resolve import resolve
 from harness.run import engine_named
+from harness.store import Store
+from harness.summary import summarize
 from reference.case import Case
 from reference.rules import MODES
 
@@ -24,23 +28,32 @@ __all__ = ["Prover", "chosen_modes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prover:
-    """A subject, the world sizes to draw from, and the engine that runs it."""
+    """A subject, the world sizes to draw from, the engine that runs it, and the run folder that keeps the proofs."""
 
     subject: str
     worlds: tuple[int, ...]
     engine: Engine
+    device: str = "cpu"
+    store: Store | None = None
+    stored: set[str] = field(default_factory=set)
 
     @classmethod
     @contextmanager
-    def on(cls, subject: str, worlds: str) -> Iterator[Self]:
-        """Open an engine and keep torch to one thread, as every engine does."""
+    def on(
+        cls, subject: str, worlds: str, device: str = "cpu", out: Path | None = None, command: Sequence[object] = ()
+    ) -> Iterator[Self]:
+        """Open an engine, and a run folder in `out`; keep torch to one thread, as every engine does."""
+        request = {"subject": subject, "worlds": worlds, "device": device}
+        store = Store(out, subject, environment([*map(str, command)], request)) if out else None
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             with engine_named("inproc") as engine:
-                yield cls(subject=subject, worlds=world_sizes(worlds), engine=engine)
+                yield cls(subject=subject, worlds=world_sizes(worlds), engine=engine, device=device, store=store)
         finally:
             torch.set_num_threads(threads)
+            if store:
+                store.close()
 
     def proof(self, case: Case, subject: Any = None) -> CaseResult:
         """All that is known of this case; `subject` stands in for the one under test (a planted bug)."""
@@ -53,7 +66,8 @@ class Prover:
         return less than ours.
         """
         asked = {name: CHECKS[name] for name in checks}
-        result = prove(case, self.subject, self.engine, checks=asked)
+        result = prove(case, self.subject, self.engine, checks=asked, device=self.device)
+        self._keep(result)
         if result.skipped:
             hypothesis.note(result.skipped)
             hypothesis.reject()
@@ -61,6 +75,19 @@ class Prover:
         assert not wrong, "\n\n".join(verdict.message for verdict in wrong)
         silent = set(checks) - {verdict.check for verdict in result.verdicts}
         assert not silent or self.subject != "parallel.subject:subject", f"nothing to check: {sorted(silent)}"
+
+    def _keep(self, result: CaseResult) -> None:
+        """Store what was proved; the events of a case that several tests draw are stored once."""
+        if self.store is None or result.skipped:
+            return
+        case, events = result.case, result.events
+        if result.text in self.stored:
+            self.store.add(result.text, (), (), result.verdicts, result.seconds)
+            return
+        self.stored.add(result.text)
+        self.store.plan([{"case": result.text, "mode": case.mode, "world_size": case.world_size}])
+        rows = summarize(result.text, case.mode, case.world_size, events, result.expectation)
+        self.store.add(result.text, events, rows, result.verdicts, result.seconds)
 
 
 def world_sizes(text: str) -> tuple[int, ...]:

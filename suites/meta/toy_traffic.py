@@ -20,7 +20,7 @@ from harness.store import Store
 from harness.summary import summarize
 from reference.case import Case
 
-__all__ = ["CASE", "WAYS", "stored"]
+__all__ = ["CASE", "WAYS", "doubled", "gather", "right", "stored", "wider"]
 
 CASE = Case.parse("mode=tp tp=2 steps=3 micro=2 layers=1 hidden=16 heads=2 vocab=24 seq=8")
 WAYS = ("right", "gather", "doubled", "wider")
@@ -83,6 +83,9 @@ def _subject(way: str) -> Any:
         return {}
 
     return program
+
+
+right, gather, doubled, wider = map(_subject, WAYS)
 
 
 def stored(out: Path, way: str = "right", case: Case = CASE, *, add: bool = True) -> Path:

@@ -1,0 +1,94 @@
+"""Tests that are known to fail, with reasons: they may fail and nothing else, and one that passes again fails.
+
+[[failure]]
+test = "test_forward.py::test_losses_and_logits[isp]"     # the end of a test's id; * stands for anything
+reason = "issue 12: the head is scattered in the wrong order"
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from harness.errors import RequestError
+
+__all__ = ["Known", "mark", "read"]
+
+_LEGAL = 'legal: [[failure]] with test = "test_forward.py::test_activations[isp]" and reason = "issue 12"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """One entry: the end of the ids of the tests that it means, and why they fail."""
+
+    test: str
+    reason: str
+
+    def means(self, nodeid: str) -> bool:
+        """Does it stand for the test of this id?"""
+        pattern = re.escape(self.test).replace(r"\*", ".*")
+        return re.fullmatch(f"(.*/)?{pattern}", nodeid) is not None
+
+
+def read(path: Path) -> tuple[Known, ...]:
+    """The entries of a file. Raises RequestError with one sentence for what is no such file."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else f"no TOML: {problem}"
+        raise RequestError(f"known-failures={path}: cannot be read ({reason}); {_LEGAL}") from problem
+    entries = content.get("failure", [])
+    if set(content) - {"failure"} or not isinstance(entries, list):
+        raise RequestError(f"known-failures={path}: holds {', '.join(content)}, must hold [[failure]] only; {_LEGAL}")
+    return tuple(_known(path, entry) for entry in entries)
+
+
+def _known(path: Path, entry: object) -> Known:
+    words = entry if isinstance(entry, dict) else {}
+    if set(words) != {"test", "reason"} or not all(isinstance(word, str) and word.strip() for word in words.values()):
+        raise RequestError(f"known-failures={path}: {entry!r} must have a test and a reason, nothing else; {_LEGAL}")
+    return Known(test=words["test"], reason=words["reason"])
+
+
+def mark(session: pytest.Session, items: list[pytest.Item], known: Sequence[Known]) -> None:
+    """Let the tests that are known to fail, fail; add a failing test for every entry that no collected test has.
+
+    An entry counts as stale only when the file that it names was collected as a whole.
+    """
+    for item in items:
+        for entry in known:
+            if entry.means(item.nodeid):
+                item.add_marker(pytest.mark.xfail(reason=entry.reason, strict=True))
+    items += list(_stale(session, items, known))
+
+
+def _stale(session: pytest.Session, items: Sequence[pytest.Item], known: Sequence[Known]) -> Iterator[pytest.Item]:
+    if any("::" in word for word in session.config.args):
+        return
+    files = {Path(item.nodeid.partition("::")[0]).name for item in items}
+    for entry in known:
+        file = Path(entry.test.partition("::")[0]).name
+        if (file in files or "*" in file) and not any(entry.means(item.nodeid) for item in items):
+            yield _Stale.from_parent(session, name=f"known failure {entry.test}", entry=entry)
+
+
+class _Stale(pytest.Item):
+    """A known failure of a test that does not exist."""
+
+    def __init__(self, *, entry: Known, **words: object) -> None:
+        super().__init__(**words)  # type: ignore[arg-type]
+        self.entry = entry
+
+    def runtest(self) -> None:
+        raise RequestError(f"known failure {self.entry.test}: no such test is left; legal: remove it from the file")
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
+        return str(excinfo.value)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        return self.path, None, self.name

@@ -1,0 +1,71 @@
+"""Ledgers as gates: the events of a case are those of its stored ledger, or the test fails with the difference.
+
+One CSV file a case, as readable in a pull request as any baseline (reports.baselines). For subjects without a closed
+form it is the only word on what they should send; for ours it shows in a diff what a change of code changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from harness.engines.engine import Engine
+from harness.errors import RequestError
+from harness.execution import execute
+from harness.ledger import COLUMNS
+from harness.proof import skip_reason
+from harness.resolve import resolve
+from harness.store import safe_name
+from reference.case import Case
+from reports.baselines import read_events, write_events
+from reports.compare import events_table
+from reports.differences import differences
+from reports.snapshot import counted
+from reports.text import plain
+
+__all__ = ["LedgerGate", "file_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerGate:
+    """Holds the cases of a subject against the ledgers of a folder, or writes them when `update`."""
+
+    folder: Path
+    subject: str
+    engine: Engine
+    update: bool = False
+
+    def holds(self, text: str) -> None:
+        """Assert that a case sends what its stored ledger says."""
+        case = Case.parse(text)
+        events = self._events(case)
+        path = self.folder / file_of(str(case))
+        if self.update:
+            write_events(events, path)
+            return
+        if not path.is_file():
+            raise AssertionError(f"{path}: no ledger is stored for {case}; store it with --update-ledgers")
+        found = differences(read_events(path), events)
+        if len(found):
+            table = plain(events_table(found))
+            raise AssertionError(f"{case} sends something else than {path}:\n{table}if it should: --update-ledgers")
+
+    def _events(self, case: Case) -> pd.DataFrame:
+        subject = resolve(self.subject)
+        if not callable(subject):
+            raise RequestError(f"subject {self.subject}: must be callable as subject(case, device)")
+        found: Callable[..., object] = subject
+        if reason := skip_reason(case, found, self.subject):  # type: ignore[arg-type]
+            raise RequestError(f"case {case}: {reason}")
+        run = execute(case, found, self.engine, text=str(case), name=self.subject)  # type: ignore[arg-type]
+        rows = [[getattr(event, name) for name in COLUMNS] for event in run.events]
+        return counted(pd.DataFrame(rows, columns=list(COLUMNS)))
+
+
+def file_of(case: str) -> str:
+    """The file of a case: its text as far as it can stand in a name, and what tells texts apart that look alike."""
+    return f"{safe_name(case)[:60]}-{hashlib.sha256(case.encode()).hexdigest()[:6]}.csv"

@@ -1,0 +1,37 @@
+"""Ledgers: with --ledger-baseline, every default case of the subject sends what its stored ledger says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from reference.case import Case
+from reports.run import default_cases
+from suites.ledger_gate import LedgerGate, file_of
+from suites.options import asked, path_asked
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test a case; none without stored ledgers."""
+    if "text" in metafunc.fixturenames:
+        gated = bool(asked(metafunc.config, "ledger_baseline"))
+        cases = default_cases(asked(metafunc.config, "subject"), asked(metafunc.config, "modes")) if gated else ()
+        metafunc.parametrize("text", cases)
+
+
+def test_the_ledger_is_the_stored_one(ledger_gate: LedgerGate, text: str) -> None:
+    ledger_gate.holds(text)
+
+
+def test_no_stored_ledger_is_left_over(pytestconfig: pytest.Config) -> None:
+    folder = path_asked(pytestconfig, "ledger_baseline")
+    if folder is None or asked(pytestconfig, "modes") != "all":
+        pytest.skip("needs --ledger-baseline and all modes")
+    files = {file_of(str(Case.parse(text))) for text in default_cases(asked(pytestconfig, "subject"), "all")}
+    left: list[Path] = [path for path in sorted(folder.glob("*.csv")) if path.name not in files]
+    if asked(pytestconfig, "update_ledgers"):
+        for path in left:
+            path.unlink()
+        return
+    assert not left, f"ledgers of no case: {', '.join(path.name for path in left)}; --update-ledgers removes them"
