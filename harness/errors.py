@@ -5,7 +5,8 @@
     |-- ProgramError        1  the program under test failed
     |   |-- RankRaised         a rank raised; its exception is __cause__, type and traceback kept
     |   |-- NoNumbers          it looked at a number on an engine that has shapes alone: nothing is known of it
-    |   `-- Desynchronised     the ranks do not issue the same calls: mismatch | skipped | deadlock
+    |   |-- Desynchronised     the ranks do not issue the same calls: mismatch | skipped | deadlock
+    |   `-- Raced              a rank changed a tensor of a call in flight
     `-- MachineError        3  the machine failed
         |-- TimeLimit          the run did not end in time; says which rank ran, and at which line
         `-- RankDied           the process of a rank ended
@@ -26,6 +27,7 @@ __all__ = [
     "Position",
     "ProgramError",
     "RankDied",
+    "Raced",
     "RankRaised",
     "RequestError",
     "ShardproofError",
@@ -117,6 +119,10 @@ class Desynchronised(ProgramError):
     def __init__(self, cause: str, *, kind: str, ranks: Sequence[int], positions: Sequence[Position]) -> None:
         self.kind = kind
         super().__init__(cause, ranks=ranks, positions=positions)
+
+
+class Raced(ProgramError):
+    """A rank changed a tensor of an asynchronous call before it waited for the call."""
 
 
 class MachineError(_RunError):

@@ -13,10 +13,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from harness.engines.races import Schedule
 from reference.case import Case
 from reference.rules import SEQUENCE_MODES
 
-__all__ = ["WORLDS", "cases", "meshes"]
+__all__ = ["WORLDS", "cases", "meshes", "schedules"]
 
 WORLDS = (2, 3, 4, 6)
 """World sizes that a suite draws from unless `--worlds` says otherwise."""
@@ -32,6 +33,15 @@ def meshes(worlds: Sequence[int] = WORLDS) -> list[tuple[int, int]]:
         for tp in range(2, world + 1)
         if world % tp == 0 and tp * tp != world
     ]
+
+
+def schedules() -> st.SearchStrategy[Schedule]:
+    """Who runs next, and which results come before their wait; shrinks to first come first served, in the wait."""
+    return st.builds(
+        Schedule,
+        turns=st.lists(st.integers(0, 5), max_size=200).map(tuple),
+        early=st.lists(st.booleans(), max_size=60).map(tuple),
+    )
 
 
 @st.composite

@@ -28,7 +28,16 @@ from harness.engines.private import Private, modules_named
 from harness.engines.rank_world import Enter, installed, leave
 from harness.engines.streams import Caller
 from harness.engines.workers import Aborted, Worker, Workers
-from harness.errors import Desynchronised, Position, RankRaised, RequestError, ShardproofError, TimeLimit, ranks_text
+from harness.errors import (
+    Desynchronised,
+    Position,
+    Raced,
+    RankRaised,
+    RequestError,
+    ShardproofError,
+    TimeLimit,
+    ranks_text,
+)
 from harness.ledger import Observer
 
 __all__ = ["InprocEngine"]
@@ -180,6 +189,8 @@ class _Run:
             text += f"; rank {ranks_text(abandoned)} is in native code and could not be interrupted: thread abandoned"
         if self.raised_first:
             return RankRaised(text, ranks=cause.ranks, positions=found)
+        if cause.kind == "race":
+            return Raced(text, ranks=cause.ranks, positions=found)
         if cause.kind:
             return Desynchronised(text, kind=cause.kind, ranks=cause.ranks, positions=found)
         return TimeLimit(text, ranks=cause.ranks, positions=found, abandoned=abandoned)

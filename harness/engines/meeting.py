@@ -84,7 +84,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Ranks that do not agree: in what they say in a `meeting`, or over a size they tell each other (`words`)."""
+    """Ranks that do not agree: in what they say in a `meeting`, or over a size they tell each other (`words`).
+
+    `kind` "race": one rank changed a tensor of a call in flight, as `words` say.
+    """
 
     group: Group
     number: int
@@ -92,6 +95,7 @@ class Fault:
     meeting: Meeting | None = None
     ranks: tuple[int, ...] = ()
     words: str = ""
+    kind: str = "mismatch"
 
 
 def mail_fault(group: Group, number: int, one: Post, other: Post) -> Fault | None:

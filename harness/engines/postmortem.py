@@ -70,7 +70,9 @@ def of_raise(raised: Sequence[Raised], world_size: int) -> Cause:
 
 
 def of_fault(fault: Fault) -> Cause:
-    """Ranks that met do not agree."""
+    """Ranks that met do not agree, or one changed what was in flight."""
+    if fault.kind == "race":
+        return Cause(fault.words, fault.ranks, fault.kind)
     if fault.meeting is None:
         call = f"{fault.said.op} #{fault.number} of {fault.group.label}"
         return Cause(f"ranks disagree in {call}: {fault.words}", fault.ranks, "mismatch")

@@ -17,7 +17,7 @@ from harness.engines.arithmetic import Combine, Operands
 from harness.engines.signature import Signature
 from harness.faults import Fault
 
-__all__ = ["Finished", "copied", "copies", "overwrite", "unseen", "wrong"]
+__all__ = ["Finished", "copied", "copies", "overwrite", "poison", "unseen", "wrong"]
 
 
 _unversioned: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ def wrong(what: Fault, done: Finished) -> list[Sequence[Tensor]]:
     if what.kind in {"drop", "delay"}:
         return [_alone(done.kept, member, done.combine) for member in range(len(done.kept))]
     if what.kind == "poison":
-        return [[_poison(tensor) for tensor in outputs] for outputs in done.outputs]
+        return [[poison(tensor) for tensor in outputs] for outputs in done.outputs]
     if what.kind == "op":
         return _made_again([copied(mine) for mine in done.kept], done, what.change)
     return _doubled(done)
@@ -71,7 +71,8 @@ def overwrite(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             output.copy_(value.reshape(output.shape))
 
 
-def _poison(tensor: Tensor) -> Tensor:
+def poison(tensor: Tensor) -> Tensor:
+    """A value that nobody could mistake for a result."""
     if tensor.dtype is torch.bool:
         return ~tensor
     if tensor.is_floating_point() or tensor.is_complex():
