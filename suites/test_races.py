@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engines.engine import Engine
 from harness.engines.races import Explored
 from harness.exact_checks import same_outcomes
-from harness.execution import Execution, execute
+from harness.execution import execute
 from harness.proof import skip_reason
 from harness.resolve import resolve
-from reference.case import Case
 from suites.prover import Prover
 from suites.strategies import cases, schedules
 
@@ -24,13 +24,11 @@ def test_no_schedule_changes_a_bit(prover: Prover, mode: str, data: st.DataObjec
         pytest.skip(f"engine {prover.engine.name} has the machine's schedule: legal: inproc")
     case = data.draw(cases(mode, prover.worlds, steps=1, layers=1), label="case")
     schedule = data.draw(schedules(), label="schedule")
-    if reason := skip_reason(case, resolve(prover.subject), prover.subject):
+    subject: Any = resolve(prover.subject)
+    if reason := skip_reason(case, subject, prover.subject):
         hypothesis.note(reason)
         hypothesis.reject()
-    plain, explored = _run(prover, case, prover.engine), _run(prover, case, Explored(prover.engine, schedule))
+    engines = prover.engine, Explored(prover.engine, schedule)
+    plain, explored = (execute(case, subject, engine, text=str(case), record=False) for engine in engines)
     assert same_outcomes(plain.outcomes, explored.outcomes)
     assert not explored.unwaited
-
-
-def _run(prover: Prover, case: Case, engine: Engine) -> Execution:
-    return execute(case, resolve(prover.subject), engine, text=str(case), record=False)

@@ -110,7 +110,7 @@ def reused_message(rank: int) -> None:
     if rank == 1:
         work = dist.isend(x, 0)
         x.mul_(3)
-        work.wait()
+        assert work is not None and work.wait()
     else:
         dist.recv(x, 1)
 
