@@ -48,8 +48,8 @@ class Run:
     ledger    the contract's columns; one row an event
     summary   calls and bytes of one rank by case, mode, phase, op, axis, group_size, beside the expectation (NA: none)
     verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message, unchecked (names,
-              joined by "; "); one row a check
-    timings   as written
+              joined by "; "), mode; one row a check
+    timings   case, part, seconds, mode; one row a part of a case
     memory    case, rank, saved_bytes: the most that autograd held for backward; empty when nobody measured
     env       versions, machine, command
     notes     what is missing or was mended on reading; empty for a complete run
@@ -93,8 +93,8 @@ def load(run: str | Path) -> Run:
         cases=in_order(cases),
         ledger=in_order(ledger),
         summary=in_order(summary),
-        verdicts=verdicts,
-        timings=timings,
+        verdicts=_with_mode(verdicts, cases),
+        timings=_with_mode(timings, cases),
         memory=memory,
         env=_env(path / "env.json", notes),
         notes=tuple(notes),
@@ -109,6 +109,14 @@ def in_order(frame: pd.DataFrame) -> pd.DataFrame:
             other = sorted(set(frame[name].astype(str)) - set(known))
             columns[name] = pd.Categorical(frame[name].astype(str), categories=[*known, *other], ordered=True)
     return frame.assign(**columns)
+
+
+def _with_mode(frame: pd.DataFrame, cases: pd.DataFrame) -> pd.DataFrame:
+    """The frame with the mode of each row's case as its last column."""
+    if "case" not in frame:
+        return frame
+    modes = dict(zip(cases["case"], cases["mode"], strict=True))
+    return in_order(frame.assign(mode=[str(modes.get(case, "")) for case in frame["case"]]))
 
 
 def _env(path: Path, notes: list[str]) -> dict[str, Any]:
