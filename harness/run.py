@@ -27,7 +27,11 @@ from harness.summary import summarize
 __all__ = ["CASE", "ENGINES", "Progress", "Request", "RunResult", "engine_named", "parse_cases", "run"]
 
 CASE = "reference.case:Case"
-ENGINES = {"inproc": "harness.engines.inproc:InprocEngine", "dry": "harness.engines.dry:DryEngine"}
+ENGINES = {
+    "inproc": "harness.engines.inproc:InprocEngine",
+    "torchrun": "harness.engines.torchrun:TorchrunEngine",
+    "dry": "harness.engines.dry:DryEngine",
+}
 """Word of the command line -> the engine's class, resolved only when asked for."""
 
 _DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"

@@ -19,7 +19,7 @@ from harness.errors import ShardproofError
 
 __all__ = ["main"]
 
-ENGINES = ("inproc", "dry")
+ENGINES = ("inproc", "torchrun", "dry")
 DEVICES = ("cpu", "cuda")
 SUBJECT = "parallel.subject:subject"
 _HANDLERS = {

@@ -20,7 +20,8 @@ import pandas as pd
 import torch
 
 from harness.diagnosis import case_text
-from harness.errors import RequestError
+from harness.engines.torchrun import dismiss, serve, serves
+from harness.errors import RequestError, ShardproofError
 from harness.protocols import CaseLike
 from harness.resolve import resolve
 from harness.run import Request, RunResult, parse_cases, run
@@ -31,6 +32,8 @@ from reports.text import append_step_summary, show_message, show_table, ticking
 
 __all__ = ["PLAN", "bench_main", "default_cases", "main"]
 
+LAUNCHED = "torchrun"
+"""The engine whose ranks were launched with us: every one of them runs this command, and rank 0 alone does the work."""
 FIRST_BATCH = "reference.batches:micro_batch"
 VARIANT_WORDS = "reference.variants:words"
 BENCH = "suites.bench:main"
@@ -52,17 +55,14 @@ PLAN = {
 
 def main(arguments: argparse.Namespace) -> int:
     """Run, check, record, report. Exit status: 0 all pass, 1 a check failed, 2 nothing ran, 3 the machine failed."""
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
-    request = Request(
-        cases=_cases(arguments),
-        subject=arguments.subject,
-        engine=arguments.engine,
-        device=arguments.device,
-        out=Path(arguments.out),
-        command=tuple(sys.argv),
-        page=_write_page,
-    )
+    if arguments.engine == LAUNCHED and serves():
+        return serve()
+    try:
+        request = _request(arguments)
+    except ShardproofError:
+        if arguments.engine == LAUNCHED:
+            dismiss()
+        raise
     latest = request.out / "latest"
     before = latest.resolve()
     try:
@@ -74,6 +74,22 @@ def main(arguments: argparse.Namespace) -> int:
         raise
     _tell(result, as_json=arguments.json)
     return result.exit_status
+
+
+def _request(arguments: argparse.Namespace) -> Request:
+    """What the options ask for. Raises RequestError before anything runs."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
+    resolve(arguments.subject)
+    return Request(
+        cases=_cases(arguments),
+        subject=arguments.subject,
+        engine=arguments.engine,
+        device=arguments.device,
+        out=Path(arguments.out),
+        command=tuple(sys.argv),
+        page=_write_page,
+    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from harness.errors import RequestError
 from suites import known_failures, step_summary
 from suites.ledger_gate import LedgerGate
 from suites.options import asked, path_asked
+from suites.plugin import ENGINE_OPENED
 from suites.profiles import register
 from suites.prover import Prover, chosen_modes
 
@@ -20,13 +21,17 @@ _COUNTED = ("passed", "failed", "error", "xfailed", "skipped")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the profile `quick`, unless hypothesis was told another one."""
+    words = "inproc: runs what cannot be sent to other processes, so ranks must be threads of this one"
+    config.addinivalue_line("markers", words)
     register()
     settings.load_profile(config.getoption("hypothesis_profile", None) or "quick")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     """One line: who is under test, where and how deep."""
-    return "shardproof: " + ", ".join(f"{name} {asked(config, name)}" for name in ("subject", "modes", "worlds"))
+    return "shardproof: " + ", ".join(
+        f"{name} {asked(config, name)}" for name in ("subject", "modes", "worlds", "engine")
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -38,7 +43,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let known failures fail, and stale ones too."""
+    """Let known failures fail, and stale ones too; skip what cannot be sent to ranks in other processes."""
+    if (engine := asked(config, "engine")) != "inproc":
+        reason = f"engine {engine}: planted code and closures are not sent to ranks"
+        for item in items:
+            if item.get_closest_marker("inproc"):
+                item.add_marker(pytest.mark.skip(reason=reason))
     if path := path_asked(config, "known_failures"):
         try:
             known_failures.mark(session, items, known_failures.read(path))
@@ -59,7 +69,8 @@ def prover(request: pytest.FixtureRequest) -> Iterator[Prover]:
     """Proves cases of the subject under test, on one engine for the whole session."""
     config = request.config
     out = path_asked(config, "run_dir")
-    words = {name: asked(config, name) for name in ("subject", "worlds", "device")}
+    words = {name: asked(config, name) for name in ("subject", "worlds", "device", "engine")}
+    config.stash[ENGINE_OPENED] = True
     with Prover.on(**words, out=out, command=config.invocation_params.args) as prover:
         yield prover
 

@@ -40,16 +40,26 @@ class Prover:
     @classmethod
     @contextmanager
     def on(
-        cls, subject: str, worlds: str, device: str = "cpu", out: Path | None = None, command: Sequence[object] = ()
+        cls,
+        subject: str,
+        worlds: str,
+        device: str = "cpu",
+        out: Path | None = None,
+        command: Sequence[object] = (),
+        engine: str = "inproc",
     ) -> Iterator[Self]:
-        """Open an engine, and a run folder in `out`; keep torch to one thread, as every engine does."""
-        request = {"subject": subject, "worlds": worlds, "device": device}
+        """Open an engine, and a run folder in `out`; keep torch to one thread, as every engine does.
+
+        World sizes beyond what was launched are not drawn. Raises RequestError when none is left.
+        """
+        request = {"subject": subject, "worlds": worlds, "engine": engine, "device": device}
         store = Store(out, subject, environment([*map(str, command)], request)) if out else None
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with engine_named("inproc") as engine:
-                yield cls(subject=subject, worlds=world_sizes(worlds), engine=engine, device=device, store=store)
+            with engine_named(engine) as opened:
+                drawn = _launched(world_sizes(worlds), opened)
+                yield cls(subject=subject, worlds=drawn, engine=opened, device=device, store=store)
         finally:
             torch.set_num_threads(threads)
             if store:
@@ -99,6 +109,15 @@ def world_sizes(text: str) -> tuple[int, ...]:
     if not worlds or min(worlds) < 2:
         raise RequestError(f"worlds={text}: must be whole numbers above 1, comma separated; legal: --worlds 2,3")
     return worlds
+
+
+def _launched(worlds: tuple[int, ...], engine: Engine) -> tuple[int, ...]:
+    """Those of these world sizes for which the engine has enough ranks."""
+    largest: int = getattr(engine, "largest_world", max(worlds))
+    fitting = tuple(world for world in worlds if world <= largest)
+    if not fitting:
+        raise RequestError(f"worlds={worlds}: {largest} processes were launched; legal: --worlds {max(2, largest)}")
+    return fitting
 
 
 def chosen_modes(subject: str, text: str) -> Sequence[str]:

@@ -12,6 +12,8 @@ from parallel.mesh import Axis
 from suites.pair_laws import PAIRS, broken_pairs
 from suites.prover import Prover
 
+pytestmark = pytest.mark.inproc
+
 
 @pytest.mark.parametrize("strided", [False, True])
 def test_every_pair_keeps_its_law(prover: Prover, strided: bool) -> None:

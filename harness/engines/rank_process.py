@@ -55,17 +55,22 @@ def run_rank(
     store: Any,
     seed: int,
     timeout_s: float,
+    local_rank: int | None = None,
 ) -> Ended:
-    """Run the program as this rank of a fresh world over the store. Raises what torch raises when there can be none."""
-    with world(rank, world_size, store, timeout_s):
+    """Run the program as this rank of a fresh world over the store. Raises what torch raises when there can be none.
+
+    `local_rank` is the rank's number on its machine, None when all ranks are on this one.
+    """
+    with world(rank, world_size, store, timeout_s, local_rank):
         seeded(seed)
         return ended(rank, program, args)
 
 
 @contextmanager
-def world(rank: int, world_size: int, store: Any, timeout_s: float) -> Iterator[None]:
+def world(rank: int, world_size: int, store: Any, timeout_s: float, local_rank: int | None = None) -> Iterator[None]:
     """torch.distributed initialised as this rank, on one thread; nothing of it is left afterwards."""
-    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    local = {"RANK": rank, "WORLD_SIZE": world_size}
+    local |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size} if local_rank is None else {"LOCAL_RANK": local_rank}
     before = {name: os.environ.get(name) for name in local}
     os.environ.update({name: str(value) for name, value in local.items()})
     torch.set_num_threads(1)

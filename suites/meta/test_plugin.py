@@ -51,7 +51,7 @@ def test_every_option_has_its_twin_in_the_ini_file(pytester: pytest.Pytester) ->
     pytester.makepyfile("def test_it(mode, pytestconfig): print(mode)")
     pytester.makeini("[pytest]\nshardproof_modes = isp,tp\nshardproof_worlds = 2,3")
     result = pytester.runpytest_inprocess("-p", "no:xdist", "-v", "-p", "no:cacheprovider")
-    result.stdout.fnmatch_lines(["shardproof: subject parallel.subject:subject, modes isp,tp, worlds 2,3"])
+    result.stdout.fnmatch_lines(["shardproof: subject parallel.subject:subject, modes isp,tp, worlds 2,3, engine inproc"])
     result.assert_outcomes(passed=2)
     over = pytester.runpytest_inprocess("-p", "no:xdist", "--modes", "msp", "-p", "no:cacheprovider")
     over.assert_outcomes(passed=1)
@@ -82,7 +82,9 @@ def test_workers_leave_a_core_to_every_rank_that_is_a_process(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     options = {"engine": engine, "worlds": worlds}
-    config: Any = SimpleNamespace(getoption=lambda name, default=None: options.get(name, default))
+    config: Any = SimpleNamespace(
+        getoption=lambda name, default=None: options.get(name, default), getini=lambda name: "inproc"
+    )
     assert plugin.pytest_xdist_auto_num_workers(config) == workers
 
 
