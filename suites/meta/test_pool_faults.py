@@ -92,6 +92,7 @@ def test_an_exception_is_told_with_its_rank_and_traceback(
 
 
 def test_a_rank_that_hangs_is_told_at_the_limit_with_its_line(engine: PoolEngine) -> None:
+    engine.run(summed, world_size=2)  # so that the limit is spent in the program, not on connecting
     with pytest.raises(TimeLimit) as problem:
         engine.run(calls_then, "loop", world_size=2, timeout_s=1.5)
     waits, runs = problem.value.positions
@@ -102,8 +103,9 @@ def test_a_rank_that_hangs_is_told_at_the_limit_with_its_line(engine: PoolEngine
 
 
 def test_a_stopped_process_ends_at_the_limit_too(engine: PoolEngine) -> None:
-    with pytest.raises(TimeLimit, match="no end within 1 s: rank 1 runs"):
-        engine.run(calls_then, "stop", world_size=2, timeout_s=1)
+    engine.run(summed, world_size=2)
+    with pytest.raises(TimeLimit, match="no end within 1.5 s: rank 1 runs"):
+        engine.run(calls_then, "stop", world_size=2, timeout_s=1.5)
     assert engine.run(summed, world_size=2) == [total(2)] * 2
 
 
