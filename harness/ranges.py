@@ -5,9 +5,10 @@
 | step       | "step 0"                                 | step     | the step      | start / end             |
 | phase      | the ledger's word                        | phase    | -             | start / end             |
 | module     | its region                               | module   | -             | push / pop              |
-| collective | region and op, "layers.0.mlp.w1 all_reduce" | the op | payload bytes | push / pop; async: mark |
+| collective | region, op: "layers.0.mlp.w1 all_reduce" | see below | payload bytes | push / pop; async: mark |
 | rank       | JSON: rank, pid ... and number of calls  | rank     | -             | mark, first and last    |
 
+A collective's category is its op and the global ranks of its group, "all_reduce 0,1": a range holds but one number.
 A step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or a step
 has no phase yet, since only what follows tells it (harness.attribution), so no phase range covers it. An async
 collective is a mark, because no range may claim a time that nobody measures.
@@ -230,8 +231,11 @@ class _Drawing:
     def _call(self, moment: Issued) -> None:
         self.calls += 1
         call: Call = moment.call
-        region = self._attribution.sites[moment.ticket].region
-        says = self._says(f"{region} {call.op}".strip(), call.op, call.payload_bytes)
+        site = self._attribution.sites[moment.ticket]
+        if site.phase:  # what the call itself tells: metric, or the subject's own word
+            self._switch(site.phase)
+        category = f"{call.op} {','.join(map(str, call.group))}"
+        says = self._says(f"{site.region} {call.op}".strip(), category, call.payload_bytes)
         if call.is_async:
             self._domain.mark(says)
             return

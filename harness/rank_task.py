@@ -28,7 +28,7 @@ from harness.recorder import Recorder
 from harness.resolve import resolve
 from harness.saved import SavedActivations
 
-__all__ = ["Localized", "RankReport", "RankTask", "perform", "placed", "sendable"]
+__all__ = ["Localized", "RankReport", "RankTask", "perform", "placed", "rank_device", "sendable"]
 
 Localized = dict[str, tuple[Block, ...]]
 
@@ -74,7 +74,7 @@ def sendable(task: RankTask) -> RankTask:
 def perform(rank: int, task: RankTask) -> RankReport:
     """Run the subject on this rank as the task says."""
     found: Any = resolve(task.subject) if isinstance(task.subject, str) else task.subject
-    device = _device(task.device, rank)
+    device = rank_device(task.device, rank)
     if task.record:
         return _recorded(rank, task, found, device)
     return _watched(rank, task, found, device) if task.watch else _plain(found, task.case, device)
@@ -119,7 +119,7 @@ def _watched(rank: int, task: RankTask, subject: Subject, device: torch.device) 
     return RankReport(outcome=localize(outcome), captured=captured, problem=problem, saved_bytes=saved.peak_bytes(rank))
 
 
-def _device(name: str, rank: int) -> torch.device:
+def rank_device(name: str, rank: int) -> torch.device:
     """This rank's device: a GPU of its own on cuda. Raises RequestError when this machine has too few."""
     if name != "cuda":
         return torch.device(name)

@@ -9,7 +9,7 @@ was skipped, 3 the machine failed and nothing else did.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,18 @@ from harness.engines.engine import Engine
 from harness.environment import environment
 from harness.errors import RequestError
 from harness.evidence import FAIL, SKIP, UNKNOWN, Verdict
-from harness.proof import CaseResult, prove
+from harness.proof import CaseResult, prove, skip_reason
 from harness.protocols import CaseLike
 from harness.resolve import resolve
 from harness.store import Store
 from harness.summary import summarize
+from harness.witnesses.witnessing import Witnesses, witnesses
 
 __all__ = ["CASE", "ENGINES", "Progress", "Request", "RunResult", "engine_named", "parse_cases", "run"]
 
 CASE = "reference.case:Case"
 ENGINES = {
     "inproc": "harness.engines.inproc:InprocEngine",
-    "pool": "harness.engines.pool:PoolEngine",
     "torchrun": "harness.engines.torchrun:TorchrunEngine",
     "dry": "harness.engines.dry:DryEngine",
 }
@@ -43,7 +43,10 @@ Progress = Callable[[int, int, str, str], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to run. `page`, when given, writes `report.html` into the finished folder; `command` goes to env.json."""
+    """What to run. `page`, when given, writes `report.html` into the finished folder; `command` goes to env.json.
+
+    `profile` names the tools under which every case is run once more as a witness of its ledger: torch, nsys.
+    """
 
     cases: tuple[str, ...]
     subject: str
@@ -53,6 +56,7 @@ class Request:
     timeout_s: float = 60.0
     command: tuple[str, ...] = ()
     page: Callable[[Path], object] | None = None
+    profile: tuple[str, ...] = ()
 
     @property
     def options(self) -> str:
@@ -92,6 +96,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
         store = Store(request.out, request.subject, environment(request.command, _words(request)))
         try:
             store.plan(_planned(case) for case in cases)
+            seen = _witnesses(request, cases, store)
             for case in cases:
                 result = prove(
                     case,
@@ -101,6 +106,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
                     timeout_s=request.timeout_s,
                     options=request.options,
                 )
+                result = _witnessed(result, seen, store)
                 _keep(store, result)
                 results.append(_Tally(verdicts=result.verdicts, verdict=result.verdict, machine=bool(result.machine)))
                 on_progress(len(results), len(cases), result.text, result.verdict)
@@ -112,8 +118,30 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
         path=store.path,
         verdicts=tuple(verdict for result in results for verdict in result.verdicts),
         exit_status=_exit_status(results),
-        notes=(*store.notes, *([_DRY] if request.engine == "dry" else [])),
+        notes=(*store.notes, *([_DRY] if request.engine == "dry" else []), *(seen.notes if seen else ())),
     )
+
+
+def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Witnesses | None:
+    """The sessions of all cases that the subject takes, None when no witness was asked for."""
+    if not request.profile:
+        return None
+    subject: Any = resolve(request.subject)
+    taken = [case for case in cases if not skip_reason(case, subject, request.subject)]
+    folder = store.path / "traces"
+    return witnesses(
+        taken, request.subject, request.profile, folder, device=request.device, timeout_s=request.timeout_s
+    )
+
+
+def _witnessed(result: CaseResult, seen: Witnesses | None, store: Store) -> CaseResult:
+    """The result with the witnesses' verdict, their tables stored."""
+    if seen is None or result.skipped:
+        return result
+    told = seen.told(result.case, result.events, result.expectation)
+    for name, (columns, rows) in told.tables.items():
+        store.extend(name, columns, rows)
+    return replace(result, verdicts=(*result.verdicts, told.verdict))
 
 
 def parse_cases(texts: Sequence[str]) -> list[CaseLike]:

@@ -81,6 +81,13 @@ class Store:
             )
             self._append("verdicts.jsonl", "".join(json.dumps(_plain(_row(verdict))) + "\n" for verdict in verdicts))
 
+    def extend(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Append rows to a table that not every run has; its first rows make the file."""
+        with _writing(self.path):
+            if not (self.path / name).exists():
+                self._append(name, _csv([columns]))
+            self._append(name, _csv(rows))
+
     def close(self) -> None:
         """Pack a large ledger; until then the folder is readable without it."""
         ledger = self.path / "ledger.csv"

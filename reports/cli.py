@@ -19,7 +19,7 @@ from harness.errors import ShardproofError
 
 __all__ = ["main"]
 
-ENGINES = ("inproc", "pool", "torchrun", "dry")
+ENGINES = ("inproc", "torchrun", "dry")
 DEVICES = ("cpu", "cuda")
 SUBJECT = "parallel.subject:subject"
 _HANDLERS = {
@@ -104,6 +104,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where tensors live (cpu)")
     run.add_argument("--data", metavar="PATH", help="text, JSONL or tokenized data for every case")
     run.add_argument("--variant", metavar="NAME", help="a known deviation of real systems, in every case: it must fail")
+    run.add_argument(
+        "--profile", default="", metavar="torch,nsys", help="witnesses: run each case under these tools too"
+    )
     run.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
     run.add_argument(
         "--json", action="store_true", help="the result as one JSON object on stdout, and nothing else there"

@@ -16,7 +16,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from reports import breakeven, plots, summary, tables
+from reports import breakeven, plots, summary, tables, witnesses
 from reports.frames import Run
 from reports.tables import Table
 
@@ -54,7 +54,7 @@ def render(run: Run) -> str:
         failures=_failures(verdicts),
         more_failures=max(0, len(_told(verdicts)) - _MOST_MESSAGES),
         plots=_plots(run),
-        traffic=_traffic(run),
+        traffic=[*_traffic(run), *witnesses.tables(run.path)],
         cases=_cases(run),
         verdicts=_first_rows(tables.verdict_table(verdicts), "verdicts.jsonl"),
         break_even=_break_even_table(run),

@@ -25,7 +25,7 @@ from harness.errors import RequestError, ShardproofError
 from harness.protocols import CaseLike
 from harness.resolve import resolve
 from harness.run import Request, RunResult, parse_cases, run
-from reports import page, summary, tables
+from reports import page, summary, tables, witnesses
 from reports.frames import Run, load
 from reports.show import show_failures
 from reports.text import append_step_summary, show_message, show_table, ticking
@@ -34,6 +34,7 @@ __all__ = ["PLAN", "bench_main", "default_cases", "main"]
 
 LAUNCHED = "torchrun"
 """The engine whose ranks were launched with us: every one of them runs this command, and rank 0 alone does the work."""
+TOOLS = ("torch", "nsys")
 FIRST_BATCH = "reference.batches:micro_batch"
 VARIANT_WORDS = "reference.variants:words"
 BENCH = "suites.bench:main"
@@ -89,7 +90,19 @@ def _request(arguments: argparse.Namespace) -> Request:
         out=Path(arguments.out),
         command=tuple(sys.argv),
         page=_write_page,
+        profile=_tools(arguments),
     )
+
+
+def _tools(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The tools of --profile, each once. Raises RequestError for an unknown one, or if there is nothing to profile."""
+    tools = tuple(dict.fromkeys(word for word in arguments.profile.split(",") if word))
+    for tool in tools:
+        if tool not in TOOLS:
+            raise RequestError(f"profile={tool}: is not a witness; legal: {','.join(TOOLS)}")
+    if tools and arguments.engine == "dry":
+        raise RequestError("profile: dry ranks have shapes and no times; legal: --engine inproc")
+    return tools
 
 
 @contextmanager
@@ -186,6 +199,8 @@ def _tell(result: RunResult, *, as_json: bool) -> None:
         print(json.dumps(_as_json(result, stored, notes), indent=2, allow_nan=False))
         return
     show_table(headline, sys.stdout)
+    for table in witnesses.tables(result.path):
+        show_table(table, sys.stdout)
     show_failures(stored, sys.stdout)
     for note in notes:
         show_message(f"note: {note}", sys.stdout, style="yellow")

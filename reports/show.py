@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from harness.errors import RequestError
-from reports import breakeven, page, summary, tables
+from reports import breakeven, page, summary, tables, witnesses
 from reports.frames import Run, load
 from reports.text import show_message, show_table
 
@@ -41,6 +41,8 @@ def show_run(run: Run, stream: TextIO) -> None:
     crossings = breakeven.compared(run)
     if len(crossings):
         show_table(tables.break_even_table(crossings), stream)
+    for table in witnesses.tables(run.path):
+        show_table(table, stream)
     show_failures(run, stream)
     for note in run.notes:
         show_message(f"note: {note}", stream, style="yellow")

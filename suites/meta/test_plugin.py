@@ -51,7 +51,9 @@ def test_every_option_has_its_twin_in_the_ini_file(pytester: pytest.Pytester) ->
     pytester.makepyfile("def test_it(mode, pytestconfig): print(mode)")
     pytester.makeini("[pytest]\nshardproof_modes = isp,tp\nshardproof_worlds = 2,3")
     result = pytester.runpytest_inprocess("-p", "no:xdist", "-v", "-p", "no:cacheprovider")
-    result.stdout.fnmatch_lines(["shardproof: subject parallel.subject:subject, modes isp,tp, worlds 2,3, engine inproc"])
+    result.stdout.fnmatch_lines(
+        ["shardproof: subject parallel.subject:subject, modes isp,tp, worlds 2,3, engine inproc"]
+    )
     result.assert_outcomes(passed=2)
     over = pytester.runpytest_inprocess("-p", "no:xdist", "--modes", "msp", "-p", "no:cacheprovider")
     over.assert_outcomes(passed=1)

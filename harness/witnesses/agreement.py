@@ -1,0 +1,196 @@
+"""The witnesses compared event by event: op, group, payload bytes, phase and order, the ledger in the middle.
+
+Other witnesses are told in order of issue and compared one by one; where one of them misses or invents an event, the
+rest is aligned again, so that one slip is told as one. The closed form knows no order: every recorded event uses up one
+of its terms, and what is left over is missing. A field that a witness leaves open (harness.witnesses.sighting) is not
+compared, and counted in `open_fields`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from harness.evidence import FAIL, PASS, Finding, Worst
+from harness.ledger import Event
+from harness.protocols import TermLike
+from harness.witnesses.sighting import UNKNOWN, Sighting, in_words
+
+__all__ = ["AGREES", "CLOSED_FORM", "MISSING", "NOT_ASKED", "Agreement", "Row", "agreement", "finding"]
+
+AGREES, MISSING, NOT_ASKED = "=", "missing", "-"
+CLOSED_FORM = "closed_form"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One event side by side: what the ledger has (None when only others did), and every other witness's word on it.
+
+    A word is AGREES, MISSING, NOT_ASKED, or what that witness saw instead.
+    """
+
+    rank: int
+    index: int
+    recorded: Sighting | None
+    words: Mapping[str, str]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no witness contradicts."""
+        return self.recorded is not None and set(self.words.values()) <= {AGREES, NOT_ASKED}
+
+    def __str__(self) -> str:
+        seen = in_words(self.recorded) if self.recorded else "nothing"
+        place = f" in {self.recorded.region}" if self.recorded and self.recorded.region else ""
+        others = ", ".join(
+            f"{witness} saw {'nothing' if word == MISSING else word}"
+            for witness, word in self.words.items()
+            if word not in (AGREES, NOT_ASKED)
+        )
+        return f"event {self.index} of rank {self.rank}: the ledger has {seen}{place}; {others}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """All rows by rank and order, and how many fields each witness left open."""
+
+    witnesses: tuple[str, ...]
+    rows: tuple[Row, ...]
+    open_fields: Mapping[str, int]
+
+    @property
+    def broken(self) -> tuple[Row, ...]:
+        """The rows on which somebody contradicts."""
+        return tuple(row for row in self.rows if not row.agrees)
+
+
+def agreement(
+    recorded: Sequence[Sighting],
+    others: Mapping[str, Sequence[Sighting]],
+    events: Sequence[Event] = (),
+    terms: Iterable[TermLike] | None = None,
+) -> Agreement:
+    """Hold every witness's sightings against the recorder's, and `events` (those of `recorded`) against the terms."""
+    ranks = sorted({seen.rank for seen in recorded}.union(*({s.rank for s in seen} for seen in others.values())))
+    words: dict[tuple[int, int], dict[str, str]] = {}
+    extra: list[Row] = []
+    for witness, seen in others.items():
+        for rank in ranks:
+            mine, theirs = _of(rank, recorded), _of(rank, seen)
+            for index, word in _told(mine, theirs):
+                if index < len(mine):
+                    words.setdefault((rank, index), {})[witness] = word
+                else:
+                    extra.append(Row(rank=rank, index=len(mine), recorded=None, words={witness: word}))
+    if terms is not None:
+        covered, extra_terms = _covered(recorded, events, tuple(terms), ranks)
+        for key, word in covered.items():
+            words.setdefault(key, {})[CLOSED_FORM] = word
+        extra += extra_terms
+    rows = [
+        Row(rank=seen.rank, index=seen.index, recorded=seen, words=words.get((seen.rank, seen.index), {}))
+        for seen in recorded
+    ]
+    return Agreement(
+        witnesses=(*others, *(() if terms is None else (CLOSED_FORM,))),
+        rows=tuple(sorted([*rows, *extra], key=lambda row: (row.rank, row.index))),
+        open_fields={witness: sum(map(_open, seen)) for witness, seen in others.items()},
+    )
+
+
+def finding(agreed: Agreement) -> Finding:
+    """The verdict: a failure names the first event on which the witnesses part; nothing seen at all is no agreement."""
+    ranks = len({row.rank for row in agreed.rows})
+    if not agreed.rows:
+        return Finding(verdict=FAIL, message="no witness saw any event: nothing was witnessed")
+    broken = agreed.broken
+    names = ", ".join(("ledger", *agreed.witnesses))
+    if broken:
+        more = f"; {len(broken) - 1} more events differ" if len(broken) > 1 else ""
+        first = broken[0].recorded
+        return Finding(
+            verdict=FAIL,
+            message=f"{broken[0]}{more}",
+            worst=Worst(name=f"witnesses of {names}", error=float(len(broken)), allowed=0.0, epsilons=0.0),
+            phase=first.phase if first else "",
+            region=first.region if first else "",
+        )
+    left = [f"{count} fields that {witness} does not tell" for witness, count in agreed.open_fields.items() if count]
+    message = f"{names} agree on {len(agreed.rows)} events of {ranks} ranks"
+    return Finding(verdict=PASS, message=message, unchecked=tuple(left))
+
+
+def _of(rank: int, seen: Sequence[Sighting]) -> list[Sighting]:
+    return sorted((s for s in seen if s.rank == rank), key=lambda s: s.index)
+
+
+def _told(mine: Sequence[Sighting], theirs: Sequence[Sighting]) -> list[tuple[int, str]]:
+    """The witness's word on each of the recorder's events; an index past the end is an event it saw alone."""
+    if len(mine) == len(theirs):
+        return [(i, _word(one, other)) for i, (one, other) in enumerate(zip(mine, theirs, strict=True))]
+    told: list[tuple[int, str]] = []
+    whole = not any(map(_open, theirs))
+    ours, other = (
+        [(s.op, s.payload_bytes, *((s.phase, s.groups) if whole else ())) for s in seen] for seen in (mine, theirs)
+    )
+    for _tag, start, end, from_, to in SequenceMatcher(None, ours, other, autojunk=False).get_opcodes():
+        for i, j in zip(range(start, end), range(from_, to), strict=False):
+            told.append((i, _word(mine[i], theirs[j])))
+        shared = min(end - start, to - from_)
+        told += [(i, MISSING) for i in range(start + shared, end)]
+        told += [(len(mine), in_words(theirs[j])) for j in range(from_ + shared, to)]
+    return told
+
+
+def _word(mine: Sighting, other: Sighting) -> str:
+    same = (
+        mine.op == other.op
+        and (other.payload_bytes in (UNKNOWN, mine.payload_bytes))
+        and (not other.phase or other.phase == mine.phase)
+        and (not other.region or other.region == mine.region)
+        and (not other.groups or set(mine.groups) <= set(other.groups))
+    )
+    return AGREES if same else in_words(other)
+
+
+def _open(seen: Sighting) -> int:
+    """How many of group, payload and phase the witness left open."""
+    return (len(seen.groups) != 1) + (seen.payload_bytes == UNKNOWN) + (not seen.phase)
+
+
+def _key(entry: Event | TermLike) -> tuple[object, ...]:
+    return entry.phase, entry.region, entry.op, entry.reduce_op, entry.axis, entry.dtype, entry.payload_bytes
+
+
+def _covered(
+    recorded: Sequence[Sighting], events: Sequence[Event], terms: Sequence[TermLike], ranks: Sequence[int]
+) -> tuple[dict[tuple[int, int], str], list[Row]]:
+    """The closed form's word on every event, and the calls it states that nobody recorded."""
+    words: dict[tuple[int, int], str] = {}
+    left: dict[int, Counter[tuple[object, ...]]] = {}
+    for rank in ranks:
+        left[rank] = Counter()
+        for term in terms:
+            left[rank][_key(term)] += term.calls
+    told = sorted(events, key=lambda event: (event.rank, event.call_index))
+    for seen, event in zip(recorded, told, strict=True):
+        key = _key(event)
+        words[seen.rank, seen.index] = AGREES if left[seen.rank][key] > 0 else MISSING
+        left[seen.rank][key] -= 1
+    last = Counter(seen.rank for seen in recorded)
+    extra = [
+        Row(
+            rank=rank,
+            index=last[rank],
+            recorded=None,
+            words={
+                CLOSED_FORM: f"{calls} more {key[0]} {key[2]} of {key[6]} B over {key[4]} in {key[1] or 'no module'}"
+            },
+        )
+        for rank, keys in left.items()
+        for key, calls in keys.items()
+        if calls > 0
+    ]
+    return words, extra

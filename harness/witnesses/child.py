@@ -1,0 +1,82 @@
+"""The process of a profiling session: `python -m harness.witnesses.child FOLDER` runs the cases of FOLDER/job.json.
+
+It stands between the command and the ranks so that a tool can be put around it. Ranks are spawned, one set of processes
+for all cases of a world size, and end in good order: a tool loses what a killed process saw last. Every rank leaves
+FOLDER/<case>/rank<r>.pickle, an `Ended`. Exit status 0 when every rank came to its end.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import multiprocessing
+from torch._C._distributed_c10d import FileStore, PrefixStore
+
+from harness.diagnosis import case_text
+from harness.engines.rank_process import run_rank
+from harness.protocols import CaseLike
+from harness.rank_task import RankTask
+from harness.run import parse_cases
+from harness.witnesses.measured import Measurement, measure
+
+__all__ = ["main"]
+
+
+def main(folder: Path) -> int:
+    """Run the job; 1 when a rank did not come to its end in time."""
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    by_world: dict[int, list[int]] = {}
+    cases = parse_cases(job["cases"])
+    for index, case in enumerate(cases):
+        by_world.setdefault(case.world_size, []).append(index)
+    start = multiprocessing.get_context("spawn")
+    ended_well = True
+    for world_size, indices in by_world.items():
+        limit_s = time.monotonic() + job["timeout_s"] * len(indices)
+        chosen = [(index, cases[index]) for index in indices]
+        ranks = [
+            start.Process(target=_rank, args=(rank, world_size, folder, job, chosen)) for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(max(limit_s - time.monotonic(), 0.0))
+        for process in ranks:
+            ended_well &= process.exitcode == 0
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return 0 if ended_well else 1
+
+
+def _rank(rank: int, world_size: int, folder: Path, job: dict[str, Any], cases: list[tuple[int, CaseLike]]) -> None:
+    """All cases of one world size on one rank."""
+    store = FileStore(str(folder / f"store{world_size}"), world_size)
+    for index, case in cases:
+        measurement = Measurement(
+            task=RankTask(case=case, subject=job["subject"], device=job["device"], text=case_text(case)),
+            tool=job["tool"],
+            folder=str(folder / str(index)),
+            warmup=job["warmup"],
+            repeats=job["repeats"],
+        )
+        own = PrefixStore(f"case{index}", store)
+        end = run_rank(
+            measure,
+            (measurement,),
+            rank=rank,
+            world_size=world_size,
+            store=own,
+            seed=case.seed,
+            timeout_s=job["timeout_s"],
+        )
+        (folder / str(index) / f"rank{rank}.pickle").write_bytes(pickle.dumps(end))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,118 @@
+"""Runs a command under Nsight Systems and turns its report into a sqlite database. All waits are bounded.
+
+Old releases write `.qdstrm` and leave the import to `QdstrmImporter`, which Debian does not put where nsys looks; new
+ones write `.nsys-rep` at once. On a CPU everything is captured and the marks of the ranks say what belongs to the run;
+on a GPU the capture range is the stretch between cudaProfilerStart and Stop. Children must be spawned, never forked.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from harness.errors import MachineError
+
+__all__ = ["command", "database_of", "gpu_command", "nsys_path"]
+
+REPORT = "nsys"
+EXPORT_LIMIT_S = 120.0
+
+
+def nsys_path() -> Path | None:
+    """Where nsys is, None when it is not installed."""
+    found = shutil.which("nsys")
+    return Path(found) if found else None
+
+
+def command(nsys: str, report: Path, program: Sequence[str], *, device: str = "cpu") -> list[str]:
+    """The command line that runs a program under nsys and writes `report` (without its suffix)."""
+    quiet = ["--sample=none", "--cpuctxsw=none", "--force-overwrite=true", f"--output={report}"]
+    if device == "cpu":
+        return [nsys, "profile", "--trace=nvtx", *quiet, *program]
+    capture = ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
+    return [nsys, "profile", "--trace=cuda,nvtx", *capture, *quiet, *program]
+
+
+def gpu_command(words: Sequence[str]) -> str:
+    """What to type on a node with GPUs: the same request there, under nsys with kernels in the timeline."""
+    return shlex.join(command("nsys", Path(REPORT), ["shardproof", *words], device="cuda"))
+
+
+def database_of(
+    program: Sequence[str], folder: Path, *, device: str, timeout_s: float, environment: Mapping[str, str]
+) -> Path:
+    """Run the program under nsys and export what was seen. Raises MachineError with one sentence when that fails."""
+    nsys = nsys_path()
+    if nsys is None:
+        raise _failed("nsys is not on PATH (Debian: nsight-systems in non-free; NVIDIA: nsight-systems-cli)")
+    report = folder / REPORT
+    _run(command(str(nsys), report, program, device=device), folder, timeout_s, environment)
+    finished = report.with_suffix(".nsys-rep")
+    raw = report.with_suffix(".qdstrm")
+    if not finished.exists() and raw.exists():
+        importer = next(_importers(nsys), None)
+        if importer is None:
+            raise _failed(f"{nsys} wrote {raw.name}, and QdstrmImporter, which reads it, was not found beside it")
+        _run([str(importer), "-i", str(raw), "-o", str(finished)], folder, EXPORT_LIMIT_S)
+        raw.unlink()
+    if not finished.exists():
+        raise _failed(f"{nsys} wrote no report")
+    database = report.with_suffix(".sqlite")
+    options = ["--type=sqlite", "--force-overwrite=true", f"--output={database}", str(finished)]
+    _run([str(nsys), "export", *options], folder, EXPORT_LIMIT_S)
+    if not database.exists():
+        raise _failed(f"{nsys} exported no database from {finished.name}")
+    return database
+
+
+def _importers(nsys: Path) -> Iterator[Path]:
+    """QdstrmImporter on PATH or beside any of the places that the link `nsys` leads through."""
+    if found := shutil.which("QdstrmImporter"):
+        yield Path(found)
+    place = nsys
+    for _link in range(8):
+        for beside in place.parent.parent.glob("*/QdstrmImporter"):
+            yield beside
+        for beside in place.parent.parent.glob("lib/nsight-systems/*/QdstrmImporter"):
+            yield beside
+        if not place.is_symlink():
+            return
+        place = place.parent / os.readlink(place)
+
+
+def _run(words: Sequence[str], folder: Path, timeout_s: float, environment: Mapping[str, str] | None = None) -> None:
+    log = folder / "nsys.log"
+    try:
+        with log.open("ab") as output:
+            # A session of its own, so that nobody outlives it when it takes too long.
+            running = subprocess.Popen(
+                words,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                env=None if environment is None else dict(environment),
+                start_new_session=True,
+            )
+    except OSError as problem:
+        raise _failed(f"{words[0]} cannot be run ({problem.strerror or problem})") from problem
+    try:
+        status = running.wait(timeout_s)
+    except subprocess.TimeoutExpired as problem:
+        raise _failed(f"{Path(words[0]).name} did not end within {timeout_s:.0f} s; {log} has its words") from problem
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+    if status != 0:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        last = f": {lines[-1].strip()}" if lines else ""
+        raise _failed(f"{Path(words[0]).name} ended with status {status}{last}")
+
+
+def _failed(why: str) -> MachineError:
+    return MachineError(f"witness nsys is missing: {why}", ranks=(), positions=())

@@ -1,0 +1,140 @@
+"""How long collectives took, what of it stood in nobody's shadow, and which rank came late: from the profiler's traces.
+
+A collective lasts as long as its backend's rows (`gloo:`), which run beside the program. What of that falls on the
+rank's own `aten::` rows is overlapped with compute, the rest is exposed. A rank is late by how much after the first
+rank of the group it issued the same call. Microseconds; ranks of one machine share a clock. The profiler itself slows
+compute: compare durations with each other, and seconds with the unwatched runs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+from typing import Any
+
+from harness.witnesses.sighting import Sighting
+from harness.witnesses.torch_trace import TRACE_SUFFIX, backend_word
+
+__all__ = ["Spread", "Timed", "spread", "timed"]
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Median of some values, and the interval that holds the true median in 95 of 100 such samples (all of few)."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """One collective with its times."""
+
+    seen: Sighting
+    duration_us: float
+    overlapped_us: float
+    late_us: float
+
+    @property
+    def exposed_us(self) -> float:
+        """What the rank's compute did not hide."""
+        return self.duration_us - self.overlapped_us
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and order-statistics interval: distribution-free, from the binomial of n fair coins."""
+    ordered, n = sorted(values), len(values)
+    tail, cut = 0.0, 0
+    while cut < n // 2 and tail + comb(n, cut) / 2**n <= 0.025:
+        tail += comb(n, cut) / 2**n
+        cut += 1
+    first = max(cut - 1, 0)
+    return Spread(median=statistics.median(ordered), low=ordered[first], high=ordered[n - 1 - first])
+
+
+def timed(folder: Path, seen: Sequence[Sighting]) -> list[Timed]:
+    """The times of every sighting of a session's traces, in the same order."""
+    starts: dict[tuple[int, int], float] = {}
+    spans: dict[tuple[int, int], tuple[float, float]] = {}
+    for rank in sorted({s.rank for s in seen}):
+        trace = json.loads((folder / f"rank{rank}{TRACE_SUFFIX}").read_text(encoding="utf-8"))
+        mine = [s for s in seen if s.rank == rank]
+        base_us = float(trace.get("baseTimeNanoseconds", 0)) / 1e3
+        starts |= {(rank, s.index): base_us + s.start_us for s in mine}
+        spans |= {(rank, index): both for index, both in _spans(trace, mine).items()}
+    late = _late(seen, starts)
+    return [
+        Timed(
+            seen=s,
+            duration_us=spans[s.rank, s.index][0],
+            overlapped_us=spans[s.rank, s.index][1],
+            late_us=late[s.rank, s.index],
+        )
+        for s in seen
+    ]
+
+
+def _spans(trace: Mapping[str, Any], seen: Sequence[Sighting]) -> dict[int, tuple[float, float]]:
+    """Index -> duration and what of it is overlapped with compute, of one rank."""
+    rows = [row for row in trace.get("traceEvents", ()) if "dur" in row]
+    compute = joined(_span(row) for row in rows if str(row["name"]).startswith("aten::"))
+    waiting: dict[str, list[Span]] = {}
+    for row in sorted(rows, key=lambda row: float(row["ts"])):
+        if str(row["name"]).startswith("gloo:"):
+            waiting.setdefault(str(row["name"]).removeprefix("gloo:"), []).append(_span(row))
+    found = {}
+    for s in seen:
+        ready = waiting.get(backend_word(s.op), [])
+        at = next((i for i, (start, _) in enumerate(ready) if start >= s.start_us), None)
+        span = (s.start_us, s.start_us + s.duration_us) if at is None else ready.pop(at)
+        found[s.index] = (span[1] - span[0], shared(span, compute))
+    return found
+
+
+def _span(row: Mapping[str, Any]) -> Span:
+    return float(row["ts"]), float(row["ts"]) + float(row["dur"])
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """The spans as disjoint ones, by start."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def shared(span: Span, disjoint: Sequence[Span]) -> float:
+    """How much of a span falls on disjoint ones, given by start."""
+    first = max(bisect_left(disjoint, (span[0], 0.0)) - 1, 0)
+    total = 0.0
+    for start, end in disjoint[first:]:
+        if start >= span[1]:
+            break
+        total += max(0.0, min(end, span[1]) - max(start, span[0]))
+    return total
+
+
+def _late(seen: Sequence[Sighting], starts: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """How long after the first rank of its group each rank issued the group's same call; 0 where groups are unknown."""
+    together: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+    counts: dict[tuple[object, ...], int] = {}
+    for s in seen:
+        key = (s.rank, s.groups)
+        number = counts[key] = counts.get(key, -1) + 1
+        together.setdefault((s.groups, number, s.op), []).append((s.rank, s.index))
+    late: dict[tuple[int, int], float] = {}
+    for members in together.values():
+        first = min(starts[member] for member in members)
+        late |= {member: starts[member] - first for member in members}
+    return late

@@ -1,0 +1,189 @@
+"""The torch profiler as a witness: a rank's Chrome trace, its `c10d::` rows and the header's list of groups.
+
+On gloo the `gloo:` rows misname reduce-scatter, so they give no op; a `c10d::` row tells op, dims, order and thread.
+It tells no group, and no dtype of what came as a list: both come from torch's own Flight Recorder, whose entries follow
+the rows in order (`flight`, `_dump_fr_trace_json`). Without entries that reconcile, groups are the header's candidates
+and the dtype is that of the backend's rows with the same dims. On NCCL `record_param_comms` rows tell both (not tried).
+Formats: torch/csrc/distributed/c10d/FlightRecorder.hpp, kineto output_json.cpp; torch 2.13.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import MachineError
+from harness.witnesses.rows import CALL, Phases, nested
+from harness.witnesses.sighting import UNKNOWN, Sighting
+
+__all__ = ["FLIGHT_SUFFIX", "TRACE_SUFFIX", "backend_word", "read_rank", "read_traces", "sightings"]
+
+TRACE_SUFFIX, FLIGHT_SUFFIX = ".trace.json", ".flight.json"
+_BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "bool": 1, "unsigned char": 1, "signed char": 1}
+_BYTES |= {"short": 2, "int": 4, "long int": 8, "long": 8, "long long": 8, "half": 2, "bfloat16": 2}
+_FLIGHT_BYTES = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Bool": 1, "Byte": 1, "Char": 1, "Short": 2}
+_FLIGHT_BYTES |= {"Int": 4, "Long": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """What a `c10d::` row is in the ledger, at which argument its payload stands, and what gloo's log calls it."""
+
+    op: str
+    payload_at: int = 0
+    flight: str = ""
+
+
+_OPERATORS = {
+    "broadcast_": _Operator("broadcast", 0, "broadcast"),
+    "allreduce_": _Operator("all_reduce", 0, "all_reduce"),
+    "allreduce_coalesced_": _Operator("all_reduce", 0, "all_reduce"),
+    "allgather_": _Operator("all_gather", 0, "all_gather"),
+    "_allgather_base_": _Operator("all_gather", 0, "all_gather"),
+    "allgather_coalesced_": _Operator("all_gather", 0, "all_gather"),
+    "allgather_into_tensor_coalesced_": _Operator("all_gather", 0, "all_gather"),
+    "reduce_scatter_": _Operator("reduce_scatter", 1, "all_reduce"),
+    "_reduce_scatter_base_": _Operator("reduce_scatter", 1, "all_reduce"),
+    "reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter", 1, "all_reduce"),
+    "alltoall_": _Operator("all_to_all", 1, "all_to_all"),
+    "alltoall_base_": _Operator("all_to_all", 1, "all_to_all"),
+    "reduce_": _Operator("reduce", 0, "reduce"),
+    "gather_": _Operator("gather", 1, "gather"),
+    "scatter_": _Operator("scatter", 0, "scatter"),
+    "send": _Operator("send"),
+    "recv_": _Operator("recv"),
+    "recv_any_source_": _Operator("recv"),
+    "barrier": _Operator("barrier", -1, "barrier"),
+    "monitored_barrier_": _Operator("barrier", -1),
+}
+_SEVERAL = {"reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
+"""Operators that gloo lowers to one call for each of their input tensors."""
+Json = Mapping[str, Any]
+
+
+def backend_word(op: str) -> str:
+    """What gloo's own rows call the call that carries out an op of the ledger."""
+    return "all_reduce" if op == "reduce_scatter" else op
+
+
+def read_traces(folder: Path, world_size: int) -> list[Sighting]:
+    """The sightings of every rank. Raises MachineError when a rank left no readable trace."""
+    return [seen for rank in range(world_size) for seen in read_rank(folder / f"rank{rank}{TRACE_SUFFIX}", rank)]
+
+
+def read_rank(path: Path, rank: int) -> list[Sighting]:
+    """The sightings of one rank, with the Flight Recorder's entries beside its trace when there are any."""
+    trace = _load(path)
+    beside = path.with_name(path.name.removesuffix(TRACE_SUFFIX) + FLIGHT_SUFFIX)
+    entries = _load(beside).get("entries", []) if beside.exists() else []
+    return sightings(trace, entries, rank)
+
+
+def sightings(trace: Json, entries: Sequence[Json], rank: int) -> list[Sighting]:
+    """The ledger of one rank, rebuilt from a trace and the Flight Recorder's entries of the same stretch."""
+    phases = Phases()
+    rows: list[Json] = []
+    for kind, row, calls_modules in nested(trace.get("traceEvents", [])):
+        if kind != CALL or _name(row) in _OPERATORS:
+            phases.feed(kind, row, calls_modules)
+        if kind == CALL and _name(row) in _OPERATORS:
+            rows.append(row)
+    logged = _logged(rows, entries)
+    header = trace.get("distributedInfo", {}).get("pg_config", [])
+    backend = [row for row in trace.get("traceEvents", []) if str(row.get("name", "")).startswith("gloo:")]
+    told = zip(rows, logged, phases.phases(), strict=True)
+    return [_sighting(rank, i, row, entry, phase, header, backend) for i, (row, entry, phase) in enumerate(told)]
+
+
+def _sighting(
+    rank: int, index: int, row: Json, entry: Json | None, phase: str, header: Sequence[Json], backend: Sequence[Json]
+) -> Sighting:
+    return Sighting(
+        rank=rank,
+        index=index,
+        op=_OPERATORS[_name(row)].op,
+        groups=_groups(entry, header, rank),
+        payload_bytes=_payload(row, entry, backend),
+        phase=phase,
+        start_us=float(row["ts"]),
+        duration_us=float(row.get("dur", 0.0)),
+    )
+
+
+def _load(path: Path) -> Json:
+    try:
+        loaded: Json = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise MachineError(f"witness torch: {path} cannot be read ({problem})", ranks=(), positions=()) from problem
+    return loaded
+
+
+def _name(row: Json) -> str:
+    return str(row["name"]).removeprefix("c10d::").partition(".")[0]
+
+
+def _logged(rows: Sequence[Json], entries: Sequence[Json]) -> list[Json | None]:
+    """The Flight Recorder's entry of every row, all None unless the entries are exactly those of the rows."""
+    found: list[Json | None] = []
+    left = iter(entries)
+    for row in rows:
+        operator = _OPERATORS[_name(row)]
+        if not operator.flight:
+            found.append(None)
+            continue
+        several = len(list(_shapes(_dims(row, operator.payload_at)))) if _name(row) in _SEVERAL else 1
+        mine = list(itertools.islice(left, several))
+        if len(mine) < several or any(operator.flight not in str(e.get("profiling_name")) for e in mine):
+            return [None] * len(rows)
+        found.append(mine[0])
+    return found if next(left, None) is None else [None] * len(rows)
+
+
+def _groups(entry: Json | None, header: Sequence[Json], rank: int) -> tuple[tuple[int, ...], ...]:
+    """The rank list that the header gives to the entry's group; without an entry, every group of this rank."""
+    lists = {str(group["pg_name"]): tuple(sorted(group.get("ranks", ()))) for group in header}
+    if entry is not None and (ranks := lists.get(str(entry["process_group"][0]))):
+        return (ranks,)
+    return tuple(dict.fromkeys(ranks for ranks in lists.values() if rank in ranks))
+
+
+def _dims(row: Json, at: int) -> Any:
+    dims = row.get("args", {}).get("Input Dims", [])
+    return dims[at] if 0 <= at < len(dims) else []
+
+
+def _shapes(dims: Any) -> Iterator[list[int]]:
+    """The shapes in an argument's dims: of a tensor, a list of them, or a list of lists."""
+    if all(isinstance(size, int) for size in dims):
+        yield list(dims)
+    else:
+        for part in dims:
+            yield from _shapes(part)
+
+
+def _payload(row: Json, entry: Json | None, backend: Sequence[Json]) -> int:
+    operator = _OPERATORS[_name(row)]
+    if operator.payload_at < 0:
+        return 0
+    dims = _dims(row, operator.payload_at)
+    elements = sum(math.prod(shape) for shape in _shapes(dims))
+    size = _item_bytes(row, operator.payload_at, entry, backend)
+    return UNKNOWN if size is None else elements * size
+
+
+def _item_bytes(row: Json, at: int, entry: Json | None, backend: Sequence[Json]) -> int | None:
+    types = row.get("args", {}).get("Input type", [])
+    if 0 <= at < len(types) and types[at] in _BYTES:
+        return _BYTES[types[at]]
+    if entry is not None:
+        sizes = {_FLIGHT_BYTES.get(name) for name in (*entry.get("input_dtypes", ()), *entry.get("output_dtypes", ()))}
+        return sizes.pop() if len(sizes) == 1 else None
+    shape = next(_shapes(_dims(row, at)), [])
+    after = [r for r in backend if r["args"].get("Input Dims", [None])[:1] == [shape] and r["ts"] >= row["ts"]]
+    nearest = min(after, key=lambda r: float(r["ts"]), default=None)
+    return None if nearest is None else _BYTES.get(nearest["args"].get("Input type", [""])[0])

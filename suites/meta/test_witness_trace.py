@@ -1,0 +1,146 @@
+"""The ledger from a Chrome trace: phases by nesting, groups and dtypes by torch's own log, times by overlap of rows."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.witnesses.sighting import UNKNOWN, Sighting
+from harness.witnesses.timing import joined, shared, spread, timed
+from harness.witnesses.torch_trace import sightings
+
+HEADER = {"pg_config": [{"pg_name": "0", "ranks": [0, 1, 2, 3]}, {"pg_name": "7", "ranks": [0, 1]}]}
+HEADER["pg_config"].append({"pg_name": "9", "ranks": [2, 3]})
+
+
+def row(name: str, category: str, start: float, length: float, **args: object) -> dict[str, Any]:
+    return {"name": name, "cat": category, "ts": start, "dur": length, "tid": 1, "args": args}
+
+
+def call(name: str, start: float, dims: object, *, at: int = 0, kind: str = "TensorList") -> dict[str, Any]:
+    blank: list[object] = [[]] * at
+    return row(f"c10d::{name}", "cpu_op", start, 2, **{"Input Dims": [*blank, dims], "Input type": [""] * at + [kind]})
+
+
+def module(name: str, start: float, length: float) -> dict[str, Any]:
+    return row(f"nn.Module: {name}", "python_function", start, length)
+
+
+def node(start: float, length: float) -> dict[str, Any]:
+    return row("autograd::engine::evaluate_function: MmBackward0", "cpu_op", start, length)
+
+
+def grad_mode(function: Any, start: float) -> dict[str, Any]:
+    line = inspect.unwrap(function).__code__.co_firstlineno
+    return row(f"torch/autograd/grad_mode.py({line}): {function.__name__}", "python_function", start, 1)
+
+
+TRACE = {
+    "distributedInfo": HEADER,
+    "traceEvents": [
+        call("broadcast_", 0, [[4]]),
+        module("Model_0", 10, 20),
+        module("Linear_0", 12, 10),
+        call("_allgather_base_", 14, [8, 2], kind="c10::BFloat16"),
+        grad_mode(torch.no_grad.__enter__, 31),
+        module("Metric_0", 33, 5),
+        call("allreduce_", 34, [[1]]),
+        grad_mode(torch.no_grad.__exit__, 39),
+        module("Loss_0", 41, 5),
+        call("allreduce_", 42, [[3]]),
+        node(50, 20),
+        call("_reduce_scatter_base_", 52, [8, 2], at=1, kind="float"),
+        module("Linear_0", 56, 8),
+        call("allreduce_", 58, [[5]]),
+        call("allreduce_", 66, [[6]]),
+        call("reduce_scatter_", 80, [[[2], [2]]], at=1),
+        row("Optimizer.step#SGD.step", "user_annotation", 90, 10),
+        call("allreduce_", 92, [[7]]),
+        call("barrier", 110, []),
+    ],
+}
+LOWERED = ("broadcast", "all_gather", *["all_reduce"] * 8, "barrier")
+"""What gloo makes of these calls; the list form of reduce_scatter is two."""
+
+
+def entry(name: str, number: int, dtype: str = "Double") -> dict[str, object]:
+    dtypes = ["BFloat16"] if name == "all_gather" else [dtype]
+    group = "0" if number in {0, 10} else "7"
+    return {
+        "profiling_name": f"gloo:{name}",
+        "process_group": [group, "x"],
+        "input_dtypes": dtypes,
+        "output_dtypes": [],
+    }
+
+
+LOG = [entry(name, number) for number, name in enumerate(LOWERED)]
+
+
+def test_phases_follow_from_what_a_row_lies_in_and_from_what_follows() -> None:
+    phases = [s.phase for s in sightings(TRACE, LOG, 0)]
+    before = ["data", "forward", "metric", "loss", "backward", "recompute", "backward"]
+    assert phases == [*before, "grad_sync", "step", "metric"]
+
+
+def test_groups_and_dtypes_come_from_torchs_own_log_and_the_header() -> None:
+    seen = sightings(TRACE, LOG, 0)
+    assert [s.op for s in seen[:5]] == ["broadcast", "all_gather", "all_reduce", "all_reduce", "reduce_scatter"]
+    assert [s.groups for s in seen] == [((0, 1, 2, 3),), *[((0, 1),)] * 8, ((0, 1, 2, 3),)]
+    sizes = [8 * 4, 2 * 16, 8 * 1, 8 * 3, 4 * 16, 8 * 5, 8 * 6, 8 * 4, 8 * 7, 0]
+    assert [s.payload_bytes for s in seen] == sizes
+
+
+@pytest.mark.parametrize("log", [[], LOG[:-1], [*LOG, LOG[-1]], LOG[::-1]])
+def test_a_log_that_does_not_reconcile_names_no_group(log: list[dict[str, object]]) -> None:
+    seen = sightings(TRACE, log, 0)
+    assert {s.groups for s in seen} == {((0, 1, 2, 3), (0, 1))}
+    assert seen[0].payload_bytes == UNKNOWN
+    assert seen[1].payload_bytes == 32
+
+
+def test_an_evaluation_without_gradients_keeps_its_loss() -> None:
+    rows = [
+        grad_mode(torch.no_grad.__enter__, 0),
+        module("Model_0", 2, 10),
+        module("Linear_0", 3, 4),
+        module("Loss_0", 14, 5),
+        call("allreduce_", 15, [[3]]),
+    ]
+    assert [s.phase for s in sightings({"traceEvents": rows}, [], 0)] == ["loss"]
+
+
+def test_overlap_is_what_compute_rows_cover() -> None:
+    compute = joined([(0.0, 4.0), (3.0, 6.0), (8.0, 9.0), (20.0, 30.0)])
+    assert compute == [(0.0, 6.0), (8.0, 9.0), (20.0, 30.0)]
+    assert shared((5.0, 25.0), compute) == 1 + 1 + 5
+    assert shared((6.0, 8.0), compute) == 0
+
+
+def test_collectives_are_timed_by_the_backends_rows_and_late_by_the_first_rank(tmp_path: Path) -> None:
+    seen = []
+    for rank, late in ((0, 0.0), (1, 7.0)):
+        rows = [
+            row("gloo:all_reduce", "user_annotation", 12 + late, 10),
+            row("aten::mm", "cpu_op", 15 + late, 4),
+            row("aten::add", "cpu_op", 16 + late, 1),
+        ]
+        text = json.dumps({"traceEvents": rows, "baseTimeNanoseconds": 5000})
+        (tmp_path / f"rank{rank}.trace.json").write_text(text)
+        seen.append(Sighting(rank=rank, index=0, op="all_reduce", groups=((0, 1),), start_us=11 + late, duration_us=1))
+    told = timed(tmp_path, seen)
+    assert [(t.duration_us, t.overlapped_us, t.exposed_us) for t in told] == [(10, 4, 6)] * 2
+    assert [t.late_us for t in told] == [0, 7]
+
+
+def test_the_interval_of_a_median_is_that_of_fair_coins() -> None:
+    ten = spread([float(n) for n in range(1, 11)])
+    # P(at most 1 of 10 coins) = 11/1024 <= 0.025 < P(at most 2) = 56/1024: the second and the ninth value.
+    assert (ten.low, ten.median, ten.high) == (2.0, statistics.median(range(1, 11)), 9.0)
+    assert (spread([3.0, 1.0, 2.0]).low, spread([3.0, 1.0, 2.0]).high) == (1.0, 3.0)
