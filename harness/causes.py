@@ -39,6 +39,7 @@ CAUSES: Mapping[str, str] = {
     "mask_ignored": "the dense model's without the loss mask",
     "padding_learned": "the dense model's with label 0 where nothing is to be learned",
     "labels_unshifted": "the dense model's with every token its own label",
+    "batch_repeated": "the dense model's with the first step's data in every step",
     "borders_ignored": "the dense model's without borders between packed sentences",
     "loss_by_parts": "right logits whose loss each rank takes of its own part",
     # where the ledger parts from the expectation

@@ -7,7 +7,8 @@ the place by its kind:
     logits/s       s = 0: another micro-batch than the captured one; s > 0: all before was right, so the step s - 1
     loss/s         between logits and loss
     act_grad/M     the backward of whoever uses what M returned
-    grad/p         all of them, or just those that every rank holds whole: their sums over ranks; else p's own module
+    grad/p         all of them, or just those that every rank holds whole: their sums over ranks; else p's own module.
+                   The module is that of the first wrong one in either case
     grad_norm/s    between the last backward and the optimizer's step
     param/p        the optimizer's step
 
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from harness.evidence import Evidence
 from harness.ledger import PHASES
 from harness.ledger_checks import Difference, module_order
+from harness.patterns import explains
 from harness.places import blocks_of, place_of
 from harness.tolerance import kind_of
 
@@ -50,8 +52,10 @@ def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | N
     event = f"{parted}" + (f" at {parted.caller}" if parted.caller else "") if parted else ""
     shown = _shown_by(evidence, wrong) if wrong else None
     if parted and (shown is None or _call_comes_first(evidence, parted, shown)):
-        name = wrong[0] if wrong else ""
-        return First(phase=_issued_in(parted), region=parted.line.region, name=name, event=event)
+        name, phase, region = wrong[0] if wrong else "", _issued_in(parted), parted.line.region
+        if phase == "grad_sync" and not region and kind_of(name) == "grad":
+            region = _owner(evidence, [name])  # sums over ranks belong to no module, what was not summed does
+        return First(phase=phase, region=region, name=name, event=event)
     if shown is None:
         return _never_waited(evidence)
     return First(phase=shown.phase, region=shown.region, step=shown.step, name=shown.name, event=event)
@@ -101,7 +105,7 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     place, kind = place_of(name, evidence.case.steps), kind_of(name)
     phase, region, step = place.phase, place.module, place.step
     if kind == "logits" and step:
-        phase, step = "step", step - 1
+        phase, step = ("data", step) if _read_again(evidence, name) else ("step", step - 1)
     elif kind == "act_grad":
         region = _user_of(evidence, region)
     elif kind == "grad":
@@ -112,8 +116,14 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     return First(phase=phase, region=region, step=step, name=name)
 
 
+def _read_again(evidence: Evidence, name: str) -> bool:
+    """Whether the dense model computes this when it reads the first step's data in every step."""
+    value, other = evidence.merged.tensors.get(name), evidence.alternatives.get(f"batch_repeated/{name}")
+    return value is not None and other is not None and explains(other, value, evidence.truth[name])
+
+
 def _user_of(evidence: Evidence, module: str) -> str:
-    """The module whose backward gives the gradient of what `module` returned; "" when that is the loss.
+    """The module whose backward gives the gradient of what `module` returned; itself when that is the loss.
 
     A module inside another hands on to the next inside it, the last one to the code around them. What lies between two
     siblings that are blocks themselves (a residual sum) is code of the module around both.
@@ -123,7 +133,7 @@ def _user_of(evidence: Evidence, module: str) -> str:
         return module
     later = order[order.index(module) + 1 :]
     if not later:
-        return ""
+        return module
     following, around = later[0], module.rpartition(".")[0]
     siblings = following.rpartition(".")[0] == around and around in order
     is_block = any(name.startswith(f"{module}.") for name in order)
@@ -145,7 +155,7 @@ def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str]
     torn = {flaw.name for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"}
     synced_alike = set(bad) <= whole < set(known) and (len({place_of(name, 1).module for name in bad}) > 1)
     if len(bad) == len(known) > 1 or synced_alike or bad[0] in torn:
-        return "grad_sync", ""
+        return "grad_sync", _owner(evidence, bad)
     return "backward", _owner(evidence, bad)
 
 
@@ -161,7 +171,7 @@ def _owner(evidence: Evidence, bad: Sequence[str]) -> str:
     lent = [name for name in bad if leaves and name.startswith(f"grad/{leaves[0]}.") and _everywhere(evidence, name)]
     if borrowers and lent:
         return borrowers[-1]
-    return next((leaf for leaf in leaves if bad[0].startswith(f"grad/{leaf}.")), place_of(bad[0], 1).module)
+    return place_of(bad[0], 1).module
 
 
 def _everywhere(evidence: Evidence, name: str) -> bool:

@@ -44,6 +44,7 @@ _WHAT_IF: Mapping[str, str] = {
     "mask_ignored": "without the loss mask: tokens count that are masked",
     "padding_learned": "when tokens that are not to be learned get the label 0",
     "labels_unshifted": "when every token is its own label: labels are not shifted by one",
+    "batch_repeated": "when every step reads the data of the first",
     "borders_ignored": "when packed sentences have no borders: tokens see other sentences",
 }
 """What if -> words; the names are those of `Evidence.alternatives`."""

@@ -21,6 +21,8 @@ __all__ = ["causes", "explains", "partial_sums", "same"]
 
 CLOSE = 1e-2
 """A pattern explains the tensor when what is left of the error is below this share of the error itself ..."""
+SINGLE = 1e-4
+"""A single number comes near another one by chance, so it must come nearer."""
 MOST_ROWS = 4096
 """Rows beyond this are not searched for permutations."""
 
@@ -47,9 +49,11 @@ def same(value: Tensor, truth: Tensor) -> bool:
 
 def explains(guess: Tensor, x: Tensor, t: Tensor) -> bool:
     """Whether `guess` accounts for the wrong `x`: little of the error is left."""
-    x, t = x.double(), t.double()
-    error = float((x - t).norm())
-    return error > 0 and float((x - guess.double()).norm()) <= CLOSE * error
+    x, t, guess = x.double(), t.double(), guess.double()
+    error, left = float((x - t).norm()), float((x - guess).norm())
+    if t.numel() == 1 and left > SINGLE * abs(float(guess)):
+        return False
+    return error > 0 and left <= CLOSE * error
 
 
 def _zero(x: Tensor, t: Tensor) -> Iterator[Cause]:

@@ -7,7 +7,9 @@ Tested on numbers: a fit that leaves an error tells nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -135,14 +137,30 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
         if math.isclose(found, split + size * whole, rel_tol=CLOSE**2):
             words = f"it counts what every rank holds whole once a rank, {axis}={size}"
             return [Cause(id="norm_counts_replicas", words=words)]
-    for left, what in ((whole, "what every rank holds whole"), (split, "what is split over ranks"), *_each(squares)):
-        if math.isclose(found, whole + split - left, rel_tol=CLOSE**2):
+    left_out = whole + split - found
+    for square, what in (
+        (whole, "what every rank holds whole"),
+        (split, "what is split over ranks"),
+        *((square, name) for name, square in squares.items()),
+    ):
+        if math.isclose(left_out, square, rel_tol=CLOSE**2):
             return [Cause(id="norm_counts_few", words=f"it leaves out {what}")]
+    return _several_left_out(squares, left_out, evidence.case.dtype)
+
+
+def _several_left_out(squares: Mapping[str, float], left_out: float, dtype: str) -> list[Cause]:
+    """The fewest kinds of parameters, each in all layers, whose squares are what is missing."""
+    kinds: dict[str, float] = {}
+    for name, square in squares.items():
+        kind = re.sub(r"\.\d+\.", ".*.", name)
+        kinds[kind] = kinds.get(kind, 0.0) + square
+    if dtype != "float64" or left_out <= 0:  # so many sums that one of them comes near by chance
+        return []
+    for count in range(1, 5):
+        for some in itertools.combinations(kinds, count):
+            if math.isclose(sum(kinds[kind] for kind in some), left_out, rel_tol=1e-9):
+                return [Cause(id="norm_counts_few", words=f"it leaves out {', '.join(some)}")]
     return []
-
-
-def _each(squares: Mapping[str, float]) -> list[tuple[float, str]]:
-    return [(square, name) for name, square in squares.items()]
 
 
 def _held_whole(evidence: Evidence, name: str) -> bool:

@@ -49,7 +49,10 @@ def shares(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 def alternatives(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """The first step's outcome and activations if the data were read otherwise: "<what if>/<name>" -> tensor."""
+    """The outcome and activations if the data were read otherwise: "<what if>/<name>" -> tensor, of the first step.
+
+    `batch_repeated` is told by the second one.
+    """
     found: dict[str, Tensor] = {}
     for word, change in _CHANGES.items():
         if change(micro_batch(case, 0, 0, 0)) is None:
@@ -57,7 +60,14 @@ def alternatives(case: Case, device: torch.device) -> dict[str, Tensor]:
         outcome = train(case.but(steps=1), _weights(case, device), feed=_reading(change))
         outcome |= observe(case, _weights(case, device), feed=_reading(change))
         found |= {f"{word}/{name}": tensor for name, tensor in outcome.items()}
+    if case.steps > 1:
+        again = train(case.but(steps=2), _weights(case, device), feed=_first_step)
+        found |= {f"batch_repeated/{name}": again[name] for name in ("logits/1", "loss/1") if name in again}
     return found
+
+
+def _first_step(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+    return micro_batch(case, 0, micro, dp_rank, device=device)
 
 
 def _weights(case: Case, device: torch.device) -> dict[str, Tensor]:

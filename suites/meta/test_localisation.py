@@ -66,7 +66,7 @@ BUGS = {
         module="gradients",
         old=SUMMED,
         new=f"{SUMMED} / axis.size",
-        first=("grad_sync", ""),
+        first=("grad_sync", "final_norm"),
         cause="averaged",
     ),
     "all gradients divided once more": Bug(
@@ -74,7 +74,7 @@ BUGS = {
         module="training",
         old="gradient.div_(tokens * shares)",
         new="gradient.div_(tokens * shares * 2)",
-        first=("grad_sync", ""),
+        first=("grad_sync", "head"),
         cause="averaged",
     ),
     "the last micro-batch overwrites": Bug(
@@ -82,7 +82,7 @@ BUGS = {
         module="training",
         old=BACKWARD,
         new=CLEARED + BACKWARD,
-        first=("grad_sync", ""),
+        first=("grad_sync", "head"),
         cause="micro_missing",
     ),
     "micro-batches weighed unequally": Bug(
@@ -90,7 +90,7 @@ BUGS = {
         module="training",
         old=BACKWARD,
         new=BACKWARD + HALVED,
-        first=("grad_sync", ""),
+        first=("grad_sync", "head"),
         cause="unequal_shares",
     ),
     "tokens counted locally": Bug(
@@ -108,6 +108,14 @@ BUGS = {
         new=f"        if step == 0:\n    {ZEROED}",
         first=("grad_sync", ""),
         cause="stale",
+    ),
+    "the same data in every step": Bug(
+        text=TP,
+        module="batch",
+        old=READ,
+        new=READ.replace("(case, step,", "(case, 0,"),
+        first=("data", ""),
+        cause="batch_repeated",
     ),
     "never a step": Bug(
         text=TP,

@@ -72,7 +72,7 @@ def test_replicas_that_hold_partial_sums_in_six_lines() -> None:
         "where:  mode=tp, rank 1 of 2, step 0, phase backward, module layers.0.mlp.w2, tensor grad/layers.0.mlp.w2.bias"
     )
     assert lines[2] == "error:  compared exactly: nothing is allowed to differ"
-    assert lines[3] == "first:  grad_sync in step 0: grad/layers.0.mlp.w2.bias"
+    assert lines[3] == "first:  grad_sync of layers.0.mlp.w2 in step 0: grad/layers.0.mlp.w2.bias"
     assert lines[4] == (
         "causes: the ranks' values add up to the truth over tp=2: each holds one partial sum, never reduced"
     )

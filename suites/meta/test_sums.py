@@ -93,6 +93,11 @@ WHOLE = square(BIAS) + square("grad/embedding.tokens.weight")
         (SPLIT, "norm_counts_few", "it leaves out what every rank holds whole"),
         (WHOLE, "norm_counts_few", "it leaves out what is split over ranks"),
         (SPLIT + WHOLE - square(BIAS), "norm_counts_few", f"it leaves out {BIAS}"),
+        (
+            SPLIT + WHOLE - square(BIAS) - square(W1),
+            "norm_counts_few",
+            "it leaves out grad/layers.*.mlp.w1.weight, grad/layers.*.mlp.w2.bias",
+        ),
     ],
 )
 def test_what_a_norm_counts_otherwise_is_told(found: float, cause: str, words: str) -> None:
