@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import typing_extensions
 
-__all__ = ["Caller", "caller", "caller_at", "caller_of", "is_user", "raised_at"]
+__all__ = ["Caller", "caller", "caller_at", "caller_of", "is_user", "raised_at", "shortened"]
 
 _LIBRARY = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
@@ -38,7 +38,7 @@ class Caller(NamedTuple):
     @property
     def place(self) -> str:
         """The line as the ledger prints it: "file:line"."""
-        return f"{_file_text(self.code.co_filename)}:{self.line}"
+        return f"{shortened(self.code.co_filename)}:{self.line}"
 
     def __str__(self) -> str:
         return f"{self.place} in {self.code.co_name}"
@@ -85,7 +85,7 @@ def is_user(filename: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _file_text(filename: str) -> str:
+def shortened(filename: str) -> str:
     """A file name as reports print it: relative when the file is below the working folder, else in full."""
     path = Path(filename)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename

@@ -43,9 +43,10 @@ _LISTED = 32
 class Position:
     """Where one rank stood.
 
-    `state`: "waits in" a call, "finished", "raised", "runs" outside of calls, or "not started". `number` counts this
-    rank's calls in `group` from 0 (-1: in no call); point-to-point calls are counted apart. `detail` is what the call
-    says (reduce op, dtype, shape), or the exception's text. `caller` is "file:line in function" of the user's code.
+    `state`: "waits in" a call, "passed" the call in which ranks disagree, "finished", "raised", "died", "runs" outside
+    of calls, or "not started". `number` counts this rank's calls in `group` from 0 (-1: in no call); point-to-point
+    calls are counted apart. `detail` is what the call says (reduce op, dtype, shape), or the exception's text. `caller`
+    is "file:line in function" of the user's code; `stack` all such lines of a process, innermost first.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Position:
     group: str = ""
     detail: str = ""
     caller: str = ""
+    stack: tuple[str, ...] = ()
 
     @property
     def call(self) -> str:

@@ -13,61 +13,37 @@ second wait for gloo's message would wait for a second message.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Self
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C import DispatchKey
-from torch.distributed import distributed_c10d as c10d
 
-from harness.engines.signature import REDUCE_OPS, Signature, call_of, dtype_text
 from harness.errors import MachineError
 from harness.ledger import Call, Observer
+from harness.operators import MESSAGES, OPERATORS, Told, reader
 
-__all__ = ["Interposer", "observing"]
+__all__ = ["CallLog", "Interposer", "observing"]
 
 _KEY = "BackendSelect"
 _SILENT = {"check_for_nan"}
 """Operators of c10d that send nothing."""
-_MESSAGES = ("send", "recv")
 
 
-class _Operator(NamedTuple):
-    """What an operator is in the ledger, and which of its arguments are the payload and the peer."""
+class CallLog(Protocol):
+    """Whoever needs more of a call than the ledger does: an engine that compares ranks."""
 
-    op: str
-    payload: str = ""
-    peer: str = ""
+    def entered(self, told: Told) -> None:
+        """A call is about to be issued."""
+        ...
 
-
-_OPERATORS = {
-    "broadcast_": _Operator("broadcast", "tensors", "root_rank"),
-    "allreduce_": _Operator("all_reduce", "tensors"),
-    "allreduce_coalesced_": _Operator("all_reduce", "tensors"),
-    "allgather_": _Operator("all_gather", "output_tensors"),
-    "_allgather_base_": _Operator("all_gather", "output_tensor"),
-    "allgather_coalesced_": _Operator("all_gather", "output_lists"),
-    "allgather_into_tensor_coalesced_": _Operator("all_gather", "outputs"),
-    "reduce_scatter_": _Operator("reduce_scatter", "input_tensors"),
-    "_reduce_scatter_base_": _Operator("reduce_scatter", "input_tensor"),
-    "reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter", "inputs"),
-    "alltoall_": _Operator("all_to_all", "input_tensors"),
-    "alltoall_base_": _Operator("all_to_all", "input"),
-    "reduce_": _Operator("reduce", "tensors", "root_rank"),
-    "gather_": _Operator("gather", "input_tensors", "root_rank"),
-    "scatter_": _Operator("scatter", "output_tensors", "root_rank"),
-    "send": _Operator("send", "tensors", "dst"),
-    "recv_": _Operator("recv", "tensors", "src"),
-    "recv_any_source_": _Operator("recv", "tensors"),
-    "barrier": _Operator("barrier"),
-    "monitored_barrier_": _Operator("barrier"),
-}
+    def left(self) -> None:
+        """The call entered last, a synchronous one, is complete."""
+        ...
 
 
 class Interposer:
@@ -77,8 +53,9 @@ class Interposer:
     or when a probe call is not seen: a blind recorder must not pass for a silent program.
     """
 
-    def __init__(self, *observers: Observer) -> None:
+    def __init__(self, *observers: Observer, log: CallLog | None = None) -> None:
         self._observers = observers
+        self._log = log
         self._installed = ExitStack()
 
     def __enter__(self) -> Self:
@@ -110,15 +87,20 @@ class Interposer:
             self._observers = before
 
     def _kernel(self, name: str, operator: Any) -> Callable[..., Any]:
-        read = _reader(name, operator)
+        read = reader(name, operator)
 
         def kernel(keys: Any, *arguments: Any) -> Any:
-            rank, call, on_host = read(arguments)
+            told = read(arguments)
+            rank, call, log = told.rank, told.call, self._log
+            if log is not None:
+                log.entered(told)
             tickets = [(observer, observer.issued(rank, call)) for observer in self._observers]
             result = operator.redispatch(keys.remove(DispatchKey.BackendSelect), *arguments)
-            if not call.is_async and call.op not in _MESSAGES:
-                if on_host:
+            if not call.is_async and call.op not in MESSAGES:
+                if told.on_host:
                     _wait(result)
+                if log is not None:
+                    log.left()
                 for observer, ticket in tickets:
                     observer.completed(rank, ticket)
             return result
@@ -127,8 +109,8 @@ class Interposer:
 
     def _prove(self) -> None:
         """Issue one call in a private group of one rank, and see that it is told right."""
-        probe, watched = _Probe(), self._observers
-        self._observers = (probe,)
+        probe, watched, log = _Probe(), self._observers, self._log
+        self._observers, self._log = (probe,), None
         try:
             group = dist.ProcessGroup(torch._C._distributed_c10d.HashStore(), 0, 1)
             backend = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 1)
@@ -138,7 +120,7 @@ class Interposer:
             options.asyncOp = False
             group.allreduce([torch.zeros(8)[2:5]], options)
         finally:
-            self._observers = watched
+            self._observers, self._log = watched, log
         said = [(c.op, c.reduce_op, c.group, c.dtype, c.shapes, c.payload_bytes, c.is_async) for c in probe.calls]
         if said != [("all_reduce", "max", (0,), "float32", ((3,),), 12, False)]:
             raise _blind(f"a probe all_reduce of 12 bytes was seen as {said}")
@@ -182,7 +164,7 @@ def _blind(why: str) -> MachineError:
 def _known_operators() -> list[str]:
     """Every operator of c10d that communicates. Raises MachineError for one that is new or taken."""
     names = {full.removeprefix("c10d::").partition(".")[0] for full in _all_operators() if full.startswith("c10d::")}
-    unknown = names - _OPERATORS.keys() - _SILENT
+    unknown = names - OPERATORS.keys() - _SILENT
     if unknown or not names:
         raise _blind(f"operators of c10d that are not known here: {' '.join(sorted(unknown)) or 'all'}")
     taken = [name for name in sorted(names) if _has_kernel(f"c10d::{name}", _KEY)]
@@ -197,55 +179,6 @@ def _known_operators() -> list[str]:
 
 _all_operators: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
-
-
-def _reader(name: str, operator: Any) -> Callable[[Sequence[Any]], tuple[int, Call, bool]]:
-    """A function from an operator's arguments to the global rank, the Call, and whether it runs on the host."""
-    op, payload_name, peer_name = _OPERATORS[name]
-    places = {argument.name: i for i, argument in enumerate(operator._schema.arguments)}
-    payload_at, peer_at = places.get(payload_name, -1), places.get(peer_name, -1)
-    group_at, reduce_at, async_at = places["process_group"], places.get("reduce_op", -1), places.get("async_op", -1)
-
-    def read(arguments: Sequence[Any]) -> tuple[int, Call, bool]:
-        group = dist.ProcessGroup.unbox(arguments[group_at])
-        ranks = _ranks(group)
-        payload = _tensors(arguments[payload_at]) if payload_at >= 0 else []
-        reduce_op = REDUCE_OPS[arguments[reduce_at].op()] if reduce_at >= 0 else ""
-        if op in _MESSAGES:
-            is_async = not _blocking(op, sys._getframe(2))
-        else:
-            # Trailing arguments that equal their default, which is asynchronous, are not passed on.
-            is_async = async_at >= 0 and (len(arguments) <= async_at or bool(arguments[async_at]))
-        said = Signature(op, "single", reduce_op, -1, dtype_text(payload), ())
-        peer = ranks[arguments[peer_at]] if peer_at >= 0 else -1
-        call = call_of(said, payload, ranks, group.group_desc, peer, is_async)
-        return ranks[group.rank()], call, all(tensor.device.type == "cpu" for tensor in payload)
-
-    return read
-
-
-def _ranks(group: Any) -> tuple[int, ...]:
-    """Global ranks in group order; a group that torch.distributed does not know counts its own."""
-    known = c10d._world.pg_group_ranks.get(group)
-    return tuple(range(group.size())) if known is None else tuple(sorted(known, key=known.__getitem__))
-
-
-def _tensors(argument: Any) -> list[Tensor]:
-    """The tensors of an argument: one, a list, or a list of lists."""
-    if isinstance(argument, Tensor):
-        return [argument]
-    return [tensor for part in argument for tensor in _tensors(part)]
-
-
-def _blocking(op: str, frame: FrameType | None) -> bool:
-    """Whether dist.send or dist.recv, which are isend or irecv and a wait, is among the nearest callers."""
-    for _caller in range(4):
-        if frame is None:
-            return False
-        if frame.f_code.co_name == op and frame.f_globals is vars(c10d):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _wait(result: Any) -> None:

@@ -30,6 +30,7 @@ __all__ = ["CASE", "ENGINES", "Progress", "Request", "RunResult", "engine_named"
 CASE = "reference.case:Case"
 ENGINES = {
     "inproc": "harness.engines.inproc:InprocEngine",
+    "pool": "harness.engines.pool:PoolEngine",
     "torchrun": "harness.engines.torchrun:TorchrunEngine",
     "dry": "harness.engines.dry:DryEngine",
 }

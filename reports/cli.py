@@ -19,7 +19,7 @@ from harness.errors import ShardproofError
 
 __all__ = ["main"]
 
-ENGINES = ("inproc", "torchrun", "dry")
+ENGINES = ("inproc", "pool", "torchrun", "dry")
 DEVICES = ("cpu", "cuda")
 SUBJECT = "parallel.subject:subject"
 _HANDLERS = {

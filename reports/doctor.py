@@ -32,6 +32,11 @@ PEERS = {
     "deepspeed": "a subject that imports it cannot run here",
 }
 """Other implementations, and what follows when one is not installed."""
+POOL = {
+    "gloo": "--engine pool runs ranks as processes, which are kept and compared call by call",
+    "nccl": "--engine pool --device cuda does so with a GPU a rank",
+}
+"""What a backend is good for when it is there."""
 Row = tuple[str, str, str, str]
 """What, found, "yes" or "no", and what follows from it."""
 
@@ -107,10 +112,10 @@ def _base(machine: Machine) -> Iterator[Row]:
 
 
 def _devices(machine: Machine) -> Iterator[Row]:
-    for backend in ("gloo", "nccl"):
+    for backend, offer in POOL.items():
         there = backend in machine.backends
         lack = f"no process groups over {backend}; the in-process engine does not need them"
-        yield f"backend {backend}", backend if there else "-", _word(there), "" if there else lack
+        yield f"backend {backend}", backend if there else "-", _word(there), offer if there else lack
     gpus = ", ".join(machine.gpus)
     lack = "--device cuda is refused, tests marked `gpu` are skipped; everything else runs on the CPU"
     yield "GPU", gpus or "none", _word(bool(gpus)), "" if gpus else lack

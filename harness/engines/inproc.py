@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 
 from harness.engines import postmortem
-from harness.engines.baton import End
+from harness.engines.baton import End, State
 from harness.engines.engine import Program, Unwaited
 from harness.engines.intervention import Intervention, Plain
 from harness.engines.postmortem import Cause, Raised
@@ -178,7 +178,8 @@ class _Run:
         if end is End.TIME:
             return postmortem.of_time(self.baton, self.timeout_s)
         if end is End.STUCK:
-            return postmortem.of_deadlock(self.baton, self.exchange)
+            done = [state is State.DONE for state in self.baton.states]
+            return postmortem.of_deadlock(done, self.exchange.waiting)
         return postmortem.left_open(list(self.exchange.groups.values()))
 
     def _error(self, cause: Cause, found: Sequence[Position]) -> ShardproofError:

@@ -6,16 +6,56 @@ Read after the driver got the baton back and before the threads are ended, so ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from harness.callers import caller_of, raised_at
 from harness.engines.baton import Baton, State
-from harness.engines.exchange import Exchange, Work
+from harness.engines.exchange import Exchange
 from harness.engines.meeting import ANY, Fault, Group, Meeting, Post
 from harness.engines.signature import Signature, described, difference, field_words
 from harness.errors import Position, ranks_text
 
-__all__ = ["Cause", "Raised", "left_open", "of_deadlock", "of_fault", "of_raise", "of_time", "positions"]
+__all__ = [
+    "Cause",
+    "Raised",
+    "Waiting",
+    "in_call",
+    "left_open",
+    "of_deadlock",
+    "of_fault",
+    "of_raise",
+    "of_time",
+    "positions",
+]
+
+
+class Waiting(Protocol):
+    """A call in which a rank waits: the in-process engine's work, or what a process wrote down."""
+
+    @property
+    def rank(self) -> int:
+        """The rank that waits."""
+        ...
+
+    @property
+    def group(self) -> Group:
+        """The group of the call."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """This rank's calls in the group before it."""
+        ...
+
+    @property
+    def said(self) -> Signature:
+        """What the rank says in it."""
+        ...
+
+    @property
+    def event(self) -> Meeting | Post:
+        """Where it waits."""
+        ...
 
 
 class Raised(NamedTuple):
@@ -45,20 +85,24 @@ def positions(baton: Baton, exchange: Exchange, raised: Sequence[Raised]) -> lis
         elif state in {State.DONE, State.NOT_STARTED}:
             found.append(Position(rank=rank, state="finished" if state is State.DONE else "not started"))
         elif work is not None and not work.event.done:
-            found.append(
-                Position(
-                    rank=rank,
-                    state="waits in",
-                    op=work.said.op,
-                    number=work.number,
-                    group=work.group.label,
-                    detail=_said(work),
-                    caller=caller_of(frame),
-                )
-            )
+            found.append(in_call(work, "waits in", caller_of(frame)))
         else:
             found.append(Position(rank=rank, state="runs", caller=caller_of(frame)))
     return found
+
+
+def in_call(work: Waiting, state: str, caller: str, stack: tuple[str, ...] = ()) -> Position:
+    """The position of a rank in a call, or after it."""
+    return Position(
+        rank=work.rank,
+        state=state,
+        op=work.said.op,
+        number=work.number,
+        group=work.group.label,
+        detail=_said(work),
+        caller=caller,
+        stack=stack,
+    )
 
 
 def of_raise(raised: Sequence[Raised], world_size: int) -> Cause:
@@ -98,18 +142,18 @@ def of_fault(fault: Fault) -> Cause:
     return Cause(f"ranks disagree in {call}: {field_words(field, odd)[0]} is {values}", tuple(blamed), "mismatch")
 
 
-def of_deadlock(baton: Baton, exchange: Exchange) -> Cause:
+def of_deadlock(done: Sequence[bool], waiting: Sequence[Waiting | None]) -> Cause:
     """Nobody can go on: follow who waits for whom, to a rank that has finished or round a circle."""
-    rank = next(rank for rank, state in enumerate(baton.states) if state is not State.DONE)
-    path: list[tuple[int, Work]] = []
+    rank = done.index(False)
+    path: list[tuple[int, Waiting]] = []
     while rank not in [waiter for waiter, _ in path]:
-        work = exchange.waiting[rank]
+        work = waiting[rank]
         if work is None:
             break
         path.append((rank, work))
         missing = _missing(work)
-        rank = next((other for other in missing if baton.states[other] is State.DONE), missing[0])
-    if baton.states[rank] is State.DONE:
+        rank = next((other for other in missing if done[other]), missing[0])
+    if done[rank]:
         waiter, work = path[-1]
         text = f"rank {rank} has finished, but rank {waiter} waits for it in {_call(work)}"
         return Cause(text, (rank,), "skipped")
@@ -147,7 +191,7 @@ def of_time(baton: Baton, timeout_s: float) -> Cause:
     return Cause(f"no end within {timeout_s:g} s: {', '.join(texts) or 'no rank was running'}", tuple(running))
 
 
-def _missing(work: Work) -> list[int]:
+def _missing(work: Waiting) -> list[int]:
     """The ranks that a waiting rank waits for."""
     ranks, event = work.group.ranks, work.event
     if isinstance(event, Meeting):
@@ -157,11 +201,11 @@ def _missing(work: Work) -> list[int]:
     return [rank for rank in ranks if rank != work.rank]
 
 
-def _call(work: Work) -> str:
+def _call(work: Waiting) -> str:
     return f"{work.said.op} #{work.number} of {work.group.label}"
 
 
-def _said(work: Work) -> str:
+def _said(work: Waiting) -> str:
     if not isinstance(work.event, Post):
         return described(work.said)
     peer = "any rank" if work.event.peer == ANY else f"rank {work.group.ranks[work.event.peer]}"

@@ -34,6 +34,8 @@ def test_a_machine_with_everything_misses_nothing() -> None:
     assert {usable for _, usable, _ in table.values()} == {"yes"}
     assert table["GPU"][0] == "A big one, A big one"
     assert "a tool listens" in table["nvtx"][2]
+    assert table["backend gloo"][2].startswith("--engine pool runs ranks as processes")
+    assert table["backend nccl"][2] == "--engine pool --device cuda does so with a GPU a rank"
     assert doctor.judge(FULL).note.startswith("0 of 11")
 
 

@@ -80,7 +80,7 @@ def test_modes_choose_among_what_the_subject_claims(shardproof: CommandLine) -> 
     [
         ((), "required: COMMAND"),
         (("compare", "a", "b"), "invalid choice: 'compare' (choose from"),
-        (("run", "--engine", "pool"), "invalid choice: 'pool' (choose from"),
+        (("run", "--engine", "steam"), "invalid choice: 'steam' (choose from"),
         (("run", "--device", "tpu"), "invalid choice: 'tpu' (choose from"),
         (("run", "--profile", "nsys"), "unrecognized arguments: --profile"),
         (("run", "--mode", "tp"), "unrecognized arguments: --mode"),

@@ -1,0 +1,80 @@
+"""Gloo connections kept from run to run: making them takes milliseconds and closing them 20, every run and group.
+
+A run still has groups of its own, new to torch and to the program: only the backend object inside them, which is
+nothing but connections and a counter of calls, is the one that the same group of the same processes had before. Ranks
+that issued the same calls agree on that counter; after any run that did not end well its processes are replaced.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["KeptGroups"]
+
+_Key = tuple[str, int, tuple[int, ...]]
+
+
+class KeptGroups:
+    """The gloo backends of one process by the group's name, size and ranks, for as long as its peers stay the same."""
+
+    def __init__(self, makes: Callable[[str, tuple[int, ...]], None]) -> None:
+        """`makes(number, ranks)` is told of every numbered group that is made, whoever is in it."""
+        self._makes = makes
+        self._link = -1
+        self._backends: dict[_Key, Any] = {}
+        self._wanted: _Key = ("", 0, ())
+        self._kept = self._keeping(c10d.ProcessGroupGloo)
+
+    def __len__(self) -> int:
+        return len(self._backends)
+
+    @contextmanager
+    def used(self, link: int) -> Iterator[None]:
+        """Groups made in the body take the backends of this link; those of another link are closed."""
+        if link != self._link:
+            self._backends.clear()
+            self._link = link
+        helper = c10d._new_process_group_helper
+        signature = inspect.signature(helper)
+
+        def made(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            name, ranks = given["group_name"], tuple(given["global_ranks_in_group"])
+            self._wanted = (name, given["group_size"], ranks)
+            if ranks and name.isdigit():
+                self._makes(name, ranks)
+            with _standing("ProcessGroupGloo", self._kept):
+                return helper(*args, **kwargs)
+
+        with _standing("_new_process_group_helper", made):
+            yield
+
+    def _keeping(keeper, gloo: Any) -> Any:  # noqa: N805  (the class below has a self of its own)
+        """A class that stands for ProcessGroupGloo and makes each object once."""
+
+        class Kept(gloo):
+            def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+                return keeper._backends.get(keeper._wanted) or gloo.__new__(cls)
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                if keeper._wanted not in keeper._backends:
+                    super().__init__(*args, **kwargs)
+                    keeper._backends[keeper._wanted] = self
+
+        return Kept
+
+
+@contextmanager
+def _standing(name: str, stand_in: Any) -> Iterator[None]:
+    """In torch's module, another object under this name."""
+    original = getattr(c10d, name)
+    setattr(c10d, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(c10d, name, original)

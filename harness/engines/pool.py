@@ -1,0 +1,190 @@
+"""The pool engine: every rank a process that is kept from run to run, connected by gloo, or NCCL on GPUs.
+
+Ranks are forked from a server that has imported torch once, so a new one costs milliseconds. They are sent programs by
+reference, cases and seeds, never tensors, and answer with pickles. A run that goes wrong in any way ends in the same
+errors as in the in-process engine; its processes are killed and the next run gets new ones. What a program leaves in
+its process (globals of modules, caches) is there in the next run, as in any process that lives on.
+
+Nothing is in a file system and nobody outlives the driver: harness.engines.fork_server.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from torch._C._distributed_c10d import TCPStore
+
+from harness.engines import mailbox
+from harness.engines.engine import Program, Unwaited
+from harness.engines.rank_loop import HOST, Job
+from harness.engines.rank_processes import ForkServer, RankProcess
+from harness.engines.supervision import Supervision
+from harness.errors import MachineError, RequestError
+from harness.ledger import Observer
+
+__all__ = ["PoolEngine"]
+
+_MOST_IDLE = 16
+"""Processes kept between runs."""
+_MOST_KEPT = 32
+"""Groups that a process keeps connected before all are closed and made again as needed."""
+_RUNS_PER_STORE = 500
+
+
+class PoolEngine:
+    """Runs programs on ranks that are processes of this machine. Programs and results must be picklable."""
+
+    name = "pool"
+    remote = True
+
+    def __init__(self) -> None:
+        self._pool = _Pool()
+        weakref.finalize(self, _Pool.close, self._pool)
+        self._closed = False
+        self.unwaited: tuple[Unwaited, ...] = ()
+
+    def run(
+        self,
+        program: Program,
+        *args: Any,
+        world_size: int,
+        observer: Observer | None = None,
+        seed: int = 0,
+        timeout_s: float = 60.0,
+    ) -> list[Any]:
+        """The results of `program(rank, *args)` by rank; see Engine.run."""
+        self._check(world_size, observer, timeout_s)
+        try:
+            sent = mailbox.packed((program, args))
+        except Exception as problem:  # whatever a user's own pickling raises
+            rule = f"cannot be sent to the processes of the ranks ({type(problem).__name__}: {problem})"
+            raise RequestError(f"program {program!r}: {rule}; legal: a function of a module") from problem
+        return self._pool.run(sent, world_size, seed, timeout_s)
+
+    def close(self) -> None:
+        """End all processes and refuse further runs."""
+        self._pool.close()
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self, world_size: int, observer: Observer | None, timeout_s: float) -> None:
+        if self._closed:
+            raise RequestError("run: the engine is closed; legal: a new PoolEngine()")
+        if observer is not None:
+            raise RequestError("observer: ranks are other processes; legal: harness.rank_task, which observes there")
+        if world_size < 1:
+            raise RequestError(f"world_size {world_size}: must be at least 1; legal: 2")
+        if not timeout_s > 0:
+            raise RequestError(f"timeout_s {timeout_s}: must be above 0; legal: 60")
+
+
+class _Pool:
+    """The processes, and the store in which they find each other."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._server: ForkServer | None = None
+        self._ranks: list[RankProcess] = []
+        self._store: Any = None
+        self._run = self._link = 0
+
+    def run(self, program: bytes, world_size: int, seed: int, timeout_s: float) -> list[Any]:
+        """One run. Whatever happens but a good end, its processes are replaced."""
+        server, ranks = self._taken(world_size)
+        self._run += 1
+        if self._store is None or self._run % _RUNS_PER_STORE == 0:
+            self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        well = False
+        try:
+            for place, rank in enumerate(ranks):
+                rank.reader.begin(self._run)
+                job = Job(
+                    run=self._run,
+                    rank=place,
+                    world_size=world_size,
+                    link=self._link,
+                    port=self._store.port,
+                    seed=seed,
+                    folder=os.getcwd(),
+                    path=tuple(sys.path),
+                    program=program,
+                )
+                _order(rank, pickle.dumps(job), timeout_s)
+            supervision = Supervision(server, ranks, self._run, timeout_s)
+            values = supervision.results()
+            for rank, reply in zip(ranks, supervision.replies, strict=True):
+                _order(rank, pickle.dumps(None), timeout_s)
+                rank.reusable = reply is not None and reply.reusable
+                if reply is not None and reply.kept > _MOST_KEPT:
+                    self._link += 1
+            well = all(rank.reusable for rank in ranks)
+            return values
+        finally:
+            if not well:
+                self._replace(ranks)
+
+    def close(self) -> None:
+        """End everything; in a process that was forked from the owner, nothing."""
+        if os.getpid() != self._owner or self._server is None:
+            return
+        self._server.close()
+        for rank in self._ranks:
+            rank.close()
+        self._ranks, self._server, self._store = [], None, None
+
+    def _taken(self, world_size: int) -> tuple[ForkServer, list[RankProcess]]:
+        """The processes of a run, by rank; new ones as far as needed, idle ones beyond the bound ended."""
+        for rank in self._ranks[max(world_size, _MOST_IDLE) :]:
+            rank.close()
+        del self._ranks[max(world_size, _MOST_IDLE) :]
+        try:
+            self._fork(world_size)
+        except MachineError:  # the server was killed: start over once
+            self.close()
+            self._fork(world_size)
+        assert self._server is not None
+        return self._server, self._ranks[:world_size]
+
+    def _fork(self, world_size: int) -> None:
+        """At least so many processes; connections made before are of no use to a new one."""
+        if self._server is None:
+            self._server = ForkServer()
+        while len(self._ranks) < world_size:
+            self._ranks.append(self._server.fork())
+            self._link += 1
+
+    def _replace(self, ranks: Sequence[RankProcess]) -> None:
+        """Kill these processes; the next run forks others, whose connections are new."""
+        self._link += 1
+        self._ranks = [rank for rank in self._ranks if rank not in ranks]
+        if self._server is not None:
+            try:
+                self._server.kill(ranks)
+            except MachineError:  # the server has ended, and its ranks with it
+                self.close()
+        for rank in ranks:
+            rank.close()
+
+
+def _order(rank: RankProcess, message: bytes, limit_s: float) -> None:
+    """Send a message. A rank that cannot receive shows as dead or silent to whoever waits for its answer."""
+    rank.mailbox.sock.settimeout(limit_s)
+    try:
+        mailbox.send(rank.mailbox.sock, message)
+    except OSError:
+        return
+    finally:
+        rank.mailbox.sock.settimeout(None)

@@ -1,0 +1,162 @@
+"""The fingerprint check: what the ranks wrote on their boards is put together again, as if they met in this process.
+
+gloo and NCCL do not compare what ranks say: another dtype, reduce op or shape of the same size passes silently, another
+size or op hangs. Here every call is matched with the same call of the group's other ranks by its number, sends with
+receives by sender, receiver and tag. The first that does not match is the fault; its time is when the second one came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from harness.engines.arithmetic import Operands
+from harness.engines.board import Fact, Reader
+from harness.engines.meeting import ANY, Fault, Group, Meeting, Post, mail_fault
+from harness.engines.signature import Signature
+from harness.errors import ranks_text
+
+__all__ = ["Replay", "Written"]
+
+_HERE = Operands((), ())
+_NOTHING = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """A call that a rank wrote down."""
+
+    rank: int
+    group: Group
+    number: int
+    fact: Fact
+    event: Meeting | Post
+    at_s: float
+
+    @property
+    def said(self) -> Signature:
+        """What the rank says in it."""
+        return self.fact.said
+
+
+class Replay:
+    """Reads the boards of a run. `last` by rank is the call written last, `fault` the first that does not match.
+
+    `at_fault` by rank is what was written in that call.
+    """
+
+    def __init__(self, boards: Sequence[Reader]) -> None:
+        self._boards = boards
+        self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+        self.last: list[Written | None] = [None] * len(boards)
+        self.fault: Fault | None = None
+        self.fault_at_s = 0.0
+        self.at_fault: dict[int, Written] = {}
+        self.written = 0
+        self._made: dict[str, dict[int, tuple[int, ...]]] = {}
+        self._met: dict[Meeting, list[Written]] = {}
+
+    @property
+    def groups(self) -> list[Group]:
+        """All groups in which somebody called, in the order in which they were seen."""
+        return list(self._groups.values())
+
+    def read(self) -> None:
+        """Take in what was written since the last time."""
+        for rank, board in enumerate(self._boards):
+            for at_s, fact in board.new():
+                self._take(rank, at_s, fact)
+
+    def inside(self, rank: int) -> Written | None:
+        """The synchronous collective in which a rank is, and which not every rank of its group has issued."""
+        last = self.last[rank]
+        return last if last is not None and not last.event.done and self._boards[rank].inside() else None
+
+    def _take(self, rank: int, at_s: float, fact: Fact) -> None:
+        self.written += 1
+        if fact.said.op == "new_group":
+            self._make(rank, at_s, fact)
+            return
+        key = (fact.group, fact.ranks)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = Group(fact.ranks, fact.description)
+        member = fact.ranks.index(rank)
+        if fact.said.op in {"send", "recv"}:
+            self._post(Post(member, _member(fact), fact.tag, fact.said, _NOTHING), group, rank, at_s, fact)
+        else:
+            self._meet(member, group, rank, at_s, fact)
+
+    def _meet(self, member: int, group: Group, rank: int, at_s: float, fact: Fact) -> None:
+        number = group.numbers[member]
+        group.numbers[member] += 1
+        meeting = group.meetings.get(number)
+        if meeting is None:
+            meeting = group.meetings[number] = Meeting(fact.said, len(group.ranks))
+            self._met[meeting] = []
+        self.last[rank] = written = Written(rank, group, number, fact, meeting, at_s)
+        self._met[meeting].append(written)
+        if meeting.said != fact.said:
+            meeting.parted[member] = fact.said
+            self._part(Fault(group, number, meeting.said, meeting), at_s)
+        else:
+            meeting.operands[member] = _HERE
+        if self.fault is not None and self.fault.meeting is meeting:
+            self.at_fault = {met.rank: met for met in self._met[meeting]}
+        meeting.missing -= 1
+        if not meeting.missing:
+            if fact.sends and not meeting.parted:
+                self._exchange(group, number, self._met[meeting], at_s)
+            meeting.done = not meeting.parted
+            del group.meetings[number], self._met[meeting]
+
+    def _post(self, mine: Post, group: Group, rank: int, at_s: float, fact: Fact) -> None:
+        number = group.posted[mine.member]
+        group.posted[mine.member] += 1
+        self.last[rank] = Written(rank, group, number, fact, mine, at_s)
+        other = next((post for post in group.posts if post.meets(mine)), None)
+        if other is None:
+            group.posts.append(mine)
+            return
+        if fault := mail_fault(group, number, mine, other):
+            self._part(fault, at_s)
+        group.posts.remove(other)
+        mine.done = other.done = True
+
+    def _exchange(self, group: Group, number: int, met: list[Written], at_s: float) -> None:
+        """All ranks of an all_to_all have come: compare what they send and expect in pairs."""
+        facts = {group.ranks.index(written.rank): written.fact for written in met}
+        for receiver in range(len(group.ranks)):
+            for sender, expected in enumerate(facts[receiver].expects):
+                sent = facts[sender].sends[receiver]
+                if sent != expected:
+                    ends = group.ranks[sender], group.ranks[receiver]
+                    rows = " rows" if isinstance(sent, int) else ""
+                    words = f"rank {ends[0]} sends {sent}{rows} to rank {ends[1]}, which expects {expected}"
+                    self._part(Fault(group, number, facts[sender].said, ranks=ends, words=words), at_s)
+                    self.at_fault = self.at_fault or {written.rank: written for written in met}
+                    return
+
+    def _make(self, rank: int, at_s: float, fact: Fact) -> None:
+        """A rank makes a group of the world, as every rank must; when all have, they must have made the same."""
+        made = self._made.setdefault(fact.group, {})
+        made[rank] = fact.ranks
+        if len(made) < len(self.last):
+            return
+        del self._made[fact.group]
+        odd = next((other for other in sorted(made) if made[other] != made[0]), 0)
+        if odd:
+            world = Group(tuple(range(len(self.last))), "default_pg")
+            words = f"rank 0 makes it of ranks {ranks_text(made[0])}, rank {odd} of ranks {ranks_text(made[odd])}"
+            self._part(Fault(world, int(fact.group), fact.said, ranks=(0, odd), words=words), at_s)
+
+    def _part(self, fault: Fault, at_s: float) -> None:
+        if self.fault is None:
+            self.fault, self.fault_at_s = fault, at_s
+
+
+def _member(fact: Fact) -> int:
+    """The group rank of a message's other end."""
+    return ANY if fact.peer < 0 else fact.ranks.index(fact.peer)

@@ -1,0 +1,118 @@
+"""Nothing of a pool outlives it: closed, dropped, interrupted or killed, no process and no file is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.engines.pool import PoolEngine
+from harness.errors import MachineError, RankDied, RequestError
+from suites.meta.pool_programs import calls_then, family, os_parent, summed, total
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = (Path("/dev/shm"), Path(os.environ.get("TMPDIR", "/tmp")))
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether these processes end within some seconds."""
+    until_s = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() and not _zombie(pid) for pid in pids):
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def files_of(owner: int) -> set[str]:
+    """What lies around that names a process, or that Python's and torch's own ways of sharing leave."""
+    found = {str(path) for folder in FOLDERS if folder.exists() for path in folder.iterdir()}
+    return {name for name in found if str(owner) in name or "pymp" in name or "torch_" in name or "/sem." in name}
+
+
+def test_closing_and_dropping_end_every_process() -> None:
+    engine = PoolEngine()
+    pids = family(engine)
+    engine.close()
+    assert gone(pids)
+    with pytest.raises(RequestError, match="the engine is closed"):
+        engine.run(summed, world_size=2)
+    engine = PoolEngine()
+    pids = family(engine)
+    del engine
+    gc.collect()
+    assert gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        ("waits", lambda driver: driver.kill()),
+        ("waits", lambda driver: driver.send_signal(signal.SIGINT)),
+        ("drops", lambda driver: None),
+    ],
+    ids=["killed", "interrupted", "not-closed"],
+)
+def test_no_orphan_and_no_file_is_left_when_the_driver_ends(
+    tmp_path: Path, kind: str, end: Callable[[subprocess.Popen[bytes]], None]
+) -> None:
+    file = tmp_path / "pids"
+    command = [sys.executable, "-m", "suites.meta.pool_driver", kind, str(file)]
+    driver = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+    until_s = time.monotonic() + 60
+    while not (file.exists() and file.read_text()) and driver.poll() is None and time.monotonic() < until_s:
+        time.sleep(0.05)
+    pids = [int(word) for word in file.read_text().split()]
+    assert len(pids) == 3
+    time.sleep(0.2)
+    before = files_of(driver.pid)
+    end(driver)
+    _, errors = driver.communicate(timeout=30)
+    assert gone(pids)
+    assert files_of(driver.pid) - before == set()
+    assert not before
+    if kind == "waits" and driver.returncode != -signal.SIGKILL:
+        assert b"KeyboardInterrupt" in errors
+
+
+def test_a_rank_takes_what_it_started_with_it() -> None:
+    with PoolEngine() as engine:
+        server = family(engine)[0]
+        with pytest.raises(RankDied):
+            engine.run(calls_then, "child", world_size=2)
+        assert engine.run(summed, world_size=2) == [total(2)] * 2
+        sleepers = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _sleeps(p)]
+        assert not [pid for pid in sleepers if os_parent(pid) in {1, server}]
+
+
+def _sleeps(process: Path) -> bool:
+    try:
+        return (process / "cmdline").read_bytes() == b"sleep\x00600\x00"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_killed_fork_server_is_a_machine_error_and_the_next_run_starts_another() -> None:
+    with PoolEngine() as engine:
+        pids = family(engine)
+        os.kill(pids[0], signal.SIGKILL)
+        assert gone(pids)
+        try:
+            results = engine.run(summed, world_size=2)
+        except MachineError:
+            results = engine.run(summed, world_size=2)
+        assert results == [total(2)] * 2
