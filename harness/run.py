@@ -31,6 +31,7 @@ CASE = "reference.case:Case"
 ENGINES = {
     "inproc": "harness.engines.inproc:InprocEngine",
     "pool": "harness.engines.pool:PoolEngine",
+    "inproc-concurrent": "harness.engines.concurrent:ConcurrentEngine",
     "torchrun": "harness.engines.torchrun:TorchrunEngine",
     "dry": "harness.engines.dry:DryEngine",
 }

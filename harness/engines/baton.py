@@ -104,7 +104,7 @@ class Baton:
         """Start the ranks; return when the run ends, when nobody can go on, at a fault or at the time limit."""
         self._body = body
         end_s = time.monotonic() + self._timeout_s
-        self._successor()()
+        self._start()
         while not self._driver.acquire(timeout=max(0.0, min(_LISTEN_S, end_s - time.monotonic()))):
             if time.monotonic() >= end_s:
                 return End.TIME
@@ -152,6 +152,10 @@ class Baton:
         return False
 
     # inside
+
+    def _start(self) -> None:
+        """Give the baton to the first rank."""
+        self._successor()()
 
     def _serve(self, rank: int) -> Callable[[], None]:
         """One rank, from its first turn to its end. Returns what hands the baton on."""

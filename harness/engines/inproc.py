@@ -57,10 +57,11 @@ class InprocEngine:
     name = "inproc"
     remote = False
     takes_interventions = True
+    _on_one_processor = True
 
     def __init__(self, *, per_rank_modules: Sequence[str] = ()) -> None:
         self._modules = modules_named(per_rank_modules)
-        self._workers = Workers()
+        self._workers = Workers(on_one_processor=self._on_one_processor)
         weakref.finalize(self, self._workers.end)
         self._streams = Caller()
         self._closed = False
@@ -81,7 +82,7 @@ class InprocEngine:
         self.unwaited = ()
         threads = torch.get_num_threads()
         with installed() as enter:
-            private = Private(world_size, seed, self._modules, self._streams)
+            private = intervention.private(world_size, seed, self._modules, self._streams)
             workers = self._workers.take(world_size)
             run = _Run(workers, private, observer, timeout_s, intervention)
             try:

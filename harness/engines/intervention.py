@@ -1,4 +1,5 @@
-"""Interventions: other parts for the in-process engine, for one run: who hands out the baton, where calls meet.
+"""Interventions: other parts for the in-process engine, for one run: what ranks have to themselves, who hands
+out the baton, where calls meet.
 
 A fault, a drawn schedule and a stress of buffers are each a Baton or an Exchange of its own kind. A run without one
 uses the plain parts and pays nothing. `Intervened` is an engine in which every run has the same intervention.
@@ -7,13 +8,14 @@ uses the plain parts and pays nothing. `Intervened` is an engine in which every 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Protocol, Self
 
 from harness.engines.baton import Baton
 from harness.engines.engine import Engine, Program, Unwaited
 from harness.engines.exchange import Exchange
 from harness.engines.private import Private
+from harness.engines.streams import Caller
 from harness.engines.workers import Worker
 from harness.errors import RequestError
 from harness.ledger import Observer
@@ -23,6 +25,10 @@ __all__ = ["Intervened", "Intervention", "Plain"]
 
 class Intervention(Protocol):
     """Makes the parts of one run."""
+
+    def private(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: Caller) -> Private:
+        """What each rank has to itself."""
+        ...
 
     def baton(self, workers: Sequence[Worker], private: Private, timeout_s: float) -> Baton:
         """Who runs when."""
@@ -35,6 +41,10 @@ class Intervention(Protocol):
 
 class Plain:
     """The parts as they are: the intervention that changes nothing, and what others inherit the rest from."""
+
+    def private(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: Caller) -> Private:
+        """Random streams, default dtype and the globals of the listed modules."""
+        return Private(world_size, seed, modules, caller)
 
     def baton(self, workers: Sequence[Worker], private: Private, timeout_s: float) -> Baton:
         """First come, first served."""

@@ -5,7 +5,7 @@ new thread for every rank would be the simple way to start clean, and costs 0.3 
 queues), a fifth of a small example. So a thread is used again if its Python thread-locals and torch's switches are
 exactly as at its birth; else it is thrown away. Where Python does not show its thread-locals, every thread is new.
 
-The threads of a run stay on the processor on which the driver is when it starts them: only one runs at a time, and a
+Threads that take turns stay on the processor on which the driver is when it starts them: only one runs at a time, and a
 hand-off to a sleeping processor costs as much as the calls that a small rank makes between two of them. What a rank
 starts (threads, processes) inherits that; the driver stays free, so the next run goes where the machine has room.
 
@@ -97,17 +97,19 @@ class Worker:
 
 
 class Workers:
-    """The idle threads of an engine."""
+    """The idle threads of an engine; those of one run stay on one processor, or go where there is room."""
 
-    def __init__(self) -> None:
-        _share_one_arena()
+    def __init__(self, *, on_one_processor: bool = True) -> None:
+        if on_one_processor:
+            _share_one_arena()
+        self._on_one_processor = on_one_processor
         self._idle: list[Worker] = []
 
     def take(self, count: int) -> list[Worker]:
         """So many threads; new ones as far as needed."""
         taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
         taken += [Worker() for _ in range(count - len(taken))]
-        if count > 1:
+        if count > 1 and self._on_one_processor:
             processor = _processor()
             for worker in taken:
                 worker.stay_on(processor)
