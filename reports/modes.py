@@ -22,8 +22,8 @@ def side_by_side(run: Run) -> pd.DataFrame:
 
     ranks, mode, words (of the case, without mode and data), one column of payload bytes for each phase that talks
     ("forward_bytes"), payload_bytes, expected_payload_bytes, wire_bytes, least_ratio (of wire bytes, to the mode that
-    sends least on as many ranks), axes ("tp 1.271, dp 0.250" MiB), saved_bytes, in_calls_us (inside calls, mean over
-    ranks).
+    sends least on as many ranks), axes ("tp 1.271, dp 0.250" MiB), saved_bytes, exposed_us (inside calls that are
+    waited for at once, mean over ranks).
     """
     lines = run.summary
     phases = lines.pivot_table(index="case", columns="phase", values="payload_bytes", aggfunc="sum", observed=True)
@@ -40,12 +40,13 @@ def side_by_side(run: Run) -> pd.DataFrame:
         }
     )
     frame = frame.join(phases.fillna(0).astype("int64"), on="case").join(sums, on="case")
-    spent = run.ledger.groupby(["case", "rank"], observed=True)["duration_us"].sum().groupby("case").mean()
+    waited = run.ledger[~run.ledger["is_async"]]
+    spent = waited.groupby(["case", "rank"], observed=True)["duration_us"].sum().groupby("case").mean()
     frame = frame.assign(
         least_ratio=frame["wire_bytes"] / frame.groupby("ranks")["wire_bytes"].transform("min"),
         axes=case.map(_axes(lines)),
         saved_bytes=case.map(run.memory.groupby("case")["saved_bytes"].max()).astype("Int64"),
-        in_calls_us=case.map(spent).astype("float64"),
+        exposed_us=case.map(spent).astype("float64"),
     )
     frame = frame[frame["payload_bytes"].notna()]
     return in_order(frame).sort_values(["ranks", "mode"], kind="stable", ignore_index=True)
@@ -77,10 +78,11 @@ def modes_table(frame: pd.DataFrame) -> Table:
             ("wire MiB", "wire_bytes", mebibytes),
             ("x least", "times_least", pair),
             ("saved", "saved_bytes", mebibytes),
-            ("ms in calls", "in_calls_us", milliseconds),
+            ("exposed ms", "exposed_us", milliseconds),
             ("MiB by axis", "axes", str),
             ("case", "words", str),
         ),
         note="MiB (payload) of one rank over the whole run; x least: wire bytes beside the mode that sends least on as "
-        "many ranks; saved: the most that autograd held; in calls: mean over ranks",
+        "many ranks; saved: the most that autograd held; exposed: inside calls that "
+        "are waited for at once, mean over ranks",
     )

@@ -7,8 +7,9 @@ left out with a line that says where it stands in the run folder.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,31 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from reports import breakeven, plots, summary, tables, witnesses
+from reports.files import csv_table
 from reports.frames import Run
-from reports.tables import Table
+from reports.modes import modes_table, side_by_side
+from reports.modules import Node, by_module, tree
+from reports.tables import Table, mebibytes
+from reports.timeline import last_micro_batch, timeline
 
 __all__ = ["render", "write"]
 
-_MOST_ROWS = 1000
+_MOST_BYTES = 1_000_000
+_MOST_ROWS = (1000, 300, 100, 30)
 _MOST_MESSAGES = 50
 _MOST_CASES = 24
+_SOURCES = {
+    **{"headline": "cases.jsonl", "modes": "summary.csv", "cases": "summary.csv"},
+    **{"verdicts": "verdicts.jsonl", "kills": "kill_matrix.csv"},
+}
+"""Tables that may be cut, and the file that holds all of their rows."""
 _TEMPLATES = Path(__file__).parent
+
+
+_KILL_COLUMNS = {
+    **{"name": "bug", "kind": "kind", "stands_for": "stands for", "mode": "mode", "phase": "phase"},
+    **{"region": "module", "survived": "noticed", "killed_by": "by", "equivalent": "equivalent"},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,25 +58,48 @@ def write(run: Run, path: Path) -> Path:
 
 
 def render(run: Run) -> str:
-    """The page as text."""
+    """The page as text: with as many rows of every table as let it stay small."""
+    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    environment.filters["mebibytes"] = mebibytes
+    template, parts = environment.get_template("page.html"), _parts(run)
+    for rows in _MOST_ROWS:
+        text = template.render({name: _cut(part, _SOURCES.get(name, ""), rows) for name, part in parts.items()})
+        if len(text.encode()) <= _MOST_BYTES:
+            break
+    return text
+
+
+def _cut(part: object, source: str, rows: int) -> object:
+    """A table, or several, with so many rows at most."""
+    if source and isinstance(part, list):
+        return [_first_rows(table, source, rows) for table in part]
+    return _first_rows(part, source, rows) if source and isinstance(part, Table) else part
+
+
+def _parts(run: Run) -> dict[str, object]:
+    """What the template shows, by its names for it."""
     headline = summary.headline(run)
     verdicts = summary.worst_first(run.verdicts)
-    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    return environment.get_template("page.html").render(
-        name=run.path.resolve().name,
-        overall=summary.overall(headline),
-        tally=_tally(headline),
-        notes=run.notes,
-        headline=tables.headline_table(headline),
-        failures=_failures(verdicts),
-        more_failures=max(0, len(_told(verdicts)) - _MOST_MESSAGES),
-        plots=_plots(run),
-        traffic=[*_traffic(run), *witnesses.tables(run.path)],
-        cases=_cases(run),
-        verdicts=_first_rows(tables.verdict_table(verdicts), "verdicts.jsonl"),
-        break_even=_break_even_table(run),
-        environment=_environment(run.env),
-    )
+    return {
+        "name": run.path.resolve().name,
+        "overall": summary.overall(headline),
+        "tally": _tally(headline),
+        "notes": run.notes,
+        "command": _command(run.env),
+        "headline": _first_column(tables.headline_table(headline), "verdict"),
+        "failures": _failures(verdicts),
+        "more_failures": max(0, len(_told(verdicts)) - _MOST_MESSAGES),
+        "modes": modes_table(side_by_side(run)) if len(run.summary) else None,
+        "plots": _plots(run),
+        "break_even": _break_even_table(run),
+        "traffic": [*_traffic(run), *witnesses.tables(run.path)],
+        "cases": _cases(run),
+        "modules": _modules(run),
+        "timelines": _timelines(run),
+        "kills": _kills(run.path / "kill_matrix.csv"),
+        "verdicts": tables.verdict_table(verdicts),
+        "environment": _environment(run.env),
+    }
 
 
 def _tally(headline: pd.DataFrame) -> str:
@@ -84,12 +124,52 @@ def _plots(run: Run) -> list[_Plot]:
     if len(bars):
         svg = plots.traffic_bars(bars, "Bytes by mode and phase")
         drawn.append(_Plot(svg=Markup(svg), caption="Payload that one rank sends over the whole run, by phase."))
+        svg = plots.traffic_bars(summary.bars(run, "op"), "Bytes by mode and op", "op")
+        drawn.append(_Plot(svg=Markup(svg), caption="The same by collective."))
     growth = breakeven.growth(run)
     if len(growth):
         svg = plots.break_even(growth, breakeven.crossings(growth), "Bytes against tokens")
         caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
         drawn.append(_Plot(svg=Markup(svg), caption=caption))
     return drawn
+
+
+def _command(env: dict[str, Any]) -> str:
+    """The command line that made the run, as it can be typed again."""
+    words = env.get("command", ())
+    return words if isinstance(words, str) else shlex.join(map(str, words))
+
+
+def _modules(run: Run) -> list[tuple[str, tuple[Node, ...]]]:
+    modes = by_module(run).groupby("mode", observed=True, sort=True)
+    return [(str(mode), tree(lines)) for mode, lines in modes]
+
+
+def _timelines(run: Run) -> list[_Plot]:
+    """One drawing a mode: its case with most ranks."""
+    drawn = []
+    cases = run.cases.sort_values("world_size", ascending=False, kind="stable")
+    for mode, of_mode in cases.groupby("mode", observed=True, sort=True):
+        case = str(of_mode["case"].iloc[0])
+        svg = timeline(last_micro_batch(run.ledger[run.ledger["case"] == case]), f"Timeline of {mode}")
+        if svg:
+            drawn.append(_Plot(svg=Markup(svg), caption=f"{mode}: the last micro-batch of {case}"))
+    return drawn
+
+
+def _kills(path: Path) -> Table | None:
+    """The kill matrix of a folder of `shardproof faults`: what survived first."""
+    if not path.is_file():
+        return None
+    kills = csv_table(path, {}, ("name", "kind", "killed_by", "killed"), []).fillna("").astype("str")
+    alive = kills["killed"].str.lower().isin(("false", "0", "no"))
+    kills = kills.assign(survived=alive.map({True: "no", False: "yes"})).sort_values(
+        "survived", kind="stable", ignore_index=True
+    )
+    shown = [name for name in _KILL_COLUMNS if name in kills]
+    columns = [(header, name, tables.mark) for name, header in _KILL_COLUMNS.items() if name in shown]
+    killed = f"{(~alive).sum()} of {len(kills)} planted bugs were noticed"
+    return tables.table("Kill matrix", kills, columns, note=killed)
 
 
 def _break_even_table(run: Run) -> Table | None:
@@ -109,16 +189,25 @@ def _cases(run: Run) -> list[Table]:
     if run.summary["case"].nunique() > _MOST_CASES:
         return []
     cases = summary.traffic(run, "case").groupby("case", sort=False)
-    return [_first_rows(tables.traffic_table(lines, title=str(case)), "summary.csv") for case, lines in cases]
+    return [tables.traffic_table(lines, title=str(case)) for case, lines in cases]
 
 
-def _first_rows(table: Table, source: str) -> Table:
-    if len(table.rows) <= _MOST_ROWS:
-        return table
-    note = f"{_MOST_ROWS:,} of {len(table.rows):,} rows; all of them stand in {source}"
-    return Table(
-        title=table.title, headers=table.headers, rows=table.rows[:_MOST_ROWS], numbers=table.numbers, note=note
+def _first_column(table: Table, header: str) -> Table:
+    """The table with this column in front, where a phone shows it."""
+    order = sorted(range(len(table.headers)), key=lambda column: table.headers[column] != header)
+    return replace(
+        table,
+        headers=tuple(table.headers[column] for column in order),
+        rows=tuple(tuple(row[column] for column in order) for row in table.rows),
+        numbers=frozenset(place for place, column in enumerate(order) if column in table.numbers),
     )
+
+
+def _first_rows(table: Table, source: str, rows: int) -> Table:
+    if len(table.rows) <= rows:
+        return table
+    note = f"{rows:,} of {len(table.rows):,} rows; all of them stand in {source}"
+    return replace(table, rows=table.rows[:rows], note=f"{table.note}; {note}" if table.note else note)
 
 
 def _environment(env: dict[str, Any]) -> Table:

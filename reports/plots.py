@@ -18,14 +18,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from harness.ledger import PHASES
+from harness.ledger import OPS, PHASES
 
-__all__ = ["PHASE_COLOURS", "break_even", "traffic_bars"]
+__all__ = ["OP_COLOURS", "PHASE_COLOURS", "break_even", "traffic_bars"]
 
 _INK = "#010203"
 """Stands for the page's text colour while matplotlib draws; no phase has it."""
 _COLOURS = ("#8d99ae", "#3b82c4", "#8e6bbf", "#e08a2e", "#d1495b", "#2a9d6f", "#a1785a", "#2fa7b5")
 PHASE_COLOURS = dict(zip(PHASES, _COLOURS, strict=True))
+OP_COLOURS = dict(zip(OPS, (*_COLOURS[1:], "#7a8450", "#c9a227", "#5f6caf", "#8d99ae"), strict=True))
 _MARKERS = "osD^vP"
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -43,22 +44,23 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def traffic_bars(bars: pd.DataFrame, title: str) -> str:
-    """Stacked bars, one a label, one colour a phase. `bars`: label, phase, payload_bytes of one rank."""
+def traffic_bars(bars: pd.DataFrame, title: str, by: str = "phase") -> str:
+    """Stacked bars, one a label, one colour a phase or op. `bars`: label, `by`, payload_bytes of one rank."""
+    colours = PHASE_COLOURS if by == "phase" else OP_COLOURS
     labels = list(dict.fromkeys(bars["label"]))[::-1]
-    sizes = bars.pivot_table(index="label", columns="phase", values="payload_bytes", aggfunc="sum", observed=True)
+    sizes = bars.pivot_table(index="label", columns=by, values="payload_bytes", aggfunc="sum", observed=True)
     sizes_mib = sizes.reindex(labels).fillna(0.0) / 2**20
     with _canvas(title, 760, 90 + 26 * len(labels)) as (figure, axes):
         left = pd.Series(0.0, index=labels)
-        for phase in (phase for phase in PHASES if phase in sizes_mib):
-            widths = sizes_mib[phase]
-            axes.barh(labels, widths, left=left, height=0.62, color=PHASE_COLOURS[phase], label=phase)
+        for part in (part for part in colours if part in sizes_mib):
+            widths = sizes_mib[part]
+            axes.barh(labels, widths, left=left, height=0.62, color=colours[part], label=part)
             left = left + widths
         axes.set_xlabel("MiB per rank (payload)")
         axes.grid(visible=False, axis="y")
         if labels:
             figure.legend(ncols=8, loc="outside upper left", fontsize=9)
-    return _inline(figure, title, "bars")
+    return _inline(figure, title, f"bars-{by}")
 
 
 def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str:

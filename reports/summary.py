@@ -128,8 +128,8 @@ def _agrees(lines: pd.DataFrame) -> pd.Series[str]:
     return same.fillna(False).map({True: "yes", False: "no"}).where(known, "").astype("str")
 
 
-def bars(run: Run) -> pd.DataFrame:
-    """Bytes to draw: label, phase, payload_bytes. A bar is a case, or a mode's mean when there are too many cases."""
+def bars(run: Run, by: str = "phase") -> pd.DataFrame:
+    """Bytes to draw: label, phase (or op), payload_bytes. A bar is a case, or a mode's mean of too many cases."""
     lines = run.summary
     if lines["case"].nunique() <= _MOST_BARS:
         cases = list(lines["case"].unique())
@@ -139,5 +139,5 @@ def bars(run: Run) -> pd.DataFrame:
         label = lines["mode"].astype("str") + " (mean)"
     frame = lines.assign(label=label).sort_values("mode", kind="stable")
     of = frame.groupby("label", sort=False)["case"].nunique()
-    total = frame.groupby(["label", "phase"], observed=True, sort=False)["payload_bytes"].sum().reset_index()
+    total = frame.groupby(["label", by], observed=True, sort=False)["payload_bytes"].sum().reset_index()
     return total.assign(payload_bytes=total["payload_bytes"] / total["label"].map(of))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from reports import page, plots, summary
+from reports import page, plots, summary, tables
 from reports.frames import Run, in_order, load
+from reports.modules import by_module, tree
+from reports.timeline import last_micro_batch, timeline
 from suites.meta import sample_run
 
 VOID = {"meta", "br", "hr", "img", "link", "input", "path", "use", "rect", "line", "circle"}
@@ -82,7 +85,7 @@ def test_links_inside_the_page_lead_somewhere(html: str) -> None:
 
 
 def test_the_page_tells_the_whole_run(html: str) -> None:
-    sections = {"cases", "failures", "traffic", "plots", "verdicts", "environment"}
+    sections = {"cases", "failures", "modes", "traffic", "modules", "timelines", "verdicts", "environment"}
     assert sections <= set(Structure(html).ids)
     assert "1 pass, 1 fail" in html
     assert "0.012 / 1e-09" in html
@@ -90,7 +93,9 @@ def test_the_page_tells_the_whole_run(html: str) -> None:
     assert "logits/0 and 2 more" in html, "what nobody checked is said"
     for line in sample_run.MESSAGE.replace("<b>", "&lt;b&gt;").replace('"', "&#34;").splitlines():
         assert line in html, "all six lines"
-    assert Structure(html).tags.count("table") == 1 + 2 + 2 + 1 + 1, "headline, 2 modes, 2 cases, verdicts, environment"
+    assert Structure(html).tags.count("table") == 1 + 1 + 2 + 2 + 1 + 1, (
+        "cases, side by side, 2 modes, 2 cases, verdicts, ..."
+    )
 
 
 def test_the_page_of_a_passing_run_has_no_failures(tmp_path: Path) -> None:
@@ -134,6 +139,87 @@ def test_a_run_killed_at_once_has_a_page_with_its_notes(tmp_path: Path) -> None:
     html = page.write(load(tmp_path), tmp_path / "report.html").read_text()
     assert "ledger.csv is missing" in html
     assert Structure(html).open == []
+
+
+# Modules, timeline, kill matrix
+
+
+def test_modules_unfold_and_add_up(failing: Run) -> None:
+    lines = by_module(failing)
+    (outside, layer) = sorted(tree(lines[lines["mode"] == "tp"]), key=lambda node: node.name != "outside modules")
+    assert (outside.name, outside.calls, outside.other_bytes) == ("outside modules", 1, 4096)
+    assert (layer.name, layer.calls, layer.payload_bytes) == ("layers.0", 5, 5 * 4096)
+    assert [(part.name, part.calls) for part in layer.parts] == [("attention.wo", 3), ("mlp.w1", 2)]
+    assert (layer.forward_bytes, layer.backward_bytes, layer.other_bytes) == (3 * 4096, 2 * 4096, 0)
+
+
+def test_many_layers_are_one() -> None:
+    rows = [("tp", "forward", f"layers.{n}.mlp.{w}", 1, 8) for n in range(100) for w in ("w1", "w2")]
+    (node,) = tree(pd.DataFrame(rows, columns=["mode", "phase", "region", "calls", "payload_bytes"]))
+    assert (node.name, node.calls, node.payload_bytes) == ("layers.*.mlp", 200, 1600)
+    assert [part.name for part in node.parts] == ["w1", "w2"]
+
+
+def test_the_timeline_draws_every_call_of_the_last_micro_batch(failing: Run) -> None:
+    calls = last_micro_batch(failing.ledger[failing.ledger["case"] == sample_run.TP])
+    svg = timeline(calls, "a <b>")
+    assert sum(path.count("z") for path in re.findall(r'd="([^"]*)"', svg)) == len(calls) == 12
+    assert "rank 0" in svg and "rank 1" in svg and "a &lt;b&gt;: 12 calls on 2 ranks in 0.512 ms" in svg
+    assert Structure(svg).open == []
+    assert timeline(calls.iloc[:0], "none") == ""
+
+
+def test_a_kill_matrix_is_shown_when_it_is_there(tmp_path: Path) -> None:
+    folder = sample_run.write(tmp_path / "run")
+    columns = "name,kind,stands_for,mode,phase,region,killed_by,killed,equivalent,seconds,region_right,cause_right"
+    rows = "drop,fault,issue 1,tp,forward,layers.0,ledger forward,True,False,1.0,True,True\n"
+    rows += "late,fault,issue 2,tp,backward,layers.1,,False,False,1.0,,\n"
+    (folder / "kill_matrix.csv").write_text(f"{columns}\n{rows}")
+    html = page.render(load(folder))
+    assert "1 of 2 planted bugs were noticed" in html
+    assert html.index(">late<") < html.index(">drop<"), "what survived comes first"
+
+
+# Everybody can read it
+
+
+def test_figures_of_the_page_are_those_of_the_summary(failing: Run, html: str) -> None:
+    section = html[html.index('<section id="traffic">') : html.index("Case by case")]
+    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", section)]
+    shown = {tuple(row[:4]): (row[4], row[6]) for row in cells if row}
+    for row in failing.summary.to_dict("records"):
+        size = tables.mebibytes(row["payload_bytes"])
+        assert shown[row["mode"], row["phase"], row["op"], row["axis"]] == (f"{row['calls']:,}", size)
+    assert len(shown) == len(failing.summary)
+
+
+def test_tables_and_drawings_have_names_and_headers(html: str) -> None:
+    assert html.count('role="region" tabindex="0" aria-label="') == html.count("<table>")
+    assert 'aria-label=""' not in html
+    assert not re.search(r"<th(?! scope)[ >]", html)
+    assert html.count("<svg") == html.count('<svg role="img" aria-label="')
+    levels = [int(level) for level in re.findall(r"<h([1-6])", html)]
+    assert levels[0] == 1 and all(after - before <= 1 for before, after in pairwise(levels)), "no level is left out"
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_can_be_told_from_the_paper(html: str, scheme: int) -> None:
+    colours = dict(re.findall(r"--(\w+): (#\w{6})", re.findall(r":root \{(.*?)\}", html, re.DOTALL)[scheme]))
+    for name in ("ink", "quiet", "good", "bad", "open", "focus"):
+        for ground in ("paper", "band"):
+            assert contrast(colours[name], colours[ground]) >= 4.5, f"{name} on {ground}"
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2 contrast of two colours."""
+
+    def light(colour: str) -> float:
+        parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    darker, lighter = sorted((light(one), light(other)))
+    return (lighter + 0.05) / (darker + 0.05)
 
 
 # Plots
