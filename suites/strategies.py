@@ -73,7 +73,8 @@ def _shape(draw: st.DrawFn, /, mode: str, tp: int, dp: int, family: str) -> dict
     groups_per_rank, queries = draw(st.integers(1, 2)), draw(st.sampled_from((1, 3, 2)))
     kv_heads = tp * groups_per_rank
     if mode == "isp" and draw(st.booleans(), label="fewer kv heads than ranks"):
-        kv_heads, queries = 1, tp * queries
+        kv_heads = draw(st.sampled_from([heads for heads in range(1, tp) if tp % heads == 0]))
+        queries *= tp // kv_heads
     head_dim = draw(st.sampled_from((4, 6)))  # two features would leave a q/k layernorm nothing but signs
     if kv_heads * head_dim % split:
         head_dim *= split
@@ -112,8 +113,8 @@ def _talk(draw: st.DrawFn, /, mode: str, family: str) -> dict[str, Any]:
     elif not packed:
         words["delivery"] = draw(st.sampled_from(("tensors", "flat", "local")))
         words["attention_mask"] = draw(st.booleans(), label="attention_mask")
+    words["head"] = draw(st.sampled_from(("exchange", "local", "gather") if mode == "isp" else ("parallel", "gather")))
     if mode == "isp":
-        words["head"] = draw(st.sampled_from(("exchange", "local", "gather")))
         words["fuse_weights"] = draw(st.booleans(), label="fuse_weights")
         if words["head"] == "local":
             words["cross_entropy"] = "unfused"

@@ -15,8 +15,8 @@ def test_ledger_is_the_closed_form(prover: Prover, mode: str, data: st.DataObjec
 
 
 @given(data=st.data())
-def test_every_asynchronous_call_is_waited_for(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(data.draw(cases(mode, prover.worlds, overlap=True)), "waits")
+def test_every_asynchronous_call_is_expected_and_waited_for(prover: Prover, mode: str, data: st.DataObject) -> None:
+    prover.holds(data.draw(cases(mode, prover.worlds, overlap=True)), "ledger", "waits")
 
 
 @given(data=st.data())

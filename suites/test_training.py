@@ -22,6 +22,12 @@ def test_clipping_that_binds(prover: Prover, mode: str, data: st.DataObject) -> 
 
 
 @given(data=st.data())
+def test_clipping_that_does_not_bind(prover: Prover, mode: str, data: st.DataObject) -> None:
+    case = data.draw(cases(mode, prover.worlds, lr=0.1, optimizer="sgd", clip=1000.0))
+    prover.holds(case, "merge", "update", "gradient_norm")
+
+
+@given(data=st.data())
 def test_adamw(prover: Prover, mode: str, data: st.DataObject) -> None:
     case = data.draw(cases(mode, prover.worlds, optimizer="adamw", lr=0.01))
     prover.holds(case, "merge", "update", "gradient_norm")
