@@ -17,7 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["planted", "planted_module", "replaced", "source_of"]
+__all__ = ["Subject", "planted", "planted_module", "replaced", "source_of"]
+
+Subject = Callable[..., Any]
+"""A subject of ours with a bug in it."""
 
 
 def source_of(module: str) -> str:
@@ -88,8 +91,8 @@ def planted_module(sources: Mapping[str, str], module: str) -> ModuleType:
             sys.meta_path.remove(finder)
 
 
-def planted(sources: Mapping[str, str], subject: str = "parallel.subject:subject") -> Callable[..., Any]:
+def planted(sources: Mapping[str, str], subject: str = "parallel.subject:subject") -> Subject:
     """The subject as it is when these modules have these sources."""
     module, _, name = subject.partition(":")
-    built: Callable[..., Any] = getattr(planted_module(sources, module), name)
+    built: Subject = getattr(planted_module(sources, module), name)
     return built

@@ -1,0 +1,37 @@
+"""All mutants, by family, and beside them the variants.
+
+A family is a file that is read in one sitting; names are unique over all of them.
+"""
+
+from __future__ import annotations
+
+from suites.mutants.catalogue.boundaries import BOUNDARIES
+from suites.mutants.catalogue.data_and_positions import DATA_AND_POSITIONS
+from suites.mutants.catalogue.factors import FACTORS
+from suites.mutants.catalogue.groups import GROUPS
+from suites.mutants.catalogue.layouts import LAYOUTS
+from suites.mutants.catalogue.norms_and_clip import NORMS_AND_CLIP
+from suites.mutants.catalogue.optimizer_and_loop import OPTIMIZER_AND_LOOP
+from suites.mutants.catalogue.overlap_and_buffers import OVERLAP_AND_BUFFERS
+from suites.mutants.catalogue.reductions import REDUCTIONS
+from suites.mutants.catalogue.variants import VARIANT_ROWS
+from suites.mutants.catalogue.vocabulary_and_loss import VOCABULARY_AND_LOSS
+from suites.mutants.mutant import Mutant
+
+__all__ = ["FAMILIES", "MUTANTS", "VARIANT_ROWS"]
+
+FAMILIES: dict[str, tuple[Mutant, ...]] = {
+    "reductions": REDUCTIONS,
+    "boundaries": BOUNDARIES,
+    "factors": FACTORS,
+    "norms_and_clip": NORMS_AND_CLIP,
+    "layouts": LAYOUTS,
+    "groups": GROUPS,
+    "vocabulary_and_loss": VOCABULARY_AND_LOSS,
+    "overlap_and_buffers": OVERLAP_AND_BUFFERS,
+    "data_and_positions": DATA_AND_POSITIONS,
+    "optimizer_and_loop": OPTIMIZER_AND_LOOP,
+}
+"""File of the catalogue -> its mutants."""
+MUTANTS: tuple[Mutant, ...] = tuple(mutant for family in FAMILIES.values() for mutant in family)
+"""Every mutant of the catalogue."""

@@ -1,0 +1,146 @@
+"""Groups: the right call over other ranks, rank arithmetic, splits that split nothing (bugs.md 6e, second)."""
+
+from __future__ import annotations
+
+from suites.mutants.mutant import TENSOR, Change, Mutant, everywhere
+
+__all__ = ["GROUPS"]
+
+_APART = {"isp": "wp!=tp"}
+"""Where two axes over the same ranks differ: with equal ones the wrong group is the right one."""
+_SUM_DATA = "sync.sum_gradients(gradients.values(), mesh.axis(axis))"
+_DATA = everywhere("dp>1", TENSOR) | {"isp": "wdp>1"}
+_AXIS = "axes[name] = Axis(name=name, ranks=ranks, rank=ranks.index(rank), group=group)"
+_GATHERED = "total = region.gathered(x)"
+_LEAVE = "return pairs.reduce_from(y, self.axis)"
+_EXCHANGE = "q_pending = start_all_to_all(q, axis, split_dim=_HEADS, gather_dim=_SEQUENCE)"
+
+
+def _training(old: str, new: str) -> tuple[Change, ...]:
+    return (Change(module="parallel.training", old=old, new=new),)
+
+
+GROUPS = (
+    Mutant(
+        name="norms-summed-over-the-sequence-group",
+        stands_for="B-66: InternEvo 0817b8c, the TENSOR group where the WEIGHT group is meant",
+        modes=_APART,
+        changes=_training("sync.sum_gradients(group, weight_axis,", 'sync.sum_gradients(group, mesh.axis("tp"),'),
+        kills="ledger",
+        phase="grad_sync",
+        region="final_norm|embedding.positions|*_norm",
+        cause="wrong_group",
+    ),
+    Mutant(
+        name="weights-gathered-over-the-sequence-group",
+        stands_for="B-66: InternEvo 73b6894, the same for the weights themselves",
+        modes=_APART,
+        changes=(
+            Change(
+                module="parallel.weight_parallel", old="gathers = Gathers(weights,", new="gathers = Gathers(sequence,"
+            ),
+        ),
+        kills="run",
+        cause="raised|desynchronised",
+    ),
+    Mutant(
+        name="data-axis-of-the-other-order",
+        stands_for="B-66: Megatron #7452-4, the default group instead of the explicit one",
+        modes={"isp": "wp!=tp wdp>1"},
+        changes=(
+            Change(
+                module="parallel.modes.isp",
+                old='data_axes=("wdp",),\n    loss_axes=("dp",),\n)',
+                new='data_axes=("dp",),\n    loss_axes=("dp",),\n)',
+            ),
+        ),
+        kills="ledger",
+        phase="grad_sync",
+        region="*",
+        cause="wrong_group|missing_call|extra_call",
+    ),
+    Mutant(
+        name="gradients-summed-over-the-tensor-group",
+        stands_for="B-66, B-71: Megatron #7452-7, data-parallel sums over the default tensor group",
+        modes=_DATA,
+        changes=_training(_SUM_DATA, _SUM_DATA.replace("mesh.axis(axis)", 'mesh.axis("tp")')),
+        kills="ledger",
+        phase="grad_sync",
+        region="*",
+        cause="wrong_group|missing_call|extra_call|wrong_payload",
+    ),
+    Mutant(
+        name="tokens-counted-over-the-tensor-group",
+        stands_for="B-32: DeepSpeed #5555, divided by a group that shares its data",
+        modes=everywhere(),
+        changes=_training("[mesh.axis(axis) for axis in mode.loss_axes]", '[mesh.axis("tp")]'),
+        kills="parameter_gradients|ledger",
+        phase="grad_sync",
+        region="*",
+        cause="extra_call|wrong_group|averaged",
+    ),
+    Mutant(
+        name="norm-summed-over-the-data-group",
+        stands_for="B-47: torchtitan #649, the norm is reduced over another group than its shards",
+        modes=everywhere(),
+        condition="dp>1",
+        changes=_training("rank.places, weight_axis, exact)", 'rank.places, mesh.axis("dp"), exact)'),
+        kills="gradient_norm|replicas",
+        phase="grad_sync|step",
+        region="",
+        cause="wrong_group|missing_call|extra_call",
+    ),
+    Mutant(
+        name="peer-computed-as-if-alone",
+        stands_for="B-71: TE #2179, the first rank of a group computed as if there were one group",
+        modes=everywhere("dp>1 delivery!=local", ("tp", "tp-sp")),
+        changes=(
+            Change(
+                module="parallel.collectives",
+                old="dist.broadcast(buffer, axis.ranks[0], axis.group)",
+                new="dist.broadcast(buffer, 0, axis.group)",
+            ),
+        ),
+        kills="run",
+        cause="raised|desynchronised",
+    ),
+    Mutant(
+        name="split-that-splits-nothing",
+        stands_for="B-69: ColossalAI #5903, a dead variable was split: every number right, nothing parallel",
+        modes=everywhere("delivery=local", ("tp", "tp-sp")) | everywhere("", ("mtp", "msp", "fsp")) | {"isp": "wp=tp"},
+        changes=(
+            Change(
+                module="parallel.mesh",
+                old=_AXIS,
+                new=f'if name in ("tp", "wp"):\n                ranks = (rank,)\n            {_AXIS}',
+            ),
+        ),
+        kills="parallelism",
+        phase="forward",
+        region="*",
+        cause="missing_call|not_parallel",
+    ),
+    Mutant(
+        name="exchanged-twice",
+        stands_for="B-70, B-93: VeOmni #333, the exchange is done twice and one result thrown away",
+        modes=everywhere(),
+        changes=(
+            Change(module="parallel.linear", old=_GATHERED, new=f"region.gathered(x)\n        {_GATHERED}"),
+            Change(
+                module="parallel.linear",
+                old=_LEAVE,
+                new=f"pairs.reduce_from(y.detach(), self.axis)\n            {_LEAVE}",
+            ),
+            Change(
+                module="parallel.ulysses",
+                old=_EXCHANGE,
+                new=f"start_all_to_all(q, axis, split_dim=_HEADS, gather_dim=_SEQUENCE).wait()\n        {_EXCHANGE}",
+            ),
+        ),
+        kills="ledger",
+        alone=True,
+        phase="forward",
+        region="embedding|layers.0.attention*",
+        cause="extra_call",
+    ),
+)

@@ -1,0 +1,37 @@
+"""The variants as rows of the kill matrix: known deviations of real systems, chosen by a word and not planted.
+
+What each replaces is told in `parallel.variants`, where it comes from in `reference.variants`.
+"""
+
+from __future__ import annotations
+
+from reference.variants import VARIANTS, words
+from suites.mutants.mutant import Mutant, everywhere
+
+__all__ = ["VARIANT_ROWS"]
+
+_TOLD: dict[str, tuple[str, str, str, str]] = {
+    "norm-average": ("parameter_gradients", "backward|grad_sync", "final_norm", "averaged"),
+    "isp-average": ("parameter_gradients", "backward|grad_sync", "*", "averaged"),
+    "scrambled-embedding": ("parameter_gradients", "backward", "embedding|embedding.tokens", "flat_dim"),
+    "gathered-logits-loss": ("forward", "loss", "", "more_classes"),
+    "flat-dim1": ("activations", "forward", "layers.0.attention*", "flat_dim"),
+    "label-smoothing-local": ("replicas", "loss", "", "loss_by_parts"),
+}
+"""Variant -> the check that must fail, phase, region and cause."""
+
+VARIANT_ROWS: tuple[Mutant, ...] = tuple(
+    Mutant(
+        name=name,
+        stands_for=VARIANTS[name].source,
+        modes=everywhere("", VARIANTS[name].modes),
+        changes=(),
+        suite=words(name),
+        kills=kills,
+        phase=phase,
+        region=region,
+        cause=cause,
+    )
+    for name, (kills, phase, region, cause) in _TOLD.items()
+)
+"""One row a variant."""

@@ -1,0 +1,181 @@
+"""The split vocabulary, the loss over it, which tokens count, and tied tables (bugs.md 6f and 6g)."""
+
+from __future__ import annotations
+
+from suites.mutants.mutant import TENSOR, Change, Mutant, everywhere
+
+__all__ = ["VOCABULARY_AND_LOSS"]
+
+_PARALLEL = everywhere("head=parallel", TENSOR) | {"isp": "head=exchange"}
+"""Modes -> words with which the loss runs over a split vocabulary."""
+_TABLES = everywhere("", ("tp", "tp-sp")) | everywhere("embedding=vocab", ("mtp", "msp", "fsp"))
+_COUNTED = "return loss_mask * (labels != IGNORED)"
+_LOOKUP = "functional.embedding(local.masked_fill(outside, 0), weight)"
+_TIED = 'self.embedding.get_parameter("tokens.weight")'
+
+
+def _loss(old: str, new: str) -> tuple[Change, ...]:
+    return (Change(module="parallel.loss", old=old, new=new),)
+
+
+def _head(weight: str) -> tuple[Change, ...]:
+    return (
+        Change(
+            module="parallel.transformer",
+            old=f"self.head(self.final_norm(x), {_TIED})",
+            new=f"self.head(self.final_norm(x), {weight})",
+        ),
+    )
+
+
+VOCABULARY_AND_LOSS = (
+    Mutant(
+        name="label-smoothing-by-parts",
+        stands_for="B-74: Megatron #7452-1, the mean of label smoothing is taken over one rank's part",
+        modes=_PARALLEL,
+        condition="label_smoothing>0",
+        changes=_loss("terms = _summed(terms, axis, fused)", "terms = _summed(terms[:2], axis, fused) + terms[2:]"),
+        kills="replicas",
+        phase="loss",
+        region="",
+        cause="loss_by_parts|missing_call|wrong_payload",
+    ),
+    Mutant(
+        name="label-smoothing-counts-one-part",
+        stands_for="B-74: Megatron #737, smoothing divided by the classes of one rank (decision S1)",
+        modes=_PARALLEL,
+        condition="label_smoothing>0",
+        changes=_loss("spread = smoothing / (vocab - 1)", "spread = smoothing / (columns - 1)"),
+        kills="forward",
+        phase="loss",
+        region="",
+        cause="",
+    ),
+    Mutant(
+        name="foreign-tokens-not-masked",
+        stands_for="B-76: TTrace's list, PaddleFleet #104, ids of other shards look up row 0",
+        modes=_TABLES,
+        changes=(
+            Change(
+                module="parallel.embedding",
+                old=f"return {_LOOKUP}.masked_fill(outside[..., None], 0)",
+                new=f"return {_LOOKUP}",
+            ),
+        ),
+        kills="activations",
+        phase="forward",
+        region="embedding",
+        cause="",
+    ),
+    Mutant(
+        name="embedding-range-off-by-one",
+        stands_for="B-76: the range of a shard begins one row late",
+        modes=_TABLES,
+        changes=(
+            Change(module="parallel.embedding", old="local = ids - first", new="local = ids - first + (first > 0)"),
+        ),
+        kills="activations",
+        phase="forward",
+        region="embedding",
+        cause="",
+    ),
+    Mutant(
+        name="padded-columns-count",
+        stands_for="B-80: Megatron #1754, #445, padded rows of the vocabulary take part in the softmax",
+        modes=_PARALLEL,
+        condition="padding>0",
+        changes=_loss("x[..., real:] = -torch.inf", "pass"),
+        kills="forward",
+        phase="loss",
+        region="",
+        cause="",
+    ),
+    Mutant(
+        name="sentinel-meets-padding",
+        stands_for="B-77: apple CCE #59, the sign for a target elsewhere matches a padded column",
+        modes=_PARALLEL,
+        changes=_loss("(place >= real)", "(place >= columns)"),
+        equivalent="A label is IGNORED, which is negative, or an id below the true vocabulary. On a rank `real` is how "
+        "many of its columns lie below the true vocabulary, so no label less `first` falls in [real, columns): the two "
+        "conditions agree on every label. tests/test_parallel_loss.py covers labels of other values.",
+    ),
+    Mutant(
+        name="sequence-group-in-the-vocabulary-loss",
+        stands_for="B-79: InternEvo PR #316, one loss mixes a split vocabulary and a split sequence",
+        modes={"isp": "head=local"},
+        changes=(
+            Change(
+                module="parallel.weight_parallel",
+                old='sequence if case.head == "exchange" else alone',
+                new='sequence if case.head != "gather" else alone',
+            ),
+        ),
+        kills="forward",
+        phase="loss",
+        region="",
+        cause="extra_call|more_classes",
+    ),
+    Mutant(
+        name="ignored-labels-learned",
+        stands_for="B-110: InternEvo 20a2832, tokens whose label says not to learn are learned",
+        modes=everywhere(),
+        changes=_loss(_COUNTED, "return loss_mask"),
+        kills="forward",
+        phase="loss",
+        region="",
+        cause="",
+    ),
+    Mutant(
+        name="loss-mask-left-out",
+        stands_for="Megatron #7452-3 and its kin: the mask of the loss is not part of the mean",
+        modes=everywhere(),
+        changes=_loss(_COUNTED, "return (labels != IGNORED).to(loss_mask.dtype)"),
+        kills="forward",
+        phase="loss",
+        region="",
+        cause="mask_ignored",
+    ),
+    Mutant(
+        name="mean-over-all-tokens",
+        stands_for="modes.md 3.4: InternEvo's doc-era loss divides by all tokens, ignored ones too",
+        modes=everywhere(),
+        changes=(Change(module="parallel.training", old="tokens += weights.sum()", new="tokens += weights.numel()"),),
+        kills="forward",
+        phase="loss",
+        region="",
+        cause="constant_factor|local_count",
+    ),
+    Mutant(
+        name="tied-gradient-counted-twice",
+        stands_for="B-83: torchtitan #3174, the gradient of a tied weight is written back for each of its names",
+        modes=everywhere(),
+        condition="tied=true",
+        changes=_head(f"2 * {_TIED} - {_TIED}.detach()"),
+        kills="parameter_gradients",
+        phase="backward",
+        region="embedding.tokens|head",
+        cause="",
+    ),
+    Mutant(
+        name="tied-head-without-its-gradient",
+        stands_for="B-81: Megatron #656, the gradient of the tied head does not reach the embedding",
+        modes=everywhere(),
+        condition="tied=true",
+        changes=_head(f"{_TIED}.detach()"),
+        kills="parameter_gradients",
+        phase="backward",
+        region="embedding.tokens|head",
+        cause="",
+    ),
+    Mutant(
+        name="tied-head-keeps-an-old-copy",
+        stands_for="B-81: Megatron #656, head and embedding become untied: one copy is not updated",
+        modes=everywhere(),
+        condition="tied=true",
+        changes=_head(f"{_TIED} + (self.__dict__.setdefault('_old', {_TIED}.detach().clone()) - {_TIED}).detach()"),
+        kills="forward",
+        phase="forward|step",
+        region="",
+        cause="",
+    ),
+)

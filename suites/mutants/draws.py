@@ -1,0 +1,56 @@
+"""The cases that hold a mutant to account: those that the profile `default` draws, smallest first.
+
+Every property of the suites draws its cases from `suites.strategies`, as many as the profile says. The same number is
+drawn here, from a fixed seed, so that a mutant is killed by a case that a property meets and not by one made for it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from reference.case import Case
+from suites.mutants.mutant import Mutant, Words
+from suites.profiles import PROFILES
+from suites.strategies import cases
+
+__all__ = ["drawn", "showing", "work"]
+
+_SEED = 20251121
+
+
+@lru_cache(maxsize=64)
+def _drawn(mode: str, fixed: tuple[tuple[str, Any], ...]) -> tuple[Case, ...]:
+    found: list[Case] = []
+
+    @seed(_SEED)
+    @settings(
+        max_examples=PROFILES["default"],
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases(mode, **dict(fixed)))
+    def draw(case: Case) -> None:
+        found.append(case)
+
+    draw()
+    return tuple(sorted(dict.fromkeys(found), key=work))
+
+
+def drawn(mode: str, fixed: Words) -> tuple[Case, ...]:
+    """The cases of one property in the profile `default`, smallest first; `fixed` words are the property's own."""
+    return _drawn(mode, tuple(sorted(fixed.items())))
+
+
+def showing(mutant: Mutant, mode: str) -> tuple[Case, ...]:
+    """The drawn cases of this mode that can show the mutant."""
+    return tuple(case for case in drawn(mode, mutant.suite) if mutant.shows(case))
+
+
+def work(case: Case) -> int:
+    """How long a case takes, in no unit: ranks first, for each has its own pass over the model."""
+    return case.world_size * case.layers * case.micro * case.steps * (500 + case.tokens * case.hidden)

@@ -1,0 +1,137 @@
+"""One row of the kill matrix: a mutant, variant or fault in one mode, proved, and how right its diagnosis was.
+
+A mutant is held against the cases that the profile `default` draws and that can show it, smallest first, until a check
+fails; its time is that of all of them, planting included. A fault disturbs one collective of a small case.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from harness.diagnosis import Diagnosis
+from harness.engines.engine import Engine
+from harness.evidence import FAIL
+from harness.faults import Fault
+from harness.kill_matrix import Kill
+from harness.proof import CaseResult, prove
+from harness.resolve import resolve
+from harness.survey import FaultResult, survey
+from reference.case import Case
+from suites.mutants.draws import showing
+from suites.mutants.mutant import Mutant
+
+__all__ = ["OURS", "Killed", "faults_killed", "mutant_killed", "right_cause", "right_place"]
+
+OURS = "parallel.subject:subject"
+TRIES = 10
+"""Drawn cases that a mutant is held against before it counts as a survivor."""
+_MEANING = {
+    "drop": "a collective is left out",
+    "double": "a collective is done twice",
+    "op": "another reduction",
+    "group": "another group of ranks",
+    "stale": "the result of the call before",
+    "delay": "the result is used before it is there",
+    "poison": "memory that nobody wrote",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Killed:
+    """A row and what it rests on: the case that killed it (else the last one), and what its diagnosis told."""
+
+    row: Kill
+    case: str
+    told: str
+
+
+def mutant_killed(mutant: Mutant, mode: str, engine: Engine) -> Killed:
+    """The row of one mutant or variant in one mode."""
+    if mutant.equivalent:
+        return Killed(row=_row(mutant, mode, None, 0.0), case="", told="")
+    start_s = time.perf_counter()
+    subject = mutant.subject() if mutant.changes else OURS
+    result: CaseResult | None = None
+    for case in itertools.islice(showing(mutant, mode), TRIES):
+        result = prove(case, subject, engine)
+        if result.verdict == FAIL:
+            break
+    row = _row(mutant, mode, result, time.perf_counter() - start_s)
+    return Killed(row=row, case=result.text if result else "", told=_told(result.diagnosis) if result else "")
+
+
+def _row(mutant: Mutant, mode: str, result: CaseResult | None, seconds: float) -> Kill:
+    diagnosis = result.diagnosis if result else None
+    return Kill(
+        name=mutant.name,
+        kind=mutant.kind,
+        stands_for=mutant.stands_for,
+        mode=mode,
+        phase=mutant.phase,
+        region=mutant.region,
+        killed_by=tuple(v.check for v in result.verdicts if v.verdict == FAIL) if result else (),
+        equivalent=mutant.equivalent,
+        seconds=seconds,
+        region_right=right_place(mutant, diagnosis) if diagnosis else "",
+        cause_right=right_cause(mutant, diagnosis) if diagnosis else "",
+    )
+
+
+def right_place(mutant: Mutant, diagnosis: Diagnosis) -> str:
+    """Whether the first place that the diagnosis tells is the mutant's: yes, no, or "" when it has none.
+
+    Between the last backward and the optimizer's step no module runs: there the phase alone is the place.
+    """
+    if not mutant.phase:
+        return ""
+    first = diagnosis.first
+    between = first.phase == "grad_sync" and not first.region
+    in_region = between or any(fnmatchcase(first.region, pattern) for pattern in mutant.region.split("|"))
+    return "yes" if in_region and first.phase in mutant.phase.split("|") else "no"
+
+
+def right_cause(mutant: Mutant, diagnosis: Diagnosis) -> str:
+    """Whether a cause that the diagnosis names is the mutant's: yes, no, or "" when there is no word for it."""
+    if not mutant.cause:
+        return ""
+    named = {cause.id for cause in diagnosis.causes}
+    return "yes" if named & set(mutant.cause.split("|")) else "no"
+
+
+def _told(diagnosis: Diagnosis | None) -> str:
+    """First place, what shows it, and the causes by their ids."""
+    if diagnosis is None:
+        return ""
+    first = diagnosis.first
+    causes = " ".join(dict.fromkeys(cause.id for cause in diagnosis.causes)) or "none"
+    shown = first.name or first.event or "-"
+    return f"{first.phase or '-'} of {first.region or 'no module'} ({shown}); causes: {causes}"
+
+
+def faults_killed(case: Case, faults: Sequence[Fault], subject: str, engine: Engine) -> list[Killed]:
+    """The rows of these faults of a subject's collectives in one case."""
+    found = resolve(subject)
+    assert callable(found)  # the command has looked
+    return [_fault_row(case, result) for result in survey(case, found, engine, faults=faults)]
+
+
+def _fault_row(case: Case, result: FaultResult) -> Killed:
+    fault = result.fault
+    row = Kill(
+        name=str(fault),
+        kind="fault",
+        stands_for=_MEANING[fault.kind],
+        mode=case.mode,
+        phase=fault.target.phase,
+        region=fault.target.region,
+        killed_by=result.killed_by,
+        equivalent=result.equivalent,
+        seconds=result.seconds,
+        region_right="",
+        cause_right="",
+    )
+    return Killed(row=row, case=str(case), told=result.machine)
