@@ -1,4 +1,4 @@
-"""The command line: `shardproof run | show | compare | page | trace | bench | doctor`.
+"""The command line: `shardproof run | show | compare | page | trace | faults | bench | doctor`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
 130 interrupted, 141 nobody reads the output any more. Commands that do not exist yet are not offered.
@@ -28,6 +28,7 @@ _HANDLERS = {
     "compare": "reports.compare:main",
     "page": "reports.show:page_main",
     "trace": "reports.trace:main",
+    "faults": "reports.faults:main",
     "bench": "reports.run:bench_main",
     "doctor": "reports.doctor:main",
 }
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("run", nargs="?", default="runs/latest", metavar="RUN", help="run folder (runs/latest)")
     page.add_argument("-o", dest="output", metavar="FILE", help="where to write it (report.html in the run folder)")
     trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
+    _add_faults(add("faults", help="plant bugs one at a time: which check notices which"))
     bench = add("bench", help="the performance table, measured here")
     bench.add_argument("--faults", action="store_true", help="what each engine makes of a rank that goes wrong instead")
     bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")
@@ -128,6 +130,17 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     compare.add_argument("--save-baseline", metavar="NAME", help="store NEW (or BASE alone) under this name")
     compare.add_argument("--baselines", default="baselines", metavar="DIR", help="where baselines are (baselines)")
     compare.add_argument("--json", action="store_true", help="everything as one JSON object")
+
+
+def _add_faults(faults: argparse.ArgumentParser) -> None:
+    faults.description = (
+        "Plant bugs one at a time and prove each: the kill matrix. Our own implementation gets every mutant, variant "
+        "and fault in every mode; another subject the faults of its collectives, which need no source."
+    )
+    faults.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation under test ({SUBJECT})")
+    faults.add_argument("--quick", action="store_true", help="one mode a mutant and few faults: minutes on two cores")
+    faults.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
+    faults.add_argument("--json", action="store_true", help="the figures as one JSON object on stdout")
 
 
 if __name__ == "__main__":

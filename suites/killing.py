@@ -1,0 +1,124 @@
+"""The kill matrix, planned and computed: what `shardproof faults` asks for.
+
+Our own subject gets every mutant and variant in every mode that can host it, and every fault; another subject, whose
+source is not ours to change, gets the faults. `quick` takes one mode a mutant, another one for each, and few faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import torch
+
+from harness.engines.engine import Engine
+from harness.errors import RankDied, RequestError
+from harness.execution import execute
+from harness.faults import Fault, faults_of
+from harness.proof import skip_reason
+from harness.resolve import resolve
+from harness.run import engine_named
+from reference.case import Case
+from reference.rules import MODES
+from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
+from suites.mutants.rows import OURS, Killed, faults_killed, mutant_killed
+
+__all__ = ["Plan", "kills", "planned"]
+
+_SMALL = (
+    "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2 dp=3",
+    "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2",
+)
+"""Cases whose collectives are disturbed: the first that a subject takes. Two axes of unequal size, or one."""
+_AT_ONCE = 16
+"""Faults that are surveyed beside one undisturbed run."""
+_QUICK_FAULTS = 8
+"""Faults of one mode when it must be quick: spread evenly over all of them."""
+_ROWS = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Rows to come in one mode: a mutant or variant by name, or some faults of a case by their objects."""
+
+    mode: str
+    name: str = ""
+    case: str = ""
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """How many rows it will give."""
+        return len(self.faults) or 1
+
+
+def planned(subject: str, *, quick: bool) -> list[Plan]:
+    """What to plant in this subject. Raises RequestError when it takes none of the cases that would show a fault."""
+    plans = []
+    for number, mutant in enumerate(_ROWS.values() if subject == OURS else ()):
+        modes = sorted(mutant.modes)
+        chosen = [modes[number % len(modes)]] if quick else modes
+        plans += [Plan(name=mutant.name, mode=mode) for mode in chosen]
+    with engine_named("inproc") as engine:
+        for mode in getattr(resolve(subject), "modes", MODES):
+            plans += _faults(subject, mode, engine, quick)
+    if not plans:
+        raise RequestError(
+            f"subject={subject}: takes none of the cases whose collectives would be disturbed; "
+            f"legal: a subject that takes {_SMALL[-1].format(mode='tp')!r}"
+        )
+    return plans
+
+
+def _faults(subject: str, mode: str, engine: Engine, quick: bool) -> list[Plan]:
+    """The faults of one mode, from the ledger of an undisturbed run; none in a mode that the subject refuses."""
+    found = resolve(subject)
+    if not callable(found):
+        raise RequestError(f"subject={subject}: must be callable as subject(case, device); legal: {OURS}")
+    for words in _SMALL:
+        case = Case.parse(words.format(mode=mode))
+        if skip_reason(case, found, subject):
+            continue
+        events = execute(case, found, engine, text=str(case)).events
+        faults = faults_of(events, case.axes)
+        chosen = faults[:: max(1, len(faults) // _QUICK_FAULTS)] if quick else faults
+        parts = [chosen[first : first + _AT_ONCE] for first in range(0, len(chosen), _AT_ONCE)]
+        return [Plan(mode=mode, case=str(case) or f"mode={mode}", faults=part) for part in parts]
+    return []
+
+
+def kills(plans: Sequence[Plan], subject: str, *, processes: int = 1) -> Iterator[Killed]:
+    """The rows of these plans, each as soon as it is known; from several processes in no fixed order.
+
+    Raises RankDied when a process ends by force.
+    """
+    if processes == 1:
+        with engine_named("inproc") as engine:
+            for plan in plans:
+                yield from _killed(plan, subject, engine)
+        return
+    # Spawned, not forked: a fork would copy locks that the threads of an engine hold.
+    context = get_context("spawn")
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        for done in as_completed([pool.submit(_in_a_process, plan, subject) for plan in plans]):
+            yield from done.result()
+    except BrokenProcessPool as problem:
+        cause = f"a process of the kill matrix ended by force: {problem}"
+        raise RankDied(cause, ranks=(), positions=()) from problem
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_a_process(plan: Plan, subject: str) -> list[Killed]:
+    with engine_named("inproc") as engine:
+        return _killed(plan, subject, engine)
+
+
+def _killed(plan: Plan, subject: str, engine: Engine) -> list[Killed]:
+    if plan.faults:
+        return faults_killed(Case.parse(plan.case), plan.faults, subject, engine)
+    return [mutant_killed(_ROWS[plan.name], plan.mode, engine)]
