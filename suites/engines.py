@@ -1,0 +1,159 @@
+"""The same cases on every engine: equal verdicts, equal ledgers, equal expectations; what differs is a bug.
+
+    python -m suites.engines --cases 100 --engines inproc,pool,dry
+    torchrun --nproc-per-node 4 -m suites.engines --cases 100 --engines inproc,pool,torchrun,dry
+
+Cases are drawn once, by the driver, in equal shares for all modes. Every engine is held against the first. Of a ledger
+all columns are compared but the times and the caller. The dry engine has no numbers and runs the ranks that stand for
+all: the verdicts it has, the events of those ranks, and the expectation are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from harness.engines.engine import Engine
+from harness.engines.torchrun import serve, serves
+from harness.errors import ShardproofError
+from harness.ledger import COLUMNS, Event
+from harness.proof import CaseResult, prove
+from harness.run import ENGINES, engine_named
+from reference.case import Case
+from suites.prover import chosen_modes
+from suites.strategies import cases
+
+__all__ = ["COMPARED", "differences", "drawn", "main", "unlike"]
+
+SUBJECT = "parallel.subject:subject"
+WORLDS = (2, 3, 4)
+"""World sizes to draw from: real processes share the machine's cores."""
+COMPARED = tuple(column for column in COLUMNS if column not in {"start_us", "duration_us", "caller"})
+"""The columns of the ledger that every engine must agree on."""
+
+
+def drawn(count: int, first_seed: int = 0, subject: str = SUBJECT, worlds: Sequence[int] = WORLDS) -> list[Case]:
+    """So many cases, the same for the same seed, in equal shares for all modes of the subject."""
+    modes = chosen_modes(subject, "all")
+    found: list[Case] = []
+    for place, mode in enumerate(modes):
+        share = count // len(modes) + (place < count % len(modes))
+        found += _of_mode(mode, share, 1000 * first_seed + place, worlds)
+    return found
+
+
+def _of_mode(mode: str, share: int, first_seed: int, worlds: Sequence[int]) -> list[Case]:
+    found: list[Case] = []
+    if share:
+
+        @seed(first_seed)
+        @settings(
+            max_examples=share + 1,  # hypothesis begins with the simplest of all, which is left out
+            database=None,
+            deadline=None,
+            phases=(Phase.generate,),
+            suppress_health_check=tuple(HealthCheck),
+        )
+        @given(case=cases(mode, worlds))
+        def draw(case: Case) -> None:
+            found.append(case)
+
+        draw()
+    return found[1 : share + 1]
+
+
+def differences(case: Case, subject: str, engines: Mapping[str, Engine]) -> list[str]:
+    """What an engine says of this case that the first does not; a case that an engine cannot run is a difference."""
+    results: dict[str, CaseResult] = {}
+    told: list[str] = []
+    for name, engine in engines.items():
+        try:
+            results[name] = prove(case, subject, engine)
+        except ShardproofError as error:
+            told.append(f"{name}: {error}")
+    first, *others = results.items()
+    for name, result in others:
+        told += [f"{name} against {first[0]}: {words}" for words in unlike(first[1], result, dry=name == "dry")]
+    return told
+
+
+def unlike(one: CaseResult, other: CaseResult, *, dry: bool = False) -> Iterator[str]:
+    """In which words two results of a case differ. `dry`: the other has some of the checks and ranks only."""
+    verdicts, theirs = _verdicts(one), _verdicts(other)
+    if dry:
+        verdicts = {check: verdict for check, verdict in verdicts.items() if check in theirs}
+        theirs = {check: verdict for check, verdict in theirs.items() if check in verdicts}
+    for check in sorted(verdicts.keys() | theirs.keys()):
+        if verdicts.get(check) != theirs.get(check):
+            yield f"{check} is {theirs.get(check)}, not {verdicts.get(check)}"
+    if not one.events or (dry and not theirs):
+        yield "nothing was recorded or checked"
+    ran = {event.rank for event in other.events} if dry else None
+    mine, their = _rows(one.events, ran), _rows(other.events)
+    if len(mine) != len(their):
+        yield f"the ledger has {len(their)} events, not {len(mine)}"
+    for row, their_row in zip(mine, their, strict=False):
+        if row != their_row:
+            parted = {name: (b, a) for name, a, b in zip(COMPARED, row, their_row, strict=True) if a != b}
+            at = dict(zip(COMPARED, row, strict=True))
+            yield f"the event {at['call_index']} of rank {at['rank']} differs: {parted}"
+            break
+    if list(one.expectation or ()) != list(other.expectation or ()):
+        yield "the expectation differs"
+
+
+def _verdicts(result: CaseResult) -> dict[str, str]:
+    return {verdict.check: verdict.verdict for verdict in result.verdicts}
+
+
+def _rows(events: Sequence[Event], ranks: set[int] | None = None) -> list[tuple[object, ...]]:
+    """The compared columns, by rank and call."""
+    ordered = sorted(events, key=lambda event: (event.rank, event.call_index))
+    return [
+        tuple(getattr(event, column) for column in COMPARED)
+        for event in ordered
+        if ranks is None or event.rank in ranks
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare and tell. Exit status: 0 all equal, 1 a difference, 2 the request was wrong."""
+    parser = argparse.ArgumentParser(prog="suites.engines", description="The same cases on every engine.")
+    parser.add_argument("--cases", type=int, default=12, help="how many to draw (12)")
+    parser.add_argument("--seed", type=int, default=0, help="where the drawing starts (0)")
+    parser.add_argument("--subject", default=SUBJECT, help=f"module:object ({SUBJECT})")
+    known = ",".join(name for name in ENGINES if name != "torchrun")
+    parser.add_argument("--engines", default=known, help=f"comma separated, the first is the measure ({known})")
+    asked = parser.parse_args(arguments)
+    names = asked.engines.split(",")
+    torch.set_num_threads(1)
+    try:
+        if "torchrun" in names and serves():
+            return serve()
+        with ExitStack() as stack:
+            engines = {name: stack.enter_context(engine_named(name)) for name in names}
+            return _compared(drawn(asked.cases, asked.seed, asked.subject), asked.subject, engines)
+    except ShardproofError as error:
+        print(f"suites.engines: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def _compared(found: Sequence[Case], subject: str, engines: Mapping[str, Engine]) -> int:
+    apart = 0
+    for number, case in enumerate(found, 1):
+        told = differences(case, subject, engines)
+        apart += bool(told)
+        print(f"[{number}/{len(found)}] {'differs' if told else 'equal'} {case}", file=sys.stderr, flush=True)
+        for words in told:
+            print(f"{case}\n  {words}", flush=True)
+    print(f"{len(found)} cases on {' '.join(engines)}: {apart or 'no'} case{'s' * (apart != 1)} differ")
+    return 1 if apart else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
