@@ -1,7 +1,8 @@
 """The child process that is one rank of a launched world: it runs what it is ordered to, and says where it stands.
 
 Programs run in the main thread, as a user's own script would; a second thread reads the orders, so that a rank that is
-stuck can still be asked. The child ends when its parent does. Times are seconds.
+stuck can still be asked. What it issues is written down (harness.engines.board) and told with every answer. The child
+ends when its parent does. Times are seconds.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from harness.callers import caller_of
+from harness.engines.board import Fact, Reader, Writer, anonymous_file
 from harness.engines.launched import Launched
 from harness.engines.rank_process import Ended, ended, error_text, seeded, world
-from harness.engines.relay import LEAVE, RUN
-from harness.errors import Position
+from harness.engines.relay import LEAVE, RUN, WHERE
+from harness.interposer import Interposer
 
-__all__ = ["NUMBER_BYTES", "Order", "live"]
+__all__ = ["NUMBER_BYTES", "Answer", "Order", "live"]
 
 NUMBER_BYTES = 8
 """An answer begins with the number of its run."""
-
 _MEET_S = 30.0
 """How long the store may take to answer."""
+_WAITING_IN = ("interposer.py", "distributed_c10d.py", "_functional_collectives.py")
+"""Files whose code stands innermost in a rank that waits for a call to complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,23 @@ class Order:
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """How a rank ended, or where it stands while `ended` is None; and the calls it has issued since it last told.
+
+    `refused`: why the program could not be read; `broken`: why there was no world to run it in. `inside`: whether the
+    last call is not known to be complete; `waits`: whether the main thread stands where one waits for that.
+    """
+
+    ended: Ended | None = None
+    refused: str = ""
+    broken: str = ""
+    calls: tuple[tuple[float, Fact], ...] = ()
+    inside: bool = False
+    waits: bool = False
+    caller: str = ""
+
+
 def live(pipe: Connection, place: Launched) -> None:
     """The child's life: what the process is started with."""
     os.setpgid(0, 0)  # signals to the launched processes, Ctrl-C among them, are theirs: rank 0 decides what follows
@@ -57,7 +76,7 @@ def live(pipe: Connection, place: Launched) -> None:
 
 
 class _Life:
-    """The orders that came in, and what goes out."""
+    """The orders that came in, what was written down, and what goes out."""
 
     def __init__(self, pipe: Connection, place: Launched) -> None:
         self._pipe = pipe
@@ -66,6 +85,9 @@ class _Life:
         self._speaking = threading.Lock()
         self._main = threading.get_ident()
         self._store: Store | None = None
+        board = anonymous_file()
+        self._writer, self._reader = Writer(board), Reader(board)
+        self._number = b""
 
     def listen(self) -> None:
         """Read orders until the parent is gone; then end at once, for the main thread may wait in native code."""
@@ -75,50 +97,66 @@ class _Life:
                 if order[:1] in {RUN, LEAVE}:
                     self._orders.put(order)
                 else:
-                    self._say(order[1:], self._position())
+                    self._say(order[1:], self._where() if order[:1] == WHERE else Answer())
         except (EOFError, OSError):
             os._exit(3)
 
     def serve(self) -> None:
         """Run what comes in, one after another."""
-        while True:
-            order = self._orders.get()
-            if order[:1] == RUN:
-                self._run(pickle.loads(order[1:]))
+        with Interposer(log=self._writer):
+            while True:
+                order = self._orders.get()
+                if order[:1] == RUN:
+                    self._run(pickle.loads(order[1:]))
 
     def _run(self, order: Order) -> None:
         """Run the program in a world of its own, answer, and leave that world when all ranks may."""
-        rank, local_rank = self._place.rank, self._place.local_rank
-        number, answered = order.number.to_bytes(NUMBER_BYTES, "big"), False
+        number = order.number.to_bytes(NUMBER_BYTES, "big")
+        with self._speaking:
+            self._number = number
+            self._writer.begin(order.number)
+            self._reader.begin(order.number)
         try:
             program, args = pickle.loads(order.program)
+        except Exception as problem:  # whatever importing a user's module raises
+            self._say(number, Answer(refused=error_text(problem)))
+            return
+        rank, answered = self._place.rank, False
+        try:
             store = PrefixStore(order.prefix, self._meeting_point())
-            with world(rank, order.world_size, store, order.timeout_s, local_rank):
+            with world(rank, order.world_size, store, order.timeout_s, self._place.local_rank):
                 seeded(order.seed)
-                self._say(number, ended(rank, program, args))
+                self._say(number, Answer(ended=ended(rank, program, args)))
                 answered = True
                 while self._orders.get()[:1] != LEAVE:
                     continue
-        except Exception as error:  # a program that is not here, or no world: told like an error of the program
+        except (RuntimeError, ValueError) as problem:
             if not answered:
-                self._say(number, Ended(rank=rank, error=error, detail=error_text(error)))
+                self._say(number, Answer(broken=error_text(problem)))
 
-    def _say(self, number: bytes, answer: Any) -> None:
-        """Send an answer of this run; one that cannot be pickled is told as the error of the rank."""
-        try:
-            sent = pickle.dumps(answer)
-        except Exception as problem:  # whatever a user's own pickling raises
-            text = f"the result cannot be sent: {error_text(problem)}"
-            sent = pickle.dumps(replace(answer, value=None, error=TypeError(text), detail=f"TypeError: {text}"))
+    def _say(self, number: bytes, answer: Answer) -> None:
+        """Send an answer of this run, with what was written down since the last one."""
         with self._speaking:
-            self._pipe.send_bytes(number + sent)
+            if number == self._number:
+                answer = replace(answer, calls=tuple(self._reader.new()), inside=self._reader.inside())
+            self._pipe.send_bytes(number + _packed(answer))
 
-    def _position(self) -> Position:
+    def _where(self) -> Answer:
         frame = sys._current_frames().get(self._main)
-        return Position(rank=self._place.rank, state="runs", caller=caller_of(frame))
+        waits = frame is not None and frame.f_code.co_filename.endswith(_WAITING_IN)
+        return Answer(caller=caller_of(frame), waits=waits)
 
     def _meeting_point(self) -> Store:
         if self._store is None:
             limit = timedelta(seconds=_MEET_S)
             self._store = TCPStore(self._place.master_addr, self._place.master_port, timeout=limit)
         return self._store
+
+
+def _packed(answer: Answer) -> bytes:
+    """The answer as bytes; a value that cannot be pickled is told as the error of its rank."""
+    try:
+        return pickle.dumps(answer)
+    except Exception as problem:  # whatever a user's own pickling raises
+        text = f"the result cannot be sent from the rank's process: {error_text(problem)}"
+        return pickle.dumps(replace(answer, ended=None, refused=text))

@@ -7,18 +7,19 @@ receives by sender, receiver and tag. The first that does not match is the fault
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from harness.engines.arithmetic import Operands
-from harness.engines.board import Fact, Reader
+from harness.engines.board import Fact
 from harness.engines.meeting import ANY, Fault, Group, Meeting, Post, mail_fault
 from harness.engines.signature import Signature
 from harness.errors import ranks_text
 
-__all__ = ["Replay", "Written"]
+__all__ = ["Board", "Replay", "Written"]
 
 _HERE = Operands((), ())
 _NOTHING = torch.empty(0)
@@ -41,13 +42,25 @@ class Written:
         return self.fact.said
 
 
+class Board(Protocol):
+    """Where a rank's calls are read: a harness.engines.board.Reader, or what a rank elsewhere has told of it."""
+
+    def new(self) -> Iterator[tuple[float, Fact]]:
+        """The calls written since the last time: when, and what."""
+        ...
+
+    def inside(self) -> bool:
+        """Whether the call written last is a synchronous one that is not known to be complete."""
+        ...
+
+
 class Replay:
     """Reads the boards of a run. `last` by rank is the call written last, `fault` the first that does not match.
 
     `at_fault` by rank is what was written in that call.
     """
 
-    def __init__(self, boards: Sequence[Reader]) -> None:
+    def __init__(self, boards: Sequence[Board]) -> None:
         self._boards = boards
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self.last: list[Written | None] = [None] * len(boards)

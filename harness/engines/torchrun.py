@@ -22,12 +22,13 @@ from multiprocessing.connection import Connection, wait
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from harness.engines.answers import Answers
 from harness.engines.control import gather, join
 from harness.engines.engine import Program, Unwaited
 from harness.engines.launched import launched
 from harness.engines.rank_child import Order, live
 from harness.engines.relay import END, relay
-from harness.engines.remote_run import Answers, collected
+from harness.engines.remote_run import RemoteRun
 from harness.errors import MachineError, RequestError
 from harness.ledger import Observer
 
@@ -111,7 +112,7 @@ class TorchrunEngine:
             timeout_s=timeout_s,
         )
         answers = Answers(self._runs, {rank: self._links[rank] for rank in range(world_size)}, self._terminated.is_set)
-        return collected(answers, order)
+        return RemoteRun(answers, order).results()
 
     def close(self) -> None:
         """Let every process end; a closed engine refuses to run."""

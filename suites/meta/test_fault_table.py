@@ -47,6 +47,13 @@ def test_no_row_is_silent_or_late_in_process() -> None:
     assert {row.allowed_ms for row in rows} == {50.0}
 
 
+def test_no_row_is_silent_on_real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_table, "TRIES", 1)
+    monkeypatch.setattr(fault_table, "LIMIT_S", 30.0)  # for every row here is told without the clock
+    rows = measured(["pool"], [fault for fault in FAULTS if not fault.clock])
+    assert not [row for row in rows if not row.detected]
+
+
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.clock], ids=lambda fault: fault.name)
 def test_what_only_the_clock_can_tell_ends_soon_after_the_limit(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_table, "LIMIT_S", 0.2)

@@ -89,7 +89,7 @@ def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
 
 
 def test_what_goes_wrong_is_told_and_the_world_goes_on(tmp_path: Path) -> None:
-    names = ("where", "raises", "is_killed", "hangs", "world_size_3", "kills_1")
+    names = ("where", "raises", "skips", "dtypes_differ", "is_killed", "hangs", "world_size_3", "kills_1")
     ((status, out, err),) = torchrun(tmp_path, 1, 2, "-m", "suites.meta.launched_world", *names)
     rows = [json.loads(line) for line in out.splitlines()]
     told = {row["name"]: row for row in rows if row["name"] != "goes_right"}
@@ -100,15 +100,22 @@ def test_what_goes_wrong_is_told_and_the_world_goes_on(tmp_path: Path) -> None:
     assert (told["raises"]["error"], told["raises"]["cause"]) == ("RankRaised", "ValueError")
     first, *positions = told["raises"]["message"].splitlines()
     assert first.startswith("rank 1 of 2 raised ValueError: bad layer, at ") and "fault_programs.py:" in first
-    assert [line.split(":")[0] for line in positions] == ["  rank 0", "  rank 1"]
+    assert positions[0].startswith("  rank 0: waits in all_reduce #1 of world (0 1): sum float32 3, at ")
+    assert positions[1].startswith("  rank 1: raised: ValueError: bad layer, at ")
     assert told["raises"]["seconds"] < 2
+
+    assert told["skips"]["error"] == told["dtypes_differ"]["error"] == "Desynchronised", "gloo would not tell"
+    skipped = "rank 1 has finished, but rank 0 waits for it in all_reduce #1 of world (0 1)"
+    assert told["skips"]["message"].splitlines()[0] == skipped
+    parted = "ranks disagree in call #0 of world (0 1): the dtype is int32 on rank 1, float32 on rank 0"
+    assert told["dtypes_differ"]["message"].splitlines()[0] == parted
 
     assert told["is_killed"]["error"] == "RankDied"
     assert told["is_killed"]["message"].startswith("rank 1 of 2 died: killed by SIGKILL")
     assert told["is_killed"]["seconds"] < 2
 
-    assert told["hangs"]["error"] == "TimeLimit" and "no end within 2 s" in told["hangs"]["message"]
-    assert "rank 1: runs, at" in told["hangs"]["message"] and "in hangs" in told["hangs"]["message"]
+    assert told["hangs"]["error"] == "TimeLimit"
+    assert "no end within 2 s: rank 1 runs at" in told["hangs"]["message"] and "in hangs" in told["hangs"]["message"]
     assert told["hangs"]["seconds"] < 6
 
     assert told["world_size_3"]["error"] == "RequestError"
