@@ -5,7 +5,8 @@ Machines are shared and noisy, so every number that is compared is a ratio of ru
 
     engine / bare ranks      the engine's ranks over the same rank mathematics without a collective, by world size
     recorded / unrecorded    the same ranks with a recorder over without one
-    examples per second      engine, persistent gloo processes, processes spawned for each example
+    examples per second      in-process engine, pool engine (persistent gloo processes), processes spawned for each
+                             example
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.engines.inproc import InprocEngine
+from harness.engines.pool import PoolEngine
 from harness.recorder import Recorder
-from suites.bench_processes import GlooPool, spawned_example
+from suites.bench_processes import pooled_example, spawned_example
 from suites.bench_workload import Sizes, data, dense, largest_error, rank_program, weights
 
 __all__ = ["Row", "interleaved", "main", "measure"]
@@ -134,9 +136,12 @@ def example(engine: InprocEngine, world_size: int, seed: int) -> None:
 def _example_rows(engine: InprocEngine, world_size: int, rounds: int, spawns: int) -> list[Row]:
     """Examples per second of three ways to run ranks; ratios are to spawning."""
     with ExitStack() as stack:
-        pool = stack.enter_context(GlooPool(world_size))
+        pool = stack.enter_context(PoolEngine())
         quick = interleaved(
-            {"engine": lambda: example(engine, world_size, 0), "gloo pool": lambda: pool.example(0, ALLOWED_ERROR)},
+            {
+                "engine": lambda: example(engine, world_size, 0),
+                "pool": lambda: pooled_example(pool, world_size, 0, ALLOWED_ERROR),
+            },
             rounds,
         )
     slow = [spawned_example(world_size, seed, ALLOWED_ERROR) for seed in range(spawns)]

@@ -1,7 +1,7 @@
-"""Two ways to run the benchmark's ranks as real processes on gloo: kept alive, or spawned for every example.
+"""The benchmark's ranks as real processes on gloo: those of the pool engine, or spawned for every example.
 
-Ranks are sent a seed; each draws the weights and runs the dense pass itself, and answers with its error. Every wait is
-bounded, and no process outlives its `with`.
+Both run the same example: ranks are sent a seed; each draws the weights, runs the dense pass itself and judges its own
+part. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ from __future__ import annotations
 import tempfile
 import time
 from datetime import timedelta
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from harness.engines.engine import Engine
 from suites.bench_workload import Passed, Sizes, data, dense, rank_program, shard, weights
 
-__all__ = ["GlooPool", "spawned_example"]
+__all__ = ["pooled_example", "spawned_example"]
 
 LIMIT_S = 60.0
 """The longest wait for a process."""
+
+
+def pooled_example(engine: Engine, world_size: int, seed: int, allowed: float) -> None:
+    """One example on the ranks of an engine. Raises RuntimeError when it is wrong."""
+    _judge(engine.run(_error, world_size, seed, world_size=world_size, timeout_s=LIMIT_S), allowed)
 
 
 def _error(rank: int, world_size: int, seed: int) -> float:
@@ -42,64 +44,6 @@ def _join_group(rank: int, world_size: int, store: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=LIMIT_S)
     )
-
-
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    """The life of a kept process: answer seeds with errors until told to end."""
-    _join_group(rank, world_size, store)
-    pipe.send(None)
-    while (seed := pipe.recv()) is not None:
-        pipe.send(_error(rank, world_size, seed))
-    dist.destroy_process_group()
-
-
-class GlooPool:
-    """Persistent gloo processes; a context manager."""
-
-    def __init__(self, world_size: int) -> None:
-        context = get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory()
-        self._pipes, self._processes = [], []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, world_size, f"{self._folder.name}/store", theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()  # so that a dead rank shows as the end of its pipe
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def example(self, seed: int, allowed: float) -> None:
-        """One example on all ranks. Raises RuntimeError when it is wrong or a rank does not answer."""
-        for pipe in self._pipes:
-            pipe.send(seed)
-        _judge([self._answer(rank) for rank in range(len(self._pipes))], allowed)
-
-    def __enter__(self) -> Self:
-        for rank in range(len(self._pipes)):
-            self._answer(rank)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            if kind is None and process.is_alive():
-                pipe.send(None)
-        for process in self._processes:
-            process.join(LIMIT_S if kind is None else 0)
-            process.kill()
-        self._folder.cleanup()
-
-    def _answer(self, rank: int) -> float:
-        pipe = self._pipes[rank]
-        if not pipe.poll(LIMIT_S):
-            raise RuntimeError(f"rank {rank} of the gloo pool did not answer within {LIMIT_S:.0f} s")
-        try:
-            answer: float = pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"rank {rank} of the gloo pool died") from None
-        return answer
 
 
 def _spawned(rank: int, world_size: int, store: str, seed: int, allowed: float) -> None:
