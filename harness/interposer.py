@@ -45,6 +45,10 @@ class CallLog(Protocol):
         """The call entered last, a synchronous one, is complete."""
         ...
 
+    def follow(self, work: Any) -> dist.Work:
+        """The work of the call entered last, an asynchronous one; what comes back is given to the program."""
+        ...
+
 
 class Interposer:
     """While entered, tells the observer of every call that this process issues through the dispatcher.
@@ -103,6 +107,8 @@ class Interposer:
                     log.left()
                 for observer, ticket in tickets:
                     observer.completed(rank, ticket)
+            if call.is_async and log is not None:
+                return _replaced(result, log.follow)
             return result
 
         return kernel
@@ -187,3 +193,10 @@ def _wait(result: Any) -> None:
     for part in parts:
         if isinstance(part, torch.ScriptObject):
             dist.Work.unbox(part).wait()
+
+
+def _replaced(result: Any, follow: Callable[[Any], dist.Work]) -> Any:
+    """An operator's result with another work in it."""
+    if isinstance(result, tuple):
+        return tuple(_replaced(part, follow) for part in result)
+    return follow(dist.Work.unbox(result)).boxed() if isinstance(result, torch.ScriptObject) else result

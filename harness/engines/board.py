@@ -4,7 +4,8 @@ It outlives the rank, so it can be read when the rank hangs, or has been killed 
 time (s, monotonic) and the number of a fact; facts (what is said, to whom, from which line) are written once each, so
 that a record costs a few microseconds. The memory is an anonymous file: nothing is left of it when nobody holds it.
 
-    header   run, records, facts, bytes of facts, 1 + the record of the synchronous call that is not complete, thread
+    header   run, records, facts, bytes of facts, 1 + the record of the synchronous call that is not complete, thread,
+             1 + the place among the asynchronous calls of the one that is waited for
     records  a ring of _RECORDS
     facts    pickles, each after its length; they stay from run to run
 
@@ -13,6 +14,7 @@ What a rank's thread prints of itself when it is asked for its stack goes behind
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import pickle
@@ -26,11 +28,12 @@ from typing import Any, NamedTuple
 
 from harness.callers import Caller, caller_at
 from harness.engines.signature import Signature
+from harness.engines.waits import Waits
 from harness.operators import Told
 
 __all__ = ["BOARD_BYTES", "Fact", "Reader", "Writer", "anonymous_file"]
 
-_HEADER = struct.Struct("<6Q")
+_HEADER = struct.Struct("<7Q")
 _RECORD = struct.Struct("<dQ")
 _LENGTH = struct.Struct("<I")
 _RECORDS = 1 << 18
@@ -38,7 +41,7 @@ _FIRST_RECORD = 64
 _FIRST_FACT = _FIRST_RECORD + _RECORDS * _RECORD.size
 BOARD_BYTES = _FIRST_FACT + (32 << 20)
 """Most of it is never touched, hence never there."""
-_RUN, _COUNT, _FACTS, _FACT_BYTES, _INSIDE, _THREAD = range(6)
+_RUN, _COUNT, _FACTS, _FACT_BYTES, _INSIDE, _THREAD, _WAITS = range(7)
 
 
 class Fact(NamedTuple):
@@ -78,13 +81,16 @@ class Writer:
         self._memory = mmap.mmap(descriptor, BOARD_BYTES)
         self._known: dict[tuple[object, ...], int] = {}
         self._count = self._fact_bytes = 0
+        self.waits = Waits(functools.partial(self._put, _WAITS))
+        self.follow = self.waits.follow
 
     def begin(self, run: int) -> None:
         """A run begins: no record yet."""
         self._count = 0
         _HEADER.pack_into(
-            self._memory, 0, run, 0, len(self._known), self._fact_bytes, 0, threading.get_ident() & (2**64 - 1)
+            self._memory, 0, run, 0, len(self._known), self._fact_bytes, 0, threading.get_ident() & (2**64 - 1), 0
         )
+        self.waits.begin()
 
     def entered(self, told: Told) -> None:
         """Write a call down before it is issued."""
@@ -162,6 +168,11 @@ class Reader:
         """Whether the call written last is a synchronous one that is not known to be complete."""
         header = self._header()
         return header[_RUN] == self._run and header[_INSIDE] == header[_COUNT] > 0
+
+    def waits(self) -> int:
+        """1 + the place, among the asynchronous calls, of the one for which the rank waits; 0 for none."""
+        header = self._header()
+        return header[_WAITS] if header[_RUN] == self._run else 0
 
     def thread(self) -> int:
         """The identity of the thread that runs the rank's program."""

@@ -65,7 +65,9 @@ class PoolEngine:
         except Exception as problem:  # whatever a user's own pickling raises
             rule = f"cannot be sent to the processes of the ranks ({type(problem).__name__}: {problem})"
             raise RequestError(f"program {program!r}: {rule}; legal: a function of a module") from problem
-        return self._pool.run(sent, world_size, seed, timeout_s)
+        self.unwaited = ()
+        values, self.unwaited = self._pool.run(sent, world_size, seed, timeout_s)
+        return values
 
     def close(self) -> None:
         """End all processes and refuse further runs."""
@@ -101,8 +103,13 @@ class _Pool:
         self._store: Any = None
         self._run = self._link = 0
 
-    def run(self, program: bytes, world_size: int, seed: int, timeout_s: float) -> list[Any]:
-        """One run. Whatever happens but a good end, its processes are replaced."""
+    def run(
+        self, program: bytes, world_size: int, seed: int, timeout_s: float
+    ) -> tuple[list[Any], tuple[Unwaited, ...]]:
+        """One run: the values, and the works that nobody waited for.
+
+        Whatever happens but a good end, its processes are replaced.
+        """
         server, ranks = self._taken(world_size)
         self._run += 1
         if self._store is None or self._run % _RUNS_PER_STORE == 0:
@@ -131,7 +138,7 @@ class _Pool:
                 if reply is not None and reply.kept > _MOST_KEPT:
                     self._link += 1
             well = all(rank.reusable for rank in ranks)
-            return values
+            return values, supervision.unwaited()
         finally:
             if not well:
                 self._replace(ranks)

@@ -53,13 +53,15 @@ class Job:
 class Reply:
     """How a job ended. `refused` says why the program could not be read, `broken` why there was no world to run it in.
 
-    `kept` is how many groups are kept; `reusable` is False when the program has left threads behind.
+    `unwaited` are the places, among the rank's asynchronous calls, of those that nobody waited for. `kept` is how many
+    groups are kept; `reusable` is False when the program has left threads behind.
     """
 
     run: int
     ended: Ended | None = None
     refused: str = ""
     broken: str = ""
+    unwaited: tuple[int, ...] = ()
     kept: int = 0
     reusable: bool = True
 
@@ -111,7 +113,13 @@ class _Ranks:
                 _restore()
                 answered = True
                 self._answer(
-                    Reply(run=job.run, ended=found, kept=len(self._kept), reusable=threading.active_count() == 1)
+                    Reply(
+                        run=job.run,
+                        ended=found,
+                        unwaited=self._log.waits.unwaited(),
+                        kept=len(self._kept),
+                        reusable=threading.active_count() == 1,
+                    )
                 )
                 del program, args, found
                 mailbox.receive(self._link)  # all ranks have ended

@@ -57,7 +57,7 @@ class Board(Protocol):
 class Replay:
     """Reads the boards of a run. `last` by rank is the call written last, `fault` the first that does not match.
 
-    `at_fault` by rank is what was written in that call.
+    `at_fault` by rank is what was written in that call, `later` by rank the asynchronous calls in order.
     """
 
     def __init__(self, boards: Sequence[Board]) -> None:
@@ -67,6 +67,7 @@ class Replay:
         self.fault: Fault | None = None
         self.fault_at_s = 0.0
         self.at_fault: dict[int, Written] = {}
+        self.later: list[list[Written]] = [[] for _ in boards]
         self.written = 0
         self._made: dict[str, dict[int, tuple[int, ...]]] = {}
         self._met: dict[Meeting, list[Written]] = {}
@@ -83,9 +84,14 @@ class Replay:
                 self._take(rank, at_s, fact)
 
     def inside(self, rank: int) -> Written | None:
-        """The synchronous collective in which a rank is, and which not every rank of its group has issued."""
-        last = self.last[rank]
-        return last if last is not None and not last.event.done and self._boards[rank].inside() else None
+        """The call that a rank has not seen complete and in which it waits, if not every rank has issued it."""
+        board = self._boards[rank]
+        waits = board.waits()
+        if waits:
+            call = self.later[rank][waits - 1] if waits <= len(self.later[rank]) else None
+        else:
+            call = self.last[rank] if board.inside() else None
+        return call if call is not None and not call.event.done else None
 
     def _take(self, rank: int, at_s: float, fact: Fact) -> None:
         self.written += 1
@@ -101,6 +107,9 @@ class Replay:
             self._post(Post(member, _member(fact), fact.tag, fact.said, _NOTHING), group, rank, at_s, fact)
         else:
             self._meet(member, group, rank, at_s, fact)
+        last = self.last[rank]
+        if fact.is_async and last is not None:
+            self.later[rank].append(last)
 
     def _meet(self, member: int, group: Group, rank: int, at_s: float, fact: Fact) -> None:
         number = group.numbers[member]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.engines import postmortem, stacks
+from harness.engines.engine import Unwaited
 from harness.engines.mailbox import unpacked
 from harness.engines.postmortem import Cause
 from harness.engines.rank_loop import Reply
@@ -41,7 +42,7 @@ _SETTLE_S = 0.3
 _STILL_S = 0.25
 """How long nobody may have issued a call before it is asked whether anybody still can."""
 _STACK_S = 0.5
-_WAITING_IN = ("interposer.py", "distributed_c10d.py", "_functional_collectives.py")
+_WAITING_IN = ("interposer.py", "waits.py", "distributed_c10d.py", "_functional_collectives.py")
 """Files whose code stands innermost in a rank that waits for a call to complete."""
 
 
@@ -78,6 +79,20 @@ class Supervision:
             return self._judged()
         finally:
             self._selector.close()
+
+    def unwaited(self) -> tuple[Unwaited, ...]:
+        """After a good end: the works that nobody waited for, by rank, in the order of issue."""
+        calls = [self._replay.later[i][k] for i, reply in enumerate(self.replies) if reply for k in reply.unwaited]
+        return tuple(
+            Unwaited(
+                rank=call.rank,
+                op=call.said.op,
+                number=call.number,
+                group=call.group.label,
+                caller=call.fact.caller.rpartition(" in ")[0],
+            )
+            for call in calls
+        )
 
     def _listen(self, limit_s: float) -> None:
         for key, _ in self._selector.select(limit_s):

@@ -7,13 +7,31 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.distributed_c10d import _get_default_group
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from harness.engines.pool import PoolEngine
 
-__all__ = ["calls_then", "family", "forever", "os_parent", "raises", "summed", "total"]
+__all__ = [
+    "calls_then",
+    "family",
+    "forever",
+    "leaves_works",
+    "os_parent",
+    "raises",
+    "summed",
+    "total",
+    "waits_alone",
+    "wrapped",
+]
 
 
 class OddError(Exception):
@@ -73,6 +91,40 @@ def raises(rank: int, kind: str) -> None:
     if rank == 1 and kind == "plain":
         raise KeyError("missing")
     dist.all_reduce(torch.ones(3))
+
+
+def leaves_works(rank: int) -> list[float]:
+    """Asynchronous calls, of which rank 1 never waits for one; works answer after their wait as before."""
+    tensors = [torch.ones(2) * (rank + 1) for _ in range(3)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works[: 3 - rank]:
+        assert work is not None and work.wait() and work.wait()
+        assert work.is_completed() and work.is_success()
+    first = works[0]
+    assert first is not None and first.result()[0] is tensors[0]
+    assert torch.equal(first.get_future().value()[0], tensors[0])
+    dist.barrier()
+    summed = functional.all_reduce(torch.ones(2), "sum", _get_default_group())
+    return [*tensors[0].tolist(), *(summed + 0).tolist()]
+
+
+def waits_alone(rank: int) -> None:
+    """Rank 0 waits for an asynchronous call that rank 1 never makes."""
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert work is not None
+        work.wait()
+
+
+def wrapped(rank: int) -> list[float]:
+    """A step of DDP, whose reducer is C++, and of FSDP2; the gradients are means over the ranks."""
+    parallel = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    parallel(torch.ones(1, 2) * (rank + 1)).sum().backward()
+    sharded = nn.Linear(2, 2, bias=False)
+    fully_shard(sharded)
+    sharded(torch.ones(1, 2) * (rank + 1)).sum().backward()
+    gradients = [parallel.module.weight.grad, cast(DTensor, sharded.weight.grad).full_tensor()]
+    return [float(value) for gradient in gradients for value in gradient.flatten()]
 
 
 def _refuse(gradient: torch.Tensor) -> None:

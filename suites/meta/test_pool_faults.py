@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness.engines.inproc import InprocEngine
 from harness.engines.pool import PoolEngine
 from harness.errors import Desynchronised, RankDied, RankRaised, RequestError, TimeLimit
 from suites.meta import faulty_programs as faulty
-from suites.meta.pool_programs import calls_then, raises, summed, total
+from suites.meta.pool_programs import calls_then, leaves_works, raises, summed, total, waits_alone, wrapped
 from suites.meta.test_inproc_faults import CASES, Case
 
 OTHERWISE = {faulty.lives_differ}
@@ -107,6 +108,23 @@ def test_a_stopped_process_ends_at_the_limit_too(engine: PoolEngine) -> None:
     with pytest.raises(TimeLimit, match="no end within 1.5 s: rank 1 runs"):
         engine.run(calls_then, "stop", world_size=2, timeout_s=1.5)
     assert engine.run(summed, world_size=2) == [total(2)] * 2
+
+
+def test_a_rank_that_waits_for_an_asynchronous_call_nobody_else_makes_is_told(engine: PoolEngine) -> None:
+    with pytest.raises(Desynchronised) as problem:
+        engine.run(waits_alone, world_size=2)
+    assert problem.value.cause == "rank 1 has finished, but rank 0 waits for it in all_reduce #0 of world (0 1)"
+    assert problem.value.kind == "skipped"
+
+
+def test_works_that_nobody_waited_for_are_told_as_by_the_in_process_engine(engine: PoolEngine) -> None:
+    with InprocEngine() as inproc:
+        inproc.run(leaves_works, world_size=2)
+        here = inproc.unwaited
+    assert engine.run(leaves_works, world_size=2) == [[3, 3, 2, 2]] * 2
+    assert len(here) == 1 and engine.unwaited == here
+    assert engine.run(wrapped, world_size=2) == [[1.5] * 6] * 2, "torch waits for its own works"
+    assert not engine.unwaited
 
 
 def test_what_cannot_be_sent_is_a_wrong_request(engine: PoolEngine) -> None:
