@@ -39,6 +39,8 @@ _LOOK_S = 0.05
 """How often boards are read while nothing is heard."""
 _SETTLE_S = 0.3
 """How long the other ranks may go on after the first sign, so that the report knows the cause and where they stand."""
+_BURIAL_S = 2.0
+"""How long the fork server may take, on a busy machine, to say how a process ended that has closed its socket."""
 _STILL_S = 0.25
 """How long nobody may have issued a call before it is asked whether anybody still can."""
 _STACK_S = 0.5
@@ -117,7 +119,7 @@ class Supervision:
         while None in self._ended_or_dead() and time.monotonic() < until_s:
             self._listen(until_s - time.monotonic())
         lost = [rank.pid for rank in self._ranks if rank.mailbox.ended]
-        while not self._server.died.keys() >= set(lost) and time.monotonic() < until_s + _SETTLE_S:
+        while not self._server.died.keys() >= set(lost) and time.monotonic() < until_s + _BURIAL_S:
             self._listen(_LOOK_S)
 
     def _ended_or_dead(self) -> list[bool | None]:
