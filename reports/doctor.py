@@ -37,6 +37,10 @@ POOL = {
     "nccl": "--engine pool --device cuda does so with a GPU a rank",
 }
 """What a backend is good for when it is there."""
+_PROFILED = "`run --profile nsys` rebuilds the ledger from its database; tests of it run"
+_UNPROFILED = (
+    "no Nsight Systems timelines: `run --profile nsys` says so and goes on, tests of it are skipped (.ci/nsys)"
+)
 Row = tuple[str, str, str, str]
 """What, found, "yes" or "no", and what follows from it."""
 
@@ -124,7 +128,7 @@ def _devices(machine: Machine) -> Iterator[Row]:
 def _tools(machine: Machine) -> Iterator[Row]:
     listens = "a tool listens: every run shows there" if machine.nvtx_listener else "no tool listens: ranges go nowhere"
     yield "nvtx", machine.nvtx or "-", _word(bool(machine.nvtx)), listens
-    yield "nsys", machine.nsys or "-", _word(bool(machine.nsys)), "" if machine.nsys else "no Nsight Systems timelines"
+    yield "nsys", machine.nsys or "-", _word(bool(machine.nsys)), _PROFILED if machine.nsys else _UNPROFILED
     for name, lack in PEERS.items():
         version = machine.peers[name]
         yield name, version or "-", _word(bool(version)), "" if version else lack

@@ -25,7 +25,7 @@ from harness.errors import RequestError, ShardproofError
 from harness.protocols import CaseLike
 from harness.resolve import resolve
 from harness.run import Request, RunResult, parse_cases, run
-from reports import page, summary, tables, witnesses
+from reports import experiment, page, summary, tables, witnesses
 from reports.frames import Run, load
 from reports.show import show_failures
 from reports.text import append_step_summary, show_message, show_table, ticking
@@ -74,6 +74,9 @@ def main(arguments: argparse.Namespace) -> int:
             show_message(f"\nfinished cases are in {latest.resolve()}: shardproof show {latest}", sys.stderr)
         raise
     _tell(result, as_json=arguments.json)
+    if arguments.preset_experiment and not arguments.json:
+        show_table(experiment.timeline(load(result.path), arguments.preset_experiment), sys.stdout)
+        show_message(experiment.real_size(arguments.preset_experiment), sys.stdout)
     return result.exit_status
 
 
@@ -81,6 +84,7 @@ def _request(arguments: argparse.Namespace) -> Request:
     """What the options ask for. Raises RequestError before anything runs."""
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
+    experiment.asked(arguments)
     resolve(arguments.subject)
     return Request(
         cases=_cases(arguments),

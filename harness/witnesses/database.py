@@ -2,8 +2,8 @@
 
 Every rank opens with a mark (rank, case, world size) and ends with one that counts its calls (harness.ranges). A
 database in which a rank, an end or a call is missing is refused: tools drop events without a word. Ids of domains and
-categories are per process. Times in nanoseconds there, in microseconds here. Schema: nsys 2022.4 and later,
-NVTX_EVENTS.eventType: 75 domain, 33 category, 59 push/pop, 60 start/end, 34 mark.
+categories are per process, and a later case of a process gives them anew. Times in nanoseconds there, in microseconds
+here. Schema: nsys 2022.4 and later, NVTX_EVENTS.eventType: 75 domain, 33 category, 59 push/pop, 60 start/end, 34 mark.
 """
 
 from __future__ import annotations
@@ -88,18 +88,15 @@ def _entries(path: Path) -> list[_Entry]:
     except sqlite3.Error as problem:
         raise _refused(f"{path.name} holds no NVTX events ({problem})") from problem
     domains = {(_process(tid), domain): text for _, _, kind, text, _, domain, tid, _ in rows if kind == _DOMAIN}
-    categories = {
-        (_process(tid), domain, category): text
-        for _, _, kind, text, category, domain, tid, _ in rows
-        if kind == _CATEGORY
-    }
-    return [
-        _Entry(
-            start, end, text or "", categories.get((_process(tid), domain, category), ""), _process(tid), tid, number
-        )
-        for start, end, kind, text, category, domain, tid, number in rows
-        if kind not in (_DOMAIN, _CATEGORY) and domains.get((_process(tid), domain)) == DOMAIN
-    ]
+    found, categories = [], {}
+    for start, end, kind, text, category, domain, tid, number in rows:
+        process = _process(tid)
+        if kind == _CATEGORY:  # by time: the next case of a process names its categories anew
+            categories[process, domain, category] = text
+        elif kind != _DOMAIN and domains.get((process, domain)) == DOMAIN:
+            name = categories.get((process, domain, category), "")
+            found.append(_Entry(start, end, text or "", name, process, tid, number))
+    return found
 
 
 def _process(thread: int) -> int:

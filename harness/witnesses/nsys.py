@@ -17,7 +17,7 @@ from pathlib import Path
 
 from harness.errors import MachineError
 
-__all__ = ["command", "database_of", "gpu_command", "nsys_path"]
+__all__ = ["command", "database_of", "nsys_path", "on_gpus"]
 
 REPORT = "nsys"
 EXPORT_LIMIT_S = 120.0
@@ -38,9 +38,10 @@ def command(nsys: str, report: Path, program: Sequence[str], *, device: str = "c
     return [nsys, "profile", "--trace=cuda,nvtx", *capture, *quiet, *program]
 
 
-def gpu_command(words: Sequence[str]) -> str:
-    """What to type on a node with GPUs: the same request there, under nsys with kernels in the timeline."""
-    return shlex.join(command("nsys", Path(REPORT), ["shardproof", *words], device="cuda"))
+def on_gpus() -> str:
+    """What `--device cuda --profile nsys` runs on a node with GPUs, where kernels are in the timeline too."""
+    program = ["python", "-m", "harness.witnesses.child", "FOLDER"]
+    return f"on a GPU node the session is: {shlex.join(command('nsys', Path(REPORT), program, device='cuda'))}"
 
 
 def database_of(

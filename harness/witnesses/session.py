@@ -78,7 +78,8 @@ def hold(job: Job, folder: Path) -> dict[str, Session]:
     words |= {"warmup": job.warmup, "repeats": job.repeats, "timeout_s": job.timeout_s}
     (folder / "job.json").write_text(json.dumps(words), encoding="utf-8")
     program = [sys.executable, "-m", "harness.witnesses.child", str(folder)]
-    limit_s = LIMIT_S + job.timeout_s * len(job.cases)
+    worlds = len({case.world_size for case in job.cases})
+    limit_s = LIMIT_S * (1 + worlds) + job.timeout_s * len(job.cases)
     if job.tool == "nsys":
         database = database_of(program, folder, device=job.device, timeout_s=limit_s, environment=_environment())
         in_database = read_database(database)
@@ -102,7 +103,9 @@ def _session(job: Job, folder: Path, case: CaseLike, seen: Sequence[Sighting] | 
     for rank in range(case.world_size):
         left = folder / f"rank{rank}.pickle"
         if not left.exists():
-            return Session(tool=job.tool, folder=folder, problem=f"rank {rank} left no result")
+            return Session(
+                tool=job.tool, folder=folder, problem=f"rank {rank} left no result; its words are in {folder.parent}"
+            )
         end: Ended = pickle.loads(left.read_bytes())
         left.unlink()
         if not isinstance(end.value, Measured):

@@ -19,6 +19,7 @@ from harness.evidence import FAIL, PASS, UNKNOWN, Finding, Verdict
 from harness.ledger import Event
 from harness.protocols import CaseLike, TermLike
 from harness.witnesses.agreement import NOT_ASKED, Agreement, agreement, finding
+from harness.witnesses.nsys import on_gpus
 from harness.witnesses.session import Job, Session, hold
 from harness.witnesses.sighting import Sighting, group_text, of_ledger
 from harness.witnesses.timing import spread, timed
@@ -87,7 +88,7 @@ def witnesses(
     cases: Sequence[CaseLike], subject: str, tools: Sequence[str], folder: Path, *, device: str, timeout_s: float
 ) -> Witnesses:
     """Hold one session a tool; a tool that is missing or broken leaves a note and takes nothing else along."""
-    sessions, notes = {}, [INDEPENDENCE] if "nsys" in tools else []
+    sessions, notes = {}, [INDEPENDENCE, *([on_gpus()] if device == "cpu" else [])] if "nsys" in tools else []
     for tool in tools if cases else ():
         job = Job(subject=subject, cases=tuple(cases), tool=tool, device=device, timeout_s=timeout_s)
         try:
@@ -112,7 +113,7 @@ def _told(found: Finding, text: str, tables: Mapping[str, Rows]) -> Told:
 
 
 def _nothing(held: Mapping[str, Session], notes: Sequence[str]) -> str:
-    reasons = [session.problem for session in held.values()] or [note for note in notes if note != INDEPENDENCE]
+    reasons = [session.problem for session in held.values()] or [note for note in notes if note.startswith("witness ")]
     return f"nothing was witnessed: {'; '.join(reasons) or 'no session was held'}"
 
 

@@ -98,6 +98,25 @@ def test_a_database_that_does_not_reconcile_is_refused(tmp_path: Path, spoil: ob
         read_database(path)
 
 
+def test_a_later_case_of_a_process_may_number_its_categories_anew(tmp_path: Path) -> None:
+    path = database(tmp_path / "x.sqlite", {1: rows(0), 2: rows(1)})
+    with sqlite3.connect(path) as made:
+        columns = "start + 1000, end + 1000, eventType, text, textId, category, domainId, globalTid, int64Value"
+        made.execute(f"INSERT INTO NVTX_EVENTS SELECT {columns} FROM NVTX_EVENTS WHERE eventType != {DOMAIN}")
+        moved = f"category + (CASE WHEN text IS NULL THEN 0 WHEN text = '{CATEGORIES[5]}' THEN -4 ELSE 1 END)"
+        made.execute(f"UPDATE NVTX_EVENTS SET category = {moved} WHERE start >= 1000 AND eventType = {CATEGORY}")
+        later = "CASE WHEN category % 100 - (domainId - 1) = 5 THEN category - 4 ELSE category + 1 END"
+        made.execute(f"UPDATE NVTX_EVENTS SET category = {later} WHERE start >= 1000 AND eventType != {CATEGORY}")
+        made.execute(
+            "UPDATE NVTX_EVENTS SET text = (SELECT replace(value, 'tp=2', 'later') FROM StringIds WHERE id = textId)"
+            " WHERE start >= 1000 AND textId IS NOT NULL"
+        )
+    made.close()
+    seen = read_database(path)
+    told = {case: [(s.op, s.payload_bytes, s.phase, s.groups) for s in sightings] for case, sightings in seen.items()}
+    assert told["later"] == told["tp=2"]
+
+
 def test_a_database_without_ranges_is_refused(tmp_path: Path) -> None:
     sqlite3.connect(tmp_path / "empty.sqlite").close()
     with pytest.raises(MachineError, match="refused: empty.sqlite holds no NVTX events"):

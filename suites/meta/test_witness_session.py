@@ -16,7 +16,7 @@ from harness.evidence import FAIL, PASS, UNKNOWN
 from harness.run import parse_cases
 from harness.witnesses import session as session_module
 from harness.witnesses.measured import Measured
-from harness.witnesses.nsys import command, database_of, gpu_command, nsys_path
+from harness.witnesses.nsys import command, database_of, nsys_path, on_gpus
 from harness.witnesses.session import Job, Session, hold
 from harness.witnesses.witnessing import Witnesses, witnesses
 from suites.meta.viewed_subject import subject
@@ -98,7 +98,7 @@ def test_a_rank_that_failed_or_left_nothing_is_told(tmp_path: Path, monkeypatch:
     job = Job(subject=NAME, cases=(case,), tool="torch")
     monkeypatch.setattr(session_module, "_run", lambda *_: None)
     (session,) = hold(job, tmp_path).values()
-    assert session.problem == "rank 0 left no result"
+    assert session.problem.startswith("rank 0 left no result")
     end = Ended(rank=0, error=ValueError("why"))
     (tmp_path / "0" / "rank0.pickle").write_bytes(pickle.dumps(end))
     (session,) = hold(job, tmp_path).values()
@@ -109,6 +109,6 @@ def test_commands_trace_ranges_on_a_cpu_and_a_capture_range_on_a_gpu() -> None:
     here = command("nsys", Path("x"), ["program"])
     assert here[:3] == ["nsys", "profile", "--trace=nvtx"]
     assert here[-1] == "program"
-    there = gpu_command(["run", "mode=tp tp=4"])
+    there = on_gpus()
     assert "--trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop" in there
-    assert there.endswith("shardproof run 'mode=tp tp=4'")
+    assert there.endswith("python -m harness.witnesses.child FOLDER")
