@@ -15,6 +15,9 @@ from reference.case import Case
 
 __all__ = ["Axis", "Mesh", "axis_rank", "axis_size"]
 
+_SILENT = ("cp", "pp")
+"""Axes that every case has and no mode splits anything over yet."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
@@ -52,8 +55,10 @@ class Mesh:
             )
         axes: dict[str, Axis] = {}
         for name, groups in case.axes.items():
-            # Every rank makes every group, in one order, its own or not: new_group is collective over the world.
-            made = [(ranks, dist.new_group(list(ranks), group_desc=name)) for ranks in groups]
+            # Every rank makes every group, in one order, its own or not: new_group is collective over the world. Axes
+            # that no mode talks on have no groups: two for every rank would be most of what a large world costs.
+            talks = name not in _SILENT
+            made = [(ranks, dist.new_group(list(ranks), group_desc=name) if talks else None) for ranks in groups]
             ranks, group = next((ranks, group) for ranks, group in made if rank in ranks)
             axes[name] = Axis(name=name, ranks=ranks, rank=ranks.index(rank), group=group)
         return cls(rank=rank, axes=axes)

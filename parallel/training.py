@@ -48,6 +48,11 @@ class Rank:
     places: Mapping[str, Placement]
     metric: Metric | None
 
+    @property
+    def proves(self) -> bool:
+        """Are there numbers to compare? A run on shapes alone shall need the memory of training and no more."""
+        return self.device.type != "meta"
+
     def boxes(self, local: Tensor, place: Placement) -> tuple[Shard, ...]:
         """The boxes of the full tensor that a local tensor of this rank holds."""
         axis = self.mesh.axis(place.axis or self.mode.weight_axis)
@@ -76,10 +81,11 @@ def train(case: Case, mode: Mode, mesh: Mesh, device: torch.device) -> dict[str,
         gradients = rank.gradients()
         if logits is not None:
             outcome[f"logits/{step}"] = logits
-        if step == 0:
+        if step == 0 and rank.proves:
             outcome |= {f"grad/{name}": rank.value(name, grad.clone()) for name, grad in gradients.items()}
         sync.clip(gradients.values(), norm, case.clip)
         optimizer.step()
+        del gradients  # or they would stand beside those of the next step
     return outcome | {f"param/{name}": rank.value(name, p.detach()) for name, p in rank.parameters.items()}
 
 
@@ -118,7 +124,7 @@ def _accumulate(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Shard, ...
     case, mode = rank.case, rank.mode
     sequences = 1 if case.packed else case.batch
     total = case.dp * case.micro * sequences
-    keep = case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
+    keep = rank.proves and case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
     loss = torch.zeros((), dtype=torch.float64, device=rank.device)
     tokens = torch.zeros_like(loss)
     boxes: list[Shard] = []
