@@ -38,20 +38,29 @@ START, WAIT, END = "start", "wait", "end"
 
 
 class Stretch(NamedTuple):
-    """So much computed, and what ended it: the call `ticket` started, or was waited for, or the program ended (-1)."""
+    """So much computed, and what ended it: the call `ticket` started, or was waited for, or the program ended (-1).
+
+    `peak_bytes` is the most that tensors held at once meanwhile.
+    """
 
     flops: int
     then: str
     ticket: int = -1
+    peak_bytes: int = 0
 
 
 class _Live:
     """The storages of the meta device that exist now."""
 
     def __init__(self) -> None:
-        self.peak_bytes = 0
+        self._peak_bytes = 0
         self._now_bytes = 0
         self._known: dict[int, Any] = {}
+
+    def peak_bytes(self) -> int:
+        """The most bytes at once since this was asked last."""
+        peak, self._peak_bytes = self._peak_bytes, self._now_bytes
+        return peak
 
     def see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -59,7 +68,7 @@ class _Live:
         if key in self._known:
             return
         self._now_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self._now_bytes)
+        self._peak_bytes = max(self._peak_bytes, self._now_bytes)
 
         def gone(_reference: object) -> None:
             del self._known[key]
@@ -88,7 +97,7 @@ class Meter(TorchDispatchMode):
     @property
     def peak_bytes(self) -> int:
         """The most bytes that tensors held at once."""
-        return self._live.peak_bytes
+        return max((stretch.peak_bytes for stretch in self.stretches), default=0)
 
     @property
     def unwaited(self) -> tuple[int, ...]:
@@ -174,7 +183,7 @@ class Meter(TorchDispatchMode):
             self._end(WAIT, ticket)
 
     def _end(self, then: str, ticket: int) -> None:
-        self.stretches.append(Stretch(self._flops, then, ticket))
+        self.stretches.append(Stretch(self._flops, then, ticket, self._live.peak_bytes()))
         self._flops = 0
 
     def _before(self, optimizer: Optimizer, _args: object, _words: object) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `shardproof run | show | compare | page | trace | faults | bench | doctor`.
+"""The command line: `shardproof run | show | compare | page | trace | predict | faults | bench | doctor`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
 130 interrupted, 141 nobody reads the output any more. Commands that do not exist yet are not offered.
@@ -22,6 +22,7 @@ __all__ = ["main"]
 ENGINES = ("inproc", "pool", "torchrun", "dry")
 DEVICES = ("cpu", "cuda")
 SUBJECT = "parallel.subject:subject"
+CLUSTER = "8xH100-NVLink-IB400"
 _HANDLERS = {
     "run": "reports.run:main",
     "show": "reports.show:main",
@@ -31,6 +32,7 @@ _HANDLERS = {
     "faults": "reports.faults:main",
     "bench": "reports.run:bench_main",
     "doctor": "reports.doctor:main",
+    "predict": "reports.predict:main",
 }
 _WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
 
@@ -89,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     page.add_argument("-o", dest="output", metavar="FILE", help="where to write it (report.html in the run folder)")
     trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
     _add_faults(add("faults", help="plant bugs one at a time: which check notices which"))
+    _add_predict(add("predict", help="time, memory and bytes at any size, without running it; which mode, and where"))
     bench = add("bench", help="the performance table, measured here")
     bench.add_argument("--faults", action="store_true", help="what each engine makes of a rank that goes wrong instead")
     bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")
@@ -142,6 +145,19 @@ def _add_faults(faults: argparse.ArgumentParser) -> None:
     faults.add_argument("--quick", action="store_true", help="one mode a mutant and few faults: minutes on two cores")
     faults.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
     faults.add_argument("--json", action="store_true", help="the figures as one JSON object on stdout")
+
+
+def _add_predict(predict: argparse.ArgumentParser) -> None:
+    predict.description = "Predict cases by closed form, dry run and cost model. Without mode=, all modes are compared."
+    predict.epilog = 'example: shardproof predict "preset=llama3-405b mode=tp-sp tp=8 dp=2048 dtype=bfloat16"'
+    predict.add_argument("cases", nargs="+", metavar="CASE", help="one case each, key=value words in quotes")
+    predict.add_argument(
+        "--cluster", default=CLUSTER, metavar="NAME|FILE", help=f"a named cluster or a TOML file ({CLUSTER})"
+    )
+    predict.add_argument("--world", type=int, metavar="N", help="search the meshes of N ranks for every CASE")
+    predict.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation to predict ({SUBJECT})")
+    predict.add_argument("-o", "--out", metavar="DIR", help="write tables, plots and ledger into a folder below DIR")
+    predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
 
 
 if __name__ == "__main__":

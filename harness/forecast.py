@@ -1,0 +1,245 @@
+"""What a case will cost on a cluster that is not here: time and memory of a rank, from its closed form and a dry run.
+
+One rank is run dry for one step of one micro-batch, its ledger held against the closed form, and its trace played on
+the cluster (harness.timeline); a step is that micro-batch so many times, and what follows the last backward once.
+
+A deep model is measured at two depths: every further layer adds the same calls, FLOPs and bytes, so that all is a
+straight line in the depth. `whole` runs the model itself beside that, for times and ledger; memory is always that of
+the line, from two micro-batches, because the second meets the gradients of the first. Units: seconds, bytes, FLOPs;
+bytes of calls are payloads of one rank in one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.clusters import Cluster
+from harness.costs import Route, route, seconds
+from harness.dry_run import DryRank, dry_run
+from harness.engines.dry import DryEngine
+from harness.ledger import Event, wire_bytes
+from harness.ledger_checks import differences
+from harness.meter import START, Stretch
+from harness.protocols import CaseLike, Subject, TermLike
+from harness.timeline import Times, parts, play, together
+
+__all__ = ["DEPTHS", "EQUAL", "Forecast", "Memory", "Traffic", "closed_form", "forecast", "traffic"]
+
+EQUAL = "equal"
+"""What `Forecast.ledger` says when the dry run issued exactly the events of the closed form."""
+DEPTHS = (3, 5)
+"""Layers at which a deep model is measured: few, but enough that the first and the last are told from the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on one rank; `peak` is the most that all tensors of the program held at once, temporary ones too."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    saved: float
+    peak: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Calls and bytes of one rank in one step, from the closed form."""
+
+    calls: int
+    payload_bytes: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """One case on one cluster. `tokens` are those of all ranks in one step; `times` are those of one step.
+
+    `ledger` says how the dry run compares with the closed form: "equal", the first difference, or that none is stated.
+    `depths` are the layers that were run, () when it was the model itself. `events` is the ledger of the rank.
+    """
+
+    case: CaseLike
+    cluster: Cluster
+    times: Times
+    memory: Memory
+    flops: float
+    tokens: int
+    ledger: str
+    traffic: Traffic | None
+    depths: tuple[int, ...] = ()
+    events: tuple[Event, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """One step."""
+        return self.times.total_s
+
+    @property
+    def tokens_per_s_per_rank(self) -> float:
+        """Throughput of one rank's share."""
+        return self.tokens / self.step_s / self.case.world_size if self.step_s else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits into the device."""
+        return self.memory.peak <= self.cluster.device.memory_gib * 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sample:
+    """A model that was run: times and FLOPs of a micro-batch, times of what follows, memory, how the ledger compares.
+
+    `memory.peak` is that until the last backward, `after_bytes` the peak from there on, both without what the optimizer
+    keeps from step to step.
+    """
+
+    micro: Times
+    rest: Times
+    micro_flops: float
+    memory: Memory
+    after_bytes: float
+    ledger: str
+    events: tuple[Event, ...] = field(repr=False)
+
+
+_Parts = Sequence[tuple[float, _Sample]]
+"""Samples of several depths, each with its weight in the line."""
+
+
+def forecast(
+    case: CaseLike,
+    subject: Subject,
+    cluster: Cluster,
+    engine: DryEngine,
+    *,
+    whole: bool = False,
+    timeout_s: float = 60.0,
+) -> Forecast:
+    """Time and memory of the case on the cluster. Raises what the engine raises, RequestError for an unknown peak."""
+    cluster.device.flops_per_s(case.dtype)
+    layers = int(getattr(case, "layers", 0))
+    depths = DEPTHS if layers > DEPTHS[1] else ()
+    two = min(2, case.micro)
+    at = [case.but(layers=depth) for depth in depths] or [case]
+    line: _Parts = [
+        (weight, _sample(each, two, subject, cluster, engine, timeout_s))
+        for weight, each in zip(_line(layers) if depths else (1.0,), at, strict=True)
+    ]
+    itself: _Parts = [(1.0, _sample(case, 1, subject, cluster, engine, timeout_s))] if whole and depths else line
+    samples = [sample for _, sample in (*itself, *line)]
+    return Forecast(
+        case=case,
+        cluster=cluster,
+        times=together(
+            *((case.micro * weight, sample.micro) for weight, sample in itself),
+            *((weight, sample.rest) for weight, sample in itself),
+        ),
+        memory=_memory(line),
+        flops=case.micro * sum(weight * sample.micro_flops for weight, sample in itself),
+        tokens=int(getattr(case, "tokens", 0)) * case.micro * _data_ranks(case),
+        ledger=next((sample.ledger for sample in samples if sample.ledger != EQUAL), EQUAL),
+        traffic=traffic(case, subject),
+        depths=() if whole else depths,
+        events=itself[0][1].events if whole or not depths else (),
+    )
+
+
+def traffic(case: CaseLike, subject: Subject) -> Traffic | None:
+    """Calls and bytes of one rank in one step by the closed form; None when the subject states none."""
+    terms = closed_form(case.but(steps=1), subject)
+    if terms is None:
+        return None
+    terms = list(terms)
+    return Traffic(
+        calls=sum(term.calls for term in terms),
+        payload_bytes=sum(term.calls * term.payload_bytes for term in terms),
+        wire_bytes=sum(term.calls * wire_bytes(term.op, term.payload_bytes, term.group_size) for term in terms),
+    )
+
+
+def _sample(
+    case: CaseLike, micro: int, subject: Subject, cluster: Cluster, engine: DryEngine, timeout_s: float
+) -> _Sample:
+    """Rank 0 of the case, one step of so many micro-batches."""
+    short = case.but(steps=1, micro=micro)
+    (rank,) = dry_run(short, subject, engine, (0,), text=str(short), timeout_s=timeout_s).ranks
+    times, rest = play(rank.stretches, rank.events, cluster.device.flops_per_s(case.dtype), _prices(short, cluster))
+    place = [stretch.ticket if stretch.then == START else -1 for stretch in rank.stretches]
+    _first, last = parts(rank.events)
+    end = place.index(last) + 1 if last >= 0 else len(place)
+    return _Sample(
+        micro=times,
+        rest=rest,
+        micro_flops=rank.flops / micro,
+        memory=Memory(
+            parameters=rank.parameter_bytes,
+            gradients=rank.gradient_bytes,
+            optimizer=rank.optimizer_bytes,
+            saved=rank.saved_bytes,
+            peak=_peak(rank.stretches[:end]),
+        ),
+        after_bytes=_peak(rank.stretches[end:]),
+        ledger=_compared(short, subject, rank),
+        events=rank.events,
+    )
+
+
+def _peak(stretches: Sequence[Stretch]) -> int:
+    return max((stretch.peak_bytes for stretch in stretches), default=0)
+
+
+def _prices(case: CaseLike, cluster: Cluster) -> Callable[[Event], tuple[str, float]]:
+    """What each event costs: its group is the one of rank 0 on the event's axis."""
+    routes: dict[str, Route] = {
+        axis: route(next(ranks for ranks in lists if 0 in ranks), cluster) for axis, lists in case.axes.items()
+    }
+
+    def price(event: Event) -> tuple[str, float]:
+        way = routes.get(event.axis)
+        if way is None or way.size != event.group_size:
+            listed = [int(word) for word in event.axis.split(",") if word.isdigit()]
+            way = routes[event.axis] = route(listed or range(event.group_size), cluster)
+        return way.link, seconds(event.op, event.payload_bytes, way, cluster.algorithm)
+
+    return price
+
+
+def _compared(case: CaseLike, subject: Subject, rank: DryRank) -> str:
+    terms = closed_form(case, subject)
+    if terms is None:
+        return "the subject states no closed form"
+    parted = differences(rank.events, terms, (rank.rank,))
+    return f"differs: {parted[0]}" if parted else EQUAL
+
+
+def closed_form(case: CaseLike, subject: Subject) -> Iterable[TermLike] | None:
+    """What the subject expects of a case; None when it states nothing."""
+    expected: Callable[[CaseLike], Any] | None = getattr(subject, "expected", None)
+    return None if expected is None else expected(case)
+
+
+def _memory(line: _Parts) -> Memory:
+    """Memory in the line; what the optimizer keeps is there from the second step on, whatever else is."""
+
+    def mixed(name: str) -> float:
+        return sum(weight * float(getattr(sample.memory, name)) for weight, sample in line)
+
+    sizes = {name: mixed(name) for name in ("parameters", "gradients", "optimizer", "saved", "peak")}
+    after = sum(weight * sample.after_bytes for weight, sample in line)
+    sizes["peak"] = max(sizes["peak"], after) + sizes["optimizer"]
+    return Memory(**sizes)
+
+
+def _line(layers: int) -> tuple[float, float]:
+    """The weights of the two measured depths in the straight line through them, at this many layers."""
+    low, high = DEPTHS
+    share = (layers - low) / (high - low)
+    return 1 - share, share
+
+
+def _data_ranks(case: CaseLike) -> int:
+    lists: Mapping[str, tuple[tuple[int, ...], ...]] = case.axes
+    return len(lists["dp"][0]) if "dp" in lists else 1

@@ -1,0 +1,124 @@
+"""How long a step takes on a cluster: the dry run of one rank played against a clock, products here, collectives there.
+
+A rank computes and issues calls in its own order. A synchronous call stops it until the call is done; an asynchronous
+one travels while it computes, until it waits: what overlaps is what the program overlaps, call by call. Calls of one
+link follow each other, calls of different links do not hinder each other. All ranks are assumed to do the same at the
+same time. Time that the rank waits for a call is exposed, the rest of the call's time is hidden. Unit: seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from harness.ledger import Event
+from harness.meter import START, WAIT, Stretch
+
+__all__ = ["Times", "parts", "play", "together"]
+
+Price = Callable[[Event], tuple[str, float]]
+"""The link that an event uses, and how long it takes."""
+_ROUNDING = 1e-9
+_AFTER_BACKWARD = ("grad_sync", "step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of computing, and by phase what calls take that nothing hides, and what is hidden behind computing."""
+
+    compute_s: float = 0.0
+    exposed_s: Mapping[str, float] = field(default_factory=dict)
+    hidden_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        """From beginning to end."""
+        return self.compute_s + sum(self.exposed_s.values())
+
+
+def play(
+    stretches: Sequence[Stretch], events: Sequence[Event], flops_per_s: float, price: Price
+) -> tuple[Times, Times]:
+    """The times of the last micro-batch of the last step, and of what follows it: synchronisation and optimizer."""
+    by_ticket = {event.call_index: event for event in events}
+    first, last = parts(events)
+    clock = _Clock(flops_per_s)
+    body = Times()
+    for stretch in stretches:
+        clock.compute(stretch.flops)
+        if stretch.then == START:
+            if stretch.ticket == last:
+                body = clock.times()
+            if stretch.ticket in (first, last):
+                clock = _Clock(flops_per_s)
+            event = by_ticket[stretch.ticket]
+            clock.start(event, *price(event))
+        elif stretch.then == WAIT:
+            clock.wait(stretch.ticket)
+    return (clock.times(), Times()) if last < 0 else (body, clock.times())
+
+
+def parts(events: Sequence[Event]) -> tuple[int, int]:
+    """Tickets of the first call of the last micro-batch and of the first one after its backward, -1 where none is.
+
+    The first micro-batch of all has no first call: what is computed before it belongs to it.
+    """
+    step = max((event.step for event in events), default=0)
+    mine = [event for event in events if event.step == step]
+    before = [event for event in mine if event.phase not in _AFTER_BACKWARD]
+    micro = max((event.microbatch for event in before), default=0)
+    first = next((event.call_index for event in before if event.microbatch == micro), -1)
+    last = next((event.call_index for event in mine if event.phase in _AFTER_BACKWARD), -1)
+    return (first if step or micro else -1), last
+
+
+def together(*parts: tuple[float, Times]) -> Times:
+    """Several times, each so many times over."""
+    exposed: dict[str, float] = {}
+    hidden: dict[str, float] = {}
+    for weight, times in parts:
+        for sums, own in ((exposed, times.exposed_s), (hidden, times.hidden_s)):
+            for phase, spent in own.items():
+                sums[phase] = sums.get(phase, 0.0) + weight * spent
+    return Times(compute_s=sum(weight * times.compute_s for weight, times in parts), exposed_s=exposed, hidden_s=hidden)
+
+
+def _rest(taken_s: float, exposed_s: float) -> float:
+    """What is hidden of a call's time; rounding alone is none, and waiting behind other calls is no part of it."""
+    return taken_s - exposed_s if taken_s - exposed_s > _ROUNDING * taken_s else 0.0
+
+
+class _Clock:
+    """One rank's time, and when each link is free again."""
+
+    def __init__(self, flops_per_s: float) -> None:
+        self._flops_per_s = flops_per_s
+        self._now_s = self._compute_s = 0.0
+        self._free_s: dict[str, float] = {}
+        self._ends_s: dict[int, tuple[float, str]] = {}
+        self._taken_s: dict[str, float] = {}
+        self._exposed_s: dict[str, float] = {}
+
+    def compute(self, flops: int) -> None:
+        spent = flops / self._flops_per_s
+        self._compute_s += spent
+        self._now_s += spent
+
+    def start(self, event: Event, link: str, spent_s: float) -> None:
+        end_s = max(self._now_s, self._free_s.get(link, 0.0)) + spent_s
+        self._free_s[link] = end_s
+        self._taken_s[event.phase] = self._taken_s.get(event.phase, 0.0) + spent_s
+        self._ends_s[event.call_index] = end_s, event.phase
+        if not event.is_async:
+            self.wait(event.call_index)
+
+    def wait(self, ticket: int) -> None:
+        end_s, phase = self._ends_s.pop(ticket, (0.0, ""))
+        if end_s > self._now_s:
+            self._exposed_s[phase] = self._exposed_s.get(phase, 0.0) + end_s - self._now_s
+            self._now_s = end_s
+
+    def times(self) -> Times:
+        phases: Iterable[str] = self._taken_s
+        hidden = {phase: _rest(self._taken_s[phase], self._exposed_s.get(phase, 0.0)) for phase in phases}
+        return Times(compute_s=self._compute_s, exposed_s=dict(self._exposed_s), hidden_s=hidden)

@@ -1,0 +1,118 @@
+"""What `shardproof predict` compares: the cases that a text stands for, and the bytes of each mode by its closed form.
+
+A text without a mode (or with mode=all) stands for every mode that the subject claims; with a world size, for the
+meshes of that many ranks too. A case that cannot be is kept with the rule that it breaks. Nothing is run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from harness.errors import RequestError
+from harness.forecast import closed_form
+from harness.ledger import wire_bytes
+from harness.protocols import CaseLike, Subject, TermLike
+from harness.resolve import resolve
+
+__all__ = ["BATCHES", "Candidate", "candidates", "growth"]
+
+BATCHES = (1, 4, 16, 64)
+"""Sequences of a micro-batch at which the bytes of a mode are counted: bytes are a straight line in the tokens."""
+_CASE = "reference.case:Case"
+_WIDEST_SHARDS = (8, 64)
+"""Weight-parallel sizes that a search tries beside wp=tp: a node of eight, and eight of them."""
+_PASSES = ("forward", "backward", "recompute")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A case to predict, or the reason why it cannot be; `words` are those in which the candidates of a text differ."""
+
+    text: str
+    words: str
+    case: CaseLike | None
+    reason: str = ""
+
+
+def candidates(text: str, subject: Subject, *, world: int | None = None, inner: int = 8) -> list[Candidate]:
+    """The cases that a text stands for. `inner`: the most ranks of the axis tp in a search.
+
+    Raises RequestError when the text names one case and that cannot be, or when none of several can.
+    """
+    words = text.split()
+    kept = [word for word in words if word != "mode=all"]
+    said = [word for word in kept if word.startswith("mode=")]
+    claimed: Sequence[str] = getattr(subject, "modes", None) or ()
+    modes = said[-1:] or [f"mode={mode}" for mode in claimed]
+    if not modes:
+        raise RequestError(f"case {text!r}: names no mode, and the subject claims none; legal: mode=tp")
+    if world is not None and world < 1:
+        raise RequestError(f"world={world}: must be at least 1; legal: --world 8")
+    rest = [word for word in kept if not word.startswith("mode=")]
+    if world is not None:
+        rest = [word for word in rest if word.partition("=")[0] not in ("tp", "dp", "wp")]
+    found = []
+    for mode in modes:
+        for mesh in [""] if world is None else _meshes(world, inner, sharded=mode == "mode=isp"):
+            own = f"{mode} {mesh}".strip()
+            found.append(_candidate(" ".join([*rest, own]), own, subject))
+    if not any(candidate.case for candidate in found):
+        raise RequestError(f"case {text!r}: {found[0].reason}")
+    return found
+
+
+def _meshes(world: int, inner: int, *, sharded: bool) -> Iterator[str]:
+    for tp in range(1, min(world, inner) + 1):
+        if world % tp == 0:
+            sizes = dict.fromkeys((tp, *_WIDEST_SHARDS)) if sharded else [0]
+            for wp in sizes:
+                if not wp or (world % wp == 0 and wp <= world):
+                    yield f"tp={tp} dp={world // tp}" + (f" wp={wp}" if wp else "")
+
+
+def _candidate(text: str, words: str, subject: Subject) -> Candidate:
+    parse: Callable[[str], Any] = getattr(resolve(_CASE), "parse")  # noqa: B009  (reports knows no Case)
+    try:
+        case: CaseLike = parse(text)
+    except ValueError as problem:
+        return Candidate(text=text, words=words, case=None, reason=str(problem))
+    refuses: Callable[[CaseLike], str] | None = getattr(subject, "refuses", None)
+    reason = str(refuses(case) or "") if refuses is not None else ""
+    modes = getattr(subject, "modes", None)
+    if modes is not None and case.mode not in modes:
+        reason = f"mode={case.mode}: is not claimed by the subject; legal: {' '.join(modes)}"
+    return Candidate(text=text, words=words, case=None if reason else case, reason=reason)
+
+
+def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers") -> pd.DataFrame:
+    """mode, tokens, wire_bytes of one rank in a micro-batch by the closed form, for `breakeven.crossings` and its plot.
+
+    counted="layers" leaves out all-to-alls and everything outside the layers; "all" leaves out nothing but what happens
+    once a step. Empty when the subject states no closed form.
+    """
+    if counted not in ("layers", "all"):
+        raise ValueError(f"counted={counted}: must say which bytes count; legal: layers, all")
+    rows = []
+    for case in cases:
+        for batch in BATCHES:
+            one = case.but(batch=batch, steps=1, micro=1)
+            terms = closed_form(one, subject)
+            if terms is None:
+                continue
+            sent = sum(
+                term.calls * wire_bytes(term.op, term.payload_bytes, term.group_size)
+                for term in terms
+                if _counts(term, counted)
+            )
+            rows.append((case.mode, int(getattr(one, "tokens", batch)), float(sent)))
+    return pd.DataFrame(rows, columns=["mode", "tokens", "wire_bytes"])
+
+
+def _counts(term: TermLike, counted: str) -> bool:
+    if counted == "all":
+        return term.phase not in ("grad_sync", "step")
+    return term.phase in _PASSES and term.region.startswith("layers.") and term.op != "all_to_all"
