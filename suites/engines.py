@@ -37,17 +37,19 @@ COMPARED = tuple(column for column in COLUMNS if column not in {"start_us", "dur
 """The columns of the ledger that every engine must agree on."""
 
 
-def drawn(count: int, first_seed: int = 0, subject: str = SUBJECT, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    """So many cases, the same for the same seed, in equal shares for all modes of the subject."""
+def drawn(
+    count: int, first_seed: int = 0, subject: str = SUBJECT, worlds: Sequence[int] = WORLDS, **fixed: object
+) -> list[Case]:
+    """So many cases, the same for the same seed, in equal shares for all modes of the subject; with these words."""
     modes = chosen_modes(subject, "all")
     found: list[Case] = []
     for place, mode in enumerate(modes):
         share = count // len(modes) + (place < count % len(modes))
-        found += _of_mode(mode, share, 1000 * first_seed + place, worlds)
+        found += _of_mode(mode, share, 1000 * first_seed + place, worlds, fixed)
     return found
 
 
-def _of_mode(mode: str, share: int, first_seed: int, worlds: Sequence[int]) -> list[Case]:
+def _of_mode(mode: str, share: int, first_seed: int, worlds: Sequence[int], fixed: Mapping[str, object]) -> list[Case]:
     found: list[Case] = []
     if share:
 
@@ -59,7 +61,7 @@ def _of_mode(mode: str, share: int, first_seed: int, worlds: Sequence[int]) -> l
             phases=(Phase.generate,),
             suppress_health_check=tuple(HealthCheck),
         )
-        @given(case=cases(mode, worlds))
+        @given(case=cases(mode, worlds, **fixed))
         def draw(case: Case) -> None:
             found.append(case)
 

@@ -1,0 +1,104 @@
+"""The comparison of engines can fail: a verdict, an event, a column, an expectation that differs is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness.engines.dry import DryEngine
+from harness.engines.inproc import InprocEngine
+from harness.errors import RankDied
+from harness.ledger import COLUMNS
+from harness.proof import CaseResult, prove
+from reference.case import Case
+from suites.engines import COMPARED, SUBJECT, differences, drawn, main, unlike
+
+CASE = Case.parse("mode=tp layers=1 hidden=16 heads=2 ffn=16 vocab=64 seq=8 micro=1 steps=1 tp=2")
+
+
+class Dying(InprocEngine):
+    """An engine whose ranks die."""
+
+    def run(self, program: Any, *args: Any, **options: Any) -> list[Any]:
+        """Nothing."""
+        raise RankDied("rank 1 of 2 died: killed by SIGKILL", ranks=(1,), positions=())
+
+
+@pytest.fixture(scope="module")
+def result() -> Iterator[CaseResult]:
+    with InprocEngine() as engine:
+        yield prove(CASE, SUBJECT, engine)
+
+
+def with_events(result: CaseResult, *events: Any) -> CaseResult:
+    assert result.evidence is not None
+    return replace(result, evidence=replace(result.evidence, events=events))
+
+
+def test_all_columns_but_the_times_and_the_caller_are_compared() -> None:
+    assert set(COLUMNS) - set(COMPARED) == {"start_us", "duration_us", "caller"}
+
+
+def test_the_same_result_is_equal_in_any_order_of_ranks(result: CaseResult) -> None:
+    assert list(unlike(result, with_events(result, *reversed(result.events)))) == []
+
+
+def test_a_verdict_that_differs_is_told(result: CaseResult) -> None:
+    other = replace(result, verdicts=(replace(result.verdicts[0], verdict="fail"), *result.verdicts[1:]))
+    assert list(unlike(result, other)) == [f"{result.verdicts[0].check} is fail, not pass"]
+    missing = replace(result, verdicts=result.verdicts[1:])
+    assert list(unlike(result, missing)) == [f"{result.verdicts[0].check} is None, not pass"]
+
+
+@pytest.mark.parametrize("column", COMPARED)
+def test_a_column_that_differs_is_told(result: CaseResult, column: str) -> None:
+    *before, last = result.events
+    value = getattr(last, column)
+    changed: dict[str, Any] = {column: not value if isinstance(value, bool) else value + type(value)("1")}
+    other = replace(last, **changed)
+    told = list(unlike(result, with_events(result, *before, other)))
+    assert len(told) == 1 and column in told[0]
+
+
+def test_an_event_too_few_is_told(result: CaseResult) -> None:
+    told = list(unlike(result, with_events(result, *result.events[:-1])))
+    assert told == [f"the ledger has {len(result.events) - 1} events, not {len(result.events)}"]
+
+
+def test_an_expectation_that_differs_is_told(result: CaseResult) -> None:
+    assert result.evidence is not None
+    other = replace(result, evidence=replace(result.evidence, expectation=()))
+    assert list(unlike(result, other)) == ["the expectation differs"]
+
+
+def test_a_dry_result_is_held_against_the_ranks_that_it_ran(result: CaseResult) -> None:
+    with DryEngine() as engine:
+        dry = prove(CASE, SUBJECT, engine)
+    assert dry.events and list(unlike(result, dry, dry=True)) == []
+    *before, last = dry.events
+    told = list(unlike(result, with_events(dry, *before, replace(last, payload_bytes=1)), dry=True))
+    assert len(told) == 1 and "payload_bytes" in told[0]
+    assert list(unlike(result, replace(dry, verdicts=()), dry=True)) == ["nothing was recorded or checked"]
+
+
+def test_an_engine_that_fails_differs() -> None:
+    with InprocEngine() as right, Dying() as dying:
+        told = differences(CASE, SUBJECT, {"inproc": right, "dying": dying})
+    assert "dying against inproc: run is unknown, not None" in told
+
+
+def test_cases_are_drawn_again_from_the_same_seed_and_from_every_mode() -> None:
+    once = drawn(6, 3, worlds=(2,))
+    assert once == drawn(6, 3, worlds=(2,)) and once != drawn(6, 4, worlds=(2,))
+    assert len({case.mode for case in once}) == 6
+    assert {case.world_size for case in drawn(30)} == {2, 3, 4}
+
+
+def test_the_command_tells_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cases", "1", "--engines", "inproc,dry"]) == 0
+    assert "1 cases on inproc dry: no cases differ" in capsys.readouterr().out
+    assert main(["--engines", "inproc,nowhere"]) == 2
+    assert "engine=nowhere: is not a known engine" in capsys.readouterr().err
