@@ -32,11 +32,12 @@ class HeardBoard:
     def __init__(self) -> None:
         self._calls: list[tuple[float, Fact]] = []
         self._inside = False
+        self._waits = 0
 
     def hear(self, answer: Answer) -> None:
         """Take in what an answer tells."""
         self._calls += answer.calls
-        self._inside = answer.inside
+        self._inside, self._waits = answer.inside, answer.waits
 
     def new(self) -> Iterator[tuple[float, Fact]]:
         """The calls told since the last time: when, and what."""
@@ -46,6 +47,10 @@ class HeardBoard:
     def inside(self) -> bool:
         """Whether the call told last is a synchronous one that is not known to be complete."""
         return self._inside
+
+    def waits(self) -> int:
+        """1 + the place, among the asynchronous calls, of the one for which the rank waits; 0 for none."""
+        return self._waits
 
 
 class Answers:
@@ -57,6 +62,7 @@ class Answers:
         self._terminated = terminated
         self._places: dict[int, Answer] = {}
         self._arrived: list[Ended] = []
+        self._unwaited: dict[int, tuple[int, ...]] = {}
         self.boards = [HeardBoard() for _ in links]
         self.died: dict[int, str] = {}
         self.refused = self.broken = ""
@@ -88,13 +94,18 @@ class Answers:
         """Whether anything went wrong that ends the run."""
         return bool(self.died or self.refused or self.broken or self.raised) or self._terminated()
 
+    @property
+    def unwaited(self) -> list[tuple[int, ...]]:
+        """By rank, the places among its asynchronous calls of those that nobody waited for."""
+        return [self._unwaited.get(rank, ()) for rank in self.ranks]
+
     def asked(self) -> bool:
         """Whether every rank that is pending has said where it stands since it was last asked."""
         return all(rank in self._places for rank in self.pending)
 
     def waits(self, rank: int) -> bool:
         """Whether the rank said that it stands where one waits for a call."""
-        return rank in self._places and self._places[rank].waits
+        return rank in self._places and self._places[rank].in_wait
 
     def caller(self, rank: int) -> str:
         """The line of the user's code at which the rank said it stands."""
@@ -144,6 +155,7 @@ class Answers:
             self._places[rank] = answer
         else:
             self._arrived.append(answer.ended)
+            self._unwaited[rank] = answer.unwaited
 
 
 def _status_text(status: int) -> str:

@@ -23,6 +23,7 @@ from harness.engines.board import Fact, Reader, Writer, anonymous_file
 from harness.engines.launched import Launched
 from harness.engines.rank_process import Ended, ended, error_text, seeded, world
 from harness.engines.relay import LEAVE, RUN, WHERE
+from harness.engines.replay import WAITING_IN
 from harness.interposer import Interposer
 
 __all__ = ["NUMBER_BYTES", "Answer", "Order", "live"]
@@ -31,8 +32,6 @@ NUMBER_BYTES = 8
 """An answer begins with the number of its run."""
 _MEET_S = 30.0
 """How long the store may take to answer."""
-_WAITING_IN = ("interposer.py", "distributed_c10d.py", "_functional_collectives.py")
-"""Files whose code stands innermost in a rank that waits for a call to complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,8 @@ class Answer:
     """How a rank ended, or where it stands while `ended` is None; and the calls it has issued since it last told.
 
     `refused`: why the program could not be read; `broken`: why there was no world to run it in. `inside`: whether the
-    last call is not known to be complete; `waits`: whether the main thread stands where one waits for that.
+    last call is not known to be complete, `waits`: 1 + the place of the asynchronous call that is waited for;
+    `in_wait`: whether the main thread stands where one waits. `unwaited`: the places of those never waited for.
     """
 
     ended: Ended | None = None
@@ -63,7 +63,9 @@ class Answer:
     broken: str = ""
     calls: tuple[tuple[float, Fact], ...] = ()
     inside: bool = False
-    waits: bool = False
+    waits: int = 0
+    in_wait: bool = False
+    unwaited: tuple[int, ...] = ()
     caller: str = ""
 
 
@@ -126,7 +128,9 @@ class _Life:
             store = PrefixStore(order.prefix, self._meeting_point())
             with world(rank, order.world_size, store, order.timeout_s, self._place.local_rank):
                 seeded(order.seed)
-                self._say(number, Answer(ended=ended(rank, program, args)))
+                found = ended(rank, program, args)
+                self._say(number, Answer(ended=found, unwaited=self._writer.waits.unwaited()))
+                del found, program, args
                 answered = True
                 while self._orders.get()[:1] != LEAVE:
                     continue
@@ -138,13 +142,14 @@ class _Life:
         """Send an answer of this run, with what was written down since the last one."""
         with self._speaking:
             if number == self._number:
-                answer = replace(answer, calls=tuple(self._reader.new()), inside=self._reader.inside())
+                calls, inside, waits = tuple(self._reader.new()), self._reader.inside(), self._reader.waits()
+                answer = replace(answer, calls=calls, inside=inside, waits=waits)
             self._pipe.send_bytes(number + _packed(answer))
 
     def _where(self) -> Answer:
         frame = sys._current_frames().get(self._main)
-        waits = frame is not None and frame.f_code.co_filename.endswith(_WAITING_IN)
-        return Answer(caller=caller_of(frame), waits=waits)
+        in_wait = frame is not None and frame.f_code.co_filename.endswith(WAITING_IN)
+        return Answer(caller=caller_of(frame), in_wait=in_wait)
 
     def _meeting_point(self) -> Store:
         if self._store is None:

@@ -11,6 +11,7 @@ import time
 
 from harness.engines import postmortem
 from harness.engines.answers import Answers
+from harness.engines.engine import Unwaited
 from harness.engines.postmortem import Cause
 from harness.engines.rank_child import Order
 from harness.engines.relay import KILL, LEAVE, RUN, START, WHERE
@@ -71,6 +72,10 @@ class RemoteRun:
         answers.listen(time.monotonic() + _GRACE_S, lambda: False)
         answers.order(KILL, answers.pending)
         raise error
+
+    def unwaited(self) -> tuple[Unwaited, ...]:
+        """After a good end: the works that nobody waited for, by rank, in the order of issue."""
+        return self._replay.unwaited(self._answers.unwaited)
 
     def _follow(self, end_s: float) -> None:
         """Listen until all have ended, one has failed, ranks disagree, none can go on, or the time has come."""

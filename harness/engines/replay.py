@@ -15,11 +15,15 @@ import torch
 
 from harness.engines.arithmetic import Operands
 from harness.engines.board import Fact
+from harness.engines.engine import Unwaited
 from harness.engines.meeting import ANY, Fault, Group, Meeting, Post, mail_fault
 from harness.engines.signature import Signature
 from harness.errors import ranks_text
 
-__all__ = ["Board", "Replay", "Written"]
+__all__ = ["WAITING_IN", "Board", "Replay", "Written"]
+
+WAITING_IN = ("interposer.py", "waits.py", "distributed_c10d.py", "_functional_collectives.py")
+"""Files whose code stands innermost in a rank that waits for a call to complete."""
 
 _HERE = Operands((), ())
 _NOTHING = torch.empty(0)
@@ -51,6 +55,10 @@ class Board(Protocol):
 
     def inside(self) -> bool:
         """Whether the call written last is a synchronous one that is not known to be complete."""
+        ...
+
+    def waits(self) -> int:
+        """1 + the place, among the asynchronous calls, of the one for which the rank waits; 0 for none."""
         ...
 
 
@@ -92,6 +100,20 @@ class Replay:
         else:
             call = self.last[rank] if board.inside() else None
         return call if call is not None and not call.event.done else None
+
+    def unwaited(self, places: Sequence[Sequence[int]]) -> tuple[Unwaited, ...]:
+        """The works that nobody waited for, given by rank as their places among the asynchronous calls."""
+        calls = [self.later[rank][place] for rank, mine in enumerate(places) for place in mine]
+        return tuple(
+            Unwaited(
+                rank=call.rank,
+                op=call.said.op,
+                number=call.number,
+                group=call.group.label,
+                caller=call.fact.caller.rpartition(" in ")[0],
+            )
+            for call in calls
+        )
 
     def _take(self, rank: int, at_s: float, fact: Fact) -> None:
         self.written += 1

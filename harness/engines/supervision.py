@@ -20,7 +20,7 @@ from harness.engines.postmortem import Cause
 from harness.engines.rank_loop import Reply
 from harness.engines.rank_process import Ended
 from harness.engines.rank_processes import ForkServer, RankProcess
-from harness.engines.replay import Replay, Written
+from harness.engines.replay import WAITING_IN, Replay, Written
 from harness.engines.stacks import Frame
 from harness.errors import (
     Desynchronised,
@@ -44,8 +44,6 @@ _BURIAL_S = 2.0
 _STILL_S = 0.25
 """How long nobody may have issued a call before it is asked whether anybody still can."""
 _STACK_S = 0.5
-_WAITING_IN = ("interposer.py", "waits.py", "distributed_c10d.py", "_functional_collectives.py")
-"""Files whose code stands innermost in a rank that waits for a call to complete."""
 
 
 class Supervision:
@@ -84,17 +82,7 @@ class Supervision:
 
     def unwaited(self) -> tuple[Unwaited, ...]:
         """After a good end: the works that nobody waited for, by rank, in the order of issue."""
-        calls = [self._replay.later[i][k] for i, reply in enumerate(self.replies) if reply for k in reply.unwaited]
-        return tuple(
-            Unwaited(
-                rank=call.rank,
-                op=call.said.op,
-                number=call.number,
-                group=call.group.label,
-                caller=call.fact.caller.rpartition(" in ")[0],
-            )
-            for call in calls
-        )
+        return self._replay.unwaited([reply.unwaited if reply else () for reply in self.replies])
 
     def _listen(self, limit_s: float) -> None:
         for key, _ in self._selector.select(limit_s):
@@ -144,7 +132,7 @@ class Supervision:
         ):
             return False
         self._look_at_stacks()
-        waits = [bool(stack) and stack[0].file.endswith(_WAITING_IN) for stack in self._stacks]
+        waits = [bool(stack) and stack[0].file.endswith(WAITING_IN) for stack in self._stacks]
         self._replay.read()
         still = self._waiting() == waiting and self._replay.written == written
         return still and all(reply is not None or wait for reply, wait in zip(self.replies, waits, strict=True))

@@ -112,7 +112,11 @@ class TorchrunEngine:
             timeout_s=timeout_s,
         )
         answers = Answers(self._runs, {rank: self._links[rank] for rank in range(world_size)}, self._terminated.is_set)
-        return RemoteRun(answers, order).results()
+        run = RemoteRun(answers, order)
+        self.unwaited = ()
+        values = run.results()
+        self.unwaited = run.unwaited()
+        return values
 
     def close(self) -> None:
         """Let every process end; a closed engine refuses to run."""

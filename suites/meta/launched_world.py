@@ -12,6 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from harness.engines.engine import Engine
 from harness.engines.torchrun import TorchrunEngine, serve, serves
 from harness.errors import ShardproofError
@@ -26,10 +29,19 @@ def where(rank: int) -> tuple[int, int, str, str]:
     return rank, os.getppid(), os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
 
 
+def forgets(rank: int) -> None:
+    """Nobody waits for the second call."""
+    for waited in (True, False):
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        if waited:
+            work.wait()
+
+
 def tried(engine: Engine, name: str) -> dict[str, Any]:
     """One try: a program by its name, `world_size_N`, or `kills_N`, which ends the launched process of rank N."""
-    program: Any = getattr(fault_programs, name, None) or getattr(faulty_programs, name, where)
+    program: Any = getattr(fault_programs, name, None) or getattr(faulty_programs, name, globals().get(name))
     word, _, number = name.rpartition("_")
+    program = program or where
     if word == "kills":
         os.kill(engine.run(where, world_size=2)[int(number)][1], 9)
         program = fault_programs.goes_right
@@ -38,6 +50,7 @@ def tried(engine: Engine, name: str) -> dict[str, Any]:
     told: dict[str, Any] = {"name": name}
     try:
         told["value"] = engine.run(program, world_size=world_size, timeout_s=LIMIT_S)
+        told["unwaited"] = [(work.rank, work.op, work.number) for work in engine.unwaited]
     except ShardproofError as error:
         told |= {"error": type(error).__name__, "message": str(error), "cause": type(error.__cause__).__name__}
     return {**told, "seconds": time.perf_counter() - start_s}

@@ -89,7 +89,7 @@ def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
 
 
 def test_what_goes_wrong_is_told_and_the_world_goes_on(tmp_path: Path) -> None:
-    names = ("where", "raises", "skips", "dtypes_differ", "is_killed", "hangs", "world_size_3", "kills_1")
+    names = ("where", "raises", "skips", "dtypes_differ", "forgets", "is_killed", "hangs", "world_size_3", "kills_1")
     ((status, out, err),) = torchrun(tmp_path, 1, 2, "-m", "suites.meta.launched_world", *names)
     rows = [json.loads(line) for line in out.splitlines()]
     told = {row["name"]: row for row in rows if row["name"] != "goes_right"}
@@ -109,6 +109,9 @@ def test_what_goes_wrong_is_told_and_the_world_goes_on(tmp_path: Path) -> None:
     assert told["skips"]["message"].splitlines()[0] == skipped
     parted = "ranks disagree in call #0 of world (0 1): the dtype is int32 on rank 1, float32 on rank 0"
     assert told["dtypes_differ"]["message"].splitlines()[0] == parted
+
+    assert told["forgets"]["unwaited"] == [[0, "all_reduce", 1], [1, "all_reduce", 1]]
+    assert told["where"]["unwaited"] == []
 
     assert told["is_killed"]["error"] == "RankDied"
     assert told["is_killed"]["message"].startswith("rank 1 of 2 died: killed by SIGKILL")
