@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.outcome import Block
 
-__all__ = ["FLAWS", "Flaw", "Merged", "Outcomes", "against", "differing", "merge", "same_bits"]
+__all__ = ["FLAWS", "Flaw", "Merged", "Outcomes", "against", "bits_of", "differing", "merge", "same_bits"]
 
 FLAWS = ("missing", "shape", "dtype", "overlap", "omission", "replica conflict")
 
@@ -195,11 +195,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bits; equal NaNs are equal, 0.0 and -0.0 are not."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(_bits(a), _bits(b))
+    return torch.equal(bits_of(a), bits_of(b))
 
 
-def _bits(a: Tensor) -> Tensor:
-    return a.contiguous().reshape(-1).view(torch.uint8)
+def bits_of(a: Tensor) -> Tensor:
+    """The bytes of a tensor, in the order of its elements."""
+    # A single element that was expanded counts as contiguous, with a stride that `view` does not take.
+    return a.contiguous().as_strided((a.numel(),), (1,)).view(torch.uint8)
 
 
 def differing(a: Tensor, b: Tensor) -> str:
@@ -207,7 +209,7 @@ def differing(a: Tensor, b: Tensor) -> str:
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"in form: {tuple(a.shape)} {_word(a.dtype)} against {tuple(b.shape)} {_word(b.dtype)}"
     width = a.element_size()
-    wrong = (_bits(a).view(-1, width) != _bits(b).view(-1, width)).any(dim=1)
+    wrong = (bits_of(a).view(-1, width) != bits_of(b).view(-1, width)).any(dim=1)
     first = torch.unravel_index(wrong.to(torch.uint8).argmax(), a.shape) if a.dim() else ()
     gap = (a.double() - b.double()).abs().max() if not a.is_complex() else (a - b).abs().max()
     place = f", first at {tuple(int(i) for i in first)}" if a.dim() else ""

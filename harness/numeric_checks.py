@@ -10,7 +10,7 @@ from harness.tolerance import Measured, kind_of, kind_rms, measure
 __all__ = ["NUMERIC_KINDS", "coverage", "numeric", "worst_of"]
 
 NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
-    "forward": ("loss", "logits"),
+    "forward": ("loss", "logits", "metric"),
     "activations": ("act",),
     "activation_gradients": ("act_grad",),
     "parameter_gradients": ("grad",),

@@ -19,6 +19,7 @@ _PHASES = {
     "act": "forward",
     "logits": "forward",
     "loss": "loss",
+    "metric": "metric",
     "act_grad": "backward",
     "grad": "backward",
     "grad_norm": "grad_sync",

@@ -10,7 +10,7 @@ Collectives over tp in phase metric, before the backward of the micro-batch; T t
 
 Calls and order are those of InternEvo's `AccPerplex` with the types of one dataset (modes.md 3.4). The numbers do not
 depend on the split: a token is right when no logit exceeds its label's, padded columns take no part, and tokens count
-as in the loss (mask and label). No gradient flows, and no outcome holds them: they are for a training log.
+as in the loss (mask and label). No gradient flows. The outcome holds their sums over the run, `metric/<name>`.
 """
 
 from __future__ import annotations

@@ -86,6 +86,8 @@ def train(case: Case, mode: Mode, mesh: Mesh, device: torch.device) -> dict[str,
         sync.clip(gradients.values(), norm, case.clip)
         optimizer.step()
         del gradients  # or they would stand beside those of the next step
+    if rank.metric is not None:
+        outcome |= _metrics(rank, rank.metric)
     return outcome | {f"param/{name}": rank.value(name, p.detach()) for name, p in rank.parameters.items()}
 
 
@@ -117,6 +119,23 @@ def _metric(case: Case, mode: Mode, mesh: Mesh) -> Metric | None:
     if not case.metric or place is None:
         return None
     return Metric(place, mesh.axis("tp"), vocab=case.vocab, sequence_dim=mode.sequence_dim)
+
+
+def _metrics(rank: Rank, metric: Metric) -> dict[str, tuple[Shard, ...]]:
+    """The metric's sums over the run, one row a data rank; those that rounding may turn in float64 only."""
+    dp = rank.mesh.axis("dp")
+    names = ["tokens", "log_likelihood", "loss_of", *(("right", "right_of") if rank.case.dtype == "float64" else ())]
+    sums: dict[str, Tensor] = {name: getattr(metric.total, name) for name in names}
+    return {
+        f"metric/{name}": (
+            Shard(
+                local=value[None],
+                offsets=(dp.rank, *[0] * value.dim()),
+                global_shape=(dp.size, *value.shape),
+            ),
+        )
+        for name, value in sums.items()
+    }
 
 
 def _accumulate(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Shard, ...] | None]:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from reference import decoder, loss
+from reference import decoder, loss, metric
 from reference.batches import Batch, micro_batch
 from reference.case import Case
 from reference.decoder import PLAIN, Arithmetic
@@ -37,11 +37,14 @@ class Feed(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """What one step's forwards add up to: scalars, and logits [dp*micro*batch, seq, vocab] or None when too large."""
+    """What one step's forwards add up to: scalars, logits [dp*micro*batch, seq, vocab] or None when too large, and the
+    metric of every data rank, when the case has one.
+    """
 
     loss: Tensor
     tokens: Tensor
     logits: Tensor | None
+    metrics: list[metric.Totals]
 
 
 def train(
@@ -59,6 +62,7 @@ def train(
     parameters = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     stepper = optimizer(case, list(parameters.values()))
     outcome: dict[str, Tensor] = {}
+    metrics: list[metric.Totals] = []
     for step in range(case.steps):
         stepper.zero_grad()
         sums = _accumulate(case, parameters, step, feed, arithmetic, last_first)
@@ -71,6 +75,9 @@ def train(
         outcome[f"grad_norm/{step}"] = gradient_norm(gradients)
         clip(gradients, outcome[f"grad_norm/{step}"], case.clip)
         stepper.step()
+        metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
+    if metrics:
+        outcome |= metric.outcome(metrics, exact=case.dtype == "float64")
     return outcome | {f"param/{name}": weight.detach() for name, weight in parameters.items()}
 
 
@@ -82,6 +89,7 @@ def _accumulate(
     keep = case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
     places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
     losses, tokens, rows = {}, {}, {}
+    metrics: dict[int, metric.Totals] = {}
     for place in reversed(places) if last_first else places:
         data_rank, micro = place
         batch = feed(case, step, micro, data_rank, device=device)
@@ -91,11 +99,19 @@ def _accumulate(
         losses[place] = summed.detach()
         if keep:
             rows[place] = logits.detach()
+        if case.metric:
+            found = metric.totals(logits, batch.labels, batch.loss_mask)
+            metrics[data_rank] = _added(metrics[data_rank], found) if data_rank in metrics else found
     return Sums(
         loss=torch.stack([losses[place] for place in places]).sum(),
         tokens=torch.stack([tokens[place] for place in places]).sum(),
         logits=torch.cat([rows[place] for place in places]) if keep else None,
+        metrics=[metrics[data_rank] for data_rank in sorted(metrics)],
     )
+
+
+def _added(one: metric.Totals, other: metric.Totals) -> metric.Totals:
+    return {name: value + other[name] for name, value in one.items()}
 
 
 def _gradient(weight: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from harness.engines.signature import Signature
 from harness.engines.spoiled import Finished
 from harness.faults import Fault, Place
 from harness.ledger import Call, Observer
+from harness.merging import bits_of
 
 __all__ = ["Disturbance", "Disturbed"]
 
@@ -187,5 +188,5 @@ def _digest(tensors: Sequence[Tensor]) -> bytes:
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         if not tensor.is_meta:
-            found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            found.update(bits_of(tensor.cpu()).numpy().tobytes())
     return found.digest()

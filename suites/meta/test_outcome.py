@@ -232,3 +232,11 @@ def test_blocks_hold_no_graph() -> None:
     weight = torch.ones(3, requires_grad=True)
     (block,) = blocks(weight * 2)
     assert isinstance(block, Block) and not block.local.requires_grad
+
+
+def test_a_single_element_that_was_expanded_has_bits_too() -> None:
+    one = torch.tensor(3.0, dtype=torch.float64)
+    assert same_bits(one.expand(1), one[None])
+    assert same_bits(one.expand(1)[None], torch.full((1, 1), 3.0, dtype=torch.float64))
+    assert not same_bits(one.expand(1), -one[None])
+    assert same_bits(torch.zeros(0, 3), torch.zeros(0, 3))

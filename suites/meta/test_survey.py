@@ -77,6 +77,14 @@ def test_the_gather_that_internevo_does_not_need_is_named_and_nothing_else(engin
     ]
 
 
+def test_the_calls_of_the_metric_are_necessary_too(engine: InprocEngine) -> None:
+    case = ISP.but(mode="mtp", metric=True)
+    chosen = [fault for fault in faults(engine, case, "drop") if fault.target.phase == "metric"]
+    assert len(chosen) == 8
+    results = survey(case, subject, engine, faults=chosen, first_only=True)
+    assert [result.killed_by for result in results] == [("forward",)] * 8
+
+
 def wasteful(case: Case, device: torch.device) -> dict[str, Any]:
     """Our subject, and after it three collectives: one that everybody could do without, one whose result nobody sees,
     one that gives every rank what it has anyway times one.
