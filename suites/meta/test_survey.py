@@ -78,7 +78,7 @@ def test_the_gather_that_internevo_does_not_need_is_named_and_nothing_else(engin
 
 
 def test_the_calls_of_the_metric_are_necessary_too(engine: InprocEngine) -> None:
-    case = ISP.but(mode="mtp", metric=True)
+    case = ISP.but(mode="mtp", metric=True, steps=2, micro=2)  # enough tokens for every rank to hold a right one
     chosen = [fault for fault in faults(engine, case, "drop") if fault.target.phase == "metric"]
     assert len(chosen) == 8
     results = survey(case, subject, engine, faults=chosen, first_only=True)
