@@ -82,7 +82,7 @@ def test_the_calls_of_the_metric_are_necessary_too(engine: InprocEngine) -> None
     chosen = [fault for fault in faults(engine, case, "drop") if fault.target.phase == "metric"]
     assert len(chosen) == 8
     results = survey(case, subject, engine, faults=chosen, first_only=True)
-    assert [result.killed_by for result in results] == [("forward",)] * 8
+    assert {result.killed_by for result in results} == {("forward",), ("replicas",)}
 
 
 def wasteful(case: Case, device: torch.device) -> dict[str, Any]:
