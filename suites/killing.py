@@ -26,7 +26,7 @@ from reference.rules import MODES
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.rows import OURS, Killed, faults_killed, mutant_killed
 
-__all__ = ["Plan", "kills", "planned"]
+__all__ = ["Plan", "kills", "planned", "planted"]
 
 _SMALL = (
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2 dp=3",
@@ -57,11 +57,7 @@ class Plan:
 
 def planned(subject: str, *, quick: bool) -> list[Plan]:
     """What to plant in this subject. Raises RequestError when it takes none of the cases that would show a fault."""
-    plans = []
-    for number, mutant in enumerate(_ROWS.values() if subject == OURS else ()):
-        modes = sorted(mutant.modes)
-        chosen = [modes[number % len(modes)]] if quick else modes
-        plans += [Plan(name=mutant.name, mode=mode) for mode in chosen]
+    plans = planted(quick=quick) if subject == OURS else []
     with engine_named("inproc") as engine:
         for mode in getattr(resolve(subject), "modes", MODES):
             plans += _faults(subject, mode, engine, quick)
@@ -70,6 +66,16 @@ def planned(subject: str, *, quick: bool) -> list[Plan]:
             f"subject={subject}: takes none of the cases whose collectives would be disturbed; "
             f"legal: a subject that takes {_SMALL[-1].format(mode='tp')!r}"
         )
+    return plans
+
+
+def planted(*, quick: bool) -> list[Plan]:
+    """The mutants and variants of our own subject."""
+    plans = []
+    for number, mutant in enumerate(_ROWS.values()):
+        modes = sorted(mutant.modes)
+        chosen = [modes[number % len(modes)]] if quick else modes
+        plans += [Plan(name=mutant.name, mode=mode) for mode in chosen]
     return plans
 
 

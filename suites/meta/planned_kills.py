@@ -1,0 +1,64 @@
+"""A kill matrix without a run, for the tests of `shardproof faults`, and a small subject of somebody else.
+
+The seam is that of `suites.killing`; its rows are made by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.kill_matrix import Kill
+from parallel.subject import ParallelSubject
+from suites.mutants.rows import Killed
+
+__all__ = ["INTERRUPTED", "OURS", "kill", "kills", "planned", "theirs"]
+
+OURS = "parallel.subject:subject"
+INTERRUPTED = "suites.meta.toy_subjects:right"
+"""The subject whose matrix somebody interrupts after two rows."""
+theirs = ParallelSubject(modes=("tp",))
+"""A subject that claims one mode and is not the one whose source is mutated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    row: Kill
+    rows: int = 1
+
+
+def kill(
+    name: str, *killed_by: str, mode: str = "tp", equivalent: str = "", seconds: float = 0.5, right: str = ""
+) -> Kill:
+    """A row with the fields that a test speaks of."""
+    return Kill(
+        name=name,
+        kind="mutant",
+        stands_for="B-01",
+        mode=mode,
+        phase="backward",
+        region="head",
+        killed_by=killed_by,
+        equivalent=equivalent,
+        seconds=seconds,
+        region_right=right,
+        cause_right=right,
+    )
+
+
+def planned(subject: str, *, quick: bool) -> list[_Plan]:
+    """Four rows, the last one a survivor unless it must be quick."""
+    rows = [
+        kill("a", "replicas", "ledger", right="yes"),
+        kill("a", "replicas", mode="msp", seconds=1.5, right="no"),
+        kill("b", equivalent="nobody draws"),
+    ]
+    return [_Plan(row=row) for row in (rows if quick else [*rows, kill("c")])]
+
+
+def kills(plans: Sequence[_Plan], subject: str, *, processes: int) -> Iterator[Killed]:
+    """The rows as planned."""
+    for number, plan in enumerate(plans):
+        if subject == INTERRUPTED and number == 2:
+            raise KeyboardInterrupt
+        yield Killed(row=plan.row, case="tp=2", told="backward of head")

@@ -1,0 +1,116 @@
+"""`shardproof faults`: columns and figures of the matrix, exit status, interrupted runs, wrong requests, its plan."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.errors import RequestError
+from harness.kill_matrix import COLUMNS, figures, killed_alone
+from reports import faults
+from reports.cli import main
+from suites import killing
+from suites.meta import planned_kills
+from suites.meta.planned_kills import INTERRUPTED, kill
+from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
+
+CONTRACT = "name kind stands_for mode phase region killed_by killed equivalent seconds region_right cause_right"
+
+
+@pytest.fixture(autouse=True)
+def without_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows made by hand in place of hundreds of runs."""
+    monkeypatch.setattr(faults, "KILLING", planned_kills.__name__)
+
+
+def matrix(out: Path) -> list[dict[str, str]]:
+    with (out / "latest" / "kill_matrix.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_columns_are_the_contracts() -> None:
+    assert " ".join(COLUMNS) == CONTRACT
+
+
+def test_a_survivor_ends_with_one_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert "survived: c in mode=tp (B-01)" in told.out
+    assert told.err.splitlines()[-1] == "[4/4] survived mode=tp c"
+    assert [row["killed"] for row in matrix(tmp_path)] == ["yes", "yes", "no", "no"]
+    assert matrix(tmp_path)[0] == dict(
+        zip(COLUMNS, "a,mutant,B-01,tp,backward,head,replicas ledger,yes,no,0.500,yes,yes".split(","), strict=True)
+    )
+
+
+def test_equivalents_do_not_count_and_their_proofs_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--quick", "--json", "--out", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["rows"], told["killed"], told["equivalent"], told["survivors"]) == (3, [2, 2], 1, [])
+    assert told["median_s"] == 1.0
+    assert told["region_right"] == [1, 2]
+    assert told["checks"]["replicas"] == {"kills": 2, "alone": 1}
+    details = [json.loads(line) for line in (tmp_path / "latest" / "kills.jsonl").read_text().splitlines()]
+    assert [detail["equivalent"] for detail in details] == ["", "", "nobody draws"]
+
+
+def test_an_interrupted_run_leaves_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--subject", INTERRUPTED, "--out", str(tmp_path)]) == 130
+    assert [row["mode"] for row in matrix(tmp_path)] == ["tp", "msp"]
+    assert "finished rows are in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--subject", "no.such:thing"], "there is no module 'no'"),
+        (["--subject", "parallel.subject"], "must be written module:object"),
+        (["--out", "/proc/nowhere"], "the run folder cannot be written"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_a_wrong_request_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", *words]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told and len(told.strip().splitlines()) == 1
+
+
+def test_figures_over_nothing_are_no_division() -> None:
+    assert figures([]).killed == (0, 0) and figures([]).median_s == 0.0
+    assert faults.figure_table(figures([])).rows[0][2] == "-"
+
+
+def test_what_a_check_kills_alone_is_counted() -> None:
+    rows = [kill("x", "ledger"), kill("y", "ledger", "waits"), kill("z", "waits")]
+    assert killed_alone(rows, ("ledger", "waits", "merge")) == {
+        "ledger": (2, 1, "x"),
+        "waits": (2, 1, "z"),
+        "merge": (0, 0, ""),
+    }
+
+
+def test_another_subject_gets_the_faults_of_its_collectives_and_no_mutant() -> None:
+    plans = killing.planned("suites.meta.planned_kills:theirs", quick=True)
+    assert {plan.mode for plan in plans} == {"tp"}
+    assert all(plan.faults and not plan.name for plan in plans)
+    few = [dataclasses.replace(plans[0], faults=plans[0].faults[:3])]
+    rows = [killed.row for killed in killing.kills(few, "suites.meta.planned_kills:theirs")]
+    assert [row.kind for row in rows] == ["fault"] * 3
+    assert all(row.killed or row.equivalent for row in rows), rows
+
+
+def test_ours_gets_a_row_for_every_mutant_and_variant() -> None:
+    names = {mutant.name for mutant in (*MUTANTS, *VARIANT_ROWS)}
+    assert {plan.name for plan in killing.planted(quick=True)} == names
+    every = [(mutant.name, mode) for mutant in (*MUTANTS, *VARIANT_ROWS) for mode in sorted(mutant.modes)]
+    assert [(plan.name, plan.mode) for plan in killing.planted(quick=False)] == every
+
+
+def test_a_subject_that_takes_no_case_is_a_wrong_request() -> None:
+    with pytest.raises(RequestError, match="takes none of the cases whose collectives would be disturbed"):
+        killing.planned("suites.meta.toy_subjects:right", quick=True)
