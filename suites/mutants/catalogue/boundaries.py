@@ -108,7 +108,7 @@ BOUNDARIES = (
         ),
         kills="activation_gradients",
         phase="backward",
-        region="",
+        region="head|",
         cause="",
     ),
     Mutant(

@@ -58,7 +58,7 @@ FACTORS = (
         changes=(_training(_BACK, '(summed * rank.mesh.axis("tp").size).backward()'),),
         kills="activation_gradients",
         phase="backward",
-        region="",
+        region="head|",
         cause="summed_twice",
     ),
     Mutant(
@@ -82,7 +82,7 @@ FACTORS = (
         kills="forward",
         phase="loss",
         region="",
-        cause="unequal_shares",
+        cause="unequal_shares|local_count",
     ),
     Mutant(
         name="accumulated-gradient-rescaled",

@@ -78,7 +78,7 @@ OPTIMIZER_AND_LOOP = (
         changes=_training("rank.value(name, grad.clone())", "rank.value(name, grad)"),
         kills="parameter_gradients",
         alone=True,
-        phase="backward",
+        phase="backward|grad_sync|step",
         region="*",
         cause="constant_factor",
     ),
