@@ -73,13 +73,18 @@ COLUMNS: tuple[str, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a matrix comes to; shares are (how many, of how many)."""
+    """What a matrix comes to; shares are (how many, of how many).
+
+    `cause_right` leaves out rows for whose cause no diagnosis has a word; `cause_right_of_all` counts them as not told,
+    faults alone left out, which are not diagnosed.
+    """
 
     killed: tuple[int, int]
     equivalent: int
     median_s: float
     region_right: tuple[int, int]
     cause_right: tuple[int, int]
+    cause_right_of_all: tuple[int, int]
 
 
 def figures(rows: Sequence[Kill]) -> Figures:
@@ -97,6 +102,10 @@ def figures(rows: Sequence[Kill]) -> Figures:
         median_s=statistics.median(times) if times else 0.0,
         region_right=share(lambda row: row.region_right),
         cause_right=share(lambda row: row.cause_right),
+        cause_right_of_all=(
+            sum(row.cause_right == YES for row in real),
+            sum(row.kind != "fault" for row in real),
+        ),
     )
 
 

@@ -140,6 +140,7 @@ def figure_table(summed: Figures) -> Table:
         "killed, of those that are no equivalents": summed.killed,
         "first place right, of those that have one": summed.region_right,
         "cause right, of those that have a word for it": summed.cause_right,
+        "cause right, of all mutants and variants": summed.cause_right_of_all,
     }
     lines = [(name, f"{part} of {whole}", _percent(part, whole)) for name, (part, whole) in shares.items()]
     lines.append(("median time to kill", f"{summed.median_s:.2f} s", ""))
@@ -164,6 +165,7 @@ def _as_json(
         "median_s": summed.median_s,
         "region_right": summed.region_right,
         "cause_right": summed.cause_right,
+        "cause_right_of_all": summed.cause_right_of_all,
         "survivors": [{"name": row.name, "mode": row.mode} for row in rows if row.survived],
         "checks": {check: {"kills": kills, "alone": only} for check, (kills, only, _) in alone.items()},
     }

@@ -36,9 +36,9 @@ DATA_AND_POSITIONS = (
         modes=everywhere(),
         changes=_read('micro_batch(case, 0, micro, mesh.axis("dp").rank)'),
         kills="forward",
-        phase="data|forward",
+        phase="data|forward|step",
         region="",
-        cause="",
+        cause="batch_repeated",
     ),
     Mutant(
         name="same-micro-batch-again",
