@@ -113,6 +113,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         "--profile", default="", metavar="torch,nsys", help="witnesses: run each case under these tools too"
     )
     run.add_argument("--preset-experiment", metavar="NAME", help="repeat a published run: gpt3-857m-tp4")
+    run.add_argument("--emit-repro", metavar="FILE", help="the first failure, shrunk, as a script of its own")
     run.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
     run.add_argument(
         "--json", action="store_true", help="the result as one JSON object on stdout, and nothing else there"

@@ -7,6 +7,7 @@ every mode the subject claims, on 2 and 4 ranks, on real text.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from harness.resolve import resolve
 from harness.run import Request, RunResult, parse_cases, run
 from reports import experiment, page, summary, tables, witnesses
 from reports.frames import Run, load
+from reports.repro import write_script
 from reports.show import show_failures
 from reports.text import append_step_summary, show_message, show_table, ticking
 
@@ -73,6 +75,10 @@ def main(arguments: argparse.Namespace) -> int:
         if latest.resolve() != before:
             show_message(f"\nfinished cases are in {latest.resolve()}: shardproof show {latest}", sys.stderr)
         raise
+    if arguments.emit_repro:
+        with _one_thread():
+            note = write_script(result, arguments.subject, arguments.emit_repro)
+        result = dataclasses.replace(result, notes=(*result.notes, note))
     _tell(result, as_json=arguments.json)
     if arguments.preset_experiment and not arguments.json:
         show_table(experiment.timeline(load(result.path), arguments.preset_experiment), sys.stdout)

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import settings
 
 from harness.errors import RequestError
+from reference.case import Case
 from suites import known_failures, step_summary
 from suites.ledger_gate import LedgerGate
 from suites.options import asked, path_asked
 from suites.plugin import ENGINE_OPENED
-from suites.profiles import register
+from suites.profiles import ONE_CASE, register
 from suites.prover import Prover, chosen_modes
 
 _COUNTED = ("passed", "failed", "error", "xfailed", "skipped")
@@ -24,7 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     words = "inproc: runs what cannot be sent to other processes, so ranks must be threads of this one"
     config.addinivalue_line("markers", words)
     register()
-    settings.load_profile(config.getoption("hypothesis_profile", None) or "quick")
+    profile = config.getoption("hypothesis_profile", None) or "quick"
+    settings.load_profile(ONE_CASE if asked(config, "case") else profile)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -38,7 +40,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run every suite that asks for a `mode` once for each mode under proof."""
     if "mode" in metafunc.fixturenames:
         config = metafunc.config
-        metafunc.parametrize("mode", chosen_modes(asked(config, "subject"), asked(config, "modes")))
+        if text := asked(config, "case"):
+            metafunc.parametrize("mode", [_the_case(text).mode])
+        else:
+            metafunc.parametrize("mode", chosen_modes(asked(config, "subject"), asked(config, "modes")))
+
+
+def _the_case(text: str) -> Case:
+    try:
+        return Case.parse(text)
+    except ValueError as problem:
+        raise pytest.UsageError(f"case {text!r}: {problem}") from problem
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -69,7 +81,7 @@ def prover(request: pytest.FixtureRequest) -> Iterator[Prover]:
     """Proves cases of the subject under test, on one engine for the whole session."""
     config = request.config
     out = path_asked(config, "run_dir")
-    words = {name: asked(config, name) for name in ("subject", "worlds", "device", "engine")}
+    words = {name: asked(config, name) for name in ("subject", "worlds", "device", "engine", "case")}
     config.stash[ENGINE_OPENED] = True
     with Prover.on(**words, out=out, command=config.invocation_params.args) as prover:
         yield prover

@@ -33,6 +33,7 @@ OPTIONS = (
     Option(name="subject", default="parallel.subject:subject", help="implementation under test, module:object"),
     Option(name="modes", default="all", help="modes to prove, comma separated, or all that the subject claims"),
     Option(name="worlds", default="2,3,4,6", help="world sizes to draw from, comma separated"),
+    Option(name="case", default="", help="prove this one case instead of drawing any, key=value words in quotes"),
     Option(name="engine", default="inproc", help="how ranks are run, as in shardproof run"),
     Option(name="device", default="cpu", help="where tensors live, cpu or cuda"),
     Option(name="run_dir", default="", help="folder that gets a run folder of every case proved"),

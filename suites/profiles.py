@@ -6,10 +6,12 @@ import os
 
 from hypothesis import HealthCheck, Phase, settings
 
-__all__ = ["PROFILES", "register"]
+__all__ = ["ONE_CASE", "PROFILES", "register"]
 
 PROFILES = {"quick": 10, "default": 50, "deep": 1000}
 """Profile -> cases a property and mode. `deep` is for one property or one mode at a time."""
+ONE_CASE = "one-case"
+"""The profile of `--case`: what is drawn is put aside, so once is enough."""
 
 
 def register() -> None:
@@ -17,7 +19,7 @@ def register() -> None:
     on_ci = bool(os.environ.get("CI"))
     # `explain` would run many more failing cases, and cannot look into ranks.
     phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)
-    for name, cases in PROFILES.items():
+    for name, cases in {**PROFILES, ONE_CASE: 1}.items():
         settings.register_profile(
             name,
             max_examples=cases,

@@ -28,7 +28,10 @@ __all__ = ["Prover", "chosen_modes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prover:
-    """A subject, the world sizes to draw from, the engine that runs it, and the run folder that keeps the proofs."""
+    """A subject, the world sizes to draw from, the engine that runs it, and the run folder that keeps the proofs.
+
+    `only` is proved in place of every case that is drawn.
+    """
 
     subject: str
     worlds: tuple[int, ...]
@@ -36,6 +39,7 @@ class Prover:
     device: str = "cpu"
     store: Store | None = None
     stored: set[str] = field(default_factory=set)
+    only: Case | None = None
 
     @classmethod
     @contextmanager
@@ -47,6 +51,7 @@ class Prover:
         out: Path | None = None,
         command: Sequence[object] = (),
         engine: str = "inproc",
+        case: str = "",
     ) -> Iterator[Self]:
         """Open an engine, and a run folder in `out`; keep torch to one thread, as every engine does.
 
@@ -59,7 +64,8 @@ class Prover:
         try:
             with engine_named(engine) as opened:
                 drawn = _launched(world_sizes(worlds), opened)
-                yield cls(subject=subject, worlds=drawn, engine=opened, device=device, store=store)
+                only = Case.parse(case) if case else None
+                yield cls(subject=subject, worlds=drawn, engine=opened, device=device, store=store, only=only)
         finally:
             torch.set_num_threads(threads)
             if store:
@@ -76,7 +82,7 @@ class Prover:
         return less than ours.
         """
         asked = {name: CHECKS[name] for name in checks}
-        result = prove(case, self.subject, self.engine, checks=asked, device=self.device)
+        result = prove(self.only or case, self.subject, self.engine, checks=asked, device=self.device)
         self._keep(result)
         if result.skipped:
             hypothesis.note(result.skipped)

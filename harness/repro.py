@@ -1,0 +1,221 @@
+"""A failure as a stand-alone script: the case shrunk, one tensor of its truth inside, plain torch and gloo around it.
+
+    text = emit(case, "my.module:subject", engine)     # None when nothing fails, or nothing that a script can show
+
+The script imports the subject and nothing of this package, unless the subject is a part of it. What it shows is one
+returned tensor that is wrong, ranks that disagree on it, or a subject that raises. A ledger that parts from its
+expectation, an activation that only the harness captures, or a race, is nothing that it can see.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import inspect
+import pprint
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from harness import repro_script
+from harness.diagnosis import case_text
+from harness.engines.engine import Engine
+from harness.errors import MachineError, ProgramError
+from harness.evidence import Evidence
+from harness.places import timeline
+from harness.proof import CaseResult, prove, skip_reason
+from harness.protocols import CaseLike, Subject
+from harness.resolve import resolve
+from harness.six_lines import repeat_command
+from harness.tolerance import Measured, kind_of, kind_rms, least_rms, measure
+from harness.trial import Trial, controlled, recorded
+
+__all__ = ["Failure", "emit", "shown_name", "shrunk"]
+
+LARGEST = 2**14
+"""Elements of a truth that a script carries; of several wrong tensors the first below this, else the smallest."""
+OWN = ("parallel", "suites")
+"""Packages whose subjects are parts of this one: their scripts may import its case."""
+SMALLER: tuple[Mapping[str, int], ...] = (
+    {"dp": 1},
+    {"tp": 2, "wp": 2},
+    {"tp": 2},
+    {"steps": 1},
+    {"micro": 1},
+    {"layers": 1},
+    {"batch": 1},
+    {"seq": 8},
+    {"vocab": 264},
+    {"heads": 4, "kv_heads": 2, "hidden": 16, "ffn": 32},
+)
+"""What is tried on a failing case, one after another, the mesh first."""
+
+
+_FACTS = "\n\nFACTS = "
+_MAIN = '\n\nif __name__ == "__main__":\n    sys.exit(main(FACTS))\n'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The smallest case found that fails, and how: the name of a returned tensor, "" when the subject raises."""
+
+    result: CaseResult
+    name: str
+
+
+def emit(case: CaseLike, subject: str, engine: Engine, *, given: Subject | None = None) -> str | None:
+    """The script of the smallest failing case found from this one; None when there is nothing that a script can show.
+
+    `given` stands in for the subject of that name, and is not what the script runs (a test plants bugs that way).
+    """
+    failure = shrunk(case, given or subject, engine)
+    return None if failure is None else _script(failure, subject)
+
+
+def shown_name(script: str) -> str:
+    """The name of the tensor that a script shows, "" when it shows how the subject ends."""
+    return str(ast.literal_eval(script.partition(_FACTS)[2].partition(_MAIN)[0])["name"])
+
+
+def shrunk(case: CaseLike, subject: str | Subject, engine: Engine) -> Failure | None:
+    """Make a failing case smaller as long as a tensor of the same kind (or the run) fails; None when it does not fail.
+
+    The last case is proved in full, so that its causes can be told.
+    """
+    name = _failing(case, subject, engine)
+    if name is None:
+        return None
+    for words in SMALLER:
+        if any(getattr(case, word, size) > size for word, size in words.items()):
+            smaller = _with(case, words)
+            found = None if smaller is None else _failing(smaller, subject, engine)
+            if smaller is not None and found is not None and kind_of(found) == kind_of(name):
+                case, name = smaller, found
+    return Failure(result=prove(case, subject, engine), name=name)
+
+
+def _with(case: CaseLike, words: Mapping[str, int]) -> CaseLike | None:
+    """The case with these words, as far as they are legal together."""
+    try:
+        return case.but(**words)
+    except ValueError:  # these sizes do not go together: the case keeps its own
+        return None
+
+
+def _failing(case: CaseLike, subject: str | Subject, engine: Engine) -> str | None:
+    """The returned tensor that fails in one run of the case, "" when the subject raises; None when nothing fails."""
+    found: Any = resolve(subject) if isinstance(subject, str) else subject
+    if skip_reason(case, found, ""):
+        return None
+    trial = Trial(case=case, subject=found, engine=engine)
+    try:
+        evidence = recorded(trial)
+    except ProgramError:
+        return ""
+    except MachineError:
+        return None
+    if evidence.controls:
+        evidence = controlled(trial, evidence)
+    shown = [name for name in _wrong(evidence) if name in evidence.truth]
+    if not shown:
+        return None
+    small = [name for name in shown if evidence.truth[name].numel() <= LARGEST]
+    return small[0] if small else min(shown, key=lambda name: evidence.truth[name].numel())
+
+
+def _wrong(evidence: Evidence) -> list[str]:
+    """Returned names that are wrong or on which ranks disagree, in the order of training."""
+    returned = {name for outcome in evidence.outcomes for name in outcome}
+    torn = {flaw.name for flaw in evidence.merged.flaws}
+    known = timeline([name for name in evidence.truth if name in returned], evidence.case.steps)
+    rms = kind_rms(evidence.truth)
+    return [name for name in known if name in torn or not _measured(evidence, name, rms.get(kind_of(name), 0.0)).right]
+
+
+def _measured(evidence: Evidence, name: str, kind: float) -> Measured:
+    return measure(
+        name,
+        evidence.merged.tensors[name],
+        evidence.truth[name],
+        dtype=evidence.case.dtype,
+        controls=[control[name] for control in evidence.controls if name in control],
+        kind=kind,
+    )
+
+
+def _script(failure: Failure, subject: str) -> str:
+    """The text of the script: what it is, the body, the facts."""
+    case = failure.result.case
+    own = subject.split(".", maxsplit=1)[0].split(":", maxsplit=1)[0] in OWN
+    facts: dict[str, Any] = {
+        "subject": subject,
+        "case_text": case_text(case) if own else "",
+        "case": {} if own else _attributes(case),
+        "world_size": case.world_size,
+        "seed": case.seed,
+        "name": failure.name,
+        "shape": (),
+        "measure": "run",
+        "allowed": 0.0,
+        "scale": 1.0,
+        "truth": "",
+    }
+    if failure.name and failure.result.evidence is not None:
+        facts |= _numbers(failure.result.evidence, failure.name)
+    source = inspect.getsource(repro_script)
+    body = source[source.index("from __future__") :]
+    written = pprint.pformat(facts, width=116, sort_dicts=False)
+    return f"{_header(failure, subject)}\n{body}{_FACTS}{written}{_MAIN}"
+
+
+def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
+    """The truth of one tensor and how far a right one may be from it."""
+    truth: Tensor = evidence.truth[name].double().contiguous()
+    kind = kind_rms(evidence.truth).get(kind_of(name), 0.0)
+    least = least_rms(truth, kind)
+    limits = _measured(_mended(evidence, name), name, kind)
+    scale = max(float(truth.square().mean().sqrt()), least)
+    packed = base64.b64encode(zlib.compress(truth.numpy().tobytes(), 9)).decode()
+    return {
+        "shape": tuple(truth.shape),
+        "measure": limits.measure,
+        "allowed": limits.allowed,
+        "scale": scale,
+        "truth": packed,
+    }
+
+
+def _mended(evidence: Evidence, name: str) -> Evidence:
+    """The evidence with the truth in place of a tensor that could not be merged: its limits are asked for, no more."""
+    if name in evidence.merged.tensors:
+        return evidence
+    tensors = {**evidence.merged.tensors, name: evidence.truth[name]}
+    return replace(evidence, merged=replace(evidence.merged, tensors=tensors))
+
+
+def _attributes(case: CaseLike) -> dict[str, Any]:
+    """Every public attribute of the case that is plain data: its words and what follows from them."""
+    named = [name for name in dir(case) if not name.startswith("_") and not callable(getattr(case, name))]
+    return {name: getattr(case, name) for name in named}
+
+
+def _header(failure: Failure, subject: str) -> str:
+    result = failure.result
+    diagnosis = result.diagnosis
+    causes = "; ".join(cause.words for cause in diagnosis.causes) if diagnosis else ""
+    shown = f"{failure.name} is wrong" if failure.name else "the subject does not finish"
+    return f'''"""{shown} when {subject} runs {result.text}
+
+    python FILE                             starts {result.case.world_size} ranks on gloo and the CPU
+    torchrun --nproc-per-node {result.case.world_size} FILE     the same, started by torchrun
+
+Run it where the module of the subject can be imported. Exit status: 1 reproduced, 0 not, 2 nothing can be said.
+Likely causes: {causes or "none known"}.
+Found by shardproof; the whole of it: {repeat_command(result.case, subject)}
+
+What it cannot show: calls that are right in number and wrong in kind, races, and whatever gloo does not do (AVG).
+"""
+'''

@@ -1,0 +1,150 @@
+"""The body of a script that repeats one failure with plain torch; `harness.repro` writes it to a file with its facts.
+
+It starts the ranks itself on gloo (or is started by torchrun), calls the subject on each, puts the blocks of one tensor
+together and holds them against a number that the facts carry. Exit status: 0 not reproduced, 1 reproduced, 2 neither
+can be said. Imports nothing but the standard library, torch and the subject. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import importlib
+import math
+import os
+import queue
+import sys
+import tempfile
+import traceback
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+GONE, REPRODUCED, UNDECIDED = 0, 1, 2
+LIMIT_S = 120.0
+
+
+class Case:
+    """The words of the case as attributes, and what follows from them; equal to nothing but itself."""
+
+    def __init__(self, words: Mapping[str, Any]) -> None:
+        self.__dict__.update(words)
+
+    def but(self, **words: Any) -> Case:
+        """This case with other words; what follows from them stays as it is."""
+        return Case({**self.__dict__, **words})
+
+    def axis_rank(self, axis: str, rank: int) -> int:
+        """The place of a rank in its group along an axis."""
+        return next(list(ranks).index(rank) for ranks in self.__dict__["axes"][axis] if rank in ranks)
+
+
+def case_of(facts: Mapping[str, Any]) -> Any:
+    """The case: the words alone, or for a subject that is part of shardproof its own kind of case."""
+    if not facts["case_text"]:
+        return Case(facts["case"])
+    module, _, name = "reference.case:Case".partition(":")
+    return getattr(importlib.import_module(module), name).parse(facts["case_text"])
+
+
+def boxes(value: Any) -> list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]:
+    """One returned value as (local, offsets, full shape) each: a tensor, a number, a DTensor, a shard, or several."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if isinstance(value, int | float):
+        value = torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, Tensor):
+        return [(value.detach().cpu(), (0,) * value.dim(), tuple(value.shape))]
+    if hasattr(value, "local"):
+        return [(value.local.detach().cpu(), tuple(value.offsets), tuple(value.global_shape))]
+    if isinstance(value, Iterable):
+        return [box for part in value for box in boxes(part)]
+    raise TypeError(f"cannot read a value of type {type(value).__name__}")
+
+
+def judged(ranks: list[list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]], facts: Mapping[str, Any]) -> int:
+    """Hold what all ranks returned under the one name against the facts, and say what came of it."""
+    name, shape = facts["name"], tuple(facts["shape"])
+    full = torch.full(shape, math.nan, dtype=torch.float64)
+    first: dict[tuple[int, ...], tuple[int, Tensor]] = {}
+    for rank, parts in enumerate(ranks):
+        for local, offsets, said in parts:
+            if said != shape:
+                print(f"{name}: rank {rank} says the full shape is {said}, it is {shape}")
+                return REPRODUCED
+            other, kept = first.setdefault((*offsets, *local.shape), (rank, local))
+            if not torch.equal(kept.nan_to_num(), local.nan_to_num()):
+                gap = float((kept.double() - local.double()).abs().max())
+                print(f"{name}: rank {rank} differs from rank {other} by up to {gap:.3g}, allowed 0")
+                return REPRODUCED
+            full[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))] = local.double()
+    if not first:
+        print(f"{name}: no rank returned it")
+        return UNDECIDED
+    values = torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(facts["truth"]))), dtype=torch.float64)
+    wrong = full - values.view(shape)
+    size = wrong.abs().max() if facts["measure"] == "peak" else wrong.square().mean().sqrt()
+    found = float(size) / (facts["scale"] or 1.0)
+    print(f"{name}: {facts['measure']} error {found:.3g}, allowed {facts['allowed']:.3g}")
+    return GONE if found <= facts["allowed"] else REPRODUCED
+
+
+def on_rank(facts: Mapping[str, Any], rank: int, store: str) -> int:
+    """Run the subject on this rank; rank 0 judges and knows the answer, the others know of none."""
+    world_size = facts["world_size"]
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=LIMIT_S / 2)
+    method = f"file://{store}" if store else "env://"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=limit)
+    try:
+        module, _, name = facts["subject"].partition(":")
+        torch.manual_seed(facts["seed"])
+        subject = getattr(importlib.import_module(module), name)
+        outcome = subject(case_of(facts), torch.device("cpu"))
+        mine = boxes(outcome[facts["name"]]) if facts["name"] in outcome else []
+        everybody: list[Any] = [None] * world_size
+        dist.all_gather_object(everybody, mine)
+        return judged(everybody, facts) if rank == 0 else GONE
+    except Exception:
+        traceback.print_exc()
+        return REPRODUCED if facts["measure"] == "run" else UNDECIDED
+    finally:
+        dist.destroy_process_group()
+
+
+def spawned(facts: Mapping[str, Any], rank: int, store: str, answers: Any) -> None:
+    """One process; its answer goes to the parent."""
+    answers.put((rank, on_rank(facts, rank, store)))
+
+
+def main(facts: Mapping[str, Any]) -> int:
+    """The exit status. Under torchrun this process is one rank, otherwise it starts them all."""
+    sys.path.insert(0, os.getcwd())
+    if "RANK" in os.environ:
+        return on_rank(facts, int(os.environ["RANK"]), "")
+    # A forked rank need not import torch again; nothing has computed before, so there are no threads to lose.
+    context: Any = mp.get_context("fork" if sys.platform == "linux" else "spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        ranks = range(facts["world_size"])
+        processes = [context.Process(target=spawned, args=(facts, rank, store, answers), daemon=True) for rank in ranks]
+        for process in processes:
+            process.start()
+        try:
+            found = [answers.get(timeout=LIMIT_S)[1] for _ in ranks]
+        except queue.Empty:
+            print(f"no answer within {LIMIT_S:g} s")
+            return REPRODUCED if facts["measure"] == "run" else UNDECIDED
+        finally:
+            for process in processes:
+                process.terminate()
+    verdict = REPRODUCED if REPRODUCED in found else UNDECIDED if UNDECIDED in found else GONE
+    print({GONE: "not reproduced", REPRODUCED: "reproduced", UNDECIDED: "undecided"}[verdict])
+    return verdict
