@@ -17,6 +17,8 @@ from harness.tolerance import epsilon
 
 __all__ = ["crash", "explain", "repeat_command", "tell"]
 
+LAUNCHED = "torchrun --nproc-per-node {} -m reports.cli"
+"""What stands for `shardproof` where every rank is launched."""
 NO_CAUSE = "none of the known patterns fits"
 
 
@@ -24,7 +26,8 @@ def repeat_command(case: CaseLike, subject: str, options: str = "") -> str:
     """The one command that runs this case on this subject again."""
     text = case_text(case)
     quoted = shlex.quote(text) if any(sign in text for sign in '"$`\\!') else f'"{text}"'
-    return f"shardproof run {quoted} --subject {shlex.quote(subject)} {options}".rstrip()
+    program = LAUNCHED.format(case.world_size) if "--engine torchrun" in options else "shardproof"
+    return f"{program} run {quoted} --subject {shlex.quote(subject)} {options}".rstrip()
 
 
 def explain(evidence: Evidence, findings: Mapping[str, Finding], check: str, subject: str, options: str = "") -> str:

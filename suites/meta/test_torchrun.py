@@ -18,6 +18,8 @@ import pandas as pd
 import pytest
 
 from harness.run import Request, run
+from harness.six_lines import repeat_command
+from reference.case import Case
 from reports import cli, frames
 
 LIMIT_S = 120.0
@@ -149,6 +151,15 @@ def test_only_rank_0s_session_draws(tmp_path: Path, request: pytest.FixtureReque
     assert status == 0, out + err
     assert "1 passed" in out
     assert other == (0, "", "")
+
+
+def test_a_failure_says_how_to_launch_it_again() -> None:
+    case = Case.parse(TINY)
+    command = repeat_command(case, "parallel.subject:subject", "--engine torchrun")
+    assert command.startswith('torchrun --nproc-per-node 2 -m reports.cli run "') and command.endswith(
+        "--subject parallel.subject:subject --engine torchrun"
+    )
+    assert repeat_command(case, "parallel.subject:subject").startswith('shardproof run "')
 
 
 def test_without_a_launcher_the_line_to_type_is_shown(
