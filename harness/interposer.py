@@ -13,7 +13,7 @@ second wait for gloo's message would wait for a second message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
@@ -21,11 +21,12 @@ from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C import DispatchKey
 
 from harness.errors import MachineError
 from harness.ledger import Call, Observer
-from harness.operators import MESSAGES, OPERATORS, Told, reader
+from harness.operators import MESSAGES, OPERATORS, Told, reader, tensors_in
 
 __all__ = ["CallLog", "Interposer", "observing"]
 
@@ -45,8 +46,11 @@ class CallLog(Protocol):
         """The call entered last, a synchronous one, is complete."""
         ...
 
-    def follow(self, work: Any) -> dist.Work:
-        """The work of the call entered last, an asynchronous one; what comes back is given to the program."""
+    def follow(self, work: Any, outputs: Sequence[Tensor]) -> dist.Work:
+        """The work of the call entered last, an asynchronous one; what comes back is given to the program.
+
+        `outputs` are the tensors that the operator returns beside the work.
+        """
         ...
 
 
@@ -195,8 +199,12 @@ def _wait(result: Any) -> None:
             dist.Work.unbox(part).wait()
 
 
-def _replaced(result: Any, follow: Callable[[Any], dist.Work]) -> Any:
+def _replaced(result: Any, follow: Callable[[Any, Sequence[Tensor]], dist.Work]) -> Any:
     """An operator's result with another work in it."""
-    if isinstance(result, tuple):
-        return tuple(_replaced(part, follow) for part in result)
-    return follow(dist.Work.unbox(result)).boxed() if isinstance(result, torch.ScriptObject) else result
+    parts = result if isinstance(result, tuple) else (result,)
+    outputs = tensors_in([part for part in parts if not isinstance(part, torch.ScriptObject)])
+    followed = tuple(
+        follow(dist.Work.unbox(part), outputs).boxed() if isinstance(part, torch.ScriptObject) else part
+        for part in parts
+    )
+    return followed if isinstance(result, tuple) else followed[0]

@@ -18,7 +18,7 @@ from harness.engines.arguments import form_of
 from harness.engines.signature import REDUCE_OPS, Signature, call_of, dtype_text, shapes_of
 from harness.ledger import Call
 
-__all__ = ["MESSAGES", "OPERATORS", "Operator", "Told", "reader"]
+__all__ = ["MESSAGES", "OPERATORS", "Operator", "Told", "reader", "tensors_in"]
 
 MESSAGES = ("send", "recv")
 
@@ -88,14 +88,14 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], Told]:
     def read(arguments: Sequence[Any]) -> Told:
         group = dist.ProcessGroup.unbox(arguments[group_at])
         ranks = _ranks(group)
-        payload = _tensors(arguments[payload_at]) if payload_at >= 0 else []
+        payload = tensors_in(arguments[payload_at]) if payload_at >= 0 else []
         reduce_op = REDUCE_OPS[arguments[reduce_at].op()] if reduce_at >= 0 else ""
         if op in MESSAGES:
             is_async = not _blocking(op, sys._getframe(2))
         else:
             # Trailing arguments that equal their default, which is asynchronous, are not passed on.
             is_async = async_at >= 0 and (len(arguments) <= async_at or bool(arguments[async_at]))
-        agreeing = _tensors(arguments[agree_at]) if agree_at >= 0 else payload
+        agreeing = tensors_in(arguments[agree_at]) if agree_at >= 0 else payload
         shapes = shapes_of(agreeing) if op != "all_to_all" else _free_of_rows(described.form, payload)
         root = arguments[peer_at] if rooted else -1
         said = Signature(op, described.form or form_of(agreeing), reduce_op, root, dtype_text(payload), shapes)
@@ -133,11 +133,11 @@ def _ranks(group: Any) -> tuple[int, ...]:
     return tuple(range(group.size())) if known is None else tuple(sorted(known, key=known.__getitem__))
 
 
-def _tensors(argument: Any) -> list[Tensor]:
+def tensors_in(argument: Any) -> list[Tensor]:
     """The tensors of an argument: one, a list, or a list of lists."""
     if isinstance(argument, Tensor):
         return [argument]
-    return [tensor for part in argument for tensor in _tensors(part)]
+    return [tensor for part in argument for tensor in tensors_in(part)]
 
 
 def _blocking(op: str, frame: FrameType | None) -> bool:

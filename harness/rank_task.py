@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from harness.saved import SavedActivations
 
 __all__ = ["Localized", "RankReport", "RankTask", "perform", "placed", "rank_device", "sendable"]
 
+_SAME_CLOCK_S = 3600.0
+"""A task that seems older, or of the future, comes from a machine with another clock: its times begin here."""
 Localized = dict[str, tuple[Block, ...]]
 
 
@@ -38,7 +41,8 @@ class RankTask:
     """One run of a subject as every rank is told of it. `subject` is "module:object", or a callable to be pickled.
 
     `text` is what the ledger's column `case` says. `record` makes the ledger; `watch` captures the activations that the
-    subject can place and measures what autograd saves.
+    subject can place and measures what autograd saves. The ledger's times begin at `origin_s`,
+    of time.perf_counter.
     """
 
     case: CaseLike
@@ -47,6 +51,7 @@ class RankTask:
     text: str = ""
     record: bool = False
     watch: bool = False
+    origin_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +102,9 @@ def _plain(subject: Subject, case: CaseLike, device: torch.device) -> RankReport
 
 def _recorded(rank: int, task: RankTask, subject: Subject, device: torch.device) -> RankReport:
     case = task.case
-    with Recorder(task.text, case.mode, case.world_size, case.axes, ranges=attached()) as recorder:
+    past_s = time.perf_counter() - task.origin_s
+    origin_s = task.origin_s if 0 <= past_s < _SAME_CLOCK_S else None
+    with Recorder(task.text, case.mode, case.world_size, case.axes, ranges=attached(), origin_s=origin_s) as recorder:
         with observing(recorder), recorder.on_rank(rank):
             outcome = subject(case, device)
         return RankReport(outcome=localize(outcome), captured={}, events=tuple(recorder.events()))

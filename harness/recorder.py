@@ -41,6 +41,7 @@ class Recorder:
     """Observes the calls of a run (harness.ledger.Observer); `events()` gives the ledger.
 
     `axes` maps a mesh axis to the rank lists of its groups. With `ranges`, every moment is drawn as nvtx ranges too.
+    Times begin at `origin_s`, of time.perf_counter, where several recorders share a clock; else when it is entered.
     Subjects may say what they know better: `with recorder.phase("grad_sync"), recorder.region("layers.0"): ...`.
     """
 
@@ -55,6 +56,7 @@ class Recorder:
         axes: Mapping[str, tuple[tuple[int, ...], ...]],
         *,
         ranges: Ranges | None = None,
+        origin_s: float | None = None,
     ) -> None:
         self._case = case
         self._mode = mode
@@ -62,11 +64,12 @@ class Recorder:
         self._axes = axes
         self._ranges = ranges
         self._tracks: dict[int, _Track] = {}
+        self._origin_s = origin_s
         self._start_s = time.perf_counter()
         self._watch = Watch(self._emit, ends=ranges is not None)
 
     def __enter__(self) -> Self:
-        self._start_s = time.perf_counter()
+        self._start_s = time.perf_counter() if self._origin_s is None else self._origin_s
         self._watch.__enter__()
         return self
 

@@ -7,12 +7,13 @@ rest; nothing here moves data by itself. Times are seconds of the monotonic cloc
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import random
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,9 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from harness.callers import raised_at
 from harness.engines.engine import Program
+from harness.engines.redirect import redirected
 
 __all__ = ["Ended", "ended", "error_text", "run_rank", "seeded", "world"]
 
@@ -77,7 +80,8 @@ def world(rank: int, world_size: int, store: Any, timeout_s: float, local_rank: 
     limit = timedelta(seconds=timeout_s + _SLACK_S)
     dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
-        yield
+        with redirected(c10d.init_process_group, _Adoption(rank, world_size)):
+            yield
     finally:
         if dist.is_initialized():  # the program may have destroyed it
             with suppress(RuntimeError):  # connections that a dead peer has left broken
@@ -85,6 +89,28 @@ def world(rank: int, world_size: int, store: Any, timeout_s: float, local_rank: 
         for name, value in before.items():
             os.environ.pop(name, None)
             os.environ.update({} if value is None else {name: value})
+
+
+class _Adoption:
+    """What a program that initialises torch.distributed itself gets: once, the world that exists."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._own = {"world_size": world_size, "rank": rank}
+        self._adopted = False
+
+    def __call__(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Raises ValueError for another size or rank."""
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        for name, own in self._own.items():
+            if given.get(name, -1) not in {-1, own}:
+                rule = f"the engine runs this process as rank {self._own['rank']} of {self._own['world_size']}"
+                raise ValueError(
+                    f"init_process_group {name}={given[name]}: {rule}; legal: {name}={own}, or leave it out"
+                )
+        if self._adopted or not dist.is_initialized():
+            return original(*args, **kwargs)
+        self._adopted = True
+        return None
 
 
 def seeded(seed: int) -> None:

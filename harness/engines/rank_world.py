@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
-from types import CellType
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from harness.engines.exchange import Exchange
 from harness.engines.inproc_group import InprocGroup
 from harness.engines.rank_meshes import kept_apart
+from harness.engines.redirect import redirected
 from harness.errors import RequestError
 
 __all__ = ["Enter", "installed", "leave"]
@@ -134,10 +134,8 @@ def installed() -> Iterator[Enter]:
         undo.callback(setattr, world, "__class__", torch_world)
         _registry._set_thread_isolation_mode(True)
         undo.callback(_registry._set_thread_isolation_mode, False)
-        for function, replacement in ((c10d.init_process_group, _init_process_group), (c10d.split_group, _split_group)):
-            cell = _inner(function)
-            undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
-            cell.cell_contents = _standing_for(cell.cell_contents, replacement)
+        undo.enter_context(redirected(c10d.init_process_group, _init_process_group))
+        undo.enter_context(redirected(c10d.split_group, _split_group))
         helper = c10d._new_process_group_helper
         undo.callback(setattr, c10d, "_new_process_group_helper", helper)
         c10d._new_process_group_helper = _standing_for(helper, _new_group)
@@ -270,15 +268,6 @@ def _split_group(
 def _standing_for(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement, which is given the original first, under the original's name."""
     return functools.update_wrapper(functools.partial(replacement, original), original)
-
-
-def _inner(function: Callable[..., Any]) -> CellType:
-    """The cell through which torch's logging wrapper reaches the function itself."""
-    cells: tuple[CellType, ...] = getattr(function, "__closure__", None) or ()
-    for cell in cells:
-        if getattr(cell.cell_contents, "__name__", "") == function.__name__:
-            return cell
-    raise ImportError(f"the in-process engine cannot redirect torch {torch.__version__}'s {function.__name__}")
 
 
 def _missing() -> list[str]:

@@ -8,7 +8,7 @@ objects stay until the run ends: torch's C++ code holds works without holding th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,12 +22,12 @@ __all__ = ["FollowedWork", "Waits"]
 class FollowedWork(dist.Work):
     """A work that tells when it is waited for."""
 
-    def __init__(self, inner: Any, number: int, waits: Waits) -> None:
+    def __init__(self, inner: Any, outputs: Sequence[Tensor], number: int, waits: Waits) -> None:
         super().__init__()
         self._inner = inner
         self._number = number
         self._waits = waits
-        self._outputs: list[weakref.ref[Tensor]] = []
+        self._outputs = [weakref.ref(tensor) for tensor in outputs]
         self.waited = False
 
     def wait(self, timeout: Any = None) -> bool:
@@ -84,9 +84,7 @@ class FollowedWork(dist.Work):
             return
         with self._waits.waiting(self._number):
             getattr(self._inner, how)(*words)
-        with suppress(RuntimeError):  # sends and barriers have no result, collectives no source
-            self._outputs = [weakref.ref(tensor) for tensor in self._inner.result()]
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # only a receive has a source
             self._source = self._inner._source_rank()
         self._inner = None
 
@@ -102,9 +100,9 @@ class Waits:
         """A run begins."""
         self._works.clear()
 
-    def follow(self, inner: Any) -> FollowedWork:
+    def follow(self, inner: Any, outputs: Sequence[Tensor]) -> FollowedWork:
         """What the program gets in place of the backend's work."""
-        work = FollowedWork(inner, len(self._works) + 1, self)
+        work = FollowedWork(inner, outputs, len(self._works) + 1, self)
         self._works.append(work)
         return work
 

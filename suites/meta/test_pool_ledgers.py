@@ -48,6 +48,16 @@ def test_ledgers_and_outcomes_are_those_of_the_in_process_engine(engine: PoolEng
         torch.testing.assert_close(tensor, true.tensors[name], rtol=1e-12, atol=1e-12)  # gloo adds in another order
 
 
+def test_times_of_all_ranks_are_of_one_clock(engine: PoolEngine) -> None:
+    """No rank's all_reduce ends before every rank's has begun."""
+    events = execute(Case.parse(TEXTS[0]), subject, engine, text="").events
+    calls = [[e for e in events if e.rank == rank and e.op == "all_reduce" and not e.is_async] for rank in (0, 1)]
+    assert calls[0] and len(calls[0]) == len(calls[1])
+    for one, other in zip(*calls, strict=True):
+        assert one.start_us + one.duration_us >= other.start_us
+        assert other.start_us + other.duration_us >= one.start_us
+
+
 def test_recording_on_gloo_changes_no_bit(engine: PoolEngine) -> None:
     case = Case.parse(TEXTS[0])
     plain, again = (merge(execute(case, subject, engine, text="", record=False).outcomes).tensors for _ in range(2))

@@ -81,6 +81,28 @@ def test_what_a_rank_raises_comes_with_its_traceback_even_when_it_cannot_be_pick
         assert "test_rank_task.py" in found.caller and not torch.distributed.is_initialized()
 
 
+def test_a_program_that_initialises_torch_itself_gets_the_world_that_exists() -> None:
+    def program(rank: int) -> list[str]:
+        said = []
+        torch.distributed.init_process_group("gloo", world_size=1)
+        wrong: tuple[dict[str, Any], ...] = ({"world_size": 2}, {"rank": 1}, {})
+        for words in wrong:
+            try:
+                torch.distributed.init_process_group("gloo", **words)
+            except ValueError as error:
+                said.append(str(error))
+        return said
+
+    store = torch._C._distributed_c10d.HashStore()
+    found = run_rank(program, (), rank=0, world_size=1, store=store, seed=0, timeout_s=10)
+    of = "the engine runs this process as rank 0 of 1"
+    assert found.value == [
+        f"init_process_group world_size=2: {of}; legal: world_size=1, or leave it out",
+        f"init_process_group rank=1: {of}; legal: rank=0, or leave it out",
+        "trying to initialize the default process group twice!",
+    ]
+
+
 def untimed(event: Event) -> Event:
     return replace(event, start_us=0.0, duration_us=0.0)
 
