@@ -16,6 +16,7 @@ import gzip
 import io
 import json
 import math
+import operator
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ __all__ = ["LARGEST_LEDGER", "Store", "safe_name"]
 
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""
+_ROW = operator.attrgetter(*COLUMNS)
 _MIN_COLUMNS = tuple(f"min_{name}" for name in COUNTS)
 
 
@@ -69,7 +71,7 @@ class Store:
     ) -> None:
         """Append one finished case; `saved_bytes` by rank, none when nobody measured, of the ranks `ran` if not all."""
         with _writing(self.path):
-            self._append("ledger.csv", _csv([getattr(event, name) for name in COLUMNS] for event in events))
+            self._append("ledger.csv", _csv(map(_ROW, events)))
             self._add_summary(summary)
             self._append("timings.csv", _csv((case, part, f"{spent:.6f}") for part, spent in seconds.items()))
             self._append(

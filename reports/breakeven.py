@@ -33,7 +33,10 @@ def growth(run: Run, counted: str = "layers") -> pd.DataFrame:
     if not {"tokens", "micro", "steps"} <= set(run.cases):
         return pd.DataFrame(columns=_COLUMNS)
     cases = run.cases.assign(rest=run.cases["case"].map(lambda text: words_but(text, *_VARIES)))
-    families = [group for _, group in cases.groupby("rest", sort=False) if _compares(group)]
+    # Two modes at two token counts each, or there is nothing to compare.
+    sizes = cases.groupby(["rest", "mode"], observed=True)["tokens"].nunique()
+    comparing = (sizes >= 2).groupby("rest").sum()
+    families = [group for _, group in cases[cases["rest"].map(comparing) >= 2].groupby("rest", sort=False)]
     if not families:
         return pd.DataFrame(columns=_COLUMNS)
     family = max(families, key=len)
@@ -44,18 +47,12 @@ def growth(run: Run, counted: str = "layers") -> pd.DataFrame:
     return in_order(dearest).sort_values(["mode", "tokens"], ignore_index=True)
 
 
-def _compares(family: pd.DataFrame) -> bool:
-    """Two modes at two token counts each?"""
-    sizes = family.groupby("mode", observed=True)["tokens"].nunique()
-    return bool((sizes >= 2).sum() >= 2)
-
-
 def _sent(ledger: pd.DataFrame, counted: str) -> pd.Series[float]:
     """Wire bytes of the busiest rank by case."""
     if counted == "layers":
         inside = ledger["region"].str.startswith("layers.") & (ledger["op"] != "all_to_all")
         ledger = ledger[inside & ledger["phase"].isin(["forward", "backward", "recompute"])]
-    ranks = ledger.groupby(["case", "rank"])["wire_bytes"].sum()
+    ranks = ledger.groupby(["case", "rank"], observed=True)["wire_bytes"].sum()
     return ranks.groupby("case").max().astype("float64")
 
 

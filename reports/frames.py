@@ -85,7 +85,9 @@ def load(run: str | Path) -> Run:
     verdicts = _verdicts(path / "verdicts.jsonl", notes)
     timings = csv_table(path / "timings.csv", {}, (), notes) if (path / "timings.csv").is_file() else pd.DataFrame()
     held = path / "memory.csv"
-    memory = csv_table(held, _MEMORY_TYPES, (), notes) if held.is_file() else pd.DataFrame(columns=list(_MEMORY_TYPES))
+    memory = pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _MEMORY_TYPES.items()})
+    if held.is_file():
+        memory = csv_table(held, _MEMORY_TYPES, tuple(_MEMORY_TYPES), notes)
     if (late := len(set(cases["case"]) - set(verdicts["case"]))) and "skipped" not in cases:
         notes.append(f"{late} of {len(cases)} cases have no verdict: the run was stopped before them")
     return Run(

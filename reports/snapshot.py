@@ -24,6 +24,7 @@ WHAT = ("axis", "group_size", "reduce_op", "dtype", "shape", "payload_bytes", "i
 _CELLS = ("step", "microbatch", "rank")
 _TEXT = (*_PLACE, "axis", "reduce_op", "dtype", "shape", "ranks", "steps", "microbatches")
 _EVENT_COLUMNS = (*_PLACE, *WHAT, "calls", "ranks", "steps", "microbatches")
+_PACKED = dict.fromkeys((*_PLACE, "axis", "reduce_op", "dtype", "shape"), "category")
 EVENT_TYPES = {name: "str" if name in _TEXT else "int64" for name in _EVENT_COLUMNS} | {"is_async": "bool"}
 TIME_TYPES = (
     dict.fromkeys(("case", "mode", "phase", "region"), "str")
@@ -57,7 +58,8 @@ class Snapshot:
 
 def snapshot(run: Run, name: str = "") -> Snapshot:
     """The snapshot of a run."""
-    plain = run.ledger.astype(dict.fromkeys(("mode", "phase", "op", "axis"), "str"))
+    # Equal texts are told apart by number: a million rows are then grouped in seconds.
+    plain = run.ledger.astype(dict.fromkeys(("mode", "phase", "op", "axis"), "str")).astype(_PACKED)
     return Snapshot(
         name=name or str(run.path),
         cases=run.cases[["case", "mode", "world_size"]].astype({"case": "str", "mode": "str"}),
