@@ -21,8 +21,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.engines.engine import Unwaited
 from harness.evidence import Evidence
-from harness.ledger import PHASES
+from harness.ledger import PHASES, Event
 from harness.ledger_checks import Difference, module_order
 from harness.patterns import explains
 from harness.places import blocks_of, place_of
@@ -64,12 +65,20 @@ def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | N
 def _never_waited(evidence: Evidence) -> First:
     """Where the first asynchronous call that nobody waited for was issued; nowhere when all were waited for."""
     for work in evidence.unwaited:
-        for event in evidence.events:
-            issued_there = event.caller and work.caller.startswith(event.caller)
-            if (event.rank, event.op, event.is_async) == (work.rank, work.op, True) and issued_there:
-                told = f"{work.op} #{work.number} of {work.group} at {work.caller}, never waited for"
-                return First(phase=event.phase, region=event.region, step=event.step, event=told)
+        if event := _issued_as(evidence, work):
+            told = f"{work.op} #{work.number} of {work.group} at {work.caller}, never waited for"
+            return First(phase=event.phase, region=event.region, step=event.step, event=told)
     return First()
+
+
+def _issued_as(evidence: Evidence, work: Unwaited) -> Event | None:
+    """The event of a work: by its number among its rank's calls in its group, else the first from the same line."""
+    alike = [event for event in evidence.events if event.rank == work.rank and event.op not in ("send", "recv")]
+    of_group = [event for event in alike if event.axis == work.group.partition(" ")[0]]
+    numbered = of_group[work.number : work.number + 1] if work.number >= 0 else []
+    from_there = [event for event in alike if event.caller and work.caller.startswith(event.caller)]
+    found = [event for event in (*numbered, *from_there) if event.op == work.op and event.is_async]
+    return found[0] if found else None
 
 
 def _issued_in(parted: Difference) -> str:

@@ -43,6 +43,7 @@ def test_a_planted_bug_is_killed_by_its_check(prover: Prover, family: str, mutan
 def test_a_bug_that_only_this_check_kills(prover: Prover, check: str) -> None:
     killed = _held(prover, _ALONE[check])
     assert killed.row.killed_by == (check,), killed
+    assert killed.row.region_right != "no", killed
 
 
 @pytest.mark.parametrize("check", _BY_TOYS)
