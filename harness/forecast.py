@@ -168,7 +168,9 @@ def _sample(
     (rank,) = dry_run(short, subject, engine, (0,), text=str(short), timeout_s=timeout_s).ranks
     times, rest = play(rank.stretches, rank.events, cluster.device.flops_per_s(case.dtype), _prices(short, cluster))
     place = [stretch.ticket if stretch.then == START else -1 for stretch in rank.stretches]
-    _first, last = parts(rank.events)
+    first, last = parts(rank.events)
+    if first < 0:  # no call tells one micro-batch from the next
+        times = together((1 / micro, times))
     end = place.index(last) + 1 if last >= 0 else len(place)
     return _Sample(
         micro=times,

@@ -92,6 +92,20 @@ def test_a_step_is_its_micro_batches_and_what_follows_once() -> None:
     assert one.tokens_per_s_per_rank == pytest.approx(one.tokens / one.step_s / 6)
 
 
+@pytest.mark.parametrize(
+    "words", ["mode=isp tp=1 wp=1 dp=6", "mode=isp tp=2 wp=2 dp=3", "mode=mtp tp=1 dp=1", "mode=tp tp=1"]
+)
+def test_computing_takes_the_flops_of_all_micro_batches_whoever_talks(words: str) -> None:
+    """Two layers have 3 x 2 FLOPs a weight of a product and token, and 14 a pair of tokens and feature."""
+    case = Case.parse(f"{TINY} {words} layers=2 micro=3")
+    with DryEngine() as engine:
+        one = forecast(case, subject, CLUSTER, engine)
+    products = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 32) + 64 * 32
+    flops = 3 * (6 * products * case.tokens + 14 * 2 * case.batch * 8**2 * 32) / case.tp
+    assert one.flops == flops
+    assert one.times.compute_s == pytest.approx(flops / CLUSTER.device.flops_per_s("bfloat16"), rel=1e-9)
+
+
 def test_the_break_even_of_internlm2_7b_is_the_papers_formula() -> None:
     """modes.md 2: T* = 3 Wl / ((2C + 4) h e) is 15,974 tokens beside MTP and MSP, 12,288 beside FSP."""
     words = "preset=internlm2-7b tp=8 dtype=bfloat16"
