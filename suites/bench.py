@@ -5,6 +5,7 @@ Machines are shared and noisy, so every number that is compared is a ratio of ru
 
     engine / bare ranks      the engine's ranks over the same rank mathematics without a collective, by world size
     recorded / unrecorded    the same ranks with a recorder over without one
+    witnesses                recorder, nvtx, CommDebugMode, torch profiler, nsys over an unwatched step, on gloo
     examples per second      in-process engine, pool engine (persistent gloo processes), processes spawned for each
                              example
 """
@@ -28,6 +29,7 @@ from harness.engines.inproc import InprocEngine
 from harness.engines.pool import PoolEngine
 from harness.recorder import Recorder
 from suites.bench_processes import pooled_example, spawned_example
+from suites.bench_witnesses import measured
 from suites.bench_workload import Sizes, data, dense, largest_error, rank_program, weights
 
 __all__ = ["Row", "interleaved", "main", "measure"]
@@ -70,6 +72,7 @@ def measure(*, rounds: int, spawns: int, worlds: Sequence[int] = (2, 4, 8)) -> l
             rows.append(_recorder_row(engine, rounds))
             for world_size in (2, 4):
                 rows += _example_rows(engine, world_size, rounds, spawns)
+        rows += _witness_rows(rounds)
     finally:
         torch.set_num_threads(threads)
     return rows
@@ -153,6 +156,19 @@ def _example_rows(engine: InprocEngine, world_size: int, rounds: int, spawns: in
     ]
     spawn = Row(metric=f"spawn, {world_size} ranks", value=spawned, unit="examples/s", versus="spawn", ratio=1.0)
     return [*rows, spawn]
+
+
+def _witness_rows(rounds: int) -> list[Row]:
+    """What each witness costs a step at two ranks on gloo: by the clock, and by CPU time beside it."""
+    costs, missing = measured(rounds)
+    if missing:
+        Console(stderr=True).print(f"no row for nsys: {missing}")
+    rows = []
+    for cost in costs[1:]:
+        for clock, ratio in (("", cost.by_clock), (", CPU time", cost.by_cpu)):
+            metric = f"{cost.witness}, 2 gloo ranks{clock}"
+            rows.append(Row(metric=metric, value=cost.seconds * 1e3, unit="ms", versus="unwatched step", ratio=ratio))
+    return rows
 
 
 def main(arguments: Sequence[str] = ()) -> int:

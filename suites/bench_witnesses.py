@@ -1,0 +1,177 @@
+"""What watching costs a step: two ranks on gloo train a small transformer, watched and unwatched in turns.
+
+    recording + nvtx   recorder and interposer; every range is drawn when a tool listens, so under nsys
+    CommDebugMode      torch.distributed.tensor.debug
+    torch profiler     CPU activities with shapes and stacks, as in a session
+
+Ratios are of the quickest rounds, on the slower rank: by the clock, and by the CPU time of the rank's thread, which
+waiting does not thin out. On a busy machine neither means much.
+Entering and leaving a witness is not timed. `python -m suites.bench_witnesses FOLDER ROUNDS` is the measured process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import multiprocessing
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
+
+from harness.engines.rank_process import world
+from harness.errors import MachineError
+from harness.interposer import observing
+from harness.ranges import attached
+from harness.recorder import Recorder
+from harness.witnesses.nsys import database_of, nsys_path
+from parallel.batch import deliver
+from parallel.mesh import Mesh
+from parallel.registry import MODES
+from parallel.training import set_up
+from reference.case import Case
+
+__all__ = ["CASE", "STEPS", "WITNESSES", "Cost", "cost_of", "measured"]
+
+CASE = "mode=tp tp=2 layers=2 hidden=128 heads=8 kv_heads=8 ffn=512 seq=64 batch=4 dtype=float32"
+LIMIT_S = 300.0
+Pair = tuple[float, float]
+STEPS = 2
+"""Steps that are timed at a time."""
+ONCE = "CommDebugMode"
+"""A second forward of a module inside of it raises IndexError (pytorch#191392)."""
+WITNESSES = ("recording + nvtx", "CommDebugMode", "torch profiler")
+Spent = Mapping[str, list[tuple[float, float]]]
+"""By witness: seconds by the clock and of CPU, one pair a round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """One witness: seconds of a step, its ratios to the unwatched step by the clock and by CPU time of the thread."""
+
+    witness: str
+    seconds: float
+    by_clock: float
+    by_cpu: float
+
+
+def measured(rounds: int) -> tuple[list[Cost], str]:
+    """The costs, nsys among them, or why it is not."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words = [sys.executable, "-m", "suites.bench_witnesses", name, str(rounds)]
+        subprocess.run(words, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        costs = [cost_of(_read(folder), witness) for witness in ("off", *WITNESSES)]
+        if nsys_path() is None:
+            return costs, "nsys is not on PATH"
+        try:
+            database_of(words, folder, device="cpu", timeout_s=LIMIT_S, environment=os.environ)
+        except MachineError as error:
+            return costs, str(error)
+        return [*costs, replace(cost_of(_read(folder), "recording + nvtx"), witness="nsys")], ""
+
+
+def _read(folder: Path) -> list[Spent]:
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+
+
+def cost_of(ranks: Sequence[Spent], witness: str) -> Cost:
+    """What both ranks spent, as a cost."""
+
+    def slower(name: str, which: int) -> list[float]:
+        return [max(one[which], other[which]) for one, other in zip(*(rank[name] for rank in ranks), strict=True)]
+
+    def ratio(which: int) -> float:
+        return min(slower(witness, which)) / min(slower("off", which))
+
+    seconds = statistics.median(slower(witness, 0)) / STEPS
+    return Cost(witness=witness, seconds=seconds, by_clock=ratio(0), by_cpu=ratio(1))
+
+
+def _rank(rank: int, folder: Path, rounds: int) -> None:
+    """One rank: every witness in turns."""
+    case = Case.parse(CASE)
+    with world(rank, 2, FileStore(str(folder / f"store{os.getppid()}"), 2), LIMIT_S):
+        step = _step(case)
+        for _ in range(3):
+            step()
+        spent: dict[str, list[Pair]] = {name: [] for name in ("off", *WITNESSES)}
+        for _ in range(rounds):
+            for name, pairs in spent.items():
+                pairs.append(_spent(step, partial(_watched, name, rank, case), once=name == ONCE))
+    (folder / f"{rank}.json").write_text(json.dumps(spent), encoding="utf-8")
+
+
+def _spent(step: Callable[[], None], watched: Callable[[], AbstractContextManager[None]], *, once: bool) -> Pair:
+    """Seconds of STEPS steps under a witness; of one that bears a single forward, each under a new one."""
+    clock = cpu = 0.0
+    for _ in range(STEPS):
+        with watched():
+            if not once:
+                step()
+            start = time.perf_counter(), time.thread_time()
+            step()
+            clock, cpu = clock + time.perf_counter() - start[0], cpu + time.thread_time() - start[1]
+    return clock, cpu
+
+
+def _step(case: Case) -> Callable[[], None]:
+    """Forward and backward of one micro-batch."""
+    device = torch.device("cpu")
+    rank = set_up(case, MODES[case.mode], Mesh.of(case), device)
+    batch = rank.parts.local(deliver(case, rank.mesh, 0, 0, device))
+
+    def step() -> None:
+        for parameter in rank.parameters.values():
+            parameter.grad = None
+        rank.parts.loss(rank.model(batch), rank.mode.laid_out(batch.labels)).sum().backward()
+
+    return step
+
+
+@contextmanager
+def _watched(name: str, rank: int, case: Case) -> Iterator[None]:
+    """The witness of this name around the body."""
+    with ExitStack() as watching:
+        if name.startswith("recording"):
+            recorder = watching.enter_context(Recorder("", case.mode, 2, case.axes, ranges=attached()))
+            watching.enter_context(observing(recorder))
+            watching.enter_context(recorder.on_rank(rank))
+        elif name == ONCE:
+            watching.enter_context(_counting())
+        elif name == "torch profiler":
+            watching.enter_context(profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=True))
+        yield
+
+
+@contextmanager
+def _counting() -> Iterator[None]:
+    with CommDebugMode():
+        yield
+
+
+def _main(folder: Path, rounds: int) -> int:
+    start = multiprocessing.get_context("spawn")
+    ranks = [start.Process(target=_rank, args=(rank, folder, rounds)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(LIMIT_S)
+        if process.is_alive():
+            process.kill()
+    return 0 if all(process.exitcode == 0 for process in ranks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(_main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,19 @@
+"""The cost of a witness is that of its quickest round on the slower rank, over the same of the unwatched step."""
+
+from __future__ import annotations
+
+import pytest
+
+from suites.bench_witnesses import STEPS, WITNESSES, cost_of
+
+OFF = [(2.0, 1.0), (4.0, 2.0)]
+"""Seconds by the clock and of CPU, one pair a round."""
+
+
+@pytest.mark.parametrize("witness", WITNESSES)
+def test_costs_are_ratios_of_quickest_rounds_on_the_slower_rank(witness: str) -> None:
+    ranks = [{"off": OFF, witness: [(3.0, 4.0), (9.0, 3.0)]}, {"off": OFF, witness: [(5.0, 1.0), (4.0, 1.0)]}]
+    cost = cost_of(ranks, witness)
+    # Slower rank by round: clock 5 and 9, CPU 4 and 3; unwatched 2 and 4, CPU 1 and 2.
+    assert (cost.by_clock, cost.by_cpu) == (5 / 2, 3 / 1)
+    assert cost.seconds == (5 + 9) / 2 / STEPS
