@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from harness.checks import CHECKS, Check
 from harness.classes import parted, representatives, sequences
-from harness.dry_run import DryRun, dry_run
+from harness.dry_run import DryRank, DryRun, dry_run
 from harness.engines.dry import DryEngine
 from harness.engines.engine import Unwaited
 from harness.errors import ranks_text
@@ -41,7 +41,7 @@ def dry_evidence(trial: Trial, engine: DryEngine) -> Evidence:
         events=run.events,
         expectation=expectation_of(trial),
         repeats=(),
-        unwaited=tuple(_unwaited(event) for rank in run.ranks for event in rank.unwaited),
+        unwaited=tuple(_unwaited(rank, event) for rank in run.ranks for event in rank.unwaited),
         saved_bytes=tuple(rank.saved_bytes for rank in run.ranks),
         ran=ranks,
         notes=(_memory(run), *_left_out(len(ranks), places, case.world_size)),
@@ -66,9 +66,15 @@ DRY_CHECKS: Mapping[str, Check] = {"ledger": ledger, "order": order, "waits": wa
 """Name -> check that a dry run can answer."""
 
 
-def _unwaited(event: Event) -> Unwaited:
+def _unwaited(rank: DryRank, event: Event) -> Unwaited:
+    """The call as engines tell of it: by its number among the rank's calls in its group."""
+    before = [other for other in rank.events if other.axis == event.axis and other.call_index < event.call_index]
     return Unwaited(
-        rank=event.rank, op=event.op, number=event.call_index, group=f"{event.axis} of rank", caller=event.caller
+        rank=rank.rank,
+        op=event.op,
+        number=sum(other.op not in ("send", "recv") for other in before),
+        group=f"{event.axis} ({event.group_size} ranks)",
+        caller=event.caller,
     )
 
 

@@ -198,7 +198,9 @@ def test_a_call_that_nobody_waits_for_is_told() -> None:
 
     with DryEngine() as engine:
         result = prove(Case.parse("mode=tp tp=2"), program, engine)
-    assert [v.check for v in result.verdicts if v.verdict == "fail"] == ["waits"]
+    (failed,) = [verdict for verdict in result.verdicts if verdict.verdict == "fail"]
+    assert failed.check == "waits"
+    assert "all_reduce #0 of tp (2 ranks) at " in failed.message and "in the ledger: " in failed.message
 
 
 def test_what_a_rank_raises_and_what_does_not_end_are_told_and_the_engine_goes_on() -> None:
