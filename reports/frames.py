@@ -134,6 +134,10 @@ def _cases(path: Path, notes: list[str]) -> pd.DataFrame:
     for name in ("case", "mode", "world_size"):
         if name not in frame:
             frame[name] = pd.Series([None] * len(frame), dtype="object")
+    # A line of another file, or of another program, may lack both: it is a case without them.
+    modes = ["" if mode is None or mode != mode else str(mode) for mode in frame["mode"]]  # noqa: PLR0124  (NaN)
+    sizes = pd.to_numeric(frame["world_size"], errors="coerce")
+    frame = frame.assign(case=frame["case"].astype("str"), mode=modes, world_size=sizes)
     return frame.drop_duplicates("case", keep="last", ignore_index=True)
 
 

@@ -204,6 +204,13 @@ def test_cases_without_a_verdict_are_told(folder: Path) -> None:
     assert any("1 of 2 cases have no verdict" in note for note in load(folder).notes)
 
 
+def test_cases_of_another_program_have_no_mode_and_no_size(folder: Path) -> None:
+    (folder / "cases.jsonl").write_text('{"case": 1}\n{"case": "mode=tp tp=2", "mode": null, "world_size": "two"}\n')
+    cases = load(folder).cases
+    assert list(cases["case"]) == ["1", "mode=tp tp=2"]
+    assert list(cases["mode"]) == ["", ""] and cases["world_size"].isna().all()
+
+
 # A folder that no run wrote
 
 
