@@ -54,8 +54,9 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
             return []
         weights[rank] = found
     rows = {rank: _place_on(evidence, "dp", rank) for rank in weights}
-    own = {rank: (w * tokens[rows[rank]].sum() / tokens.sum()) for rank, w in weights.items()}
-    if all(_alike(share.flatten()) for share in weights.values()) and _alike(torch.stack(list(own.values())).flatten()):
+    own = torch.stack([w.mean() * tokens[rows[rank]].sum() / tokens.sum() for rank, w in weights.items()])
+    scales = torch.stack([w.mean() for w in weights.values()])
+    if all(_alike(w.flatten()) for w in weights.values()) and _local(own, len(tokens)) and not _alike(scales):
         words = "every data rank divides by the tokens that it counted itself, not by those of all data ranks"
         return [Cause(id="local_count", words=words)]
     if all(bool((_others(w, rows[rank]).abs() < CLOSE).all()) for rank, w in weights.items()):
@@ -100,13 +101,18 @@ def _alike(values: Tensor) -> bool:
     return bool((values - values.mean()).abs().max() <= CLOSE * values.abs().max())
 
 
+def _local(shares: Tensor, count: int) -> bool:
+    """Whether each of `count` parts was divided by its own tokens; or that, and their mean taken for their sum."""
+    return any(bool(((shares - right).abs() <= CLOSE * right).all()) for right in (1.0, 1.0 / count))
+
+
 def _told(weights: Tensor, tokens: Tensor) -> Cause | None:
     """What weights [dp, micro] other than 1 mean; None when all are alike, which a factor tells."""
     if _alike(weights.flatten()):
         return None
-    if _alike((weights * tokens).flatten()):
+    if _local((weights * tokens / tokens.sum()).flatten(), tokens.numel()):
         return Cause(id="local_count", words="every micro-batch is divided by its own tokens, not by those of the step")
-    if _alike((weights.mean(1) * tokens.sum(1)).flatten()) and all(_alike(row) for row in weights):
+    if _local(weights.mean(1) * tokens.sum(1) / tokens.sum(), len(tokens)) and all(_alike(row) for row in weights):
         words = "every data rank divides by the tokens that it counted itself, not by those of all data ranks"
         return Cause(id="local_count", words=words)
     missing = weights.abs() < CLOSE
@@ -145,7 +151,19 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
     ):
         if math.isclose(left_out, square, rel_tol=CLOSE**2):
             return [Cause(id="norm_counts_few", words=f"it leaves out {what}")]
-    return _several_left_out(squares, left_out, evidence.case.dtype)
+    others = {f"{name} beyond the first rank's part": square for name, square in _beyond_first(evidence).items()}
+    return _several_left_out({**squares, **others}, left_out, evidence.case.dtype)
+
+
+def _beyond_first(evidence: Evidence) -> dict[str, float]:
+    """Split gradients -> the squares of all parts but the first rank's."""
+    found: dict[str, float] = {}
+    for name in evidence.truth:
+        first = blocks_of(evidence, name).get(0, ()) if kind_of(name) == "grad" else ()
+        if first and not _held_whole(evidence, name):
+            mine = sum(float(block.local.double().square().sum()) for block in first)
+            found[name] = float(evidence.truth[name].double().square().sum()) - mine
+    return found
 
 
 def _several_left_out(squares: Mapping[str, float], left_out: float, dtype: str) -> list[Cause]:

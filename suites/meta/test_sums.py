@@ -70,6 +70,13 @@ def test_what_a_gradient_counts_otherwise_is_told(seen: Evidence, cause: str, wo
     assert told.id == cause and told.words.startswith(words)
 
 
+def test_replicas_apart_by_rounding_are_not_taken_for_a_count() -> None:
+    assert from_shares(counting(torch.ones(2, 2), torch.full((2, 2), 1 + 2.0**-40)), [W1]) == []
+    seen = counting(torch.tensor([[0.25, 0.5], [0.25, 0.5]]))
+    halved = replace(seen, shares={**SHARES, "tokens": torch.tensor([[6.0, 3.0], [6.0, 3.0]])})
+    assert [told.id for told in from_shares(halved, [W1])] == ["unequal_shares"]  # equal products are no division
+
+
 def test_what_is_no_sum_of_shares_tells_nothing() -> None:
     assert from_shares(counting(torch.full((2, 2), 0.5)), [W1]) == []  # a factor, which is another pattern's
     seen = counting(torch.ones(2, 2))
