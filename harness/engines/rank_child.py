@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import threading
+import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -72,6 +73,7 @@ class Answer:
 def live(pipe: Connection, place: Launched) -> None:
     """The child's life: what the process is started with."""
     os.setpgid(0, 0)  # signals to the launched processes, Ctrl-C among them, are theirs: rank 0 decides what follows
+    warnings.filterwarnings("ignore", "Work::result API is being deprecated")  # by those who follow works: us
     life = _Life(pipe, place)
     threading.Thread(target=life.listen, name="orders", daemon=True).start()
     life.serve()
