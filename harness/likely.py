@@ -9,10 +9,12 @@ from torch import Tensor
 from harness.causes import Cause
 from harness.evidence import Evidence, split_axes
 from harness.ledger_checks import Difference, Line
-from harness.patterns import causes, partial_sums, same
+from harness.offsets import from_offsets
+from harness.patterns import causes, drift, partial_sums, same
 from harness.places import blocks_of
 from harness.sums import from_norms, from_shares, from_updates
 from harness.tolerance import kind_of
+from harness.what_ifs import what_if
 
 __all__ = ["likely"]
 
@@ -40,14 +42,6 @@ _USUAL: Mapping[str, tuple[str, str]] = {
     ),
 }
 """What is usually behind a check that no tensor explains: check -> (cause, words)."""
-_WHAT_IF: Mapping[str, str] = {
-    "mask_ignored": "without the loss mask: tokens count that are masked",
-    "padding_learned": "when tokens that are not to be learned get the label 0",
-    "labels_unshifted": "when every token is its own label: labels are not shifted by one",
-    "batch_repeated": "when every step reads the data of the first",
-    "borders_ignored": "when packed sentences have no borders: tokens see other sentences",
-}
-"""What if -> words; the names are those of `Evidence.alternatives`."""
 _FIELDS = ("phase", "region", "op", "reduce_op", "axis", "group_size", "dtype", "payload_bytes")
 
 
@@ -61,10 +55,12 @@ def likely(
     said: list[Cause] = []
     for told in dict.fromkeys(told for told in (*wrong[:1], name) if told in evidence.truth):
         said += _of_tensor(evidence, check, told)
-    said += from_shares(evidence, wrong)
+    said += from_shares(evidence, wrong) or from_offsets(evidence, wrong)
     said += from_updates(evidence, wrong)
     if parted:
         said.append(_blame(parted))
+    if not said and check == "replicas":
+        said += _of_another_replica(evidence, wrong)
     if not said and check in _USUAL:
         known, words = _USUAL[check]
         said.append(Cause(id=known, words=words))
@@ -77,24 +73,25 @@ def _of_tensor(evidence: Evidence, check: str, name: str) -> list[Cause]:
     if kind_of(name) == "logits":
         axes |= {"data ranks and micro-batches": axes.get("dp", 1) * evidence.case.micro}
     if (value := evidence.merged.tensors.get(name)) is not None:
-        said += _what_if(evidence, name, value) or causes(value, truth, axes, _neighbours(evidence, name))
+        said += what_if(evidence, name, value) or from_norms(evidence, name)
+        said = said or causes(value, truth, axes, _neighbours(evidence, name))
     elif check == "replicas":
-        said += partial_sums({rank: by[0].local for rank, by in blocks_of(evidence, name).items()}, truth, axes)
-    said += from_norms(evidence, name) if kind_of(name) == "grad_norm" else _loss_of_parts(evidence, name)
-    return _biases(evidence, name, said)
+        mine = {rank: by[0].local for rank, by in blocks_of(evidence, name).items()}
+        if drifting := drift(mine, truth):
+            return drifting
+        said += partial_sums(mine, truth, axes) + from_norms(evidence, name)
+    said += _loss_of_parts(evidence, name)
+    return _biases(evidence, name, [cause for cause in said if cause.id != "more_classes" or kind_of(name) == "loss"])
 
 
-def _what_if(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
-    """Whether the dense model computes this value when it reads its data otherwise."""
-    for word, change in _WHAT_IF.items():
-        other = evidence.alternatives.get(f"{word}/{name}")
-        if (
-            other is not None
-            and other.shape == value.shape
-            and not same(other, evidence.truth[name])
-            and same(value, other)
-        ):
-            return [Cause(id=word, words=f"it is what the dense model computes {change}")]
+def _of_another_replica(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
+    """What the first tensor tells whose replicas differ: one whose truth is next to nothing tells nothing."""
+    axes = split_axes(evidence.case)
+    for name in wrong:
+        if name in evidence.truth and name not in evidence.merged.tensors:
+            mine = {rank: by[0].local for rank, by in blocks_of(evidence, name).items()}
+            if said := partial_sums(mine, evidence.truth[name], axes):
+                return said
     return []
 
 

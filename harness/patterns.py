@@ -17,12 +17,14 @@ from torch import Tensor
 
 from harness.causes import Cause
 
-__all__ = ["causes", "explains", "partial_sums", "same"]
+__all__ = ["causes", "drift", "explains", "partial_sums", "same"]
 
 CLOSE = 1e-2
 """A pattern explains the tensor when what is left of the error is below this share of the error itself ..."""
 SINGLE = 1e-4
 """A single number comes near another one by chance, so it must come nearer."""
+DRIFT = 64
+"""Replicas within this many machine epsilons of the truth differ in their last bits only."""
 MOST_ROWS = 4096
 """Rows beyond this are not searched for permutations."""
 
@@ -243,3 +245,16 @@ def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Mapp
             )
             return [Cause(id="not_summed", words=words)]
     return []
+
+
+def drift(locals_by_rank: Mapping[int, Tensor], truth: Tensor) -> list[Cause]:
+    """Whether replicas that differ all are right but for their last bits."""
+    limit = float(truth.double().abs().max()) if truth.numel() else 0.0
+    for local in locals_by_rank.values():
+        allowed = min(DRIFT * torch.finfo(local.dtype).eps, SINGLE) if local.is_floating_point() else 0.0
+        if local.shape != truth.shape or not float((local.double() - truth.double()).abs().max()) <= allowed * limit:
+            return []
+    words = (
+        "every rank's is right but for its last bits: replicas computed or updated apart, each with its own rounding"
+    )
+    return [Cause(id="replicas_drift", words=words)] if limit else []

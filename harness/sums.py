@@ -59,7 +59,7 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
     if all(_alike(w.flatten()) for w in weights.values()) and _local(own, len(tokens)) and not _alike(scales):
         words = "every data rank divides by the tokens that it counted itself, not by those of all data ranks"
         return [Cause(id="local_count", words=words)]
-    if all(bool((_others(w, rows[rank]).abs() < CLOSE).all()) for rank, w in weights.items()):
+    if len(tokens) > 1 and all(bool((_others(w, rows[rank]).abs() < CLOSE).all()) for rank, w in weights.items()):
         words = "each data rank's own micro-batches alone are in it: it was never summed over dp"
         return [Cause(id="not_summed", words=words)]
     cause = _told(weights[0], tokens)
@@ -137,6 +137,9 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
     value = evidence.merged.tensors.get(name)
     if value is None:
         return _own_norms(evidence, name)
+    if _norms_added(evidence, float(value)):
+        words = "it is the sum of the norms of the ranks' parts: the root is taken before the sum of the squares"
+        return [Cause(id="norm_of_norms", words=words)]
     whole = sum(square for n, square in squares.items() if _held_whole(evidence, n))
     split, found = sum(squares.values()) - whole, float(value) ** 2
     for axis, size in split_axes(evidence.case).items():
@@ -153,6 +156,21 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
             return [Cause(id="norm_counts_few", words=f"it leaves out {what}")]
     others = {f"{name} beyond the first rank's part": square for name, square in _beyond_first(evidence).items()}
     return _several_left_out({**squares, **others}, left_out, evidence.case.dtype)
+
+
+def _norms_added(evidence: Evidence, value: float) -> bool:
+    """Whether this is a sum of norms over the ranks of a group, what every rank holds whole counted by the first."""
+    for groups in evidence.case.axes.values():
+        ranks = groups[0] if groups else ()
+        norms = []
+        for place, rank in enumerate(ranks):
+            names = [n for n in evidence.outcomes[rank] if kind_of(n) == "grad"]
+            counted = [n for n in names if place == 0 or not _held_whole(evidence, n)]
+            blocks = [block.local.double() for n in counted for block in evidence.outcomes[rank][n]]
+            norms.append(math.sqrt(sum(float(block.square().sum()) for block in blocks)))
+        if len(norms) > 1 and math.isclose(sum(norms), value, rel_tol=CLOSE**2):
+            return True
+    return False
 
 
 def _beyond_first(evidence: Evidence) -> dict[str, float]:
@@ -208,19 +226,15 @@ def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     value = {n: evidence.merged.tensors[n].double() for n in known}
     if all(float((value[n] - start).norm()) <= CLOSE**2 * float(start.norm()) for n, start in known.items()):
         return [Cause(id="never_updated", words="the parameters are what they were before the first step")]
-    gap, old = (
-        torch.cat([pick(n).flatten() for n in known])
-        for pick in (
-            lambda n: value[n] - evidence.truth[n].double(),
-            lambda n: evidence.truth[n.replace("param/", "grad/", 1)].double(),
-        )
-    )
-    if evidence.case.steps > 1 and _collinear(gap, old):
+    old = {n: evidence.truth[n.replace("param/", "grad/", 1)].double() for n in known}
+    if evidence.case.steps > 1 and all(_along(value[n] - evidence.truth[n].double(), old[n]) for n in known):
         words = "the update holds the gradient of the first step once more: gradients are not set to zero in between"
-        return [Cause(id="stale", words=words)]
+        return [Cause(id="not_zeroed", words=words)]
     return []
 
 
-def _collinear(a: Tensor, b: Tensor) -> bool:
+def _along(gap: Tensor, old: Tensor) -> bool:
+    """Whether what is wrong is some factor times an old gradient: which one depends on what sums it went through."""
+    a, b = gap.flatten(), old.flatten()
     power = float(a.norm() * b.norm())
     return power > 0 and abs(float(a @ b)) >= (1 - 1e-6) * power

@@ -44,7 +44,7 @@ class Reference:
 
     `control` and `control_activations` take parts=n too, the number of partial sums in place of their own choice.
     `shares` and `alternatives` are asked when a failure is explained: step 0 taken apart by data rank and micro-batch,
-    and what comes of data that are read otherwise (see `reference.shares`).
+    and what comes of data or weights that are read otherwise (see `reference.what_ifs`).
     """
 
     truth: str = "reference.subject:truth"
@@ -52,7 +52,7 @@ class Reference:
     control: str = "reference.control:control"
     control_activations: str = "reference.control:control_activations"
     shares: str = "reference.shares:shares"
-    alternatives: str = "reference.shares:alternatives"
+    alternatives: str = "reference.what_ifs:alternatives"
 
 
 REFERENCE = Reference()

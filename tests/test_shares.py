@@ -8,7 +8,8 @@ from reference import subject as dense
 from reference.batches import micro_batch
 from reference.case import Case
 from reference.parameters import full
-from reference.shares import alternatives, shares
+from reference.shares import shares
+from reference.what_ifs import alternatives
 
 CPU = torch.device("cpu")
 SIZES = "tp=1 dp=3 layers=1 heads=2 kv_heads=2 hidden=8 ffn=12 seq=8 vocab=264 steps=2"

@@ -107,7 +107,7 @@ BUGS = {
         old=ZEROED,
         new=f"        if step == 0:\n    {ZEROED}",
         first=("grad_sync", ""),
-        cause="stale",
+        cause="not_zeroed",
     ),
     "the same data in every step": Bug(
         text=TP,

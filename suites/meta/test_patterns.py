@@ -119,6 +119,38 @@ def test_a_what_if_of_the_data_is_told() -> None:
     assert [cause.id for cause in diagnose(seen, examine(seen), "forward").causes] == ["mask_ignored"]
 
 
+def test_a_what_if_that_explains_part_of_the_error_is_not_told() -> None:
+    """A value near a what-if that is itself near the truth has another cause."""
+    true = truth()["logits/0"]
+    other = {"fused_cut.one/logits/0": true + 1e-3 * drawn(*true.shape), "fused_cut.two/logits/0": true * 1.5}
+    for value, ids in ((true + 1e-4, []), (true * 1.5, ["fused_cut"])):
+        values = {**truth(), "logits/0": value}
+        seen = evidence(*(outcome_of(rank, values) for rank in range(2)), alternatives=other)
+        found = {cause.id for cause in diagnose(seen, examine(seen), "forward").causes}
+        assert [known for known in ("fused_cut",) if known in found] == ids
+
+
+def test_replicas_that_differ_in_their_last_bits_alone() -> None:
+    name = "act/embedding"
+    near = evidence(outcome_of(0, truth()), outcome_of(1, {**truth(), name: truth()[name] * (1 + 2**-48)}))
+    (drifting,) = diagnose(near, examine(near), "replicas").causes
+    assert drifting.id == "replicas_drift"
+    assert drifting.words.startswith("every rank's is right but for its last bits")
+    far = evidence(outcome_of(0, truth()), outcome_of(1, {**truth(), name: truth()[name] * (1 + 2**-40)}))
+    assert "replicas_drift" not in told(far)
+
+
+def test_another_replica_tells_what_the_first_one_cannot() -> None:
+    """The first wrong tensor is next to nothing in truth; terms of the second add up to its truth."""
+    first, second, term = "act/embedding", "act/layers.0.mlp.w1", drawn(2, 3, 6)
+    true = {**truth(), first: truth()[first] * 1e-20}
+    ranks = [
+        outcome_of(0, {**true, first: true[first] + 1, second: true[second] - term}),
+        outcome_of(1, {**true, first: true[first] + 2, second: term}),
+    ]
+    assert told(evidence(*ranks, truth=true)) == ["not_summed"]
+
+
 def test_stale_values_and_scalars() -> None:
     now, before = torch.tensor(3.0), torch.tensor(5.0)
     (stale,) = causes(before, now, {"tp": 2}, {"loss/0": before})

@@ -125,6 +125,16 @@ def test_norms_that_were_never_summed_are_told() -> None:
     assert told.id == "norm_counts_few" and told.words.endswith("it was never summed")
 
 
+def test_norms_of_parts_that_were_added_are_told() -> None:
+    ranks = [outcome_of(rank, truth()) for rank in range(2)]
+    names = [f"grad/layers.0.mlp.{leaf}.weight" for leaf in ("w1", "w2")]
+    split = [sum(float(rank[name].local.square().sum()) for name in names) for rank in ranks]
+    value = torch.tensor(math.sqrt(split[0] + WHOLE) + math.sqrt(split[1]), dtype=torch.float64)
+    (told,) = from_norms(evidence(*({**rank, "grad_norm/0": value} for rank in ranks)), "grad_norm/0")
+    assert told.id == "norm_of_norms"
+    assert told.words.startswith("it is the sum of the norms of the ranks' parts")
+
+
 def test_what_became_of_parameters_is_told() -> None:
     name = "param/layers.0.mlp.w1.weight"
     start = {name.replace("param", "start"): drawn(8, 6, seed=4)}
@@ -134,5 +144,5 @@ def test_what_became_of_parameters_is_told() -> None:
         return [told.id for told in from_updates(seen, [name])]
 
     assert causes(start[name.replace("param", "start")]) == ["never_updated"]
-    assert causes(truth()[name] - 0.3 * truth()[W1]) == ["stale"]
+    assert causes(truth()[name] - 0.3 * truth()[W1]) == ["not_zeroed"]
     assert causes(truth()[name] + drawn(8, 6, seed=5)) == []

@@ -28,7 +28,7 @@ DATA_AND_POSITIONS = (
         kills="forward",
         phase="data|forward",
         region="|embedding",
-        cause="",
+        cause="data_rank_repeated",
     ),
     Mutant(
         name="same-batch-in-every-step",
@@ -48,7 +48,7 @@ DATA_AND_POSITIONS = (
         kills="forward",
         phase="data|forward",
         region="",
-        cause="",
+        cause="micro_repeated",
     ),
     Mutant(
         name="flat-data-walked-with-another-stride",
@@ -137,7 +137,7 @@ DATA_AND_POSITIONS = (
         kills="activations",
         phase="data|forward",
         region=f"embedding|{_ATTENTION}",
-        cause="",
+        cause="positions_restart",
     ),
     Mutant(
         name="rotary-not-applied",
@@ -148,7 +148,7 @@ DATA_AND_POSITIONS = (
         kills="activations",
         phase="forward",
         region=_ATTENTION,
-        cause="",
+        cause="positions_missing",
     ),
     Mutant(
         name="random-number-drawn-on-one-rank",

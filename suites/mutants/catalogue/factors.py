@@ -152,6 +152,6 @@ FACTORS = (
         alone=True,
         phase="loss",
         region="",
-        cause="",
+        cause="replicas_drift",
     ),
 )

@@ -44,7 +44,7 @@ LAYOUTS = (
         kills="activations",
         phase="forward",
         region=_ATTENTION,
-        cause="",
+        cause="fused_cut",
     ),
     Mutant(
         name="keys-and-values-exchanged",
@@ -61,7 +61,7 @@ LAYOUTS = (
         kills="activations",
         phase="forward",
         region=_ATTENTION,
-        cause="",
+        cause="kv_exchanged",
     ),
     Mutant(
         name="fused-gate-and-up-cut-as-one",
@@ -78,7 +78,7 @@ LAYOUTS = (
         kills="activations",
         phase="forward",
         region="layers.0.mlp*",
-        cause="",
+        cause="fused_cut",
     ),
     Mutant(
         name="gate-and-up-exchanged",
@@ -95,7 +95,7 @@ LAYOUTS = (
         kills="activations",
         phase="forward",
         region="layers.0.mlp*",
-        cause="",
+        cause="gate_exchanged",
     ),
     Mutant(
         name="all-to-all-without-its-permutation",
@@ -186,7 +186,7 @@ LAYOUTS = (
         kills="parameter_gradients|replicas",
         phase="backward|grad_sync",
         region="head|final_norm|embedding.*|layers.*",
-        cause="",
+        cause="flat_offset",
     ),
     Mutant(
         name="fused-gradients-walked-with-another-stride",
@@ -196,7 +196,7 @@ LAYOUTS = (
         kills="parameter_gradients",
         phase="backward",
         region="layers.*",
-        cause="",
+        cause="flat_offset",
     ),
     Mutant(
         name="head-made-dense-again",

@@ -85,7 +85,7 @@ NORMS_AND_CLIP = (
         alone=True,
         phase=_WHEN,
         region="",
-        cause="",
+        cause="norm_of_norms",
     ),
     Mutant(
         name="norm-of-an-earlier-step",

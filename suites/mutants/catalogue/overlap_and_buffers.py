@@ -250,7 +250,7 @@ OVERLAP_AND_BUFFERS = (
         kills="gradient_norm",
         phase="step|grad_sync|backward",
         region="",
-        cause="",
+        cause="not_zeroed",
     ),
     Mutant(
         name="another-tensor-reduced",

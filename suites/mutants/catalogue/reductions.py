@@ -210,6 +210,6 @@ REDUCTIONS = (
         alone=True,
         phase=_SYNCED,
         region="final_norm|layers.*",
-        cause="",
+        cause="replicas_drift",
     ),
 )

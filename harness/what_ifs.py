@@ -1,0 +1,54 @@
+"""What-ifs: whether the dense model computes a wrong value when one rule of data, weights or training is not kept.
+
+`Evidence.alternatives` holds them under "<what if>/<name>"; what stands behind a dot in a what-if is one reading of it.
+Tested on numbers: a what-if must explain nearly all of the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from harness.causes import Cause
+from harness.evidence import Evidence
+from harness.patterns import explains
+
+__all__ = ["WHAT_IF", "what_if"]
+
+WHAT_IF: Mapping[str, str] = {
+    "mask_ignored": "without the loss mask: tokens count that are masked",
+    "padding_learned": "when tokens that are not to be learned get the label 0",
+    "labels_unshifted": "when every token is its own label: labels are not shifted by one",
+    "batch_repeated": "when every step reads the data of the first",
+    "data_rank_repeated": "when every data rank reads the data of the first",
+    "micro_repeated": "when every micro-batch is the first one",
+    "borders_ignored": "when packed sentences have no borders: tokens see other sentences",
+    "positions_missing": "when every token stands at place 0: positions are not applied",
+    "positions_restart": "when positions begin anew in every rank's part of a sequence",
+    "kv_exchanged": "when keys and values are exchanged",
+    "gate_exchanged": "when gate and up are exchanged",
+    "fused_cut": "when a fused weight is cut into other blocks than its rows form",
+}
+"""What if -> words."""
+
+
+def what_if(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
+    """The first what-if that the dense model computes this wrong value under."""
+    truth = evidence.truth[name]
+    for word, other in _readings(evidence, name):
+        if other.shape == value.shape and explains(other, value, truth):
+            return [Cause(id=word, words=f"it is what the dense model computes {WHAT_IF[word]}")]
+    return []
+
+
+def _readings(evidence: Evidence, name: str) -> Iterator[tuple[str, Tensor]]:
+    """All readings of all what-ifs of this name, in the order of WHAT_IF."""
+    of_name: dict[str, list[Tensor]] = {}
+    for key, other in evidence.alternatives.items():
+        reading, _, told = key.partition("/")
+        if told == name:
+            of_name.setdefault(reading.partition(".")[0], []).append(other)
+    for word in WHAT_IF:
+        for other in of_name.get(word, ()):
+            yield word, other
