@@ -147,7 +147,7 @@ BUGS = {
         old=READ,
         new=READ.replace('mesh.axis("dp").rank', "0"),
         first=("forward", "embedding"),
-        cause="other_shard",
+        cause="data_rank_repeated",
     ),
     "rows of another layout": Bug(
         text=FSP,
