@@ -26,6 +26,8 @@ CLOSE = 1e-3
 """Weights and norms are taken for equal within this share of themselves."""
 LEFT = 1e-2
 """A fit explains a wrong tensor when it leaves less than this share of its error."""
+LITTLE = 1e-2
+"""An update by this factor smaller leaves the weights of the next step as good as where they were."""
 MOST = 4096
 """Elements of one tensor that a fit looks at."""
 
@@ -230,7 +232,21 @@ def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     if evidence.case.steps > 1 and all(_along(value[n] - evidence.truth[n].double(), old[n]) for n in known):
         words = "the update holds the gradient of the first step once more: gradients are not set to zero in between"
         return [Cause(id="not_zeroed", words=words)]
-    return []
+    return _scaled_down(evidence, {n: value[n] - start for n, start in known.items()})
+
+
+def _scaled_down(evidence: Evidence, moved: Mapping[str, Tensor]) -> list[Cause]:
+    """Whether parameters moved so little that all steps began at the same weights, and in the right direction."""
+    straight = [evidence.alternatives.get(f"first_order/{name}") for name in moved]
+    if any(update is None for update in straight):
+        return []
+    x = torch.cat([update.flatten() for update in moved.values()])
+    d = torch.cat([update.double().flatten() for update in straight if update is not None])
+    factor = float(x @ d) / float(d @ d) if bool(d.any()) else 0.0
+    if not 0 < factor < LITTLE or float((x - factor * d).norm()) > LEFT * float(x.norm()):
+        return []
+    words = f"the updates are {factor:.3g} x the right ones: gradients that are divided once more before the step"
+    return [Cause(id="scaled_down", words=words)]
 
 
 def _along(gap: Tensor, old: Tensor) -> bool:

@@ -43,8 +43,8 @@ class Reference:
     """Names of the dense model's functions (case, device) -> outcome: the truth, and the control runs beside it.
 
     `control` and `control_activations` take parts=n too, the number of partial sums in place of their own choice.
-    `shares` and `alternatives` are asked when a failure is explained: step 0 taken apart by data rank and micro-batch,
-    and what comes of data or weights that are read otherwise (see `reference.what_ifs`).
+    The others are asked when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes of
+    data or weights that are read otherwise (see `reference.what_ifs`) and of other rules of the steps.
     """
 
     truth: str = "reference.subject:truth"
@@ -53,6 +53,7 @@ class Reference:
     control_activations: str = "reference.control:control_activations"
     shares: str = "reference.shares:shares"
     alternatives: str = "reference.what_ifs:alternatives"
+    trainings: str = "reference.what_if_training:trainings"
 
 
 REFERENCE = Reference()
@@ -180,12 +181,14 @@ def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evide
     """The same evidence with what explains these wrong names: gradients taken apart, data read otherwise."""
     kinds = {kind_of(name) for name in wrong}
     shares: Mapping[str, Tensor] = {}
-    what_if: Mapping[str, Tensor] = {}
+    what_if: dict[str, Tensor] = {}
     try:
         if kinds & {"grad", "param", "grad_norm", "act"}:
             shares = _dense(trial, trial.reference.shares, part="explained")
-        if kinds & {"act", "logits", "loss"}:
-            what_if = _dense(trial, trial.reference.alternatives, part="explained")
+        if kinds & {"act", "logits", "loss", "grad"}:
+            what_if |= _dense(trial, trial.reference.alternatives, part="explained")
+        if "param" in kinds:
+            what_if |= _dense(trial, trial.reference.trainings, part="explained")
     except Exception as problem:  # the failure stands; less of it is explained, and that is said
         trial.problems["explanation"] = f"the dense model could not be asked: {type(problem).__name__}: {problem}"
     return replace(evidence, shares=shares, alternatives=what_if)

@@ -29,6 +29,20 @@ WHAT_IF: Mapping[str, str] = {
     "kv_exchanged": "when keys and values are exchanged",
     "gate_exchanged": "when gate and up are exchanged",
     "fused_cut": "when a fused weight is cut into other blocks than its rows form",
+    "foreign_rows": "when every part of a split table adds a row for tokens that lie elsewhere: they are not masked",
+    "rows_late": "when all parts of a split table but the first look up the next row: a range off by one",
+    "flat_dim": "when parts along an inner dim lie end to end in memory: a collective that works along dim 0",
+    "ignored_learned": "when tokens without a label count",
+    "padding_counted": "when padded columns of the vocabulary take part in the softmax",
+    "smoothing_missing": "without label smoothing",
+    "smoothing_by_part": "when label smoothing is spread over the classes of one part of the vocabulary",
+    "tied_part": "when the tied weight gets the gradient of one of its two uses alone",
+    "tied_twice": "when the gradient of one of the tied weight's two uses counts twice",
+    "untied": "when the tied head keeps its first weights: head and embedding are no longer one",
+    "step_missing": "before the last step: it was not taken, or came after the parameters were read",
+    "unclipped": "without clipping",
+    "clip_scales_up": "when a norm below the limit is scaled up to it",
+    "decay_missing": "without weight decay",
 }
 """What if -> words."""
 

@@ -48,9 +48,18 @@ class Batch:
     max_seqlen: int
 
 
-def micro_batch(case: Case, step: int, micro: int, dp_rank: int, *, device: torch.device | str = "cpu") -> Batch:
+def micro_batch(
+    case: Case,
+    step: int,
+    micro: int,
+    dp_rank: int,
+    *,
+    device: torch.device | str = "cpu",
+    padding: int = IGNORED,
+) -> Batch:
     """Micro-batch `micro` of step `step` on data rank `dp_rank`: a pure function of the case and its corpus.
 
+    `padding` is the label of what is not to be learned, before any is masked; another one is a what-if's.
     Neither the mode nor tp, wp, pp or cp changes it. Raises DataError when the corpus cannot be read, ValueError when
     the case has no such micro-batch.
     """
@@ -60,7 +69,8 @@ def micro_batch(case: Case, step: int, micro: int, dp_rank: int, *, device: torc
     stream = _stream(corpus.sources(case), case.vocab, case.seq, case.seed)
     rows = _rows(case, stream, (step * case.micro + micro) * case.dp + dp_rank)
     generator = torch.Generator(device="cpu").manual_seed(_mixed(case.seed, step, micro, dp_rank))
-    labels, loss_mask = _masked(rows.labels, _valid_count(case, micro * case.dp + dp_rank), generator)
+    labels = rows.labels.where(rows.labels >= 0, padding)
+    labels, loss_mask = _masked(labels, _valid_count(case, micro * case.dp + dp_rank), generator)
     # every second column of a wider tensor: contiguous nowhere, on any device
     tokens = torch.stack((rows.tokens, labels), dim=-1).to(device)[..., 0]
     return Batch(

@@ -7,7 +7,7 @@ learning rate `lr`, AdamW with weight decay 0.01.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,8 @@ __all__ = ["LARGEST_LOGITS", "Feed", "clip", "gradient_norm", "optimizer", "trai
 LARGEST_LOGITS = 2**24
 """Elements of the full logits of one step above which an outcome leaves them out."""
 WEIGHT_DECAY = 0.01
+Clipping = Callable[[Mapping[str, Tensor], Tensor, float], None]
+"""What becomes of all gradients, in place, given their norm and the case's largest one."""
 
 
 class Feed(Protocol):
@@ -54,13 +56,16 @@ def train(
     feed: Feed = micro_batch,
     arithmetic: Arithmetic = PLAIN,
     last_first: bool = False,
+    decay: float = WEIGHT_DECAY,
+    clipping: Clipping | None = None,
 ) -> dict[str, Tensor]:
     """The outcome of training these full weights on their device and in their dtype.
 
-    `last_first` adds the micro-batches' gradients in reversed order. The weights given are left as they are.
+    `last_first` adds the micro-batches' gradients in reversed order; `decay` and `clipping` are for what-ifs. The
+    weights given are left as they are.
     """
     parameters = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
-    stepper = optimizer(case, list(parameters.values()))
+    stepper = optimizer(case, list(parameters.values()), decay)
     outcome: dict[str, Tensor] = {}
     metrics: list[metric.Totals] = []
     for step in range(case.steps):
@@ -73,7 +78,7 @@ def train(
         if step == 0:
             outcome |= {f"grad/{name}": gradient.clone() for name, gradient in gradients.items()}
         outcome[f"grad_norm/{step}"] = gradient_norm(gradients)
-        clip(gradients, outcome[f"grad_norm/{step}"], case.clip)
+        (clipping or clip)(gradients, outcome[f"grad_norm/{step}"], case.clip)
         stepper.step()
         metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
     if metrics:
@@ -133,8 +138,8 @@ def clip(gradients: Mapping[str, Tensor], norm: Tensor, largest: float) -> None:
             gradient.mul_(factor)
 
 
-def optimizer(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:
+def optimizer(case: Case, parameters: list[Tensor], decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
     """The case's optimizer over these leaf tensors."""
     if case.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=case.lr, weight_decay=WEIGHT_DECAY)
+        return torch.optim.AdamW(parameters, lr=case.lr, weight_decay=decay)
     return torch.optim.SGD(parameters, lr=case.lr)

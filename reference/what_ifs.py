@@ -20,6 +20,7 @@ from reference.case import Case
 from reference.packing import IGNORED
 from reference.parameters import full, shapes
 from reference.training import Feed, train
+from reference.what_if_tables import embedded, losses, tied_uses
 
 __all__ = ["alternatives", "weights_of"]
 
@@ -41,7 +42,7 @@ def alternatives(case: Case, device: torch.device) -> dict[str, Tensor]:
         found |= {f"batch_repeated/{name}": again[name] for name in ("logits/1", "loss/1") if name in again}
     for word, changed in _readings(case, weights).items():
         found |= {f"{word}/{name}": tensor for name, tensor in observe(case, changed).items()}
-    return found
+    return found | embedded(case, weights, device) | tied_uses(case, weights) | losses(case, weights, device)
 
 
 def weights_of(case: Case, device: torch.device) -> _Weights:
@@ -56,6 +57,7 @@ def _feeds(case: Case) -> dict[str, Feed]:
     """What if -> the data read that way, for those that make a difference in this case."""
     batch = micro_batch(case, 0, 0, 0)
     found = {word: _reading(change) for word, change in _CHANGES.items() if change(case, batch) is not None}
+    found["padding_learned.drawn"] = _padding_drawn
     if case.dp > 1:
         found["data_rank_repeated"] = _first_data_rank
     if case.micro > 1:
@@ -81,6 +83,10 @@ def _first_data_rank(case: Case, step: int, micro: int, dp_rank: int, /, *, devi
 
 def _first_micro(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
     return micro_batch(case, step, 0, dp_rank, device=device)
+
+
+def _padding_drawn(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+    return micro_batch(case, step, micro, dp_rank, device=device, padding=0)
 
 
 def _mask_ignored(case: Case, batch: Batch) -> Batch:

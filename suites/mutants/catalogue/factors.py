@@ -124,7 +124,7 @@ FACTORS = (
         kills="update",
         phase="step",
         region="",
-        cause="",
+        cause="scaled_down",
     ),
     Mutant(
         name="reported-loss-summed-again",

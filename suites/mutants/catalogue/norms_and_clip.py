@@ -145,6 +145,6 @@ NORMS_AND_CLIP = (
         kills="update",
         phase="step",
         region="*",
-        cause="",
+        cause="clip_scales_up",
     ),
 )

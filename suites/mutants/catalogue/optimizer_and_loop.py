@@ -54,7 +54,7 @@ OPTIMIZER_AND_LOOP = (
         alone=True,
         phase="step",
         region="*",
-        cause="",
+        cause="step_missing",
     ),
     Mutant(
         name="weight-decay-forgotten",
@@ -68,7 +68,7 @@ OPTIMIZER_AND_LOOP = (
         kills="update",
         phase="step",
         region="",
-        cause="",
+        cause="decay_missing",
     ),
     Mutant(
         name="gradients-returned-without-a-copy",

@@ -49,7 +49,7 @@ VOCABULARY_AND_LOSS = (
         kills="forward",
         phase="loss",
         region="",
-        cause="",
+        cause="smoothing_by_part",
     ),
     Mutant(
         name="foreign-tokens-not-masked",
@@ -65,7 +65,7 @@ VOCABULARY_AND_LOSS = (
         kills="activations",
         phase="forward",
         region="embedding",
-        cause="",
+        cause="foreign_rows",
     ),
     Mutant(
         name="embedding-range-off-by-one",
@@ -77,7 +77,7 @@ VOCABULARY_AND_LOSS = (
         kills="activations",
         phase="forward",
         region="embedding",
-        cause="",
+        cause="rows_late",
     ),
     Mutant(
         name="padded-columns-count",
@@ -88,7 +88,7 @@ VOCABULARY_AND_LOSS = (
         kills="forward",
         phase="loss",
         region="",
-        cause="",
+        cause="padding_counted",
     ),
     Mutant(
         name="sentinel-meets-padding",
@@ -123,7 +123,7 @@ VOCABULARY_AND_LOSS = (
         kills="forward",
         phase="loss",
         region="",
-        cause="",
+        cause="ignored_learned",
     ),
     Mutant(
         name="loss-mask-left-out",
@@ -154,7 +154,7 @@ VOCABULARY_AND_LOSS = (
         kills="parameter_gradients",
         phase="backward",
         region="embedding.tokens|head",
-        cause="",
+        cause="tied_twice",
     ),
     Mutant(
         name="tied-head-without-its-gradient",
@@ -165,7 +165,7 @@ VOCABULARY_AND_LOSS = (
         kills="parameter_gradients",
         phase="backward",
         region="embedding.tokens|head",
-        cause="",
+        cause="tied_part",
     ),
     Mutant(
         name="tied-head-keeps-an-old-copy",
@@ -176,6 +176,6 @@ VOCABULARY_AND_LOSS = (
         kills="forward",
         phase="forward|step",
         region="",
-        cause="",
+        cause="untied",
     ),
 )
