@@ -96,8 +96,8 @@ PLANTED: dict[str, tuple[str, str, str, str, str]] = {
     "q/k norms not summed": (
         "tp=2 qk_norm=true",
         "parallel.weight_parallel",
-        "return not placements(case)[name].axis",
-        'return not placements(case)[name].axis and "q_norm" not in name',
+        'return not _is_split(name.rpartition(".")[0])',
+        'return not _is_split(name.rpartition(".")[0]) and "q_norm" not in name',
         "ledger numbers",
     ),
     "positions not sliced": (

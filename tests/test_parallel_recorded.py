@@ -188,7 +188,7 @@ REMOVALS = {
     "data, sizes": (
         "tp delivery=flat",
         "parallel.batch",
-        ("in broadcast(sizes, axis).view(", f"in torch.tensor({SIZES}).view("),
+        ("_told(broadcast(sizes, axis), case)", f"_told(torch.tensor({SIZES}), case)"),
         ("data", ""),
     ),
     "data, everything": (

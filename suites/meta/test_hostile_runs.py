@@ -18,7 +18,7 @@ from hypothesis import settings
 
 from reports.baselines import save, side
 from reports.frames import load
-from suites.meta import sample_run, scale
+from suites.meta import sample_run
 from suites.meta.command_line import CommandLine, command_line
 
 FILES = ("env.json", "cases.jsonl", "ledger.csv", "summary.csv", "verdicts.jsonl", "timings.csv", "memory.csv")
@@ -84,7 +84,7 @@ _RUN = """
 import sys
 from pathlib import Path
 from suites.meta.scale import written
-written(Path(sys.argv[1]), 10**9)
+written(Path(sys.argv[1]), 10**6)
 """
 
 
@@ -109,8 +109,10 @@ def test_a_run_killed_at_any_moment_can_be_shown(shardproof: CommandLine, tmp_pa
 
 
 def test_many_events_take_bounded_time_and_memory(tmp_path: Path) -> None:
-    parts = list(scale.measured(tmp_path, 1_000_000 if DEEP else 20_000))
-    assert [part for part, *_ in parts][-1] == "compared"
-    _, _, busy_s, most_mib = parts[-1]
-    assert busy_s < 30
-    assert most_mib < 2000
+    command = [sys.executable, "-m", "suites.meta.scale", "--events", str(1_000_000 if DEEP else 20_000)]
+    # A process of its own: the most memory that this one ever had tells of other tests.
+    told = subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True, text=True, timeout=600)
+    part, _, _, busy_s, _, _, most_mib, _ = told.stdout.splitlines()[-1].split()
+    assert part == "compared"
+    assert float(busy_s) < 30
+    assert float(most_mib) < 2000

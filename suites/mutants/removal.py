@@ -19,8 +19,9 @@ from suites.mutants.planting import planted, source_of
 __all__ = ["Site", "sites", "source_without", "without"]
 
 _RAW = "parallel.collectives"
-_APART = (_RAW, "parallel.deviations")
-"""The collectives themselves, and the wrong mathematics of the variants, which is there to be caught."""
+_APART = (_RAW, "parallel.deviations", "parallel.scaled")
+"""The collectives themselves; the wrong mathematics of the variants, which is there to be caught; and loss scaling, a
+subject of its own (tests/test_scaled.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
