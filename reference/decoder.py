@@ -24,10 +24,14 @@ Tap = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
-    """How the sums of linears and norms are taken; the control run takes the same sums in another order."""
+    """How the sums of linears and norms are taken; the control run takes the same sums in another order.
+
+    Another `attention` core is a what-if's.
+    """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.linear
     norm: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.norm
+    attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = layers.attention
 
 
 PLAIN = Arithmetic()
@@ -83,7 +87,7 @@ class _Pass:
         if self.case.positions == "rope":
             q_BSND = layers.rotate(q_BSND, self.batch.positions)
             k_BSKD = layers.rotate(k_BSKD, self.batch.positions)
-        context_BSE = layers.attention(q_BSND, k_BSKD, v_BSKD, visible_SS)
+        context_BSE = self.arithmetic.attention(q_BSND, k_BSKD, v_BSKD, visible_SS)
         return self._told(name, self.linear(f"{name}.wo", context_BSE))
 
     def mlp(self, name: str, x_BSH: Tensor) -> Tensor:

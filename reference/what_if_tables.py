@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from reference import decoder
+from reference.activations import observe
 from reference.batches import Batch, micro_batch
 from reference.case import Case
 from reference.loss import IGNORED, counted
 from reference.training import train
 
-__all__ = ["embedded", "losses", "tied_uses"]
+__all__ = ["embedded", "losses", "own_labels", "tied_uses"]
 
 _Weights = dict[str, Tensor]
 
@@ -87,6 +88,21 @@ def tied_uses(case: Case, weights: _Weights) -> dict[str, Tensor]:
         "tied_twice.embedding": 2 * looked_up + head,
     }
     return {f"{reading}/grad/embedding.tokens.weight": gradient for reading, gradient in readings.items()}
+
+
+def own_labels(case: Case, weights: _Weights, device: torch.device) -> dict[str, Tensor]:
+    """The logits' gradient when a part of the vocabulary gets one for its own labels alone."""
+    if not _parts(case):
+        return {}
+    slope = observe(case, weights)["act_grad/head"]
+    labels = torch.cat([micro_batch(case, 0, 0, data_rank, device=device).labels for data_rank in range(case.dp)])
+    found = {}
+    for parts in _parts(case):
+        columns = case.padded_vocab // parts
+        place = torch.arange(case.vocab, device=device) // columns
+        mine = labels.where(labels != IGNORED, -columns)[..., None] // columns == place
+        found[f"own_labels.{parts}/act_grad/head"] = slope * mine
+    return found
 
 
 def losses(case: Case, weights: _Weights, device: torch.device) -> dict[str, Tensor]:

@@ -20,7 +20,8 @@ from reference.case import Case
 from reference.packing import IGNORED
 from reference.parameters import full, shapes
 from reference.training import Feed, train
-from reference.what_if_tables import embedded, losses, tied_uses
+from reference.what_if_attention import exchanged
+from reference.what_if_tables import embedded, losses, own_labels, tied_uses
 
 __all__ = ["alternatives", "weights_of"]
 
@@ -42,6 +43,7 @@ def alternatives(case: Case, device: torch.device) -> dict[str, Tensor]:
         found |= {f"batch_repeated/{name}": again[name] for name in ("logits/1", "loss/1") if name in again}
     for word, changed in _readings(case, weights).items():
         found |= {f"{word}/{name}": tensor for name, tensor in observe(case, changed).items()}
+    found |= exchanged(case, weights) | own_labels(case, weights, device)
     return found | embedded(case, weights, device) | tied_uses(case, weights) | losses(case, weights, device)
 
 

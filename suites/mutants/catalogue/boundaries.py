@@ -109,7 +109,7 @@ BOUNDARIES = (
         kills="activation_gradients",
         phase="backward",
         region="head|",
-        cause="",
+        cause="own_labels",
     ),
     Mutant(
         name="conjugate-skipped-on-a-fast-path",

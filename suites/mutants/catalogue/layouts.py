@@ -123,7 +123,7 @@ LAYOUTS = (
         kills="activations",
         phase="forward",
         region=_ATTENTION,
-        cause="",
+        cause="transposed",
     ),
     Mutant(
         name="gathered-on-flat-memory",
@@ -176,7 +176,7 @@ LAYOUTS = (
         kills="activations",
         phase="forward",
         region=_ATTENTION,
-        cause="",
+        cause="kv_order",
     ),
     Mutant(
         name="flat-buffer-walked-with-another-stride",

@@ -175,7 +175,7 @@ REDUCTIONS = (
         kills="activation_gradients",
         phase="backward",
         region="layers.*.attention.*",
-        cause="",
+        cause="kv_alone",
     ),
     Mutant(
         name="replicas-kept-equal-by-averaging",
