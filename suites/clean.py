@@ -1,11 +1,12 @@
-"""Quiet when right: proves many generated cases of a subject that is right, and lists every verdict that is no pass.
+"""Quiet when right: proves many generated cases of a subject that is right, and lists every verdict that says else.
 
     python -m suites.clean --cases 10000 --dtype float64 --part 1/2 --out DIR
 
-Every check is asked on every case. An alarm is a verdict that is not `pass`, an error of our own included. Cases are
+Every check is asked on every case. An alarm is a verdict `fail`, or a run that ended with an error. A check that
+rounding leaves undecided in a low precision is no alarm: it is counted beside them, for it says nothing. Cases are
 drawn by hypothesis from a seed, in equal shares for all modes; parts draw from seeds of their own, so that as many
-processes as the machine has cores share the work. `clean.csv` has one row a part, `alarms.jsonl` one line an alarm;
-both grow as it runs. Times are seconds.
+processes as the machine has cores share the work. `clean-*.csv` has one row a part, `alarms-*.jsonl` one line for every
+verdict that did not pass; both grow as it runs. Times are seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.progress import Progress
 
 from harness.engines.inproc import InprocEngine
 from harness.errors import RequestError, ShardproofError
+from harness.evidence import UNKNOWN
 from harness.proof import prove
 from reference.case import Case
 from suites.prover import chosen_modes
@@ -57,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A verdict on a right subject that is no pass."""
+    """A verdict on a right subject that is no pass: an alarm, or undecided."""
 
     case: str
     check: str
@@ -67,19 +69,20 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """What a part came to: `refused` cases are those that the subject does not take."""
+    """What a part came to: `refused` cases are those that the subject does not take; `undecided` counts verdicts."""
 
     dtype: str
     cases: int
     refused: int
     alarms: int
+    undecided: int
     seconds: float
 
 
 def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
-    """After every mode: the part so far, and the alarms of that mode."""
+    """After every mode: the part so far, and what did not pass in that mode."""
     start_s = time.perf_counter()
-    proved = refused = alarms = 0
+    proved = refused = alarms = undecided = 0
     with InprocEngine() as engine:
         for mode, share in part.shares().items():
             found: list[Alarm] = []
@@ -87,9 +90,19 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
                 told = _alarms(case, part.subject, engine)
                 proved, refused = proved + (told is not None), refused + (told is None)
                 found += told or []
-            alarms += len(found)
-            seconds = round(time.perf_counter() - start_s, 1)
-            yield Campaign(dtype=part.dtype, cases=proved, refused=refused, alarms=alarms, seconds=seconds), found
+            unsure = sum(one.verdict == UNKNOWN and one.check != "run" for one in found)
+            alarms, undecided = alarms + len(found) - unsure, undecided + unsure
+            yield (
+                Campaign(
+                    dtype=part.dtype,
+                    cases=proved,
+                    refused=refused,
+                    alarms=alarms,
+                    undecided=undecided,
+                    seconds=round(time.perf_counter() - start_s, 1),
+                ),
+                found,
+            )
 
 
 def _drawn(mode: str, share: int, part: Part) -> list[Case]:
@@ -110,7 +123,7 @@ def _drawn(mode: str, share: int, part: Part) -> list[Case]:
 
 
 def _alarms(case: Case, subject: str, engine: InprocEngine) -> list[Alarm] | None:
-    """The alarms of one case; None when the subject does not take it."""
+    """What did not pass of one case; None when the subject does not take it."""
     try:
         result = prove(case, subject, engine)
     except ShardproofError as error:
@@ -137,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RequestError as error:
         print(f"suites.clean: {error}", file=sys.stderr)
         return error.exit_status
-    print(f"{so_far.cases} cases in {so_far.dtype}, {so_far.alarms} false alarms, {so_far.seconds:.0f} s")
+    told = f"{so_far.cases} cases in {so_far.dtype}, {so_far.alarms} false alarms"
+    print(f"{told}, {so_far.undecided} verdicts undecided, {so_far.seconds:.0f} s")
     return 1 if so_far.alarms else 0
 
 
@@ -145,7 +159,7 @@ def _written(part: Part, out: Path) -> Campaign:
     """The part, run; its row and its alarms are on disk after every mode."""
     out.mkdir(parents=True, exist_ok=True)
     stem = f"{part.dtype}-{part.number}-of-{part.parts}"
-    so_far = Campaign(dtype=part.dtype, cases=0, refused=0, alarms=0, seconds=0.0)
+    so_far = Campaign(dtype=part.dtype, cases=0, refused=0, alarms=0, undecided=0, seconds=0.0)
     with Progress(transient=True) as progress, (out / f"alarms-{stem}.jsonl").open("w") as alarms:
         task = progress.add_task(f"{part.dtype}, part {part.number} of {part.parts}", total=sum(part.shares().values()))
         for so_far, found in campaign(part):
