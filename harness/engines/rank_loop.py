@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from harness.engines import mailbox, stacks
 from harness.engines.board import Writer
 from harness.engines.kept_groups import KeptGroups
+from harness.engines.placement import Placement
 from harness.engines.rank_process import Ended, ended, error_text, seeded, world
 from harness.errors import RequestError
 from harness.interposer import Interposer
@@ -88,6 +89,7 @@ class _Ranks:
         self._link = link
         self._log = log
         self._kept = KeptGroups(log.makes)
+        self._placement = Placement()
         self._store: Any = None
         self._port = 0
 
@@ -105,6 +107,7 @@ class _Ranks:
             self._port = job.port
         store = PrefixStore(f"{job.run}/", self._store)
         answered = False
+        self._placement.take(job.rank, job.world_size)
         try:
             self._log.begin(job.run)
             with self._kept.used(job.link), world(job.rank, job.world_size, store, _FOREVER_S):
