@@ -1,8 +1,10 @@
 """Faults that cannot be noticed, because the program they make computes the same: rules, each with its proof in words.
 
-A rule speaks of the fault alone. Two more proofs need a run and are made by `harness.survey`: that every disturbed call
-left the very bits that it leaves undisturbed (UNCHANGED), and that nobody looked at a late value before it came
-(UNTOUCHED). That no check failed proves nothing and is nowhere taken for a proof.
+A rule speaks of the fault alone; so does what a subject knows of its own mathematics (`subject.harmless`). Three more
+proofs need a run and are made by `harness.survey`: every disturbed call left the very bits that it leaves undisturbed
+(UNCHANGED); all other calls did, and all that the subject returns has the same bits (UNREAD); nobody looked at a late
+value before it came (UNTOUCHED). They hold for the case that was run. That no check failed proves nothing and is
+nowhere taken for a proof.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from dataclasses import dataclass
 
 from harness.faults import Fault
 
-__all__ = ["RULES", "UNCHANGED", "UNTOUCHED", "Rule", "proof_of"]
+__all__ = ["RULES", "UNCHANGED", "UNREAD", "UNTOUCHED", "Rule", "proof_of"]
 
 UNCHANGED = "every call left the bits that it leaves undisturbed, on every rank: it is the same run"
+UNREAD = "every other call and all that the subject returns have the same bits: nothing depends on what was disturbed"
 UNTOUCHED = "no operator touched the late result before the rank's next call, at whose beginning it is there"
 
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")

@@ -85,6 +85,8 @@ class Subject(Protocol):
         refuses      case -> reason why this case is not supported, "" when it is
         expected     case -> iterable of terms (the closed form), or None
         activations  (case, rank, module, local tensor) -> shard of `act/<module>`, or None when it is not comparable
+        harmless     (case, harness.faults.Fault) -> why this fault of a collective changes nothing that is computed,
+                     "" when it does: a proof in words, listed in the kill matrix
     """
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]: ...

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -20,11 +21,13 @@ from harness.engines.disturbance import Disturbance
 from harness.engines.engine import Engine
 from harness.engines.intervention import Intervened, Intervention
 from harness.engines.touches import Touches
-from harness.equivalence import RULES, UNCHANGED, UNTOUCHED, Rule, proof_of
+from harness.equivalence import RULES, UNCHANGED, UNREAD, UNTOUCHED, Rule, proof_of
 from harness.errors import MachineError, ProgramError, RequestError
 from harness.evidence import FAIL, PASS, Evidence, Finding
+from harness.exact_checks import same_outcomes
 from harness.faults import Fault, Place, Target, faults_of
 from harness.ledger import Event
+from harness.merging import Outcomes
 from harness.proof import NEED_WATCHING
 from harness.protocols import CaseLike, Subject
 from harness.trial import REFERENCE, Reference, Trial, controlled, recorded, watched
@@ -65,9 +68,10 @@ class Unproved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Undisturbed:
-    """The subject without a fault: its ledger, the checks that pass, and what every call delivered."""
+    """The subject without a fault: its ledger, the checks that pass, what it returned and what every call delivered."""
 
     events: tuple[Event, ...]
+    outcomes: Outcomes
     checks: Mapping[str, Check]
     delivered: Mapping[Place, bytes]
 
@@ -110,10 +114,13 @@ def unproved(results: Iterable[FaultResult]) -> list[Unproved]:
     found = []
     for target, by_kind in by_target.items():
         dropped, poisoned = by_kind.get("drop"), by_kind.get("poison")
-        if dropped is None or target.group_size == 1 or not (dropped.survived or dropped.equivalent == UNCHANGED):
+        unmissed = dropped is not None and (dropped.survived or dropped.equivalent in {UNCHANGED, UNREAD})
+        if dropped is None or target.group_size == 1 or not unmissed:
             continue
-        if dropped.equivalent:
+        if dropped.equivalent == UNCHANGED:
             why = "redundant: every rank has the result before the call"
+        elif dropped.equivalent == UNREAD and poisoned is not None and poisoned.equivalent == UNREAD:
+            why = "dead traffic: no later call and nothing that is returned depends on the result"
         elif poisoned is not None and poisoned.survived:
             why = "dead traffic or a blind spot: nothing that is checked depends on the result"
         else:
@@ -132,7 +139,9 @@ def _undisturbed(trial: Trial, checks: Mapping[str, Check]) -> _Undisturbed:
     passing = {check: checks[check] for check, finding in findings.items() if finding.verdict == PASS}
     if not passing:
         raise RequestError(f"case {trial.text!r}: no check passes undisturbed, so none can notice a fault")
-    return _Undisturbed(events=evidence.events, checks=passing, delivered=dict(clean.delivered))
+    return _Undisturbed(
+        events=evidence.events, outcomes=evidence.outcomes, checks=passing, delivered=dict(clean.delivered)
+    )
 
 
 def _on(trial: Trial, intervention: Intervention) -> Trial:
@@ -158,7 +167,9 @@ def _failed(findings: Mapping[str, Finding]) -> tuple[str, ...]:
 def _result(trial: Trial, fault: Fault, clean: _Undisturbed, rules: Sequence[Rule], first_only: bool) -> FaultResult:
     """One fault, tried."""
     start_s = time.perf_counter()
-    made = FaultResult(fault=fault, equivalent=proof_of(fault, rules))
+    harmless: Any = getattr(trial.subject, "harmless", None)
+    proof = proof_of(fault, rules) or (harmless(trial.case, fault) if callable(harmless) else "")
+    made = FaultResult(fault=fault, equivalent=proof)
     if not made.equivalent:
         made = _tried(trial, fault, clean, first_only)
     return replace(made, seconds=time.perf_counter() - start_s)
@@ -167,14 +178,23 @@ def _result(trial: Trial, fault: Fault, clean: _Undisturbed, rules: Sequence[Rul
 def _tried(trial: Trial, fault: Fault, clean: _Undisturbed, first_only: bool) -> FaultResult:
     disturbance = Disturbance(fault)
     try:
-        _, findings = _examined(_on(trial, disturbance), clean.checks, first_only)
+        evidence, findings = _examined(_on(trial, disturbance), clean.checks, first_only)
     except ProgramError:
         return FaultResult(fault=fault, killed_by=("run",))
     except MachineError as error:
         return FaultResult(fault=fault, machine=error.cause)
     killed_by = _failed(findings)
-    unchanged = not killed_by and disturbance.delivered == clean.delivered
-    return FaultResult(fault=fault, killed_by=killed_by, equivalent=UNCHANGED if unchanged else "")
+    proof = "" if killed_by else _same(fault, clean, disturbance.delivered, evidence.outcomes)
+    return FaultResult(fault=fault, killed_by=killed_by, equivalent=proof)
+
+
+def _same(fault: Fault, clean: _Undisturbed, delivered: Mapping[Place, bytes], outcomes: Outcomes) -> str:
+    """The proof that a run computed what the undisturbed one does, by their bits; "" when there is none."""
+    if delivered == clean.delivered:
+        return UNCHANGED
+    elsewhere = clean.delivered.keys() - fault.places
+    same = all(clean.delivered[place] == delivered.get(place) for place in elsewhere)
+    return UNREAD if same and same_outcomes(clean.outcomes, outcomes) else ""
 
 
 def _touched(trial: Trial) -> frozenset[Place]:

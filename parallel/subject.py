@@ -6,12 +6,14 @@ subject.refuses(case)                    why a case is not supported, "" when it
 subject.expected(case)                   the closed form, terms of one rank over the whole run
 subject.activations(case, rank, module, local)
                                          a module's output (or the gradient in it) as boxes of `act/<module>`
+subject.harmless(case, fault)            why this fault of a collective changes nothing, "" when it does
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,9 @@ from parallel.variants import deviating
 from reference.case import Case
 
 __all__ = ["ParallelSubject", "subject"]
+
+_SHIFTS = {("all_reduce", "max", "loss", 0), ("all_reduce", "max", "metric", 1)}
+"""(op, reduce op, phase, number): the maxima that are only subtracted. The metric's first also says what is right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,17 @@ class ParallelSubject:
         boxes = pieces(output, place, index=axis_rank(case, axis, rank), parts=axis_size(case, axis))
         first = axis_rank(case, "dp", rank) * place.shape[0]
         return rows(boxes, first=first, total=case.dp * place.shape[0])
+
+    def harmless(self, case: Case, fault: Any) -> str:
+        """Why nobody can notice this `harness.faults.Fault`: exp(x - m) / sum exp(x - m) is the same for any m that all
+        ranks of the vocabulary's axis subtract alike, as long as nothing overflows. "" for any other fault.
+        """
+        target = fault.target
+        maximum = (target.op, target.reduce_op, target.phase, target.number) in _SHIFTS
+        own = case.axes.get(target.axis, ())
+        together = all(any(set(ranks) <= set(other) for other in fault.groups) for ranks in own)
+        alike = fault.rank < 0 and (fault.kind in {"op", "stale"} or (fault.kind == "group" and together))
+        return "softmax is the same for any shift that all ranks subtract alike" if maximum and alike else ""
 
 
 subject = ParallelSubject()

@@ -24,7 +24,7 @@ from harness.store import Store
 from reports.tables import Table
 from reports.text import append_step_summary, show_message, show_table, ticking
 
-__all__ = ["check_table", "figure_table", "main", "matrix_table"]
+__all__ = ["check_table", "figure_table", "main", "matrix_table", "unmissed_table"]
 
 KILLING = "suites.killing"
 _PROCESSES = 2
@@ -41,19 +41,19 @@ def main(arguments: argparse.Namespace) -> int:
     store = Store(Path(arguments.out), arguments.subject, environment(tuple(sys.argv), words))
     processes = min(_PROCESSES, os.cpu_count() or 1)
     try:
-        rows = _written(kills(plans, arguments.subject, processes=processes), store.path, total)
+        found = _written(kills(plans, arguments.subject, processes=processes), store.path, total)
     except KeyboardInterrupt:
         show_message(f"\nfinished rows are in {store.path / 'kill_matrix.csv'}", sys.stderr)
         raise
     finally:
         store.close()
-    _tell(rows, store.path, arguments.json)
-    return 1 if any(row.survived for row in rows) else 0
+    _tell(found, store.path, arguments.json)
+    return 1 if any(killed.row.survived for killed in found) else 0
 
 
-def _written(kills: Iterable[Any], folder: Path, total: int) -> list[Kill]:
+def _written(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
     """All rows, each written before the next one is waited for: the matrix, and beside it what every row rests on."""
-    rows: list[Kill] = []
+    found: list[Any] = []
     with (
         ticking(sys.stderr) as tick,
         (folder / "kill_matrix.csv").open("w", encoding="utf-8", newline="") as matrix,
@@ -62,14 +62,14 @@ def _written(kills: Iterable[Any], folder: Path, total: int) -> list[Kill]:
         writer = csv.writer(matrix, lineterminator="\n")
         writer.writerow(COLUMNS)
         for killed in kills:
-            rows.append(killed.row)
+            found.append(killed)
             writer.writerow(killed.row.cells())
             details.write(json.dumps(_detail(killed)) + "\n")
             matrix.flush()
             details.flush()
             row = killed.row
-            tick(len(rows), total, f"mode={row.mode} {row.name} {' '.join(row.killed_by)}".rstrip(), _word(row))
-    return rows
+            tick(len(found), total, f"mode={row.mode} {row.name} {' '.join(row.killed_by)}".rstrip(), _word(row))
+    return found
 
 
 def _detail(killed: Any) -> dict[str, str]:
@@ -80,6 +80,7 @@ def _detail(killed: Any) -> dict[str, str]:
         "case": killed.case,
         "told": killed.told,
         "equivalent": row.equivalent,
+        "unmissed": killed.unmissed,
     }
 
 
@@ -87,14 +88,18 @@ def _word(row: Kill) -> str:
     return "killed" if row.killed else "equivalent" if row.equivalent else "survived"
 
 
-def _tell(rows: Sequence[Kill], folder: Path, as_json: bool) -> None:
+def _tell(found: Sequence[Any], folder: Path, as_json: bool) -> None:
+    rows: list[Kill] = [killed.row for killed in found]
+    unmissed = [(killed.row.mode, killed.row.name.removeprefix("drop "), killed.unmissed) for killed in found]
+    unmissed = sorted(line for line in unmissed if line[-1])
     summed, alone = figures(rows), killed_alone(rows, tuple(CHECKS))
     table = figure_table(summed)
     append_step_summary(table, str(folder), os.environ)
     if as_json:
-        print(json.dumps(_as_json(rows, summed, alone, folder), indent=2))
+        told = _as_json(rows, summed, alone, folder) | {"unmissed": unmissed}
+        print(json.dumps(told, indent=2))
         return
-    for shown in (matrix_table(rows), check_table(alone), table):
+    for shown in (matrix_table(rows), check_table(alone), unmissed_table(unmissed), table):
         show_table(shown, sys.stdout)
     for row in rows:
         if row.survived:
@@ -131,6 +136,17 @@ def check_table(alone: Mapping[str, tuple[int, int, str]]) -> Table:
         rows=tuple((check, str(kills), str(only), name or "-") for check, (kills, only, name) in alone.items()),
         numbers=frozenset({1, 2}),
         note="alone: rows that no other check kills",
+    )
+
+
+def unmissed_table(unmissed: Sequence[tuple[str, str, str]]) -> Table:
+    """One line a collective (mode, name, why) whose loss on every rank nobody notices."""
+    return Table(
+        title="Collectives that no check proves necessary",
+        headers=("mode", "collective", "why"),
+        rows=tuple(unmissed) or (("-", "none", "-"),),
+        numbers=frozenset(),
+        note="redundant or dead traffic, or a blind spot of the checks",
     )
 
 

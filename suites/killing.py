@@ -6,6 +6,7 @@ source is not ours to change, gets the faults. `quick` takes one mode a mutant, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -33,6 +34,12 @@ _SMALL = (
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2",
 )
 """Cases whose collectives are disturbed: the first that a subject takes. Two axes of unequal size, or one."""
+_OPTIONS = (
+    "metric=true recompute=full packed=true positions=rope qk_norm=true label_smoothing=0.1 clip=1.0 "
+    "seq=32 batch=4 lr=0.3 seed=2"
+)
+"""What else a case may ask for: where the subject takes it, the collectives that it adds are disturbed too. The tokens
+suffice for right ones on every shard of the vocabulary."""
 _AT_ONCE = 16
 """Faults that are surveyed beside one undisturbed run."""
 _QUICK_FAULTS = 8
@@ -80,20 +87,34 @@ def planted(*, quick: bool) -> list[Plan]:
 
 
 def _faults(subject: str, mode: str, engine: Engine, quick: bool) -> list[Plan]:
-    """The faults of one mode, from the ledger of an undisturbed run; none in a mode that the subject refuses."""
+    """The faults of one mode, from the ledgers of undisturbed runs; none in a mode that the subject refuses."""
     found = resolve(subject)
     if not callable(found):
         raise RequestError(f"subject={subject}: must be callable as subject(case, device); legal: {OURS}")
-    for words in _SMALL:
-        case = Case.parse(words.format(mode=mode))
-        if skip_reason(case, found, subject):
-            continue
+    cases = [Case.parse(words.format(mode=mode)) for words in _SMALL]
+    taken = [case for case in cases if not skip_reason(case, found, subject)][:1]
+    wider = [Case.parse(f"{case} {_OPTIONS}") for case in taken if not quick]
+    taken += [case for case in wider if not skip_reason(case, found, subject)]
+    plans, known = [], set[str]()
+    for case in taken:
         events = execute(case, found, engine, text=str(case)).events
-        faults = faults_of(events, case.axes)
+        faults = [fault for fault in faults_of(events, case.axes) if str(fault) not in known]
+        known |= {str(fault) for fault in faults}
         chosen = faults[:: max(1, len(faults) // _QUICK_FAULTS)] if quick else faults
-        parts = [chosen[first : first + _AT_ONCE] for first in range(0, len(chosen), _AT_ONCE)]
-        return [Plan(mode=mode, case=str(case) or f"mode={mode}", faults=part) for part in parts]
-    return []
+        plans += [Plan(mode=mode, case=str(case) or f"mode={mode}", faults=part) for part in _parts(chosen)]
+    return plans
+
+
+def _parts(faults: Sequence[Fault]) -> Iterator[tuple[Fault, ...]]:
+    """Faults to survey together: at least _AT_ONCE but for the last, the faults of one target never apart."""
+    part: list[Fault] = []
+    for _, of_target in itertools.groupby(faults, key=lambda fault: fault.target):
+        part += of_target
+        if len(part) >= _AT_ONCE:
+            yield tuple(part)
+            part = []
+    if part:
+        yield tuple(part)
 
 
 def kills(plans: Sequence[Plan], subject: str, *, processes: int = 1) -> Iterator[Killed]:

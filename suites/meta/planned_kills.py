@@ -61,4 +61,5 @@ def kills(plans: Sequence[_Plan], subject: str, *, processes: int) -> Iterator[K
     for number, plan in enumerate(plans):
         if subject == INTERRUPTED and number == 2:
             raise KeyboardInterrupt
-        yield Killed(row=plan.row, case="tp=2", told="backward of head")
+        unmissed = "redundant" if plan.row.equivalent else ""
+        yield Killed(row=plan.row, case="tp=2", told="backward of head", unmissed=unmissed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def test_a_survivor_ends_with_one_and_is_named(tmp_path: Path, capsys: pytest.Ca
     assert main(["faults", "--out", str(tmp_path)]) == 1
     told = capsys.readouterr()
     assert "survived: c in mode=tp (B-01)" in told.out
+    assert re.search(r"Collectives that no check proves necessary.*tp +b +redundant", told.out, re.DOTALL)
     assert told.err.splitlines()[-1] == "[4/4] survived mode=tp c"
     assert [row["killed"] for row in matrix(tmp_path)] == ["yes", "yes", "no", "no"]
     assert matrix(tmp_path)[0] == dict(
@@ -53,6 +55,7 @@ def test_equivalents_do_not_count_and_their_proofs_are_kept(tmp_path: Path, caps
     assert (told["rows"], told["killed"], told["equivalent"], told["survivors"]) == (3, [2, 2], 1, [])
     assert told["median_s"] == 1.0
     assert told["region_right"] == [1, 2]
+    assert told["unmissed"] == [["tp", "b", "redundant"]]
     assert told["checks"]["replicas"] == {"kills": 2, "alone": 1}
     details = [json.loads(line) for line in (tmp_path / "latest" / "kills.jsonl").read_text().splitlines()]
     assert [detail["equivalent"] for detail in details] == ["", "", "nobody draws"]

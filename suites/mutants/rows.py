@@ -14,12 +14,14 @@ from fnmatch import fnmatchcase
 
 from harness.diagnosis import Diagnosis
 from harness.engines.engine import Engine
+from harness.equivalence import UNCHANGED, UNREAD
 from harness.evidence import FAIL
 from harness.faults import Fault
 from harness.kill_matrix import Kill
 from harness.proof import CaseResult, prove
+from harness.protocols import Subject
 from harness.resolve import resolve
-from harness.survey import FaultResult, survey
+from harness.survey import FaultResult, survey, unproved
 from reference.case import Case
 from suites.mutants.draws import showing
 from suites.mutants.mutant import Mutant
@@ -29,6 +31,10 @@ __all__ = ["OURS", "Killed", "faults_killed", "mutant_killed", "right_cause", "r
 OURS = "parallel.subject:subject"
 TRIES = 10
 """Drawn cases that a mutant is held against before it counts as a survivor."""
+_OTHER_SEEDS = (1, 2)
+"""Of further cases for a fault that one case does not show."""
+_BY_BITS = {UNCHANGED, UNREAD}
+"""Proofs that rest on the numbers of one run."""
 _MEANING = {
     "drop": "a collective is left out",
     "double": "a collective is done twice",
@@ -42,11 +48,15 @@ _MEANING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
-    """A row and what it rests on: the case that killed it (else the last one), and what its diagnosis told."""
+    """A row and what it rests on: the case that killed it (else the last one), and what its diagnosis told.
+
+    `unmissed`, of a dropped collective: why no check proves it necessary.
+    """
 
     row: Kill
     case: str
     told: str
+    unmissed: str = ""
 
 
 def mutant_killed(mutant: Mutant, mode: str, engine: Engine) -> Killed:
@@ -113,13 +123,32 @@ def _told(diagnosis: Diagnosis | None) -> str:
 
 
 def faults_killed(case: Case, faults: Sequence[Fault], subject: str, engine: Engine) -> list[Killed]:
-    """The rows of these faults of a subject's collectives in one case."""
+    """The rows of these faults of a subject's collectives, in this case.
+
+    What this case leaves alive, or the same run, is asked of others: its numbers may hide it, as a count that is zero
+    hides that it was not summed.
+    """
     found = resolve(subject)
     assert callable(found)  # the command has looked
-    return [_fault_row(case, result) for result in survey(case, found, engine, faults=faults)]
+    results = {fault: (case, result) for fault, result in _surveyed(case, faults, found, engine)}
+    for seed in _OTHER_SEEDS:
+        hidden = [fault for fault, (_, result) in results.items() if result.survived or result.equivalent in _BY_BITS]
+        other = case.but(seed=seed)
+        for fault, result in _surveyed(other, hidden, found, engine) if hidden else ():
+            shown = result.killed or (results[fault][1].equivalent and result.survived)
+            results[fault] = (other, result) if shown else results[fault]
+    unmissed = {one.target: one.why for one in unproved(result for _, result in results.values())}
+    return [
+        _fault_row(where, result, unmissed.get(fault.target, "") if fault.kind == "drop" else "")
+        for fault, (where, result) in results.items()
+    ]
 
 
-def _fault_row(case: Case, result: FaultResult) -> Killed:
+def _surveyed(case: Case, faults: Sequence[Fault], subject: Subject, engine: Engine) -> list[tuple[Fault, FaultResult]]:
+    return [(result.fault, result) for result in survey(case, subject, engine, faults=faults)]
+
+
+def _fault_row(case: Case, result: FaultResult, unmissed: str) -> Killed:
     fault = result.fault
     row = Kill(
         name=str(fault),
@@ -134,4 +163,4 @@ def _fault_row(case: Case, result: FaultResult) -> Killed:
         region_right="",
         cause_right="",
     )
-    return Killed(row=row, case=str(case), told=result.machine)
+    return Killed(row=row, case=str(case), told=result.machine, unmissed=unmissed)
