@@ -14,6 +14,12 @@ _AXIS = "axes[name] = Axis(name=name, ranks=ranks, rank=ranks.index(rank), group
 _GATHERED = "total = region.gathered(x)"
 _LEAVE = "return pairs.reduce_from(y, self.axis)"
 _EXCHANGE = "q_pending = start_all_to_all(q, axis, split_dim=_HEADS, gather_dim=_SEQUENCE)"
+_UNSPLIT = everywhere("delivery=local", ("tp", "tp-sp")) | everywhere("", ("mtp", "msp", "fsp")) | {"isp": "wp=tp"}
+_MESH_OF_ONE = Change(
+    module="parallel.mesh",
+    old=_AXIS,
+    new=f'if name in ("tp", "wp"):\n                ranks = (rank,)\n            {_AXIS}',
+)
 
 
 def _training(old: str, new: str) -> tuple[Change, ...]:
@@ -107,18 +113,33 @@ GROUPS = (
     Mutant(
         name="split-that-splits-nothing",
         stands_for="B-69: ColossalAI #5903, a dead variable was split: every number right, nothing parallel",
-        modes=everywhere("delivery=local", ("tp", "tp-sp")) | everywhere("", ("mtp", "msp", "fsp")) | {"isp": "wp=tp"},
-        changes=(
-            Change(
-                module="parallel.mesh",
-                old=_AXIS,
-                new=f'if name in ("tp", "wp"):\n                ranks = (rank,)\n            {_AXIS}',
-            ),
-        ),
+        modes=_UNSPLIT,
+        changes=(_MESH_OF_ONE,),
         kills="parallelism",
         phase="forward",
         region="*",
         cause="missing_call|not_parallel",
+    ),
+    Mutant(
+        name="mesh-of-one-rank-for-everybody",
+        stands_for="B-69: ColossalAI #5903, the same where the size of the axis itself is dead, so the closed form agrees",
+        modes=_UNSPLIT,
+        changes=(
+            _MESH_OF_ONE,
+            Change(
+                module="parallel.mesh",
+                old="return case.axis_sizes[name]",
+                new='return 1 if name in ("tp", "wp") else case.axis_sizes[name]',
+            ),
+            Change(
+                module="parallel.mesh",
+                old="return case.axis_rank(name, rank)",
+                new='return 0 if name in ("tp", "wp") else case.axis_rank(name, rank)',
+            ),
+        ),
+        kills="parallelism",
+        alone=True,
+        cause="not_parallel",
     ),
     Mutant(
         name="exchanged-twice",
