@@ -122,7 +122,7 @@ GROUPS = (
     ),
     Mutant(
         name="mesh-of-one-rank-for-everybody",
-        stands_for="B-69: ColossalAI #5903, the same where the size of the axis itself is dead, so the closed form agrees",
+        stands_for="B-69: ColossalAI #5903, the size of the axis itself is dead, so that the closed form agrees",
         modes=_UNSPLIT,
         changes=(
             _MESH_OF_ONE,
