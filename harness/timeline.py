@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from harness.ledger import Event
 from harness.meter import START, WAIT, Stretch
 
-__all__ = ["Times", "parts", "play", "together"]
+__all__ = ["AFTER_BACKWARD", "Times", "parts", "play", "together"]
 
 Price = Callable[[Event], tuple[str, float]]
 """The link that an event uses, and how long it takes."""
 _ROUNDING = 1e-9
-_AFTER_BACKWARD = ("grad_sync", "step")
+AFTER_BACKWARD = ("grad_sync", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,10 @@ def parts(events: Sequence[Event]) -> tuple[int, int]:
     """
     step = max((event.step for event in events), default=0)
     mine = [event for event in events if event.step == step]
-    before = [event for event in mine if event.phase not in _AFTER_BACKWARD]
+    before = [event for event in mine if event.phase not in AFTER_BACKWARD]
     micro = max((event.microbatch for event in before), default=0)
     first = next((event.call_index for event in before if event.microbatch == micro), -1)
-    last = next((event.call_index for event in mine if event.phase in _AFTER_BACKWARD), -1)
+    last = next((event.call_index for event in mine if event.phase in AFTER_BACKWARD), -1)
     return (first if step or micro else -1), last
 
 

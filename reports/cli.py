@@ -93,8 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_faults(add("faults", help="plant bugs one at a time: which check notices which"))
     _add_predict(add("predict", help="time, memory and bytes at any size, without running it; which mode, and where"))
     bench = add("bench", help="the performance table, measured here")
-    bench.add_argument("--faults", action="store_true", help="what each engine makes of a rank that goes wrong instead")
-    bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")
+    instead = bench.add_mutually_exclusive_group()
+    instead.add_argument("--faults", action="store_true", help="instead: what each engine makes of a rank gone wrong")
+    instead.add_argument("--costs", action="store_true", help="instead: the cost model of predict, held against here")
+    bench.add_argument("--out", metavar="DIR", help="folder of bench.csv, faults.csv or costs.csv (runs/bench)")
     add("doctor", help="what this machine offers, what would be skipped, and why")
     return parser
 

@@ -41,8 +41,9 @@ ASSUMPTIONS = (
     "memory: all that the program's tensors hold; allocator, contexts and libraries come on top",
     f"deep models: memory, and times where cases are compared, are the straight line through {DEPTHS[0]} and "
     f"{DEPTHS[1]} layers",
-    "errors: calls, bytes and parameters are exact where the ledger is 'equal' to the closed form; times were compared "
-    "with no such cluster, so their error is not known: trust ratios more than seconds",
+    "errors: calls, bytes and parameters are exact where the ledger is 'equal' to the closed form; times are held "
+    "against gloo on the machine at hand (shardproof bench --costs), for clusters the error is not known: trust "
+    "ratios more than seconds",
 )
 """What every prediction rests on, and how far it can be trusted."""
 

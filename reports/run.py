@@ -41,6 +41,7 @@ FIRST_BATCH = "reference.batches:micro_batch"
 VARIANT_WORDS = "reference.variants:words"
 BENCH = "suites.bench:main"
 FAULT_TABLE = "suites.fault_table:main"
+COST_TABLE = "suites.cost_table:main"
 
 _MEGATRON = ("mode={mode} tp=2", "mode={mode} tp=4 kv_heads=4", "mode={mode} tp=2 dp=2")
 _INTERNEVO = tuple(f"preset=tiny-internlm2 {words}" for words in _MEGATRON)
@@ -127,8 +128,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def bench_main(arguments: argparse.Namespace) -> int:
-    """Measure and print the performance table, or the fault table; both live where everything meets."""
-    measure: Any = resolve(FAULT_TABLE if arguments.faults else BENCH)
+    """Measure and print the performance table, or another one; all live where everything meets."""
+    measure: Any = resolve(FAULT_TABLE if arguments.faults else COST_TABLE if arguments.costs else BENCH)
     return int(measure([] if arguments.out is None else ["--out", arguments.out]) or 0)
 
 

@@ -42,7 +42,7 @@ from parallel.registry import MODES
 from parallel.training import set_up
 from reference.case import Case
 
-__all__ = ["CASE", "STEPS", "WITNESSES", "Cost", "cost_of", "measured"]
+__all__ = ["CASE", "STEPS", "WITNESSES", "Cost", "cost_of", "measured", "micro_batch"]
 
 CASE = "mode=tp tp=2 layers=2 hidden=128 heads=8 kv_heads=8 ffn=512 seq=64 batch=4 dtype=float32"
 LIMIT_S = 300.0
@@ -103,7 +103,7 @@ def _rank(rank: int, folder: Path, rounds: int) -> None:
     """One rank: every witness in turns."""
     case = Case.parse(CASE)
     with world(rank, 2, FileStore(str(folder / f"store{os.getppid()}"), 2), LIMIT_S):
-        step = _step(case)
+        step = micro_batch(case)
         for _ in range(3):
             step()
         spent: dict[str, list[Pair]] = {name: [] for name in ("off", *WITNESSES)}
@@ -126,7 +126,7 @@ def _spent(step: Callable[[], None], watched: Callable[[], AbstractContextManage
     return clock, cpu
 
 
-def _step(case: Case) -> Callable[[], None]:
+def micro_batch(case: Case) -> Callable[[], None]:
     """Forward and backward of one micro-batch."""
     device = torch.device("cpu")
     rank = set_up(case, MODES[case.mode], Mesh.of(case), device)
