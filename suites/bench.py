@@ -5,6 +5,7 @@ Machines are shared and noisy, so every number that is compared is a ratio of ru
 
     engine / bare ranks      the engine's ranks over the same rank mathematics without a collective, by world size
     recorded / unrecorded    the same ranks with a recorder over without one
+    at once / in turns       the concurrent engine over the other one, at a large shape
     witnesses                recorder, nvtx, CommDebugMode, torch profiler, nsys over an unwatched step, on gloo
     examples per second      in-process engine, pool engine (persistent gloo processes), processes spawned for each
                              example
@@ -19,12 +20,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from harness.engines.concurrent import ConcurrentEngine
 from harness.engines.inproc import InprocEngine
 from harness.engines.pool import PoolEngine
 from harness.recorder import Recorder
@@ -70,6 +73,7 @@ def measure(*, rounds: int, spawns: int, worlds: Sequence[int] = (2, 4, 8)) -> l
         with InprocEngine() as engine:
             rows = [_engine_row(engine, world_size, rounds) for world_size in worlds]
             rows.append(_recorder_row(engine, rounds))
+            rows.append(_concurrent_row(engine, max(rounds // 8, 1)))
             for world_size in (2, 4):
                 rows += _example_rows(engine, world_size, rounds, spawns)
         rows += _witness_rows(rounds)
@@ -122,6 +126,28 @@ def _recorder_row(engine: InprocEngine, rounds: int) -> Row:
     value = statistics.median(seconds["on"]) * 1e3
     return Row(
         metric="recording, 2 ranks", value=value, unit="ms", versus="not recording", ratio=statistics.median(ratios)
+    )
+
+
+def _concurrent_row(engine: InprocEngine, rounds: int) -> Row:
+    """Two ranks of a large shape at the same time, over two that take turns; as many processors as ranks halve it."""
+    sizes = Sizes(hidden=512, seq=256, ffn=2048)
+    full, (x, dy) = weights(sizes), data(sizes)
+    with ConcurrentEngine() as concurrent:
+        seconds = interleaved(
+            {
+                name: partial(each.run, rank_program, 2, sizes, full, x, dy, world_size=2)
+                for name, each in (("turns", engine), ("at once", concurrent))
+            },
+            rounds,
+        )
+    best = {name: min(times) for name, times in seconds.items()}
+    return Row(
+        metric="concurrent, 2 ranks, hidden 512",
+        value=best["at once"] * 1e3,
+        unit="ms",
+        versus="ranks in turns",
+        ratio=best["at once"] / best["turns"],
     )
 
 

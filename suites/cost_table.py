@@ -5,8 +5,9 @@
 Three numbers are fitted: latency and bandwidth of one link, to the all-reduce of two ranks at the smallest and the
 largest payload, and what products of two ranks at once reach. Every other row is a prediction, made by the formulas of
 `shardproof predict`, of something that was not fitted: other ops, other payloads, four ranks, a step of every mode.
-`cluster.toml` is this machine as `shardproof predict --cluster` reads it. Times are microseconds; payloads are bytes as
-the ledger counts them.
+Where gloo does more than an op needs (it makes a reduce-scatter of an all-reduce), the table shows it. `cluster.toml`
+is this machine as `shardproof predict --cluster` reads it. Times are microseconds; payloads are bytes as the ledger
+counts them.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ _ITEM = 4
 _PRODUCT = 512
 """Rows and columns of the products that are timed."""
 _LIMIT_S = 120.0
+# torch 2.13 warns of the names that 2.11 has.
+_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +93,8 @@ def call_seconds(rank: int, op: str, payload_bytes: int, rounds: int) -> list[fl
     whole, part = torch.ones(numel), torch.ones(numel // ranks)
     made: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_gather": lambda: _gather(whole, part),
+        "reduce_scatter": lambda: _scatter(part, whole),
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
     }
