@@ -38,8 +38,8 @@ _OPTIONS = (
     "metric=true recompute=full packed=true positions=rope qk_norm=true label_smoothing=0.1 clip=1.0 "
     "seq=32 batch=4 lr=0.3 seed=2"
 )
-"""What else a case may ask for: where the subject takes it, the collectives that it adds are disturbed too. The tokens
-suffice for right ones on every shard of the vocabulary."""
+"""What else a case may ask for: of a subject that says what it refuses, the collectives that it adds are disturbed too.
+The tokens suffice for right ones on every shard of the vocabulary."""
 _AT_ONCE = 16
 """Faults that are surveyed beside one undisturbed run."""
 _QUICK_FAULTS = 8
@@ -93,7 +93,8 @@ def _faults(subject: str, mode: str, engine: Engine, quick: bool) -> list[Plan]:
         raise RequestError(f"subject={subject}: must be callable as subject(case, device); legal: {OURS}")
     cases = [Case.parse(words.format(mode=mode)) for words in _SMALL]
     taken = [case for case in cases if not skip_reason(case, found, subject)][:1]
-    wider = [Case.parse(f"{case} {_OPTIONS}") for case in taken if not quick]
+    knows = not quick and callable(getattr(found, "refuses", None))
+    wider = [Case.parse(f"{case} {_OPTIONS}") for case in taken if knows]
     taken += [case for case in wider if not skip_reason(case, found, subject)]
     plans, known = [], set[str]()
     for case in taken:

@@ -12,13 +12,23 @@ from harness.kill_matrix import Kill
 from parallel.subject import ParallelSubject
 from suites.mutants.rows import Killed
 
-__all__ = ["INTERRUPTED", "OURS", "kill", "kills", "planned", "theirs"]
+__all__ = ["INTERRUPTED", "OURS", "kill", "kills", "planned", "theirs", "unspoken"]
 
 OURS = "parallel.subject:subject"
 INTERRUPTED = "suites.meta.toy_subjects:right"
 """The subject whose matrix somebody interrupts after two rows."""
 theirs = ParallelSubject(modes=("tp",))
 """A subject that claims one mode and is not the one whose source is mutated."""
+
+
+class _Unspoken:
+    """The same as somebody may write it who says neither what is refused nor what is harmless."""
+
+    modes = theirs.modes
+    __call__ = staticmethod(theirs.__call__)
+
+
+unspoken = _Unspoken()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

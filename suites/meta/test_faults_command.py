@@ -107,6 +107,22 @@ def test_another_subject_gets_the_faults_of_its_collectives_and_no_mutant() -> N
     assert all(row.killed or row.equivalent for row in rows), rows
 
 
+def test_what_options_add_is_disturbed_where_the_subject_says_what_it_refuses() -> None:
+    def added(subject: str) -> set[str]:
+        plans = killing.planned(f"suites.meta.planned_kills:{subject}", quick=False)
+        assert len({fault for plan in plans for fault in plan.faults}) == sum(plan.rows for plan in plans)
+        return {fault.target.phase for plan in plans[1:] for fault in plan.faults} & {"metric", "recompute"}
+
+    assert added("theirs") == {"metric", "recompute"}
+    assert added("unspoken") == set()
+
+
+def test_the_faults_of_one_collective_stay_together() -> None:
+    plans = killing.planned("suites.meta.planned_kills:theirs", quick=False)
+    targets = [{fault.target for fault in plan.faults} for plan in plans]
+    assert sum(map(len, targets)) == len(set().union(*targets))
+
+
 def test_ours_gets_a_row_for_every_mutant_and_variant() -> None:
     names = {mutant.name for mutant in (*MUTANTS, *VARIANT_ROWS)}
     assert {plan.name for plan in killing.planted(quick=True)} == names
