@@ -78,6 +78,11 @@ CAUSES: Mapping[str, str] = {
     "wrong_payload": "the right call with more or fewer bytes, or another dtype",
     "wrong_place": "the right call in another phase or module",
     "unlawful": "ranks of a group that do not issue the same calls",
+    # where witnesses part
+    "witness_slip": "one witness alone tells an event otherwise than the others",
+    "recorder_blind": "others who do not know each other contradict the recorder",
+    "session_differs": "ranks on processes of their own issue other calls than those that were proved",
+    "not_stated": "calls that were seen and that the closed form does not state, or the other way round",
     # what a check says by itself
     "not_waited": "the handle of an asynchronous call was dropped",
     "not_parallel": "a split of a tensor that nobody uses",

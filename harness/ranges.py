@@ -9,6 +9,7 @@
 | rank       | JSON: rank, pid ... and number of calls  | rank     | -             | mark, first and last    |
 
 A collective's category is its op and the global ranks of its group, "all_reduce 0,1": a range holds but one number.
+With `waiting` ranges nothing is drawn but in the stretch of `drawn`, between whose marks a rank's calls are counted.
 A step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or a step
 has no phase yet, since only what follows tells it (harness.attribution), so no phase range covers it. An async
 collective is a mark, because no range may claim a time that nobody measures.
@@ -20,7 +21,7 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import nvtx
@@ -120,9 +121,11 @@ def _asking_nobody() -> Any:
 class Ranges:
     """Draws what a recorder sees: `Recorder(..., ranges=Ranges(open_domain()))`."""
 
-    def __init__(self, domain: RangeDomain) -> None:
+    def __init__(self, domain: RangeDomain, *, waiting: bool = False) -> None:
         self._domain = domain
+        self._waiting = waiting
         self._ranks: dict[int, _Drawing] = {}
+        self._facts: dict[int, dict[str, Any]] = {}
 
     def of(self, rank: int) -> Callable[[Moment], None]:
         """The function that draws a rank's moments."""
@@ -134,9 +137,17 @@ class Ranges:
 
     @contextmanager
     def on_rank(self, rank: int, **facts: Any) -> Iterator[None]:
+        """While this rank's program runs; all of it is drawn, unless the ranges are waiting."""
+        self._facts[rank] = {"rank": rank, "pid": os.getpid(), **facts}
+        with nullcontext() if self._waiting else self.drawn(rank):
+            yield
+
+    @contextmanager
+    def drawn(self, rank: int) -> Iterator[None]:
         """Open with a mark that says which rank this is, close what is open and end with its number of calls."""
         drawing = self._ranks.setdefault(rank, _Drawing(self._domain))
-        drawing.mark("rank", {"rank": rank, "pid": os.getpid(), **facts})
+        drawing.mark("rank", self._facts[rank])
+        drawing.draws = True
         try:
             yield
         finally:
@@ -149,6 +160,7 @@ class _Drawing:
 
     def __init__(self, domain: RangeDomain) -> None:
         self.calls = 0
+        self.draws = False
         self._domain = domain
         self._attribution = Attribution()
         self._phase: tuple[str, Any] | None = None
@@ -163,6 +175,10 @@ class _Drawing:
         if isinstance(moment, Left):
             self._leave(moment.lane)
         self._attribution.feed(moment)
+        if not self.draws:
+            if isinstance(moment, Entered):
+                self._pushed.setdefault(moment.lane, []).append(_HIDDEN)
+            return
         self._follow(moment.lane)
         if isinstance(moment, Entered):
             self._enter(moment.lane, above)
@@ -180,14 +196,17 @@ class _Drawing:
             self._domain.pop_range()
 
     def close(self) -> None:
-        """End whatever is open."""
-        for pushed in self._pushed.pop(0, []):
-            if pushed != _HIDDEN:
+        """End whatever is open, and draw no more."""
+        pushed = self._pushed.pop(0, [])
+        for one in pushed:
+            if one != _HIDDEN:
                 self._domain.pop_range()
+        self._pushed[0] = [_HIDDEN for one in pushed if one in {_DRAWN, _HIDDEN}]
         self._switch("")
         if self._step is not None:
             self._domain.end_range(self._step)
             self._step = None
+        self.draws = False
 
     def mark(self, category: str, facts: dict[str, Any]) -> None:
         """Mark an instant with facts as JSON."""

@@ -23,7 +23,7 @@ from harness.protocols import CaseLike
 from harness.resolve import resolve
 from harness.store import Store
 from harness.summary import summarize
-from harness.witnesses.witnessing import Witnesses, witnesses
+from harness.witnesses.witnessing import CHECK, Witnesses, witnesses
 
 __all__ = ["CASE", "ENGINES", "Progress", "Request", "RunResult", "engine_named", "parse_cases", "run"]
 
@@ -47,7 +47,8 @@ Progress = Callable[[int, int, str, str], object]
 class Request:
     """What to run. `page`, when given, writes `report.html` into the finished folder; `command` goes to env.json.
 
-    `profile` names the tools under which every case is run once more as a witness of its ledger: torch, nsys.
+    `profile` names the tools under which every case is run once more as a witness of its ledger: torch, nsys. They
+    watch `profile_steps` of that run, None for all.
     """
 
     cases: tuple[str, ...]
@@ -59,6 +60,7 @@ class Request:
     command: tuple[str, ...] = ()
     page: Callable[[Path], object] | None = None
     profile: tuple[str, ...] = ()
+    profile_steps: range | None = None
 
     @property
     def options(self) -> str:
@@ -108,7 +110,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
                     timeout_s=request.timeout_s,
                     options=request.options,
                 )
-                result = _witnessed(result, seen, store)
+                result = _witnessed(result, request.subject, seen, store)
                 _keep(store, result)
                 results.append(_Tally(verdicts=result.verdicts, verdict=result.verdict, machine=bool(result.machine)))
                 on_progress(len(results), len(cases), result.text, result.verdict)
@@ -132,18 +134,26 @@ def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Wit
     taken = [case for case in cases if not skip_reason(case, subject, request.subject)]
     folder = store.path / "traces"
     return witnesses(
-        taken, request.subject, request.profile, folder, device=request.device, timeout_s=request.timeout_s
+        taken,
+        request.subject,
+        request.profile,
+        folder,
+        device=request.device,
+        timeout_s=request.timeout_s,
+        steps=request.profile_steps,
+        options=request.options,
     )
 
 
-def _witnessed(result: CaseResult, seen: Witnesses | None, store: Store) -> CaseResult:
+def _witnessed(result: CaseResult, subject: str, seen: Witnesses | None, store: Store) -> CaseResult:
     """The result with the witnesses' verdict, their tables stored."""
     if seen is None or result.skipped:
         return result
-    told = seen.told(result.case, result.events, result.expectation)
+    told = seen.told(result.case, result.events, result.expectation, getattr(resolve(subject), "expected", None))
     for name, (columns, rows) in told.tables.items():
         store.extend(name, columns, rows)
-    return replace(result, verdicts=(*result.verdicts, told.verdict))
+    diagnoses = {**result.diagnoses, **({CHECK: told.diagnosis} if told.diagnosis else {})}
+    return replace(result, verdicts=(*result.verdicts, told.verdict), diagnoses=diagnoses)
 
 
 def parse_cases(texts: Sequence[str]) -> list[CaseLike]:

@@ -15,7 +15,7 @@ from harness.first import First
 from harness.protocols import CaseLike
 from harness.tolerance import epsilon
 
-__all__ = ["crash", "explain", "repeat_command", "tell"]
+__all__ = ["crash", "explain", "place", "repeat_command", "tell", "where", "written"]
 
 LAUNCHED = "torchrun --nproc-per-node {} -m reports.cli"
 """What stands for `shardproof` where every rank is launched."""
@@ -39,13 +39,13 @@ def tell(diagnosis: Diagnosis, finding: Finding, evidence: Evidence, subject: st
     """The six lines of a diagnosis and the finding that it explains."""
     lines = {
         "what": f"{finding.message} (check {diagnosis.check})",
-        "where": _where(diagnosis, evidence.case, named=bool(finding.names)),
+        "where": where(diagnosis, evidence.case, named=bool(finding.names)),
         "error": _how_much(evidence, finding, diagnosis.check),
         "first": _first(diagnosis.first) or finding.message,
         "causes": "; ".join(cause.words for cause in diagnosis.causes) or NO_CAUSE,
         "repeat": repeat_command(evidence.case, subject, options),
     }
-    return _written(lines)
+    return written(lines)
 
 
 def crash(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> str:
@@ -60,14 +60,16 @@ def crash(case: CaseLike, subject: str, error: ShardproofError, options: str = "
         "causes": "; ".join(cause.words for cause in ended(error).causes),
         "repeat": repeat_command(case, subject, options),
     }
-    return _written(lines)
+    return written(lines)
 
 
-def _written(lines: Mapping[str, str]) -> str:
+def written(lines: Mapping[str, str]) -> str:
+    """The labelled lines as one text."""
     return "\n".join(f"{label + ':':8}{' '.join(text.split())}" for label, text in lines.items())
 
 
-def _where(diagnosis: Diagnosis, case: CaseLike, *, named: bool) -> str:
+def where(diagnosis: Diagnosis, case: CaseLike, *, named: bool = False) -> str:
+    """Mode, ranks, step, phase and module, as far as they are known; the tensor too when it is `named`."""
     parts = [f"mode={case.mode}", _rank_words(diagnosis.ranks, case.world_size)]
     if diagnosis.step >= 0:
         parts.append(f"step {diagnosis.step}")
@@ -106,6 +108,10 @@ def _first(first: First) -> str:
     shown = [first.name] if first.name else []
     if first.event:
         shown.append(f"in the ledger: {first.event}")
-    place = f"{first.phase or 'unknown phase'}{f' of {first.region}' if first.region else ''}"
+    return f"{place(first)}: {'; '.join(shown)}" if shown else ""
+
+
+def place(first: First) -> str:
+    """Phase, module and step: "backward of head in step 0"."""
     step = f" in step {first.step}" if first.step >= 0 else ""
-    return f"{place}{step}: {'; '.join(shown)}" if shown else ""
+    return f"{first.phase or 'unknown phase'}{f' of {first.region}' if first.region else ''}{step}"

@@ -114,6 +114,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--profile", default="", metavar="torch,nsys", help="witnesses: run each case under these tools too"
     )
+    run.add_argument("--profile-steps", metavar="FIRST:END", help="steps they watch; END is not included (all)")
     run.add_argument("--preset-experiment", metavar="NAME", help="repeat a published run: gpt3-857m-tp4")
     run.add_argument("--emit-repro", metavar="FILE", help="the first failure, shrunk, as a script of its own")
     run.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")

@@ -23,20 +23,25 @@ __all__ = ["EXPERIMENTS", "Experiment", "asked", "real_size", "timeline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """What is run on a GPU and on a CPU, on which subject, and which calls the published walk names: (phase, part)."""
+    """What is run on a GPU and on a CPU, on which subject, and which calls the published walk names: (phase, part).
+
+    `steps` are those that witnesses watch, FIRST:END: the walk profiled three steps after a warm-up, 110 to 112.
+    """
 
     subject: str
     full: str
     small: str
+    steps: str
     named: frozenset[tuple[str, str]]
 
 
 EXPERIMENTS = {
     "gpt3-857m-tp4": Experiment(
         subject="parallel.scaled:subject",
-        full="preset=gpt3-857m mode=tp tp=4 dtype=float16 steps=3 lr=6e-5 clip=1.0",
-        small="preset=gpt3-857m mode=tp tp=4 dtype=float16 steps=3 lr=6e-5 clip=1.0 "
+        full="preset=gpt3-857m mode=tp tp=4 dtype=float16 steps=5 lr=6e-5 clip=1.0",
+        small="preset=gpt3-857m mode=tp tp=4 dtype=float16 steps=5 lr=6e-5 clip=1.0 "
         "layers=4 hidden=64 ffn=256 vocab=509 seq=32",
+        steps="2:5",
         named=frozenset({("data", ""), ("forward", "embedding"), ("forward", "attention.wo"), ("forward", "mlp.w2")}),
     )
 }
@@ -64,6 +69,8 @@ def asked(arguments: argparse.Namespace) -> None:
     arguments.cases = [experiment.full if arguments.device == "cuda" else experiment.small]
     arguments.subject = experiment.subject
     arguments.profile = arguments.profile or "torch,nsys"
+    if arguments.profile_steps is None:
+        arguments.profile_steps = experiment.steps
 
 
 def real_size(name: str) -> str:

@@ -28,6 +28,7 @@ from harness.resolve import resolve
 from harness.run import Request, RunResult, parse_cases, run
 from reports import experiment, page, summary, tables, witnesses
 from reports.frames import Run, load
+from reports.profiling import asked_steps, asked_tools
 from reports.repro import write_script
 from reports.show import show_failures
 from reports.text import append_step_summary, show_message, show_table, ticking
@@ -36,7 +37,6 @@ __all__ = ["PLAN", "bench_main", "default_cases", "main"]
 
 LAUNCHED = "torchrun"
 """The engine whose ranks were launched with us: every one of them runs this command, and rank 0 alone does the work."""
-TOOLS = ("torch", "nsys")
 FIRST_BATCH = "reference.batches:micro_batch"
 VARIANT_WORDS = "reference.variants:words"
 BENCH = "suites.bench:main"
@@ -93,27 +93,18 @@ def _request(arguments: argparse.Namespace) -> Request:
         raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
     experiment.asked(arguments)
     resolve(arguments.subject)
+    tools, cases = asked_tools(arguments), _cases(arguments)
     return Request(
-        cases=_cases(arguments),
+        cases=cases,
         subject=arguments.subject,
         engine=arguments.engine,
         device=arguments.device,
         out=Path(arguments.out),
         command=tuple(sys.argv),
         page=_write_page,
-        profile=_tools(arguments),
+        profile=tools,
+        profile_steps=asked_steps(arguments, cases),
     )
-
-
-def _tools(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The tools of --profile, each once. Raises RequestError for an unknown one, or if there is nothing to profile."""
-    tools = tuple(dict.fromkeys(word for word in arguments.profile.split(",") if word))
-    for tool in tools:
-        if tool not in TOOLS:
-            raise RequestError(f"profile={tool}: is not a witness; legal: {','.join(TOOLS)}")
-    if tools and arguments.engine == "dry":
-        raise RequestError("profile: dry ranks have shapes and no times; legal: --engine inproc")
-    return tools
 
 
 @contextmanager

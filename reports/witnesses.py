@@ -22,35 +22,42 @@ _GROUP = ["case", "phase", "op", "group_size"]
 
 def tables(folder: Path) -> Iterator[Table]:
     """The tables for which the folder has the files; none for a run that was not profiled."""
-    seen = _read(folder / "witnesses.csv")
+    seen, sessions = _read(folder / "witnesses.csv"), _read(folder / "sessions.csv")
+    steps = _steps(sessions)
     if len(seen):
-        yield _agreement(seen)
+        yield _agreement(seen, steps)
     times = _read(folder / "collectives.csv")
     if len(times):
         yield _times(times)
-    sessions = _read(folder / "sessions.csv")
     if len(sessions):
-        yield _sessions(sessions)
+        yield _sessions(sessions, steps)
 
 
 def _read(path: Path) -> pd.DataFrame:
     if not path.exists():
         return pd.DataFrame()
-    return pd.read_csv(path, dtype={"group": str, "region": str}, keep_default_na=False)
+    return pd.read_csv(path, dtype={"group": str, "region": str, "steps": str}, keep_default_na=False)
 
 
-def _agreement(seen: pd.DataFrame) -> Table:
+def _steps(sessions: pd.DataFrame) -> str:
+    """The steps that were watched, in words; a folder of an older release does not tell."""
+    steps = str(sessions["steps"].iloc[0]) if "steps" in sessions else ""
+    return f"steps {steps} of every run" if steps else "whole runs"
+
+
+def _agreement(seen: pd.DataFrame, steps: str) -> Table:
     """How many events each witness confirms, by case and phase; a number below the first is a disagreement."""
     rows = []
-    for (case, phase), part in seen.groupby(["case", "phase"], sort=False):
-        cells = [_confirmed(part[name]) for name in WITNESSES]
-        rows.append((str(case), str(phase) or NOTHING, *cells))
+    for case, of_case in seen.groupby("case", sort=False):
+        for phase, part in of_case.groupby("phase", sort=False):
+            rows.append((str(case), str(phase) or NOTHING, *(_confirmed(part[name]) for name in WITNESSES)))
+        rows.append((str(case), "all", *(_confirmed(of_case[name]) for name in WITNESSES)))
     return Table(
         title="Events that each witness confirms",
         headers=("case", "phase", *(name.replace("_", " ") for name in WITNESSES)),
         rows=tuple(rows),
         numbers=frozenset(range(2, 2 + len(WITNESSES))),
-        note=f"all ranks; {NOTHING}: not asked; every event side by side is in witnesses.csv",
+        note=f"{steps}, all ranks; {NOTHING}: not asked; every event side by side is in witnesses.csv",
     )
 
 
@@ -90,7 +97,7 @@ def _times(times: pd.DataFrame) -> Table:
     )
 
 
-def _sessions(sessions: pd.DataFrame) -> Table:
+def _sessions(sessions: pd.DataFrame, steps: str) -> Table:
     rows = []
     for (case, tool), part in sessions.groupby(["case", "tool"], sort=False):
         slowest = part.sort_values("median_s").iloc[-1]
@@ -105,5 +112,5 @@ def _sessions(sessions: pd.DataFrame) -> Table:
         headers=("case", "session", "runs", "unwatched", "ranks apart", "watched", "peak MiB"),
         rows=tuple(rows),
         numbers=frozenset(range(2, 7)),
-        note="slowest rank; unwatched: median (interval) after warm-up; peak: of the process, torch itself included",
+        note=f"{steps}; slowest rank; unwatched: median (interval) after warm-up; peak: of the process, torch too",
     )

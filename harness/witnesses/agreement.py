@@ -62,8 +62,8 @@ class Agreement:
 
     @property
     def broken(self) -> tuple[Row, ...]:
-        """The rows on which somebody contradicts."""
-        return tuple(row for row in self.rows if not row.agrees)
+        """The rows on which somebody contradicts, the first issued first."""
+        return tuple(sorted((row for row in self.rows if not row.agrees), key=lambda row: (row.index, row.rank)))
 
 
 def agreement(
@@ -100,25 +100,31 @@ def agreement(
     )
 
 
-def finding(agreed: Agreement) -> Finding:
-    """The verdict: a failure names the first event on which the witnesses part; nothing seen at all is no agreement."""
+def finding(agreed: Agreement, steps: str = "") -> Finding:
+    """The verdict: a failure names the first event on which the witnesses part; nothing seen at all is no agreement.
+
+    `steps` are the chosen ones as they were asked for, "" for all.
+    """
     ranks = len({row.rank for row in agreed.rows})
+    within = f" in steps {steps}" if steps else ""
     if not agreed.rows:
-        return Finding(verdict=FAIL, message="no witness saw any event: nothing was witnessed")
+        return Finding(verdict=FAIL, message=f"no witness saw any event{within}: nothing was witnessed")
     broken = agreed.broken
     names = ", ".join(("ledger", *agreed.witnesses))
     if broken:
-        more = f"; {len(broken) - 1} more events differ" if len(broken) > 1 else ""
+        others = len(broken) - 1
+        more = f"; {others} more event{'s differ' if others > 1 else ' differs'}" if others else ""
         first = broken[0].recorded
         return Finding(
             verdict=FAIL,
             message=f"{broken[0]}{more}",
             worst=Worst(name=f"witnesses of {names}", error=float(len(broken)), allowed=0.0, epsilons=0.0),
+            ranks=tuple(sorted({row.rank for row in broken})),
             phase=first.phase if first else "",
             region=first.region if first else "",
         )
     left = [f"{count} fields that {witness} does not tell" for witness, count in agreed.open_fields.items() if count]
-    message = f"{names} agree on {len(agreed.rows)} events of {ranks} ranks"
+    message = f"{names} agree on {len(agreed.rows)} events of {ranks} ranks{within}"
     return Finding(verdict=PASS, message=message, unchecked=tuple(left))
 
 

@@ -67,6 +67,7 @@ def _rank(rank: int, world_size: int, folder: Path, job: dict[str, Any], cases: 
             folder=str(folder / str(index)),
             warmup=job["warmup"],
             repeats=job["repeats"],
+            steps=None if job["steps"] is None else range(*job["steps"]),
         )
         own = PrefixStore(f"case{index}", store)
         end = run_rank(

@@ -1,37 +1,37 @@
 """What a rank does in a profiling session: warm up, run unwatched and timed, run once with recorder and witness.
 
-The witness is switched on around the last run alone, so its trace holds the measured steps and no warm-up. `torch`
-leaves a Chrome trace and the Flight Recorder's entries of the same stretch; `nsys` draws nvtx ranges for the tool that
-listens (and on a GPU opens its capture range). Outcomes are told as digests, since witnesses must not change one bit.
-Times are seconds, sizes bytes.
+The witness is switched on around the last run alone, or around the chosen steps of it, so its trace holds the measured
+steps and no warm-up; seconds are of the same steps. `torch` leaves a Chrome trace and the Flight Recorder's entries of
+them (harness.witnesses.switches); `nsys` draws nvtx ranges for the tool that listens, on a GPU in a capture range.
+Outcomes are told as digests, since witnesses must not change one bit. Times are seconds, sizes bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
+from harness.errors import MachineError
 from harness.interposer import observing
-from harness.ledger import Event
+from harness.ledger import Call, Event
 from harness.outcome import Block, localize
 from harness.protocols import Subject
 from harness.ranges import Ranges, open_domain
 from harness.rank_task import RankTask, rank_device
 from harness.recorder import Recorder
 from harness.resolve import resolve
-from harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
+from harness.witnesses.chosen import during, step_ends
+from harness.witnesses.switches import Tracing, captured
 
 __all__ = ["TOOLS", "Measured", "Measurement", "digest", "measure"]
 
@@ -40,20 +40,24 @@ TOOLS = ("torch", "nsys")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What is measured, in words that can be pickled; `folder` takes what the witness leaves."""
+    """What is measured, in words that can be pickled; `folder` takes what the witness leaves, `steps` are the chosen
+    ones, None for all."""
 
     task: RankTask
     tool: str
     folder: str
     warmup: int = 1
     repeats: int = 3
+    steps: range | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one rank gave: the recorder's ledger, seconds of the unwatched runs and of the watched one, both digests."""
+    """What one rank gave: the recorder's ledger of the whole run, the call indices that the witness was there for,
+    seconds of the unwatched runs and of the watched one, both digests."""
 
     events: tuple[Event, ...]
+    calls: range
     seconds: tuple[float, ...]
     watched_s: float
     peak_bytes: int
@@ -65,97 +69,127 @@ def measure(rank: int, measurement: Measurement) -> Measured:
     """Run the subject on this rank as the measurement says; torch.distributed is initialised."""
     task = measurement.task
     subject: Any = resolve(task.subject) if isinstance(task.subject, str) else task.subject
-    device = rank_device(task.device, rank)
+    program = _Program(subject, task, rank_device(task.device, rank), rank, measurement.steps)
     for _ in range(measurement.warmup):
-        subject(task.case, device)
-    seconds, plain = [], ""
+        program.run()
+    program.learn()
+    timed = []
     for _ in range(max(measurement.repeats, 1)):
-        spent, plain = _timed(subject, task, device)
-        seconds.append(spent)
-    events, spent, watched = _watched(rank, measurement, subject, device)
+        dist.barrier()
+        timed.append(program.timed())
+    events, calls, spent, watched = _watched(rank, measurement, program)
     return Measured(
         events=events,
-        seconds=tuple(seconds),
+        calls=calls,
+        seconds=tuple(seconds for seconds, _ in timed),
         watched_s=spent,
-        peak_bytes=_peak_bytes(device),
-        plain=plain,
+        peak_bytes=_peak_bytes(program.device),
+        plain=timed[-1][1],
         watched=watched,
     )
 
 
-def _timed(subject: Subject, task: RankTask, device: torch.device) -> tuple[float, str]:
-    """Seconds of one run, started together, and the digest of what came out."""
-    torch.manual_seed(task.case.seed)
-    dist.barrier()
-    start_s = time.perf_counter()
-    outcome = subject(task.case, device)
-    _synchronize(device)
-    spent = time.perf_counter() - start_s
-    return spent, digest(localize(outcome))
+class _Program:
+    """The subject on this rank, as often as it is run, and the stretch of a run that counts: chosen steps, or all."""
+
+    def __init__(self, subject: Subject, task: RankTask, device: torch.device, rank: int, steps: range | None) -> None:
+        self.device = device
+        self._subject, self._task, self._rank, self._steps = subject, task, rank, steps
+        self._ends: tuple[int, ...] = ()
+
+    def run(self) -> Mapping[str, Any]:
+        """One run."""
+        return self._subject(self._task.case, self.device)
+
+    def learn(self) -> None:
+        """See in one run more where steps end, if that matters."""
+        if self._steps is not None:
+            self._ends = step_ends(self._rank, self.run)
+
+    def counting(self, make: Callable[[], AbstractContextManager[object]]) -> AbstractContextManager[object]:
+        """Around a run: inside of `make()` for the stretch that counts."""
+        return make() if self._steps is None else during(self._steps, self._ends, make)
+
+    def timed(self, make: Callable[[], AbstractContextManager[object]] = nullcontext) -> tuple[float, str]:
+        """Seconds of the stretch of one run, inside of `make()`, and the digest of what came out."""
+        clock = _Clock(self.device)
+
+        @contextmanager
+        def stretch() -> Iterator[None]:
+            with make(), clock.running():
+                yield
+
+        torch.manual_seed(self._task.case.seed)
+        with self.counting(stretch):
+            outcome = self.run()
+        if not clock.ran:
+            raise MachineError("the chosen steps of one run never began in the next one", ranks=(), positions=())
+        return clock.seconds, digest(localize(outcome))
 
 
-def _watched(
-    rank: int, measurement: Measurement, subject: Subject, device: torch.device
-) -> tuple[tuple[Event, ...], float, str]:
-    task = measurement.task
-    ranges = Ranges(open_domain()) if measurement.tool == "nsys" else None
+class _Clock:
+    """Seconds of one stretch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds, self.ran = 0.0, False
+        self._device = device
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The stretch."""
+        _synchronize(self._device)
+        start_s = time.perf_counter()
+        try:
+            yield
+            _synchronize(self._device)
+        finally:
+            self.seconds, self.ran = time.perf_counter() - start_s, True
+
+
+class _Count:
+    """Counts the calls of this rank (harness.ledger.Observer)."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def issued(self, _rank: int, _call: Call) -> int:
+        """One more."""
+        self.calls += 1
+        return 0
+
+    def completed(self, rank: int, ticket: int) -> None:
+        """Nothing to count."""
+
+
+def _watched(rank: int, measurement: Measurement, program: _Program) -> tuple[tuple[Event, ...], range, float, str]:
+    task, count = measurement.task, _Count()
+    ranges = Ranges(open_domain(), waiting=True) if measurement.tool == "nsys" else None
+    seen = list[tuple[int, int]]()
+    tracing = Tracing(rank, program.device)
+
+    @contextmanager
+    def witness() -> Iterator[None]:
+        first = count.calls
+        with ExitStack() as there:
+            if ranges is None:
+                there.enter_context(tracing.on())
+            else:
+                there.enter_context(captured(program.device))
+                there.enter_context(ranges.drawn(rank))
+            yield
+        seen.append((first, count.calls))
+
     with ExitStack() as watching:
-        watching.enter_context(_captured(device, measurement.tool))
         recorder = watching.enter_context(
             Recorder(task.text, task.case.mode, task.case.world_size, task.case.axes, ranges=ranges)
         )
-        watching.enter_context(observing(recorder))
+        for observer in (recorder, count):
+            watching.enter_context(observing(observer))
         watching.enter_context(recorder.on_rank(rank))
-        if measurement.tool == "torch":
-            watching.enter_context(_traced(Path(measurement.folder), rank, device))
-        torch.manual_seed(task.case.seed)
-        start_s = time.perf_counter()
-        outcome = subject(task.case, device)
-        _synchronize(device)
-        spent = time.perf_counter() - start_s
-    return tuple(recorder.events()), spent, digest(localize(outcome))
-
-
-@contextmanager
-def _captured(device: torch.device, tool: str) -> Iterator[None]:
-    """nsys's capture range on a GPU: from cudaProfilerStart to Stop, all ranks at once."""
-    if tool != "nsys" or device.type != "cuda":
-        yield
-        return
-    torch.cuda.profiler.start()
-    dist.barrier()
-    try:
-        yield
-    finally:
-        dist.barrier()  # the first rank to stop ends the capture for all
-        torch.cuda.profiler.stop()
-
-
-@contextmanager
-def _traced(folder: Path, rank: int, device: torch.device) -> Iterator[None]:
-    """Write this rank's Chrome trace and the Flight Recorder's entries of the body."""
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    before = max((entry["record_id"] for entry in _flight()), default=-1)
-    with profile(activities=activities, record_shapes=True, with_stack=True) as traced:
-        yield
-        # Once more at the end: the header of the beginning lacks the groups that the body made.
-        header: Mapping[str, Any] = getattr(traced, "_get_distributed_info", dict)()
-        if header:
-            traced.add_metadata_json("distributedInfo", json.dumps(header))
-    traced.export_chrome_trace(str(folder / f"rank{rank}{TRACE_SUFFIX}"))
-    entries = [entry for entry in _flight() if entry["record_id"] > before]
-    (folder / f"rank{rank}{FLIGHT_SUFFIX}").write_text(json.dumps({"entries": entries}), encoding="utf-8")
-
-
-def _flight() -> list[Mapping[str, Any]]:
-    """Torch's own log of calls, oldest first; empty where this torch keeps none."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return []
-    entries: list[Mapping[str, Any]] = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
-    return sorted(entries, key=lambda entry: int(entry["record_id"]))
+        spent, watched = program.timed(witness)
+    if ranges is None:
+        tracing.write(Path(measurement.folder))
+    return tuple(recorder.events()), range(*seen[-1]), spent, watched
 
 
 def _synchronize(device: torch.device) -> None:

@@ -107,7 +107,8 @@ class Phases:
             self._call(thread, above)
             return
         if kind in (QUIET, LOUD):
-            self._no_grad[thread] = self._no_grad.get(thread, 0) + (1 if kind == QUIET else -1)
+            # A trace that begins inside of a no_grad shows its end alone.
+            self._no_grad[thread] = max(self._no_grad.get(thread, 0) + (1 if kind == QUIET else -1), 0)
             return
         inside = any(open_.kind == NODE for open_ in above)
         model = kind == MODULE and calls_modules and not any(o.kind in (MODULE, NODE) for o in above)

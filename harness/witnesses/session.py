@@ -20,6 +20,7 @@ from harness.diagnosis import case_text
 from harness.engines.rank_process import Ended, error_text
 from harness.errors import MachineError
 from harness.protocols import CaseLike
+from harness.witnesses.chosen import steps_text
 from harness.witnesses.database import read_database
 from harness.witnesses.measured import Measured
 from harness.witnesses.nsys import database_of
@@ -38,7 +39,8 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a session runs: the subject by name, the cases, one tool, how often each runs before and unwatched."""
+    """What a session runs: the subject by name, the cases, one tool, how often each runs before and unwatched, and
+    the steps that are watched and timed, None for whole runs."""
 
     subject: str
     cases: tuple[CaseLike, ...]
@@ -47,6 +49,7 @@ class Job:
     warmup: int = 1
     repeats: int = 3
     timeout_s: float = 60.0
+    steps: range | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,7 @@ def hold(job: Job, folder: Path) -> dict[str, Session]:
     texts = [case_text(case) for case in job.cases]
     words: dict[str, object] = {"subject": job.subject, "cases": texts, "tool": job.tool, "device": job.device}
     words |= {"warmup": job.warmup, "repeats": job.repeats, "timeout_s": job.timeout_s}
+    words["steps"] = None if job.steps is None else [job.steps.start, job.steps.stop]
     (folder / "job.json").write_text(json.dumps(words), encoding="utf-8")
     program = [sys.executable, "-m", "harness.witnesses.child", str(folder)]
     worlds = len({case.world_size for case in job.cases})
@@ -112,9 +116,21 @@ def _session(job: Job, folder: Path, case: CaseLike, seen: Sequence[Sighting] | 
             why = error_text(end.error) if end.error else "its program left early"
             return Session(tool=job.tool, folder=folder, problem=f"rank {rank} failed: {why}")
         ranks.append(end.value)
+    if problem := _parted(job.steps, ranks):
+        return Session(tool=job.tool, folder=folder, problem=problem)
     if seen is None:
         seen = read_traces(folder, case.world_size)
     return Session(tool=job.tool, folder=folder, ranks=tuple(ranks), seen=tuple(seen))
+
+
+def _parted(steps: range | None, ranks: Sequence[Measured]) -> str:
+    """Why what was watched is not what the ledger gives to the chosen steps, "" when it is."""
+    for rank, measured in enumerate(ranks):
+        mine = {event.call_index for event in measured.events if steps is None or event.step in steps}
+        if mine != set(measured.calls):
+            of = "the run" if steps is None else f"steps {steps_text(steps)}"
+            return f"rank {rank} was watched for {len(measured.calls)} calls, and {of} made {len(mine)}, or others"
+    return ""
 
 
 def _run(program: Sequence[str], folder: Path, limit_s: float) -> None:

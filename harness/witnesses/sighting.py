@@ -1,7 +1,7 @@
 """What one witness saw of one collective, and the ledger told in the same words.
 
 A witness that cannot know a field leaves it open: no `groups`, several `groups` (it is one of them), payload_bytes
-UNKNOWN, phase or region "". Times are microseconds on the witness's own clock.
+UNKNOWN, phase or region "", step -1. Times are microseconds on the witness's own clock.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Sighting:
     payload_bytes: int = UNKNOWN
     phase: str = ""
     region: str = ""
+    step: int = -1
     start_us: float = 0.0
     duration_us: float = 0.0
 
@@ -51,6 +52,7 @@ def of_ledger(events: Iterable[Event], axes: Axes, *, steps: range | None = None
                 payload_bytes=event.payload_bytes,
                 phase=event.phase,
                 region=event.region,
+                step=event.step,
                 start_us=event.start_us,
                 duration_us=event.duration_us,
             )

@@ -9,24 +9,26 @@ dispatcher, where the profiler listens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from harness.diagnosis import case_text
+from harness.diagnosis import Diagnosis, case_text
 from harness.errors import MachineError
-from harness.evidence import FAIL, PASS, UNKNOWN, Finding, Verdict
+from harness.evidence import FAIL, UNKNOWN, Finding, Verdict
 from harness.ledger import Event
 from harness.protocols import CaseLike, TermLike
 from harness.witnesses.agreement import NOT_ASKED, Agreement, agreement, finding
+from harness.witnesses.chosen import steps_text, terms_of
 from harness.witnesses.nsys import on_gpus
 from harness.witnesses.session import Job, Session, hold
 from harness.witnesses.sighting import Sighting, group_text, of_ledger
+from harness.witnesses.telling import CHECK, diagnosed, in_six_lines
 from harness.witnesses.timing import spread, timed
 
 __all__ = ["CHECK", "INDEPENDENCE", "Told", "Witnesses", "witnesses"]
 
-CHECK = "witnesses"
 INDEPENDENCE = (
     "of the witnesses, nsys stores ranges that our recorder draws: it shows that no event was lost or renamed on the "
     "way; the torch profiler and the closed form see for themselves"
@@ -40,62 +42,124 @@ _COLUMNS = {
         *("case", "rank", "index", "phase", "region", "op", "group", "payload_bytes"),
         *("start_us", "duration_us", "overlapped_us", "exposed_us", "late_us"),
     ),
-    "sessions.csv": ("case", "tool", "rank", "runs", "median_s", "low_s", "high_s", "watched_s", "peak_bytes"),
+    "sessions.csv": ("case", "tool", "rank", "runs", "median_s", "low_s", "high_s", "watched_s", "peak_bytes", "steps"),
 }
 Rows = list[tuple[object, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What the witnesses say of one case: the verdict, and rows for the run folder by file name."""
+    """What the witnesses say of one case: the verdict, rows for the run folder by file name, a failure explained."""
 
     verdict: Verdict
     tables: Mapping[str, tuple[tuple[str, ...], Rows]]
+    diagnosis: Diagnosis | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witnesses:
-    """The sessions by tool and case; `notes` say what is missing and who is not independent."""
+    """The sessions by tool and case; `notes` say what is missing and who is not independent.
+
+    `steps` are the chosen ones, None for whole runs; `subject` and `options` repeat a case with its witnesses.
+    """
 
     sessions: Mapping[str, Mapping[str, Session]]
     notes: tuple[str, ...]
+    subject: str
+    steps: range | None = None
+    options: str = ""
 
-    def told(self, case: CaseLike, events: Sequence[Event], terms: Sequence[TermLike] | None) -> Told:
-        """Hold the case's ledger (the recorder's of a session when the proof left none) against every witness."""
+    def told(
+        self,
+        case: CaseLike,
+        events: Sequence[Event],
+        terms: Sequence[TermLike] | None,
+        expected: Callable[[Any], Any] | None = None,
+    ) -> Told:
+        """Hold the case's ledger (the recorder's of a session when the proof left none) against every witness.
+
+        `expected` is the subject's closed form, asked for the terms of chosen steps.
+        """
         text = case_text(case)
         held = {tool: of[text] for tool, of in self.sessions.items() if text in of}
         good = {tool: session for tool, session in held.items() if not session.problem}
         recorded = [e for session in list(good.values())[:1] for measured in session.ranks for e in measured.events]
         if not recorded:
             return _told(Finding(verdict=UNKNOWN, message=_nothing(held, self.notes)), text, {})
-        base = tuple(events) or tuple(recorded)
+        recorded = self._chosen(recorded)
+        base = self._chosen(events) or recorded
         others: dict[str, Sequence[Sighting]] = {"recorder": of_ledger(recorded, case.axes)} if events else {}
         others |= {tool: session.seen for tool, session in good.items()}
+        untold = ""
+        if terms is not None and self.steps is not None:
+            terms, untold = terms_of(self.steps, case, terms, expected)
         agreed = agreement(of_ledger(base, case.axes), others, base, terms)
+        steps = "" if self.steps is None else steps_text(self.steps)
         tables = {
             "witnesses.csv": _side_by_side(text, agreed),
             "collectives.csv": _collectives(text, good, recorded, case),
-            "sessions.csv": list(_sessions(text, good)),
+            "sessions.csv": list(_sessions(text, good, steps)),
         }
-        found = _undisturbed(finding(agreed), good)
-        problems = tuple(f"{tool}: {session.problem}" for tool, session in held.items() if session.problem)
-        if problems and found.verdict == PASS:
-            found = replace(found, verdict=UNKNOWN, message=f"{found.message}; {'; '.join(problems)}")
-        return _told(found, text, tables)
+        found = _undisturbed(finding(agreed, steps), good)
+        if found.verdict == FAIL:
+            return self._failed(found, agreed, case, tables, good)
+        return _told(_qualified(found, held, untold), text, tables)
+
+    def _chosen(self, events: Sequence[Event]) -> list[Event]:
+        return [event for event in events if self.steps is None or event.step in self.steps]
+
+    def _failed(
+        self,
+        found: Finding,
+        agreed: Agreement,
+        case: CaseLike,
+        tables: Mapping[str, Rows],
+        sessions: Mapping[str, Session],
+    ) -> Told:
+        disturbed = [rank for session in sessions.values() for rank in session.disturbed]
+        diagnosis = diagnosed(case, agreed, found, disturbed)
+        message = in_six_lines(diagnosis, found, agreed, case, self.subject, self.options)
+        told = _told(replace(found, message=message), case_text(case), tables)
+        return replace(told, diagnosis=diagnosis)
 
 
 def witnesses(
-    cases: Sequence[CaseLike], subject: str, tools: Sequence[str], folder: Path, *, device: str, timeout_s: float
+    cases: Sequence[CaseLike],
+    subject: str,
+    tools: Sequence[str],
+    folder: Path,
+    *,
+    device: str,
+    timeout_s: float,
+    steps: range | None = None,
+    options: str = "",
 ) -> Witnesses:
-    """Hold one session a tool; a tool that is missing or broken leaves a note and takes nothing else along."""
+    """Hold one session a tool; a tool that is missing or broken leaves a note and takes nothing else along.
+
+    `steps` are watched, None for whole runs; `options` are further words of the command that repeats a case.
+    """
     sessions, notes = {}, [INDEPENDENCE, *([on_gpus()] if device == "cpu" else [])] if "nsys" in tools else []
     for tool in tools if cases else ():
-        job = Job(subject=subject, cases=tuple(cases), tool=tool, device=device, timeout_s=timeout_s)
+        job = Job(subject=subject, cases=tuple(cases), tool=tool, device=device, timeout_s=timeout_s, steps=steps)
         try:
             sessions[tool] = hold(job, folder / tool)
         except MachineError as error:
             notes.append(str(error))
-    return Witnesses(sessions=sessions, notes=tuple(notes))
+    words = [options, "--profile", ",".join(tools), *([] if steps is None else ["--profile-steps", steps_text(steps)])]
+    return Witnesses(
+        sessions=sessions, notes=tuple(notes), subject=subject, steps=steps, options=" ".join(words).strip()
+    )
+
+
+def _qualified(found: Finding, held: Mapping[str, Session], untold: str) -> Finding:
+    """A finding that is no failure, with what could not be asked: a tool that is missing leaves it open."""
+    if untold:
+        message = f"{found.message}; the closed form was not asked: {untold}"
+        found = replace(found, message=message, unchecked=(*found.unchecked, "closed form of the chosen steps"))
+    problems = tuple(f"{tool}: {session.problem}" for tool, session in held.items() if session.problem)
+    if not problems:
+        return found
+    return replace(found, verdict=UNKNOWN, message=f"{found.message}; {'; '.join(problems)}")
 
 
 def _told(found: Finding, text: str, tables: Mapping[str, Rows]) -> Told:
@@ -123,7 +187,7 @@ def _undisturbed(found: Finding, sessions: Mapping[str, Session]) -> Finding:
         if session.disturbed:
             ranks = ",".join(map(str, session.disturbed))
             message = f"the outcome of rank {ranks} is not the same bit for bit when the recorder and {tool} watch"
-            return replace(found, verdict=FAIL, message=message)
+            return Finding(verdict=FAIL, message=message, ranks=session.disturbed)
     return found
 
 
@@ -160,9 +224,9 @@ def _collectives(text: str, good: Mapping[str, Session], recorded: Sequence[Even
     return rows
 
 
-def _sessions(text: str, good: Mapping[str, Session]) -> Iterator[tuple[object, ...]]:
+def _sessions(text: str, good: Mapping[str, Session], steps: str) -> Iterator[tuple[object, ...]]:
     for tool, session in good.items():
         for rank, measured in enumerate(session.ranks):
             seconds = spread(measured.seconds)
             times = (seconds.median, seconds.low, seconds.high, measured.watched_s)
-            yield (text, tool, rank, len(measured.seconds), *(f"{t:.6f}" for t in times), measured.peak_bytes)
+            yield (text, tool, rank, len(measured.seconds), *(f"{t:.6f}" for t in times), measured.peak_bytes, steps)

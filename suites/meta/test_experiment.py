@@ -11,12 +11,20 @@ from harness.errors import RequestError
 from harness.run import Request, parse_cases, run
 from reports.experiment import EXPERIMENTS, asked, real_size, timeline
 from reports.frames import load
+from reports.profiling import asked_steps
 
 NAME = "gpt3-857m-tp4"
 
 
 def arguments(**words: object) -> argparse.Namespace:
-    given = {"preset_experiment": NAME, "cases": [], "device": "cpu", "profile": "", "subject": "x:y"}
+    given: dict[str, object] = {
+        "preset_experiment": NAME,
+        "cases": [],
+        "device": "cpu",
+        "profile": "",
+        "profile_steps": None,
+        "subject": "x:y",
+    }
     return argparse.Namespace(**(given | words))
 
 
@@ -26,6 +34,7 @@ def test_the_name_stands_for_case_subject_and_witnesses() -> None:
     (case,) = parse_cases(filled.cases)
     assert (case.mode, case.world_size, case.dtype) == ("tp", 4, "float16")
     assert (filled.subject, filled.profile) == ("parallel.scaled:subject", "torch,nsys")
+    assert list(asked_steps(filled, filled.cases) or ()) == [2, 3, 4]
     full = arguments(device="cuda")
     asked(full)
     (case,) = parse_cases(full.cases)

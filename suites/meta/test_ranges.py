@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from harness.execution import execute
 from harness.ledger import OPS
 from harness.ranges import DOMAIN, Ranges, open_domain
 from harness.recorder import Recorder
+from harness.witnesses.chosen import during
 from parallel.subject import subject
 from reference.case import Case
 from suites.meta.toy_calls import Model, Voice, input_BD
@@ -85,14 +87,18 @@ class Tape:
         self.said.append(said)
 
 
-def taped(tape: Tape | None, *, reentrant: bool = False) -> Recorder:
-    """Two steps of the toy model, its layers checkpointed if `reentrant`, drawn on the tape."""
+def taped(tape: Tape | None, *, reentrant: bool = False, chosen: range | None = None) -> Recorder:
+    """Two steps of the toy model, its layers checkpointed if `reentrant`, drawn on the tape, or chosen ones."""
 
     def around(module: torch.nn.Module, x_BD: Tensor) -> Any:
         return checkpoint(module, x_BD, use_reentrant=True) if reentrant else module(x_BD)
 
-    ranges = None if tape is None else Ranges(tape)
-    with Recorder("seed=0", "tp", 2, {"tp": ((0, 1),)}, ranges=ranges) as recorder, recorder.on_rank(0):
+    ranges = None if tape is None else Ranges(tape, waiting=chosen is not None)
+    with ExitStack() as entered:
+        recorder = entered.enter_context(Recorder("seed=0", "tp", 2, {"tp": ((0, 1),)}, ranges=ranges))
+        entered.enter_context(recorder.on_rank(0))
+        if ranges is not None and chosen is not None:
+            entered.enter_context(during(chosen, (1, 2), lambda: ranges.drawn(0)))
         voice = Voice(recorder)
         model = Model(voice, around)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -114,6 +120,43 @@ def test_steps_and_phases_follow_each_other_as_in_the_ledger() -> None:
     assert tape.of("step") == ["> step 0", "< step 0", "> step 1", "< step 1"]
     assert [said.payload for said in tape.said if said.category == "step"] == [0, 0, 1, 1]
     assert tape.still_open() == 0
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_chosen_steps_are_drawn_as_in_the_whole_run_and_nothing_else_is(step: int) -> None:
+    whole, tape = Tape(), Tape()
+    events = taped(whole).events()
+    taped(tape, chosen=range(step, step + 1))
+    ends = whole.lines.index("< step 0") + 1
+    assert tape.lines[1:-1] == (whole.lines[1:ends], whole.lines[ends:-1])[step]
+    assert json.loads(tape.said[0].message)["case"] == "seed=0"
+    calls = len([event for event in events if event.step == step])
+    assert json.loads(tape.said[-1].message) == {"rank": 0, "calls": calls}
+    assert tape.still_open() == 0
+
+
+def test_ranges_that_begin_and_end_inside_of_modules_close_what_they_opened() -> None:
+    tape = Tape()
+    ranges = Ranges(tape, waiting=True)
+    drawn = ExitStack()
+
+    def around(module: torch.nn.Module, x_BD: Tensor) -> Any:
+        if not tape.lines:
+            drawn.enter_context(ranges.drawn(0))
+        return module(x_BD)
+
+    class Ending(Model):
+        def forward(self, x_BD: Tensor) -> Tensor:
+            output_BD = super().forward(x_BD)
+            drawn.close()
+            return output_BD
+
+    with Recorder("", "tp", 2, {}, ranges=ranges) as recorder, recorder.on_rank(0):
+        voice = Voice(recorder)
+        Ending(voice, around)(input_BD())
+        voice.say()
+    assert tape.still_open() == 0
+    assert tape.of("module").count("> layers.1.b") == 1
 
 
 def test_backward_ends_when_it_ends_and_not_with_what_follows() -> None:

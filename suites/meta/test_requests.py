@@ -84,6 +84,17 @@ def test_modes_choose_among_what_the_subject_claims(shardproof: CommandLine) -> 
         (("run", "--device", "tpu"), "invalid choice: 'tpu' (choose from"),
         (("run", "--profile", "torch,vtune"), "profile=vtune: is not a witness; legal: torch,nsys"),
         (("run", "--profile", "nsys", "--engine", "dry"), "profile: dry ranks have shapes and no times"),
+        (("run", ONE, "--profile-steps", "0:1"), "profile-steps=0:1: chooses among the steps that --profile watches"),
+        (("run", ONE, "--profile", "nsys", "--profile-steps", "1"), "profile-steps=1: must be FIRST:END, steps from"),
+        (("run", ONE, "--profile", "torch", "--profile-steps", ""), "profile-steps=: must be FIRST:END, steps from"),
+        (
+            ("run", f"{ONE} steps=4", "--profile", "torch", "--profile-steps", "3:3"),
+            "profile-steps=3:3: holds no step, for END is not included; legal: 0:4",
+        ),
+        (
+            ("run", f"{ONE} steps=4", f"{ONE} steps=3", "--profile", "torch", "--profile-steps", "2:4"),
+            "has 3 steps, counted from 0; legal: 0:3",
+        ),
         (("run", "--preset-experiment", "gpt5"), "preset-experiment=gpt5: is not known; legal: gpt3-857m-tp4"),
         (("run", "--mode", "tp"), "unrecognized arguments: --mode"),
         (("bench", "--fast"), "unrecognized arguments: --fast"),

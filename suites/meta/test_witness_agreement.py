@@ -3,88 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from harness.evidence import FAIL, PASS
-from harness.ledger import Event
 from harness.witnesses.agreement import agreement, finding
-from harness.witnesses.sighting import UNKNOWN, Sighting, of_ledger
-
-AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
-PLAN = (
-    ("data", "", "broadcast", "tp", 8),
-    ("forward", "layers.0.mlp", "all_reduce", "tp", 64),
-    ("backward", "layers.0.mlp", "all_gather", "tp", 128),
-    ("grad_sync", "", "all_reduce", "dp", 256),
-)
-Seen = list[Sighting]
-
-
-@dataclass(frozen=True)
-class Term:
-    """A line of a closed form."""
-
-    phase: str
-    region: str
-    op: str
-    axis: str
-    payload_bytes: int
-    calls: int = 1
-    reduce_op: str = ""
-    group_size: int = 2
-    dtype: str = "float32"
-
-
-def event(rank: int, index: int, phase: str, region: str, op: str, axis: str, payload_bytes: int) -> Event:
-    return Event(
-        case="c",
-        mode="tp",
-        world_size=4,
-        rank=rank,
-        step=0,
-        microbatch=0,
-        phase=phase,
-        region=region,
-        op=op,
-        reduce_op="",
-        axis=axis,
-        group_size=2,
-        dtype="float32",
-        shape="",
-        payload_bytes=payload_bytes,
-        wire_bytes=0,
-        is_async=False,
-        call_index=index,
-        start_us=0.0,
-        duration_us=0.0,
-        caller="",
-    )
-
-
-EVENTS = [event(rank, index, *line) for rank in range(4) for index, line in enumerate(PLAN)]
-TERMS = [Term(*line) for line in PLAN]
-LEDGER = of_ledger(EVENTS, AXES)
-
-
-def changed(seen: Seen, rank: int, index: int, **words: object) -> Seen:
-    return [replace(s, **words) if (s.rank, s.index) == (rank, index) else s for s in seen]  # type: ignore[arg-type]
-
-
-def dropped(seen: Seen, rank: int, index: int) -> Seen:
-    left = [s for s in seen if (s.rank, s.index) != (rank, index)]
-    return [replace(s, index=s.index - 1) if s.rank == rank and s.index > index else s for s in left]
-
-
-def doubled(seen: Seen, rank: int, index: int) -> Seen:
-    later = [replace(s, index=s.index + 1) if s.rank == rank and s.index > index else s for s in seen]
-    return [*later, *(replace(s, index=index + 1) for s in seen if (s.rank, s.index) == (rank, index))]
-
-
-def swapped(seen: Seen, rank: int, index: int) -> Seen:
-    other = {index: index + 1, index + 1: index}
-    return [replace(s, index=other.get(s.index, s.index)) if s.rank == rank else s for s in seen]
+from harness.witnesses.sighting import UNKNOWN
+from suites.meta.toy_sightings import EVENTS, LEDGER, TERMS, Seen, changed, doubled, dropped, swapped
 
 
 def test_groups_come_from_the_mesh_and_agreement_is_told_with_its_size() -> None:
@@ -102,7 +28,7 @@ def test_groups_come_from_the_mesh_and_agreement_is_told_with_its_size() -> None
         (lambda s: changed(s, 2, 1, groups=((0, 2),)), "torch saw forward all_reduce of 64 B over 0,2"),
         (lambda s: changed(s, 2, 1, phase="backward"), "torch saw backward all_reduce of 64 B over 2,3"),
         (lambda s: dropped(s, 2, 1), "torch saw nothing"),
-        (lambda s: swapped(s, 2, 1), "torch saw backward all_gather of 128 B over 2,3; 1 more events differ"),
+        (lambda s: swapped(s, 2, 1), "torch saw backward all_gather of 128 B over 2,3; 1 more event differs"),
     ],
 )
 def test_a_slip_of_a_witness_fails_and_names_the_event(slip: Callable[[Seen], Seen], words: str) -> None:

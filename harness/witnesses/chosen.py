@@ -1,0 +1,140 @@
+"""Some steps of a longer run: where they begin and end, a context around them alone, and the closed form of them.
+
+A step ends with the last optimizer step before the next forward, as in the ledger (harness.attribution). Which one was
+the last is known only when the forward comes, so an earlier run of the same case tells after how many optimizer steps
+each step ends (`step_ends`), and later runs count them (`during`). Steps count from 0, "2:4" are the steps 2 and 3.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from harness.attribution import Attribution
+from harness.errors import MachineError
+from harness.moments import Stepped, read
+from harness.protocols import CaseLike, TermLike
+from harness.watch import Watch
+
+__all__ = ["Line", "during", "step_ends", "steps_text", "terms_of"]
+
+Key = tuple[str, str, str, str, str, int, str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A line of a closed form (harness.protocols.TermLike) for some steps."""
+
+    phase: str
+    region: str
+    op: str
+    reduce_op: str
+    axis: str
+    group_size: int
+    dtype: str
+    payload_bytes: int
+    calls: int
+
+
+def steps_text(steps: range) -> str:
+    """The steps as they are asked for: "2:4"."""
+    return f"{steps.start}:{steps.stop}"
+
+
+def step_ends(rank: int, program: Callable[[], object]) -> tuple[int, ...]:
+    """Run the program as this rank: how many optimizer steps were over when each of its steps was."""
+    attribution, ends, taken = Attribution(), list[int](), 0
+
+    def emit(plain: tuple[Any, ...]) -> None:
+        nonlocal taken
+        moment, before = read(plain), attribution.step
+        attribution.feed(moment)
+        if attribution.step > before:
+            ends.append(taken)
+        taken += isinstance(moment, Stepped)
+
+    with Watch(lambda _rank: emit) as watch, watch.on_rank(rank):
+        program()
+    return (*ends, taken)
+
+
+@contextmanager
+def during(steps: range, ends: Sequence[int], make: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """While the body runs the program: inside of `make()` from the begin of the first of the steps to the last's end.
+
+    Raises MachineError when the program has fewer steps, as `ends` tell.
+    """
+    if steps.stop > len(ends):
+        why = f"the program ends {len(ends)} of them, as its optimizers tell"
+        raise MachineError(f"steps {steps_text(steps)} cannot be watched: {why}", ranks=(), positions=())
+    opens = ends[steps.start - 1] if steps.start else 0
+    closes = (
+        ends[steps.stop - 1] if steps.stop < len(ends) else -1
+    )  # what follows the last optimizer step is the last's
+    taken = 0
+    with ExitStack() as entered:
+
+        def stepped(*_: object) -> None:
+            nonlocal taken
+            taken += 1
+            if taken == opens:
+                entered.enter_context(make())
+            elif taken == closes:
+                entered.close()
+
+        if not steps.start:
+            entered.enter_context(make())
+        hook = register_optimizer_step_post_hook(stepped)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def terms_of(
+    steps: range, case: CaseLike, terms: Iterable[TermLike], expected: Callable[[Any], Any] | None
+) -> tuple[tuple[Line, ...] | None, str]:
+    """The closed form of these steps, or None and why it cannot be told.
+
+    A closed form counts a whole run. Where the run of one step has each call as many times less as there are steps, all
+    steps are equal. Otherwise nobody but its author knows to which step the rest belongs.
+    """
+    whole = _calls(terms)
+    try:
+        one = _calls(expected(case.but(steps=1))) if expected is not None else Counter()
+    except Exception as problem:  # a third party's function on a case that nobody asked it before
+        return None, f"the closed form of one step failed: {type(problem).__name__}: {problem}"
+    for key in (*whole, *one):
+        if whole[key] != case.steps * one[key]:
+            phase, region, op = key[:3]
+            told = f"{whole[key]} {phase} {op} in {region or 'no module'} in {case.steps} steps, and {one[key]} in one"
+            return None, f"the closed form does not tell which step has what: {told}"
+    return tuple(_line(key, calls * len(steps)) for key, calls in one.items()), ""
+
+
+def _calls(terms: Iterable[TermLike]) -> Counter[Key]:
+    calls: Counter[Key] = Counter()
+    for term in terms:
+        where = term.phase, term.region, term.op, term.reduce_op
+        calls[*where, term.axis, term.group_size, term.dtype, term.payload_bytes] += term.calls
+    return calls
+
+
+def _line(key: Key, calls: int) -> Line:
+    phase, region, op, reduce_op, axis, group_size, dtype, payload_bytes = key
+    return Line(
+        phase=phase,
+        region=region,
+        op=op,
+        reduce_op=reduce_op,
+        axis=axis,
+        group_size=group_size,
+        dtype=dtype,
+        payload_bytes=payload_bytes,
+        calls=calls,
+    )

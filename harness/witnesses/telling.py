@@ -1,0 +1,100 @@
+"""How a disagreement of witnesses is told: six lines, as every failed check (harness.six_lines), and its likely cause.
+
+The cause follows from who contradicts whom. The recorder of the session is the same code as that of the proof, nsys
+stores what the recorder draws, the torch profiler and the closed form know nothing of anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from harness.causes import Cause
+from harness.diagnosis import Diagnosis
+from harness.evidence import Finding
+from harness.first import First
+from harness.protocols import CaseLike
+from harness.six_lines import place, repeat_command, where, written
+from harness.witnesses.agreement import AGREES, CLOSED_FORM, NOT_ASKED, Agreement, Row
+
+__all__ = ["CHECK", "diagnosed", "in_six_lines"]
+
+CHECK = "witnesses"
+_WHO = {
+    "recorder": "the recorder",
+    "torch": "the torch profiler",
+    "nsys": "Nsight Systems",
+    CLOSED_FORM: "the closed form",
+}
+
+
+def diagnosed(case: CaseLike, agreed: Agreement, finding: Finding, disturbed: Sequence[int] = ()) -> Diagnosis:
+    """A failed finding explained; `disturbed` are the ranks whose outcome changed when they were watched."""
+    broken = () if disturbed else agreed.broken
+    first = broken[0].recorded if broken else None
+    step = first.step if first else -1
+    return Diagnosis(
+        check=CHECK,
+        name=f"event {broken[0].index} of rank {broken[0].rank}" if broken else "",
+        ranks=finding.ranks,
+        step=step,
+        phase=finding.phase,
+        region=finding.region,
+        first=First(phase=finding.phase, region=finding.region, step=step),
+        causes=(_cause(case, broken, disturbed=bool(disturbed)),),
+    )
+
+
+def in_six_lines(
+    diagnosis: Diagnosis, finding: Finding, agreed: Agreement, case: CaseLike, subject: str, options: str
+) -> str:
+    """The six lines of a failed finding."""
+    first = f"{place(diagnosis.first)}: {diagnosis.name}" if diagnosis.phase else diagnosis.name
+    error = "compared exactly: nothing is allowed to differ"
+    if diagnosis.name:
+        error = f"{len(agreed.broken)} of {len(agreed.rows)} events are told differently, allowed 0"
+    elif not agreed.rows:
+        error = "nothing to measure: this must never be"
+    return written(
+        {
+            "what": f"{finding.message} (check {diagnosis.check})",
+            "where": where(diagnosis, case),
+            "error": error,
+            "first": first or finding.message,
+            "causes": "; ".join(cause.words for cause in diagnosis.causes),
+            "repeat": repeat_command(case, subject, options),
+        }
+    )
+
+
+def _cause(case: CaseLike, broken: Sequence[Row], *, disturbed: bool) -> Cause:
+    if disturbed:
+        words = "a result that depends on timing or on memory that nobody wrote, or that watching itself changes"
+        return Cause(id="recording", words=words)
+    if not broken:
+        return Cause(id="not_parallel", words=f"no rank of {case.world_size} issues a collective here")
+    against, confirming = _sides(broken)
+    if "recorder" in against:
+        words = "on processes of their own the ranks issue other calls than on the engine that proved the case"
+        return Cause(id="session_differs", words=words)
+    if {"torch", CLOSED_FORM} <= against or (broken[0].recorded is None and "torch" in against):
+        words = f"a call that passes by the recorder, or that it reads wrong: {_named(against)} knew of it without it"
+        return Cause(id="recorder_blind", words=words)
+    if CLOSED_FORM in against:
+        words = "the program issues other calls than its closed form states"
+        return Cause(id="not_stated", words=f"{words}: {_named(('recorder', *confirming))} saw the same")
+    words = f"{_named(against)} alone tells it otherwise: lost, doubled or renamed by the tool, not by the program"
+    return Cause(id="witness_slip", words=words)
+
+
+def _sides(broken: Sequence[Row]) -> tuple[set[str], set[str]]:
+    """Who contradicts the ledger on the first event, and who confirms it. What one saw alone stands in its own row."""
+    first = broken[0]
+    if first.recorded is None:
+        alike = [row for row in broken if row.recorded is None]
+        return {witness for row in alike for witness in row.words}, set()
+    against = {witness for witness, word in first.words.items() if word not in (AGREES, NOT_ASKED)}
+    return against, {witness for witness, word in first.words.items() if word == AGREES}
+
+
+def _named(witnesses: Iterable[str]) -> str:
+    return " and ".join(_WHO[name] for name in _WHO if name in set(witnesses))
