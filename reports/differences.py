@@ -124,7 +124,8 @@ def _value(value: object) -> str:
 
 def totals(events: pd.DataFrame) -> pd.DataFrame:
     """case, mode, phase, rank, calls, payload_bytes of a snapshot's events: everything added up."""
-    cells = events["steps"].map(_size) * events["microbatches"].map(_size) * events["calls"]
+    steps, micros = (events[name].map(_size).astype("int64") for name in ("steps", "microbatches"))
+    cells = steps * micros * events["calls"]  # of no events too: then `map` alone would leave text
     frame = events[["case", "mode", "phase"]].assign(
         calls=cells, payload_bytes=cells * events["payload_bytes"], rank=events["ranks"].map(members)
     )

@@ -167,6 +167,16 @@ def test_a_case_that_the_new_run_lacks_breaks_the_comparison(tmp_path: Path) -> 
     assert any("not compared" in note for note in compare(side(str(folder)), base).notes)
 
 
+def test_a_run_that_lost_its_ledger_lacks_every_event(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(runs["right"], tmp_path / "run")
+    (folder / "ledger.csv").unlink()
+    base, new = side(str(runs["right"])), side(str(folder))
+    gone, fresh = compare(base, new), compare(new, base)
+    assert set(gone.events["kind"]) == {"gone"} and set(fresh.events["kind"]) == {"new"}
+    assert list(gone.traffic["calls"]) == list(fresh.traffic["new_calls"]) == [12, 12]
+    assert any("ledger.csv is missing" in note for note in gone.notes) and gone.breaches
+
+
 def test_nothing_in_common_is_a_wrong_request(tmp_path: Path, runs: dict[str, Path]) -> None:
     with pytest.raises(RequestError, match="has no case in common"):
         compare(
