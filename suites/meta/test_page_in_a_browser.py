@@ -1,6 +1,7 @@
 """The page in a real browser: no console message, no request, nothing wider than the screen, at three widths.
 
-Screenshots land in the test's folder. Skipped where no Chromium is installed.
+Screenshots land in the test's folder. Skipped where no Chromium is installed. The page of the default run, and all its
+figures: test_default_run.
 """
 
 from __future__ import annotations

@@ -1,0 +1,258 @@
+"""Every figure on a page that `summary.csv` knows, compared with it: read from the browser's own document.
+
+    apart(document, folder)      what differs, one sentence a figure; what was compared is counted beside it
+
+Sums are made here from the file's rows, with nothing of `reports` but the colours of its bars. A size is right when it
+is the file's to the last digit shown, a bar when it is as long as its bytes. At most as many cases as have a bar each.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from reports.plots import OP_COLOURS, PHASE_COLOURS
+
+__all__ = ["Compared", "compared"]
+
+Row = dict[str, Any]
+Figure = tuple[str, str, float | str]
+"""Where it stands, what is shown, what the file says: bytes, a count, or a word."""
+_NUMBERS = ("calls", "payload_bytes", "wire_bytes", "expected_calls", "expected_payload_bytes")
+_NONE = "-"
+_MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """How many figures of each section were compared, and those that differ."""
+
+    figures: dict[str, int]
+    apart: tuple[str, ...]
+
+
+def compared(document: str, folder: Path) -> Compared:
+    """Hold all figures of a document against the summary of this run."""
+    page, rows = _Page(), _rows(folder)
+    page.feed(document)
+    found: dict[str, list[Figure]] = {
+        "cases": list(_headline(page, rows, folder)),
+        "modes": list(_side_by_side(page, rows, folder)),
+        "traffic": list(_traffic(page, rows)),
+        "modules": list(_modules(page, rows)),
+        "bars": [*_bars(document, rows, "phase", PHASE_COLOURS), *_bars(document, rows, "op", OP_COLOURS)],
+    }
+    wrong = [
+        f"{section}, {where}: {shown} is shown, {told} is stored"
+        for section, figures in found.items()
+        for where, shown, told in figures
+        if not _same(shown, told)
+    ]
+    return Compared(figures={section: len(figures) for section, figures in found.items()}, apart=tuple(wrong))
+
+
+def _same(shown: str, told: float | str) -> bool:
+    """Is this the number, to the last digit shown? MiB are given with a point, counts without."""
+    if isinstance(told, str):
+        return shown == told
+    number = shown.replace(",", "")
+    if number == "<0.001":
+        return 0 < told < 0.0005 * 2**20
+    digits = len(number.partition(".")[2])
+    return number == str(int(told)) if not digits else abs(float(number) - told / 2**20) <= 0.5001 * 10**-digits
+
+
+@dataclass(slots=True)
+class _Table:
+    section: str
+    title: str
+    headers: list[str] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
+
+
+class _Page(HTMLParser):
+    """The tables of a page with their sections, and the lines of its trees: (section, summary or mode, depth, text)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: list[_Table] = []
+        self.lines: list[tuple[str, int, str]] = []
+        self._section, self._cell, self._depth, self._mode = "", "", 0, ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note where we are."""
+        words = dict(attrs)
+        if tag == "section":
+            self._section = words.get("id") or ""
+        elif words.get("role") == "region":
+            self.tables.append(_Table(self._section, words.get("aria-label") or ""))
+        elif tag == "tr" and self.tables:
+            self.tables[-1].rows.append([])
+        elif tag == "ul":
+            self._depth += 1
+        if tag in {"td", "th", "summary"} or words.get("class") == "leaf":
+            self._cell = ""
+        elif tag == "span":
+            self._cell += " "
+
+    def handle_data(self, data: str) -> None:
+        """Gather the text of a cell."""
+        self._cell += data if data.strip() else " "
+
+    def handle_endtag(self, tag: str) -> None:
+        """Keep what is complete."""
+        if tag == "th":
+            self.tables[-1].headers.append(self._cell)
+        elif tag == "td":
+            self.tables[-1].rows[-1].append(self._cell)
+        elif tag == "ul":
+            self._depth -= 1
+        elif tag in {"summary", "div"} and self._section == "modules":
+            if self._depth == 0:
+                self._mode = self._cell
+            elif self._cell:
+                self.lines.append((self._mode, self._depth, self._cell))
+            self._cell = ""
+
+    def of(self, section: str, title: str = "") -> Iterator[tuple[_Table, Row]]:
+        """Every row of the tables of a section, by its headers."""
+        for table in self.tables:
+            if table.section == section and title in {"", table.title}:
+                for row in table.rows:
+                    if row:
+                        yield table, dict(zip(table.headers, row, strict=True))
+
+
+def _rows(folder: Path) -> list[Row]:
+    with (folder / "summary.csv").open(newline="", encoding="utf-8") as file:
+        rows: list[Row] = list(csv.DictReader(file))
+    for row in rows:
+        row |= {name: int(row[name]) if row[name] else None for name in _NUMBERS}
+    return rows
+
+
+def _cases(folder: Path) -> list[Row]:
+    return [json.loads(line) for line in (folder / "cases.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _sum(rows: Iterable[Row], name: str) -> float | str:
+    """The sum; "-" of rows that tell nothing."""
+    numbers = [row[name] for row in rows]
+    known = [number for number in numbers if number is not None]
+    return sum(known) if known or not numbers else _NONE
+
+
+def _own(rows: Iterable[Row], **keys: str) -> list[Row]:
+    return [row for row in rows if all(row[name] == value for name, value in keys.items())]
+
+
+def _the_case(shown: Row, left: list[Row]) -> Row:
+    """The case of a row of a table with columns mode, ranks and case, where those words that all share are left out."""
+    fits: Callable[[Row], bool] = lambda case: (  # noqa: E731
+        (case["mode"], str(case["world_size"])) == (shown["mode"], shown["ranks"])
+        and {*shown["case"].split()} - {_NONE} <= {*case["case"].split()}
+    )
+    found = min(filter(fits, left), key=lambda case: len(case["case"].split()))
+    left.remove(found)
+    return found
+
+
+def _headline(page: _Page, rows: list[Row], folder: Path) -> Iterator[Figure]:
+    left = _cases(folder)
+    shown = [row for _, row in page.of("cases")]
+    for row in sorted(shown, key=lambda row: -len(row["case"])):
+        case = _the_case(row, left)["case"]
+        own = _own(rows, case=case)
+        forward, backward = (_sum(_own(own, phase=phase), "calls") for phase in ("forward", "backward"))
+        yield f"{case} calls", row["calls fwd / bwd"], f"{forward:,} / {backward:,}"
+        yield f"{case} MiB", row["MiB per rank"], _sum(own, "payload_bytes")
+        yield f"{case} expected", row["expected"], _sum(own, "expected_payload_bytes")
+    yield "cases that are shown", str(len(shown)), len(shown) + len(left)
+
+
+def _side_by_side(page: _Page, rows: list[Row], folder: Path) -> Iterator[Figure]:
+    left = _cases(folder)
+    wire = {case["case"]: _sum(_own(rows, case=case["case"]), "wire_bytes") for case in left}
+    least: dict[str, float] = {}
+    for case in left:
+        ranks = str(case["world_size"])
+        least[ranks] = min(least.get(ranks, float("inf")), float(wire[case["case"]]))
+    phases = {row["phase"] for row in rows}
+    for _, row in sorted(page.of("modes", "Modes side by side"), key=lambda pair: -len(pair[1]["case"])):
+        case = _the_case(row, left)["case"]
+        own = _own(rows, case=case)
+        for phase in phases:
+            yield f"{case} {phase}", row[phase], _sum(_own(own, phase=phase), "payload_bytes")
+        yield f"{case} MiB", row["MiB"], _sum(own, "payload_bytes")
+        yield f"{case} expected", row["expected"], _sum(own, "expected_payload_bytes")
+        yield f"{case} wire", row["wire MiB"], wire[case]
+        yield f"{case} x least", row["x least"], f"{float(wire[case]) / least[row['ranks']]:.2f}"
+        by_axis = dict(part.split() for part in row["MiB by axis"].split(", "))
+        yield f"{case} axes", " ".join(sorted(by_axis)), " ".join(sorted({line["axis"] for line in own}))
+        for axis, size in by_axis.items():
+            yield f"{case} {axis}", size, _sum(_own(own, axis=axis), "payload_bytes")
+    yield "cases that are left", str(len(left)), 0
+
+
+def _traffic(page: _Page, rows: list[Row]) -> Iterator[Figure]:
+    """Tables by mode, then by case: the title is the one or the other."""
+    columns = {"calls": "calls", "expected": "expected_calls", "MiB": "payload_bytes", "wire MiB": "wire_bytes"}
+    columns["expected MiB"] = "expected_payload_bytes"
+    seen = set()
+    for table, row in page.of("traffic"):
+        by = "mode" if table.title in {line["mode"] for line in rows} else "case"
+        keys = {name: row[name] for name in ("mode", "phase", "op", "axis")}
+        own = _own(rows, **{**keys, by: table.title})
+        seen.add((table.title, *keys.values()))
+        where = f"{table.title} {' '.join(keys.values())}"
+        for header, name in columns.items():
+            yield f"{where} {header}", row[header], _sum(own, name)
+        right = all((r["calls"], r["payload_bytes"]) == (r["expected_calls"], r["expected_payload_bytes"]) for r in own)
+        yield f"{where} agrees", row["agrees"], "yes" if right else "no"
+    due = {(row[by], row["mode"], row["phase"], row["op"], row["axis"]) for row in rows for by in ("mode", "case")}
+    yield "lines", str(len(seen & due)), len(due)
+
+
+def _modules(page: _Page, rows: list[Row]) -> Iterator[Figure]:
+    """What the outermost modules of a mode send, added up: of rounded sizes, and so the sum may be a little off."""
+    size = r"(<?[\d,.]+)"
+    figures = re.compile(rf"([\d,]+) calls {size} MiB forward {size}, backward {size}, other {size}$")
+    for mode in {row["mode"] for row in rows}:
+        lines = [figures.search(text) for name, depth, text in page.lines if (name, depth) == (mode, 1)]
+        found = [line.groups() if line else ("0",) * 5 for line in lines]
+        own = _own(rows, mode=mode)
+        yield f"{mode} calls", str(sum(int(line[0].replace(",", "")) for line in found)), _sum(own, "calls")
+        parts = {"forward": ("forward",), "backward": ("backward", "recompute")}
+        known = {phase for phases in parts.values() for phase in phases}
+        parts["other"] = tuple({row["phase"] for row in rows} - known)
+        for place, (part, phases) in enumerate({"all": (*known, *parts["other"]), **parts}.items(), 1):
+            due_mib = sum(row["payload_bytes"] for row in own if row["phase"] in phases) / 2**20
+            shown_mib = sum(float(line[place].replace(",", "").replace("<", "")) for line in found)
+            near = abs(shown_mib - due_mib) <= 0.001 * len(found)
+            yield f"{mode} {part}", "the sum" if near else f"{shown_mib:.3f} MiB", "the sum"
+
+
+def _bars(document: str, rows: list[Row], by: str, colours: dict[str, str]) -> Iterator[Figure]:
+    """The lengths of all bars, top down: one a case, one part a phase or op; all of them together give the scale."""
+    (drawing,) = re.findall(rf'<svg[^>]*aria-label="Bytes by mode and {by}"(.*?)</svg>', document, re.DOTALL)
+    corners = re.findall(r'<path d="M (\S+) (\S+) \nL (\S+) [^"]*" clip-path[^>]*fill: (#\w+)', drawing)
+    tops = sorted({float(y) for _, y, _, _ in corners})
+    drawn = {(tops.index(float(y)), colour): float(right) - float(left) for left, y, right, colour in corners}
+    cases = list({row["case"]: None for row in sorted(rows, key=lambda row: _MODES.index(row["mode"]))})
+    scale = sum(drawn.values()) / sum(row["payload_bytes"] for row in rows)
+    yield f"bars by {by}", str(len(tops)), len(cases)
+    for place, case in enumerate(cases):
+        for part in {row[by] for row in rows}:
+            due = scale * sum(row["payload_bytes"] for row in _own(rows, case=case, **{by: part}))
+            long = drawn.get((place, colours[part]), 0.0)
+            yield (
+                f"bar of {part} of {case}",
+                "as long" if abs(long - due) < 0.01 else f"{long:.2f} of {due:.2f}",
+                "as long",
+            )

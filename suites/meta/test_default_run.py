@@ -1,0 +1,64 @@
+"""`shardproof run` without arguments, as users see it: the README's table, and a page with the figures of its summary.
+
+One run for all of these tests. What needs a browser is skipped where no Chromium is installed.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from reports.cli import main
+from reports.frames import load
+from suites.meta.page_figures import compared
+from suites.meta.test_page_in_a_browser import CHROMIUM, browse
+from suites.meta.test_readme import FIRST_SCREEN, table_rows
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def printed() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, printed: io.StringIO) -> Path:
+    """The folder of the run, its page in it."""
+    out = tmp_path_factory.mktemp("default")
+    with redirect_stdout(printed):
+        assert main(["run", "--out", str(out)]) == 0
+    return out / "latest"
+
+
+def test_the_readmes_table_is_what_a_run_prints(folder: Path, printed: io.StringIO) -> None:
+    rows = table_rows(printed.getvalue())
+    assert len(rows) == len(load(folder).cases) == 20
+    assert [row for row in table_rows("\n".join(FIRST_SCREEN)) if row not in rows] == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; apt-get install chromium")
+def test_in_a_browser_all_figures_of_the_page_are_those_of_the_summary(folder: Path) -> None:
+    done = browse((folder / "report.html").resolve().as_uri(), 1400, "--dump-dom")
+    assert "CONSOLE" not in done.stderr
+    assert not re.search(r"net::ERR|Failed to load", done.stderr)
+    found = compared(done.stdout, folder)
+    assert found.apart == ()
+    assert found.figures["cases"] == 3 * 20 + 1
+    assert found.figures["modes"] > 200 and found.figures["traffic"] > 1000
+    assert found.figures["modules"] == 5 * 6 and found.figures["bars"] > 200
+
+
+def test_a_figure_that_is_not_the_summarys_is_found(folder: Path) -> None:
+    html = (folder / "report.html").read_text()
+    traffic = html[html.index('<section id="traffic">') : html.index('<section id="modules">')]
+    cells = [cell[0] for cell in re.finditer(r'<td class="number">([\d,]*\d)(\.\d+)?</td>', traffic)]
+    assert len(cells) > 500
+    for cell in cells[:: len(cells) // 7]:
+        assert compared(html.replace(cell, cell.replace(">", ">7", 1)), folder).apart
+    bar = re.search(r'\nL (\d+)[^"]*" clip-path[^>]*fill: #', html)
+    assert bar and compared(f"{html[: bar.end(1)]}7{html[bar.end(1) :]}", folder).apart
