@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import settings
@@ -12,6 +12,7 @@ from harness.errors import RequestError
 from reference.case import Case
 from suites import known_failures, step_summary
 from suites.ledger_gate import LedgerGate
+from suites.necessity import Collective, collectives
 from suites.options import asked, path_asked
 from suites.plugin import ENGINE_OPENED
 from suites.profiles import ONE_CASE, register
@@ -24,9 +25,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Load the profile `quick`, unless hypothesis was told another one."""
     words = "inproc: runs what cannot be sent to other processes, so ranks must be threads of this one"
     config.addinivalue_line("markers", words)
+    config.addinivalue_line("markers", "faults: disturbs the subject's collectives; deselected without --faults")
     register()
-    profile = config.getoption("hypothesis_profile", None) or "quick"
-    settings.load_profile(ONE_CASE if asked(config, "case") else profile)
+    settings.load_profile(ONE_CASE if asked(config, "case") else _profile(config))
+
+
+def _profile(config: pytest.Config) -> str:
+    return str(config.getoption("hypothesis_profile", None) or "quick")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -37,25 +42,55 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run every suite that asks for a `mode` once for each mode under proof."""
+    """Run every suite that asks for a `mode` once for each mode under proof; for a `collective`, once for each."""
     if "mode" in metafunc.fixturenames:
-        config = metafunc.config
-        if text := asked(config, "case"):
-            metafunc.parametrize("mode", [_the_case(text).mode])
-        else:
-            metafunc.parametrize("mode", chosen_modes(asked(config, "subject"), asked(config, "modes")))
+        metafunc.parametrize("mode", _modes(metafunc.config))
+    if "collective" in metafunc.fixturenames:
+        metafunc.parametrize("collective", _collectives(metafunc.config), ids=str)
+
+
+def _modes(config: pytest.Config) -> Sequence[str]:
+    if text := asked(config, "case"):
+        return [_the_case(text).mode]
+    try:
+        return chosen_modes(asked(config, "subject"), asked(config, "modes"))
+    except RequestError as problem:
+        raise pytest.Collector.CollectError(str(problem)) from problem
+
+
+def _collectives(config: pytest.Config) -> list[Collective]:
+    """What --faults disturbs; one a mode, to be deselected or skipped, where nothing is to be disturbed."""
+    modes = _modes(config)
+    if not asked(config, "faults") or asked(config, "engine") != "inproc":
+        return [Collective(mode=mode) for mode in modes]
+    if (device := asked(config, "device")) != "cpu":
+        told = f"device={device}: faults are applied on the CPU; legal: --faults with --device cpu"
+        raise pytest.Collector.CollectError(told)
+    text = asked(config, "case")
+    quick = not text and _profile(config) == "quick"
+    try:
+        only = _the_case(text) if text else None
+        return list(collectives(asked(config, "subject"), modes, quick=quick, only=only))
+    except RequestError as problem:
+        raise pytest.Collector.CollectError(str(problem)) from problem
 
 
 def _the_case(text: str) -> Case:
     try:
         return Case.parse(text)
     except ValueError as problem:
-        raise pytest.UsageError(f"case {text!r}: {problem}") from problem
+        raise pytest.Collector.CollectError(f"case {text!r}: {problem}") from problem
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let known failures fail, and stale ones too; skip what cannot be sent to ranks in other processes."""
+    """Let known failures fail, and stale ones too; skip what cannot be sent to ranks in other processes; leave out the
+    faults that nobody asked for.
+    """
+    if not asked(config, "faults"):
+        unasked = [item for item in items if item.get_closest_marker("faults")]
+        items[:] = [item for item in items if item not in unasked]
+        config.hook.pytest_deselected(items=unasked)
     if (engine := asked(config, "engine")) != "inproc":
         reason = f"engine {engine}: planted code and closures are not sent to ranks"
         for item in items:

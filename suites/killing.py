@@ -20,6 +20,7 @@ from harness.errors import RankDied, RequestError
 from harness.execution import execute
 from harness.faults import Fault, faults_of
 from harness.proof import skip_reason
+from harness.protocols import Subject
 from harness.resolve import resolve
 from harness.run import engine_named
 from reference.case import Case
@@ -27,7 +28,7 @@ from reference.rules import MODES
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.rows import OURS, Killed, faults_killed, mutant_killed
 
-__all__ = ["Plan", "kills", "planned", "planted"]
+__all__ = ["Plan", "disturbed", "kills", "planned", "planted"]
 
 _SMALL = (
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2 dp=3",
@@ -67,7 +68,7 @@ def planned(subject: str, *, quick: bool) -> list[Plan]:
     plans = planted(quick=quick) if subject == OURS else []
     with engine_named("inproc") as engine:
         for mode in getattr(resolve(subject), "modes", MODES):
-            plans += _faults(subject, mode, engine, quick)
+            plans += disturbed(subject, mode, engine, quick=quick)
     if not plans:
         raise RequestError(
             f"subject={subject}: takes none of the cases whose collectives would be disturbed; "
@@ -86,24 +87,31 @@ def planted(*, quick: bool) -> list[Plan]:
     return plans
 
 
-def _faults(subject: str, mode: str, engine: Engine, quick: bool) -> list[Plan]:
-    """The faults of one mode, from the ledgers of undisturbed runs; none in a mode that the subject refuses."""
+def disturbed(subject: str, mode: str, engine: Engine, *, quick: bool, only: Case | None = None) -> list[Plan]:
+    """The faults of one mode, from the ledgers of undisturbed runs; none in a mode that the subject refuses.
+
+    With `only` those of this case.
+    """
     found = resolve(subject)
     if not callable(found):
         raise RequestError(f"subject={subject}: must be callable as subject(case, device); legal: {OURS}")
-    cases = [Case.parse(words.format(mode=mode)) for words in _SMALL]
-    taken = [case for case in cases if not skip_reason(case, found, subject)][:1]
-    knows = not quick and callable(getattr(found, "refuses", None))
-    wider = [Case.parse(f"{case} {_OPTIONS}") for case in taken if knows]
-    taken += [case for case in wider if not skip_reason(case, found, subject)]
     plans, known = [], set[str]()
-    for case in taken:
+    for case in [only] if only else _shown(found, subject, mode, quick):
         events = execute(case, found, engine, text=str(case)).events
         faults = [fault for fault in faults_of(events, case.axes) if str(fault) not in known]
         known |= {str(fault) for fault in faults}
         chosen = faults[:: max(1, len(faults) // _QUICK_FAULTS)] if quick else faults
         plans += [Plan(mode=mode, case=str(case) or f"mode={mode}", faults=part) for part in _parts(chosen)]
     return plans
+
+
+def _shown(found: Subject, subject: str, mode: str, quick: bool) -> list[Case]:
+    """The cases of a mode whose collectives are disturbed: those that the subject takes."""
+    cases = [Case.parse(words.format(mode=mode)) for words in _SMALL]
+    taken = [case for case in cases if not skip_reason(case, found, subject)][:1]
+    knows = not quick and callable(getattr(found, "refuses", None))
+    wider = [Case.parse(f"{case} {_OPTIONS}") for case in taken if knows]
+    return taken + [case for case in wider if not skip_reason(case, found, subject)]
 
 
 def _parts(faults: Sequence[Fault]) -> Iterator[tuple[Fault, ...]]:

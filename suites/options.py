@@ -16,12 +16,13 @@ __all__ = ["OPTIONS", "Option", "asked", "path_asked", "register"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A word of the command line; a `flag` takes no value."""
+    """A word of the command line; a `flag` takes no value, and one without `twin` is not for the ini file."""
 
     name: str
     default: str
     help: str
     flag: bool = False
+    twin: bool = True
 
     @property
     def word(self) -> str:
@@ -36,10 +37,11 @@ OPTIONS = (
     Option(name="case", default="", help="prove this one case instead of drawing any, key=value words in quotes"),
     Option(name="engine", default="inproc", help="how ranks are run, as in shardproof run"),
     Option(name="device", default="cpu", help="where tensors live, cpu or cuda"),
+    Option(name="faults", default="", help="disturb every collective of the subject: a test each", flag=True),
     Option(name="run_dir", default="", help="folder that gets a run folder of every case proved"),
     Option(name="known_failures", default="", help="TOML file of tests that may fail, with reasons; stale ones fail"),
     Option(name="ledger_baseline", default="", help="folder of ledgers that the default cases must have"),
-    Option(name="update_ledgers", default="", help="write the ledgers of --ledger-baseline anew", flag=True),
+    Option(name="update_ledgers", default="", help="write --ledger-baseline anew", flag=True, twin=False),
 )
 
 
@@ -52,14 +54,20 @@ def register(parser: pytest.Parser) -> None:
             group.addoption(f"--{option.word}", dest=option.name, action="store_const", const="yes", help=words)
         else:
             group.addoption(f"--{option.word}", dest=option.name, default=None, help=words)
+        if option.twin and option.flag:
+            parser.addini(f"shardproof_{option.name}", words, type="bool", default=False)
+        elif option.twin:
             parser.addini(f"shardproof_{option.name}", words, default=option.default)
 
 
 def asked(config: pytest.Config, name: str) -> str:
-    """What this session was told of an option."""
+    """What this session was told of an option; a flag is "yes" or ""."""
     option = next(option for option in OPTIONS if option.name == name)
     given = config.getoption(name, None)
-    return str(given or (option.default if option.flag else config.getini(f"shardproof_{name}")))
+    if given or not option.twin:
+        return str(given or option.default)
+    told = config.getini(f"shardproof_{name}")
+    return ("yes" if told else "") if option.flag else str(told)
 
 
 def path_asked(config: pytest.Config, name: str) -> Path | None:

@@ -71,7 +71,7 @@ def test_the_page_on_ci_names_options_that_exist(capsys: pytest.CaptureFixture[s
     for command in ("run", "compare"):
         cli.main([command, "--help"])
     offered = {*re.findall(r"--[a-z-]+", capsys.readouterr().out), *(f"--{option.word}" for option in OPTIONS)}
-    offered |= {"--pyargs", "--junitxml", "--extra-index-url"}
+    offered |= {"--pyargs", "--junitxml", "--extra-index-url", "--hypothesis-profile"}
     assert set(re.findall(r"--[a-z-]+", text)) <= offered
 
 
