@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import nvtx
 
-from harness.attribution import Attribution
+from harness.attribution import Attribution, Site
 from harness.errors import MachineError
 from harness.ledger import Call
 from harness.moments import Entered, Issued, Left, Moment, Stepped
@@ -171,7 +171,7 @@ class _Drawing:
 
     def draw(self, moment: Moment) -> None:
         """Draw one moment."""
-        above = self._attribution.current(moment.lane).region
+        above = self._attribution.current(moment.lane).region if isinstance(moment, Entered) else ""
         if isinstance(moment, Left):
             self._leave(moment.lane)
         self._attribution.feed(moment)
@@ -179,9 +179,9 @@ class _Drawing:
             if isinstance(moment, Entered):
                 self._pushed.setdefault(moment.lane, []).append(_HIDDEN)
             return
-        self._follow(moment.lane)
+        site = self._follow(moment.lane)
         if isinstance(moment, Entered):
-            self._enter(moment.lane, above)
+            self._enter(moment.lane, site.region, above)
         elif isinstance(moment, Issued):
             self._call(moment)
         elif isinstance(moment, Stepped) and self._step is not None:
@@ -218,11 +218,12 @@ class _Drawing:
             self._known[key] = self._domain.get_event_attributes(message=message, category=category, payload=payload)
         return self._known[key]
 
-    def _follow(self, lane: int) -> None:
+    def _follow(self, lane: int) -> Site:
         site = self._attribution.current(lane)
         if site.phase == "forward" and self._step is None:
             self._step = self._domain.start_range(self._says(f"step {site.step}", "step", site.step))
         self._switch(site.phase)
+        return site
 
     def _switch(self, phase: str) -> None:
         if phase == (self._phase[0] if self._phase else ""):
@@ -231,8 +232,7 @@ class _Drawing:
             self._domain.end_range(self._phase[1])
         self._phase = (phase, self._domain.start_range(self._says(phase, "phase"))) if phase else None
 
-    def _enter(self, lane: int, above: str) -> None:
-        region = self._attribution.current(lane).region
+    def _enter(self, lane: int, region: str, above: str) -> None:
         drawn = region not in {"", above}
         self._pushed.setdefault(lane, []).append(_DRAWN if drawn else _HIDDEN)
         if drawn:

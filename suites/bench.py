@@ -43,13 +43,17 @@ ALLOWED_ERROR = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of `bench.csv`: a value, and its ratio to what it is held against."""
+    """One row of `bench.csv`: a value, and its ratio to what it is held against.
+
+    `us_per_event`: what watching adds to every event, None where nothing is watched.
+    """
 
     metric: str
     value: float
     unit: str
     versus: str
     ratio: float
+    us_per_event: float | None = None
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -190,10 +194,18 @@ def _witness_rows(rounds: int) -> list[Row]:
     if missing:
         Console(stderr=True).print(f"no row for nsys: {missing}")
     rows = []
-    for cost in costs[1:]:
-        for clock, ratio in (("", cost.by_clock), (", CPU time", cost.by_cpu)):
-            metric = f"{cost.witness}, 2 gloo ranks{clock}"
-            rows.append(Row(metric=metric, value=cost.seconds * 1e3, unit="ms", versus="unwatched step", ratio=ratio))
+    for cost in costs:
+        for clock, ratio, each in (("", cost.by_clock, cost.clock_us), (", CPU time", cost.by_cpu, cost.cpu_us)):
+            rows.append(
+                Row(
+                    metric=f"{cost.witness}, 2 gloo ranks{clock}",
+                    value=cost.seconds * 1e3,
+                    unit="ms",
+                    versus="unwatched step",
+                    ratio=ratio,
+                    us_per_event=each,
+                )
+            )
     return rows
 
 
@@ -211,8 +223,10 @@ def main(arguments: Sequence[str] = ()) -> int:
         writer = csv.writer(file)
         writer.writerow([field.name for field in fields(Row)])
         writer.writerows(astuple(row) for row in rows)
-    table = Table("metric", "value", "unit", "versus", "ratio", title="Measured here, side by side in one run")
+    titles = ("metric", "value", "unit", "versus", "ratio", "us an event")
+    table = Table(*titles, title="Measured here, side by side in one run")
     for row in rows:
-        table.add_row(row.metric, f"{row.value:.2f}", row.unit, row.versus, f"{row.ratio:.2f}")
+        each = "" if row.us_per_event is None else f"{row.us_per_event:.0f}"
+        table.add_row(row.metric, f"{row.value:.2f}", row.unit, row.versus, f"{row.ratio:.2f}", each)
     Console().print(table)
     return 0

@@ -5,8 +5,9 @@
     torch profiler     CPU activities with shapes and stacks, as in a session
 
 Ratios are of the quickest rounds, on the slower rank: by the clock, and by the CPU time of the rank's thread, which
-waiting does not thin out. On a busy machine neither means much.
-Entering and leaving a witness is not timed. `python -m suites.bench_witnesses FOLDER ROUNDS` is the measured process.
+waiting does not thin out. On a busy machine neither means much. Who has larger layers or fewer calls than CASE takes
+the microseconds an event: what watching adds to a step, over the events that a rank issues in it. Entering and leaving
+a witness is not timed. `python -m suites.bench_witnesses FOLDER ROUNDS [WITNESS ...]` is the measured process.
 """
 
 from __future__ import annotations
@@ -44,26 +45,33 @@ from reference.case import Case
 
 __all__ = ["CASE", "STEPS", "WITNESSES", "Cost", "cost_of", "measured", "micro_batch"]
 
-CASE = "mode=tp tp=2 layers=2 hidden=128 heads=8 kv_heads=8 ffn=512 seq=64 batch=4 dtype=float32"
-LIMIT_S = 300.0
+CASE = "mode=tp tp=2 layers=4 hidden=256 heads=8 kv_heads=8 ffn=1024 seq=128 batch=4 dtype=float32"
+"""A small transformer: a step of it takes a tenth of a second or two on one core."""
+LIMIT_S = 900.0
 Pair = tuple[float, float]
 STEPS = 2
 """Steps that are timed at a time."""
+RECORDING = "recording + nvtx"
 ONCE = "CommDebugMode"
 """A second forward of a module inside of it raises IndexError (pytorch#191392)."""
-WITNESSES = ("recording + nvtx", "CommDebugMode", "torch profiler")
+WITNESSES = (RECORDING, ONCE, "torch profiler")
 Spent = Mapping[str, list[tuple[float, float]]]
 """By witness: seconds by the clock and of CPU, one pair a round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """One witness: seconds of a step, its ratios to the unwatched step by the clock and by CPU time of the thread."""
+    """One witness: seconds of a step, its ratios to the unwatched step by the clock and by CPU time of the thread.
+
+    `clock_us` and `cpu_us` are the microseconds that it adds to each event of a step.
+    """
 
     witness: str
     seconds: float
     by_clock: float
     by_cpu: float
+    clock_us: float
+    cpu_us: float
 
 
 def measured(rounds: int) -> tuple[list[Cost], str]:
@@ -71,59 +79,91 @@ def measured(rounds: int) -> tuple[list[Cost], str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = [sys.executable, "-m", "suites.bench_witnesses", name, str(rounds)]
-        subprocess.run(words, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        costs = [cost_of(_read(folder), witness) for witness in ("off", *WITNESSES)]
+        subprocess.run(
+            [*words, *WITNESSES], check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        costs = [_cost(folder, witness) for witness in WITNESSES]
         if nsys_path() is None:
             return costs, "nsys is not on PATH"
         try:
-            database_of(words, folder, device="cpu", timeout_s=LIMIT_S, environment=os.environ)
+            database_of([*words, RECORDING], folder, device="cpu", timeout_s=LIMIT_S, environment=os.environ)
         except MachineError as error:
             return costs, str(error)
-        return [*costs, replace(cost_of(_read(folder), "recording + nvtx"), witness="nsys")], ""
+        return [*costs, replace(_cost(folder, RECORDING), witness="nsys")], ""
 
 
-def _read(folder: Path) -> list[Spent]:
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+def _cost(folder: Path, witness: str) -> Cost:
+    """The cost of a witness, from what the ranks left in a folder."""
+    left = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    return cost_of([rank["spent"] for rank in left], witness, left[0]["events"])
 
 
-def cost_of(ranks: Sequence[Spent], witness: str) -> Cost:
-    """What both ranks spent, as a cost."""
+def cost_of(ranks: Sequence[Spent], witness: str, events: int) -> Cost:
+    """What both ranks spent, as a cost; a rank issues so many events a step."""
 
     def slower(name: str, which: int) -> list[float]:
         return [max(one[which], other[which]) for one, other in zip(*(rank[name] for rank in ranks), strict=True)]
 
-    def ratio(which: int) -> float:
-        return min(slower(witness, which)) / min(slower("off", which))
+    def quickest(which: int) -> tuple[float, float]:
+        return min(slower(witness, which)), min(slower("off", which))
 
-    seconds = statistics.median(slower(witness, 0)) / STEPS
-    return Cost(witness=witness, seconds=seconds, by_clock=ratio(0), by_cpu=ratio(1))
+    (clock, clock_off), (cpu, cpu_off) = quickest(0), quickest(1)
+    return Cost(
+        witness=witness,
+        seconds=statistics.median(slower(witness, 0)) / STEPS,
+        by_clock=clock / clock_off,
+        by_cpu=cpu / cpu_off,
+        clock_us=(clock - clock_off) / STEPS / events * 1e6,
+        cpu_us=(cpu - cpu_off) / STEPS / events * 1e6,
+    )
 
 
-def _rank(rank: int, folder: Path, rounds: int) -> None:
+def _rank(rank: int, folder: Path, rounds: int, witnesses: Sequence[str]) -> None:
     """One rank: every witness in turns."""
     case = Case.parse(CASE)
     with world(rank, 2, FileStore(str(folder / f"store{os.getppid()}"), 2), LIMIT_S):
         step = micro_batch(case)
         for _ in range(3):
             step()
-        spent: dict[str, list[Pair]] = {name: [] for name in ("off", *WITNESSES)}
+        spent: dict[str, list[Pair]] = {name: [] for name in ("off", *witnesses)}
         for _ in range(rounds):
             for name, pairs in spent.items():
                 pairs.append(_spent(step, partial(_watched, name, rank, case), once=name == ONCE))
-    (folder / f"{rank}.json").write_text(json.dumps(spent), encoding="utf-8")
+        left = {"spent": spent, "events": _events(step, rank, case)}
+    (folder / f"{rank}.json").write_text(json.dumps(left), encoding="utf-8")
+
+
+def _events(step: Callable[[], None], rank: int, case: Case) -> int:
+    """How many events this rank issues in a step."""
+    with Recorder("", case.mode, 2, case.axes) as recorder, observing(recorder), recorder.on_rank(rank):
+        step()
+    return len(recorder.events())
 
 
 def _spent(step: Callable[[], None], watched: Callable[[], AbstractContextManager[None]], *, once: bool) -> Pair:
-    """Seconds of STEPS steps under a witness; of one that bears a single forward, each under a new one."""
-    clock = cpu = 0.0
-    for _ in range(STEPS):
-        with watched():
-            if not once:
-                step()
-            start = time.perf_counter(), time.thread_time()
-            step()
-            clock, cpu = clock + time.perf_counter() - start[0], cpu + time.thread_time() - start[1]
-    return clock, cpu
+    """Seconds of STEPS steps under a witness, after one that is not timed; of one that bears a single forward, each
+    under a new one."""
+    if once:
+        pairs = [_under(watched, lambda: _seconds(step)) for _ in range(STEPS)]
+        return sum(clock for clock, _ in pairs), sum(cpu for _, cpu in pairs)
+
+    def several() -> Pair:
+        step()
+        return _seconds(step, STEPS)
+
+    return _under(watched, several)
+
+
+def _under(watched: Callable[[], AbstractContextManager[None]], spent: Callable[[], Pair]) -> Pair:
+    with watched():
+        return spent()
+
+
+def _seconds(step: Callable[[], None], times: int = 1) -> Pair:
+    start = time.perf_counter(), time.thread_time()
+    for _ in range(times):
+        step()
+    return time.perf_counter() - start[0], time.thread_time() - start[1]
 
 
 def micro_batch(case: Case) -> Callable[[], None]:
@@ -144,7 +184,7 @@ def micro_batch(case: Case) -> Callable[[], None]:
 def _watched(name: str, rank: int, case: Case) -> Iterator[None]:
     """The witness of this name around the body."""
     with ExitStack() as watching:
-        if name.startswith("recording"):
+        if name == RECORDING:
             recorder = watching.enter_context(Recorder("", case.mode, 2, case.axes, ranges=attached()))
             watching.enter_context(observing(recorder))
             watching.enter_context(recorder.on_rank(rank))
@@ -161,9 +201,9 @@ def _counting() -> Iterator[None]:
         yield
 
 
-def _main(folder: Path, rounds: int) -> int:
+def _main(folder: Path, rounds: int, witnesses: Sequence[str]) -> int:
     start = multiprocessing.get_context("spawn")
-    ranks = [start.Process(target=_rank, args=(rank, folder, rounds)) for rank in range(2)]
+    ranks = [start.Process(target=_rank, args=(rank, folder, rounds, witnesses)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -174,4 +214,4 @@ def _main(folder: Path, rounds: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(_main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or WITNESSES))
