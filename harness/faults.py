@@ -159,16 +159,24 @@ def _other_groups(target: Target, axes: Mapping[str, Partition]) -> dict[str, Pa
     if own is None or size == 1 or target.op not in _REGROUPED:
         return {}
     found: dict[str, Partition] = {}
+
+    def others(groups: Partition) -> bool:
+        return _meant(target, groups) not in [_meant(target, known) for known in (own, *found.values())]
+
     for name, groups in known.items():
         sizes = {len(ranks) for ranks in groups}
-        fits = sizes == {size} or (target.op == "all_reduce" and sizes != {1})
-        if fits and set(groups) not in [set(own), *map(set, found.values())]:
+        if (sizes == {size} or (target.op == "all_reduce" and sizes != {1})) and others(groups):
             found[name] = groups
+    after = {rank: world[(i + 1) % len(world)] for i, rank in enumerate(world)}
     if size == len(world):
-        if target.op == "all_reduce":  # sums in another order are no other sums
-            return found
-        found["reversed"] = tuple(tuple(reversed(ranks)) for ranks in own)
-    elif not any(len(ranks) == size for groups in found.values() for ranks in groups):
-        after = {rank: world[(i + 1) % len(world)] for i, rank in enumerate(world)}
-        found["shifted"] = tuple(tuple(after[rank] for rank in ranks) for ranks in own)
-    return found
+        name, made = "reversed", tuple(tuple(reversed(ranks)) for ranks in own)
+    elif any(len(ranks) == size for groups in found.values() for ranks in groups):
+        return found
+    else:
+        name, made = "shifted", tuple(tuple(after[rank] for rank in ranks) for ranks in own)
+    return found | ({name: made} if others(made) else {})
+
+
+def _meant(target: Target, groups: Partition) -> frozenset[object]:
+    """What tells partitions apart: the order within a group too, but for sums, which are the same in any order."""
+    return frozenset(map(frozenset, groups)) if target.op == "all_reduce" else frozenset(groups)

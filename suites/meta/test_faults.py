@@ -223,6 +223,19 @@ def test_another_axis_means_other_ranks_and_the_ledger_stays_clean(engine: Inpro
     ]
 
 
+def test_the_same_ranks_in_another_order_are_another_group_of_a_gather_and_not_of_a_sum(engine: InprocEngine) -> None:
+    def over_dp(rank: int) -> Tensor:
+        group = [dist.new_group(list(ranks), group_desc="dp") for ranks in ON_FOUR["dp"]][rank % 2]
+        x, parts = torch.ones(1), torch.zeros(2)
+        dist.all_reduce(x, group=group)
+        gather_flat(parts, x, group=group)
+        return parts
+
+    alone = {"dp": ON_FOUR["dp"]}  # (0, 2) and (1, 3); one rank later (1, 3) and (2, 0)
+    found = faults_of(ledger(engine, over_dp, 4), alone, kinds=("group",))
+    assert [(fault.target.op, fault.change) for fault in found] == [("all_reduce", "world"), ("all_gather", "shifted")]
+
+
 def recorded(recorder: Recorder, program: Callable[[int], Tensor], rank: int) -> Tensor:
     with recorder.on_rank(rank):
         return program(rank)
