@@ -211,13 +211,20 @@ def _touched(trial: Trial) -> frozenset[Place]:
 
 
 def _looked_at_late(trial: Trial, results: Sequence[FaultResult]) -> list[FaultResult]:
-    """The results, with the proof for late values that nobody looks at before they come; one run for all of them."""
-    if not any(result.survived and result.fault.kind == "delay" for result in results):
+    """The results, with the proof for late values that nobody looks at before they come; one run for all of them.
+
+    It says more than UNREAD, which holds for the numbers of this run.
+    """
+
+    def needs_a_look(result: FaultResult) -> bool:
+        return result.fault.kind == "delay" and (result.survived or result.equivalent == UNREAD)
+
+    if not any(map(needs_a_look, results)):
         return list(results)
     touched = _touched(trial)
     return [
         replace(result, equivalent=UNTOUCHED)
-        if result.survived and result.fault.kind == "delay" and touched.isdisjoint(result.fault.places)
+        if needs_a_look(result) and touched.isdisjoint(result.fault.places)
         else result
         for result in results
     ]
