@@ -6,7 +6,7 @@ BIN := .venv/bin
 comma := ,
 READY := .venv/ready-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: run test lint clean
+.PHONY: run test lint witnesses clean
 
 run: $(READY)            ## every mode on 2 and 4 CPU ranks against the dense model; prints the table
 	$(BIN)/shardproof run
@@ -19,6 +19,14 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+MEGATRON := tp tp-sp
+INTERNEVO := mtp msp fsp isp
+witnesses: $(READY)      ## every mode on 4 processes: recorder, torch profiler, nsys and closed form on every event of 2 steps
+	if nsys=$$(.ci/nsys); then PATH="$$nsys:$$PATH"; fi; \
+	$(BIN)/shardproof run --engine pool --profile torch,nsys --profile-steps 1:3 \
+	    $(foreach mode,$(MEGATRON),"mode=$(mode) tp=4 kv_heads=4 steps=3") \
+	    $(foreach mode,$(INTERNEVO),"preset=tiny-internlm2 mode=$(mode) tp=4 kv_heads=4 steps=3")
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
