@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 __all__ = ["CONFIDENCE", "FEWEST", "Interval", "phase_times", "ratio_of_medians"]
 
-CONFIDENCE = 0.995
-"""Of every interval: with thirty phases compared, one run in seven would see chance once, and chance of 10 % rarer."""
+CONFIDENCE = 0.999
+"""Of every interval: with thirty phases compared, one run in seventy would see chance, and chance of 10 % rarer."""
 FEWEST = 4
 """Micro-batches below which nothing is said."""
-_RESAMPLES = 2000
+_RESAMPLES = 4000
 _MOST = 500
 """Micro-batches that are resampled: of more, evenly spaced ones."""
 _MEASURES = {"elapsed": "elapsed_us", "in calls": "in_calls_us"}

@@ -5,6 +5,8 @@ calls:N  bytes:N  calls:P%  bytes:P%                may grow by that much on the
 memory:N  memory:P%                                 what autograd holds may grow by that much
 time:P%     no phase is slower by more, beside the other phases of its run (reports.intervals)
 wall:P%     no phase is slower by more as the clock says, however busy the machine was
+
+A phase is slower by more when its ratio is, and its interval says that it is slower at all.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ def _grown(limit: Limit, frame: pd.DataFrame, column: str, unit: str) -> Iterato
 
 def _slower(limit: Limit, times: pd.DataFrame) -> Iterator[str]:
     ratio, low = ("ratio", "low") if limit.what == "time" else ("clock_ratio", "clock_low")
-    slow = times[times[low] > 1 + limit.amount].sort_values("measure", ascending=False, kind="stable")
+    # Where both measures say so, "elapsed" knows the module: a rank whose turn is late stands in the call before.
+    slow = times[(times[ratio] > 1 + limit.amount) & (times[low] > 1)].sort_values("measure", kind="stable")
     for row in slow.drop_duplicates(["mode", "phase"]).to_dict("records"):
         beside = f" beside {row['beside']}" if limit.what == "time" and row["beside"] else ""
         mostly = f", mostly in {row['mostly']}" if row["mostly"] else ""

@@ -13,9 +13,11 @@ from harness.errors import RequestError
 from reports.baselines import side
 from reports.comparison import Comparison, compare
 from reports.frames import load
-from reports.limits import limits
+from reports.limits import breaches, limits
 from suites.meta import sample_run
 from suites.meta.command_line import CommandLine, command_line
+from suites.meta.slowed import MODULE
+from suites.meta.slowed import stored as stored_slowed
 from suites.meta.toy_traffic import WAYS, stored
 
 
@@ -124,6 +126,23 @@ def test_a_ledger_whose_calls_take_longer_breaks_the_limit_of_time(runs: dict[st
     assert [spent[name] for name in ("ratio", "low", "high")] == pytest.approx([1.3] * 3, rel=1e-4)
     assert compare(base, new, limits(["events:0"])).breaches == ()
     assert any("tp backward" in breach for breach in compare(base, new, limits(["wall:20%"])).breaches)
+
+
+def test_work_in_one_module_is_told_with_its_phase_and_module(tmp_path: Path) -> None:
+    sizes = "layers=2 hidden=16 heads=2 kv_heads=2 ffn=32 vocab=24 seq=8"
+    case = (f"mode=tp tp=2 steps=8 lr=0.01 {sizes}",)
+    base, slow = (stored_slowed(tmp_path / str(work_us), case, work_us)[0] for work_us in (0, 20_000))
+    found = compare(base, slow, limits(["events:0", "time:100%"]))
+    assert any("tp backward: " in breach and f"mostly in {MODULE}" in breach for breach in found.breaches)
+
+
+def test_where_both_measures_say_slower_the_one_that_knows_the_module_is_told() -> None:
+    names = ["mode", "phase", "measure", "beside", "ratio", "low", "clock_ratio", "clock_low", "mostly"]
+    rows = [("tp", "backward", measure, "forward", 1.3, 1.2, 1.3, 1.2, where) for measure, where in
+            (("in calls", "head"), ("elapsed", "layers.1"))]  # fmt: skip
+    nothing = pd.DataFrame()
+    (told,) = breaches(limits(["time:10%"]), nothing, nothing, nothing, pd.DataFrame(rows, columns=names))
+    assert told == "time:10%: tp backward: 1.30 times as slow (elapsed) beside forward, mostly in layers.1"
 
 
 # Other cases, other versions
