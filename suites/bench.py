@@ -80,7 +80,7 @@ def measure(*, rounds: int, spawns: int, worlds: Sequence[int] = (2, 4, 8)) -> l
             rows.append(_concurrent_row(engine, max(rounds // 8, 1)))
             for world_size in (2, 4):
                 rows += _example_rows(engine, world_size, rounds, spawns)
-        rows += _witness_rows(max(rounds // 3, 1))
+        rows += _witness_rows(max(rounds // 4, 1))
     finally:
         torch.set_num_threads(threads)
     return rows

@@ -4,10 +4,10 @@
     CommDebugMode      torch.distributed.tensor.debug
     torch profiler     CPU activities with shapes and stacks, as in a session
 
-Ratios are of the quickest rounds, on the slower rank: by the clock, and by the CPU time of the rank's thread, which
-waiting does not thin out. On a busy machine neither means much. Who has larger layers or fewer calls than CASE takes
-the microseconds an event: what watching adds to a step, over the events that a rank issues in it. Entering and leaving
-a witness is not timed. `python -m suites.bench_witnesses FOLDER ROUNDS [WITNESS ...]` is the measured process.
+Ratios are the medians of the rounds' own, on the slower rank: by the clock, and by the CPU time of the rank's thread,
+which waiting does not thin out. On a busy machine neither means much. Who has larger layers or fewer calls than CASE
+takes the microseconds an event: what watching adds to a step, over the events that a rank issues in it. Entering and
+leaving a witness is not timed. `python -m suites.bench_witnesses FOLDER ROUNDS [WITNESS ...]` is the measured process.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ from reference.case import Case
 
 __all__ = ["CASE", "STEPS", "WITNESSES", "Cost", "cost_of", "measured", "micro_batch"]
 
-CASE = "mode=tp tp=2 layers=4 hidden=512 heads=8 kv_heads=8 ffn=2048 seq=128 batch=4 dtype=float32"
-"""A small transformer: four layers of 512, the shape of BERT-small (Turc et al. 2019); a step takes a few tenths of a
-second on one core."""
+CASE = "mode=tp tp=2 layers=4 hidden=512 heads=8 kv_heads=8 ffn=2048 seq=512 batch=2 dtype=float32"
+"""A small transformer: four layers of 512 and sequences of 512, the shape of BERT-small (Turc et al. 2019)."""
 LIMIT_S = 900.0
 Pair = tuple[float, float]
 STEPS = 2
@@ -105,17 +104,22 @@ def cost_of(ranks: Sequence[Spent], witness: str, events: int) -> Cost:
     def slower(name: str, which: int) -> list[float]:
         return [max(one[which], other[which]) for one, other in zip(*(rank[name] for rank in ranks), strict=True)]
 
-    def quickest(which: int) -> tuple[float, float]:
-        return min(slower(witness, which)), min(slower("off", which))
+    def pairs(which: int) -> list[tuple[float, float]]:
+        return list(zip(slower(witness, which), slower("off", which), strict=True))
 
-    (clock, clock_off), (cpu, cpu_off) = quickest(0), quickest(1)
+    def ratio(which: int) -> float:
+        return statistics.median(watched / off for watched, off in pairs(which))
+
+    def added_us(which: int) -> float:
+        return statistics.median(watched - off for watched, off in pairs(which)) / STEPS / events * 1e6
+
     return Cost(
         witness=witness,
         seconds=statistics.median(slower(witness, 0)) / STEPS,
-        by_clock=clock / clock_off,
-        by_cpu=cpu / cpu_off,
-        clock_us=(clock - clock_off) / STEPS / events * 1e6,
-        cpu_us=(cpu - cpu_off) / STEPS / events * 1e6,
+        by_clock=ratio(0),
+        by_cpu=ratio(1),
+        clock_us=added_us(0),
+        cpu_us=added_us(1),
     )
 
 
