@@ -32,6 +32,7 @@ class Evidence:
     merged       the full tensors and flaws of both, held against the truth's shapes
     truth        name -> full tensor of the dense model
     controls     the same from control runs in the run dtype; none for float64
+    kinks        name -> what a relu within rounding of zero may change; empty until an error needs it
     events       the ledger of the recorded run, all ranks
     expectation  the closed form, None when the subject has none
     unwaited     asynchronous calls of the recorded run that nobody waited for
@@ -52,6 +53,7 @@ class Evidence:
     events: tuple[Event, ...]
     expectation: tuple[TermLike, ...] | None
     repeats: tuple[Outcomes, ...]
+    kinks: tuple[Mapping[str, Tensor], ...] = ()
     unwaited: tuple[Unwaited, ...] = ()
     saved_bytes: tuple[int, ...] = ()
     ran: tuple[int, ...] = ()

@@ -46,6 +46,7 @@ def _compare(evidence: Evidence, kinds: tuple[str, ...]) -> Finding | None:
             evidence.truth[name],
             dtype=evidence.case.dtype,
             controls=[control[name] for control in evidence.controls if name in control],
+            kinks=[kink[name] for kink in evidence.kinks if name in kink],
             kind=kinds_rms.get(kind_of(name), 0.0),
         )
         for name in known

@@ -8,8 +8,9 @@ float64: 1e-9 for both (noise stays near 1e-13, the smallest known bugs near 1e-
 dense model in the run dtype with its sums in another order, shows how far rounding alone carries a right result.
 Allowed is CONTROL_FACTOR times the worst control run, never less than the stated floor in epsilons. Where this reaches
 CEILING, a tensor within it proves nothing, and `decidable` says so. One control run may be lucky (a relu that flips,
-an update that amplifies), so whoever finds an error beyond the limit runs more of them before calling it one. Sources:
-TTrace (errors in epsilons), control runs as in DeepSpeedExamples #1008.
+an update that amplifies), so whoever finds an error beyond the limit runs more of them before calling it one, and asks
+the dense model what a relu's kink may change; that is added to the limit as it is, for it is a bound and no sample.
+Sources: TTrace (errors in epsilons), control runs as in DeepSpeedExamples #1008.
 """
 
 from __future__ import annotations
@@ -158,15 +159,25 @@ def _rms(tensor: Tensor) -> float:
 
 
 def measure(
-    name: str, value: Tensor, truth: Tensor, *, dtype: str, controls: Sequence[Tensor] = (), kind: float = 0.0
+    name: str,
+    value: Tensor,
+    truth: Tensor,
+    *,
+    dtype: str,
+    controls: Sequence[Tensor] = (),
+    kinks: Sequence[Tensor] = (),
+    kind: float = 0.0,
 ) -> Measured:
-    """Hold one tensor against the truth (same shape) as the run dtype allows; `kind` is the rms of its kind."""
+    """Hold one tensor against the truth (same shape) as the run dtype allows; `kind` is the rms of its kind.
+
+    `kinks`: what a relu within rounding of zero may change, a tensor of the same shape each.
+    """
     if not truth.is_floating_point() and not truth.is_complex():
         wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
         return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
     least = least_rms(truth, kind) if bool(torch.isfinite(truth).all()) else 0.0
     found = distance(value, truth, least)
-    allowed, decidable = _allowed(dtype, truth, controls, least)
+    allowed, decidable = _allowed(dtype, truth, controls, kinks, least)
     _, which = found.worst_ratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)
     return Measured(
@@ -179,7 +190,9 @@ def measure(
     )
 
 
-def _allowed(dtype: str, truth: Tensor, controls: Sequence[Tensor], least: float) -> tuple[Distance, bool]:
+def _allowed(
+    dtype: str, truth: Tensor, controls: Sequence[Tensor], kinks: Sequence[Tensor], least: float
+) -> tuple[Distance, bool]:
     """What the run dtype allows for this tensor, and whether anything can be decided within it."""
     if dtype == "float64":
         return Distance(frobenius=FLOAT64_ALLOWED, peak=FLOAT64_ALLOWED), True
@@ -189,4 +202,6 @@ def _allowed(dtype: str, truth: Tensor, controls: Sequence[Tensor], least: float
         name: max([FLOOR_EPSILONS[name] * eps, *(CONTROL_FACTOR * getattr(run, name) for run in honest)])
         for name in ("frobenius", "peak")
     }
+    moved = [distance(truth + kink, truth, least) for kink in kinks]
+    limits = {name: limit + max([getattr(run, name) for run in moved], default=0.0) for name, limit in limits.items()}
     return Distance(**limits), limits["frobenius"] < CEILING

@@ -51,6 +51,7 @@ class Reference:
     true_activations: str = "reference.subject:true_activations"
     control: str = "reference.control:control"
     control_activations: str = "reference.control:control_activations"
+    kinks: str = "reference.kinks:kinks"
     shares: str = "reference.shares:shares"
     alternatives: str = "reference.what_ifs:alternatives"
     trainings: str = "reference.what_if_training:trainings"
@@ -169,12 +170,13 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
 
 
 def controlled(trial: Trial, evidence: Evidence) -> Evidence:
-    """The same evidence with MORE_PARTS control runs more: what one lucky control run would call an error is none."""
+    """The same evidence with MORE_PARTS control runs more, for one may be lucky, and what a relu's kink may change."""
     more = []
     for parts in MORE_PARTS:
         run = _dense(trial, trial.reference.control, part="control", parts=parts)
         more.append({**run, **_dense(trial, trial.reference.control_activations, part="control", parts=parts)})
-    return replace(evidence, controls=(*evidence.controls, *more))
+    kinks = [_dense(trial, trial.reference.kinks, part="control", side=side) for side in (1, -1)]
+    return replace(evidence, controls=(*evidence.controls, *more), kinks=tuple(kinks))
 
 
 def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:

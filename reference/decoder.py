@@ -26,12 +26,13 @@ Tap = Callable[[str, Tensor], None]
 class Arithmetic:
     """How the sums of linears and norms are taken; the control run takes the same sums in another order.
 
-    Another `attention` core is a what-if's.
+    Another `attention` core is a what-if's, another `activate` that of a relu whose kink lies elsewhere.
     """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.linear
     norm: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.norm
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = layers.attention
+    activate: Callable[[str, Tensor, Tensor | None], Tensor] = layers.activate
 
 
 PLAIN = Arithmetic()
@@ -94,12 +95,12 @@ class _Pass:
         kind = self.case.activation
         if self.case.fuse_mlp:
             gate_BSF, up_BSF = self.linear(f"{name}.w13", x_BSH).chunk(2, -1)
-            y_BSF = layers.activate(kind, up_BSF, gate_BSF)
+            y_BSF = self.arithmetic.activate(kind, up_BSF, gate_BSF)
         elif kind == "swiglu":
             gate_BSF = self.linear(f"{name}.w1", x_BSH)
-            y_BSF = layers.activate(kind, self.linear(f"{name}.w3", x_BSH), gate_BSF)
+            y_BSF = self.arithmetic.activate(kind, self.linear(f"{name}.w3", x_BSH), gate_BSF)
         else:
-            y_BSF = layers.activate(kind, self.linear(f"{name}.w1", x_BSH))
+            y_BSF = self.arithmetic.activate(kind, self.linear(f"{name}.w1", x_BSH), None)
         return self._told(name, self.linear(f"{name}.w2", y_BSF))
 
     def head(self, name: str, x_BSH: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.tolerance import CEILING, FLOAT64_ALLOWED, distance, epsilon, kind_rms, least_rms, measure
+from harness.tolerance import CEILING, FLOAT64_ALLOWED, Measured, distance, epsilon, kind_rms, least_rms, measure
 
 seeds = st.integers(0, 2**31)
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
@@ -161,3 +161,19 @@ def test_the_two_measures_see_different_errors() -> None:
 def test_extreme_magnitudes_neither_vanish_nor_overflow(magnitude: float) -> None:
     truth = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64) * magnitude
     assert distance(truth * 2, truth).frobenius == pytest.approx(1.0)
+
+
+def test_what_a_kink_may_change_is_added_to_the_limit_of_the_control_run_as_it_is() -> None:
+    truth = torch.ones(100, dtype=torch.float64)
+    kink = torch.zeros_like(truth)
+    kink[7] = 0.5
+
+    def measured(value: Tensor, *kinks: Tensor) -> Measured:
+        return measure("grad/x", value, truth, dtype="bfloat16", controls=[truth * (1 + 2**-10)], kinks=kinks)
+
+    plain, moved = measured(truth + 0.9 * kink), measured(truth + 0.9 * kink, kink, 0 * kink)
+    assert not plain.right and moved.right and moved.decidable
+    floor = 32 * 2**-7
+    assert (plain.allowed, moved.allowed) == pytest.approx((floor, floor + 0.5))
+    assert not measured(truth + 2 * kink, kink).right
+    assert not measured(truth + 0.4, kink).right  # a diffuse error is no kink
