@@ -178,7 +178,7 @@ def test_the_command_repeats_itself_and_writes_a_folder(tmp_path: Path, capsys: 
 def test_the_table_says_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", f"{TINY} tp=2 layers=1 mode=fsp", "--cluster", "laptop"]) == 0
     told = capsys.readouterr().out
-    assert "mode=fsp" in told and "equal" in told and "alpha-beta" in told and "their error is not known" in told
+    assert "mode=fsp" in told and "equal" in told and "alpha-beta" in told and "the error is not known" in told
 
 
 @pytest.mark.parametrize(
