@@ -105,7 +105,7 @@ def mail_fault(group: Group, number: int, one: Post, other: Post) -> Fault | Non
         return None
     sender, receiver = group.ranks[send.member], group.ranks[receive.member]
     words = f"rank {sender} sends {_content(send.said)} to rank {receiver}, which receives {_content(receive.said)}"
-    return Fault(group, number, one.said, ranks=(sender, receiver), words=words)
+    return Fault(group, number, receive.said, ranks=(sender, receiver), words=words)  # whoever came first
 
 
 def _content(said: Signature) -> str:
