@@ -16,7 +16,7 @@ from harness.laws import broken_laws
 from harness.ledger import PHASES, Event
 from harness.protocols import TermLike
 
-__all__ = ["Difference", "Line", "differences", "ledger", "module_order"]
+__all__ = ["Difference", "Line", "differences", "ledger", "line_of", "module_order"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +130,12 @@ def differences(
     """Where the ledger parts from the expectation on any of these ranks, in the order in which training runs."""
     expected: Counter[Line] = Counter()
     for term in terms:
-        expected[_line(term)] += term.calls
+        expected[line_of(term)] += term.calls
     found: dict[int, Counter[Line]] = {rank: Counter() for rank in ranks}
     callers: dict[Line, str] = {}
     for event in events:
-        found.setdefault(event.rank, Counter())[_line(event)] += 1
-        callers.setdefault(_line(event), event.caller)
+        found.setdefault(event.rank, Counter())[line_of(event)] += 1
+        callers.setdefault(line_of(event), event.caller)
     parted: dict[Difference, list[int]] = {}
     for rank, lines in found.items():
         for difference in _parts(lines - expected, expected - lines, callers):
@@ -145,7 +145,8 @@ def differences(
     return sorted(joined, key=lambda difference: _when(difference.line, places))
 
 
-def _line(entry: Event | TermLike) -> Line:
+def line_of(entry: Event | TermLike) -> Line:
+    """What is compared of an event, or what a term of an expectation states of each of its events."""
     return Line(
         phase=entry.phase,
         region=entry.region,

@@ -42,6 +42,7 @@ __all__ = [
 class Reference:
     """Names of the dense model's functions (case, device) -> outcome: the truth, and the control runs beside it.
 
+    `kinks` widens limits, so it belongs to its truth: "", none, unless it is named with it.
     `control` and `control_activations` take parts=n too, the number of partial sums in place of their own choice.
     The others are asked when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes of
     data or weights that are read otherwise (see `reference.what_ifs`) and of other rules of the steps.
@@ -51,13 +52,13 @@ class Reference:
     true_activations: str = "reference.subject:true_activations"
     control: str = "reference.control:control"
     control_activations: str = "reference.control:control_activations"
-    kinks: str = "reference.kinks:kinks"
+    kinks: str = ""
     shares: str = "reference.shares:shares"
     alternatives: str = "reference.what_ifs:alternatives"
     trainings: str = "reference.what_if_training:trainings"
 
 
-REFERENCE = Reference()
+REFERENCE = Reference(kinks="reference.kinks:kinks")
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
 """Into how many partial sums the further control runs cut their sums; 1 adds the micro-batches in reverse only."""
 
@@ -175,8 +176,9 @@ def controlled(trial: Trial, evidence: Evidence) -> Evidence:
     for parts in MORE_PARTS:
         run = _dense(trial, trial.reference.control, part="control", parts=parts)
         more.append({**run, **_dense(trial, trial.reference.control_activations, part="control", parts=parts)})
-    kinks = [_dense(trial, trial.reference.kinks, part="control", side=side) for side in (1, -1)]
-    return replace(evidence, controls=(*evidence.controls, *more), kinks=tuple(kinks))
+    sides = (1, -1) if trial.reference.kinks else ()
+    kinks = tuple(_dense(trial, trial.reference.kinks, part="control", side=side) for side in sides)
+    return replace(evidence, controls=(*evidence.controls, *more), kinks=kinks)
 
 
 def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:

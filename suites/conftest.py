@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -26,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     words = "inproc: runs what cannot be sent to other processes, so ranks must be threads of this one"
     config.addinivalue_line("markers", words)
     config.addinivalue_line("markers", "faults: disturbs the subject's collectives; deselected without --faults")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job behind `&`; children would ignore it too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     register()
     settings.load_profile(ONE_CASE if asked(config, "case") else _profile(config))
 

@@ -167,8 +167,8 @@ class Exchange:
     ) -> Work:
         """Group rank `member` sends to `peer` or receives from it. Returns its work, complete when both have called."""
         rank = self._rank(group, member, said.op)
-        mine = Post(member, peer, tag, said, tensor)
-        work = Work(self, rank, group, group.posted[member], said, mine)
+        mine = Post(member, group.posted[member], peer, tag, said, tensor)
+        work = Work(self, rank, group, mine.number, said, mine)
         group.posted[member] += 1
         if is_async:
             self._follow(work)
@@ -181,7 +181,7 @@ class Exchange:
         if other is None:
             group.posts.append(mine)
             return work
-        if fault := mail_fault(group, work.number, mine, other):
+        if fault := mail_fault(group, mine, other):
             self._park(work, fault)
         group.posts.remove(other)
         mine.peer, other.peer = other.member, mine.member

@@ -37,12 +37,16 @@ class Meeting:
 
 
 class Post:
-    """One end of a point-to-point call: group rank `member` sends to `peer`, or receives from it (or from ANY)."""
+    """One end of a point-to-point call: group rank `member` sends to `peer`, or receives from it (or from ANY).
 
-    __slots__ = ("done", "member", "peer", "said", "tag", "tensor", "waiters")
+    `number` counts the member's sends and receives in the group.
+    """
 
-    def __init__(self, member: int, peer: int, tag: int, said: Signature, tensor: Tensor) -> None:
-        self.member, self.peer, self.tag, self.said, self.tensor = member, peer, tag, said, tensor
+    __slots__ = ("done", "member", "number", "peer", "said", "tag", "tensor", "waiters")
+
+    def __init__(self, member: int, number: int, peer: int, tag: int, said: Signature, tensor: Tensor) -> None:
+        self.member, self.number, self.peer, self.tag = member, number, peer, tag
+        self.said, self.tensor = said, tensor
         self.waiters: list[int] = []
         self.done = False
 
@@ -98,14 +102,14 @@ class Fault:
     kind: str = "mismatch"
 
 
-def mail_fault(group: Group, number: int, one: Post, other: Post) -> Fault | None:
-    """What is wrong between a send and the receive that it meets; None when they agree."""
+def mail_fault(group: Group, one: Post, other: Post) -> Fault | None:
+    """What is wrong between a send and the receive that it meets, told of the receive; None when they agree."""
     send, receive = (one, other) if one.said.op == "send" else (other, one)
     if (send.said.dtype, send.said.shapes) == (receive.said.dtype, receive.said.shapes):
         return None
     sender, receiver = group.ranks[send.member], group.ranks[receive.member]
     words = f"rank {sender} sends {_content(send.said)} to rank {receiver}, which receives {_content(receive.said)}"
-    return Fault(group, number, receive.said, ranks=(sender, receiver), words=words)  # whoever came first
+    return Fault(group, receive.number, receive.said, ranks=(sender, receiver), words=words)
 
 
 def _content(said: Signature) -> str:

@@ -126,7 +126,8 @@ class Replay:
             group = self._groups[key] = Group(fact.ranks, fact.description)
         member = fact.ranks.index(rank)
         if fact.said.op in {"send", "recv"}:
-            self._post(Post(member, _member(fact), fact.tag, fact.said, _NOTHING), group, rank, at_s, fact)
+            mine = Post(member, group.posted[member], _member(fact), fact.tag, fact.said, _NOTHING)
+            self._post(mine, group, rank, at_s, fact)
         else:
             self._meet(member, group, rank, at_s, fact)
         last = self.last[rank]
@@ -157,14 +158,13 @@ class Replay:
             del group.meetings[number], self._met[meeting]
 
     def _post(self, mine: Post, group: Group, rank: int, at_s: float, fact: Fact) -> None:
-        number = group.posted[mine.member]
         group.posted[mine.member] += 1
-        self.last[rank] = Written(rank, group, number, fact, mine, at_s)
+        self.last[rank] = Written(rank, group, mine.number, fact, mine, at_s)
         other = next((post for post in group.posts if post.meets(mine)), None)
         if other is None:
             group.posts.append(mine)
             return
-        if fault := mail_fault(group, number, mine, other):
+        if fault := mail_fault(group, mine, other):
             self._part(fault, at_s)
         group.posts.remove(other)
         mine.done = other.done = True

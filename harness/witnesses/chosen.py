@@ -10,34 +10,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness.attribution import Attribution
 from harness.errors import MachineError
+from harness.ledger_checks import Line, line_of
 from harness.moments import Stepped, read
 from harness.protocols import CaseLike, TermLike
 from harness.watch import Watch
 
-__all__ = ["Line", "during", "step_ends", "steps_text", "terms_of"]
-
-Key = tuple[str, str, str, str, str, int, str, int]
+__all__ = ["Stated", "during", "step_ends", "steps_text", "terms_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Stated(Line):
     """A line of a closed form (harness.protocols.TermLike) for some steps."""
 
-    phase: str
-    region: str
-    op: str
-    reduce_op: str
-    axis: str
-    group_size: int
-    dtype: str
-    payload_bytes: int
     calls: int
 
 
@@ -98,7 +89,7 @@ def during(steps: range, ends: Sequence[int], make: Callable[[], AbstractContext
 
 def terms_of(
     steps: range, case: CaseLike, terms: Iterable[TermLike], expected: Callable[[Any], Any] | None
-) -> tuple[tuple[Line, ...] | None, str]:
+) -> tuple[tuple[Stated, ...] | None, str]:
     """The closed form of these steps, or None and why it cannot be told.
 
     A closed form counts a whole run. Where the run of one step has each call as many times less as there are steps, all
@@ -109,32 +100,16 @@ def terms_of(
         one = _calls(expected(case.but(steps=1))) if expected is not None else Counter()
     except Exception as problem:  # a third party's function on a case that nobody asked it before
         return None, f"the closed form of one step failed: {type(problem).__name__}: {problem}"
-    for key in (*whole, *one):
-        if whole[key] != case.steps * one[key]:
-            phase, region, op = key[:3]
-            told = f"{whole[key]} {phase} {op} in {region or 'no module'} in {case.steps} steps, and {one[key]} in one"
+    for line in (*whole, *one):
+        if whole[line] != case.steps * one[line]:
+            where = f"{line.phase} {line.op} in {line.region or 'no module'}"
+            told = f"{whole[line]} {where} in {case.steps} steps, and {one[line]} in one"
             return None, f"the closed form does not tell which step has what: {told}"
-    return tuple(_line(key, calls * len(steps)) for key, calls in one.items()), ""
+    return tuple(Stated(**asdict(line), calls=calls * len(steps)) for line, calls in one.items()), ""
 
 
-def _calls(terms: Iterable[TermLike]) -> Counter[Key]:
-    calls: Counter[Key] = Counter()
+def _calls(terms: Iterable[TermLike]) -> Counter[Line]:
+    calls: Counter[Line] = Counter()
     for term in terms:
-        where = term.phase, term.region, term.op, term.reduce_op
-        calls[*where, term.axis, term.group_size, term.dtype, term.payload_bytes] += term.calls
+        calls[line_of(term)] += term.calls
     return calls
-
-
-def _line(key: Key, calls: int) -> Line:
-    phase, region, op, reduce_op, axis, group_size, dtype, payload_bytes = key
-    return Line(
-        phase=phase,
-        region=region,
-        op=op,
-        reduce_op=reduce_op,
-        axis=axis,
-        group_size=group_size,
-        dtype=dtype,
-        payload_bytes=payload_bytes,
-        calls=calls,
-    )

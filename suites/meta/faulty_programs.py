@@ -87,6 +87,15 @@ def messages_differ(rank: int) -> None:
         dist.recv(ones(4), src=0)
 
 
+def later_messages_differ(rank: int) -> None:
+    """The sender has sent before, the receiver has not received: their calls count differently."""
+    if rank == 1:
+        dist.send(ones(3), dst=2)
+        dist.send(ones(3), dst=0)
+    else:
+        dist.recv(ones(4 if rank == 0 else 3), src=1)
+
+
 def tags_differ(rank: int) -> None:
     if rank == 0:
         dist.send(ones(3), dst=1, tag=7)

@@ -121,6 +121,13 @@ CASES = [
         (0, 1),
         f"ranks disagree in recv #0 {W2}: rank 0 sends float32 3 to rank 1, which receives float32 4",
     ),
+    Case(
+        faulty.later_messages_differ,
+        3,
+        "mismatch",
+        (1, 0),  # who sends, who receives
+        f"ranks disagree in recv #0 {W3}: rank 1 sends float32 3 to rank 0, which receives float32 4",
+    ),
     Case(faulty.groups_cross, 2, "deadlock", (0, 1), STUCK(*CROSSED)),
     Case(faulty.lives_differ, 2, "deadlock", (0, 1), STUCK(f"all_reduce #0 {W2} of life 2", f"all_reduce #0 {W2}")),
     Case(

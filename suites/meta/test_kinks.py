@@ -11,7 +11,7 @@ import torch
 from harness.engines.inproc import InprocEngine
 from harness.evidence import FAIL, PASS
 from harness.proof import prove
-from harness.trial import Reference
+from harness.trial import REFERENCE, Reference
 from parallel.subject import subject
 from reference.case import Case
 
@@ -21,12 +21,6 @@ CASE = Case.parse(
     "seed=2455"
 )
 """Found by `suites.clean`: one element of a relu's input lies so near zero that no control run takes its side."""
-UNASKED = Reference(kinks=f"{__name__}:unasked")
-
-
-def unasked(case: Case, device: torch.device, *, side: int) -> dict[str, torch.Tensor]:
-    """A dense model that knows nothing of kinks."""
-    return {}
 
 
 def doubled(case: Case, device: torch.device) -> dict[str, Any]:
@@ -37,11 +31,11 @@ def doubled(case: Case, device: torch.device) -> dict[str, Any]:
     return outcome
 
 
-@pytest.mark.parametrize("reference", [Reference(), UNASKED])
+@pytest.mark.parametrize("reference", [REFERENCE, Reference()])
 def test_the_side_of_an_element_within_rounding_of_zero_is_no_failure(reference: Reference) -> None:
     with InprocEngine() as engine:
         result = prove(CASE, subject, engine, reference=reference)
-    assert result.verdict == (FAIL if reference is UNASKED else PASS)
+    assert result.verdict == (PASS if reference.kinks else FAIL)
 
 
 def test_a_gradient_that_is_twice_too_large_is_one() -> None:
