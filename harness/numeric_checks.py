@@ -7,7 +7,7 @@ from collections.abc import Callable
 from harness.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.tolerance import Measured, kind_of, kind_rms, measure
 
-__all__ = ["NUMERIC_KINDS", "coverage", "numeric", "worst_of"]
+__all__ = ["NUMERIC_KINDS", "coverage", "held", "numeric", "worst_of"]
 
 NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
     "forward": ("loss", "logits", "metric"),
@@ -39,19 +39,20 @@ def _compare(evidence: Evidence, kinds: tuple[str, ...]) -> Finding | None:
     unchecked = [name for name in expected if name not in evidence.merged.tensors]
     unchecked += sorted(returned - set(expected) - set(unchecked))
     kinds_rms = kind_rms({name: evidence.truth[name] for name in expected})
-    measured = [
-        measure(
-            name,
-            evidence.merged.tensors[name],
-            evidence.truth[name],
-            dtype=evidence.case.dtype,
-            controls=[control[name] for control in evidence.controls if name in control],
-            kinks=[kink[name] for kink in evidence.kinks if name in kink],
-            kind=kinds_rms.get(kind_of(name), 0.0),
-        )
-        for name in known
-    ]
-    return _judged(measured, unchecked)
+    return _judged([held(evidence, name, kinds_rms.get(kind_of(name), 0.0)) for name in known], unchecked)
+
+
+def held(evidence: Evidence, name: str, kind: float) -> Measured:
+    """One merged tensor against the truth, by all that is known of rounding; `kind` is the rms of its kind."""
+    return measure(
+        name,
+        evidence.merged.tensors[name],
+        evidence.truth[name],
+        dtype=evidence.case.dtype,
+        controls=[control[name] for control in evidence.controls if name in control],
+        kinks=[kink[name] for kink in evidence.kinks if name in kink],
+        kind=kind,
+    )
 
 
 def _judged(measured: list[Measured], unchecked: list[str]) -> Finding:

@@ -25,12 +25,13 @@ from harness.diagnosis import case_text
 from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError
 from harness.evidence import Evidence
+from harness.numeric_checks import held
 from harness.places import timeline
 from harness.proof import CaseResult, prove, skip_reason
 from harness.protocols import CaseLike, Subject
 from harness.resolve import resolve
 from harness.six_lines import repeat_command
-from harness.tolerance import Measured, kind_of, kind_rms, least_rms, measure
+from harness.tolerance import kind_of, kind_rms, least_rms
 from harness.trial import Trial, controlled, recorded
 
 __all__ = ["Failure", "emit", "shown_name", "shrunk"]
@@ -132,18 +133,7 @@ def _wrong(evidence: Evidence) -> list[str]:
     torn = {flaw.name for flaw in evidence.merged.flaws}
     known = timeline([name for name in evidence.truth if name in returned], evidence.case.steps)
     rms = kind_rms(evidence.truth)
-    return [name for name in known if name in torn or not _measured(evidence, name, rms.get(kind_of(name), 0.0)).right]
-
-
-def _measured(evidence: Evidence, name: str, kind: float) -> Measured:
-    return measure(
-        name,
-        evidence.merged.tensors[name],
-        evidence.truth[name],
-        dtype=evidence.case.dtype,
-        controls=[control[name] for control in evidence.controls if name in control],
-        kind=kind,
-    )
+    return [name for name in known if name in torn or not held(evidence, name, rms.get(kind_of(name), 0.0)).right]
 
 
 def _script(failure: Failure, subject: str) -> str:
@@ -176,7 +166,7 @@ def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
     truth: Tensor = evidence.truth[name].double().contiguous()
     kind = kind_rms(evidence.truth).get(kind_of(name), 0.0)
     least = least_rms(truth, kind)
-    limits = _measured(_mended(evidence, name), name, kind)
+    limits = held(_mended(evidence, name), name, kind)
     scale = max(float(truth.square().mean().sqrt()), least)
     packed = base64.b64encode(zlib.compress(truth.numpy().tobytes(), 9)).decode()
     return {

@@ -64,9 +64,8 @@ def during(steps: range, ends: Sequence[int], make: Callable[[], AbstractContext
         why = f"the program ends {len(ends)} of them, as its optimizers tell"
         raise MachineError(f"steps {steps_text(steps)} cannot be watched: {why}", ranks=(), positions=())
     opens = ends[steps.start - 1] if steps.start else 0
-    closes = (
-        ends[steps.stop - 1] if steps.stop < len(ends) else -1
-    )  # what follows the last optimizer step is the last's
+    # What follows the last optimizer step belongs to the last step.
+    closes = ends[steps.stop - 1] if steps.stop < len(ends) else -1
     taken = 0
     with ExitStack() as entered:
 

@@ -11,6 +11,7 @@ import torch
 from harness.engines.inproc import InprocEngine
 from harness.evidence import FAIL, PASS
 from harness.proof import prove
+from harness.repro import shrunk
 from harness.trial import REFERENCE, Reference
 from parallel.subject import subject
 from reference.case import Case
@@ -43,3 +44,8 @@ def test_a_gradient_that_is_twice_too_large_is_one() -> None:
         verdicts = {verdict.check: verdict for verdict in prove(CASE, doubled, engine).verdicts}
     assert verdicts["parameter_gradients"].verdict == FAIL
     assert "grad/layers.1.mlp.w1.weight" in verdicts["parameter_gradients"].message
+
+
+def test_a_script_that_repeats_a_failure_is_made_of_a_real_one() -> None:
+    with InprocEngine() as engine:
+        assert shrunk(CASE, subject, engine) is None
