@@ -22,6 +22,7 @@ from harness.ranges import attached
 from harness.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
 from harness.recorder import Recorder
 from harness.saved import SavedActivations
+from harness.stopwatch import stopwatch
 
 __all__ = ["Execution", "execute", "execute_captured"]
 
@@ -96,7 +97,8 @@ def execute(
     if not record:
         outcomes = _run(engine, subject, case, device, None, None, timeout_s)
         return _execution(outcomes, (), (), engine, start_s)
-    with Recorder(text, case.mode, case.world_size, case.axes, ranges=attached()) as recorder:
+    watch = stopwatch(device)
+    with Recorder(text, case.mode, case.world_size, case.axes, ranges=attached(), stopwatch=watch) as recorder:
         outcomes = _run(engine, subject, case, device, recorder, recorder, timeout_s)
     return _execution(outcomes, (), recorder.events(), engine, start_s)
 

@@ -7,15 +7,18 @@ itself, symmetric memory, CUDA graph replays. Calls are sent on with `redispatch
 gloo's mutex.
 
 A synchronous collective on CPU is waited for here, where its caller would wait next, so that its duration is true; on a
-device it is the time of the enqueue. The completion of an asynchronous call is not told, nor that of send and recv: a
-second wait for gloo's message would wait for a second message.
+GPU nothing waits, and what is told is told in the order of a stream. The completion of an asynchronous call is told on
+a GPU alone, by its future, whose callback runs at once in a stream that waits for the collective; not tried, since it
+was written without a GPU. That of send and recv is not told: a second wait for gloo's message would wait for a second
+message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -105,12 +108,13 @@ class Interposer:
             tickets = [(observer, observer.issued(rank, call)) for observer in self._observers]
             result = operator.redispatch(keys.remove(DispatchKey.BackendSelect), *arguments)
             if not call.is_async and call.op not in MESSAGES:
-                if told.on_host:
+                if call.device == "cpu":
                     _wait(result)
                 if log is not None:
                     log.left()
-                for observer, ticket in tickets:
-                    observer.completed(rank, ticket)
+                _completed(rank, tickets)
+            if call.is_async and call.device == "cuda" and call.op not in MESSAGES:
+                _when_done(result, partial(_completed, rank, tickets))
             if call.is_async and log is not None:
                 return _replaced(result, log.follow)
             return result
@@ -191,12 +195,26 @@ _all_operators: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
+def _completed(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
+    for observer, ticket in tickets:
+        observer.completed(rank, ticket)
+
+
 def _wait(result: Any) -> None:
     """Wait for the work in an operator's result; its caller waits too, which then costs nothing."""
     parts = result if isinstance(result, tuple) else (result,)
     for part in parts:
         if isinstance(part, torch.ScriptObject):
             dist.Work.unbox(part).wait()
+
+
+def _when_done(result: Any, tell: Callable[[], None]) -> None:
+    """Tell when the work in an operator's result is done, if its backend has a future of it."""
+    parts = result if isinstance(result, tuple) else (result,)
+    for part in parts:
+        if isinstance(part, torch.ScriptObject):
+            with suppress(RuntimeError):
+                dist.Work.unbox(part).get_future().add_done_callback(lambda _future: tell())
 
 
 def _replaced(result: Any, follow: Callable[[Any, Sequence[Tensor]], dist.Work]) -> Any:

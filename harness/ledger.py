@@ -37,6 +37,7 @@ class Call:
     `shape` is the payload tensor's; several tensors of a coalesced call are joined: ((4, 8), (4,)).
     `group` holds the global ranks in group order; `group_desc` is what the user called the group ("tp", "mesh_tp").
     `peer` is the group's root or the other end of a point-to-point call as a global rank, -1 when there is none.
+    `device` is the type of device that the payload is on; where there is no payload, the host.
     """
 
     op: str
@@ -48,6 +49,7 @@ class Call:
     payload_bytes: int
     is_async: bool
     peer: int = -1
+    device: str = "cpu"
 
 
 class Observer(Protocol):
@@ -58,7 +60,7 @@ class Observer(Protocol):
         ...
 
     def completed(self, rank: int, ticket: int) -> None:
-        """The call behind the ticket has completed on this rank (its wait returned)."""
+        """The call behind the ticket has completed on this rank: its wait returned; on a GPU, in the current stream."""
         ...
 
 

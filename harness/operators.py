@@ -34,7 +34,6 @@ class Told(NamedTuple):
     said: Signature
     group: str
     tag: int
-    on_host: bool
     sends: tuple[Any, ...] = ()
     expects: tuple[Any, ...] = ()
 
@@ -102,9 +101,8 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], Told]:
         peer = ranks[arguments[peer_at]] if peer_at >= 0 else -1
         call = call_of(said, payload, ranks, group.group_desc, peer, is_async)
         tag = arguments[tag_at] if tag_at >= 0 else 0
-        on_host = all(tensor.device.type == "cpu" for tensor in payload)
         sends, expects = exchanged(arguments, len(ranks)) if op == "all_to_all" else ((), ())
-        return Told(ranks[group.rank()], call, said, group.group_name, tag, on_host, sends, expects)
+        return Told(ranks[group.rank()], call, said, group.group_name, tag, sends, expects)
 
     return read
 

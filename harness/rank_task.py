@@ -28,6 +28,7 @@ from harness.ranges import attached
 from harness.recorder import Recorder
 from harness.resolve import resolve
 from harness.saved import SavedActivations
+from harness.stopwatch import stopwatch
 
 __all__ = ["Localized", "RankReport", "RankTask", "perform", "placed", "rank_device", "sendable"]
 
@@ -104,7 +105,8 @@ def _recorded(rank: int, task: RankTask, subject: Subject, device: torch.device)
     case = task.case
     past_s = time.perf_counter() - task.origin_s
     origin_s = task.origin_s if 0 <= past_s < _SAME_CLOCK_S else None
-    with Recorder(task.text, case.mode, case.world_size, case.axes, ranges=attached(), origin_s=origin_s) as recorder:
+    on, watch = (task.text, case.mode, case.world_size, case.axes), stopwatch(device)
+    with Recorder(*on, ranges=attached(), origin_s=origin_s, stopwatch=watch) as recorder:
         with observing(recorder), recorder.on_rank(rank):
             outcome = subject(case, device)
         return RankReport(outcome=localize(outcome), captured={}, events=tuple(recorder.events()))

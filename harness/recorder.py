@@ -6,7 +6,7 @@
 
 While ranks run it only keeps plain tuples; steps, phases, regions and axes are told when the events are asked for.
 Times are microseconds since the recorder was entered. A call that never completed, or whose completion nobody tells
-(an async call on a real backend), has duration_us 0.
+(an async call of gloo), has duration_us 0. With a stopwatch, calls on the device start and end when their streams do.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from harness.ledger import Call, Event, shape_text, wire_bytes
 from harness.moments import Issued, phase, read, region
 from harness.naming import axis_name
 from harness.ranges import Ranges
+from harness.stopwatch import Mark, Stopwatch
 from harness.watch import Emit, Watch
 
 __all__ = ["Recorder"]
 
 
 class _Track:
-    """What one rank has told so far: its moments as plain tuples, and when its calls ended."""
+    """What one rank has told so far: its moments as plain tuples, when its calls ended, and their marks on a device."""
 
     def __init__(self) -> None:
         self.moments: list[tuple[Any, ...]] = []
         self.ended_s: dict[int, float] = {}
+        self.begun: dict[int, Mark] = {}
+        self.ended: dict[int, Mark] = {}
 
 
 class Recorder:
@@ -42,6 +45,7 @@ class Recorder:
 
     `axes` maps a mesh axis to the rank lists of its groups. With `ranges`, every moment is drawn as nvtx ranges too.
     Times begin at `origin_s`, of time.perf_counter, where several recorders share a clock; else when it is entered.
+    `stopwatch` is that of the device which the ranks of this process compute on, None for the host's clock.
     Subjects may say what they know better: `with recorder.phase("grad_sync"), recorder.region("layers.0"): ...`.
     """
 
@@ -57,6 +61,7 @@ class Recorder:
         *,
         ranges: Ranges | None = None,
         origin_s: float | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         self._case = case
         self._mode = mode
@@ -65,6 +70,7 @@ class Recorder:
         self._ranges = ranges
         self._tracks: dict[int, _Track] = {}
         self._origin_s = origin_s
+        self._stopwatch = stopwatch
         self._start_s = time.perf_counter()
         self._watch = Watch(self._emit, ends=ranges is not None)
 
@@ -90,11 +96,17 @@ class Recorder:
 
     def issued(self, rank: int, call: Call) -> int:
         """A rank is about to issue a call; the ticket is the call's index on the rank."""
-        return self._watch.lane(rank).issue(call, sys._getframe(1))
+        ticket = self._watch.lane(rank).issue(call, sys._getframe(1))
+        if self._stopwatch is not None and call.device == "cuda":
+            self._tracks[rank].begun[ticket] = self._stopwatch.mark()
+        return ticket
 
     def completed(self, rank: int, ticket: int) -> None:
         """The call behind the ticket has completed on this rank."""
-        self._tracks[rank].ended_s[ticket] = time.perf_counter()
+        track = self._tracks[rank]
+        track.ended_s[ticket] = time.perf_counter()
+        if self._stopwatch is not None and ticket in track.begun:
+            track.ended[ticket] = self._stopwatch.mark()
         if self._ranges is not None:
             self._ranges.completed(rank, ticket)
 
@@ -124,9 +136,16 @@ class Recorder:
         sites = Attribution.of(moments).sites
         issued = sorted((m for m in moments if isinstance(m, Issued)), key=lambda m: m.ticket)
         for moment in issued:
-            yield self._event(rank, moment, sites[moment.ticket], track.ended_s.get(moment.ticket, moment.started_s))
+            yield self._event(rank, moment, sites[moment.ticket], self._span_s(track, moment))
 
-    def _event(self, rank: int, moment: Issued, site: Site, ended_s: float) -> Event:
+    def _span_s(self, track: _Track, moment: Issued) -> tuple[float, float]:
+        """When a call started and how long it took: on its device where that was marked, else for the host."""
+        begun, ended = track.begun.get(moment.ticket), track.ended.get(moment.ticket)
+        if self._stopwatch is None or begun is None:
+            return moment.started_s, track.ended_s.get(moment.ticket, moment.started_s) - moment.started_s
+        return self._stopwatch.host_s(begun), 0.0 if ended is None else self._stopwatch.us(begun, ended) / 1e6
+
+    def _event(self, rank: int, moment: Issued, site: Site, span_s: tuple[float, float]) -> Event:
         call: Call = moment.call
         return Event(
             case=self._case,
@@ -147,7 +166,7 @@ class Recorder:
             wire_bytes=wire_bytes(call.op, call.payload_bytes, len(call.group)),
             is_async=call.is_async,
             call_index=moment.ticket,
-            start_us=round((moment.started_s - self._start_s) * 1e6, 3),
-            duration_us=round((ended_s - moment.started_s) * 1e6, 3),
+            start_us=round((span_s[0] - self._start_s) * 1e6, 3),
+            duration_us=round(span_s[1] * 1e6, 3),
             caller="" if moment.caller is None else Caller(*moment.caller).place,
         )

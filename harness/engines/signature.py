@@ -107,4 +107,5 @@ def call_of(
         payload_bytes=sum(tensor.numel() * tensor.element_size() for tensor in payload),
         is_async=is_async,
         peer=peer,
+        device=payload[0].device.type if payload else "cpu",
     )

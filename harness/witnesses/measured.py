@@ -30,6 +30,7 @@ from harness.ranges import Ranges, open_domain
 from harness.rank_task import RankTask, rank_device
 from harness.recorder import Recorder
 from harness.resolve import resolve
+from harness.stopwatch import Stopwatch, stopwatch
 from harness.witnesses.chosen import during, step_ends
 from harness.witnesses.switches import Tracing, captured
 
@@ -112,7 +113,7 @@ class _Program:
 
     def timed(self, make: Callable[[], AbstractContextManager[object]] = nullcontext) -> tuple[float, str]:
         """Seconds of the stretch of one run, inside of `make()`, and the digest of what came out."""
-        clock = _Clock(self.device)
+        clock = _Clock(stopwatch(self.device))
 
         @contextmanager
         def stretch() -> Iterator[None]:
@@ -128,22 +129,21 @@ class _Program:
 
 
 class _Clock:
-    """Seconds of one stretch."""
+    """Seconds of one stretch: by the device's stopwatch where there is one, else by the host's clock."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, watch: Stopwatch | None) -> None:
         self.seconds, self.ran = 0.0, False
-        self._device = device
+        self._watch = watch
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """The stretch."""
-        _synchronize(self._device)
         start_s = time.perf_counter()
-        try:
-            yield
-            _synchronize(self._device)
-        finally:
-            self.seconds, self.ran = time.perf_counter() - start_s, True
+        first = None if self._watch is None else self._watch.mark()
+        yield
+        self.seconds, self.ran = time.perf_counter() - start_s, True
+        if self._watch is not None and first is not None:
+            self.seconds = self._watch.us(first, self._watch.mark()) / 1e6
 
 
 class _Count:
@@ -181,7 +181,11 @@ def _watched(rank: int, measurement: Measurement, program: _Program) -> tuple[tu
 
     with ExitStack() as watching:
         recorder = watching.enter_context(
-            Recorder(task.text, task.case.mode, task.case.world_size, task.case.axes, ranges=ranges)
+            Recorder(
+                *(task.text, task.case.mode, task.case.world_size, task.case.axes),
+                ranges=ranges,
+                stopwatch=stopwatch(program.device),
+            )
         )
         for observer in (recorder, count):
             watching.enter_context(observing(observer))
@@ -190,11 +194,6 @@ def _watched(rank: int, measurement: Measurement, program: _Program) -> tuple[tu
     if ranges is None:
         tracing.write(Path(measurement.folder))
     return tuple(recorder.events()), range(*seen[-1]), spent, watched
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _peak_bytes(device: torch.device) -> int:

@@ -1,16 +1,17 @@
 """How long collectives took, what of it stood in nobody's shadow, and which rank came late: from the profiler's traces.
 
-A collective lasts as long as its backend's rows (`gloo:`), which run beside the program. What of that falls on the
-rank's own `aten::` rows is overlapped with compute, the rest is exposed. A rank is late by how much after the first
-rank of the group it issued the same call. Microseconds; ranks of one machine share a clock. The profiler itself slows
-compute: compare durations with each other, and seconds with the unwatched runs.
+A collective lasts as long as its backend's rows (`gloo:`), which run beside the program, or on a GPU as long as the
+kernels of NCCL that its own row launched (not tried: read from kineto's output_json.cpp). What of that falls on the
+rank's own `aten::` rows, or its other kernels, is overlapped with compute, the rest is exposed. A rank is late by how
+much after the first rank of the group it issued the same call. Microseconds; ranks of one machine share a clock. The
+profiler itself slows compute: compare durations with each other, and seconds with the unwatched runs.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
@@ -23,6 +24,8 @@ from harness.witnesses.torch_trace import TRACE_SUFFIX, backend_word
 __all__ = ["Spread", "Timed", "spread", "timed"]
 
 Span = tuple[float, float]
+_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_LAUNCHING = {"cuda_runtime", "cuda_driver"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,8 @@ def timed(folder: Path, seen: Sequence[Sighting]) -> list[Timed]:
 def _spans(trace: Mapping[str, Any], seen: Sequence[Sighting]) -> dict[int, tuple[float, float]]:
     """Index -> duration and what of it is overlapped with compute, of one rank."""
     rows = [row for row in trace.get("traceEvents", ()) if "dur" in row]
+    if any(row.get("cat") in _ON_DEVICE for row in rows):
+        return _on_device(rows, seen)
     compute = joined(_span(row) for row in rows if str(row["name"]).startswith("aten::"))
     waiting: dict[str, list[Span]] = {}
     for row in sorted(rows, key=lambda row: float(row["ts"])):
@@ -97,6 +102,32 @@ def _spans(trace: Mapping[str, Any], seen: Sequence[Sighting]) -> dict[int, tupl
         span = (s.start_us, s.start_us + s.duration_us) if at is None else ready.pop(at)
         found[s.index] = (span[1] - span[0], shared(span, compute))
     return found
+
+
+def _on_device(rows: Sequence[Mapping[str, Any]], seen: Sequence[Sighting]) -> dict[int, tuple[float, float]]:
+    """The same from the kernels: a row of the host that launches one carries its correlation."""
+    work = [row for row in rows if row.get("cat") in _ON_DEVICE]
+    compute = joined(_span(row) for row in work if not _is_nccl(row))
+    launched = {_correlation(row): float(row["ts"]) for row in rows if row.get("cat") in _LAUNCHING}
+    nccl = [row for row in work if _is_nccl(row) and _correlation(row) in launched]
+    calls = sorted((launched[_correlation(row)], _span(row)) for row in nccl)
+    starts = [at for at, _ in calls]
+    found = {}
+    for s in seen:
+        first, last = bisect_left(starts, s.start_us), bisect_right(starts, s.start_us + s.duration_us)
+        mine = [span for _, span in calls[first:last]]
+        begun = min((start for start, _ in mine), default=s.start_us)
+        span = (begun, max((end for _, end in mine), default=begun))
+        found[s.index] = (span[1] - span[0], shared(span, compute))
+    return found
+
+
+def _is_nccl(row: Mapping[str, Any]) -> bool:
+    return str(row["name"]).startswith("nccl")
+
+
+def _correlation(row: Mapping[str, Any]) -> object:
+    return row.get("args", {}).get("correlation")
 
 
 def _span(row: Mapping[str, Any]) -> Span:

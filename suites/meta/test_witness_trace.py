@@ -139,6 +139,27 @@ def test_collectives_are_timed_by_the_backends_rows_and_late_by_the_first_rank(t
     assert [t.late_us for t in told] == [0, 7]
 
 
+def test_on_a_gpu_collectives_are_timed_by_the_kernels_that_their_rows_launched(tmp_path: Path) -> None:
+    rows = [
+        row("cudaLaunchKernelExC", "cuda_runtime", 12, 1, correlation=1),
+        row("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "kernel", 100, 30, correlation=1),
+        row("cudaLaunchKernel", "cuda_runtime", 12.5, 1, correlation=2),
+        row("gemm", "kernel", 110, 15, correlation=2),
+        row("cudaLaunchKernelExC", "cuda_runtime", 22, 1, correlation=3),
+        row("ncclDevKernel_SendRecv", "kernel", 140, 8, correlation=3),
+        row("ncclDevKernel_SendRecv", "kernel", 150, 10, correlation=4),  # launched outside of the trace
+        row("aten::mm", "cpu_op", 11, 4),
+    ]
+    (tmp_path / "rank0.trace.json").write_text(json.dumps({"traceEvents": rows}))
+    seen = [
+        Sighting(rank=0, index=0, op="all_reduce", groups=((0, 1),), start_us=11, duration_us=3),
+        Sighting(rank=0, index=1, op="all_to_all", groups=((0, 1),), start_us=21, duration_us=3),
+        Sighting(rank=0, index=2, op="barrier", groups=((0, 1),), start_us=31, duration_us=3),
+    ]
+    told = timed(tmp_path, seen)
+    assert [(t.duration_us, t.overlapped_us, t.exposed_us) for t in told] == [(30, 15, 15), (8, 0, 8), (0, 0, 0)]
+
+
 def test_the_interval_of_a_median_is_that_of_fair_coins() -> None:
     ten = spread([float(n) for n in range(1, 11)])
     # P(at most 1 of 10 coins) = 11/1024 <= 0.025 < P(at most 2) = 56/1024: the second and the ninth value.

@@ -1,0 +1,158 @@
+"""Time on a device, on a device that is played: its streams run behind the host, and calls last as long as they say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import operators
+from harness.engines.signature import call_of
+from harness.interposer import Interposer
+from harness.ledger import Call, Event
+from harness.recorder import Recorder
+from harness.stopwatch import Stopwatch, stopwatch
+from harness.witnesses.measured import _Clock
+
+CALL = Call(
+    op="all_reduce",
+    reduce_op="sum",
+    group=(0, 1),
+    group_desc="tp",
+    dtype="float32",
+    shapes=((4,),),
+    payload_bytes=16,
+    is_async=False,
+    device="cuda",
+)
+
+
+@dataclass
+class _Device:
+    """A GPU that is played: `work(ms)` is enqueued at once and takes so long in the stream."""
+
+    now_ms: float = 40.0
+
+    def work(self, ms: float) -> None:
+        self.now_ms += ms
+
+    def watch(self) -> Stopwatch:
+        return Stopwatch(lambda: _PlayedEvent(self), lambda: None)
+
+
+@dataclass
+class _PlayedEvent:
+    """What torch.cuda.Event does: it has no time before it is recorded, and none to tell before it is waited for."""
+
+    device: _Device
+    at_ms: float | None = None
+    waited: bool = False
+
+    def record(self) -> None:
+        self.at_ms = self.device.now_ms
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, later: _PlayedEvent) -> float:
+        assert self.waited and later.waited and self.at_ms is not None and later.at_ms is not None
+        return later.at_ms - self.at_ms
+
+
+def recorded(device: _Device) -> list[Event]:
+    """A call of 3 ms behind 50 ms of work, a call of the host, one that nobody completes."""
+    with Recorder("", "tp", 2, {}, stopwatch=device.watch()) as recorder, recorder.on_rank(0):
+        device.work(50)
+        ticket = recorder.issued(0, CALL)
+        device.work(3)
+        recorder.completed(0, ticket)
+        ticket = recorder.issued(0, replace(CALL, device="cpu"))
+        time.sleep(0.02)
+        recorder.completed(0, ticket)
+        device.work(7)
+        recorder.issued(0, CALL)
+    return recorder.events()
+
+
+def test_a_call_lasts_as_long_as_its_stream_says_and_starts_when_its_stream_came_to_it() -> None:
+    on_device, on_host, never = recorded(_Device())
+    assert on_device.duration_us == pytest.approx(3_000)
+    assert 40_000 <= on_device.start_us <= 50_000  # less what passed between stopwatch and recorder
+    assert on_host.start_us < 40_000  # the host was there long before the stream
+    assert 20_000 <= on_host.duration_us < 1_000_000
+    assert never.start_us - on_device.start_us == pytest.approx(10_000, abs=1)
+    assert never.duration_us == 0
+
+
+def test_a_measured_stretch_is_the_streams() -> None:
+    device = _Device()
+    clock = _Clock(device.watch())
+    with clock.running():
+        device.work(120)
+    assert clock.ran
+    assert clock.seconds == pytest.approx(0.120)
+
+
+def test_a_cpu_needs_no_stopwatch() -> None:
+    assert stopwatch("cpu") is stopwatch(torch.device("meta")) is None
+
+
+@contextmanager
+def gloo_group() -> Iterator[dist.ProcessGroup]:
+    """A group of one rank that torch.distributed does not know."""
+    store = torch._C._distributed_c10d.HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=10))
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    yield group
+
+
+@pytest.mark.parametrize(("device", "durations"), [("cuda", [2_000, 5_000]), ("cpu", [2_000, 0])])
+def test_an_asynchronous_call_on_a_gpu_is_complete_when_its_future_says_so(
+    monkeypatch: pytest.MonkeyPatch, device: str, durations: list[float]
+) -> None:
+    played = _Device()
+    monkeypatch.setattr(operators, "call_of", lambda *told: replace(call_of(*told), device=device))
+    done = _Delayed(played)
+    recorder = Recorder("", "tp", 2, {}, stopwatch=played.watch())
+    with gloo_group() as group, recorder, recorder.on_rank(0), Interposer(done.before(recorder)):
+        for asynchronous in (False, True):
+            options = dist.AllreduceOptions()
+            options.asyncOp = asynchronous
+            done.takes_ms = 5 if asynchronous else 2
+            group.allreduce([torch.ones(4)], options).wait()
+            deadline_s = time.monotonic() + 10
+            while device == "cuda" and len(done.told) <= asynchronous and time.monotonic() < deadline_s:
+                time.sleep(0.001)  # the callback runs in a thread of gloo
+    events = recorder.events()
+    assert done.told == ([0, 1] if device == "cuda" else [0])
+    if device == "cuda":
+        assert [event.duration_us for event in events] == [pytest.approx(us) for us in durations]
+    else:
+        assert [event.duration_us > 0 for event in events] == [us > 0 for us in durations]
+
+
+class _Delayed:
+    """Stands before a recorder and lets the played device work before a completion is told."""
+
+    def __init__(self, device: _Device) -> None:
+        self.device, self.takes_ms = device, 0.0
+        self.told: list[int] = []
+
+    def before(self, recorder: Recorder) -> _Delayed:
+        self.recorder = recorder
+        return self
+
+    def issued(self, rank: int, call: Call) -> int:
+        return self.recorder.issued(rank, call)
+
+    def completed(self, rank: int, ticket: int) -> None:
+        self.device.work(self.takes_ms)
+        self.recorder.completed(rank, ticket)
+        self.told.append(ticket)
