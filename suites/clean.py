@@ -6,7 +6,7 @@ Every check is asked on every case. An alarm is a verdict `fail`, or a run that 
 rounding leaves undecided in a low precision is no alarm: it is counted beside them, for it says nothing. Cases are
 drawn by hypothesis from a seed, in equal shares for all modes; parts draw from seeds of their own, so that as many
 processes as the machine has cores share the work. `clean-*.csv` has one row a part, `alarms-*.jsonl` one line for every
-verdict that did not pass; both grow as it runs. Times are seconds.
+verdict that did not pass; both grow as it runs. Times are seconds, `resident_mib` is the memory held at the end.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from rich.progress import Progress
 
+from harness.engines.heap import resident_bytes
 from harness.engines.inproc import InprocEngine
 from harness.errors import RequestError, ShardproofError
 from harness.evidence import UNKNOWN
@@ -77,6 +78,7 @@ class Campaign:
     alarms: int
     undecided: int
     seconds: float
+    resident_mib: int = 0
 
 
 def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
@@ -100,6 +102,7 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
                     alarms=alarms,
                     undecided=undecided,
                     seconds=round(time.perf_counter() - start_s, 1),
+                    resident_mib=resident_bytes() // 2**20,
                 ),
                 found,
             )
@@ -151,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"suites.clean: {error}", file=sys.stderr)
         return error.exit_status
     told = f"{so_far.cases} cases in {so_far.dtype}, {so_far.alarms} false alarms"
-    print(f"{told}, {so_far.undecided} verdicts undecided, {so_far.seconds:.0f} s")
+    print(f"{told}, {so_far.undecided} verdicts undecided, {so_far.seconds:.0f} s, {so_far.resident_mib} MiB")
     return 1 if so_far.alarms else 0
 
 

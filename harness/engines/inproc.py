@@ -22,6 +22,7 @@ import torch
 from harness.engines import postmortem
 from harness.engines.baton import End, State
 from harness.engines.engine import Program, Unwaited
+from harness.engines.heap import Heap
 from harness.engines.intervention import Intervention, Plain
 from harness.engines.postmortem import Cause, Raised
 from harness.engines.private import Private, modules_named
@@ -64,6 +65,7 @@ class InprocEngine:
         self._workers = Workers(on_one_processor=self._on_one_processor)
         weakref.finalize(self, self._workers.end)
         self._streams = Caller()
+        self._heap = Heap()
         self._closed = False
         self.unwaited: tuple[Unwaited, ...] = ()
 
@@ -95,6 +97,7 @@ class InprocEngine:
                 self._workers.give_back([worker for rank, worker in enumerate(workers) if rank not in stayed])
                 private.restore()
                 torch.set_num_threads(threads)
+                self._heap.settle()
 
     def close(self) -> None:
         """End the idle threads and refuse further runs. All else was given back after each run."""

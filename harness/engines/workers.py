@@ -8,9 +8,6 @@ exactly as at its birth; else it is thrown away. Where Python does not show its 
 Threads that take turns stay on the processor on which the driver is when it starts them: only one runs at a time, and a
 hand-off to a sleeping processor costs as much as the calls that a small rank makes between two of them. What a rank
 starts (threads, processes) inherits that; the driver stays free, so the next run goes where the machine has room.
-
-The threads share one arena of the C library's allocator: memory that one rank has freed is warm for the next. That
-holds for all threads born later in this process, which lose nothing but speed, and only if many allocate at a time.
 """
 
 from __future__ import annotations
@@ -26,6 +23,8 @@ from typing import Any
 
 import torch
 
+from harness.engines.heap import share_one_arena
+
 __all__ = ["Aborted", "Worker", "Workers"]
 
 
@@ -33,8 +32,6 @@ class Aborted(BaseException):
     """Unwinds the ranks of a run that has ended. Not an Exception, so that user code does not catch it by accident."""
 
 
-_M_ARENA_MAX = -8
-"""mallopt's word in malloc.h."""
 _SCHED_GETCPU = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 Job = Callable[[], Callable[[], None]]
 
@@ -101,7 +98,7 @@ class Workers:
 
     def __init__(self, *, on_one_processor: bool = True) -> None:
         if on_one_processor:
-            _share_one_arena()
+            share_one_arena()
         self._on_one_processor = on_one_processor
         self._idle: list[Worker] = []
 
@@ -172,10 +169,3 @@ def _traces(own: dict[Any, Any]) -> tuple[Any, ...]:
 def _processor() -> int:
     """The processor on which the calling thread runs; -1 where the system does not tell."""
     return int(_SCHED_GETCPU()) if _SCHED_GETCPU is not None else -1
-
-
-def _share_one_arena() -> None:
-    """glibc gives every new thread an arena of its own; ranks that take turns do better with one. Elsewhere: none."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
