@@ -27,10 +27,11 @@ def holes(mib: int) -> torch.Tensor:
 def test_a_run_gives_back_what_was_freed_in_pieces() -> None:
     with InprocEngine() as engine:
         before = resident_bytes()
-        kept = holes(400)
-        assert resident_bytes() - before > 300 * 2**20, "glibc itself gives nothing back while the last piece lives"
+        engine._heap = Heap(slack_bytes=2**24)
+        kept = holes(64)
+        assert resident_bytes() - before > 50 * 2**20, "glibc itself gives nothing back while the last piece lives"
         engine.run(lambda rank: None, world_size=2)
-        assert resident_bytes() - before < 100 * 2**20
+        assert resident_bytes() - before < 20 * 2**20
     assert kept.sum() == PIECE_BYTES
 
 
