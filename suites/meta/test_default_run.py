@@ -15,7 +15,7 @@ import pytest
 from reports.cli import main
 from reports.frames import load
 from suites.meta.page_figures import compared
-from suites.meta.test_page_in_a_browser import CHROMIUM, browse
+from suites.meta.test_page_in_a_browser import CHROMIUM, SCHEMES, audited, browse, needs_axe
 from suites.meta.test_readme import FIRST_SCREEN, table_rows
 
 pytestmark = pytest.mark.slow
@@ -51,6 +51,13 @@ def test_in_a_browser_all_figures_of_the_page_are_those_of_the_summary(folder: P
     assert found.figures["cases"] == 3 * 20 + 1
     assert found.figures["modes"] > 200 and found.figures["traffic"] > 1000
     assert found.figures["modules"] == 5 * 6 and found.figures["bars"] > 200
+
+
+@needs_axe
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; apt-get install chromium")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_axe_finds_nothing_to_mend(folder: Path, tmp_path: Path, scheme: str) -> None:
+    assert audited((folder / "report.html").read_text(), tmp_path / "axe.html", scheme) == []
 
 
 def test_a_figure_that_is_not_the_summarys_is_found(folder: Path) -> None:
