@@ -23,6 +23,7 @@ from harness.witnesses.witnessing import witnesses
 from parallel.subject import subject
 from reference.case import Case
 from reports.experiment import EXPERIMENTS
+from suites.meta.test_torchrun import TINY, torchrun
 
 GPUS = torch.cuda.device_count()
 NAME = "parallel.subject:subject"
@@ -111,3 +112,11 @@ def test_every_witness_sees_what_the_recorder_saw_on_nccl(tool: str, tmp_path: P
     assert result.evidence is not None
     said = told.told(case, result.evidence.events, None)
     assert said.verdict.verdict == "pass", said.verdict.message
+
+
+@SEVERAL
+def test_torchrun_proves_a_case_on_nccl(tmp_path: Path) -> None:
+    command = ("-m", "reports.cli", "run", TINY, "--engine", "torchrun", "--device", "cuda", "--out", "there")
+    ((status, out, err),) = torchrun(tmp_path, 1, 2, *command)
+    assert status == 0, err
+    assert "pass" in out
