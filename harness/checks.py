@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from harness.checking.exact_checks import determinism, layout, parallelism, recording, replicas, waits
+from harness.checking.ledger_checks import ledger
+from harness.checking.numeric_checks import NUMERIC_KINDS, coverage, numeric
 from harness.evidence import UNKNOWN, Evidence, Finding
-from harness.exact_checks import determinism, layout, parallelism, recording, replicas, waits
-from harness.ledger_checks import ledger
-from harness.numeric_checks import NUMERIC_KINDS, coverage, numeric
 
 __all__ = ["CHECKS", "Check", "examine"]
 

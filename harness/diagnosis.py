@@ -1,6 +1,7 @@
 """The diagnosis of a failed check: what is wrong and where, the first place where it went wrong, and likely causes.
 
-The first place is `harness.first`'s, the causes are `harness.likely`'s; how it is told is `harness.six_lines`.
+The first place is `harness.diagnosing.first`'s, the causes are `harness.diagnosing.likely`'s; how it is told is
+`harness.diagnosing.six_lines`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.causes import Cause
+from harness.checking.ledger_checks import Difference, differences, module_order
+from harness.diagnosing.first import First, first_place
+from harness.diagnosing.likely import likely
+from harness.diagnosing.places import place_of, timeline, wrong_ranks
 from harness.errors import Desynchronised, ProgramError, ShardproofError
 from harness.evidence import FAIL, Evidence, Finding
-from harness.first import First, first_place
-from harness.ledger_checks import Difference, differences, module_order
-from harness.likely import likely
-from harness.places import place_of, timeline, wrong_ranks
 from harness.protocols import CaseLike
 
 __all__ = ["Diagnosis", "First", "case_text", "diagnose", "ended"]

@@ -13,16 +13,16 @@ from typing import Protocol
 
 import torch
 
-from harness.capture import Capture
 from harness.engines.engine import Engine, Unwaited
 from harness.ledger import Event, Observer
 from harness.outcome import localize
 from harness.protocols import CaseLike, Subject
-from harness.ranges import attached
 from harness.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
 from harness.recorder import Recorder
-from harness.saved import SavedActivations
-from harness.stopwatch import stopwatch
+from harness.recording.capture import Capture
+from harness.recording.ranges import attached
+from harness.recording.saved import SavedActivations
+from harness.recording.stopwatch import stopwatch
 
 __all__ = ["Execution", "execute", "execute_captured"]
 

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import DispatchKey
 
+from harness.engines.operators import MESSAGES, OPERATORS, Told, reader, tensors_in
 from harness.errors import MachineError
 from harness.ledger import Call, Observer
-from harness.operators import MESSAGES, OPERATORS, Told, reader, tensors_in
 
 __all__ = ["CallLog", "Interposer", "observing"]
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from harness.checks import CHECKS, Check, examine
+from harness.diagnosing.six_lines import crash, tell
 from harness.diagnosis import Diagnosis, case_text, diagnose, ended
-from harness.dry_proof import DRY_CHECKS, dry_evidence
 from harness.engines.dry import DryEngine
 from harness.engines.engine import Engine
 from harness.errors import MachineError, NoNumbers, ProgramError, RequestError
 from harness.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
 from harness.ledger import Event
+from harness.predicting.dry_proof import DRY_CHECKS, dry_evidence
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
-from harness.six_lines import crash, tell
 from harness.trial import REFERENCE, Reference, Trial, controlled, explained, recorded, watched
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "skip_reason"]

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.capture import Capture
 from harness.errors import RequestError
 from harness.interposer import observing
 from harness.ledger import Event
 from harness.outcome import Block, blocks, localize
 from harness.protocols import CaseLike, Subject
-from harness.ranges import attached
 from harness.recorder import Recorder
+from harness.recording.capture import Capture
+from harness.recording.ranges import attached
+from harness.recording.saved import SavedActivations
+from harness.recording.stopwatch import stopwatch
 from harness.resolve import resolve
-from harness.saved import SavedActivations
-from harness.stopwatch import stopwatch
 
 __all__ = ["Localized", "RankReport", "RankTask", "perform", "placed", "rank_device", "sendable"]
 

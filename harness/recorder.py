@@ -18,14 +18,14 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from harness.attribution import Attribution, Site
-from harness.callers import Caller
 from harness.ledger import Call, Event, shape_text, wire_bytes
-from harness.moments import Issued, phase, read, region
-from harness.naming import axis_name
-from harness.ranges import Ranges
-from harness.stopwatch import Mark, Stopwatch
-from harness.watch import Emit, Watch
+from harness.recording.attribution import Attribution, Site
+from harness.recording.callers import Caller
+from harness.recording.moments import Issued, phase, read, region
+from harness.recording.naming import axis_name
+from harness.recording.ranges import Ranges
+from harness.recording.stopwatch import Mark, Stopwatch
+from harness.recording.watch import Emit, Watch
 
 __all__ = ["Recorder"]
 

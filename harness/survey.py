@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from harness.checking.exact_checks import same_outcomes
 from harness.checks import CHECKS, Check, examine
 from harness.engines.disturbance import Disturbance
 from harness.engines.engine import Engine
@@ -24,7 +25,6 @@ from harness.engines.touches import Touches
 from harness.equivalence import RULES, UNCHANGED, UNREAD, UNTOUCHED, Rule, proof_of
 from harness.errors import MachineError, ProgramError, RequestError
 from harness.evidence import FAIL, PASS, Evidence, Finding
-from harness.exact_checks import same_outcomes
 from harness.faults import Fault, Place, Target, faults_of
 from harness.ledger import Event
 from harness.merging import Outcomes

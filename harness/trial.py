@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.checking.exact_checks import same_outcomes
 from harness.diagnosis import case_text
 from harness.engines.engine import Engine
 from harness.errors import RequestError
 from harness.evidence import Evidence, gathered
-from harness.exact_checks import same_outcomes
 from harness.execution import execute, execute_captured
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve

@@ -13,8 +13,8 @@ from typing import Any
 import pandas as pd
 
 from harness.errors import RequestError
-from harness.forecast import closed_form
 from harness.ledger import wire_bytes
+from harness.predicting.forecast import closed_form
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
 

@@ -1,6 +1,7 @@
 """`shardproof predict`: time, memory and bytes of cases on a cluster that is not here; which mode, and from where on.
 
-The numbers are the harness's (harness.forecast); here they are asked for, laid out and told, with what they assume.
+The numbers are the harness's (harness.predicting.forecast); here they are asked for, laid out and told, with what they
+assume.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 
 import pandas as pd
 
-from harness.cluster_presets import PRESETS
-from harness.clusters import read
 from harness.engines.dry import DryEngine
 from harness.errors import RequestError
-from harness.forecast import DEPTHS
 from harness.ledger import COLUMNS
+from harness.predicting.cluster_presets import PRESETS
+from harness.predicting.clusters import read
+from harness.predicting.forecast import DEPTHS
 from harness.resolve import resolve
 from reports import tables
 from reports.prediction import Prediction, predict

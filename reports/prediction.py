@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from harness.clusters import Cluster
 from harness.engines.dry import DryEngine
 from harness.errors import NoNumbers, RequestError
-from harness.forecast import Forecast, forecast
+from harness.predicting.clusters import Cluster
+from harness.predicting.forecast import Forecast, forecast
 from harness.protocols import Subject
 from reports import breakeven
 from reports.planning import Candidate, candidates, growth

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from harness.diagnosing.repro import emit, shown_name
 from harness.errors import RequestError
 from harness.evidence import FAIL
-from harness.repro import emit, shown_name
 from harness.run import RunResult, engine_named, parse_cases
 
 __all__ = ["write_script"]

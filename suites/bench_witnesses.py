@@ -34,8 +34,8 @@ from torch.profiler import ProfilerActivity, profile
 from harness.engines.rank_process import world
 from harness.errors import MachineError
 from harness.interposer import observing
-from harness.ranges import attached
 from harness.recorder import Recorder
+from harness.recording.ranges import attached
 from harness.witnesses.nsys import database_of, nsys_path
 from parallel.batch import deliver
 from parallel.mesh import Mesh

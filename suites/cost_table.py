@@ -25,14 +25,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.clusters import Cluster, Device, Link
-from harness.costs import route, seconds
 from harness.engines.dry import DryEngine
 from harness.engines.engine import Engine
 from harness.errors import MachineError
-from harness.forecast import forecast
+from harness.predicting.clusters import Cluster, Device, Link
+from harness.predicting.costs import route, seconds
+from harness.predicting.forecast import forecast
+from harness.predicting.timeline import AFTER_BACKWARD
 from harness.run import engine_named
-from harness.timeline import AFTER_BACKWARD
 from parallel.registry import MODES
 from parallel.subject import subject
 from reference.case import Case
@@ -194,7 +194,7 @@ def _micro_batch_s(text: str, cluster: Cluster, engine: DryEngine) -> float:
 
 
 def written(cluster: Cluster) -> str:
-    """The cluster as TOML, as `harness.clusters` reads it."""
+    """The cluster as TOML, as `harness.predicting.clusters` reads it."""
 
     def lines(values: dict[str, object]) -> list[str]:
         return [f"{name} = {_toml(value)}" for name, value in values.items()]

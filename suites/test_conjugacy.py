@@ -1,6 +1,6 @@
 """Conjugacy: what goes backward follows from what went forward, told from events alone, without any closed form.
 
-That right subjects obey is part of the ledger check, with a closed form or without (`harness.laws`), and so of
+That right subjects obey is part of the ledger check, with a closed form or without (`harness.checking.laws`), and so of
 `suites/test_communication.py`; here the law is seen to bite where there is no closed form.
 """
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.checking.exact_checks import same_outcomes
 from harness.engines.races import Explored
-from harness.exact_checks import same_outcomes
 from harness.execution import execute
 from harness.proof import skip_reason
 from harness.resolve import resolve

@@ -13,9 +13,9 @@ import pytest
 from parallel_ranks import CPU
 from torch import Tensor
 
+from harness.checking.ledger_checks import differences
 from harness.engines.inproc import InprocEngine
 from harness.execution import execute
-from harness.ledger_checks import differences
 from harness.merging import merge
 from parallel.subject import subject
 from reference import subject as dense

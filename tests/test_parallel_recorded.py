@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel_ranks import CPU, MEGATRON
 
+from harness.checking.ledger_checks import Difference, differences
 from harness.engines.inproc import InprocEngine
 from harness.ledger import Event
-from harness.ledger_checks import Difference, differences
 from harness.recorder import Recorder
 from parallel.expectation import Term
 from parallel.subject import subject

@@ -26,10 +26,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from harness.callers import Caller, caller_at
+from harness.engines.operators import Told
 from harness.engines.signature import Signature
 from harness.engines.waits import Waits
-from harness.operators import Told
+from harness.recording.callers import Caller, caller_at
 
 __all__ = ["BOARD_BYTES", "Fact", "Reader", "Writer", "anonymous_file"]
 
@@ -47,8 +47,8 @@ _RUN, _COUNT, _FACTS, _FACT_BYTES, _INSIDE, _THREAD, _WAITS = range(7)
 class Fact(NamedTuple):
     """A call as its rank says it; `peer` is a global rank or -1, `caller` is "file:line in function".
 
-    `sends` and `expects` are those of harness.operators.Told. When a group is made, op is "new_group", `group` the new
-    group's number, and `ranks` those of which it is made.
+    `sends` and `expects` are those of harness.engines.operators.Told. When a group is made, op is "new_group", `group`
+    the new group's number, and `ranks` those of which it is made.
     """
 
     group: str

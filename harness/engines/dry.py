@@ -4,7 +4,7 @@ A rank sees a world of any size and talks to nobody: a collective returns at onc
 and their bytes are those of a real run as long as the program looks at no number; one that does ends in NoNumbers. The
 ranks run in this process, each in a thread, so that a run that does not end is given up; every call is seen by the
 interposer, at the dispatcher. A call of functional collectives on meta tensors reaches no group unless a
-`harness.meter.Meter` is entered.
+`harness.predicting.meter.Meter` is entered.
 
 Source: torch.testing._internal.distributed.fake_pg; engines.md 5e.
 """
@@ -26,12 +26,12 @@ import torch.distributed as dist
 # Registers the backend "fake", for every kind of device.
 from torch.testing._internal.distributed import fake_pg
 
-from harness.callers import raised_at
 from harness.engines.engine import Program, Unwaited
 from harness.engines.workers import Worker
 from harness.errors import NoNumbers, Position, RankRaised, RequestError, TimeLimit
 from harness.interposer import Interposer
 from harness.ledger import Observer
+from harness.recording.callers import raised_at
 
 __all__ = ["DryEngine"]
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from harness.callers import Caller, caller_at
 from harness.engines.arithmetic import Combine, Disagreement, Operands, perform, transfer
 from harness.engines.baton import Baton
 from harness.engines.engine import Unwaited
@@ -29,6 +28,7 @@ from harness.engines.signature import Signature, call_of
 from harness.engines.workers import Aborted
 from harness.errors import ranks_text
 from harness.ledger import Call, Observer
+from harness.recording.callers import Caller, caller_at
 
 __all__ = ["Exchange", "Work"]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from harness.callers import caller_of, raised_at
 from harness.engines.baton import Baton, State
 from harness.engines.exchange import Exchange
 from harness.engines.meeting import ANY, Fault, Group, Meeting, Post
 from harness.engines.signature import Signature, described, difference, field_words
 from harness.errors import Position, ranks_text
+from harness.recording.callers import caller_of, raised_at
 
 __all__ = [
     "Cause",

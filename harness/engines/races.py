@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from harness.callers import caller_at
 from harness.engines import spoiled
 from harness.engines.arithmetic import Combine, Operands
 from harness.engines.baton import Baton
@@ -35,6 +34,7 @@ from harness.engines.signature import Signature
 from harness.engines.workers import Worker
 from harness.ledger import Observer
 from harness.merging import same_bits
+from harness.recording.callers import caller_at
 
 __all__ = ["Explored", "Schedule"]
 

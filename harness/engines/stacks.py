@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from harness.callers import is_user, shortened
 from harness.engines import rank_process
 from harness.engines.board import BOARD_BYTES
+from harness.recording.callers import is_user, shortened
 
 __all__ = ["Frame", "ask", "offer", "user_line"]
 

@@ -1,8 +1,9 @@
 """Some steps of a longer run: where they begin and end, a context around them alone, and the closed form of them.
 
-A step ends with the last optimizer step before the next forward, as in the ledger (harness.attribution). Which one was
-the last is known only when the forward comes, so an earlier run of the same case tells after how many optimizer steps
-each step ends (`step_ends`), and later runs count them (`during`). Steps count from 0, "2:4" are the steps 2 and 3.
+A step ends with the last optimizer step before the next forward, as in the ledger (harness.recording.attribution).
+Which one was the last is known only when the forward comes, so an earlier run of the same case tells after how many
+optimizer steps each step ends (`step_ends`), and later runs count them (`during`). Steps count from 0, "2:4" are the
+steps 2 and 3.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from harness.attribution import Attribution
+from harness.checking.ledger_checks import Line, line_of
 from harness.errors import MachineError
-from harness.ledger_checks import Line, line_of
-from harness.moments import Stepped, read
 from harness.protocols import CaseLike, TermLike
-from harness.watch import Watch
+from harness.recording.attribution import Attribution
+from harness.recording.moments import Stepped, read
+from harness.recording.watch import Watch
 
 __all__ = ["Stated", "during", "step_ends", "steps_text", "terms_of"]
 

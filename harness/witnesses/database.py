@@ -1,9 +1,10 @@
 """Nsight Systems as a witness: the ledger rebuilt from an exported sqlite database and nothing else.
 
-Every rank opens with a mark (rank, case, world size) and ends with one that counts its calls (harness.ranges). A
-database in which a rank, an end or a call is missing is refused: tools drop events without a word. Ids of domains and
-categories are per process, and a later case of a process gives them anew. Times in nanoseconds there, in microseconds
-here. Schema: nsys 2022.4 and later, NVTX_EVENTS.eventType: 75 domain, 33 category, 59 push/pop, 60 start/end, 34 mark.
+Every rank opens with a mark (rank, case, world size) and ends with one that counts its calls
+(harness.recording.ranges). A database in which a rank, an end or a call is missing is refused: tools drop events
+without a word. Ids of domains and categories are per process, and a later case of a process gives them anew. Times in
+nanoseconds there, in microseconds here. Schema: nsys 2022.4 and later, NVTX_EVENTS.eventType: 75 domain, 33 category,
+59 push/pop, 60 start/end, 34 mark.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import NamedTuple
 
 from harness.errors import MachineError
 from harness.ledger import OPS
-from harness.ranges import DOMAIN
+from harness.recording.ranges import DOMAIN
 from harness.witnesses.sighting import UNKNOWN, Sighting
 
 __all__ = ["read_database"]
 
 _DOMAIN, _CATEGORY, _MARK = 75, 33, 34
 _SETTLED_BY = {"forward": "data", "step": "grad_sync"}
-"""Phase of calls between a backward or step and what follows, by what follows (harness.attribution)."""
+"""Phase of calls between a backward or step and what follows, by what follows (harness.recording.attribution)."""
 _SETTLED_AT_END = {"backward": "grad_sync", "recompute": "grad_sync", "step": "metric"}
 _QUERY = """
     SELECT e.start, e.end, e.eventType, COALESCE(e.text, s.value), e.category, e.domainId, e.globalTid, e.int64Value

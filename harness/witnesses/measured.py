@@ -26,11 +26,11 @@ from harness.interposer import observing
 from harness.ledger import Call, Event
 from harness.outcome import Block, localize
 from harness.protocols import Subject
-from harness.ranges import Ranges, open_domain
 from harness.rank_task import RankTask, rank_device
 from harness.recorder import Recorder
+from harness.recording.ranges import Ranges, open_domain
+from harness.recording.stopwatch import Stopwatch, stopwatch
 from harness.resolve import resolve
-from harness.stopwatch import Stopwatch, stopwatch
 from harness.witnesses.chosen import during, step_ends
 from harness.witnesses.switches import Tracing, captured
 

@@ -1,4 +1,4 @@
-"""How a disagreement of witnesses is told: six lines, as every failed check (harness.six_lines), and its likely cause.
+"""How a disagreement of witnesses is told: six lines, as every failed check (`six_lines`), and its likely cause.
 
 The cause follows from who contradicts whom. The recorder of the session is the same code as that of the proof, nsys
 stores what the recorder draws, the torch profiler and the closed form know nothing of anybody.
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from harness.causes import Cause
+from harness.diagnosing.first import First
+from harness.diagnosing.six_lines import place, repeat_command, where, written
 from harness.diagnosis import Diagnosis
 from harness.evidence import Finding
-from harness.first import First
 from harness.protocols import CaseLike
-from harness.six_lines import place, repeat_command, where, written
 from harness.witnesses.agreement import AGREES, CLOSED_FORM, NOT_ASKED, Agreement, Row
 
 __all__ = ["CHECK", "diagnosed", "in_six_lines"]

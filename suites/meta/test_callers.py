@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch.utils import _pytree
 
-from harness.callers import caller, caller_at, caller_of, raised_at
 from harness.engines.inproc import InprocEngine
+from harness.recording.callers import caller, caller_at, caller_of, raised_at
 
 
 def line_of(function: Callable[..., Any], offset: int) -> str:

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.checking.exact_checks import same_outcomes
 from harness.engines.concurrent import ConcurrentEngine
 from harness.engines.disturbance import Disturbed
 from harness.engines.engine import Engine
 from harness.engines.inproc import InprocEngine
 from harness.errors import Desynchronised, RankRaised, RequestError, TimeLimit
 from harness.evidence import PASS
-from harness.exact_checks import same_outcomes
 from harness.execution import execute
 from harness.faults import Fault, targets_of
 from harness.proof import prove

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster_presets import PRESETS
-from harness.clusters import read
-from harness.costs import route, seconds
 from harness.engines.inproc import InprocEngine
 from harness.errors import MachineError
+from harness.predicting.cluster_presets import PRESETS
+from harness.predicting.clusters import read
+from harness.predicting.costs import route, seconds
 from suites import cost_table
 from suites.cost_table import CALLS, Asked, CostRow, fitted, held_against, main, measured, written
 

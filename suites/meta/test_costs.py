@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from harness.cluster_presets import DEFAULT, PRESETS
-from harness.clusters import Cluster, Device, Link, read
-from harness.costs import Route, route, seconds
 from harness.errors import RequestError
 from harness.ledger import Event
-from harness.meter import END, START, WAIT, Stretch
-from harness.timeline import Times, play, together
+from harness.predicting.cluster_presets import DEFAULT, PRESETS
+from harness.predicting.clusters import Cluster, Device, Link, read
+from harness.predicting.costs import Route, route, seconds
+from harness.predicting.meter import END, START, WAIT, Stretch
+from harness.predicting.timeline import Times, play, together
 
 DEVICE = Device(name="d", memory_gib=1, peak_tflops={"float32": 2.0}, efficiency=0.5)
 INNER = Link(name="inner", ranks=4, latency_us=1, bandwidth_gb_s=100)

@@ -9,10 +9,10 @@ import pytest
 from torch import Tensor
 
 from harness.checks import examine
+from harness.diagnosing.places import place_of, timeline
+from harness.diagnosing.six_lines import explain
 from harness.diagnosis import First, diagnose
 from harness.evidence import Evidence
-from harness.places import place_of, timeline
-from harness.six_lines import explain
 from suites.meta.toy_evidence import TERMS, altered, events, evidence, outcome_of, truth, without
 
 W1 = "grad/layers.0.mlp.w1.weight"

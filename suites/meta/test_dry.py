@@ -18,15 +18,15 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.classes import representatives
-from harness.dry_run import DryRank, dry_run
+from harness.checking.ledger_checks import differences
 from harness.engines.dry import DryEngine
 from harness.engines.inproc import InprocEngine
 from harness.errors import NoNumbers, RankRaised, RequestError, TimeLimit
 from harness.execution import execute, execute_captured
 from harness.ledger import Event
-from harness.ledger_checks import differences
-from harness.meter import START, WAIT
+from harness.predicting.classes import representatives
+from harness.predicting.dry_run import DryRank, dry_run
+from harness.predicting.meter import START, WAIT
 from harness.proof import prove
 from parallel.subject import subject
 from reference.case import Case

@@ -17,8 +17,8 @@ from harness.execution import execute
 from harness.ledger import Call
 from harness.proof import prove
 from harness.recorder import Recorder
+from harness.recording.stopwatch import stopwatch
 from harness.run import Request, run
-from harness.stopwatch import stopwatch
 from harness.witnesses.witnessing import witnesses
 from parallel.subject import subject
 from reference.case import Case

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from harness.diagnosing.repro import shrunk
 from harness.engines.inproc import InprocEngine
 from harness.evidence import FAIL, PASS
 from harness.proof import prove
-from harness.repro import shrunk
 from harness.trial import REFERENCE, Reference
 from parallel.subject import subject
 from reference.case import Case

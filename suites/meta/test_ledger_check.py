@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from harness.checking.laws import broken_laws
+from harness.checking.ledger_checks import differences, module_order
 from harness.checks import examine
 from harness.evidence import FAIL, PASS, Finding
-from harness.laws import broken_laws
 from harness.ledger import Event
-from harness.ledger_checks import differences, module_order
 from suites.meta.toy_evidence import MODULES, TERMS, Term, altered, case, events, evidence, without
 
 

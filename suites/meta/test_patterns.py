@@ -11,9 +11,9 @@ from torch import Tensor
 
 from harness.causes import CAUSES, Cause
 from harness.checks import examine
+from harness.diagnosing.patterns import causes
 from harness.diagnosis import diagnose
 from harness.evidence import Evidence
-from harness.patterns import causes
 from suites.meta.toy_evidence import evidence, outcome_of, truth
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster_presets import PRESETS
-from harness.clusters import Cluster, Device, Link
-from harness.dry_run import dry_run
 from harness.engines.dry import DryEngine
 from harness.errors import RequestError
-from harness.forecast import EQUAL, forecast, traffic
+from harness.predicting.cluster_presets import PRESETS
+from harness.predicting.clusters import Cluster, Device, Link
+from harness.predicting.dry_run import dry_run
+from harness.predicting.forecast import EQUAL, forecast, traffic
 from parallel.subject import subject
 from reference.case import Case
 from reports.breakeven import crossings

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from harness import ranges
 from harness.engines.inproc import InprocEngine
 from harness.errors import MachineError
 from harness.execution import execute
 from harness.ledger import OPS
-from harness.ranges import DOMAIN, Ranges, open_domain
 from harness.recorder import Recorder
+from harness.recording import ranges
+from harness.recording.ranges import DOMAIN, Ranges, open_domain
 from harness.witnesses.chosen import during
 from parallel.subject import subject
 from reference.case import Case
@@ -249,7 +249,7 @@ class DummyDomain:
 
 def test_a_domain_that_drops_everything_under_a_tool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvtx, "get_domain", lambda name: DummyDomain())
-    monkeypatch.setattr("harness.ranges._asking_nobody", DummyDomain)
+    monkeypatch.setattr("harness.recording.ranges._asking_nobody", DummyDomain)
     monkeypatch.delenv("NVTX_INJECTION64_PATH", raising=False)
     assert isinstance(open_domain(), DummyDomain)
     monkeypatch.setenv("NVTX_INJECTION64_PATH", "/opt/nsys/libToolsInjection64.so")

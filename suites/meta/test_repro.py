@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.diagnosing.repro import emit, shrunk
 from harness.engines.engine import Engine
-from harness.repro import emit, shrunk
 from harness.run import engine_named
 from reference.case import Case
 from suites.meta.command_line import CommandLine

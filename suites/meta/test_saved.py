@@ -8,7 +8,7 @@ from torch import Tensor
 
 from harness.engines.inproc import InprocEngine
 from harness.execution import execute_captured
-from harness.saved import SavedActivations
+from harness.recording.saved import SavedActivations
 from parallel.subject import subject
 from reference.case import Case
 

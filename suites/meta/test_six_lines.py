@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from harness.checks import examine
+from harness.diagnosing.six_lines import crash, explain, repeat_command
 from harness.diagnosis import ended
 from harness.errors import Desynchronised, Position, RankDied, RankRaised, ShardproofError, TimeLimit
 from harness.evidence import Evidence
-from harness.six_lines import crash, explain, repeat_command
 from suites.meta.toy_evidence import altered, case, events, evidence, outcome_of, truth, without
 
 W1 = "grad/layers.0.mlp.w1.weight"

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import operators
+from harness.engines import operators
 from harness.engines.signature import call_of
 from harness.interposer import Interposer
 from harness.ledger import Call, Event
 from harness.recorder import Recorder
-from harness.stopwatch import Stopwatch, stopwatch
+from harness.recording.stopwatch import Stopwatch, stopwatch
 from harness.witnesses.measured import _Clock
 
 CALL = Call(

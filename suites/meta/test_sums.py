@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.diagnosing.sums import from_norms, from_shares, from_updates
 from harness.evidence import Evidence
 from harness.merging import Outcomes
 from harness.outcome import localize
-from harness.sums import from_norms, from_shares, from_updates
 from suites.meta.toy_evidence import case, evidence, outcome_of, truth
 
 W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"

@@ -17,8 +17,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from harness.diagnosing.six_lines import repeat_command
 from harness.run import Request, run
-from harness.six_lines import repeat_command
 from reference.case import Case
 from reports import cli, frames
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from harness.causes import Cause
+from harness.diagnosing.patterns import explains
 from harness.evidence import Evidence
-from harness.patterns import explains
 
 __all__ = ["WHAT_IF", "what_if"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from harness.laws import Broken, same_sequence
+from harness.checking.laws import Broken, same_sequence
 from harness.ledger import Event
 
 __all__ = ["MOST_RANKS", "parted", "representatives", "sequences"]

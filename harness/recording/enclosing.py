@@ -14,8 +14,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.optim.optimizer import Optimizer
 from torch.utils import checkpoint
 
-from harness.callers import caller_at, is_user
-from harness.moments import OUTSIDE
+from harness.recording.callers import caller_at, is_user
+from harness.recording.moments import OUTSIDE
 
 __all__ = ["around", "defined_in", "quiet_since", "steps_around"]
 

@@ -1,9 +1,9 @@
 """Where a collective call belongs: step, micro-batch, phase and module path, told from what happened around it.
 
-Input: the moments of one rank in order (harness.moments): modules entered and left, optimizer steps, gradients arriving
-at outputs, calls. Output: one Site a call. Nothing here touches the program: a backward call finds its module by the
-sequence number that autograd gave the running node when the forward made it, since these numbers grow along the forward
-of a thread and the forward of every module spans a stretch of them.
+Input: the moments of one rank in order (harness.recording.moments): modules entered and left, optimizer steps,
+gradients arriving at outputs, calls. Output: one Site a call. Nothing here touches the program: a backward call finds
+its module by the sequence number that autograd gave the running node when the forward made it, since these numbers grow
+along the forward of a thread and the forward of every module spans a stretch of them.
 
 A call made outside of modules, optimizer and backward is loss when a model's forward was the last thing that happened.
 Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step; at the end of the run
@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from harness.moments import (
+from harness.recording.moments import (
     LEAF,
     OUTSIDE,
     Arrived,
@@ -31,7 +31,7 @@ from harness.moments import (
     phase,
     region,
 )
-from harness.naming import Paths
+from harness.recording.naming import Paths
 
 __all__ = ["Attribution", "Site", "phase", "region"]
 

@@ -10,8 +10,9 @@ of matrix products and attention (two a multiply-add, masked pairs counted too) 
 Live bytes are those of storages, each once, from its first to its last use; storages that are resized keep their first
 size. Units: FLOPs, bytes.
 
-Two things are made on meta as they are on a device: attention takes its fused kernel (harness.meta_attention), and
-functional collectives, whose meta kernels only make shapes, are sent to their group.
+Two things are made on meta as they are on a device: attention takes its fused kernel
+(harness.predicting.meta_attention), and functional collectives, whose meta kernels only make shapes, are sent to their
+group.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.ledger import Call
-from harness.meta_attention import fused_attention
+from harness.predicting.meta_attention import fused_attention
 
 __all__ = ["END", "START", "WAIT", "Meter", "Stretch"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.ledger import Event
-from harness.meter import START, WAIT, Stretch
+from harness.predicting.meter import START, WAIT, Stretch
 
 __all__ = ["AFTER_BACKWARD", "Times", "parts", "play", "together"]
 

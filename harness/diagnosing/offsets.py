@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from harness.causes import Cause
+from harness.diagnosing.places import blocks_of
 from harness.evidence import Evidence
-from harness.places import blocks_of
 from harness.tolerance import kind_of
 
 __all__ = ["from_offsets"]

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from harness.checking.exact_checks import waits
+from harness.checking.ledger_checks import ledger
 from harness.checks import CHECKS, Check
-from harness.classes import parted, representatives, sequences
-from harness.dry_run import DryRank, DryRun, dry_run
 from harness.engines.dry import DryEngine
 from harness.engines.engine import Unwaited
 from harness.errors import ranks_text
 from harness.evidence import FAIL, PASS, Evidence, Finding, gathered
-from harness.exact_checks import waits
 from harness.ledger import Event
-from harness.ledger_checks import ledger
 from harness.merging import Outcomes
+from harness.predicting.classes import parted, representatives, sequences
+from harness.predicting.dry_run import DryRank, DryRun, dry_run
 from harness.trial import Trial, expectation_of
 
 __all__ = ["DRY_CHECKS", "dry_evidence"]

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from harness.causes import Cause
+from harness.checking.ledger_checks import Difference, Line
+from harness.diagnosing.offsets import from_offsets
+from harness.diagnosing.patterns import causes, drift, partial_sums, same
+from harness.diagnosing.places import blocks_of
+from harness.diagnosing.sums import from_norms, from_shares, from_updates
+from harness.diagnosing.what_ifs import what_if
 from harness.evidence import Evidence, split_axes
-from harness.ledger_checks import Difference, Line
-from harness.offsets import from_offsets
-from harness.patterns import causes, drift, partial_sums, same
-from harness.places import blocks_of
-from harness.sums import from_norms, from_shares, from_updates
 from harness.tolerance import kind_of
-from harness.what_ifs import what_if
 
 __all__ = ["likely"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from harness.causes import Cause
+from harness.diagnosing.places import blocks_of
 from harness.evidence import Evidence, split_axes
-from harness.places import blocks_of
 from harness.tolerance import kind_of
 
 __all__ = ["from_norms", "from_shares", "from_updates"]

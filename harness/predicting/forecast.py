@@ -1,7 +1,8 @@
 """What a case will cost on a cluster that is not here: time and memory of a rank, from its closed form and a dry run.
 
 One rank is run dry for one step of one micro-batch, its ledger held against the closed form, and its trace played on
-the cluster (harness.timeline); a step is that micro-batch so many times, and what follows the last backward once.
+the cluster (harness.predicting.timeline); a step is that micro-batch so many times, and what follows the last backward
+once.
 
 A deep model is measured at two depths: every further layer adds the same calls, FLOPs and bytes, so that all is a
 straight line in the depth. `whole` runs the model itself beside that, for times and ledger; memory is always that of
@@ -15,15 +16,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.clusters import Cluster
-from harness.costs import Route, route, seconds
-from harness.dry_run import DryRank, dry_run
+from harness.checking.ledger_checks import differences
 from harness.engines.dry import DryEngine
 from harness.ledger import Event, wire_bytes
-from harness.ledger_checks import differences
-from harness.meter import START, Stretch
+from harness.predicting.clusters import Cluster
+from harness.predicting.costs import Route, route, seconds
+from harness.predicting.dry_run import DryRank, dry_run
+from harness.predicting.meter import START, Stretch
+from harness.predicting.timeline import Times, parts, play, together
 from harness.protocols import CaseLike, Subject, TermLike
-from harness.timeline import Times, parts, play, together
 
 __all__ = ["DEPTHS", "EQUAL", "Forecast", "Memory", "Traffic", "closed_form", "forecast", "traffic"]
 

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from harness.checking.laws import broken_laws
 from harness.evidence import FAIL, PASS, Evidence, Finding, Worst
-from harness.laws import broken_laws
 from harness.ledger import PHASES, Event
 from harness.protocols import TermLike
 

@@ -9,9 +9,9 @@
 | rank       | JSON: rank, pid ... and number of calls  | rank     | -             | mark, first and last    |
 
 A collective's category is its op and the global ranks of its group, "all_reduce 0,1": a range holds but one number.
-With `waiting` ranges nothing is drawn but in the stretch of `drawn`, between whose marks a rank's calls are counted.
-A step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or a step
-has no phase yet, since only what follows tells it (harness.attribution), so no phase range covers it. An async
+With `waiting` ranges nothing is drawn but in the stretch of `drawn`, between whose marks a rank's calls are counted. A
+step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or a step has
+no phase yet, since only what follows tells it (harness.recording.attribution), so no phase range covers it. An async
 collective is a mark, because no range may claim a time that nobody measures.
 """
 
@@ -26,10 +26,10 @@ from typing import Any, Protocol
 
 import nvtx
 
-from harness.attribution import Attribution, Site
 from harness.errors import MachineError
 from harness.ledger import Call
-from harness.moments import Entered, Issued, Left, Moment, Stepped
+from harness.recording.attribution import Attribution, Site
+from harness.recording.moments import Entered, Issued, Left, Moment, Stepped
 
 __all__ = ["DOMAIN", "RangeDomain", "Ranges", "attached", "open_domain"]
 

@@ -14,10 +14,10 @@ import torch
 
 from harness.engines.dry import DryEngine
 from harness.ledger import Event
-from harness.meter import Meter, Stretch
+from harness.predicting.meter import Meter, Stretch
 from harness.protocols import CaseLike, Subject
 from harness.recorder import Recorder
-from harness.saved import SavedActivations
+from harness.recording.saved import SavedActivations
 
 __all__ = ["DryRank", "DryRun", "dry_run"]
 
@@ -26,9 +26,9 @@ __all__ = ["DryRank", "DryRun", "dry_run"]
 class DryRank:
     """One rank that was run.
 
-    `stretches` are what it computes between its calls (harness.meter), tickets are the events' `call_index`. `unwaited`
-    are calls that nobody waited for. `saved_bytes` is the most that autograd held for backward, `peak_bytes` the most
-    that all tensors held at once; parameters, gradients and optimizer are those of the last optimizer step.
+    `stretches` are what it computes between its calls (harness.predicting.meter), tickets are the events' `call_index`.
+    `unwaited` are calls that nobody waited for. `saved_bytes` is the most that autograd held for backward, `peak_bytes`
+    the most that all tensors held at once; parameters, gradients and optimizer are those of the last optimizer step.
     """
 
     rank: int

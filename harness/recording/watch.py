@@ -26,8 +26,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.enclosing import around, defined_in, quiet_since, steps_around
-from harness.moments import LEAF, OUTSIDE, Arrived, Ended, Entered, Issued, Left, Stepped, Stepping, overridden
+from harness.recording.enclosing import around, defined_in, quiet_since, steps_around
+from harness.recording.moments import (
+    LEAF,
+    OUTSIDE,
+    Arrived,
+    Ended,
+    Entered,
+    Issued,
+    Left,
+    Stepped,
+    Stepping,
+    overridden,
+)
 
 __all__ = ["Lane", "Watch"]
 

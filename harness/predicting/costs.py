@@ -30,7 +30,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from harness.clusters import Cluster
+from harness.predicting.clusters import Cluster
 
 __all__ = ["Route", "route", "seconds"]
 

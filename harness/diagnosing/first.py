@@ -1,7 +1,7 @@
 """The first place where it went wrong: phase, module and step, from wrong tensors and from the ledger.
 
-Names are looked through in the order in which training computes (`harness.places.timeline`); the first wrong one tells
-the place by its kind:
+Names are looked through in the order in which training computes (`harness.diagnosing.places.timeline`); the first wrong
+one tells the place by its kind:
 
     act/M          module M, forward: its inputs came earlier and were right
     logits/s       s = 0: another micro-batch than the captured one; s > 0: all before was right, so the step s - 1
@@ -21,12 +21,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.checking.ledger_checks import Difference, module_order
+from harness.diagnosing.patterns import explains
+from harness.diagnosing.places import blocks_of, place_of
 from harness.engines.engine import Unwaited
 from harness.evidence import Evidence
 from harness.ledger import PHASES, Event
-from harness.ledger_checks import Difference, module_order
-from harness.patterns import explains
-from harness.places import blocks_of, place_of
 from harness.tolerance import kind_of
 
 __all__ = ["First", "first_place"]

@@ -1,4 +1,4 @@
-"""The body of a script that repeats one failure with plain torch; `harness.repro` writes it to a file with its facts.
+"""The body of a script that repeats one failure with plain torch; `repro` writes it to a file with its facts.
 
 It starts the ranks itself on gloo (or is started by torchrun), calls the subject on each, puts the blocks of one tensor
 together and holds them against a number that the facts carry. Exit status: 0 not reproduced, 1 reproduced, 2 neither

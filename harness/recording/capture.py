@@ -19,9 +19,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from harness.attribution import Attribution
-from harness.moments import read
-from harness.watch import Emit, Lane, Watch
+from harness.recording.attribution import Attribution
+from harness.recording.moments import read
+from harness.recording.watch import Emit, Lane, Watch
 
 __all__ = ["Capture"]
 

@@ -20,17 +20,17 @@ from typing import Any
 
 from torch import Tensor
 
-from harness import repro_script
+from harness.checking.numeric_checks import held
+from harness.diagnosing import repro_script
+from harness.diagnosing.places import timeline
+from harness.diagnosing.six_lines import repeat_command
 from harness.diagnosis import case_text
 from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError
 from harness.evidence import Evidence
-from harness.numeric_checks import held
-from harness.places import timeline
 from harness.proof import CaseResult, prove, skip_reason
 from harness.protocols import CaseLike, Subject
 from harness.resolve import resolve
-from harness.six_lines import repeat_command
 from harness.tolerance import kind_of, kind_rms, least_rms
 from harness.trial import Trial, controlled, recorded
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
+from harness.diagnosing.first import First
 from harness.diagnosis import Diagnosis, case_text, diagnose, ended
 from harness.errors import MachineError, ShardproofError
 from harness.evidence import Evidence, Finding
-from harness.first import First
 from harness.protocols import CaseLike
 from harness.tolerance import epsilon
 

@@ -3,12 +3,12 @@
 Sources: NVIDIA data sheets of A100 80GB, H100 SXM and H200 SXM (dense tensor-core peaks; NVLink both ways together 600
 and 900 GB/s, so 300 and 450 one way), InfiniBand HDR 200 and NDR 400 Gb/s, one adapter a device, PCIe 4.0 x16 32 GB/s
 one way. Assumed: half of the peak in products, 80 to 90 % of line rates in large collectives, 3 us a message inside a
-node and 10 us between nodes. A file with measured numbers replaces them (harness.clusters).
+node and 10 us between nodes. A file with measured numbers replaces them (harness.predicting.clusters).
 """
 
 from __future__ import annotations
 
-from harness.clusters import Cluster, Device, Link
+from harness.predicting.clusters import Cluster, Device, Link
 
 __all__ = ["DEFAULT", "PRESETS"]
 
