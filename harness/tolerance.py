@@ -1,8 +1,9 @@
 """How far a right result may be from the truth, and how far this one is.
 
 Two measures, both must hold: `frobenius` = |x - t| / |t| over the whole tensor, which sees diffuse errors, and `peak` =
-max|x - t| / rms(t), which sees one wrong row in a big tensor. Errors are plain ratios; `epsilons` counts them in the
-machine epsilon of the run dtype. Integers and booleans are compared exactly.
+max|x - t| / rms(t), which sees one wrong row in a big tensor. An element that is right to OWN_EPSILONS of its own size
+is right, however far it stands out: the gradient of a logit is that of one token among thousands. Errors are plain
+ratios; `epsilons` counts them in the machine epsilon of the run dtype. Integers and booleans are compared exactly.
 
 float64: 1e-9 for both (noise stays near 1e-13, the smallest known bugs near 1e-2). Other dtypes: a control run, the
 dense model in the run dtype with its sums in another order, shows how far rounding alone carries a right result.
@@ -28,6 +29,7 @@ __all__ = [
     "EXACT",
     "FLOOR_EPSILONS",
     "FLOAT64_ALLOWED",
+    "OWN_EPSILONS",
     "Distance",
     "Measured",
     "distance",
@@ -36,11 +38,14 @@ __all__ = [
     "kind_rms",
     "least_rms",
     "measure",
+    "own_share",
 ]
 
 FLOAT64_ALLOWED = 1e-9
 FLOOR_EPSILONS: Mapping[str, float] = {"frobenius": 4.0, "peak": 32.0}
 """Below this many epsilons of the run dtype nobody is asked to stay, however lucky the control run was."""
+OWN_EPSILONS = 4.0
+"""An element this many epsilons of the run dtype from its own truth is none that `peak` looks at; none in float64."""
 CONTROL_FACTOR = 6.0
 """A right result may be this many times further from the truth than the worst control run."""
 CEILING = 0.5
@@ -130,9 +135,15 @@ def least_rms(truth: Tensor, kind: float) -> float:
     return kind if _rms(_real(truth)) < ZERO_SHARE * kind else SCALE_SHARE * kind
 
 
-def distance(value: Tensor, truth: Tensor, least: float = 0.0) -> Distance:
+def own_share(dtype: str) -> float:
+    """The share of its own size by which an element may be off in this dtype before `peak` looks at it."""
+    return 0.0 if dtype == "float64" else OWN_EPSILONS * epsilon(dtype)
+
+
+def distance(value: Tensor, truth: Tensor, least: float = 0.0, own: float = 0.0) -> Distance:
     """How far `value` is from `truth` (same shape), scaled by the truth's rms or `least` if that is larger.
 
+    `peak` is that of the elements which are off by more than the share `own` of themselves, 0 when there are none.
     A truth that is zero throughout, with no larger scale given, allows zero only. Empty tensors are equal.
     """
     if truth.numel() == 0:
@@ -145,7 +156,8 @@ def distance(value: Tensor, truth: Tensor, least: float = 0.0) -> Distance:
     if scale == 0:
         wrong = math.inf if bool(gap.any()) else 0.0
         return Distance(frobenius=wrong, peak=wrong)
-    return Distance(frobenius=_rms(gap) / scale, peak=float(gap.abs().max()) / scale)
+    outside = gap.abs().masked_fill(gap.abs() <= own * t.abs(), 0.0)
+    return Distance(frobenius=_rms(gap) / scale, peak=float(outside.max()) / scale)
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -176,7 +188,7 @@ def measure(
         wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
         return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
     least = least_rms(truth, kind) if bool(torch.isfinite(truth).all()) else 0.0
-    found = distance(value, truth, least)
+    found = distance(value, truth, least, own_share(dtype))
     allowed, decidable = _allowed(dtype, truth, controls, kinks, least)
     _, which = found.worst_ratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)

@@ -28,6 +28,8 @@ _COLOURS = ("#8d99ae", "#3b82c4", "#8e6bbf", "#e08a2e", "#d1495b", "#2a9d6f", "#
 PHASE_COLOURS = dict(zip(PHASES, _COLOURS, strict=True))
 OP_COLOURS = dict(zip(OPS, (*_COLOURS[1:], "#7a8450", "#c9a227", "#5f6caf", "#8d99ae"), strict=True))
 _MARKERS = "osD^vP"
+_LABEL_LENGTH = 64
+"""Characters of a bar's label; a longer one would leave no room for the bar."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "shardproof",
@@ -56,6 +58,7 @@ def traffic_bars(bars: pd.DataFrame, title: str, by: str = "phase") -> str:
             widths = sizes_mib[part]
             axes.barh(labels, widths, left=left, height=0.62, color=colours[part], label=part)
             left = left + widths
+        axes.set_yticks(range(len(labels)), [_short(label) for label in labels])
         axes.set_xlabel("MiB per rank (payload)")
         axes.grid(visible=False, axis="y")
         if labels:
@@ -96,6 +99,10 @@ def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str
         if len(growth):
             axes.legend(loc="upper left")
     return _inline(figure, title, "break-even")
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= _LABEL_LENGTH else f"{label[: _LABEL_LENGTH - 4]} ..."
 
 
 @contextmanager

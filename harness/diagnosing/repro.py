@@ -31,7 +31,7 @@ from harness.evidence import Evidence
 from harness.proof import CaseResult, prove, skip_reason
 from harness.protocols import CaseLike, Subject
 from harness.resolve import resolve
-from harness.tolerance import kind_of, kind_rms, least_rms
+from harness.tolerance import kind_of, kind_rms, least_rms, own_share
 from harness.trial import Trial, controlled, recorded
 
 __all__ = ["Failure", "emit", "shown_name", "shrunk"]
@@ -150,6 +150,7 @@ def _script(failure: Failure, subject: str) -> str:
         "shape": (),
         "measure": "run",
         "allowed": 0.0,
+        "own": 0.0,
         "scale": 1.0,
         "truth": "",
     }
@@ -173,6 +174,7 @@ def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
         "shape": tuple(truth.shape),
         "measure": limits.measure,
         "allowed": limits.allowed,
+        "own": own_share(str(evidence.case.dtype)),
         "scale": scale,
         "truth": packed,
     }

@@ -251,6 +251,13 @@ def test_bars_stand_on_each_other(failing: Run) -> None:
     assert (forward[1] - forward[0]) / (loss[1] - loss[0]) == pytest.approx(3, rel=0.01), "three calls and one"
 
 
+def test_a_long_case_leaves_room_for_its_bar(failing: Run, recwarn: pytest.WarningsRecorder) -> None:
+    bars = summary.bars(failing)
+    svg = plots.traffic_bars(bars.assign(label=bars["label"].astype(str) + " word=1" * 40), "Bytes")
+    assert not recwarn.list and " ...<" in svg
+    assert max(map(len, re.findall(r">([^<>]*word=1[^<>]*)<", svg))) == 64
+
+
 def test_equal_frames_give_equal_drawings(failing: Run) -> None:
     bars = summary.bars(failing)
     assert plots.traffic_bars(bars, "Bytes") == plots.traffic_bars(bars, "Bytes")

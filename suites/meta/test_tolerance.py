@@ -124,6 +124,20 @@ def test_a_lucky_control_run_leaves_the_stated_floor() -> None:
     assert lucky.allowed in (4 * epsilon("float32"), 32 * epsilon("float32"))
 
 
+def test_an_element_that_stands_out_may_be_off_by_epsilons_of_its_own_size() -> None:
+    """Found by `suites.clean`: gradients of 1038 logits, of which the target's is 32 times the rms of all."""
+    truth = torch.full((4, 1024), 1e-3, dtype=torch.float64)
+    truth[:, 17] = -1.0
+    own, rms = torch.zeros_like(truth), float(truth.square().mean().sqrt())
+    own[2, 17] = epsilon("float32")
+    assert 3.9 * own.max() / rms > 100 * epsilon("float32"), "beyond the floor of the peak"
+    assert measure("g", truth + 3.9 * own, truth, dtype="float32", controls=[truth]).right
+    beyond = measure("g", truth + 4.1 * own, truth, dtype="float32", controls=[truth])
+    assert (beyond.measure, beyond.right) == ("peak", False)
+    assert not measure("g", truth + 2 * own.roll(1), truth, dtype="float32", controls=[truth]).right, "a small element"
+    assert not measure("g", truth + own / 10, truth, dtype="float64").right
+
+
 def test_where_rounding_explains_everything_nothing_is_proved() -> None:
     truth = drawn(1, (50,))
     hopeless = truth + drawn(2, (50,))
