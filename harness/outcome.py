@@ -65,6 +65,8 @@ def localize(outcome: Mapping[str, object]) -> dict[str, tuple[Block, ...]]:
     if not isinstance(outcome, Mapping):
         raise ValueError(f"a subject returned {type(outcome).__name__}; it must return a mapping of names to tensors")
     for name, value in outcome.items():
+        if not isinstance(name, str):
+            raise ValueError(f"outcome {name!r}: a name must be text, not {type(name).__name__}; legal: 'loss/0'")
         try:
             read[name] = blocks(value)
         except (ValueError, TypeError) as problem:
@@ -101,10 +103,36 @@ def _whole(full: Tensor) -> Block:
 
 
 def _settled(local: Tensor) -> Tensor:
-    """The tensor itself: awaited when a functional collective still owns it, detached, on the CPU."""
+    """The tensor itself: awaited when a functional collective still owns it, detached, on the CPU.
+
+    Raises ValueError for what is no plain tensor of numbers: native code dies where such bytes are looked at.
+    """
     if isinstance(local, AsyncCollectiveTensor):
         local = local.trigger_wait()
-    return local.detach().to("cpu")
+    if lack := _lack(local):
+        raise ValueError(f"{lack[0]}; legal: {lack[1]}")
+    return local.detach().to("cpu").resolve_conj().resolve_neg()
+
+
+def _lack(local: object) -> tuple[str, str] | None:
+    """What keeps this from being a plain tensor of numbers, and what would be one; None when nothing does."""
+    if not isinstance(local, Tensor):
+        return f"{type(local).__name__} is not a tensor", "a torch.Tensor"
+    if local.is_nested:
+        return "a nested tensor has no one shape", "one name for each of its parts"
+    if local.is_quantized:
+        return "a quantized tensor has no numbers to compare", "its dequantize()"
+    if local.layout is not torch.strided:
+        return f"the layout is {_word(local.layout)}, and blocks are dense", "its to_dense()"
+    if local.is_meta:
+        return "the tensor lies on the meta device and has no numbers", "a tensor on the device that was given"
+    if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"{type(local).__name__} is a tensor only by its own rules", "the plain tensor inside of it"
+    return None
+
+
+def _word(layout: torch.layout) -> str:
+    return str(layout).removeprefix("torch.")
 
 
 def _inside(local: tuple[int, ...], offsets: tuple[int, ...], full: tuple[int, ...]) -> None:

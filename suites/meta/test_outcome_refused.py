@@ -1,0 +1,76 @@
+"""What a subject may return and what is refused: only plain tensors of numbers under names of text reach a check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.merging import same_bits
+from harness.outcome import Shard, blocks, localize
+
+FULL = torch.arange(24, dtype=torch.float64).reshape(6, 4)
+
+
+class Alien(Tensor):
+    """A tensor by its own rules, as wrappers of packed numbers are."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        """Nothing is possible but what is asked of it here."""
+        return args[0] if func is torch.ops.aten.detach.default else NotImplemented
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch on its own quantized and nested tensors
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (FULL.to_sparse, "the layout is sparse_coo, and blocks are dense; legal: its to_dense()"),
+        (
+            lambda: torch.quantize_per_tensor(FULL.float(), 0.1, 0, torch.qint8),
+            "a quantized tensor has no numbers to compare; legal: its dequantize()",
+        ),
+        (
+            lambda: FULL.to("meta"),
+            "the tensor lies on the meta device and has no numbers; legal: a tensor on the device that was given",
+        ),
+        (
+            lambda: torch.nested.nested_tensor([FULL[0], FULL[1, :2]], layout=torch.jagged),
+            "a nested tensor has no one shape; legal: one name for each of its parts",
+        ),
+        (
+            lambda: Alien._make_subclass(Alien, FULL),
+            "Alien is a tensor only by its own rules; legal: the plain tensor inside of it",
+        ),
+        (
+            lambda: SimpleNamespace(local="4", offsets=(), global_shape=()),
+            "str is not a tensor; legal: a torch.Tensor",
+        ),
+    ],
+    ids=("sparse", "quantized", "meta", "nested", "alien", "text"),
+)
+def test_what_is_no_plain_tensor_of_numbers_is_refused_by_name(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        localize({"loss/0": 1.0, "grad/w": make()})
+    assert str(refused.value) == f"outcome 'grad/w': {words}"
+
+
+def test_a_shard_of_what_is_no_plain_tensor_is_refused_too() -> None:
+    with pytest.raises(ValueError, match="outcome 'w': the layout is sparse_coo"):
+        localize({"w": [Shard(FULL.to_sparse(), (0, 0), (6, 4))]})
+
+
+def test_a_name_is_text() -> None:
+    outcome: dict[object, object] = {"loss/0": 1.0, 0: FULL}
+    with pytest.raises(ValueError) as refused:
+        localize(outcome)  # type: ignore[arg-type]
+    assert str(refused.value) == "outcome 0: a name must be text, not int; legal: 'loss/0'"
+
+
+def test_views_that_are_resolved_late_have_bits() -> None:
+    number = torch.tensor([1 + 2j])
+    (block,) = blocks(number.conj())
+    assert same_bits(block.local, torch.tensor([1 - 2j]))
