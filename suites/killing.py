@@ -15,6 +15,7 @@ from multiprocessing import get_context
 
 import torch
 
+from harness.claims import claims
 from harness.engines.engine import Engine
 from harness.errors import RankDied, RequestError
 from harness.execution import execute
@@ -24,7 +25,6 @@ from harness.protocols import Subject
 from harness.resolve import resolve
 from harness.run import engine_named
 from reference.case import Case
-from reference.rules import MODES
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.rows import OURS, Killed, faults_killed, mutant_killed
 
@@ -67,7 +67,7 @@ def planned(subject: str, *, quick: bool) -> list[Plan]:
     """What to plant in this subject. Raises RequestError when it takes none of the cases that would show a fault."""
     plans = planted(quick=quick) if subject == OURS else []
     with engine_named("inproc") as engine:
-        for mode in getattr(resolve(subject), "modes", MODES):
+        for mode in claims(subject).modes:
             plans += disturbed(subject, mode, engine, quick=quick)
     if not plans:
         raise RequestError(

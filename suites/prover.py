@@ -12,18 +12,17 @@ import hypothesis
 import torch
 
 from harness.checks import CHECKS
+from harness.claims import claims
 from harness.engines.engine import Engine
 from harness.environment import environment
 from harness.errors import RequestError
 from harness.proof import CaseResult, prove
-from harness.resolve import resolve
 from harness.run import engine_named
 from harness.store import Store
 from harness.summary import summarize
 from reference.case import Case
-from reference.rules import MODES
 
-__all__ = ["Prover", "chosen_modes"]
+__all__ = ["Prover", "chosen_modes", "world_sizes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +126,5 @@ def _launched(worlds: tuple[int, ...], engine: Engine) -> tuple[int, ...]:
 
 
 def chosen_modes(subject: str, text: str) -> Sequence[str]:
-    """The modes to prove: all that the subject claims, or those of them that are named."""
-    claimed = tuple(getattr(resolve(subject), "modes", MODES))
-    if text == "all":
-        return claimed
-    named = tuple(text.split(","))
-    if unknown := [mode for mode in named if mode not in claimed]:
-        raise RequestError(f"modes={','.join(unknown)}: {subject} claims {', '.join(claimed)}; legal: --modes all")
-    return named
+    """The modes to prove: all that the subject claims and a case can have, or those of them that are named."""
+    return claims(subject).chosen(text)

@@ -1,0 +1,54 @@
+"""The modes that a subject claims: those that a case can have, and those that the words of a case lack.
+
+The harness knows no modes: which there are is asked of the case's own list, by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.errors import RequestError
+from harness.resolve import resolve
+
+__all__ = ["MODES", "Claims", "claims"]
+
+MODES = "reference.rules:MODES"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claims:
+    """`modes` can be asked for, in the subject's order; `unknown` ones no case can have."""
+
+    subject: str
+    modes: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
+
+    def chosen(self, text: str) -> tuple[str, ...]:
+        """Those that an option names, comma separated, or "all". Raises RequestError for any other."""
+        if text == "all":
+            return self.modes
+        named = tuple(dict.fromkeys(text.split(",")))
+        if other := [mode for mode in named if mode not in self.modes]:
+            lacking = [mode for mode in other if mode in self.unknown]
+            rule = f"{self.subject} claims {', '.join((*self.modes, *self.unknown))}"
+            rule += f", and no case has the mode {', '.join(lacking)}" if lacking else ""
+            raise RequestError(f"modes={','.join(other)}: {rule}; legal: --modes all")
+        return named
+
+
+def claims(subject: str) -> Claims:
+    """What this subject claims; all modes when it says nothing. Raises RequestError for what is no tuple of words, or
+    when no case can have any of them.
+    """
+    known: tuple[str, ...] = resolve(MODES)  # type: ignore[assignment]
+    said = getattr(resolve(subject), "modes", None)
+    if said is None:
+        return Claims(subject=subject, modes=known)
+    if not isinstance(said, tuple | list) or not all(isinstance(mode, str) for mode in said):
+        raise RequestError(f"subject={subject}: modes={said!r} must be a tuple of words; legal: modes = ('tp',)")
+    words = tuple(dict.fromkeys(said))
+    modes = tuple(mode for mode in words if mode in known)
+    if not modes:
+        rule = "names no mode that a case can have"
+        raise RequestError(f"subject={subject}: modes={said!r} {rule}; legal: {'|'.join(known)}")
+    return Claims(subject=subject, modes=modes, unknown=tuple(mode for mode in words if mode not in known))
