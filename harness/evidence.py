@@ -31,7 +31,7 @@ class Evidence:
     captured     by rank, activations and their gradients that were captured from outside; empty when none were
     merged       the full tensors and flaws of both, held against the truth's shapes
     truth        name -> full tensor of the dense model
-    controls     the same from control runs in the run dtype; none for float64
+    controls     the same from control runs in the run dtype; for float64 only where an error is beyond the limit
     kinks        name -> what a relu within rounding of zero may change; empty until an error needs it
     events       the ledger of the recorded run, all ranks
     expectation  the closed form, None when the subject has none

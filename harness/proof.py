@@ -23,7 +23,7 @@ from harness.ledger import Event
 from harness.predicting.dry_proof import DRY_CHECKS, dry_evidence
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
-from harness.trial import REFERENCE, Reference, Trial, controlled, explained, recorded, watched
+from harness.trial import REFERENCE, Reference, Trial, controlled, doubtful, explained, recorded, watched
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "skip_reason"]
 
@@ -142,7 +142,7 @@ def _proved(trial: Trial, name: str, checks: Mapping[str, Check], options: str) 
         evidence = watched(trial, evidence)
     with trial.timed("checks"):
         findings = examine(evidence, checks)
-    if evidence.controls and any(finding.wrong for finding in findings.values()):
+    if doubtful(evidence, [measured for finding in findings.values() for measured in finding.wrong]):
         evidence = controlled(trial, evidence)
         with trial.timed("checks"):
             findings = examine(evidence, checks)

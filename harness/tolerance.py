@@ -8,7 +8,8 @@ ratios; `epsilons` counts them in the machine epsilon of the run dtype. Integers
 float64: 1e-9 for both (noise stays near 1e-13, the smallest known bugs near 1e-2). Other dtypes: a control run, the
 dense model in the run dtype with its sums in another order, shows how far rounding alone carries a right result.
 Allowed is CONTROL_FACTOR times the worst control run, never less than the stated floor in epsilons. Where this reaches
-CEILING, a tensor within it proves nothing, and `decidable` says so. One control run may be lucky (a relu that flips,
+the CEILING, a tensor within it proves nothing, and `decidable` says so. In float64 control runs are asked only beyond
+1e-9: training that leaps about doubles its noise in every step. One control run may be lucky (a relu that flips,
 an update that amplifies), so whoever finds an error beyond the limit runs more of them before calling it one, and asks
 the dense model what a relu's kink may change; that is added to the limit as it is, for it is a bound and no sample.
 Sources: TTrace (errors in epsilons), control runs as in DeepSpeedExamples #1008.
@@ -29,6 +30,7 @@ __all__ = [
     "EXACT",
     "FLOOR_EPSILONS",
     "FLOAT64_ALLOWED",
+    "FLOAT64_CEILING",
     "OWN_EPSILONS",
     "Distance",
     "Measured",
@@ -44,6 +46,8 @@ __all__ = [
 FLOAT64_ALLOWED = 1e-9
 FLOOR_EPSILONS: Mapping[str, float] = {"frobenius": 4.0, "peak": 32.0}
 """Below this many epsilons of the run dtype nobody is asked to stay, however lucky the control run was."""
+FLOAT64_CEILING = 1e-4
+"""Where noise may come to this in float64, training amplifies it without end, and later steps tell nothing."""
 OWN_EPSILONS = 4.0
 """An element this many epsilons of the run dtype from its own truth is none that `peak` looks at; none in float64."""
 CONTROL_FACTOR = 6.0
@@ -206,14 +210,15 @@ def _allowed(
     dtype: str, truth: Tensor, controls: Sequence[Tensor], kinks: Sequence[Tensor], least: float
 ) -> tuple[Distance, bool]:
     """What the run dtype allows for this tensor, and whether anything can be decided within it."""
-    if dtype == "float64":
-        return Distance(frobenius=FLOAT64_ALLOWED, peak=FLOAT64_ALLOWED), True
-    eps = epsilon(dtype)
     honest = [distance(control, truth, least) for control in controls]
     limits = {
-        name: max([FLOOR_EPSILONS[name] * eps, *(CONTROL_FACTOR * getattr(run, name) for run in honest)])
+        name: max([_floor(dtype, name), *(CONTROL_FACTOR * getattr(run, name) for run in honest)])
         for name in ("frobenius", "peak")
     }
     moved = [distance(truth + kink, truth, least) for kink in kinks]
     limits = {name: limit + max([getattr(run, name) for run in moved], default=0.0) for name, limit in limits.items()}
-    return Distance(**limits), limits["frobenius"] < CEILING
+    return Distance(**limits), limits["frobenius"] < (FLOAT64_CEILING if dtype == "float64" else CEILING)
+
+
+def _floor(dtype: str, measure_: str) -> float:
+    return FLOAT64_ALLOWED if dtype == "float64" else FLOOR_EPSILONS[measure_] * epsilon(dtype)

@@ -23,7 +23,7 @@ from harness.evidence import Evidence, gathered
 from harness.execution import execute, execute_captured
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
-from harness.tolerance import kind_of
+from harness.tolerance import FLOAT64_CEILING, Measured, kind_of
 
 __all__ = [
     "REFERENCE",
@@ -31,6 +31,7 @@ __all__ = [
     "Reference",
     "Trial",
     "controlled",
+    "doubtful",
     "expectation_of",
     "explained",
     "recorded",
@@ -168,6 +169,12 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
         repeats=tuple(repeats),
         saved_bytes=plain.saved_bytes,
     )
+
+
+def doubtful(evidence: Evidence, wrong: Collection[Measured]) -> bool:
+    """Whether rounding may explain what is wrong: in float64 only where some error is as small as noise can be."""
+    exact = evidence.case.dtype == "float64"
+    return any(not exact or measured.error < FLOAT64_CEILING for measured in wrong)
 
 
 def controlled(trial: Trial, evidence: Evidence) -> Evidence:

@@ -32,7 +32,7 @@ from harness.proof import CaseResult, prove, skip_reason
 from harness.protocols import CaseLike, Subject
 from harness.resolve import resolve
 from harness.tolerance import kind_of, kind_rms, least_rms, own_share
-from harness.trial import Trial, controlled, recorded
+from harness.trial import Trial, controlled, doubtful, recorded
 
 __all__ = ["Failure", "emit", "shown_name", "shrunk"]
 
@@ -118,7 +118,9 @@ def _failing(case: CaseLike, subject: str | Subject, engine: Engine) -> str | No
         return ""
     except MachineError:
         return None
-    if evidence.controls:
+    rms = kind_rms(evidence.truth)
+    known = [name for name in _wrong(evidence) if name in evidence.merged.tensors]
+    if evidence.controls or doubtful(evidence, [held(evidence, name, rms.get(kind_of(name), 0.0)) for name in known]):
         evidence = controlled(trial, evidence)
     shown = [name for name in _wrong(evidence) if name in evidence.truth]
     if not shown:

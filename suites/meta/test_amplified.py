@@ -1,0 +1,60 @@
+"""Training that leaps about doubles its noise in every step: no false alarm in float64, and no bug is let through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from harness.engines.inproc import InprocEngine
+from harness.proof import prove
+from harness.tolerance import FLOAT64_ALLOWED, FLOAT64_CEILING, measure
+from parallel.subject import subject
+from reference.case import Case
+
+CASE = Case.parse("steps=7")
+"""At the default rate of learning, 1, the logits of the fifth step are beyond 1e-9 by rounding alone."""
+
+
+class _Nudged:
+    """Ours, but for a part in a hundred thousand of the loss of this step."""
+
+    modes = subject.modes
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Any]:
+        outcome: dict[str, Any] = dict(subject(case, device))
+        outcome[f"loss/{self.step}"] *= 1 + 1e-5
+        return outcome
+
+
+def test_noise_that_training_amplifies_is_no_failure() -> None:
+    with InprocEngine() as engine:
+        result = prove(CASE, subject, engine)
+    assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
+    allowed = max(verdict.worst.allowed for verdict in result.verdicts if verdict.worst)
+    assert FLOAT64_ALLOWED < allowed < 10 * FLOAT64_CEILING, "a control run was asked"
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_a_small_error_beside_that_noise_is_one(step: int) -> None:
+    with InprocEngine() as engine:
+        verdicts = {verdict.check: verdict for verdict in prove(CASE, _Nudged(step), engine).verdicts}
+    assert verdicts["forward"].verdict == "fail"
+    assert f"what:   loss/{step} " in verdicts["forward"].message
+
+
+def test_in_float64_control_runs_widen_the_limit_up_to_where_nothing_is_told() -> None:
+    truth = torch.linspace(1.0, 2.0, 50, dtype=torch.float64)
+
+    def measured(error: float, noise: float) -> Any:
+        return measure("param/x", truth * (1 + error), truth, dtype="float64", controls=[truth * (1 + noise)])
+
+    assert measured(0.7e-9, 0.0).right and not measured(1.1e-9, 1e-10).right
+    near, far = measured(5e-8, 1e-8), measured(7e-8, 1e-8)
+    assert (near.right, near.decidable, far.right) == (True, True, False)
+    lost = measured(1e-5, 5e-5)
+    assert (lost.right, lost.decidable) == (True, False)
