@@ -57,6 +57,8 @@ def _module(name: str, module_name: str) -> ModuleType:
             where = "the working directory and the installed packages"
             raise RequestError(f"name {name!r}: there is no module {problem.name!r} in {where}") from problem
         raise RequestError(f"name {name!r}: {module_name} fails on import: {problem}") from problem
-    except Exception as problem:  # whatever a user's module raises while it is imported
-        text = f"{type(problem).__name__}: {problem}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:  # whatever a user's module raises while it is imported, its sys.exit too
+        text = f"{type(problem).__name__}: {problem}".removesuffix(": ")
         raise RequestError(f"name {name!r}: {module_name} fails on import: {text}") from problem

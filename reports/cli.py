@@ -19,7 +19,7 @@ from harness.errors import ShardproofError
 
 __all__ = ["main"]
 
-ENGINES = ("inproc", "pool", "torchrun", "dry")
+ENGINES = ("inproc", "inproc-concurrent", "pool", "torchrun", "dry")
 DEVICES = ("cpu", "cuda")
 SUBJECT = "parallel.subject:subject"
 CLUSTER = "8xH100-NVLink-IB400"
@@ -125,7 +125,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:
     compare.description = "What is new, gone, changed or slower in NEW. Exit status 1 when a limit is broken."
-    compare.epilog = "example: shardproof compare main runs/latest --fail bytes:0 --fail calls:0 --fail time:10%%"
+    compare.epilog = "example: shardproof compare main runs/latest --fail bytes:0 --fail calls:0 --fail time:10%"
     compare.add_argument("base", metavar="BASE", help="run folder, or name of a baseline")
     compare.add_argument("new", nargs="?", metavar="NEW", help="the same; left out: modes of BASE against each other")
     compare.add_argument(

@@ -39,7 +39,8 @@ POOL = {
 """What a backend is good for when it is there."""
 _PROFILED = "`run --profile nsys` rebuilds the ledger from its database; tests of it run"
 _UNPROFILED = (
-    "no Nsight Systems timelines: `run --profile nsys` says so and goes on, tests of it are skipped (.ci/nsys)"
+    "no Nsight Systems timelines: with `run --profile nsys` alone every case is unknown (exit status 1), beside torch "
+    "a note says so; tests of it are skipped (.ci/nsys)"
 )
 Row = tuple[str, str, str, str]
 """What, found, "yes" or "no", and what follows from it."""

@@ -5,8 +5,9 @@ Sizes are bytes, times seconds, all of one rank and one step; nothing is printed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -19,6 +20,8 @@ from reports import breakeven
 from reports.planning import Candidate, candidates, growth
 
 __all__ = ["Prediction", "predict"]
+
+_WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ def predict(
     for number, candidate in enumerate(found):
         forecasts.append(_forecast(candidate, subject, cluster, engine, whole=len(found) == 1))
         tick(number + 1, len(found), candidate.text, "" if candidate.case else "illegal")
-    rows = pd.DataFrame([_row(c, f) for c, f in zip(found, forecasts, strict=True)])
+    rows = _frame([_row(c, f) for c, f in zip(found, forecasts, strict=True)])
     legal = [one for one in forecasts if one is not None]
     modes = {one.case.mode: one.case for one in legal} if world is None else {}
     curves = {way: growth(modes.values(), subject, way) for way in ("layers", "all")} if len(modes) > 1 else {}
@@ -77,6 +80,11 @@ def _forecast(
         return forecast(candidate.case, subject, cluster, engine, whole=whole)
     except NoNumbers as problem:
         raise RequestError(f"case {candidate.text!r}: cannot be run dry: {problem.cause}") from problem
+
+
+def _frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """The rows; whole numbers stay whole beside a candidate that has none, where pandas would make them floats."""
+    return pd.DataFrame(rows).assign(**{name: pd.array([row[name] for row in rows], dtype="Int64") for name in _WHOLE})
 
 
 def _row(candidate: Candidate, one: Forecast | None) -> dict[str, object]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Hashable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from harness.errors import RequestError
 from reports import breakeven, page, summary, tables, witnesses
@@ -52,4 +53,10 @@ def show_failures(run: Run, stream: TextIO) -> None:
     """Every check that did not pass: six lines for a failure, a reason for what was skipped or could not be decided."""
     for verdict in summary.worst_first(run.verdicts).to_dict("records"):
         if verdict["verdict"] != "pass":
-            show_message(f"{verdict['verdict']}: {verdict['case']}\n{verdict['message']}\n", stream)
+            show_message(f"{_told(verdict)}: {verdict['case']}\n{verdict['message']}\n", stream)
+
+
+def _told(verdict: dict[Hashable, Any]) -> str:
+    """The verdict; of an unknown one the check too, which a failure's six lines and a reason to skip do not need."""
+    word, check = verdict["verdict"], verdict["check"]
+    return f"{word} ({check})" if word == "unknown" else str(word)

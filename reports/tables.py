@@ -130,9 +130,8 @@ def headline_table(headline: pd.DataFrame) -> Table:
         both_calls=_pairs(headline["forward_calls"], headline["backward_calls"], count),
         both_errors=_pairs(headline["worst_error"], headline["worst_allowed"], small),
     )
-    numbers = headline["worst_error"].notna().any()  # dry ranks have none
     return table(
-        f"Every case against {'the dense model' if numbers else 'its expected ledger'}",
+        _compared(headline),
         frame,
         (
             ("mode", "mode", str),
@@ -148,6 +147,14 @@ def headline_table(headline: pd.DataFrame) -> Table:
         note="calls and MiB (payload): one rank, the whole run; saved: the most MiB that autograd held on a rank; "
         "error: the check that came closest to its limit" + (f"; every case: {shared}" if shared else ""),
     )
+
+
+def _compared(headline: pd.DataFrame) -> str:
+    """What the cases were held against: dry ranks have no numbers, a case that never ran was held against nothing."""
+    if headline["worst_error"].notna().any():
+        return "Every case against the dense model"
+    known = headline["expected_payload_bytes"].notna().any()
+    return "Every case against its expected ledger" if known else "Every case"
 
 
 def _pairs(left: pd.Series, other: pd.Series, write: Callable[[object], str]) -> list[str]:

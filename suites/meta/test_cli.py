@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from harness.resolve import resolve
+from harness.run import ENGINES
 from reference.case import Case
-from reports import frames, show
+from reports import cli, frames, show
 from reports import run as run_command
 from suites.meta import sample_run
 from suites.meta.command_line import ONE, TOY, CommandLine, command_line
@@ -78,6 +79,23 @@ def test_a_machine_that_fails_ends_with_three(shardproof: CommandLine) -> None:
     status, out, _ = shardproof("run", f"{ONE} seed=13", "--subject", f"{TOY}dying")
     assert status == 3
     assert "the machine failed: rank 0 ended with status 9" in out
+
+
+def test_what_could_not_be_decided_is_told_with_its_check(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("run", ONE, "--subject", f"{TOY}broken_expectation")
+    assert status == 1
+    assert f"\nunknown (expectation): {Case.parse(ONE)}\nsubject.expected failed: KeyError" in out
+    assert f"\nunknown (expectation): {Case.parse(ONE)}\n" in shardproof("show")[1]
+
+
+def test_ranks_may_run_at_the_same_time(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("run", ONE, "--engine", "inproc-concurrent")
+    assert status == 0 and " pass " in out
+    assert set(cli.ENGINES) == set(ENGINES), "what the harness has"
+
+
+def test_help_writes_a_percentage_as_it_is_typed(shardproof: CommandLine) -> None:
+    assert shardproof("compare", "--help")[1].endswith("--fail time:10%\n")
 
 
 def test_a_subject_that_takes_no_case_ends_with_two_and_its_reason(shardproof: CommandLine) -> None:

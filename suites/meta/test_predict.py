@@ -181,6 +181,21 @@ def test_the_table_says_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> N
     assert "mode=fsp" in told and "equal" in told and "alpha-beta" in told and "the error is not known" in told
 
 
+@pytest.mark.parametrize("words", [["mode=tp tp=2", "--world", "4"], ["tp=4"]])
+def test_a_candidate_that_cannot_be_leaves_the_numbers_of_the_others_whole(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, *more = words
+    command = ["predict", f"{TINY} layers=1 {case}", *more]
+    assert main(command) == 0
+    assert "kv_heads=2: must be a multiple of tp=4" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    told = capsys.readouterr().out
+    rows = json.loads(told)[0]["candidates"]
+    assert {type(row["calls"]) for row in rows} == {type(row["ranks"]) for row in rows} == {int, type(None)}
+    assert {row["ranks"] for row in rows} == {4, None}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -142,6 +142,14 @@ def test_words_that_all_cases_share_are_said_once(run: Run) -> None:
     assert [row[-1] for row in alone.rows] == ["tp=2"], "one case keeps its words"
 
 
+def test_the_title_claims_no_more_than_was_compared(run: Run) -> None:
+    headline = summary.headline(run)
+    silent = headline.assign(worst_error=float("nan"))
+    crashed = silent.assign(expected_payload_bytes=pd.array([pd.NA] * len(silent), dtype="Int64"))
+    titles = [tables.headline_table(frame).title for frame in (headline, silent, crashed)]
+    assert titles == ["Every case against the dense model", "Every case against its expected ledger", "Every case"]
+
+
 # Numbers as text
 
 
