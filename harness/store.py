@@ -3,7 +3,7 @@
 `<out>/<time>-<subject>/` with env.json, cases.jsonl (all cases asked for, first), ledger.csv (ledger.csv.gz above
 LARGEST_LEDGER bytes, packed at the end), summary.csv, timings.csv (seconds), memory.csv (the most bytes that autograd
 held for backward on a rank) and verdicts.jsonl, and the link `<out>/latest`. A case is appended when it is finished,
-its verdicts last: a case with verdicts is stored completely.
+its verdicts last: a case with verdicts is stored completely, and each of them says how many (`of`) its case has.
 Text is UTF-8, lines end in a line feed; JSON holds "inf" and "nan" as text.
 """
 
@@ -81,7 +81,8 @@ class Store:
                     for rank, saved in zip(ran or range(len(saved_bytes)), saved_bytes, strict=False)
                 ),
             )
-            self._append("verdicts.jsonl", "".join(json.dumps(_plain(_row(verdict))) + "\n" for verdict in verdicts))
+            rows = ({**dataclasses.asdict(verdict), "of": len(verdicts)} for verdict in verdicts)
+            self._append("verdicts.jsonl", "".join(json.dumps(_plain(row)) + "\n" for row in rows))
 
     def extend(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Append rows to a table that not every run has; its first rows make the file."""
@@ -165,10 +166,6 @@ def _csv(rows: Iterable[Sequence[object]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
-
-
-def _row(verdict: Verdict) -> dict[str, object]:
-    return dataclasses.asdict(verdict)
 
 
 def _plain(value: object) -> object:

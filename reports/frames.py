@@ -8,6 +8,8 @@ summary is made from the ledger, and `Run.notes` says so.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ class Run:
     ledger    the contract's columns; one row an event
     summary   calls and bytes of one rank by case, mode, phase, op, axis, group_size, beside the expectation (NA: none)
     verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message, unchecked (names,
-              joined by "; "), mode; one row a check
+              joined by "; "), mode; one row a check, and an unknown "run" where a killed run lost some of a case
     timings   case, part, seconds, mode; one row a part of a case
     memory    case, rank, saved_bytes: the most that autograd held for backward; empty when nobody measured
     env       versions, machine, command
@@ -142,8 +144,9 @@ def _cases(path: Path, notes: list[str]) -> pd.DataFrame:
 
 
 def _verdicts(path: Path, notes: list[str]) -> pd.DataFrame:
-    rows = []
-    for row in json_lines(path, ("case", "check", "verdict"), notes):
+    rows, before = [], len(notes)
+    lines = json_lines(path, ("case", "check", "verdict"), notes)
+    for row in (*lines, *_torn(lines, notes, cut=len(notes) > before)):
         worst = row.get("worst") or {}
         if not isinstance(worst, dict):
             raise RunFolderError(f"{path}: `worst` must be an object with name, error, allowed, in epsilons")
@@ -167,6 +170,23 @@ def _verdicts(path: Path, notes: list[str]) -> pd.DataFrame:
         "unchecked": text,
     }
     return pd.DataFrame(rows) if rows else pd.DataFrame(empty)
+
+
+def _torn(lines: Sequence[dict[str, Any]], notes: list[str], *, cut: bool) -> list[dict[str, Any]]:
+    """An unknown verdict for every case that has more than are stored: what is there must not read as all of it.
+
+    `cut`: the last line was left out. Folders of older releases do not say how many a case has; then it may be one of
+    the last case.
+    """
+    stored = Counter(str(line["case"]) for line in lines)
+    needed = {str(line["case"]): line["of"] for line in lines if isinstance(line.get("of"), int)}
+    torn = {case: f"{stored[case]} of its {of} verdicts are stored" for case, of in needed.items() if stored[case] < of}
+    if cut and lines and (last := str(lines[-1]["case"])) not in needed:
+        torn[last] = "the verdict after its last one is cut, and may be its own"
+    if torn:
+        notes.append(f"verdicts.jsonl lacks verdicts of {len(torn)} of the cases in it: the run was stopped")
+    why = "the run was stopped while they were written"
+    return [{"case": case, "check": "run", "verdict": "unknown", "message": f"{torn[case]}: {why}"} for case in torn]
 
 
 def _number(value: object) -> float:

@@ -67,6 +67,7 @@ def test_a_run_folder_holds_the_contracts_files_and_columns(tmp_path: Path) -> N
         "worst": {"name": "loss/0", "error": "inf", "allowed": 1e-9, "epsilons": "nan"},
         "message": "a\nb",
         "unchecked": ["x"],
+        "of": 1,
     }
     assert table(store.path / "timings.csv")[1] == {"case": CASE, "part": "recorded", "seconds": "1.500000"}
 
