@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from harness.checking.exact_checks import determinism, layout, parallelism, recording, replicas, waits
 from harness.checking.ledger_checks import ledger
 from harness.checking.numeric_checks import NUMERIC_KINDS, coverage, numeric
+from harness.errors import error_text
 from harness.evidence import UNKNOWN, Evidence, Finding
 
 __all__ = ["CHECKS", "Check", "examine"]
@@ -38,7 +39,7 @@ def examine(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict[st
         try:
             finding = check(evidence)
         except Exception as problem:  # a broken check must not hide the others, and is no verdict on the subject
-            text = f"the check itself failed: {type(problem).__name__}: {problem}"
+            text = f"the check itself failed: {error_text(problem)}"
             finding = Finding(verdict=UNKNOWN, message=text, unchecked=(f"everything that {name} looks at",))
         if finding is not None:
             findings[name] = finding

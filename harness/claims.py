@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.asking import answered
 from harness.errors import RequestError
 from harness.resolve import resolve
 
-__all__ = ["MODES", "Claims", "claims"]
+__all__ = ["MODES", "Claims", "claimed", "claims"]
 
 MODES = "reference.rules:MODES"
 
@@ -41,14 +42,24 @@ def claims(subject: str) -> Claims:
     when no case can have any of them.
     """
     known: tuple[str, ...] = resolve(MODES)  # type: ignore[assignment]
-    said = getattr(resolve(subject), "modes", None)
+    said = claimed(resolve(subject), subject)
     if said is None:
         return Claims(subject=subject, modes=known)
-    if not isinstance(said, tuple | list) or not all(isinstance(mode, str) for mode in said):
-        raise RequestError(f"subject={subject}: modes={said!r} must be a tuple of words; legal: modes = ('tp',)")
     words = tuple(dict.fromkeys(said))
     modes = tuple(mode for mode in words if mode in known)
     if not modes:
         rule = "names no mode that a case can have"
-        raise RequestError(f"subject={subject}: modes={said!r} {rule}; legal: {'|'.join(known)}")
+        raise RequestError(f"subject={subject}: modes={tuple(said)!r} {rule}; legal: {'|'.join(known)}")
     return Claims(subject=subject, modes=modes, unknown=tuple(mode for mode in words if mode not in known))
+
+
+def claimed(found: object, subject: str) -> tuple[str, ...] | None:
+    """The words that the subject of this name has as its `modes`, None when it has none. Raises RequestError for what
+    is no tuple of words.
+    """
+    said = answered("modes", lambda: getattr(found, "modes", None))
+    if said is None:
+        return None
+    if not isinstance(said, tuple | list) or not all(isinstance(mode, str) for mode in said):
+        raise RequestError(f"subject={subject}: modes={said!r} must be a tuple of words; legal: modes = ('tp',)")
+    return tuple(said)

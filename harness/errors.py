@@ -32,6 +32,7 @@ __all__ = [
     "RequestError",
     "ShardproofError",
     "TimeLimit",
+    "error_text",
     "ranks_text",
 ]
 
@@ -145,6 +146,18 @@ class TimeLimit(MachineError):
 
 class RankDied(MachineError):
     """The process of a rank ended before the rank did: killed, out of memory, `os._exit`."""
+
+
+def error_text(error: BaseException) -> str:
+    """An exception in one line: its type and the first line of what it says, with " ..." where more lines follow.
+
+    A user's own exception may raise when it is asked what it says; then that is what it says.
+    """
+    try:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+    except Exception as problem:
+        lines = [f"(what it says cannot be read: its __str__ raised {type(problem).__name__})"]
+    return type(error).__name__ + (f": {lines[0]}" if lines else "") + (" ..." if len(lines) > 1 else "")
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

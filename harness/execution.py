@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from harness.asking import Unanswered, answered, called
 from harness.engines.engine import Engine, Unwaited
 from harness.ledger import Event, Observer
 from harness.outcome import localize
@@ -68,9 +69,9 @@ class _Together:
 def _on_rank(rank: int, subject: Subject, case: CaseLike, device: torch.device, watcher: _Watcher | None) -> Localized:
     """The program of one rank."""
     if watcher is None:
-        return localize(subject(case, device))
+        return localize(called(subject, case, device))
     with watcher.on_rank(rank):
-        outcome = subject(case, device)
+        outcome = called(subject, case, device)
     return localize(outcome)
 
 
@@ -126,9 +127,9 @@ def execute_captured(
     captured: list[Localized] = []
     problem = ""
     try:
-        captured = [placed(case, subject, rank, capture) for rank in ranks]
-    except Exception as error:  # the subject's own words on its layout: wrong words are told, the run stands
-        problem = f"subject.activations failed: {type(error).__name__}: {error}"
+        captured = answered("activations", lambda: [placed(case, subject, rank, capture) for rank in ranks])
+    except Unanswered as error:  # the subject's own words on its layout: wrong words are told, the run stands
+        problem = str(error)
     execution = _execution(outcomes, captured, (), engine, start_s)
     return replace(execution, problem=problem, saved_bytes=tuple(map(saved.peak_bytes, ranks)))
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from harness.asking import Unanswered, answered
 from harness.checks import CHECKS, Check, examine
+from harness.claims import claimed
 from harness.diagnosing.six_lines import crash, tell
 from harness.diagnosis import Diagnosis, case_text, diagnose, ended
 from harness.engines.dry import DryEngine
@@ -100,8 +102,12 @@ def prove(
         timeout_s=timeout_s,
         name=subject if isinstance(subject, str) else "",
     )
-    if reason := skip_reason(case, found, name):
-        skip = Verdict(case=trial.text, check="supported", verdict=SKIP, worst=None, message=reason)
+    try:
+        verdict, reason = SKIP, skip_reason(case, found, name)
+    except Unanswered as problem:
+        verdict, reason = UNKNOWN, str(problem)
+    if reason:
+        skip = Verdict(case=trial.text, check="supported", verdict=verdict, worst=None, message=reason)
         return CaseResult(case=case, text=trial.text, verdicts=(skip,), skipped=reason)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on small tensors more threads only wait for each other, above all beside other work
@@ -114,12 +120,12 @@ def prove(
 
 
 def skip_reason(case: CaseLike, subject: Subject, name: str) -> str:
-    """Why the subject does not take this case, "" when it does."""
-    modes = getattr(subject, "modes", None)
+    """Why the subject does not take this case, "" when it does. Raises RequestError when its own words fail."""
+    modes = claimed(subject, name)
     if modes is not None and case.mode not in modes:
         return f"{name} claims the modes {', '.join(modes) or 'none'}, not {case.mode}"
     refuses = getattr(subject, "refuses", None)
-    return str(refuses(case) or "") if refuses is not None else ""
+    return answered("refuses", lambda: str(refuses(case) or "")) if refuses is not None else ""
 
 
 def _name_of(subject: Subject) -> str:

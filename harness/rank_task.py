@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.errors import RequestError
+from harness.asking import Unanswered, answered, called
+from harness.errors import RequestError, error_text
 from harness.interposer import observing
 from harness.ledger import Event
 from harness.outcome import Block, blocks, localize
@@ -71,7 +72,7 @@ def sendable(task: RankTask) -> RankTask:
     try:
         pickle.dumps(task)
     except Exception as problem:  # whatever a user's own pickling raises
-        rule = f"cannot be sent to the processes of the ranks ({type(problem).__name__}: {problem})"
+        rule = f"cannot be sent to the processes of the ranks ({error_text(problem)})"
         name = getattr(task.subject, "__qualname__", type(task.subject).__qualname__)
         raise RequestError(f"subject {name}: {rule}; legal: name it module:object") from problem
     return task
@@ -98,7 +99,7 @@ def placed(case: CaseLike, subject: Subject, rank: int, capture: Capture) -> Loc
 
 
 def _plain(subject: Subject, case: CaseLike, device: torch.device) -> RankReport:
-    return RankReport(outcome=localize(subject(case, device)), captured={})
+    return RankReport(outcome=localize(called(subject, case, device)), captured={})
 
 
 def _recorded(rank: int, task: RankTask, subject: Subject, device: torch.device) -> RankReport:
@@ -108,7 +109,7 @@ def _recorded(rank: int, task: RankTask, subject: Subject, device: torch.device)
     on, watch = (task.text, case.mode, case.world_size, case.axes), stopwatch(device)
     with Recorder(*on, ranges=attached(), origin_s=origin_s, stopwatch=watch) as recorder:
         with observing(recorder), recorder.on_rank(rank):
-            outcome = subject(case, device)
+            outcome = called(subject, case, device)
         return RankReport(outcome=localize(outcome), captured={}, events=tuple(recorder.events()))
 
 
@@ -118,13 +119,13 @@ def _watched(rank: int, task: RankTask, subject: Subject, device: torch.device) 
         capture = watching.enter_context(Capture())
         for watcher in (capture, saved) if places else (saved,):
             watching.enter_context(watcher.on_rank(rank))
-        outcome = subject(case, device)
+        outcome = called(subject, case, device)
     captured: Localized = {}
     problem = ""
     try:
-        captured = placed(case, subject, rank, capture) if places else {}
-    except Exception as error:  # the subject's own words on its layout: wrong words are told, the run stands
-        problem = f"subject.activations failed: {type(error).__name__}: {error}"
+        captured = answered("activations", lambda: placed(case, subject, rank, capture)) if places else {}
+    except Unanswered as error:  # the subject's own words on its layout: wrong words are told, the run stands
+        problem = str(error)
     return RankReport(outcome=localize(outcome), captured=captured, problem=problem, saved_bytes=saved.peak_bytes(rank))
 
 

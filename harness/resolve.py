@@ -11,7 +11,7 @@ import os
 import sys
 from types import ModuleType
 
-from harness.errors import RequestError
+from harness.errors import RequestError, error_text
 
 __all__ = ["resolve"]
 
@@ -59,6 +59,5 @@ def _module(name: str, module_name: str) -> ModuleType:
         raise RequestError(f"name {name!r}: {module_name} fails on import: {problem}") from problem
     except KeyboardInterrupt:
         raise
-    except BaseException as problem:  # whatever a user's module raises while it is imported, its sys.exit too
-        text = f"{type(problem).__name__}: {problem}".removesuffix(": ")
-        raise RequestError(f"name {name!r}: {module_name} fails on import: {text}") from problem
+    except BaseException as problem:  # whatever a user's module raises while it is imported, sys.exit too
+        raise RequestError(f"name {name!r}: {module_name} fails on import: {error_text(problem)}") from problem

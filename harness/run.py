@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness.asking import Unanswered
+from harness.claims import claimed
 from harness.diagnosis import case_text
 from harness.engines.engine import Engine
 from harness.environment import environment
 from harness.errors import RequestError
 from harness.evidence import FAIL, SKIP, UNKNOWN, Verdict
 from harness.proof import CaseResult, prove, skip_reason
-from harness.protocols import CaseLike
+from harness.protocols import CaseLike, Subject
 from harness.resolve import resolve
 from harness.store import Store
 from harness.summary import summarize
@@ -94,7 +96,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     Raises RequestError before anything runs when a case, the subject, the engine or the folder is wrong.
     """
     cases = parse_cases(request.cases)
-    resolve(request.subject)
+    claimed(resolve(request.subject), request.subject)
     results: list[_Tally] = []
     with engine_named(request.engine) as engine:
         store = Store(request.out, request.subject, environment(request.command, _words(request)))
@@ -131,7 +133,7 @@ def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Wit
     if not request.profile:
         return None
     subject: Any = resolve(request.subject)
-    taken = [case for case in cases if not skip_reason(case, subject, request.subject)]
+    taken = [case for case in cases if _takes(case, subject, request.subject)]
     folder = store.path / "traces"
     return witnesses(
         taken,
@@ -143,6 +145,14 @@ def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Wit
         steps=request.profile_steps,
         options=request.options,
     )
+
+
+def _takes(case: CaseLike, subject: Subject, name: str) -> bool:
+    """Whether the subject takes the case; one that cannot tell is not run, and its verdict says so."""
+    try:
+        return not skip_reason(case, subject, name)
+    except Unanswered:
+        return False
 
 
 def _witnessed(result: CaseResult, subject: str, seen: Witnesses | None, store: Store) -> CaseResult:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from harness.asking import answered
 from harness.checking.exact_checks import same_outcomes
 from harness.checks import CHECKS, Check, examine
 from harness.engines.disturbance import Disturbance
@@ -168,7 +169,9 @@ def _result(trial: Trial, fault: Fault, clean: _Undisturbed, rules: Sequence[Rul
     """One fault, tried."""
     start_s = time.perf_counter()
     harmless: Any = getattr(trial.subject, "harmless", None)
-    proof = proof_of(fault, rules) or (harmless(trial.case, fault) if callable(harmless) else "")
+    proof = proof_of(fault, rules)
+    if not proof and harmless is not None:
+        proof = answered("harmless", lambda: str(harmless(trial.case, fault) or ""))
     made = FaultResult(fault=fault, equivalent=proof)
     if not made.equivalent:
         made = _tried(trial, fault, clean, first_only)

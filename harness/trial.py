@@ -7,7 +7,7 @@ harness imports no model: the reference is named like any subject. Times are sec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.asking import Unanswered, stated
 from harness.checking.exact_checks import same_outcomes
 from harness.diagnosis import case_text
 from harness.engines.engine import Engine
-from harness.errors import RequestError
+from harness.errors import RequestError, error_text
 from harness.evidence import Evidence, gathered
 from harness.execution import execute, execute_captured
 from harness.protocols import CaseLike, Subject, TermLike
@@ -201,7 +202,7 @@ def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evide
         if "param" in kinds:
             what_if |= _dense(trial, trial.reference.trainings, part="explained")
     except Exception as problem:  # the failure stands; less of it is explained, and that is said
-        trial.problems["explanation"] = f"the dense model could not be asked: {type(problem).__name__}: {problem}"
+        trial.problems["explanation"] = f"the dense model could not be asked: {error_text(problem)}"
     return replace(evidence, shares=shares, alternatives=what_if)
 
 
@@ -221,12 +222,8 @@ def _dense(trial: Trial, name: str, *, part: str = "truth", **words: int) -> Map
 
 def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
     """The subject's closed form, None when it states none; a closed form that raises is noted as a problem."""
-    expected: Callable[[CaseLike], Any] | None = getattr(trial.subject, "expected", None)
-    if expected is None:
-        return None
     try:
-        terms = expected(trial.case)
-        return None if terms is None else tuple(terms)
-    except Exception as problem:  # no verdict on the run, and it must not read as "none stated"
-        trial.problems["expectation"] = f"subject.expected failed: {type(problem).__name__}: {problem}"
+        return stated(trial.case, trial.subject)
+    except Unanswered as problem:  # no verdict on the run, and it must not read as "none stated"
+        trial.problems["expectation"] = str(problem)
         return None

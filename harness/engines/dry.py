@@ -28,7 +28,7 @@ from torch.testing._internal.distributed import fake_pg
 
 from harness.engines.engine import Program, Unwaited
 from harness.engines.workers import Worker
-from harness.errors import NoNumbers, Position, RankRaised, RequestError, TimeLimit
+from harness.errors import NoNumbers, Position, RankRaised, RequestError, TimeLimit, error_text
 from harness.interposer import Interposer
 from harness.ledger import Observer
 from harness.recording.callers import raised_at
@@ -179,8 +179,7 @@ def _failure(error: BaseException, rank: int, world_size: int) -> NoNumbers | Ra
     """What the error of a rank comes to: it looked at a number, or it raised."""
     place = raised_at(error.__traceback__)
     at = f", at {place}" if place else ""
-    words = " ".join(str(error).split())
-    detail = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    detail = error_text(error)
     position = Position(rank=rank, state="raised", detail=detail, caller=place)
     if _wants_numbers(error):
         text = (

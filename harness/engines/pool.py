@@ -25,7 +25,7 @@ from harness.engines.engine import Program, Unwaited
 from harness.engines.rank_loop import HOST, Job
 from harness.engines.rank_processes import ForkServer, RankProcess
 from harness.engines.supervision import Supervision
-from harness.errors import MachineError, RequestError
+from harness.errors import MachineError, RequestError, error_text
 from harness.ledger import Observer
 
 __all__ = ["PoolEngine"]
@@ -63,7 +63,7 @@ class PoolEngine:
         try:
             sent = mailbox.packed((program, args))
         except Exception as problem:  # whatever a user's own pickling raises
-            rule = f"cannot be sent to the processes of the ranks ({type(problem).__name__}: {problem})"
+            rule = f"cannot be sent to the processes of the ranks ({error_text(problem)})"
             raise RequestError(f"program {program!r}: {rule}; legal: a function of a module") from problem
         self.unwaited = ()
         values, self.unwaited = self._pool.run(sent, world_size, seed, timeout_s)

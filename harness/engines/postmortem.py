@@ -12,7 +12,7 @@ from harness.engines.baton import Baton, State
 from harness.engines.exchange import Exchange
 from harness.engines.meeting import ANY, Fault, Group, Meeting, Post
 from harness.engines.signature import Signature, described, difference, field_words
-from harness.errors import Position, ranks_text
+from harness.errors import Position, error_text, ranks_text
 from harness.recording.callers import caller_of, raised_at
 
 __all__ = [
@@ -81,7 +81,7 @@ def positions(baton: Baton, exchange: Exchange, raised: Sequence[Raised]) -> lis
         work = exchange.waiting[rank]
         if rank in errors:
             caller = raised_at(errors[rank].__traceback__)
-            found.append(Position(rank=rank, state="raised", detail=_error_text(errors[rank]), caller=caller))
+            found.append(Position(rank=rank, state="raised", detail=error_text(errors[rank]), caller=caller))
         elif state in {State.DONE, State.NOT_STARTED}:
             found.append(Position(rank=rank, state="finished" if state is State.DONE else "not started"))
         elif work is not None and not work.event.done:
@@ -109,7 +109,7 @@ def of_raise(raised: Sequence[Raised], world_size: int) -> Cause:
     """A rank raised first."""
     first = raised[0]
     place = raised_at(first.error.__traceback__)
-    text = f"rank {first.rank} of {world_size} raised {_error_text(first.error)}" + (f", at {place}" if place else "")
+    text = f"rank {first.rank} of {world_size} raised {error_text(first.error)}" + (f", at {place}" if place else "")
     return Cause(text, tuple(entry.rank for entry in raised))
 
 
@@ -211,11 +211,6 @@ def _said(work: Waiting) -> str:
     peer = "any rank" if work.event.peer == ANY else f"rank {work.group.ranks[work.event.peer]}"
     tag = f" tag {work.event.tag}" if work.event.tag else ""
     return f"{described(work.said)} {'to' if work.said.op == 'send' else 'from'} {peer}{tag}"
-
-
-def _error_text(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return type(error).__name__ + (f": {lines[0]}" if lines else "")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -21,9 +21,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from harness.engines.board import Fact, Reader, Writer, anonymous_file
 from harness.engines.launched import Launched
-from harness.engines.rank_process import Ended, ended, error_text, seeded, world
+from harness.engines.rank_process import Ended, ended, seeded, world
 from harness.engines.relay import LEAVE, RUN, WHERE
 from harness.engines.replay import WAITING_IN
+from harness.errors import error_text
 from harness.interposer import Interposer
 from harness.recording.callers import caller_of
 

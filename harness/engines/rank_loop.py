@@ -21,8 +21,8 @@ from harness.engines import mailbox, stacks
 from harness.engines.board import Writer
 from harness.engines.kept_groups import KeptGroups
 from harness.engines.placement import Placement
-from harness.engines.rank_process import Ended, ended, error_text, seeded, world
-from harness.errors import RequestError
+from harness.engines.rank_process import Ended, ended, seeded, world
+from harness.errors import RequestError, error_text
 from harness.interposer import Interposer
 
 __all__ = ["HOST", "Job", "Reply", "serve"]

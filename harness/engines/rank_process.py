@@ -26,9 +26,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from harness.engines.engine import Program
 from harness.engines.redirect import redirected
+from harness.errors import error_text
 from harness.recording.callers import raised_at
 
-__all__ = ["Ended", "ended", "error_text", "run_rank", "seeded", "world"]
+__all__ = ["Ended", "ended", "run_rank", "seeded", "world"]
 
 _SLACK_S = 30.0
 """How much longer than the run torch waits: the engine's own limit comes first and knows more."""
@@ -132,12 +133,6 @@ def ended(rank: int, program: Program, args: tuple[Any, ...]) -> Ended:
             rank=rank, error=_portable(error, rank), detail=error_text(error), caller=place, at_s=time.monotonic()
         )
     return Ended(rank=rank, value=value, at_s=time.monotonic())
-
-
-def error_text(error: BaseException) -> str:
-    """An exception in one line: its type and the first line of what it says."""
-    lines = str(error).splitlines()
-    return type(error).__name__ + (f": {lines[0]}" if lines else "")
 
 
 def _portable(error: BaseException, rank: int) -> BaseException:

@@ -29,7 +29,7 @@ from harness.engines.launched import launched
 from harness.engines.rank_child import Order, live
 from harness.engines.relay import END, relay
 from harness.engines.remote_run import RemoteRun
-from harness.errors import MachineError, RequestError
+from harness.errors import MachineError, RequestError, error_text
 from harness.ledger import Observer
 
 __all__ = ["TorchrunEngine", "dismiss", "serve", "serves"]
@@ -167,5 +167,5 @@ def _pickled(program: Program, args: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps((program, args))
     except Exception as problem:  # whatever a user's own pickling raises
-        rule = f"cannot be sent to the processes of the ranks ({type(problem).__name__}: {problem})"
+        rule = f"cannot be sent to the processes of the ranks ({error_text(problem)})"
         raise RequestError(f"program {program!r}: {rule}; legal: a function of a module") from problem

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.asking import called
 from harness.engines.dry import DryEngine
 from harness.ledger import Event
 from harness.predicting.meter import Meter, Stretch
@@ -79,7 +80,7 @@ def dry_run(
 
         def program(rank: int, recorder: Recorder, meter: Meter, saved: SavedActivations) -> None:
             with recorder.on_rank(rank), saved.on_rank(rank), meter.on_rank(rank):
-                subject(case, torch.device("meta"))
+                called(subject, case, torch.device("meta"))
 
         with recorder:
             engine.run_ranks(

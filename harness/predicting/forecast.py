@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from harness.asking import stated
 from harness.checking.ledger_checks import differences
 from harness.engines.dry import DryEngine
 from harness.ledger import Event, wire_bytes
@@ -220,8 +220,7 @@ def _compared(case: CaseLike, subject: Subject, rank: DryRank) -> str:
 
 def closed_form(case: CaseLike, subject: Subject) -> Iterable[TermLike] | None:
     """What the subject expects of a case; None when it states nothing."""
-    expected: Callable[[CaseLike], Any] | None = getattr(subject, "expected", None)
-    return None if expected is None else expected(case)
+    return stated(case, subject)
 
 
 def _memory(line: _Parts) -> Memory:

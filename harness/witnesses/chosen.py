@@ -17,7 +17,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness.checking.ledger_checks import Line, line_of
-from harness.errors import MachineError
+from harness.errors import MachineError, error_text
 from harness.protocols import CaseLike, TermLike
 from harness.recording.attribution import Attribution
 from harness.recording.moments import Stepped, read
@@ -99,7 +99,7 @@ def terms_of(
     try:
         one = _calls(expected(case.but(steps=1))) if expected is not None else Counter()
     except Exception as problem:  # a third party's function on a case that nobody asked it before
-        return None, f"the closed form of one step failed: {type(problem).__name__}: {problem}"
+        return None, f"the closed form of one step failed: {error_text(problem)}"
     for line in (*whole, *one):
         if whole[line] != case.steps * one[line]:
             where = f"{line.phase} {line.op} in {line.region or 'no module'}"

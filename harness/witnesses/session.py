@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.diagnosis import case_text
-from harness.engines.rank_process import Ended, error_text
-from harness.errors import MachineError
+from harness.engines.rank_process import Ended
+from harness.errors import MachineError, error_text
 from harness.protocols import CaseLike
 from harness.witnesses.chosen import steps_text
 from harness.witnesses.database import read_database
