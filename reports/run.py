@@ -30,7 +30,7 @@ from reports import experiment, page, summary, tables, witnesses
 from reports.frames import Run, load
 from reports.profiling import asked_steps, asked_tools
 from reports.repro import write_script
-from reports.show import show_failures
+from reports.show import show_failures, unreturned
 from reports.text import append_step_summary, show_message, show_table, ticking
 
 __all__ = ["PLAN", "bench_main", "default_cases", "main"]
@@ -196,7 +196,7 @@ def _tell(result: RunResult, *, as_json: bool) -> None:
     stored = load(result.path)
     headline = tables.headline_table(summary.headline(stored))
     append_step_summary(headline, str(result.path), os.environ)
-    notes = (*result.notes, *stored.notes)
+    notes = (*result.notes, *unreturned(stored), *stored.notes)
     if as_json:
         print(json.dumps(_as_json(result, stored, notes), indent=2, allow_nan=False))
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,7 +14,7 @@ from reports import breakeven, page, summary, tables, witnesses
 from reports.frames import Run, load
 from reports.text import show_message, show_table
 
-__all__ = ["main", "page_main", "show_failures", "show_run"]
+__all__ = ["main", "page_main", "show_failures", "show_run", "unreturned"]
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -45,8 +46,20 @@ def show_run(run: Run, stream: TextIO) -> None:
     for table in witnesses.tables(run.path):
         show_table(table, stream)
     show_failures(run, stream)
-    for note in run.notes:
+    for note in (*unreturned(run), *run.notes):
         show_message(f"note: {note}", stream, style="yellow")
+
+
+def unreturned(run: Run) -> list[str]:
+    """For every case that passed: how much of the truth its subject returned, where that is not all of it."""
+    told = run.verdicts[(run.verdicts["check"] == "coverage") & (run.verdicts["verdict"] == "pass")]
+    notes: dict[str, None] = {}
+    for verdict in told.to_dict("records"):
+        if left_out := str(verdict["unchecked"]):
+            kinds = Counter(name.partition("/")[0] for name in left_out.split("; "))
+            words = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+            notes[f"{verdict['message']}; not returned, so not checked: {words}"] = None
+    return list(notes)
 
 
 def show_failures(run: Run, stream: TextIO) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 
 from harness.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.tolerance import Measured, kind_of, kind_rms, measure
@@ -99,6 +100,13 @@ def coverage(evidence: Evidence) -> Finding:
         message = f"nothing checkable: {got}; the truth has {len(evidence.truth)} names, such as {known}"
         return Finding(verdict=FAIL, message=message, unchecked=unchecked + strange, names=strange)
     message = f"{len(comparable)} of {len(evidence.truth)} tensors of the truth were returned"
-    if strange:
-        message += f"; unknown to the truth: {', '.join(strange[:5])}"
-    return Finding(verdict=PASS, message=message, unchecked=unchecked + strange)
+    named = {name for outcome in evidence.outcomes for name in outcome}
+    strange = tuple(name for name in strange if name in named)  # a module of its own is nobody's slip
+    if not strange:
+        return Finding(verdict=PASS, message=message, unchecked=unchecked)
+    said = [name + "".join(f" ({near}?)" for near in get_close_matches(name, unchecked, n=1)) for name in strange[:5]]
+    more = f" and {len(strange) - len(said)} more" if len(strange) > len(said) else ""
+    message += (
+        f"; the truth does not know {', '.join(said)}{more}: leave out what nobody can check, or name it as it does"
+    )
+    return Finding(verdict=UNKNOWN, message=message, unchecked=unchecked + strange)

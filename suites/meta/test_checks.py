@@ -75,6 +75,17 @@ def test_each_check_says_what_it_did_not_see() -> None:
     assert "update" not in findings and "gradient_norm" not in findings
 
 
+def test_a_name_that_the_truth_does_not_know_is_no_pass_and_the_nearest_one_is_told() -> None:
+    slip = {name.replace("param/", "params/"): tensor for name, tensor in truth().items()}
+    (finding,) = examine(
+        evidence(*(outcome_of(rank, slip) for rank in range(2))), {"coverage": CHECKS["coverage"]}
+    ).values()
+    assert finding.verdict == UNKNOWN
+    assert f"params/{BIAS} (param/{BIAS}?)" in finding.message and f"params/{BIAS}" in finding.unchecked
+    own = replace(evidence(), captured=(localize({"act/my_module": torch.ones(2)}),) * 2)
+    assert examine(own, {"coverage": CHECKS["coverage"]})["coverage"].verdict == PASS, "a module of its own"
+
+
 @pytest.mark.parametrize("returned", [{}, {"my_loss": torch.ones(())}])
 def test_a_subject_that_returns_nothing_checkable_fails(returned: dict[str, Any]) -> None:
     findings = examine(evidence(returned, returned))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -73,6 +74,12 @@ def test_a_failed_check_ends_with_one_and_prints_six_lines(shardproof: CommandLi
         assert f"\n{label}" in out
     assert f"--subject {TOY}wrong" in out, "the command that repeats it"
     assert "What went wrong" in Path("runs/latest/report.html").read_text()
+
+
+def test_what_a_subject_did_not_return_is_told_beside_the_table(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("run", ONE, "--subject", f"{TOY}losses_only")
+    assert status == 0
+    assert re.search(r"note: \d+ of \d+ tensors of the truth were returned; not returned, so not checked: ", out)
 
 
 def test_a_machine_that_fails_ends_with_three(shardproof: CommandLine) -> None:
