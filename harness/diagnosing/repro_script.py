@@ -15,9 +15,10 @@ import os
 import queue
 import sys
 import tempfile
+import time
 import traceback
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def on_rank(facts: Mapping[str, Any], rank: int, store: str) -> int:
         everybody: list[Any] = [None] * world_size
         dist.all_gather_object(everybody, mine)
         return judged(everybody, facts) if rank == 0 else GONE
-    except Exception:
+    except BaseException:  # a subject that calls sys.exit too
         traceback.print_exc()
         return REPRODUCED if facts["measure"] == "run" else UNDECIDED
     finally:
@@ -123,6 +124,23 @@ def on_rank(facts: Mapping[str, Any], rank: int, store: str) -> int:
 def spawned(facts: Mapping[str, Any], rank: int, store: str, answers: Any) -> None:
     """One process; its answer goes to the parent."""
     answers.put((rank, on_rank(facts, rank, store)))
+
+
+def told(processes: Sequence[Any], answers: Any) -> list[int]:
+    """The answers of all ranks, or those up to the first that tells of a failure: the others may wait for it forever.
+
+    Raises queue.Empty when there is none in time, or a process ended without one.
+    """
+    found: list[int] = []
+    end_s = time.monotonic() + LIMIT_S
+    while len(found) < len(processes) and not any(found):
+        gone = sum(process.exitcode is not None for process in processes) > len(found)
+        try:
+            found.append(answers.get(timeout=1.0)[1])
+        except queue.Empty:
+            if gone or time.monotonic() > end_s:
+                raise
+    return found
 
 
 def main(facts: Mapping[str, Any]) -> int:
@@ -140,13 +158,13 @@ def main(facts: Mapping[str, Any]) -> int:
         for process in processes:
             process.start()
         try:
-            found = [answers.get(timeout=LIMIT_S)[1] for _ in ranks]
+            found = told(processes, answers)
         except queue.Empty:
-            print(f"no answer within {LIMIT_S:g} s")
+            print(f"no answer within {LIMIT_S:g} s, or a process that ended without one")
             return REPRODUCED if facts["measure"] == "run" else UNDECIDED
         finally:
             for process in processes:
-                process.terminate()
+                process.kill()  # a rank that waits for a dead one does not end by itself
     verdict = REPRODUCED if REPRODUCED in found else UNDECIDED if UNDECIDED in found else GONE
     print({GONE: "not reproduced", REPRODUCED: "reproduced", UNDECIDED: "undecided"}[verdict])
     return verdict

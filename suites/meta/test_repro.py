@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +119,38 @@ def raising(case: Case, device: torch.device) -> dict[str, Tensor]:
 def test_a_subject_that_raises_is_repeated_too(engine: Engine) -> None:
     text = emit(Case.parse(SMALL), f"{__name__}:raising", engine)
     assert text is not None and text.startswith('"""the subject does not finish when suites.meta.test_repro:raising')
+
+
+LEAVING = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+
+
+def subject(case, device):
+    if dist.get_rank() == 1:
+        sys.exit(3)
+    dist.all_reduce(torch.ones(()))
+    return {}
+"""
+"""Rank 0 waits for a rank that has left."""
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(3)", "os._exit(3)"])
+def test_a_script_does_not_wait_for_a_rank_that_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine, leave: str
+) -> None:
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = emit(Case.parse(SMALL), "leaving:subject", engine)
+    assert text is not None
+    script = tmp_path / "repro.py"
+    script.write_text(text)
+    (tmp_path / "leaving.py").write_text(LEAVING.replace("sys.exit(3)", leave))
+    start_s = time.monotonic()
+    assert started(script).returncode == 1
+    assert time.monotonic() - start_s < 40, "the limit of the script is 120 s, that of its group 60 s"
 
 
 def test_the_command_writes_the_script_of_our_own_subject(shardproof: CommandLine) -> None:
