@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.asking import Unanswered
+from harness.capacity import admit
 from harness.claims import claimed
 from harness.diagnosis import case_text
 from harness.engines.engine import Engine
@@ -96,6 +97,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     Raises RequestError before anything runs when a case, the subject, the engine or the folder is wrong.
     """
     cases = parse_cases(request.cases)
+    admit(cases, request.engine)
     claimed(resolve(request.subject), request.subject)
     results: list[_Tally] = []
     with engine_named(request.engine) as engine:

@@ -34,6 +34,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
 }
 _SIZES = "tp dp pp cp wp layers hidden heads kv_heads ffn vocab seq batch micro steps".split()
 
+LARGEST_SEED = 2**64 - 1
+
 Problem = tuple[str, str, str]
 """Key, the rule it breaks, a legal value."""
 
@@ -62,6 +64,8 @@ def _domains(v: Mapping[str, Any]) -> Iterator[Problem]:
             yield key, "must be at least 1", f"{key}=1"
     if v["seed"] < 0:
         yield "seed", "must not be negative", "seed=0"
+    if v["seed"] > LARGEST_SEED:
+        yield "seed", "must be below 2**64, for torch's generators take no more", f"seed={LARGEST_SEED}"
     if any(c.isspace() for c in v["data"]):
         yield "data", "must be a path without spaces, so that the case stays one line of words", "data=corpus.txt"
 

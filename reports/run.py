@@ -20,6 +20,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from harness.capacity import admit
 from harness.diagnosis import case_text
 from harness.engines.torchrun import dismiss, serve, serves
 from harness.errors import RequestError, ShardproofError
@@ -141,6 +142,7 @@ def _cases(arguments: argparse.Namespace) -> tuple[str, ...]:
         cases = _as_variant(cases, arguments.variant, given=bool(arguments.cases))
     if arguments.data is not None:
         cases = [_with_data(case, arguments.data) for case in cases]
+    admit(cases, arguments.engine)
     _read_first(cases)
     return tuple(case_text(case) for case in cases)
 
