@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, chdir, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -161,17 +161,18 @@ def _run(
     observer: Observer | None,
     timeout_s: float,
 ) -> list[Localized]:
-    return engine.run(
-        _on_rank,
-        subject,
-        case,
-        torch.device(device),
-        watcher,
-        world_size=case.world_size,
-        observer=observer,
-        seed=case.seed,
-        timeout_s=timeout_s,
-    )
+    with chdir("."):  # where a subject goes, the next run does not start
+        return engine.run(
+            _on_rank,
+            subject,
+            case,
+            torch.device(device),
+            watcher,
+            world_size=case.world_size,
+            observer=observer,
+            seed=case.seed,
+            timeout_s=timeout_s,
+        )
 
 
 def _execution(

@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = _parser().parse_args(arguments)
     except SystemExit as end:  # argparse has printed its help or its one message
         return end.code if isinstance(end.code, int) else _WRONG_REQUEST
+    if empty := _empty(parsed):
+        print(f"shardproof {parsed.command}: {empty}='': is empty; legal: a word, or leave it out", file=sys.stderr)
+        return _WRONG_REQUEST
     module, _, function = _HANDLERS[parsed.command].partition(":")
     try:
         # Imported only now: torch and pandas take seconds, and `--help` or a mistyped option should not wait for them.
@@ -70,6 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("shardproof: this is a bug in shardproof and no verdict on the subject", file=sys.stderr)
         return _MACHINE
     return int(status)
+
+
+def _empty(parsed: argparse.Namespace) -> str:
+    """What was given as an empty word, as a shell does with a variable that is not set: it must choose nothing."""
+    for name, value in vars(parsed).items():
+        words = value if isinstance(value, list) else [value]
+        if any(isinstance(word, str) and not word.strip() for word in words):
+            return {"cases": "case", "output": "-o"}.get(name, name.replace("_", "-"))
+    return ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,9 +123,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where tensors live (cpu)")
     run.add_argument("--data", metavar="PATH", help="text, JSONL or tokenized data for every case")
     run.add_argument("--variant", metavar="NAME", help="a known deviation of real systems, in every case: it must fail")
-    run.add_argument(
-        "--profile", default="", metavar="torch,nsys", help="witnesses: run each case under these tools too"
-    )
+    run.add_argument("--profile", metavar="torch,nsys", help="witnesses: run each case under these tools too")
     run.add_argument("--profile-steps", metavar="FIRST:END", help="steps they watch; END is not included (all)")
     run.add_argument("--preset-experiment", metavar="NAME", help="repeat a published run: gpt3-857m-tp4")
     run.add_argument("--emit-repro", metavar="FILE", help="the first failure, shrunk, as a script of its own")

@@ -19,11 +19,15 @@ TOOLS = ("torch", "nsys")
 
 def asked_tools(arguments: argparse.Namespace) -> tuple[str, ...]:
     """The tools of --profile, each once. Raises RequestError for an unknown one, or if there is nothing to profile."""
+    if arguments.profile is None:
+        return ()
     tools = tuple(dict.fromkeys(word for word in arguments.profile.split(",") if word))
+    if not tools:
+        raise RequestError(f"profile={arguments.profile}: names no witness; legal: {','.join(TOOLS)}")
     for tool in tools:
         if tool not in TOOLS:
             raise RequestError(f"profile={tool}: is not a witness; legal: {','.join(TOOLS)}")
-    if tools and arguments.engine == "dry":
+    if arguments.engine == "dry":
         raise RequestError("profile: dry ranks have shapes and no times; legal: --engine inproc")
     return tools
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from harness.diagnosing.repro import emit, shown_name
@@ -9,7 +12,27 @@ from harness.errors import RequestError
 from harness.evidence import FAIL
 from harness.run import RunResult, engine_named, parse_cases
 
-__all__ = ["write_script"]
+__all__ = ["check_target", "write_script"]
+
+
+def check_target(file: str) -> None:
+    """Raise RequestError unless a file can be written there, before minutes are spent on it; leave no new one."""
+    fresh = not os.path.lexists(file)
+    with _writing(file):
+        # Not blocking: a pipe that nobody reads is an error and no wait without end.
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666))
+        if fresh:
+            os.unlink(file)
+
+
+@contextmanager
+def _writing(file: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        legal = "a file in a folder with write permission"
+        raise RequestError(f"emit-repro={file}: cannot be written ({reason}); legal: {legal}") from problem
 
 
 def write_script(result: RunResult, subject: str, file: str) -> str:
@@ -27,11 +50,6 @@ def write_script(result: RunResult, subject: str, file: str) -> str:
         return (
             f"{file} was not written: no returned tensor is wrong and the subject finishes, so a script shows nothing"
         )
-    try:
+    with _writing(file):
         Path(file).write_text(text, encoding="utf-8")
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise RequestError(
-            f"emit-repro={file}: cannot be written ({reason}); legal: a file in a folder with write permission"
-        ) from problem
     return f"{file} repeats {shown_name(text) or 'how the subject ends'}: run it with python {file}"

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pandas as pd
 import torch
 
 from harness.capacity import admit
+from harness.claims import claims
 from harness.diagnosis import case_text
 from harness.engines.torchrun import dismiss, serve, serves
 from harness.errors import RequestError, ShardproofError
@@ -30,7 +31,7 @@ from harness.run import Request, RunResult, parse_cases, run
 from reports import experiment, page, summary, tables, witnesses
 from reports.frames import Run, load
 from reports.profiling import asked_steps, asked_tools
-from reports.repro import write_script
+from reports.repro import check_target, write_script
 from reports.show import show_failures, unreturned
 from reports.text import append_step_summary, show_message, show_table, ticking
 
@@ -62,6 +63,19 @@ def main(arguments: argparse.Namespace) -> int:
     """Run, check, record, report. Exit status: 0 all pass, 1 a check failed, 2 nothing ran, 3 the machine failed."""
     if arguments.engine == LAUNCHED and serves():
         return serve()
+    with chdir("."):  # a subject may go elsewhere; all paths are meant from here
+        result = _run(arguments)
+    result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)
+    if arguments.emit_repro is not None:
+        result = _with_script(result, arguments)
+    _tell(result, as_json=arguments.json)
+    if arguments.preset_experiment and not arguments.json:
+        show_table(experiment.timeline(load(result.path), arguments.preset_experiment), sys.stdout)
+        show_message(experiment.real_size(arguments.preset_experiment), sys.stdout)
+    return result.exit_status
+
+
+def _run(arguments: argparse.Namespace) -> RunResult:
     try:
         request = _request(arguments)
     except ShardproofError:
@@ -72,24 +86,31 @@ def main(arguments: argparse.Namespace) -> int:
     before = latest.resolve()
     try:
         with ticking(sys.stderr) as tick, _one_thread():
-            result = run(request, tick)
+            return run(request, tick)
     except KeyboardInterrupt:
         if latest.resolve() != before:
-            show_message(f"\nfinished cases are in {latest.resolve()}: shardproof show {latest}", sys.stderr)
+            shown = Path(arguments.out) / "latest"
+            show_message(f"\nfinished cases are in {latest.resolve()}: shardproof show {shown}", sys.stderr)
         raise
-    if arguments.emit_repro:
+
+
+def _with_script(result: RunResult, arguments: argparse.Namespace) -> RunResult:
+    """The result with a note on the script of --emit-repro; what hinders a script takes no verdict along."""
+    try:
         with _one_thread():
             note = write_script(result, arguments.subject, arguments.emit_repro)
-        result = dataclasses.replace(result, notes=(*result.notes, note))
-    _tell(result, as_json=arguments.json)
-    if arguments.preset_experiment and not arguments.json:
-        show_table(experiment.timeline(load(result.path), arguments.preset_experiment), sys.stdout)
-        show_message(experiment.real_size(arguments.preset_experiment), sys.stdout)
-    return result.exit_status
+    except ShardproofError as problem:
+        note = str(problem)
+    except Exception as problem:
+        note = f"{arguments.emit_repro} was not written: {type(problem).__name__}: {problem}"
+    return dataclasses.replace(result, notes=(*result.notes, note))
 
 
 def _request(arguments: argparse.Namespace) -> Request:
     """What the options ask for. Raises RequestError before anything runs."""
+    out = Path(arguments.out).absolute()  # now: the import of a subject may change the folder too
+    if arguments.emit_repro is not None:
+        check_target(arguments.emit_repro)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
     experiment.asked(arguments)
@@ -100,7 +121,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         subject=arguments.subject,
         engine=arguments.engine,
         device=arguments.device,
-        out=Path(arguments.out),
+        out=out,
         command=tuple(sys.argv),
         page=_write_page,
         profile=tools,
@@ -137,6 +158,9 @@ def _cases(arguments: argparse.Namespace) -> tuple[str, ...]:
             f"modes={arguments.modes}: chooses among the default cases, and a CASE was given; legal: {legal}"
         )
     texts = tuple(arguments.cases) or default_cases(arguments.subject, arguments.modes)
+    if not arguments.cases and (unknown := claims(arguments.subject).unknown):
+        left_out = f"{arguments.subject} claims {', '.join(unknown)}, which no case can have: left out"
+        show_message(f"note: {left_out}", sys.stderr, style="yellow")
     cases = parse_cases(texts)
     if arguments.variant is not None:
         cases = _as_variant(cases, arguments.variant, given=bool(arguments.cases))
@@ -149,12 +173,7 @@ def _cases(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def default_cases(subject: str, modes: str) -> tuple[str, ...]:
     """The cases of PLAN in the modes that are asked for ("all" or "a,b") and claimed by the subject."""
-    claimed: Sequence[str] = getattr(resolve(subject), "modes", None) or tuple(PLAN)
-    asked = claimed if modes == "all" else modes.split(",")
-    for mode in asked:
-        if mode not in claimed:
-            legal = f"all, or some of {','.join(claimed)}"
-            raise RequestError(f"modes={mode}: is not claimed by {subject}; legal: {legal}")
+    asked = claims(subject).chosen(modes)
     return tuple(text.format(mode=mode) for mode in asked for text in PLAN.get(mode, _MEGATRON))
 
 

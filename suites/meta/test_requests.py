@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,9 @@ from reference.rules import MODES
 from reports import cli
 from reports import run as run_command
 from suites.meta.command_line import ONE, TOY, CommandLine, command_line
+
+ahead = SimpleNamespace(modes=("ep", "tp", "cp"))
+"""Claims modes that the words of a case lack."""
 
 
 @pytest.fixture
@@ -70,7 +75,7 @@ def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, t
 
 def test_modes_choose_among_what_the_subject_claims(shardproof: CommandLine) -> None:
     message = shardproof.refused("run", "--modes", "tp-sp,zeta", "--subject", f"{TOY}limited")
-    assert "modes=zeta: is not claimed by" in message and "legal: all, or some of tp-sp" in message
+    assert f"modes=zeta: {TOY}limited claims tp-sp; legal: --modes all" in message
     message = shardproof.refused("run", ONE, "--modes", "tp")
     assert "modes=tp" in message and "legal: mode= in the case" in message
 
@@ -86,7 +91,7 @@ def test_modes_choose_among_what_the_subject_claims(shardproof: CommandLine) -> 
         (("run", "--profile", "nsys", "--engine", "dry"), "profile: dry ranks have shapes and no times"),
         (("run", ONE, "--profile-steps", "0:1"), "profile-steps=0:1: chooses among the steps that --profile watches"),
         (("run", ONE, "--profile", "nsys", "--profile-steps", "1"), "profile-steps=1: must be FIRST:END, steps from"),
-        (("run", ONE, "--profile", "torch", "--profile-steps", ""), "profile-steps=: must be FIRST:END, steps from"),
+        (("run", "--profile", ","), "profile=,: names no witness; legal: torch,nsys"),
         (
             ("run", f"{ONE} steps=4", "--profile", "torch", "--profile-steps", "3:3"),
             "profile-steps=3:3: holds no step, for END is not included; legal: 0:4",
@@ -118,7 +123,43 @@ def test_a_device_that_is_not_here_is_refused(shardproof: CommandLine) -> None:
 def test_a_folder_that_cannot_be_written_is_refused(shardproof: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     message = shardproof.refused("run", ONE, "--subject", f"{TOY}right", "--out", "file")
-    assert "out=file: the run folder cannot be written" in message
+    assert f"out={tmp_path}/file: the run folder cannot be written" in message
+
+
+@pytest.mark.parametrize("file", [".", "nowhere/repro.py", "file/repro.py", "x" * 300, "pipe"])
+def test_a_script_that_cannot_be_written_is_refused_before_anything_runs(
+    shardproof: CommandLine, tmp_path: Path, file: str
+) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    message = shardproof.refused("run", ONE, "--subject", f"{TOY}wrong", "--emit-repro", file)
+    assert f"emit-repro={file}: cannot be written (" in message
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("run", ""), "case"),
+        (("run", ONE, " "), "case"),
+        (("predict", ""), "case"),
+        (("run", "--profile", ""), "profile"),
+        (("run", "--profile", "torch", "--profile-steps", ""), "profile-steps"),
+        (("run", "--variant", ""), "variant"),
+        (("run", "--data", ""), "data"),
+        (("run", "--emit-repro", ""), "emit-repro"),
+        (("run", "--preset-experiment", ""), "preset-experiment"),
+        (("run", "--out", ""), "out"),
+        (("predict", "mode=tp", "--out", ""), "out"),
+        (("bench", "--out", ""), "out"),
+        (("show", ""), "run"),
+        (("page", "-o", ""), "-o"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_an_empty_word_chooses_nothing(shardproof: CommandLine, words: tuple[str, ...], name: str) -> None:
+    assert f"{name}='': is empty; legal: a word, or leave it out" in shardproof.refused(*words)
+    assert not Path("runs").exists()
 
 
 # Without a case
@@ -137,6 +178,16 @@ def test_without_a_case_every_claimed_mode_runs_on_two_and_four_ranks() -> None:
 def test_modes_narrow_the_default_cases() -> None:
     chosen = run_command.default_cases("parallel.subject:subject", "tp,tp-sp")
     assert [Case.parse(text).mode for text in chosen] == ["tp"] * 3 + ["tp-sp"] * 3
+
+
+def test_a_claimed_mode_that_no_case_can_have_is_left_out_and_named(
+    shardproof: CommandLine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "suites.meta.test_requests:ahead"
+    assert [Case.parse(text).mode for text in run_command.default_cases(name, "all")] == ["tp"] * 3
+    status, _, err = shardproof("run", "--subject", name, "--engine", "dry")
+    assert status == 2, "what the harness makes of a subject that cannot be called"
+    assert f"note: {name} claims ep, cp, which no case can have: left out\n" in err
 
 
 def test_every_mode_that_our_subject_claims_has_default_cases() -> None:
