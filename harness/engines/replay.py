@@ -22,7 +22,7 @@ from harness.errors import ranks_text
 
 __all__ = ["WAITING_IN", "Board", "Replay", "Written"]
 
-WAITING_IN = ("interposer.py", "waits.py", "distributed_c10d.py", "_functional_collectives.py")
+WAITING_IN = ("interposer.py", "waits.py", "distributed_c10d.py", "_functional_collectives.py", "kept_groups.py")
 """Files whose code stands innermost in a rank that waits for a call to complete."""
 
 _HERE = Operands((), ())
@@ -65,7 +65,8 @@ class Board(Protocol):
 class Replay:
     """Reads the boards of a run. `last` by rank is the call written last, `fault` the first that does not match.
 
-    `at_fault` by rank is what was written in that call, `later` by rank the asynchronous calls in order.
+    `at_fault` by rank is what was written in that call, `later` by rank the asynchronous calls in order. A rank that
+    makes a group waits there for all others to make it, as in a call.
     """
 
     def __init__(self, boards: Sequence[Board]) -> None:
@@ -78,12 +79,20 @@ class Replay:
         self.later: list[list[Written]] = [[] for _ in boards]
         self.written = 0
         self._made: dict[str, dict[int, tuple[int, ...]]] = {}
+        self._making: dict[str, Meeting] = {}
+        self._in_making: list[Written | None] = [None] * len(boards)
         self._met: dict[Meeting, list[Written]] = {}
 
     @property
     def groups(self) -> list[Group]:
-        """All groups in which somebody called, in the order in which they were seen."""
-        return list(self._groups.values())
+        """All groups in which somebody called, in the order in which they were seen; at last the world, where groups
+        are made that not all of their members have made. Where a backend was kept, nobody waits for that.
+        """
+        making = Group(tuple(range(len(self.last))), "default_pg")
+        for number, made in self._made.items():
+            if set(next(iter(made.values()))) - made.keys():  # else the members alone may do (local synchronisation)
+                making.meetings[int(number)] = self._making[number]
+        return [*self._groups.values(), *([making] if making.meetings else [])]
 
     def read(self) -> None:
         """Take in what was written since the last time."""
@@ -98,7 +107,7 @@ class Replay:
         if waits:
             call = self.later[rank][waits - 1] if waits <= len(self.later[rank]) else None
         else:
-            call = self.last[rank] if board.inside() else None
+            call = self.last[rank] if board.inside() else self._in_making[rank]
         return call if call is not None and not call.event.done else None
 
     def unwaited(self, places: Sequence[Sequence[int]]) -> tuple[Unwaited, ...]:
@@ -120,6 +129,7 @@ class Replay:
         if fact.said.op == "new_group":
             self._make(rank, at_s, fact)
             return
+        self._in_making[rank] = None
         key = (fact.group, fact.ranks)
         group = self._groups.get(key)
         if group is None:
@@ -187,12 +197,16 @@ class Replay:
         """A rank makes a group of the world, as every rank must; when all have, they must have made the same."""
         made = self._made.setdefault(fact.group, {})
         made[rank] = fact.ranks
+        world = Group(tuple(range(len(self.last))), "default_pg")
+        making = self._making.setdefault(fact.group, Meeting(fact.said, len(self.last)))
+        making.operands[rank] = _HERE
+        self._in_making[rank] = Written(rank, world, int(fact.group), fact, making, at_s)
         if len(made) < len(self.last):
             return
-        del self._made[fact.group]
+        del self._made[fact.group], self._making[fact.group]
+        making.done = True
         odd = next((other for other in sorted(made) if made[other] != made[0]), 0)
         if odd:
-            world = Group(tuple(range(len(self.last))), "default_pg")
             words = f"rank 0 makes it of ranks {ranks_text(made[0])}, rank {odd} of ranks {ranks_text(made[odd])}"
             self._part(Fault(world, int(fact.group), fact.said, ranks=(0, odd), words=words), at_s)
 

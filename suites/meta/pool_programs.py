@@ -25,6 +25,7 @@ __all__ = [
     "family",
     "forever",
     "leaves_works",
+    "makes_alone",
     "os_parent",
     "raises",
     "summed",
@@ -114,6 +115,14 @@ def waits_alone(rank: int) -> None:
         work = dist.all_reduce(torch.ones(2), async_op=True)
         assert work is not None
         work.wait()
+
+
+def makes_alone(rank: int, others: str) -> None:
+    """Rank 1 makes a group, rank 0 does something else."""
+    if rank == 1:
+        dist.new_group([0, 1])
+    elif others == "calls":
+        dist.all_reduce(torch.ones(3))
 
 
 def wrapped(rank: int) -> list[float]:

@@ -11,7 +11,7 @@ from harness.engines.inproc import InprocEngine
 from harness.engines.pool import PoolEngine
 from harness.errors import Desynchronised, RankDied, RankRaised, RequestError, TimeLimit
 from suites.meta import faulty_programs as faulty
-from suites.meta.pool_programs import calls_then, leaves_works, raises, summed, total, waits_alone, wrapped
+from suites.meta.pool_programs import calls_then, leaves_works, makes_alone, raises, summed, total, waits_alone, wrapped
 from suites.meta.test_inproc_faults import CASES, Case
 
 OTHERWISE = {faulty.lives_differ}
@@ -40,6 +40,20 @@ def test_ranks_out_of_step_are_told_as_by_the_in_process_engine(engine: PoolEngi
         assert position.state in {"waits in", "passed", "finished", "runs"}
         if position.op:
             assert "faulty_programs.py:" in position.caller
+
+
+@pytest.mark.parametrize("others", ["calls", "ends"])
+def test_a_group_that_one_rank_alone_makes_is_waited_for_like_a_call(engine: PoolEngine, others: str) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(Desynchronised) as problem:
+        engine.run(makes_alone, others, world_size=2, timeout_s=60)
+    assert time.monotonic() - start_s < 20
+    assert "new_group #1 of world (0 1)" in problem.value.cause
+    if others == "calls":
+        one, two = problem.value.positions
+        assert (one.op, two.op, two.state) == ("all_reduce", "new_group", "waits in")
+        assert "pool_programs.py:" in two.caller
+    assert engine.run(summed, world_size=2) == [total(2)] * 2
 
 
 def test_after_an_error_the_next_run_is_right(engine: PoolEngine) -> None:
