@@ -211,9 +211,12 @@ def differing(a: Tensor, b: Tensor) -> str:
     width = a.element_size()
     wrong = (bits_of(a).view(-1, width) != bits_of(b).view(-1, width)).any(dim=1)
     first = torch.unravel_index(wrong.to(torch.uint8).argmax(), a.shape) if a.dim() else ()
-    gap = (a.double() - b.double()).abs().max() if not a.is_complex() else (a - b).abs().max()
+    gaps = ((a.double() - b.double()) if not a.is_complex() else (a - b)).abs().flatten()[wrong]
+    finite = gaps[gaps.isfinite()]
+    size = f", by up to {float(finite.max()):.2g}" if len(finite) else ""
+    odd = f", NaN or infinite in {len(gaps) - len(finite)}" if len(finite) < len(gaps) else ""
     place = f", first at {tuple(int(i) for i in first)}" if a.dim() else ""
-    return f"in {int(wrong.sum())} of {a.numel()} elements, by up to {float(gap):.2g}{place}"
+    return f"in {int(wrong.sum())} of {a.numel()} elements{odd}{size}{place}"
 
 
 def _box(block: Block) -> str:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from harness.causes import Cause
 from harness.checking.ledger_checks import Difference, Line
+from harness.diagnosing.layouts import from_flaws
 from harness.diagnosing.offsets import from_offsets
-from harness.diagnosing.patterns import causes, drift, partial_sums, same
-from harness.diagnosing.places import blocks_of
+from harness.diagnosing.patterns import causes, drift, not_finite, partial_sums, same
+from harness.diagnosing.places import blocks_of, comparable
 from harness.diagnosing.sums import from_norms, from_shares, from_updates
 from harness.diagnosing.what_ifs import what_if
 from harness.evidence import Evidence, split_axes
@@ -53,14 +54,17 @@ def likely(
     `wrong` stand in the order in which training computes.
     """
     said: list[Cause] = []
+    numbers = [told for told in wrong if comparable(evidence, told)]
     for told in dict.fromkeys(told for told in (*wrong[:1], name) if told in evidence.truth):
-        said += _of_tensor(evidence, check, told)
-    said += from_shares(evidence, wrong) or from_offsets(evidence, wrong)
-    said += from_updates(evidence, wrong)
+        said += _of_tensor(evidence, check, told) if comparable(evidence, told) else []
+    said += from_shares(evidence, numbers) or from_offsets(evidence, numbers)
+    said += from_updates(evidence, numbers)
     if parted:
         said.append(_blame(parted))
     if not said and check == "replicas":
-        said += _of_another_replica(evidence, wrong)
+        said += _of_another_replica(evidence, numbers)
+    if not said and check == "merge":
+        said += from_flaws(evidence, wrong)
     if not said and check in _USUAL:
         known, words = _USUAL[check]
         said.append(Cause(id=known, words=words))
@@ -77,8 +81,8 @@ def _of_tensor(evidence: Evidence, check: str, name: str) -> list[Cause]:
         said = said or causes(value, truth, axes, _neighbours(evidence, name))
     elif check == "replicas":
         mine = {rank: by[0].local for rank, by in blocks_of(evidence, name).items()}
-        if drifting := drift(mine, truth):
-            return drifting
+        if said := not_finite(mine, truth) or drift(mine, truth):
+            return said
         said += partial_sums(mine, truth, axes) + from_norms(evidence, name)
     said += _loss_of_parts(evidence, name)
     return _biases(evidence, name, [cause for cause in said if cause.id != "more_classes" or kind_of(name) == "loss"])

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from harness.causes import Cause
+from harness.errors import ranks_text
 
-__all__ = ["causes", "drift", "explains", "partial_sums", "same"]
+__all__ = ["causes", "drift", "explains", "not_finite", "partial_sums", "same"]
 
 CLOSE = 1e-2
 """A pattern explains the tensor when what is left of the error is below this share of the error itself ..."""
@@ -25,6 +26,7 @@ SINGLE = 1e-4
 """A single number comes near another one by chance, so it must come nearer."""
 DRIFT = 64
 """Replicas within this many machine epsilons of the truth differ in their last bits only."""
+_NOT_FINITE = "NaN or infinite: uninitialised memory, an overflow or a division by zero"
 MOST_ROWS = 4096
 """Rows beyond this are not searched for permutations."""
 
@@ -36,8 +38,7 @@ def causes(value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mappin
     x, t = value.double(), truth.double()
     if not bool(torch.isfinite(x).all()):
         share = 1 - float(torch.isfinite(x).double().mean())
-        words = f"{share:.0%} of it is NaN or infinite: uninitialised memory, an overflow or a division by zero"
-        return [Cause(id="nan", words=words)]
+        return [Cause(id="nan", words=f"{share:.0%} of it is {_NOT_FINITE}")]
     found = [*_zero(x, t), *_stale(x, t, others), *_factor(x, t, axes), *_more_classes(x, t, axes)]
     found += [*_moved(x, t, axes), *_flat(x, t, axes), *_transposed(x, t), *_offset(x, t)]
     return found or list(_confined(x, t, axes))
@@ -245,6 +246,14 @@ def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Mapp
             )
             return [Cause(id="not_summed", words=words)]
     return []
+
+
+def not_finite(locals_by_rank: Mapping[int, Tensor], truth: Tensor) -> list[Cause]:
+    """Whether replicas differ because some of them hold what is no number."""
+    bad = [rank for rank, local in locals_by_rank.items() if not bool(torch.isfinite(local).all())]
+    if not bad or not bool(torch.isfinite(truth).all()):
+        return []
+    return [Cause(id="nan", words=f"on rank{'s' if len(bad) > 1 else ''} {ranks_text(bad)} it is {_NOT_FINITE}")]
 
 
 def drift(locals_by_rank: Mapping[int, Tensor], truth: Tensor) -> list[Cause]:

@@ -13,7 +13,7 @@ from harness.merging import Outcomes
 from harness.outcome import Block
 from harness.tolerance import kind_of
 
-__all__ = ["Place", "blocks_of", "place_of", "timeline", "wrong_ranks"]
+__all__ = ["Place", "blocks_of", "comparable", "place_of", "timeline", "wrong_ranks"]
 
 _PHASES = {
     "act": "forward",
@@ -66,7 +66,7 @@ def timeline(names: Sequence[str], steps: int) -> list[str]:
 def wrong_ranks(evidence: Evidence, name: str) -> tuple[int, ...]:
     """Ranks whose own blocks are off by more than a thousandth of the worst error; empty when that is all of them."""
     truth = evidence.truth.get(name)
-    if truth is None or not truth.is_floating_point():
+    if truth is None or not truth.is_floating_point() or not comparable(evidence, name):
         return ()
     gaps = {
         rank: max((_gap(block, truth) for block in blocks), default=0.0)
@@ -85,6 +85,21 @@ def _gap(block: Block, truth: Tensor) -> float:
     true = truth[tuple(slice(a, b) for a, b in block.region)]
     gap = float((block.local.double() - true.double()).abs().max())
     return math.inf if math.isnan(gap) else gap
+
+
+def comparable(evidence: Evidence, name: str) -> bool:
+    """Whether every block of this name has the truth's full shape and its kind of number, so that it can be held
+    against it; also when there is no truth.
+    """
+    truth = evidence.truth.get(name)
+    if truth is None:
+        return True
+    form = tuple(truth.shape), truth.is_floating_point()
+    return all(
+        (block.global_shape, block.local.is_floating_point()) == form
+        for blocks in blocks_of(evidence, name).values()
+        for block in blocks
+    )
 
 
 def blocks_of(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:

@@ -1,0 +1,66 @@
+"""Likely causes of a flaw that comes before any number: the kind of numbers that a tensor holds, and its full shape.
+
+Told from the dtypes and shapes of the blocks beside those of the truth; other flaws of a layout get no cause here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from harness.causes import Cause
+from harness.diagnosing.places import blocks_of
+from harness.evidence import Evidence, split_axes
+from harness.outcome import Block
+
+__all__ = ["from_flaws"]
+
+_Shape = tuple[int, ...]
+
+
+def from_flaws(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
+    """What the first wrong name tells whose blocks have another dtype or shape than they should."""
+    kinds = {flaw.name: flaw.kind for flaw in evidence.merged.flaws}
+    for name in wrong:
+        blocks = [block for of_rank in blocks_of(evidence, name).values() for block in of_rank]
+        if name in kinds and name in evidence.truth and blocks:
+            if kinds[name] == "dtype":
+                return [_of_dtype({block.local.dtype for block in blocks})]
+            if kinds[name] == "shape":
+                true = tuple(evidence.truth[name].shape)
+                return [_of_shape(blocks, true, split_axes(evidence.case))]
+    return []
+
+
+def _of_dtype(dtypes: set[torch.dtype]) -> Cause:
+    if len(dtypes) > 1:
+        words = "a cast, or a promotion with another tensor, on some ranks and not on others"
+    elif any(dtype.is_complex for dtype in dtypes):
+        words = "complex numbers where real ones belong: a transform that is not taken back, or its real part not taken"
+    elif torch.bool in dtypes:
+        words = "truth values where numbers belong: the result of a comparison, or a mask"
+    else:
+        words = "whole numbers where fractions belong: a cast, a count or an index in place of the value"
+    return Cause(id="other_dtype", words=words)
+
+
+def _of_shape(blocks: Sequence[Block], true: _Shape, axes: Mapping[str, int]) -> Cause:
+    shapes = dict.fromkeys(block.global_shape for block in blocks)
+    mine = next(shape for shape in shapes if shape != true)
+    for axis, size in axes.items():
+        for dim in range(len(true)):
+            if mine == (*true[:dim], true[dim] // size, *true[dim + 1 :]):
+                words = f"1 of {size} parts along dim {dim} ({axis}) told as the whole: return Shard(local, offsets, "
+                return Cause(id="part_as_whole", words=words + f"{true}) where a rank holds a part")
+    if len(shapes) > 1:
+        words = "a global_shape that ranks compute from what each holds: it is the dense model's on every rank"
+    elif sorted(mine) == sorted(true):
+        words = "its dims in another order: a transpose too many, or one left out"
+    elif len(mine) != len(true):
+        words = "a dim too many or too few: a view or squeeze that was not taken back, or several tensors in one"
+    elif all(one >= other for one, other in zip(mine, true, strict=True)):
+        words = "rows or columns too many: padding that was not taken off, or parts gathered more than once"
+    else:
+        words = "rows or columns that are missing: cut off, or a part told as the whole"
+    return Cause(id="other_shape", words=words)
