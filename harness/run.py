@@ -28,7 +28,7 @@ from harness.store import Store
 from harness.summary import summarize
 from harness.witnesses.witnessing import CHECK, Witnesses, witnesses
 
-__all__ = ["CASE", "ENGINES", "Progress", "Request", "RunResult", "engine_named", "parse_cases", "run"]
+__all__ = ["CASE", "ENGINES", "Progress", "Request", "RunResult", "engine_named", "known_engine", "parse_cases", "run"]
 
 CASE = "reference.case:Case"
 ENGINES = {
@@ -183,11 +183,16 @@ def parse_cases(texts: Sequence[str]) -> list[CaseLike]:
     return list(cases.values())
 
 
-def engine_named(name: str) -> Engine:
-    """A fresh engine by its word on the command line; a context manager. Raises RequestError for an unknown word."""
+def known_engine(name: str) -> str:
+    """Where the engine of this word is. Raises RequestError for an unknown word."""
     if name not in ENGINES:
         raise RequestError(f"engine={name}: is not a known engine; legal: {' '.join(ENGINES)}")
-    make: Any = resolve(ENGINES[name])
+    return ENGINES[name]
+
+
+def engine_named(name: str) -> Engine:
+    """A fresh engine by its word on the command line; a context manager. Raises RequestError for an unknown word."""
+    make: Any = resolve(known_engine(name))
     engine: Engine = make()
     return engine
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,20 +14,25 @@ from harness.errors import RequestError
 from reference.case import Case
 from suites import known_failures, step_summary
 from suites.ledger_gate import LedgerGate
+from suites.markers import MARKERS, OF_THE_SUITES
 from suites.necessity import Collective, collectives
 from suites.options import asked, path_asked
 from suites.plugin import ENGINE_OPENED
 from suites.profiles import ONE_CASE, register
 from suites.prover import Prover, chosen_modes
+from suites.request import check, header
+from suites.scope import is_ours, leaves_out
 
 _COUNTED = ("passed", "failed", "error", "xfailed", "skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the profile `quick`, unless hypothesis was told another one."""
-    words = "inproc: runs what cannot be sent to other processes, so ranks must be threads of this one"
-    config.addinivalue_line("markers", words)
-    config.addinivalue_line("markers", "faults: disturbs the subject's collectives; deselected without --faults")
+    """Know our markers, refuse a wrong request, load the profile `quick`, unless hypothesis was told another one."""
+    known = config.getini("markers")
+    for words in (*MARKERS, *OF_THE_SUITES):
+        if words not in known:
+            config.addinivalue_line("markers", words)
+    check(config)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job behind `&`; children would ignore it too
         signal.signal(signal.SIGINT, signal.default_int_handler)
     register()
@@ -38,10 +44,13 @@ def _profile(config: pytest.Config) -> str:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """One line: who is under test, where and how deep."""
-    return "shardproof: " + ", ".join(
-        f"{name} {asked(config, name)}" for name in ("subject", "modes", "worlds", "engine")
-    )
+    """One line: who is under test."""
+    return header(config)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the tests of the tools to those who make them."""
+    return True if leaves_out(collection_path, config) else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -54,11 +63,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _modes(config: pytest.Config) -> Sequence[str]:
     if text := asked(config, "case"):
-        return [_the_case(text).mode]
-    try:
-        return chosen_modes(asked(config, "subject"), asked(config, "modes"))
-    except RequestError as problem:
-        raise pytest.Collector.CollectError(str(problem)) from problem
+        return [Case.parse(text).mode]
+    return chosen_modes(asked(config, "subject"), asked(config, "modes"))
 
 
 def _collectives(config: pytest.Config) -> list[Collective]:
@@ -66,34 +72,22 @@ def _collectives(config: pytest.Config) -> list[Collective]:
     modes = _modes(config)
     if not asked(config, "faults") or asked(config, "engine") != "inproc":
         return [Collective(mode=mode) for mode in modes]
-    if (device := asked(config, "device")) != "cpu":
-        told = f"device={device}: faults are applied on the CPU; legal: --faults with --device cpu"
-        raise pytest.Collector.CollectError(told)
     text = asked(config, "case")
     quick = not text and _profile(config) == "quick"
     try:
-        only = _the_case(text) if text else None
+        only = Case.parse(text) if text else None
         return list(collectives(asked(config, "subject"), modes, quick=quick, only=only))
     except RequestError as problem:
         raise pytest.Collector.CollectError(str(problem)) from problem
 
 
-def _the_case(text: str) -> Case:
-    try:
-        return Case.parse(text)
-    except ValueError as problem:
-        raise pytest.Collector.CollectError(f"case {text!r}: {problem}") from problem
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let known failures fail, and stale ones too; skip what cannot be sent to ranks in other processes; leave out the
-    faults that nobody asked for.
+    faults that nobody asked for, and what cannot speak of the subject.
     """
     if not asked(config, "faults"):
-        unasked = [item for item in items if item.get_closest_marker("faults")]
-        items[:] = [item for item in items if item not in unasked]
-        config.hook.pytest_deselected(items=unasked)
+        _deselect(config, items, "faults")
     if (engine := asked(config, "engine")) != "inproc":
         reason = f"engine {engine}: planted code and closures are not sent to ranks"
         for item in items:
@@ -104,6 +98,14 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
             known_failures.mark(session, items, known_failures.read(path))
         except RequestError as problem:
             raise pytest.UsageError(str(problem)) from problem
+    if not is_ours(config):
+        _deselect(config, items, "ours")
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+    unasked = [item for item in items if item.get_closest_marker(marker)]
+    items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    config.hook.pytest_deselected(items=unasked)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

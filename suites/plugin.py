@@ -6,8 +6,9 @@
 Under torchrun every process runs this command: rank 0's session draws, judges and reports; the others collect nothing,
 serve rank 0 and end with it.
 
-It loads in every pytest session of its environment, so it adds options and nothing else; what the suites need is in
-their conftest. Options and their ini twins are in `suites.options`, profiles in `suites.profiles`.
+It loads in every pytest session of its environment, so it adds options, and does no more unless one is given or the
+suites are named. What these need is in their conftest, which pytest may find as late as it collects. Options and their
+ini twins are in `suites.options`, profiles in `suites.profiles`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import os
 
 import pytest
 
-from suites.options import asked, register
+from suites.options import OPTIONS, asked, register
+from suites.scope import named_late
 
 __all__ = ["ENGINE_OPENED"]
 
@@ -59,11 +61,24 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Make our profiles known before hypothesis looks for the one that it was told."""
+    """Make our profiles known before hypothesis looks for the one that it was told; refuse a wrong request."""
     if config.getoption("hypothesis_profile", None):
         from suites.profiles import register as register_profiles  # noqa: PLC0415  (hypothesis, for those who want it)
 
         register_profiles()
+    if named_late(config) or any(config.getoption(option.name, None) for option in OPTIONS):
+        from suites.request import check  # noqa: PLC0415  (torch, as above)
+
+        check(config)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """The session's line, where the conftest of the suites comes too late to tell it."""
+    if not named_late(config):
+        return None
+    from suites.request import header  # noqa: PLC0415  (torch, as above)
+
+    return header(config)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,6 +63,7 @@ def test_all_modes_compute_the_same(prover: Prover, data: st.DataObject) -> None
         assert apart(found[first], found[other]) == [], f"{first} and {other} part on {case}"
 
 
+@pytest.mark.ours
 def test_a_mode_that_computes_something_else_is_noticed(prover: Prover) -> None:
     case = Case.parse("mode=tp tp=2 layers=1 heads=4 hidden=16 ffn=24 seq=8 vocab=264 steps=1")
     wrong = planted(replaced("parallel.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() * (1 + 1e-9)"))

@@ -19,6 +19,8 @@ from suites.mutants.mutant import Mutant
 from suites.mutants.rows import Killed, mutant_killed
 from suites.prover import Prover
 
+pytestmark = pytest.mark.ours
+
 _DAY = datetime.datetime.now(datetime.UTC).timetuple().tm_yday
 _REAL = {family: [mutant for mutant in mutants if not mutant.equivalent] for family, mutants in FAMILIES.items()}
 _SAMPLE = [(family, _REAL[family][(_DAY + turn) % len(_REAL[family])]) for family in _REAL for turn in (0, 7)]

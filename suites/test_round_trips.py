@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from reference.batches import micro_batch
 from reference.case import Case
 from suites.prover import Prover
 from suites.strategies import cases
+
+pytestmark = pytest.mark.ours
 
 CPU = torch.device("cpu")
 

@@ -89,8 +89,8 @@ def test_a_wrong_request_is_one_sentence(
     asked: Callable[..., pytest.RunResult], words: tuple[str, ...], message: str
 ) -> None:
     result = asked("needed", "--faults", *words)
-    assert result.ret == pytest.ExitCode.INTERRUPTED
-    result.stdout.fnmatch_lines([message])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([message])
     result.stdout.no_fnmatch_line("*Error*")
 
 

@@ -153,6 +153,14 @@ def test_only_rank_0s_session_draws(tmp_path: Path, request: pytest.FixtureReque
     assert other == (0, "", "")
 
 
+def test_a_wrong_request_of_a_session_lets_the_serving_ranks_end(tmp_path: Path) -> None:
+    words = ("pytest", "--pyargs", "suites.test_forward", "--engine", "torchrun", "--worlds", "1")
+    (status, out, err), other = slurm(tmp_path, 2, *words)
+    assert (status, out) == (4, "")
+    assert err == "ERROR: worlds=1: must be whole numbers above 1, comma separated; legal: --worlds 2,3\n\n"
+    assert other == (0, "", "")
+
+
 def test_a_failure_says_how_to_launch_it_again() -> None:
     case = Case.parse(TINY)
     command = repeat_command(case, "parallel.subject:subject", "--engine torchrun")

@@ -1,0 +1,194 @@
+"""What a session of the suites was asked: refused at its start, told in its head, about no more than its subject."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.engines.inproc import InprocEngine
+from harness.execution import execute
+from parallel.subject import subject
+from reference.case import Case
+from suites.markers import MARKERS
+from suites.scope import META, leaves_out
+
+pytest_plugins = ("pytester",)
+
+ROOT = META.parents[1]
+CASE = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
+THEIRS = "suites.meta.toy_traffic:right"
+ahead = SimpleNamespace(modes=("tp", "ep"))
+number = SimpleNamespace(modes=7)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    """What torch loads when it first computes stays loaded, see `test_plugin_faults`."""
+    with InprocEngine() as engine:
+        execute(Case.parse(CASE), subject, engine, text=CASE)
+
+
+@pytest.fixture
+def outside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+    """A session of its own that names the suites as modules, in a folder that is not ours."""
+    for name in ("GITHUB_STEP_SUMMARY", "PYTEST_ADDOPTS"):
+        monkeypatch.delenv(name, raising=False)
+    plain = ("-p", "no:cacheprovider", "--pyargs")
+    return lambda *words: pytester.runpytest_inprocess(*plain, *words)
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--engine foo", "engine=foo: is not a known engine; legal: inproc pool inproc-concurrent torchrun dry"),
+        ("--engine foo -n 2", "engine=foo: is not a known engine; legal: inproc pool inproc-concurrent torchrun dry"),
+        ("--worlds 1,x", "worlds=1,x: must be whole numbers above 1, comma separated; legal: --worlds 2,3"),
+        ("--device tpu", "device=tpu: must be cpu or cuda; legal: --device cpu"),
+        ("--device cuda", "device=cuda: this machine offers no CUDA device; legal: --device cpu"),
+        ("--case mode=qq", "case 'mode=qq': mode=qq: is not a known word; legal: tp|tp-sp|mtp|msp|fsp|isp"),
+        ("--subject here", "name 'here': must be written module:object; legal: parallel.subject:subject"),
+        ("--modes tp,zz", "modes=zz: parallel.subject:subject claims tp, tp-sp, mtp, msp, fsp, isp; legal: *"),
+        (f"--subject {__name__}:number", f"subject={__name__}:number: modes=7 must be a tuple of words; legal: *"),
+        (f"--subject {__name__}:ahead --modes ep", "modes=ep: *:ahead claims tp, ep, and no case has the mode ep; *"),
+    ],
+)
+def test_a_wrong_request_ends_the_session_with_one_sentence(
+    outside: Callable[..., pytest.RunResult], monkeypatch: pytest.MonkeyPatch, words: str, message: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = outside("suites.test_forward", *words.split())
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in result.errlines if line.startswith("ERROR")] == result.errlines[:1]
+    result.stderr.fnmatch_lines([f"ERROR: {message.replace('[', '[[]')}"])
+    assert result.outlines == [], "nothing was collected"
+
+
+def test_a_wrong_ini_file_is_refused_as_well(
+    outside: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+) -> None:
+    pytester.makeini("[pytest]\nshardproof_worlds = 1")
+    result = outside("suites.test_forward")
+    assert (result.ret, result.outlines) == (pytest.ExitCode.USAGE_ERROR, [])
+    pytester.makepyfile("def test_it(): pass")
+    assert pytester.runpytest_inprocess("-p", "no:cacheprovider").ret == pytest.ExitCode.OK, (
+        "a session that is not ours"
+    )
+
+
+def test_a_mode_that_no_case_can_have_is_left_out_and_told(outside: Callable[..., pytest.RunResult]) -> None:
+    result = outside("suites.test_forward", "--co", "-q", "--subject", f"{__name__}:ahead")
+    assert [line for line in result.outlines if "::" in line] == [
+        "::test_losses_and_logits[tp]",
+        "::test_activations[tp]",
+    ]
+    told = outside("suites.test_forward", "--co", "--subject", f"{__name__}:ahead").outlines
+    assert [line for line in told if line.startswith("shardproof:")] == [
+        f"shardproof: subject {__name__}:ahead, modes all, worlds 2,3,4,6, engine inproc, "
+        "without ep, which no case can have"
+    ]
+
+
+# What it is about
+
+
+def collected(result: pytest.RunResult) -> set[str]:
+    """The modules of the tests that a session with --co -q has found."""
+    assert result.ret == pytest.ExitCode.OK, result.outlines
+    return {line.partition("::")[0].removesuffix(".py") for line in result.outlines if "::" in line}
+
+
+def test_elsewhere_nobody_is_asked_for_the_tests_of_the_tools(outside: Callable[..., pytest.RunResult]) -> None:
+    found = collected(outside("suites", "--co", "-q"))
+    assert {"test_forward", "test_removal", "test_pairs"} <= found
+    assert found <= {path.stem for path in META.parent.glob("test_*.py")}
+    assert outside("suites.meta.test_text", "--co", "-q", "--subject", THEIRS).ret == pytest.ExitCode.OK
+
+
+def test_of_other_code_nothing_is_asked_that_speaks_of_ours(outside: Callable[..., pytest.RunResult]) -> None:
+    result = outside("suites", "--co", "-q", "--subject", THEIRS)
+    ours = {f"test_{name}" for name in ("census", "conjugacy", "mutants", "pairs", "removal", "round_trips")}
+    found = collected(result)
+    assert not ours & found
+    assert {"test_forward", "test_equivalence", "test_engines", "test_races"} <= found
+    assert not [line for line in result.outlines if "test_a_mode_that_computes_something_else_is_noticed" in line]
+
+
+@pytest.mark.parametrize(
+    ("words", "left_out"),
+    [
+        ({"args": ["tests", "suites"]}, False),
+        ({"args": ["suites"], "case": CASE}, True),
+        ({"args": ["suites"], "subject": THEIRS}, True),
+        ({"args": ["suites"], "rootpath": Path("/")}, True),
+        ({"args": ["suites/meta/test_text.py::test_it[a]"], "subject": THEIRS}, False),
+        ({"args": ["suites", "suites.meta.test_text::test_it"], "case": CASE, "pyargs": True}, False),
+        ({"args": ["suites", "suites.metal"], "case": CASE, "pyargs": True}, True),
+    ],
+)
+def test_here_they_are_collected_unless_something_else_is_asked(words: dict[str, Any], left_out: bool) -> None:
+    options = {"subject": "parallel.subject:subject", "case": "", "rootpath": ROOT, **words}
+    config: Any = SimpleNamespace(
+        rootpath=options["rootpath"],
+        args=options["args"],
+        invocation_params=SimpleNamespace(dir=ROOT),
+        getoption=lambda name, default=None: options.get(name, default),
+        getini=lambda name: "",
+    )
+    assert leaves_out(META, config) is left_out
+    assert not leaves_out(META.parent, config)
+
+
+def test_markers_are_told_in_one_place_and_repeated_in_the_other() -> None:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert tuple(tools["pytest"]["ini_options"]["markers"]) == MARKERS
+
+
+def test_elsewhere_every_marker_is_known(
+    outside: Callable[..., pytest.RunResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytest.mark, "_markers", set())  # what this process has met already, pytest asks no more
+    marked = {
+        path.stem
+        for path in META.glob("test_*.py")
+        if any(f"pytest.mark.{name}" in path.read_text() for name in ("gpu", "slow", "peers", "mode(", "world("))
+    }
+    result = outside(*(f"suites.meta.{name}" for name in sorted(marked)), "--co", "-q", "--strict-markers")
+    assert len(marked) > 2 and result.ret == pytest.ExitCode.OK, result.outlines
+
+
+# From any folder
+
+
+def test_a_known_failure_is_known_when_its_file_is_named_as_a_module(tmp_path: Path) -> None:
+    names = ("test_activations[tp]", "test_gone")
+    text = "".join(f'[[failure]]\ntest = "test_forward.py::{name}"\nreason = "issue 12"\n' for name in names)
+    (tmp_path / "known.toml").write_text(text)
+    words = (
+        "--pyargs",
+        "suites.test_forward",
+        "--case",
+        CASE,
+        "--known-failures",
+        "known.toml",
+        "-p",
+        "no:cacheprovider",
+    )
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "GITHUB_STEP_SUMMARY")}
+    env["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert "FAILED ::test_activations[tp] - [XPASS(strict)] issue 12" in done.stdout
+    assert "known failure test_forward.py::test_gone: no such test is left" in done.stdout
+    assert "2 failed, 1 passed" in done.stdout
