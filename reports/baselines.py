@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from harness.errors import RequestError
-from reports.files import RunFolderError, csv_table, json_object
+from reports.files import RunFolderError, csv_table, json_object, looking, shown
 from reports.frames import load
 from reports.snapshot import EVENT_TYPES, MEMORY_TYPES, TIME_TYPES, Snapshot, members, snapshot
 
@@ -35,15 +35,17 @@ def side(name: str, folder: str = FOLDER) -> Snapshot:
     """One side of a comparison: a run folder, the folder of a baseline, or a baseline's name."""
     path = Path(name)
     stored = Path(folder) / name
-    if not path.is_dir() and _legal(name) and (stored / _MARK).is_file():
-        path = stored
-    if (path / _MARK).is_file():
+    with looking(name):
+        if not path.is_dir() and _legal(name) and (stored / _MARK).is_file():
+            path = stored
+        there, kept = path.is_dir(), (path / _MARK).is_file()
+    if kept:
         return _read(path, name)
-    if path.is_dir():
+    if there:
         return snapshot(load(path), name)
     known = sorted(found.parent.name for found in Path(folder).glob(f"*/{_MARK}"))
     legal = f"a run folder, as runs/latest, or a baseline of {folder}: {', '.join(known) or 'none is there yet'}"
-    raise RunFolderError(f"run {name}: no such run folder and no baseline of this name; legal: {legal}")
+    raise RunFolderError(f"run {shown(name)}: no such run folder and no baseline of this name; legal: {legal}")
 
 
 def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
@@ -52,9 +54,9 @@ def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
     if kept.cases.empty or kept.events.empty:
         raise RequestError(f"run {kept.name}: holds no event, so it is no baseline; legal: a run that communicated")
     path = Path(folder) / name
-    if path.is_dir() and any(path.iterdir()) and not (path / _MARK).is_file():
-        raise RequestError(f"baseline={path}: the folder holds something else; legal: another name")
     try:
+        if path.is_dir() and any(path.iterdir()) and not (path / _MARK).is_file():
+            raise RequestError(f"baseline={path}: the folder holds something else; legal: another name")
         path.mkdir(parents=True, exist_ok=True)
         (path / _MARK).unlink(missing_ok=True)  # until all is written there is no baseline
         for table, types in _TABLES.items():
@@ -64,7 +66,9 @@ def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
         (path / _MARK).write_text(env + "\n", encoding="utf-8")
     except OSError as problem:
         reason = problem.strerror or str(problem)
-        raise RequestError(f"baseline={path}: cannot be written ({reason}); legal: a writable folder") from problem
+        raise RequestError(
+            f"baseline={shown(path)}: cannot be written ({reason}); legal: a writable folder"
+        ) from problem
     return path
 
 
@@ -82,11 +86,12 @@ def read_events(path: Path) -> pd.DataFrame:
 def check_name(name: str) -> None:
     """Raise RequestError unless a baseline can be called so."""
     if not _legal(name):
-        raise RequestError(f"baseline={name}: must be a name of letters, digits, dots, dashes; legal: main")
+        rule = "must be a name of at most 100 letters, digits, dots, dashes"
+        raise RequestError(f"baseline={shown(name)}: {rule}; legal: main")
 
 
 def _legal(name: str) -> bool:
-    return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name))
+    return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name))
 
 
 def _read(path: Path, name: str) -> Snapshot:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,28 @@ import pandas as pd
 
 from harness.errors import RequestError
 
-__all__ = ["RunFolderError", "csv_table", "json_lines", "json_object"]
+__all__ = ["RunFolderError", "csv_table", "json_lines", "json_object", "looking", "shown"]
 
 
 class RunFolderError(RequestError):
     """A folder that is no run folder, or a file in it that nobody's run wrote. The message names the file."""
+
+
+def shown(name: str | Path) -> str:
+    """A path as a message names it: of one that is too long to be read, its beginning."""
+    text = str(name)
+    return text if len(text) <= 200 else f"{text[:80]}... ({len(text):,} characters)"
+
+
+@contextmanager
+def looking(name: str | Path) -> Iterator[None]:
+    """Look whether something is there; what the system refuses to look at is a wrong request."""
+    try:
+        yield
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        legal = "a folder that `shardproof run` wrote, as runs/latest"
+        raise RunFolderError(f"run {shown(name)}: cannot be looked at ({reason}); legal: {legal}") from problem
 
 
 def json_object(path: Path) -> dict[str, Any]:

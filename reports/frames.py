@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from harness.ledger import COLUMNS, OPS, PHASES, Event
-from reports.files import RunFolderError, csv_table, json_lines, json_object
+from reports.files import RunFolderError, csv_table, json_lines, json_object, looking, shown
 
 __all__ = ["AXES", "MODES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
 
@@ -76,10 +76,13 @@ class Run:
 def load(run: str | Path) -> Run:
     """The run in this folder. Raises RunFolderError with one message when there is none or a file in it is broken."""
     path = Path(run)
-    if not path.is_dir():
-        raise RunFolderError(f"run {path}: no such folder; legal: a folder that `shardproof run` wrote, as runs/latest")
-    if not (path / "env.json").is_file() and not (path / "cases.jsonl").is_file():
-        raise RunFolderError(f"run {path}: neither env.json nor cases.jsonl in it, so it is no run folder")
+    with looking(path):
+        there, known = path.is_dir(), any((path / name).is_file() for name in ("env.json", "cases.jsonl"))
+    if not there:
+        legal = "a folder that `shardproof run` wrote, as runs/latest"
+        raise RunFolderError(f"run {shown(path)}: no such folder; legal: {legal}")
+    if not known:
+        raise RunFolderError(f"run {shown(path)}: neither env.json nor cases.jsonl in it, so it is no run folder")
     notes: list[str] = []
     cases = _cases(path / "cases.jsonl", notes)
     ledger = _ledger(path, notes)

@@ -21,6 +21,7 @@ spans many. Units as in the names.
 from __future__ import annotations
 
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -118,7 +119,7 @@ def read(name: str, presets: Mapping[str, Cluster]) -> Cluster:
     if name in presets:
         return presets[name]
     path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(path):  # a name that is too long for a file is none
         rule = "is neither a preset nor a file"
         raise RequestError(f"cluster={name}: {rule}; legal: {' '.join(presets)} or a .toml file")
     try:

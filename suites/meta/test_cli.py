@@ -208,6 +208,35 @@ def test_page_writes_where_it_is_told(shardproof: CommandLine, folder: Path, tmp
     assert "-o nowhere/my.html: cannot be written" in shardproof.refused("page", str(folder), "-o", "nowhere/my.html")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("show", "LONG"),
+        ("page", "LONG"),
+        ("trace", "LONG"),
+        ("compare", "LONG"),
+        ("compare", "LONG", "FOLDER"),
+        ("compare", "FOLDER", "LONG"),
+    ],
+    ids=" ".join,
+)
+def test_a_name_too_long_for_a_file_is_one_sentence(
+    shardproof: CommandLine, folder: Path, words: tuple[str, ...]
+) -> None:
+    message = shardproof.refused(*(word.replace("LONG", "x" * 5000).replace("FOLDER", str(folder)) for word in words))
+    assert f"run {'x' * 80}... (5,000 characters): cannot be looked at (File name too long); legal: a fol" in message
+
+
+def test_a_baseline_has_a_name_that_a_folder_can_have(shardproof: CommandLine, folder: Path) -> None:
+    message = shardproof.refused("compare", str(folder), "--save-baseline", "x" * 400)
+    assert "(400 characters): must be a name of at most 100 letters, digits, dots, dashes; legal: main" in message
+    assert "cannot be written (File name" in shardproof("compare", str(folder), "--save-baseline", "m", *_LONG)[2]
+    assert "is neither a preset nor a file" in shardproof.refused("predict", "mode=tp", "--cluster", "x" * 5000)
+
+
+_LONG = ("--baselines", "x" * 5000)
+
+
 # The program itself
 
 
