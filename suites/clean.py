@@ -41,7 +41,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What to draw: `number` of `parts` draws its share of `cases` in every mode."""
+    """What to draw: `number` of `parts` draws its share of `cases` in every mode; each trains for `steps`."""
 
     subject: str = SUBJECT
     dtype: str = "float64"
@@ -49,6 +49,7 @@ class Part:
     number: int = 1
     parts: int = 1
     first_seed: int = 0
+    steps: int = 2
 
     def shares(self) -> dict[str, int]:
         """Mode -> how many cases of it this part proves; the shares of all parts and modes add up to `cases`."""
@@ -117,7 +118,7 @@ def _drawn(mode: str, share: int, part: Part) -> list[Case]:
         @settings(
             max_examples=share, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=_ALL
         )
-        @given(case=cases(mode, dtype=part.dtype, micro=2, steps=2))
+        @given(case=cases(mode, dtype=part.dtype, micro=2, steps=part.steps))
         def draw(case: Case) -> None:
             drawn.append(case)
 
@@ -180,8 +181,9 @@ def _part(asked: argparse.Namespace) -> Part:
     number, _, parts = asked.part.partition("/")
     if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
         raise RequestError(f"part={asked.part}: must be a number of how many, from 1; legal: --part 1/2")
-    if asked.cases < 1:
-        raise RequestError(f"cases={asked.cases}: must be at least 1; legal: --cases 120")
+    for word, count, legal in (("cases", asked.cases, 120), ("steps", asked.steps, 2)):
+        if count < 1:
+            raise RequestError(f"{word}={count}: must be at least 1; legal: --{word} {legal}")
     return Part(
         subject=asked.subject,
         dtype=asked.dtype,
@@ -189,6 +191,7 @@ def _part(asked: argparse.Namespace) -> Part:
         number=int(number),
         parts=int(parts),
         first_seed=asked.seed,
+        steps=asked.steps,
     )
 
 
@@ -199,6 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"a right implementation ({SUBJECT})")
     parser.add_argument("--cases", type=int, default=120, metavar="N", help="cases of all parts together (120)")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of every case (float64)")
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps of every case (2)")
     parser.add_argument(
         "--part", default="1/1", metavar="I/N", help="which of how many shares this process takes (1/1)"
     )

@@ -57,7 +57,7 @@ def test_parts_draw_different_cases() -> None:
     assert len(texts[0] | texts[1]) == 3  # the simplest case comes first whatever the seed
 
 
-@pytest.mark.parametrize("option", ["--part=0/2", "--part=x", "--cases=0"])
+@pytest.mark.parametrize("option", ["--part=0/2", "--part=x", "--cases=0", "--steps=0"])
 def test_a_wrong_request_is_one_line(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([option, "--out", str(tmp_path)]) == 2
     told = capsys.readouterr().err
