@@ -14,7 +14,7 @@ import torch
 from harness.errors import RequestError, error_text
 from harness.protocols import CaseLike, Subject, TermLike, Value
 
-__all__ = ["Unanswered", "answered", "called", "stated"]
+__all__ = ["Unanswered", "answered", "called", "offers", "stated"]
 
 T = TypeVar("T")
 LEFT = "left with status 0 (sys.exit) and returned nothing"
@@ -47,6 +47,14 @@ def answered(question: str, ask: Callable[[], T]) -> T:
         raise
     except BaseException as problem:
         raise Unanswered(f"subject.{question} failed: {error_text(problem)}") from problem
+
+
+def offers(subject: Subject, attribute: str) -> bool:
+    """Whether the subject has this attribute. One that raises when it is read is there, and fails where it is asked."""
+    try:
+        return getattr(subject, attribute, None) is not None
+    except Exception:
+        return True
 
 
 def stated(case: CaseLike, subject: Subject) -> tuple[TermLike, ...] | None:

@@ -151,10 +151,12 @@ class RankDied(MachineError):
 def error_text(error: BaseException) -> str:
     """An exception in one line: its type and the first line of what it says, with " ..." where more lines follow.
 
-    A user's own exception may raise when it is asked what it says; then that is what it says.
+    A user's own exception may raise when it is asked what it says; then that is what it says. Characters that no file
+    takes (half of a surrogate pair) are written as escapes.
     """
     try:
-        lines = [line for line in str(error).splitlines() if line.strip()]
+        said = str(error).encode("utf-8", "backslashreplace").decode("utf-8")
+        lines = [line for line in said.splitlines() if line.strip()]
     except Exception as problem:
         lines = [f"(what it says cannot be read: its __str__ raised {type(problem).__name__})"]
     return type(error).__name__ + (f": {lines[0]}" if lines else "") + (" ..." if len(lines) > 1 else "")

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from harness.asking import Unanswered, answered, called
+from harness.asking import Unanswered, answered, called, offers
 from harness.engines.engine import Engine, Unwaited
 from harness.ledger import Event, Observer
 from harness.outcome import localize
@@ -118,7 +118,7 @@ def execute_captured(
             engine, RankTask(case=case, subject=name or subject, device=device, watch=True), start_s, timeout_s
         )
     ranks, saved = range(case.world_size), SavedActivations()
-    if getattr(subject, "activations", None) is None:
+    if not offers(subject, "activations"):
         outcomes = _run(engine, subject, case, device, saved, None, timeout_s)
         execution = _execution(outcomes, (), (), engine, start_s)
         return replace(execution, saved_bytes=tuple(map(saved.peak_bytes, ranks)))

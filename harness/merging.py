@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,11 +109,7 @@ def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
     shape, dtype = placed[0][1].global_shape, placed[0][1].local.dtype
     parts = [part for part in _distinct(placed) if part[1].local.numel()]
     _no_overlap(parts)
-    full = torch.empty(shape, dtype=dtype)
-    covered = 0
-    for _, block in parts:
-        full[tuple(slice(a, b) for a, b in block.region)] = block.local
-        covered += block.local.numel()
+    covered = sum(block.local.numel() for _, block in parts)
     if covered != math.prod(shape):
         raise _Flawed(
             "omission",
@@ -120,6 +117,9 @@ def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
             f"{_first_hole(parts, shape)}",
             sorted({rank for rank, _ in placed}),
         )
+    full = torch.empty(shape, dtype=dtype)  # only now: a shape that nobody fills may be larger than the machine
+    for _, block in parts:
+        full[tuple(slice(a, b) for a, b in block.region)] = block.local
     return full
 
 
@@ -184,11 +184,21 @@ def _no_overlap(parts: Placed) -> None:
 
 
 def _first_hole(parts: Placed, shape: tuple[int, ...]) -> tuple[int, ...]:
-    held = torch.zeros(shape, dtype=torch.bool)
+    """The first element that no part holds; looked for among boxes between the edges of parts, not among elements."""
+    edges = [
+        sorted({0, *(edge for _, block in parts for edge in block.region[dim] if edge < size)})
+        for dim, size in enumerate(shape)
+    ]
+    held = torch.zeros([len(starts) for starts in edges], dtype=torch.bool)
     for _, block in parts:
-        held[tuple(slice(a, b) for a, b in block.region)] = True
+        spans = (
+            slice(bisect_left(starts, a), bisect_left(starts, b))
+            for starts, (a, b) in zip(edges, block.region, strict=True)
+        )
+        held[tuple(spans)] = True
     place = int((~held).reshape(-1).to(torch.uint8).argmax())
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(place), shape))
+    first = torch.unravel_index(torch.tensor(place), held.shape)
+    return tuple(starts[int(i)] for starts, i in zip(edges, first, strict=True))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

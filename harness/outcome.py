@@ -67,6 +67,8 @@ def localize(outcome: Mapping[str, object]) -> dict[str, tuple[Block, ...]]:
     for name, value in outcome.items():
         if not isinstance(name, str):
             raise ValueError(f"outcome {name!r}: a name must be text, not {type(name).__name__}; legal: 'loss/0'")
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise ValueError(f"outcome {name!a}: a name must be text that a file can hold; legal: 'loss/0'")
         try:
             read[name] = blocks(value)
         except (ValueError, TypeError) as problem:
@@ -126,13 +128,23 @@ def _lack(local: object) -> tuple[str, str] | None:
         return f"the layout is {_word(local.layout)}, and blocks are dense", "its to_dense()"
     if local.is_meta:
         return "the tensor lies on the meta device and has no numbers", "a tensor on the device that was given"
+    if not _readable(local.dtype):
+        return f"numbers of {_word(local.dtype)} cannot be read", "a tensor of another dtype"
     if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"{type(local).__name__} is a tensor only by its own rules", "the plain tensor inside of it"
     return None
 
 
-def _word(layout: torch.layout) -> str:
-    return str(layout).removeprefix("torch.")
+def _readable(dtype: torch.dtype) -> bool:
+    """Whether torch can turn numbers of this dtype into others: it has names for some that nothing is written for."""
+    try:
+        return dtype.is_complex or torch.empty(1, dtype=dtype, device="cpu").double().numel() == 1
+    except RuntimeError:  # "not implemented for"
+        return False
+
+
+def _word(what: torch.layout | torch.dtype) -> str:
+    return str(what).removeprefix("torch.")
 
 
 def _inside(local: tuple[int, ...], offsets: tuple[int, ...], full: tuple[int, ...]) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from harness.asking import Unanswered, answered
+from harness.asking import Unanswered, answered, offers
 from harness.checks import CHECKS, Check, examine
 from harness.claims import claimed
 from harness.diagnosing.six_lines import crash, tell
@@ -124,8 +125,8 @@ def skip_reason(case: CaseLike, subject: Subject, name: str) -> str:
     modes = claimed(subject, name)
     if modes is not None and case.mode not in modes:
         return f"{name} claims the modes {', '.join(modes) or 'none'}, not {case.mode}"
-    refuses = getattr(subject, "refuses", None)
-    return answered("refuses", lambda: str(refuses(case) or "")) if refuses is not None else ""
+    asked: Any = subject
+    return answered("refuses", lambda: str(asked.refuses(case) or "")) if offers(subject, "refuses") else ""
 
 
 def _name_of(subject: Subject) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.asking import Unanswered, answered, called
+from harness.asking import Unanswered, answered, called, offers
 from harness.errors import RequestError, error_text
 from harness.interposer import observing
 from harness.ledger import Event
@@ -114,7 +114,7 @@ def _recorded(rank: int, task: RankTask, subject: Subject, device: torch.device)
 
 
 def _watched(rank: int, task: RankTask, subject: Subject, device: torch.device) -> RankReport:
-    case, saved, places = task.case, SavedActivations(), getattr(subject, "activations", None) is not None
+    case, saved, places = task.case, SavedActivations(), offers(subject, "activations")
     with ExitStack() as watching:
         capture = watching.enter_context(Capture())
         for watcher in (capture, saved) if places else (saved,):

@@ -161,7 +161,9 @@ def _witnessed(result: CaseResult, subject: str, seen: Witnesses | None, store: 
     """The result with the witnesses' verdict, their tables stored."""
     if seen is None or result.skipped:
         return result
-    told = seen.told(result.case, result.events, result.expectation, getattr(resolve(subject), "expected", None))
+    found: Any = resolve(subject)
+    expected = found.expected if result.expectation is not None else None
+    told = seen.told(result.case, result.events, result.expectation, expected)
     for name, (columns, rows) in told.tables.items():
         store.extend(name, columns, rows)
     diagnoses = {**result.diagnoses, **({CHECK: told.diagnosis} if told.diagnosis else {})}

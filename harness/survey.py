@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from harness.asking import answered
+from harness.asking import answered, offers
 from harness.checking.exact_checks import same_outcomes
 from harness.checks import CHECKS, Check, examine
 from harness.engines.disturbance import Disturbance
@@ -168,10 +168,10 @@ def _failed(findings: Mapping[str, Finding]) -> tuple[str, ...]:
 def _result(trial: Trial, fault: Fault, clean: _Undisturbed, rules: Sequence[Rule], first_only: bool) -> FaultResult:
     """One fault, tried."""
     start_s = time.perf_counter()
-    harmless: Any = getattr(trial.subject, "harmless", None)
+    subject: Any = trial.subject
     proof = proof_of(fault, rules)
-    if not proof and harmless is not None:
-        proof = answered("harmless", lambda: str(harmless(trial.case, fault) or ""))
+    if not proof and offers(subject, "harmless"):
+        proof = answered("harmless", lambda: str(subject.harmless(trial.case, fault) or ""))
     made = FaultResult(fault=fault, equivalent=proof)
     if not made.equivalent:
         made = _tried(trial, fault, clean, first_only)

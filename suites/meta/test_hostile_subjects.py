@@ -63,6 +63,24 @@ class Speaking:
         return dense.subject(case, device)
 
 
+class Closed:
+    """Right, and raises when it is asked whether it says anything of itself."""
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        """The dense model, after a module that can be captured."""
+        torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+        return dense.subject(case, device)
+
+    def __getattr__(self, name: str) -> object:
+        raise (AttributeError if name.startswith("__") else RuntimeError)(f"no {name} here")
+
+
+class Unsaid(Closed):
+    """The same, and takes every case."""
+
+    modes = refuses = None
+
+
 def raising(*_: object) -> str:
     """Fails for seed 0, whatever is asked."""
     raise RuntimeError("broke")
@@ -121,6 +139,7 @@ def test_an_exception_without_words_ends_one_case_and_not_the_run(tmp_path: Path
         (ValueError("one\n\n"), "ValueError: one"),
         (ValueError("\none\ntwo"), "ValueError: one ..."),
         (ValueError(), "ValueError"),
+        (ValueError("half \ud800"), r"ValueError: half \ud800"),
     ],
 )
 def test_lines_that_are_left_out_of_an_exception_are_marked(error: Exception, text: str) -> None:
@@ -189,3 +208,11 @@ def test_an_interruption_by_the_user_is_no_answer() -> None:
         answered("expected", interrupted)
     with pytest.raises(Unanswered, match=r"^subject\.harmless failed: Silent: \(what it says cannot be read"):
         answered("harmless", lambda: silent(CASE, torch.device("cpu")))
+
+
+def test_attributes_that_raise_when_they_are_read_are_told_where_they_are_asked(engine: InprocEngine) -> None:
+    (verdict,) = told(engine, Closed()).verdicts
+    assert (verdict.verdict, verdict.message) == ("unknown", "subject.modes failed: RuntimeError: no modes here")
+    unknown = {verdict.check: verdict.message for verdict in told(engine, Unsaid()).verdicts}
+    assert unknown["expectation"] == "subject.expected failed: RuntimeError: no expected here"
+    assert unknown["activations"] == "subject.activations failed: RuntimeError: no activations here"

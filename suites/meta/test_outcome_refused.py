@@ -49,11 +49,15 @@ class Alien(Tensor):
             "Alien is a tensor only by its own rules; legal: the plain tensor inside of it",
         ),
         (
+            lambda: torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+            "numbers of float4_e2m1fn_x2 cannot be read; legal: a tensor of another dtype",
+        ),
+        (
             lambda: SimpleNamespace(local="4", offsets=(), global_shape=()),
             "str is not a tensor; legal: a torch.Tensor",
         ),
     ],
-    ids=("sparse", "quantized", "meta", "nested", "alien", "text"),
+    ids=("sparse", "quantized", "meta", "nested", "alien", "unreadable", "text"),
 )
 def test_what_is_no_plain_tensor_of_numbers_is_refused_by_name(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError) as refused:
@@ -71,6 +75,12 @@ def test_a_name_is_text() -> None:
     with pytest.raises(ValueError) as refused:
         localize(outcome)  # type: ignore[arg-type]
     assert str(refused.value) == "outcome 0: a name must be text, not int; legal: 'loss/0'"
+
+
+def test_a_name_is_text_that_a_file_can_hold() -> None:
+    with pytest.raises(ValueError) as refused:
+        localize({"grad/\ud800": FULL})
+    assert str(refused.value) == r"outcome 'grad/\ud800': a name must be text that a file can hold; legal: 'loss/0'"
 
 
 def test_views_that_are_resolved_late_have_bits() -> None:
