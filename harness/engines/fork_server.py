@@ -79,7 +79,10 @@ class _Server:
 
     def _orders(self) -> bool:
         """Carry out what has come; False when nothing will come any more."""
-        data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 8)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 8)
+        except ConnectionError:  # the driver was killed before it had read what was told
+            return False
         *lines, self._lines = (self._lines + data).split(b"\n")
         for line in lines:
             order = json.loads(line)

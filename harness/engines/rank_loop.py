@@ -12,7 +12,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -78,7 +78,7 @@ def serve(link: socket.socket, board: int) -> None:
                 job: Job | None = mailbox.unpacked(mailbox.receive(link))
                 if job is not None:
                     ranks.work(job)
-    except EOFError:  # the supervisor has closed the link: this rank is not needed any more
+    except (EOFError, ConnectionError):  # the supervisor has closed the link: this rank is not needed any more
         return
 
 
@@ -125,7 +125,7 @@ class _Ranks:
                     )
                 )
                 del program, args, found
-                mailbox.receive(self._link)  # all ranks have ended
+                self._wait_for_all()
         except (RuntimeError, ValueError) as problem:
             if not answered:
                 self._answer(Reply(run=job.run, broken=error_text(problem)))
@@ -138,7 +138,24 @@ class _Ranks:
             text = f"the result cannot be sent from the rank's process: {error_text(problem)}"
             failed = Ended(rank=rank, error=RequestError(text), detail=text)
             message = mailbox.packed(Reply(run=reply.run, ended=failed))
-        mailbox.send(self._link, message)
+        try:
+            mailbox.send(self._link, message)
+        except ConnectionError:
+            _vanish()
+
+    def _wait_for_all(self) -> None:
+        """Until the supervisor says that all ranks have ended."""
+        try:
+            mailbox.receive(self._link)
+        except (EOFError, ConnectionError):
+            _vanish()
+
+
+def _vanish() -> NoReturn:
+    """End at once: the driver is gone in the middle of a run, and torch, taking its world down, would print at length
+    that the store is gone too.
+    """
+    os._exit(0)
 
 
 def _restore() -> None:

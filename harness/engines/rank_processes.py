@@ -26,6 +26,8 @@ _START_S = 120.0
 _ANSWER_S = 30.0
 _BOOT = "import sys; sys.path[:] = {path!r}; from harness.engines.fork_server import main; main({descriptor})"
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Unless the environment says otherwise: torch warns with a native stack of a store whose driver was killed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +61,7 @@ class ForkServer:
                 [sys.executable, "-c", boot],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | _ONE_THREAD,
+                env=_QUIET | dict(os.environ) | _ONE_THREAD,
             )
         self.sock = ours
         self.died: dict[int, int] = {}

@@ -1,6 +1,7 @@
-"""A driver of a pool that comes to no good end:  python -m suites.meta.pool_driver waits FILE | drops FILE.
+"""A driver of a pool that comes to no good end:  python -m suites.meta.pool_driver KIND FILE
 
-Writes the pids of the pool's processes to FILE, then hangs in a run, or ends without closing the engine.
+Writes the pids of the pool's processes to FILE, then hangs in a run (waits), or ends without closing the engine
+(drops), or runs what answers at length after a while (answers) or waits for the store (asks).
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from harness.engines.engine import Program
 from harness.engines.pool import PoolEngine
-from suites.meta.pool_programs import family, forever
+from suites.meta.pool_programs import answers_at_length, asks_the_store, family, forever
 
 __all__ = ["main"]
 
@@ -18,8 +20,9 @@ def main(kind: str, file: str) -> None:
     """Be that driver."""
     engine = PoolEngine()
     Path(file).write_text(" ".join(map(str, family(engine))))
-    if kind == "waits":
-        engine.run(forever, world_size=2, timeout_s=600)
+    programs: dict[str, Program] = {"waits": forever, "answers": answers_at_length, "asks": asks_the_store}
+    if kind in programs:
+        engine.run(programs[kind], world_size=2, timeout_s=600)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
-from torch.distributed.distributed_c10d import _get_default_group
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.engines.pool import PoolEngine
 
 __all__ = [
+    "answers_at_length",
+    "asks_the_store",
     "calls_then",
     "family",
     "forever",
@@ -160,3 +162,14 @@ def forever(rank: int) -> None:
     if rank == 0:
         time.sleep(600)
     dist.all_reduce(torch.ones(1))
+
+
+def answers_at_length(rank: int) -> torch.Tensor:
+    """After a while, more than a socket holds."""
+    time.sleep(0.5)
+    return torch.ones(3_000_000)
+
+
+def asks_the_store(rank: int) -> None:
+    """For what nobody will tell it."""
+    _get_default_store().get("nothing")

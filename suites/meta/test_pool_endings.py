@@ -58,6 +58,19 @@ def test_closing_and_dropping_end_every_process() -> None:
     assert gone(pids)
 
 
+def driven(kind: str, file: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A driver that has begun its run, and its pool's processes: the server and two ranks."""
+    command = [sys.executable, "-m", "suites.meta.pool_driver", kind, str(file)]
+    driver = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+    until_s = time.monotonic() + 60
+    while not (file.exists() and file.read_text()) and driver.poll() is None and time.monotonic() < until_s:
+        time.sleep(0.05)
+    pids = [int(word) for word in file.read_text().split()]
+    assert len(pids) == 3
+    time.sleep(0.2)
+    return driver, pids
+
+
 @pytest.mark.parametrize(
     ("kind", "end"),
     [
@@ -70,15 +83,7 @@ def test_closing_and_dropping_end_every_process() -> None:
 def test_no_orphan_and_no_file_is_left_when_the_driver_ends(
     tmp_path: Path, kind: str, end: Callable[[subprocess.Popen[bytes]], None]
 ) -> None:
-    file = tmp_path / "pids"
-    command = [sys.executable, "-m", "suites.meta.pool_driver", kind, str(file)]
-    driver = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
-    until_s = time.monotonic() + 60
-    while not (file.exists() and file.read_text()) and driver.poll() is None and time.monotonic() < until_s:
-        time.sleep(0.05)
-    pids = [int(word) for word in file.read_text().split()]
-    assert len(pids) == 3
-    time.sleep(0.2)
+    driver, pids = driven(kind, tmp_path / "pids")
     before = files_of(driver.pid)
     end(driver)
     _, errors = driver.communicate(timeout=30)
@@ -87,6 +92,20 @@ def test_no_orphan_and_no_file_is_left_when_the_driver_ends(
     assert not before
     if kind == "waits" and driver.returncode != -signal.SIGKILL:
         assert b"KeyboardInterrupt" in errors
+
+
+@pytest.mark.parametrize(("kind", "dies"), [("answers", False), ("waits", True), ("asks", False)])
+def test_a_driver_that_is_terminated_in_a_run_ends_without_a_word(tmp_path: Path, kind: str, dies: bool) -> None:
+    driver, pids = driven(kind, tmp_path / "pids")
+    driver.send_signal(signal.SIGSTOP)  # it hears nothing of what happens now
+    if dies:
+        os.kill(pids[2], signal.SIGKILL)
+    time.sleep(0.8)
+    driver.terminate()
+    driver.send_signal(signal.SIGCONT)
+    _, errors = driver.communicate(timeout=30)
+    assert (driver.returncode, errors) == (-signal.SIGTERM, b"")
+    assert gone(pids)
 
 
 def test_a_rank_takes_what_it_started_with_it() -> None:
