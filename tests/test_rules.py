@@ -23,7 +23,7 @@ from suites.strategies import cases
 
 ISP = "mode=isp tied=false "
 BROKEN = {
-    "seed=18446744073709551616": "must be below 2**64",
+    "seed=18446744073709551616": "must be below 2**64, for torch's generators take no more",
     "mode=ring": "is not a known word",
     "norm=batchnorm": "is not a known word",
     "positions=alibi": "is not a known word",
