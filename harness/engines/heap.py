@@ -19,18 +19,25 @@ _M_ARENA_MAX = -8
 """mallopt's word in malloc.h."""
 _SLACK_BYTES = 2**28
 """What may be kept for reuse, so that runs do not give back and fetch again what each of them needs."""
+_EVERY = 16
+"""Runs between two looks."""
 _STATM = Path("/proc/self/statm")
 
 
 class Heap:
-    """What this process keeps; looked at after every run, which takes some microseconds."""
+    """What this process keeps; looked at after every so many runs, for a system call between two small ones shows."""
 
-    def __init__(self, slack_bytes: int = _SLACK_BYTES) -> None:
+    def __init__(self, slack_bytes: int = _SLACK_BYTES, every: int = _EVERY) -> None:
         self._slack_bytes = slack_bytes
+        self._every = every
+        self._runs = 0
         self._needed_bytes = resident_bytes()
 
     def settle(self) -> None:
-        """Give freed memory back when the process grew by more than the slack since that was done last."""
+        """A run is over: give freed memory back if the process grew by more than the slack since that was done last."""
+        self._runs += 1
+        if self._runs % self._every:
+            return
         if resident_bytes() - self._needed_bytes > self._slack_bytes and (trim := getattr(_C, "malloc_trim", None)):
             trim(0)
             self._needed_bytes = resident_bytes()

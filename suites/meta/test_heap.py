@@ -28,7 +28,7 @@ def test_a_run_gives_back_what_was_freed_in_pieces() -> None:
     with InprocEngine() as engine:
         heap._C.malloc_trim(0)  # holes of earlier tests would be filled first
         before = resident_bytes()
-        engine._heap = Heap(slack_bytes=2**24)
+        engine._heap = Heap(slack_bytes=2**24, every=1)
         kept = holes(64)
         assert resident_bytes() - before > 50 * 2**20, "glibc itself gives nothing back while the last piece lives"
         engine.run(lambda rank: None, world_size=2)
@@ -40,11 +40,20 @@ def test_what_is_in_use_is_not_asked_for_again_and_again(monkeypatch: pytest.Mon
     seen, trimmed = [100], list[int]()
     monkeypatch.setattr(heap, "resident_bytes", lambda: seen[0])
     monkeypatch.setattr(heap, "_C", type("C", (), {"malloc_trim": trimmed.append}))
-    kept = Heap(slack_bytes=50)
+    kept = Heap(slack_bytes=50, every=1)
     for now, times in ((150, 0), (151, 1), (200, 1), (201, 1), (202, 2), (100, 2)):
         seen[0] = now
         kept.settle()
         assert len(trimmed) == times, now
+
+
+def test_a_small_run_does_not_pay_for_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter(range(100))
+    monkeypatch.setattr(heap, "resident_bytes", lambda: next(looks))
+    kept = Heap(every=3)
+    for _ in range(7):
+        kept.settle()
+    assert next(looks) == 3, "one at the beginning, one after the third and one after the sixth run"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
