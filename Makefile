@@ -6,7 +6,7 @@ BIN := .venv/bin
 comma := ,
 READY := .venv/ready-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: run test lint witnesses clean
+.PHONY: run test lint witnesses compat clean
 
 run: $(READY)            ## every mode on 2 and 4 CPU ranks against the dense model; prints the table
 	$(BIN)/shardproof run
@@ -28,10 +28,13 @@ witnesses: $(READY)      ## every mode on 4 processes: recorder, torch profiler,
 	    $(foreach mode,$(MEGATRON),"mode=$(mode) tp=4 kv_heads=4 steps=3") \
 	    $(foreach mode,$(INTERNEVO),"preset=tiny-internlm2 mode=$(mode) tp=4 kv_heads=4 steps=3")
 
+compat:                  ## torch 2.11 to 2.14 on Python 3.12, once on 3.11 and 3.13, each in .compat/; COMPAT_ARGS="--only 3.12:2.14"
+	$(PYTHON) -m suites.compat $(COMPAT_ARGS)
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
+	rm -rf .venv .compat .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info

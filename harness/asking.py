@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from harness.errors import RequestError, error_text
-from harness.protocols import CaseLike, Subject, TermLike, Value
+from harness.protocols import Axes, CaseLike, Subject, TermLike, Value
 
-__all__ = ["Unanswered", "answered", "called", "offers", "stated"]
+__all__ = ["Unanswered", "answered", "called", "named_axes", "offers", "orders", "stated"]
 
 T = TypeVar("T")
 LEFT = "left with status 0 (sys.exit) and returned nothing"
@@ -74,3 +74,44 @@ def _stated(case: CaseLike, subject: Subject) -> tuple[TermLike, ...] | None:
                 what = f"{type(term).__name__} has no {field} of type {kind.__name__}"
                 raise TypeError(f"{what}, so it is no term; a term has {', '.join(_TERM)}")
     return terms
+
+
+def orders(case: CaseLike, subject: Subject) -> Axes:
+    """The rank lists that the subject states for axes of its own rank order, none when it states none.
+
+    Raises Unanswered for an axis whose lists do not hold every rank of the case's world exactly once.
+    """
+    return answered("axes", lambda: _orders(case, subject))
+
+
+def named_axes(case: CaseLike, subject: Subject) -> Axes:
+    """By what groups of a run are named: the case's axes, and the subject's own where it states them as it must."""
+    try:
+        return {**case.axes, **orders(case, subject)}
+    except Unanswered:  # the check of groups says so
+        return case.axes
+
+
+def _orders(case: CaseLike, subject: Subject) -> Axes:
+    stating: Callable[[CaseLike], Any] | None = getattr(subject, "axes", None)
+    said = None if stating is None else stating(case)
+    if said is None:
+        return {}
+    if not isinstance(said, Mapping):
+        raise TypeError(f"axes={said!r} must map axes to rank lists; legal: {{'tp': ((0, 1), (2, 3))}}")
+    return {str(axis): _lists(str(axis), lists, case) for axis, lists in said.items()}
+
+
+def _lists(axis: str, said: Any, case: CaseLike) -> tuple[tuple[int, ...], ...]:
+    """The rank lists of one axis; raises ValueError unless they hold every rank once, in groups of the case's size."""
+    own, world = case.axes.get(axis, ()), list(range(case.world_size))
+    legal = own or (tuple(world),)
+    try:
+        lists = tuple(tuple(int(rank) for rank in ranks) for ranks in said)
+    except TypeError:
+        lists = ()
+    if sorted(rank for ranks in lists for rank in ranks) != world:
+        raise ValueError(f"axis {axis}={said!r}: every rank of {len(world)} must be in one rank list; legal: {legal}")
+    if own and {len(ranks) for ranks in lists} != {len(ranks) for ranks in own}:
+        raise ValueError(f"axis {axis}={said!r}: the case has groups of {len(own[0])} ranks; legal: {legal}")
+    return lists

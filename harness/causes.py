@@ -15,6 +15,7 @@ CAUSES: Mapping[str, str] = {
     # what a wrong tensor looks like
     "nan": "not a number or infinite: uninitialised memory, overflow, division by zero",
     "zero": "zero throughout: never computed or never accumulated",
+    "data_path": "data that are wrong in the dense model and on the ranks alike",
     "stale": "the truth of another step",
     "summed_twice": "the group size, or its square, times the truth",
     "averaged": "the truth divided by the group size: averaged where it must be summed",
@@ -84,6 +85,7 @@ CAUSES: Mapping[str, str] = {
     "session_differs": "ranks on processes of their own issue other calls than those that were proved",
     "not_stated": "calls that were seen and that the closed form does not state, or the other way round",
     # what a check says by itself
+    "exposed": "an asynchronous call that is waited for before anything was computed",
     "not_waited": "the handle of an asynchronous call was dropped",
     "not_parallel": "a split of a tensor that nobody uses",
     "not_deterministic": "two runs of one case differ",
@@ -95,6 +97,7 @@ CAUSES: Mapping[str, str] = {
     "uncheckable": "no name that the truth knows",
     # how a run ended without an outcome
     "raised": "the subject raised",
+    "crashed": "the subject ended the process of a rank",
     "desynchronised": "ranks issued different calls",
     "machine": "the machine failed or the time was up",
 }

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from harness.checking.coverage import coverage
+from harness.checking.data_checks import data, tokens
 from harness.checking.exact_checks import determinism, layout, parallelism, recording, replicas, waits
+from harness.checking.group_checks import groups
 from harness.checking.ledger_checks import ledger
-from harness.checking.numeric_checks import NUMERIC_KINDS, coverage, numeric
+from harness.checking.numeric_checks import NUMERIC_KINDS, numeric
+from harness.checking.overlap_checks import overlap
 from harness.errors import error_text
 from harness.evidence import UNKNOWN, Evidence, Finding
 
@@ -20,16 +24,21 @@ Check = Callable[[Evidence], Finding | None]
 
 CHECKS: Mapping[str, Check] = {
     "coverage": coverage,
+    "data": data,
     "merge": layout,
     "replicas": replicas,
     **{name: numeric(name) for name in NUMERIC_KINDS},
+    "tokens": tokens,
     "ledger": ledger,
+    "groups": groups,
     "waits": waits,
+    "overlap": overlap,
     "parallelism": parallelism,
     "determinism": determinism,
     "recording": recording,
 }
-"""Name -> check. Layouts come before numbers, numbers in the order in which training computes them."""
+"""Name -> check. Layouts come before numbers, numbers in the order in which training computes them. A name that stands
+twice keeps its first place."""
 
 
 def examine(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict[str, Finding]:

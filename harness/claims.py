@@ -1,4 +1,4 @@
-"""The modes that a subject claims: those that a case can have, and those that the words of a case lack.
+"""What a subject claims: its modes, those that a case can have and others, and the names that it leaves out on purpose.
 
 The harness knows no modes: which there are is asked of the case's own list, by name.
 """
@@ -57,9 +57,21 @@ def claimed(found: object, subject: str) -> tuple[str, ...] | None:
     """The words that the subject of this name has as its `modes`, None when it has none. Raises RequestError for what
     is no tuple of words.
     """
-    said = answered("modes", lambda: getattr(found, "modes", None))
+    return _words(found, subject, "modes", "('tp',)")
+
+
+def left_out(found: object, subject: str) -> tuple[str, ...]:
+    """The patterns of names that the subject of this name declares as its `unchecked`, () when it has none. Raises
+    RequestError for what is no tuple of words.
+    """
+    return _words(found, subject, "unchecked", "('grad/*.bias',)") or ()
+
+
+def _words(found: object, subject: str, attribute: str, legal: str) -> tuple[str, ...] | None:
+    said = answered(attribute, lambda: getattr(found, attribute, None))
     if said is None:
         return None
-    if not isinstance(said, tuple | list) or not all(isinstance(mode, str) for mode in said):
-        raise RequestError(f"subject={subject}: modes={said!r} must be a tuple of words; legal: modes = ('tp',)")
+    if not isinstance(said, tuple | list) or not all(isinstance(word, str) for word in said):
+        rule = f"{attribute}={said!r} must be a tuple of words; legal: {attribute} = {legal}"
+        raise RequestError(f"subject={subject}: {rule}")
     return tuple(said)

@@ -6,7 +6,7 @@ The first place is `harness.diagnosing.first`'s, the causes are `harness.diagnos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.causes import Cause
@@ -14,11 +14,11 @@ from harness.checking.ledger_checks import Difference, differences, module_order
 from harness.diagnosing.first import First, first_place
 from harness.diagnosing.likely import likely
 from harness.diagnosing.places import place_of, timeline, wrong_ranks
-from harness.errors import Desynchronised, ProgramError, ShardproofError
+from harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError
 from harness.evidence import FAIL, Evidence, Finding
 from harness.protocols import CaseLike
 
-__all__ = ["Diagnosis", "First", "case_text", "diagnose", "ended"]
+__all__ = ["Diagnosis", "Explanation", "First", "case_text", "diagnose", "ended", "explained"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +43,33 @@ def case_text(case: CaseLike) -> str:
     return str(case) or f"mode={case.mode}"
 
 
-def diagnose(evidence: Evidence, findings: Mapping[str, Finding], check: str) -> Diagnosis:
-    """What is known of a failed check, in the light of all findings of its case."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What all failed checks of a case share: the first place where it went wrong, and what is likely behind it."""
+
+    first: First
+    causes: tuple[Cause, ...]
+
+
+def explained(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanation:
+    """Where a case with failed checks first went wrong, and why."""
+    wrong = _all_wrong(evidence, findings)
+    failed = "ledger" in findings and findings["ledger"].verdict == FAIL
+    parted = _first_difference(evidence) if failed else None
+    first = first_place(evidence, wrong, parted)
+    call_first = parted is not None and first.step < 0
+    return Explanation(first=first, causes=likely(evidence, findings, wrong, parted, call_first=call_first))
+
+
+def diagnose(
+    evidence: Evidence, findings: Mapping[str, Finding], check: str, known: Explanation | None = None
+) -> Diagnosis:
+    """What is known of a failed check, in the light of all findings of its case; `known` is what they share."""
     finding = findings[check]
     name = finding.worst.name if finding.wrong and finding.worst else next(iter(finding.names), "")
     place = place_of(name, evidence.case.steps) if name else None
-    wrong = _all_wrong(evidence, findings)
-    parted = _first_difference(evidence) if findings.get("ledger", finding).verdict == FAIL else None
+    shared = known or explained(evidence, findings)
+    first = shared.first
     return Diagnosis(
         check=check,
         name=name or (finding.worst.name if finding.worst else ""),
@@ -57,8 +77,8 @@ def diagnose(evidence: Evidence, findings: Mapping[str, Finding], check: str) ->
         step=place.step if place else -1,
         phase=finding.phase or (place.phase if place else ""),
         region=finding.region or (place.module if place else ""),
-        first=first_place(evidence, wrong, parted),
-        causes=likely(evidence, check, parted, wrong, _telling(finding, wrong, name)),
+        first=first if first.phase else First(phase=finding.phase, region=finding.region),
+        causes=shared.causes,
     )
 
 
@@ -67,6 +87,10 @@ def ended(error: ShardproofError) -> Diagnosis:
     if isinstance(error, Desynchronised):
         words = "the ranks issued different calls, or not as many: the line above says where each stood"
         cause = Cause(id="desynchronised", words=words)
+    elif isinstance(error, RankCrashed):
+        cause = Cause(
+            id="crashed", words="the subject ended the process of a rank: a crash in native code, or os._exit"
+        )
     elif isinstance(error, ProgramError):
         cause = Cause(id="raised", words="the subject raised: the line above says where each rank stood")
     else:
@@ -88,12 +112,6 @@ def _all_wrong(evidence: Evidence, findings: Mapping[str, Finding]) -> list[str]
     wrong = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
     names = [*evidence.truth, *sorted(wrong - set(evidence.truth))]
     return [name for name in timeline(names, evidence.case.steps) if name in wrong]
-
-
-def _telling(finding: Finding, wrong: Sequence[str], name: str) -> str:
-    """The tensor of this check that tells most of causes: the first wrong one, for later ones are consequences."""
-    mine = set(finding.names)
-    return next((other for other in wrong if other in mine), name)
 
 
 def _first_difference(evidence: Evidence) -> Difference | None:

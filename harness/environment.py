@@ -10,17 +10,24 @@ from importlib import metadata
 
 import torch
 
+from harness.torch_internals.lookup import untested
+
 __all__ = ["environment"]
 
 _PACKAGES = ("shardproof", "torch", "numpy", "pandas", "nvtx", "hypothesis", "pytest", "transformers", "megatron-core")
 
 
 def environment(command: Sequence[str], request: Mapping[str, object]) -> dict[str, object]:
-    """A JSON object: command, request, start time, versions of the packages that matter, machine."""
+    """A JSON object: command, request, start time, versions of the packages that matter, machine.
+
+    `note` is there when this version of torch was not tested.
+    """
+    note = untested(torch.__version__)
     return {
         "command": list(command),
         "request": dict(request),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **({"note": note} if note else {}),
         "versions": {"python": platform.python_version(), **_versions()},
         "machine": {
             "platform": platform.platform(),

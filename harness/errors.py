@@ -4,12 +4,14 @@
     |-- RequestError        2  the request was wrong: a case, a name, a size, a path
     |-- ProgramError        1  the program under test failed
     |   |-- RankRaised         a rank raised; its exception is __cause__, type and traceback kept
+    |   |-- NotComputed        it issued an operator of torch that the engine does not know: nothing is known of it
+    |   |-- RankCrashed        a rank ended its own process: a crash in native code, os._exit
     |   |-- NoNumbers          it looked at a number on an engine that has shapes alone: nothing is known of it
     |   |-- Desynchronised     the ranks do not issue the same calls: mismatch | skipped | deadlock
     |   `-- Raced              a rank changed a tensor of a call in flight
     `-- MachineError        3  the machine failed
         |-- TimeLimit          the run did not end in time; says which rank ran, and at which line
-        `-- RankDied           the process of a rank ended
+        `-- RankDied           the process of a rank was ended from outside
 
 The numbers are the exit statuses of the command line. A message starts with the root cause, then one line a rank.
 """
@@ -24,8 +26,10 @@ __all__ = [
     "Desynchronised",
     "MachineError",
     "NoNumbers",
+    "NotComputed",
     "Position",
     "ProgramError",
+    "RankCrashed",
     "RankDied",
     "Raced",
     "RankRaised",
@@ -108,8 +112,16 @@ class RankRaised(ProgramError):
     """A rank raised; `__cause__` is its exception. `ranks` lists every rank that raised, the first one first."""
 
 
+class RankCrashed(ProgramError):
+    """The program ended the process of a rank before the rank's end: a crash in native code, or `os._exit`."""
+
+
 class NoNumbers(ProgramError):
     """A rank looked at a value on an engine whose tensors have none: it cannot be run dry, and may well be right."""
+
+
+class NotComputed(ProgramError):
+    """A rank issued an operator of torch that the engine does not know and cannot compute: it may well be right."""
 
 
 class Desynchronised(ProgramError):
@@ -145,7 +157,7 @@ class TimeLimit(MachineError):
 
 
 class RankDied(MachineError):
-    """The process of a rank ended before the rank did: killed, out of memory, `os._exit`."""
+    """The process of a rank was ended from outside before the rank's end: killed, out of memory, gone."""
 
 
 def error_text(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.merging import Merged, Outcomes, against, merge
-from harness.protocols import CaseLike, TermLike
+from harness.protocols import Axes, CaseLike, FactsLike, TermLike
 from harness.tolerance import Measured
 
 __all__ = ["FAIL", "PASS", "SKIP", "UNKNOWN", "Evidence", "Finding", "Verdict", "Worst", "gathered", "split_axes"]
@@ -32,6 +32,9 @@ class Evidence:
     merged       the full tensors and flaws of both, held against the truth's shapes
     truth        name -> full tensor of the dense model
     controls     the same from control runs in the run dtype; for float64 only where an error is beyond the limit
+    slack        name -> how far every element may be off because Adam follows rounding; empty for other optimizers
+    states       the subject's own states from which the steps of truth and controls began, by name; None when every
+                 step of theirs began where their own last one ended
     kinks        name -> what a relu within rounding of zero may change; empty until an error needs it
     events       the ledger of the recorded run, all ranks
     expectation  the closed form, None when the subject has none
@@ -40,6 +43,10 @@ class Evidence:
     saved_bytes  by rank, the most that autograd held for backward; empty when nobody measured
     ran          the ranks that were run, in the order of `saved_bytes`; empty when it was all of them
     notes        what else is worth telling of the runs
+    hidden       (rank, call index) of calls that were waited for only after a product; None when nobody measured
+    orders       rank lists that the subject states for axes of its own rank order; empty when it states none
+    facts        what the reference states about the case's data, None when it states nothing
+    declared     patterns of names that the subject leaves out on purpose
     shares       what a diagnosis asked of the dense model (see Reference.shares); empty until then
     alternatives "<what if>/<name>" -> what the dense model computes of data read otherwise; empty until then
     """
@@ -54,10 +61,16 @@ class Evidence:
     expectation: tuple[TermLike, ...] | None
     repeats: tuple[Outcomes, ...]
     kinks: tuple[Mapping[str, Tensor], ...] = ()
+    slack: Mapping[str, Tensor] = field(default_factory=dict)
+    states: Mapping[str, Tensor] | None = None
     unwaited: tuple[Unwaited, ...] = ()
     saved_bytes: tuple[int, ...] = ()
     ran: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    hidden: frozenset[tuple[int, int]] | None = None
+    orders: Axes = field(default_factory=dict)
+    facts: FactsLike | None = None
+    declared: tuple[str, ...] = ()
     shares: Mapping[str, Tensor] = field(default_factory=dict)
     alternatives: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -67,9 +80,14 @@ class Evidence:
         return self.ran or tuple(range(len(self.outcomes)))
 
     @property
+    def axes(self) -> Axes:
+        """Axis -> the rank lists of its groups: the case's, or the subject's own where it states them."""
+        return {**self.case.axes, **self.orders}
+
+    @property
     def returned(self) -> frozenset[str]:
         """Every name that any rank returned or from which it was captured."""
-        return frozenset(name for outcomes in (self.outcomes, self.captured) for by in outcomes for name in by)
+        return frozenset().union(*self.outcomes, *self.captured)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +131,17 @@ class Verdict:
     unchecked: tuple[str, ...] = ()
 
 
-def gathered(outcomes: Outcomes, captured: Outcomes, truth: Mapping[str, Tensor]) -> Merged:
-    """The full tensors of what the ranks returned and what was captured from them; a returned name comes first."""
+def gathered(
+    outcomes: Outcomes, captured: Outcomes, truth: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None
+) -> Merged:
+    """The full tensors of what the ranks returned and what was captured from them; a returned name comes first.
+
+    `known`: full tensors that the same outcomes gave before, which are not merged again.
+    """
     both = [{**from_outside, **mine} for mine, from_outside in zip(outcomes, captured, strict=False)]
-    return against(merge(both or outcomes), truth)
+    outside = frozenset[str]().union(*captured)
+    kept = {name: tensor for name, tensor in (known or {}).items() if name not in outside}
+    return against(merge(both or outcomes, kept), truth)
 
 
 def split_axes(case: CaseLike) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from harness.asking import Unanswered, answered, called, offers
+from harness.asking import Unanswered, answered, called, named_axes, offers
 from harness.engines.engine import Engine, Unwaited
 from harness.ledger import Event, Observer
 from harness.outcome import localize
@@ -21,6 +21,7 @@ from harness.protocols import CaseLike, Subject
 from harness.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
 from harness.recorder import Recorder
 from harness.recording.capture import Capture
+from harness.recording.overlap import Overlap, Place
 from harness.recording.ranges import attached
 from harness.recording.saved import SavedActivations
 from harness.recording.stopwatch import stopwatch
@@ -33,7 +34,8 @@ class Execution:
     """What one run gave: outcomes and captured activations by rank, the ledger when recorded.
 
     `unwaited` are asynchronous calls that nobody waited for, `problem` is why activations could not be placed,
-    `saved_bytes` by rank is the most that autograd held for backward, () when nobody measured.
+    `saved_bytes` by rank is the most that autograd held for backward, () when nobody measured. `hidden` are the calls
+    (rank, call index) during which their rank computed a product, None when nobody measured.
     """
 
     outcomes: tuple[Localized, ...]
@@ -43,6 +45,7 @@ class Execution:
     seconds: float
     problem: str = ""
     saved_bytes: tuple[int, ...] = ()
+    hidden: frozenset[Place] | None = None
 
 
 class _Watcher(Protocol):
@@ -99,39 +102,50 @@ def execute(
         outcomes = _run(engine, subject, case, device, None, None, timeout_s)
         return _execution(outcomes, (), (), engine, start_s)
     watch = stopwatch(device)
-    with Recorder(text, case.mode, case.world_size, case.axes, ranges=attached(), stopwatch=watch) as recorder:
+    with Recorder(
+        text, case.mode, case.world_size, named_axes(case, subject), ranges=attached(), stopwatch=watch
+    ) as recorder:
         outcomes = _run(engine, subject, case, device, recorder, recorder, timeout_s)
     return _execution(outcomes, (), recorder.events(), engine, start_s)
 
 
 def execute_captured(
-    case: CaseLike, subject: Subject, engine: Engine, *, device: str = "cpu", timeout_s: float = 60.0, name: str = ""
+    case: CaseLike,
+    subject: Subject,
+    engine: Engine,
+    *,
+    device: str = "cpu",
+    timeout_s: float = 60.0,
+    name: str = "",
+    overlap: bool = False,
 ) -> Execution:
     """Run the case once, unrecorded; capture every module's output and its gradient, and measure what is saved.
+
+    With `overlap` it is measured too which asynchronous calls are hidden.
 
     Captured tensors become outcomes where the subject says how a rank's part lies in the full one
     (`subject.activations`); nothing is captured from a subject that does not say.
     """
     start_s = time.perf_counter()
     if engine.remote:
-        return _remote(
-            engine, RankTask(case=case, subject=name or subject, device=device, watch=True), start_s, timeout_s
-        )
-    ranks, saved = range(case.world_size), SavedActivations()
-    if not offers(subject, "activations"):
-        outcomes = _run(engine, subject, case, device, saved, None, timeout_s)
-        execution = _execution(outcomes, (), (), engine, start_s)
-        return replace(execution, saved_bytes=tuple(map(saved.peak_bytes, ranks)))
-    with Capture() as capture:
-        outcomes = _run(engine, subject, case, device, _Together((capture, saved)), None, timeout_s)
+        task = RankTask(case=case, subject=name or subject, device=device, watch=True, overlap=overlap)
+        return _remote(engine, task, start_s, timeout_s)
+    ranks, saved, places = range(case.world_size), SavedActivations(), offers(subject, "activations")
+    with ExitStack() as watching:
+        hiding = watching.enter_context(Overlap()) if overlap else None
+        capture = watching.enter_context(Capture()) if places else None
+        together = _Together(tuple(watcher for watcher in (capture, saved, hiding) if watcher is not None))
+        outcomes = _run(engine, subject, case, device, together, hiding, timeout_s)
     captured: list[Localized] = []
     problem = ""
     try:
-        captured = answered("activations", lambda: [placed(case, subject, rank, capture) for rank in ranks])
+        if capture is not None:
+            captured = answered("activations", lambda: [placed(case, subject, rank, capture) for rank in ranks])
     except Unanswered as error:  # the subject's own words on its layout: wrong words are told, the run stands
         problem = str(error)
     execution = _execution(outcomes, captured, (), engine, start_s)
-    return replace(execution, problem=problem, saved_bytes=tuple(map(saved.peak_bytes, ranks)))
+    hidden = None if hiding is None else frozenset(hiding.hidden)
+    return replace(execution, problem=problem, saved_bytes=tuple(map(saved.peak_bytes, ranks)), hidden=hidden)
 
 
 def _remote(engine: Engine, task: RankTask, start_s: float, timeout_s: float) -> Execution:
@@ -149,7 +163,8 @@ def _remote(engine: Engine, task: RankTask, start_s: float, timeout_s: float) ->
         start_s,
     )
     saved_bytes = tuple(report.saved_bytes for report in reports) if task.watch else ()
-    return replace(execution, problem=problem, saved_bytes=saved_bytes)
+    hidden = frozenset(place for report in reports for place in report.hidden) if task.overlap else None
+    return replace(execution, problem=problem, saved_bytes=saved_bytes, hidden=hidden)
 
 
 def _run(

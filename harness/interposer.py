@@ -25,17 +25,19 @@ from typing import Any, Protocol, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import DispatchKey
 
-from harness.engines.operators import MESSAGES, OPERATORS, Told, reader, tensors_in
+from harness.engines.operators import MESSAGES, Told, communicates, reader, tensors_in
 from harness.errors import MachineError
-from harness.ledger import Call, Observer
+from harness.ledger import OTHER, Call, Observer
+from harness.torch_internals.groups import fake_group
+from harness.torch_internals.lookup import tested_span
+from harness.torch_internals.operators import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
 
 __all__ = ["CallLog", "Interposer", "observing"]
 
 _KEY = "BackendSelect"
-_SILENT = {"check_for_nan"}
-"""Operators of c10d that send nothing."""
+_UNFOLLOWED = (*MESSAGES, OTHER)
+"""Ops whose works nobody waits for here: a message is there once, and of other operators nothing is known."""
 
 
 class CallLog(Protocol):
@@ -49,10 +51,10 @@ class CallLog(Protocol):
         """The call entered last, a synchronous one, is complete."""
         ...
 
-    def follow(self, work: Any, outputs: Sequence[Tensor]) -> dist.Work:
+    def follow(self, work: Any, outputs: Sequence[Tensor], waited: Callable[[], None]) -> dist.Work:
         """The work of the call entered last, an asynchronous one; what comes back is given to the program.
 
-        `outputs` are the tensors that the operator returns beside the work.
+        `outputs` are the tensors that the operator returns beside the work; `waited` hears its first wait.
         """
         ...
 
@@ -60,22 +62,22 @@ class CallLog(Protocol):
 class Interposer:
     """While entered, tells the observer of every call that this process issues through the dispatcher.
 
-    Raises MachineError when this torch has an operator that we do not know, when someone else sits at the key already,
-    or when a probe call is not seen: a blind recorder must not pass for a silent program.
+    An operator that is not known here is told as op `other`, from its schema. Raises MachineError when someone else
+    sits at the key already, or when a probe call is not seen: a blind recorder must not pass for a silent program.
     """
 
     def __init__(self, *observers: Observer, log: CallLog | None = None) -> None:
         self._observers = observers
         self._log = log
         self._installed = ExitStack()
+        self._add: Add | None = None
+        self._names: set[str] = set()
 
     def __enter__(self) -> Self:
         with ExitStack() as installed:
-            library = torch.library.Library("c10d", "IMPL")
-            installed.callback(library._destroy)
-            for name in _known_operators():
-                operator = getattr(torch.ops.c10d, name).default
-                library.impl(name, self._kernel(name, operator), _KEY, with_keyset=True)
+            self._add = installed.enter_context(kernels("c10d", _KEY))
+            self._names = set()
+            self.look_for_more()
             self._prove()
             token = _ENTERED.set(self)
             installed.callback(_ENTERED.reset, token)
@@ -86,6 +88,23 @@ class Interposer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._installed.close()
+
+    def look_for_more(self) -> None:
+        """See the operators of c10d too that were registered since: a library that was imported may bring its own."""
+        operators = {name: getattr(torch.ops.c10d, name) for name in _operators() if name not in self._names}
+        fresh = {name: overloads.default for name, overloads in operators.items() if hasattr(overloads, "default")}
+        fresh = {name: operator for name, operator in fresh.items() if communicates(operator)}
+        taken = [name for name in fresh if has_kernel(f"c10d::{name}", _KEY)]
+        if taken:
+            raise MachineError(
+                f"c10d::{taken[0]} has a kernel at {_KEY} already: one interposer at a time, leave the other one first",
+                ranks=(),
+                positions=(),
+            )
+        assert self._add is not None  # entered
+        for name, operator in fresh.items():
+            self._add(name, self._kernel(name, operator), with_keyset=True)
+        self._names |= fresh.keys()
 
     @contextmanager
     def telling(self, *observers: Observer) -> Iterator[None]:
@@ -106,17 +125,17 @@ class Interposer:
             if log is not None:
                 log.entered(told)
             tickets = [(observer, observer.issued(rank, call)) for observer in self._observers]
-            result = operator.redispatch(keys.remove(DispatchKey.BackendSelect), *arguments)
-            if not call.is_async and call.op not in MESSAGES:
+            result = operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
+            if not call.is_async and call.op not in _UNFOLLOWED:
                 if call.device == "cpu":
                     _wait(result)
                 if log is not None:
                     log.left()
                 _completed(rank, tickets)
-            if call.is_async and call.device == "cuda" and call.op not in MESSAGES:
+            if call.is_async and call.device == "cuda" and call.op not in _UNFOLLOWED:
                 _when_done(result, partial(_completed, rank, tickets))
             if call.is_async and log is not None:
-                return _replaced(result, log.follow)
+                return _replaced(result, partial(log.follow, waited=partial(_waited, rank, tickets)))
             return result
 
         return kernel
@@ -126,10 +145,7 @@ class Interposer:
         probe, watched, log = _Probe(), self._observers, self._log
         self._observers, self._log = (probe,), None
         try:
-            group = dist.ProcessGroup(torch._C._distributed_c10d.HashStore(), 0, 1)
-            backend = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 1)
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
-            options = dist.AllreduceOptions()
+            group, options = fake_group(), dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
             options.asyncOp = False
             group.allreduce([torch.zeros(8)[2:5]], options)
@@ -169,35 +185,30 @@ class _Probe:
 def _blind(why: str) -> MachineError:
     return MachineError(
         f"torch {torch.__version__}: the recorder of real backends would be blind: {why}. "
-        "Run on the in-process engine, or with a torch that this release was tested with (2.11 to 2.13)",
+        f"Run on the in-process engine, or with a torch that this release was tested with ({tested_span()})",
         ranks=(),
         positions=(),
     )
 
 
-def _known_operators() -> list[str]:
-    """Every operator of c10d that communicates. Raises MachineError for one that is new or taken."""
-    names = {full.removeprefix("c10d::").partition(".")[0] for full in _all_operators() if full.startswith("c10d::")}
-    unknown = names - OPERATORS.keys() - _SILENT
-    if unknown or not names:
-        raise _blind(f"operators of c10d that are not known here: {' '.join(sorted(unknown)) or 'all'}")
-    taken = [name for name in sorted(names) if _has_kernel(f"c10d::{name}", _KEY)]
-    if taken:
-        raise MachineError(
-            f"c10d::{taken[0]} has a kernel at {_KEY} already: one interposer at a time, leave the other one first",
-            ranks=(),
-            positions=(),
-        )
-    return sorted(names - _SILENT)
-
-
-_all_operators: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
-_has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+def _operators() -> list[str]:
+    """The operators of c10d. Raises MachineError when torch tells none."""
+    names = operator_names("c10d")
+    if not names:
+        raise _blind("no operators of c10d are known")
+    return names
 
 
 def _completed(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
     for observer, ticket in tickets:
         observer.completed(rank, ticket)
+
+
+def _waited(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
+    """Tell those observers that want to know when the program waits for an asynchronous call."""
+    for observer, ticket in tickets:
+        if (hear := getattr(observer, "waited", None)) is not None:
+            hear(rank, ticket)
 
 
 def _wait(result: Any) -> None:

@@ -1,7 +1,15 @@
 """The kill matrix: what planted bugs, faults and variants came to, one row each, and the figures over all rows.
 
 A row is one of them in one mode. Times are seconds from planting to the verdict. `region_right` and `cause_right` are
-"yes", "no" or "" where the row has no place or no cause that could be told. The columns are a contract: `COLUMNS`.
+"yes", "no" or "" where the row has no place or no right cause. The columns are a contract: `COLUMNS`.
+
+`held_back` mutants are never looked at by whoever writes rules of diagnosis; their rows are written without a name.
+`cause_told` is one of TOLD, or "" where nothing was diagnosed (faults, survivors):
+
+    right           the first cause that is reported is one that is right for this bug, and so are all others
+    right and more  the first one is right, another one beside it is not
+    none            no cause is reported
+    misleading      the first one is not right: right ones behind it do not count
 """
 
 from __future__ import annotations
@@ -11,9 +19,21 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["COLUMNS", "Figures", "Kill", "figures", "killed_alone"]
+__all__ = [
+    "AND_MORE",
+    "COLUMNS",
+    "MISLEADING",
+    "NONE",
+    "RIGHT",
+    "TOLD",
+    "Figures",
+    "Kill",
+    "figures",
+    "killed_alone",
+]
 
 YES, NO = "yes", "no"
+RIGHT, AND_MORE, NONE, MISLEADING = TOLD = ("right", "right and more", "none", "misleading")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +51,8 @@ class Kill:
     seconds: float
     region_right: str
     cause_right: str
+    held_back: bool = False
+    cause_told: str = ""
 
     @property
     def killed(self) -> bool:
@@ -39,18 +61,21 @@ class Kill:
 
     @property
     def survived(self) -> bool:
-        """Whether nobody noticed a fault that is one."""
+        """Whether no check noticed a bug that is one."""
         return not (self.killed_by or self.equivalent)
 
     def cells(self) -> tuple[str, ...]:
-        """The row as `kill_matrix.csv` holds it."""
+        """The row as `kill_matrix.csv` holds it; of a held-back mutant nothing says which one it is."""
         words = {
             **{field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)},
             "killed_by": " ".join(self.killed_by),
             "killed": YES if self.killed else NO,
             "equivalent": YES if self.equivalent else NO,
             "seconds": f"{self.seconds:.3f}",
+            "held_back": YES if self.held_back else NO,
         }
+        if self.held_back:
+            words |= {"name": "held-back", "stands_for": "", "phase": "", "region": ""}
         return tuple(words[column] for column in COLUMNS)
 
 
@@ -67,6 +92,8 @@ COLUMNS: tuple[str, ...] = (
     "seconds",
     "region_right",
     "cause_right",
+    "held_back",
+    "cause_told",
 )
 """Columns of `kill_matrix.csv`, in this order."""
 
@@ -75,8 +102,8 @@ COLUMNS: tuple[str, ...] = (
 class Figures:
     """What a matrix comes to; shares are (how many, of how many).
 
-    `cause_right` leaves out rows for whose cause no diagnosis has a word; `cause_right_of_all` counts them as not told,
-    faults alone left out, which are not diagnosed.
+    `cause_right` is of the rows for which a cause is right to report; the other shares of causes are of all diagnosed
+    rows. `cause_more` are right ones with a wrong one beside them.
     """
 
     killed: tuple[int, int]
@@ -84,16 +111,19 @@ class Figures:
     median_s: float
     region_right: tuple[int, int]
     cause_right: tuple[int, int]
-    cause_right_of_all: tuple[int, int]
+    cause_more: tuple[int, int]
+    cause_none: tuple[int, int]
+    cause_misleading: tuple[int, int]
 
 
 def figures(rows: Sequence[Kill]) -> Figures:
     """Kill rate over rows that are not equivalent, the median time of kills, and how often the diagnosis was right."""
     real = [row for row in rows if not row.equivalent]
     times = [row.seconds for row in real if row.killed]
+    told = [row.cause_told for row in real if row.cause_told]
 
-    def share(told: Callable[[Kill], str]) -> tuple[int, int]:
-        known = [told(row) for row in real if told(row)]
+    def share(answer: Callable[[Kill], str]) -> tuple[int, int]:
+        known = [answer(row) for row in real if answer(row)]
         return known.count(YES), len(known)
 
     return Figures(
@@ -102,10 +132,9 @@ def figures(rows: Sequence[Kill]) -> Figures:
         median_s=statistics.median(times) if times else 0.0,
         region_right=share(lambda row: row.region_right),
         cause_right=share(lambda row: row.cause_right),
-        cause_right_of_all=(
-            sum(row.cause_right == YES for row in real),
-            sum(row.kind != "fault" for row in real),
-        ),
+        cause_more=(told.count(AND_MORE), len(told)),
+        cause_none=(told.count(NONE), len(told)),
+        cause_misleading=(told.count(MISLEADING), len(told)),
     )
 
 
@@ -116,5 +145,5 @@ def killed_alone(rows: Iterable[Kill], checks: Sequence[str]) -> dict[str, tuple
         for check in row.killed_by:
             kills, alone, name = found.get(check, (0, 0, ""))
             only = len(row.killed_by) == 1
-            found[check] = (kills + 1, alone + only, name or (row.name if only else ""))
+            found[check] = (kills + 1, alone + only, name or (row.name if only and not row.held_back else ""))
     return found

@@ -7,10 +7,23 @@ input; all_to_all one rank's total send; broadcast, send, recv the tensor. Wire 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["COLUMNS", "OPS", "PHASES", "REDUCE_OPS", "Call", "Event", "Observer", "shape_text", "wire_bytes"]
+__all__ = [
+    "COLUMNS",
+    "OPS",
+    "OTHER",
+    "PHASES",
+    "REDUCE_OPS",
+    "Call",
+    "Event",
+    "Observer",
+    "shape_text",
+    "unmapped",
+    "wire_bytes",
+]
 
 PHASES = ("data", "forward", "loss", "backward", "recompute", "grad_sync", "metric", "step")
 OPS = (
@@ -25,7 +38,10 @@ OPS = (
     "gather",
     "scatter",
     "barrier",
+    "other",
 )
+"""`other` is an operator of torch that shardproof does not know: its payload is all its tensor arguments."""
+OTHER = OPS[-1]
 REDUCE_OPS = ("sum", "avg", "max", "min", "product", "")
 _RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
@@ -38,6 +54,7 @@ class Call:
     `group` holds the global ranks in group order; `group_desc` is what the user called the group ("tp", "mesh_tp").
     `peer` is the group's root or the other end of a point-to-point call as a global rank, -1 when there is none.
     `device` is the type of device that the payload is on; where there is no payload, the host.
+    `operator` is torch's name of an operator whose op is `other`: "c10d::shuffle_".
     """
 
     op: str
@@ -50,10 +67,14 @@ class Call:
     is_async: bool
     peer: int = -1
     device: str = "cpu"
+    operator: str = ""
 
 
 class Observer(Protocol):
-    """Whoever watches the calls of the ranks: the recorder, a fault injector's log, a test."""
+    """Whoever watches the calls of the ranks: the recorder, a fault injector's log, a test.
+
+    One with a method waited(rank, ticket) hears on real backends when the program first waits for an asynchronous call.
+    """
 
     def issued(self, rank: int, call: Call) -> int:
         """A rank is about to issue this call; the ticket returned comes back in `completed`."""
@@ -66,7 +87,11 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One row of `ledger.csv`; the fields are the contract's columns in the contract's order."""
+    """One call on one rank; all fields but the last two are the contract's columns of `ledger.csv`, in its order.
+
+    `group` holds the global ranks of the call's group; the file names the group by `axis`. `operator` is torch's name
+    of what is `other`; only messages name it.
+    """
 
     case: str
     mode: str
@@ -89,9 +114,16 @@ class Event:
     start_us: float
     duration_us: float
     caller: str
+    group: tuple[int, ...]
+    operator: str = ""
 
 
-COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Event))
+COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Event) if f.name not in {"group", "operator"})
+
+
+def unmapped(events: Iterable[Event]) -> str:
+    """The operators of torch whose op is `other`, by name: "c10d::shuffle_, c10d::swap_"; "" when there are none."""
+    return ", ".join(dict.fromkeys(event.operator for event in events if event.op == OTHER))
 
 
 def shape_text(shapes: tuple[tuple[int, ...], ...]) -> str:

@@ -28,6 +28,8 @@ Outcomes = Sequence[Mapping[str, Sequence[Block]]]
 Placed = list[tuple[int, Block]]
 """(rank, block) of every rank that returned something under one name."""
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the integers that have its bits."""
 _REDUCE = {
     "sum": torch.Tensor.add,
     "avg": torch.Tensor.add,
@@ -80,11 +82,14 @@ class _Flawed(Exception):
         self.kind, self.ranks = kind, tuple(ranks)
 
 
-def merge(outcomes: Outcomes) -> Merged:
-    """The ranks' outcomes as full tensors, in the order in which the ranks name them."""
+def merge(outcomes: Outcomes, known: Mapping[str, Tensor] | None = None) -> Merged:
+    """The ranks' outcomes as full tensors, in the order in which the ranks name them; those of `known` as they are."""
     tensors: dict[str, Tensor] = {}
     flaws: list[Flaw] = []
     for name in dict.fromkeys(name for outcome in outcomes for name in outcome):
+        if known and name in known:
+            tensors[name] = known[name]
+            continue
         placed = [(rank, block) for rank, outcome in enumerate(outcomes) for block in outcome.get(name, ())]
         absent = [rank for rank, outcome in enumerate(outcomes) if name not in outcome]
         try:
@@ -144,7 +149,7 @@ def _distinct(placed: Placed) -> Placed:
     for rank, block in placed:
         terms = regions.setdefault(block.region, {})
         other, kept = terms.setdefault(block.terms, (rank, block))
-        if not same_bits(kept.local, block.local):
+        if kept is not block and not same_bits(kept.local, block.local):
             raise _Flawed(
                 "replica conflict",
                 f"rank {rank} differs from rank {other} {differing(block.local, kept.local)}",
@@ -205,7 +210,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bits; equal NaNs are equal, 0.0 and -0.0 are not."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(bits_of(a), bits_of(b))
+    word = None if a.is_complex() else _WORDS.get(a.element_size())
+    if word is None:
+        return torch.equal(bits_of(a), bits_of(b))
+    return torch.equal(a.view(word), b.view(word))
 
 
 def bits_of(a: Tensor) -> Tensor:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial
+
+from harness.torch_internals.groups import waited
 
 __all__ = ["Block", "Shard", "blocks", "localize"]
 
@@ -56,7 +58,7 @@ class Block:
     @property
     def region(self) -> tuple[tuple[int, int], ...]:
         """First and past-the-last index along each dim of the full tensor."""
-        return tuple((o, o + n) for o, n in zip(self.offsets, self.local.shape, strict=True))
+        return tuple([(o, o + n) for o, n in zip(self.offsets, self.local.shape, strict=True)])
 
 
 def localize(outcome: Mapping[str, object]) -> dict[str, tuple[Block, ...]]:
@@ -67,7 +69,7 @@ def localize(outcome: Mapping[str, object]) -> dict[str, tuple[Block, ...]]:
     for name, value in outcome.items():
         if not isinstance(name, str):
             raise ValueError(f"outcome {name!r}: a name must be text, not {type(name).__name__}; legal: 'loss/0'")
-        if any("\ud800" <= letter <= "\udfff" for letter in name):
+        if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
             raise ValueError(f"outcome {name!a}: a name must be text that a file can hold; legal: 'loss/0'")
         try:
             read[name] = blocks(value)
@@ -109,8 +111,7 @@ def _settled(local: Tensor) -> Tensor:
 
     Raises ValueError for what is no plain tensor of numbers: native code dies where such bytes are looked at.
     """
-    if isinstance(local, AsyncCollectiveTensor):
-        local = local.trigger_wait()
+    local = waited(local)
     if lack := _lack(local):
         raise ValueError(f"{lack[0]}; legal: {lack[1]}")
     return local.detach().to("cpu").resolve_conj().resolve_neg()
@@ -135,6 +136,7 @@ def _lack(local: object) -> tuple[str, str] | None:
     return None
 
 
+@lru_cache(maxsize=64)
 def _readable(dtype: torch.dtype) -> bool:
     """Whether torch can turn numbers of this dtype into others: it has names for some that nothing is written for."""
     try:
@@ -153,11 +155,12 @@ def _inside(local: tuple[int, ...], offsets: tuple[int, ...], full: tuple[int, .
             f"offsets={offsets} and global_shape={full} must have as many entries as local.shape={local} has dims; "
             f"legal: offsets={(0,) * len(local)}, global_shape={local}"
         )
-    if any(o < 0 or o + n > size for n, o, size in zip(local, offsets, full, strict=True)):
-        raise ValueError(
-            f"offsets={offsets} with local.shape={local} must lie inside global_shape={full}; "
-            f"legal: offsets={tuple(max(0, s - n) for n, s in zip(local, full, strict=True))}"
-        )
+    for n, o, size in zip(local, offsets, full, strict=True):
+        if o < 0 or o + n > size:
+            raise ValueError(
+                f"offsets={offsets} with local.shape={local} must lie inside global_shape={full}; "
+                f"legal: offsets={tuple(max(0, s - n) for n, s in zip(local, full, strict=True))}"
+            )
 
 
 def _of_dtensor(value: DTensor) -> tuple[Block, ...]:

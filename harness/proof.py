@@ -16,30 +16,36 @@ import torch
 from harness.asking import Unanswered, answered, offers
 from harness.checks import CHECKS, Check, examine
 from harness.claims import claimed
-from harness.diagnosing.six_lines import crash, tell
-from harness.diagnosis import Diagnosis, case_text, diagnose, ended
+from harness.diagnosing.six_lines import NO_OUTCOME, crash, tell
+from harness.diagnosis import Diagnosis, diagnose, ended
 from harness.engines.dry import DryEngine
 from harness.engines.engine import Engine
-from harness.errors import MachineError, NoNumbers, ProgramError, RequestError
+from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, RequestError
 from harness.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
+from harness.judging import judged
 from harness.ledger import Event
 from harness.predicting.dry_proof import DRY_CHECKS, dry_evidence
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
-from harness.trial import REFERENCE, Reference, Trial, controlled, doubtful, explained, recorded, watched
+from harness.store import Store
+from harness.tracebacks import whole
+from harness.trial import REFERENCE, Reference, Trial, explained, recorded, watched
 
-__all__ = ["NEED_WATCHING", "CaseResult", "prove", "skip_reason"]
+__all__ = ["NEED_WATCHING", "CaseResult", "prove", "skip_reason", "with_traceback"]
 
-NEED_WATCHING = frozenset({"coverage", "activations", "activation_gradients", "determinism", "recording"})
-"""Checks that look at captured activations or at a second run."""
+_UNDECIDED = (NoNumbers, NotComputed)
+"""Programs that an engine could not run to their end, and that may well be right."""
+NEED_WATCHING = frozenset({"coverage", "activations", "activation_gradients", "determinism", "recording", "overlap"})
+"""Checks that look at captured activations, at a second run or at what was computed during a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
     """Everything known of one case: `skipped` says why it was not run, `machine` why the machine could not finish it.
 
-    `evidence` is None unless all runs finished. `diagnoses` by failed check, in the order of the checks; "run" is the
-    check of a case that ended without an outcome. `seconds` by part: truth, control, recorded, plain, again, checks.
+    `evidence` is None unless all runs finished; `traceback` is the whole one of a rank that raised. `diagnoses` by
+    failed check, in the order of the checks; "run" is the check of a case that ended without an outcome. `seconds` by
+    part: truth, control, recorded, plain, again, checks.
     """
 
     case: CaseLike
@@ -49,6 +55,7 @@ class CaseResult:
     seconds: Mapping[str, float] = field(default_factory=dict)
     skipped: str = ""
     machine: str = ""
+    traceback: str = ""
     diagnoses: Mapping[str, Diagnosis] = field(default_factory=dict)
 
     @property
@@ -67,6 +74,10 @@ class CaseResult:
     def expectation(self) -> tuple[TermLike, ...] | None:
         """The closed form that the ledger was held against."""
         return self.evidence.expectation if self.evidence else None
+
+    def kept_in(self, store: Store) -> CaseResult:
+        """The result whose message names the file of the run folder that holds its traceback, if there is one."""
+        return replace(self, verdicts=with_traceback(self.verdicts, self.text, self.traceback, store))
 
     @property
     def verdict(self) -> str:
@@ -120,6 +131,15 @@ def prove(
         torch.set_num_threads(threads)
 
 
+def with_traceback(verdicts: tuple[Verdict, ...], case: str, traceback: str, store: Store) -> tuple[Verdict, ...]:
+    """The verdicts of a case whose traceback, if it has one, is stored in a file that they name."""
+    if not traceback:
+        return verdicts
+    file = store.attach("tracebacks", case, traceback)
+    where = f"{NO_OUTCOME}; the whole traceback is in {file} of the run folder"
+    return tuple(replace(one, message=one.message.replace(NO_OUTCOME, where)) for one in verdicts)
+
+
 def skip_reason(case: CaseLike, subject: Subject, name: str) -> str:
     """Why the subject does not take this case, "" when it does. Raises RequestError when its own words fail."""
     modes = claimed(subject, name)
@@ -148,11 +168,7 @@ def _proved(trial: Trial, name: str, checks: Mapping[str, Check], options: str) 
     if looking:
         evidence = watched(trial, evidence)
     with trial.timed("checks"):
-        findings = examine(evidence, checks)
-    if doubtful(evidence, [measured for finding in findings.values() for measured in finding.wrong]):
-        evidence = controlled(trial, evidence)
-        with trial.timed("checks"):
-            findings = examine(evidence, checks)
+        evidence, findings = judged(trial, evidence, checks)
     context = findings
     if any(finding.verdict == FAIL for finding in findings.values()):
         if not looking:  # the first wrong place is told by activations
@@ -176,13 +192,14 @@ def _result(
     for check, problem in trial.problems.items():
         findings[check] = Finding(verdict=UNKNOWN, message=problem, unchecked=(check,))
     diagnoses = _diagnosed(evidence, findings, {**context, **findings})
+    text = trial.text
     verdicts = tuple(
-        _verdict(evidence, findings[check], diagnoses.get(check), check, name, options) for check in findings
+        _verdict(text, evidence, findings[check], diagnoses.get(check), check, name, options) for check in findings
     )
     known = {check: found for check, found in diagnoses.items() if isinstance(found, Diagnosis)}
     return CaseResult(
         case=trial.case,
-        text=trial.text,
+        text=text,
         verdicts=verdicts,
         evidence=evidence,
         seconds=trial.seconds,
@@ -193,13 +210,13 @@ def _result(
 def _ended(trial: Trial, name: str, error: ProgramError | MachineError, options: str) -> CaseResult:
     """The result of a case without an outcome: a program that failed, or a machine."""
     machine = str(error) if isinstance(error, MachineError) else ""
-    undecided = bool(machine) or isinstance(error, NoNumbers)
+    undecided = bool(machine) or isinstance(error, _UNDECIDED)
     verdict = Verdict(
         case=trial.text,
         check="run",
         verdict=UNKNOWN if undecided else FAIL,
         worst=None,
-        message=error.cause if isinstance(error, NoNumbers) else crash(trial.case, name, error, options),
+        message=error.cause if isinstance(error, _UNDECIDED) else crash(trial.case, name, error, options),
     )
     return CaseResult(
         case=trial.case,
@@ -207,6 +224,7 @@ def _ended(trial: Trial, name: str, error: ProgramError | MachineError, options:
         verdicts=(verdict,),
         seconds=trial.seconds,
         machine=machine,
+        traceback=whole(error),
         diagnoses={"run": ended(error)},
     )
 
@@ -226,7 +244,13 @@ def _diagnosed(
 
 
 def _verdict(
-    evidence: Evidence, finding: Finding, told: Diagnosis | Exception | None, check: str, name: str, options: str
+    text: str,
+    evidence: Evidence,
+    finding: Finding,
+    told: Diagnosis | Exception | None,
+    check: str,
+    name: str,
+    options: str,
 ) -> Verdict:
     message = finding.message
     if isinstance(told, Diagnosis):
@@ -234,7 +258,7 @@ def _verdict(
     elif told is not None:
         message += f" (its diagnosis failed: {type(told).__name__}: {told})"
     return Verdict(
-        case=case_text(evidence.case),
+        case=text,
         check=check,
         verdict=finding.verdict,
         worst=finding.worst,

@@ -11,7 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["CaseLike", "ShardLike", "Subject", "TermLike", "Value"]
+__all__ = ["Axes", "CaseLike", "FactsLike", "ShardLike", "Subject", "TermLike", "Value"]
+
+Axes = Mapping[str, tuple[tuple[int, ...], ...]]
+"""Mesh axis -> the rank lists of its groups."""
 
 
 class CaseLike(Protocol):
@@ -22,7 +25,7 @@ class CaseLike(Protocol):
     @property
     def world_size(self) -> int: ...
     @property
-    def axes(self) -> Mapping[str, tuple[tuple[int, ...], ...]]:
+    def axes(self) -> Axes:
         """Mesh axis -> the rank lists of its groups."""
         ...
 
@@ -55,7 +58,10 @@ Value = Tensor | ShardLike | Iterable[ShardLike]
 
 
 class TermLike(Protocol):
-    """One line of a closed form: `calls` equal events that every rank must issue over the whole run."""
+    """One line of a closed form: `calls` equal events that every rank must issue over the whole run.
+
+    A term may have `hidden`: True promises that a product is computed between the issue and the wait of each call.
+    """
 
     @property
     def phase(self) -> str: ...
@@ -77,6 +83,25 @@ class TermLike(Protocol):
     def calls(self) -> int: ...
 
 
+class FactsLike(Protocol):
+    """What a reference states about the data of a case, beside the code that reads them."""
+
+    @property
+    def pairs(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Statement -> what that code gives, and what it must give."""
+        ...
+
+    @property
+    def reading(self) -> str:
+        """How much of the corpus is read, and whether it is repeated."""
+        ...
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """What these data cannot show: rows that nothing looks up."""
+        ...
+
+
 class Subject(Protocol):
     """The implementation under test, called on every rank with torch.distributed initialised.
 
@@ -84,7 +109,9 @@ class Subject(Protocol):
         modes        tuple of mode names it claims; other cases are skipped with that reason
         refuses      case -> reason why this case is not supported, "" when it is
         expected     case -> iterable of terms (the closed form), or None
+        unchecked    tuple of patterns of names that it leaves out on purpose, such as "grad/*.bias"
         activations  (case, rank, module, local tensor) -> shard of `act/<module>`, or None when it is not comparable
+        axes         case -> axis: rank lists of its groups, for axes whose rank order is not the case's
         harmless     (case, harness.faults.Fault) -> why this fault of a collective changes nothing that is computed,
                      "" when it does: a proof in words, listed in the kill matrix
     """

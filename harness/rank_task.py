@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.asking import Unanswered, answered, called, offers
+from harness.asking import Unanswered, answered, called, named_axes, offers
 from harness.errors import RequestError, error_text
 from harness.interposer import observing
 from harness.ledger import Event
@@ -26,6 +26,7 @@ from harness.outcome import Block, blocks, localize
 from harness.protocols import CaseLike, Subject
 from harness.recorder import Recorder
 from harness.recording.capture import Capture
+from harness.recording.overlap import Overlap, Place
 from harness.recording.ranges import attached
 from harness.recording.saved import SavedActivations
 from harness.recording.stopwatch import stopwatch
@@ -43,8 +44,8 @@ class RankTask:
     """One run of a subject as every rank is told of it. `subject` is "module:object", or a callable to be pickled.
 
     `text` is what the ledger's column `case` says. `record` makes the ledger; `watch` captures the activations that the
-    subject can place and measures what autograd saves. The ledger's times begin at `origin_s`,
-    of time.perf_counter.
+    subject can place and measures what autograd saves, with `overlap` also which calls are hidden. The ledger's times
+    begin at `origin_s`, of time.perf_counter.
     """
 
     case: CaseLike
@@ -53,6 +54,7 @@ class RankTask:
     text: str = ""
     record: bool = False
     watch: bool = False
+    overlap: bool = False
     origin_s: float = field(default_factory=time.perf_counter)
 
 
@@ -65,6 +67,7 @@ class RankReport:
     events: tuple[Event, ...] = ()
     problem: str = ""
     saved_bytes: int = 0
+    hidden: frozenset[Place] = frozenset()
 
 
 def sendable(task: RankTask) -> RankTask:
@@ -106,7 +109,7 @@ def _recorded(rank: int, task: RankTask, subject: Subject, device: torch.device)
     case = task.case
     past_s = time.perf_counter() - task.origin_s
     origin_s = task.origin_s if 0 <= past_s < _SAME_CLOCK_S else None
-    on, watch = (task.text, case.mode, case.world_size, case.axes), stopwatch(device)
+    on, watch = (task.text, case.mode, case.world_size, named_axes(case, subject)), stopwatch(device)
     with Recorder(*on, ranges=attached(), origin_s=origin_s, stopwatch=watch) as recorder:
         with observing(recorder), recorder.on_rank(rank):
             outcome = called(subject, case, device)
@@ -116,6 +119,10 @@ def _recorded(rank: int, task: RankTask, subject: Subject, device: torch.device)
 def _watched(rank: int, task: RankTask, subject: Subject, device: torch.device) -> RankReport:
     case, saved, places = task.case, SavedActivations(), offers(subject, "activations")
     with ExitStack() as watching:
+        hiding = watching.enter_context(Overlap()) if task.overlap else None
+        if hiding is not None:
+            watching.enter_context(observing(hiding))
+            watching.enter_context(hiding.on_rank(rank))
         capture = watching.enter_context(Capture())
         for watcher in (capture, saved) if places else (saved,):
             watching.enter_context(watcher.on_rank(rank))
@@ -126,7 +133,13 @@ def _watched(rank: int, task: RankTask, subject: Subject, device: torch.device) 
         captured = answered("activations", lambda: placed(case, subject, rank, capture)) if places else {}
     except Unanswered as error:  # the subject's own words on its layout: wrong words are told, the run stands
         problem = str(error)
-    return RankReport(outcome=localize(outcome), captured=captured, problem=problem, saved_bytes=saved.peak_bytes(rank))
+    return RankReport(
+        outcome=localize(outcome),
+        captured=captured,
+        problem=problem,
+        saved_bytes=saved.peak_bytes(rank),
+        hidden=frozenset() if hiding is None else frozenset(hiding.hidden),
+    )
 
 
 def rank_device(name: str, rank: int) -> torch.device:

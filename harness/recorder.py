@@ -133,10 +133,13 @@ class Recorder:
 
     def _events(self, rank: int, track: _Track) -> Iterator[Event]:
         moments = [read(plain) for plain in list(track.moments)]
-        sites = Attribution.of(moments).sites
+        sites, axes = Attribution.of(moments).sites, dict[tuple[tuple[int, ...], str], str]()
         issued = sorted((m for m in moments if isinstance(m, Issued)), key=lambda m: m.ticket)
         for moment in issued:
-            yield self._event(rank, moment, sites[moment.ticket], self._span_s(track, moment))
+            group = moment.call.group, moment.call.group_desc
+            if group not in axes:
+                axes[group] = axis_name(*group, self._axes, self._world_size)
+            yield self._event(rank, moment, sites[moment.ticket], axes[group], self._span_s(track, moment))
 
     def _span_s(self, track: _Track, moment: Issued) -> tuple[float, float]:
         """When a call started and how long it took: on its device where that was marked, else for the host."""
@@ -145,7 +148,7 @@ class Recorder:
             return moment.started_s, track.ended_s.get(moment.ticket, moment.started_s) - moment.started_s
         return self._stopwatch.host_s(begun), 0.0 if ended is None else self._stopwatch.us(begun, ended) / 1e6
 
-    def _event(self, rank: int, moment: Issued, site: Site, span_s: tuple[float, float]) -> Event:
+    def _event(self, rank: int, moment: Issued, site: Site, axis: str, span_s: tuple[float, float]) -> Event:
         call: Call = moment.call
         return Event(
             case=self._case,
@@ -158,7 +161,7 @@ class Recorder:
             region=site.region,
             op=call.op,
             reduce_op=call.reduce_op,
-            axis=axis_name(call.group, call.group_desc, self._axes, self._world_size),
+            axis=axis,
             group_size=len(call.group),
             dtype=call.dtype,
             shape=shape_text(call.shapes),
@@ -169,4 +172,6 @@ class Recorder:
             start_us=round((span_s[0] - self._start_s) * 1e6, 3),
             duration_us=round(span_s[1] * 1e6, 3),
             caller="" if moment.caller is None else Caller(*moment.caller).place,
+            group=call.group,
+            operator=call.operator,
         )

@@ -2,35 +2,49 @@
 
     result = run(Request(cases=("mode=tp tp=2",), subject="parallel.subject:subject"), tell)
 
-Exit status: 0 all pass, 1 a check failed or could not be decided, 2 the request was wrong (RequestError) or every case
-was skipped, 3 the machine failed and nothing else did.
+Exit status: 0 all pass, 1 a check failed or could not be decided, 2 the request was wrong (RequestError, or the dense
+model cannot compute one of the cases) or every case was skipped, 3 the machine failed and nothing else did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harness.asking import Unanswered
 from harness.capacity import admit
+from harness.case_reader import read_case
 from harness.claims import claimed
+from harness.diagnosing.errors_by_place import ERROR_COLUMNS
 from harness.diagnosis import case_text
 from harness.engines.engine import Engine
 from harness.environment import environment
 from harness.errors import RequestError
 from harness.evidence import FAIL, SKIP, UNKNOWN, Verdict
-from harness.proof import CaseResult, prove, skip_reason
+from harness.proof import CaseResult, prove, skip_reason, with_traceback
 from harness.protocols import CaseLike, Subject
 from harness.resolve import resolve
+from harness.second_process import Proved, SecondProcess, prove_all, proved
 from harness.store import Store
-from harness.summary import summarize
+from harness.torch_internals.lookup import untested
 from harness.witnesses.witnessing import CHECK, Witnesses, witnesses
 
-__all__ = ["CASE", "ENGINES", "Progress", "Request", "RunResult", "engine_named", "known_engine", "parse_cases", "run"]
+__all__ = [
+    "ENGINES",
+    "Progress",
+    "Request",
+    "RunResult",
+    "engine_named",
+    "known_engine",
+    "parse_cases",
+    "run",
+    "seconds",
+]
 
-CASE = "reference.case:Case"
 ENGINES = {
     "inproc": "harness.engines.inproc:InprocEngine",
     "pool": "harness.engines.pool:PoolEngine",
@@ -42,6 +56,10 @@ ENGINES = {
 
 _DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
 
+_WEEK_S = 604800.0
+
+_REFUSED = "truth"
+"""The check of a case that the dense model cannot compute, among others that it can."""
 Progress = Callable[[int, int, str, str], object]
 """Told after every case: how many of how many are done, the case's text and its verdict."""
 
@@ -51,7 +69,8 @@ class Request:
     """What to run. `page`, when given, writes `report.html` into the finished folder; `command` goes to env.json.
 
     `profile` names the tools under which every case is run once more as a witness of its ledger: torch, nsys. They
-    watch `profile_steps` of that run, None for all.
+    watch `profile_steps` of that run, None for all. With 2 `processes` a second one proves cases beside this one, where
+    ranks are threads; a case comes to the same in both.
     """
 
     cases: tuple[str, ...]
@@ -64,11 +83,13 @@ class Request:
     page: Callable[[Path], object] | None = None
     profile: tuple[str, ...] = ()
     profile_steps: range | None = None
+    processes: int = 1
 
     @property
     def options(self) -> str:
         """The words beside case and subject that repeat a case as it was run here."""
-        words = {"--engine": (self.engine, "inproc"), "--device": (self.device, "cpu")}
+        limit = (f"{self.timeout_s:g}", "60")
+        words = {"--engine": (self.engine, "inproc"), "--device": (self.device, "cpu"), "--timeout": limit}
         return " ".join(f"{word} {value}" for word, (value, usual) in words.items() if value != usual)
 
 
@@ -94,30 +115,30 @@ class _Tally:
 def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     """Prove every case and write the run folder as it goes; finished cases stay readable whatever stops the run.
 
-    Raises RequestError before anything runs when a case, the subject, the engine or the folder is wrong.
+    Raises RequestError before anything runs when a case, the subject, the engine or the folder is wrong. Where the
+    dense model cannot compute one case of several (it diverges, its data cannot be read) the others are still proved.
     """
     cases = parse_cases(request.cases)
     admit(cases, request.engine)
     claimed(resolve(request.subject), request.subject)
     results: list[_Tally] = []
-    with engine_named(request.engine) as engine:
+    with engine_named(request.engine) as engine, _beside(request) as second:
         store = Store(request.out, request.subject, environment(request.command, _words(request)))
+
+        def prove_here(number: int) -> Proved:
+            result = _prove(cases[number], request, engine)
+            return proved(_witnessed(result, request.subject, seen, store))
+
+        def keep(found: Proved) -> None:
+            result = replace(found, verdicts=with_traceback(found.verdicts, found.text, found.traceback, store))
+            _keep(store, result)
+            results.append(_Tally(verdicts=result.verdicts, verdict=result.verdict, machine=result.machine))
+            on_progress(len(results), len(cases), result.text, result.verdict)
+
         try:
             store.plan(_planned(case) for case in cases)
             seen = _witnesses(request, cases, store)
-            for case in cases:
-                result = prove(
-                    case,
-                    request.subject,
-                    engine,
-                    device=request.device,
-                    timeout_s=request.timeout_s,
-                    options=request.options,
-                )
-                result = _witnessed(result, request.subject, seen, store)
-                _keep(store, result)
-                results.append(_Tally(verdicts=result.verdicts, verdict=result.verdict, machine=bool(result.machine)))
-                on_progress(len(results), len(cases), result.text, result.verdict)
+            prove_all([case_text(case) for case in cases], prove_here, keep, second)
         finally:
             store.close()
     if request.page is not None:
@@ -126,8 +147,43 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
         path=store.path,
         verdicts=tuple(verdict for result in results for verdict in result.verdicts),
         exit_status=_exit_status(results),
-        notes=(*store.notes, *([_DRY] if request.engine == "dry" else []), *(seen.notes if seen else ())),
+        notes=(
+            *store.notes,
+            *filter(None, [untested()]),
+            *([_DRY] if request.engine == "dry" else []),
+            *(seen.notes if seen else ()),
+            *([second.note] if second and second.note else []),
+        ),
     )
+
+
+def prove_text(request: Request, text: str) -> Proved:
+    """What the second process does with a case. Raises what `prove` raises."""
+    with engine_named(request.engine) as engine:
+        return proved(_prove(parse_cases([text])[0], request, engine))
+
+
+def _prove(case: CaseLike, request: Request, engine: Engine) -> CaseResult:
+    """The case, proved. One of several that the dense model cannot compute is skipped, so that the others are kept."""
+    device, timeout_s, options = request.device, request.timeout_s, request.options
+    try:
+        return prove(case, request.subject, engine, device=device, timeout_s=timeout_s, options=options)
+    except RequestError as problem:
+        if len(request.cases) == 1:
+            raise
+        text, why = case_text(case), str(problem)
+        skip = Verdict(case=text, check=_REFUSED, verdict=SKIP, worst=None, message=why)
+        return CaseResult(case=case, text=text, verdicts=(skip,), skipped=why)
+
+
+@contextmanager
+def _beside(request: Request) -> Iterator[SecondProcess | None]:
+    """The second process of a request, when it may have one: an engine whose ranks are threads, and no profiler."""
+    if request.processes < 2 or request.engine != "inproc" or request.profile:
+        yield None
+        return
+    with closing(SecondProcess(replace(request, page=None))) as second:
+        yield second
 
 
 def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Witnesses | None:
@@ -174,15 +230,23 @@ def parse_cases(texts: Sequence[str]) -> list[CaseLike]:
     """The cases of these texts, each once. Raises RequestError for the first text that is no case, or for none."""
     if not texts:
         raise RequestError("cases=(): at least one case is needed; legal: mode=tp tp=2")
-    parse: Callable[[str], Any] = getattr(resolve(CASE), "parse")  # noqa: B009  (the harness knows no Case)
     cases: dict[str, CaseLike] = {}
     for text in texts:
-        try:
-            case = parse(text)
-        except ValueError as problem:
-            raise RequestError(f"case {text!r}: {problem}") from problem
+        case = read_case(text)
         cases.setdefault(case_text(case), case)
     return list(cases.values())
+
+
+def seconds(text: str, word: str) -> float:
+    """The seconds of an option called `word`. Raises RequestError for what is no number above 0 and at most a week."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found <= _WEEK_S:
+        rule = f"must be a number of seconds above 0 and at most {_WEEK_S:.0f}"
+        raise RequestError(f"{word}={text}: {rule}; legal: --{word} 60")
+    return found
 
 
 def known_engine(name: str) -> str:
@@ -217,11 +281,12 @@ def _planned(case: CaseLike) -> dict[str, object]:
     return row if tokens is None else {**row, "tokens": tokens}
 
 
-def _keep(store: Store, result: CaseResult) -> None:
-    case, evidence = result.case, result.evidence
-    saved_bytes, ran = (evidence.saved_bytes, evidence.ran) if evidence else ((), ())
-    rows = summarize(result.text, case.mode, case.world_size, result.events, result.expectation, ran)
-    store.add(result.text, result.events, rows, result.verdicts, result.seconds, saved_bytes, ran)
+def _keep(store: Store, result: Proved) -> None:
+    if result.errors:
+        store.extend("errors.csv", ERROR_COLUMNS, result.errors)
+    if result.unplaced:
+        store.notes.append(f"errors.csv lacks {result.text!r}: {result.unplaced}")
+    store.add(result.text, result.events, result.rows, result.verdicts, result.seconds, result.saved_bytes, result.ran)
 
 
 def _exit_status(results: Sequence[_Tally]) -> int:
@@ -230,4 +295,5 @@ def _exit_status(results: Sequence[_Tally]) -> int:
         return 1
     if any(result.machine for result in results):
         return 3
-    return 2 if all(result.verdict == SKIP for result in results) else 0
+    refused = any(verdict.check == _REFUSED for result in results for verdict in result.verdicts)
+    return 2 if refused or all(result.verdict == SKIP for result in results) else 0

@@ -13,6 +13,7 @@ import csv
 import dataclasses
 import datetime
 import gzip
+import hashlib
 import io
 import json
 import math
@@ -28,7 +29,7 @@ from harness.evidence import Verdict
 from harness.ledger import COLUMNS, Event
 from harness.summary import COUNTS, SUMMARY_COLUMNS, SummaryRow
 
-__all__ = ["LARGEST_LEDGER", "Store", "safe_name"]
+__all__ = ["LARGEST_LEDGER", "Store", "file_of", "safe_name"]
 
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""
@@ -91,6 +92,14 @@ class Store:
                 self._append(name, _csv([columns]))
             self._append(name, _csv(rows))
 
+    def attach(self, folder: str, case: str, text: str) -> str:
+        """Store a text about a case in a file of its own; returns its place in the run folder."""
+        place = Path(folder) / file_of(case, "txt")
+        with _writing(self.path):
+            (self.path / folder).mkdir(exist_ok=True)
+            (self.path / place).write_text(text, encoding="utf-8")
+        return place.as_posix()
+
     def close(self) -> None:
         """Pack a large ledger; until then the folder is readable without it."""
         ledger = self.path / "ledger.csv"
@@ -133,6 +142,11 @@ class Store:
         except OSError as problem:
             fresh.unlink(missing_ok=True)
             self.notes.append(f"{out / 'latest'} does not point to this run: {problem.strerror}")
+
+
+def file_of(case: str, ending: str) -> str:
+    """The file of a case: its text as far as it can stand in a name, and what tells texts apart that look alike."""
+    return f"{safe_name(case)[:60]}-{hashlib.sha256(case.encode()).hexdigest()[:6]}.{ending}"
 
 
 def safe_name(subject: str) -> str:

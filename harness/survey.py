@@ -18,7 +18,7 @@ import torch
 
 from harness.asking import answered, offers
 from harness.checking.exact_checks import same_outcomes
-from harness.checks import CHECKS, Check, examine
+from harness.checks import CHECKS, Check
 from harness.engines.disturbance import Disturbance
 from harness.engines.engine import Engine
 from harness.engines.intervention import Intervened, Intervention
@@ -27,11 +27,12 @@ from harness.equivalence import RULES, UNCHANGED, UNREAD, UNTOUCHED, Rule, proof
 from harness.errors import MachineError, ProgramError, RequestError
 from harness.evidence import FAIL, PASS, Evidence, Finding
 from harness.faults import Fault, Place, Target, faults_of
+from harness.judging import judged
 from harness.ledger import Event
 from harness.merging import Outcomes
 from harness.proof import NEED_WATCHING
 from harness.protocols import CaseLike, Subject
-from harness.trial import REFERENCE, Reference, Trial, controlled, recorded, watched
+from harness.trial import REFERENCE, Reference, Trial, recorded, watched
 
 __all__ = ["FaultResult", "Unproved", "survey", "unproved"]
 
@@ -152,12 +153,10 @@ def _on(trial: Trial, intervention: Intervention) -> Trial:
 
 def _examined(trial: Trial, checks: Mapping[str, Check], first_only: bool) -> tuple[Evidence, dict[str, Finding]]:
     """What the checks find; with `first_only` activations are captured only when nothing has failed before."""
-    evidence = recorded(trial)
-    if evidence.controls:
-        evidence = controlled(trial, evidence)
-    findings = examine(evidence, {name: check for name, check in checks.items() if name not in NEED_WATCHING})
+    unwatched = {name: check for name, check in checks.items() if name not in NEED_WATCHING}
+    evidence, findings = judged(trial, recorded(trial), unwatched)
     if NEED_WATCHING & set(checks) and not (first_only and _failed(findings)):
-        findings = examine(watched(trial, evidence), checks)
+        evidence, findings = judged(trial, watched(trial, evidence), checks)
     return evidence, findings
 
 

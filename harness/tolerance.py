@@ -1,17 +1,21 @@
 """How far a right result may be from the truth, and how far this one is.
 
-Two measures, both must hold: `frobenius` = |x - t| / |t| over the whole tensor, which sees diffuse errors, and `peak` =
-max|x - t| / rms(t), which sees one wrong row in a big tensor. An element that is right to OWN_EPSILONS of its own size
-is right, however far it stands out: the gradient of a logit is that of one token among thousands. Errors are plain
-ratios; `epsilons` counts them in the machine epsilon of the run dtype. Integers and booleans are compared exactly.
+Three measures, all must hold: `frobenius` = |x - t| / |t| over the whole tensor, which sees diffuse errors; `peak` =
+max|x - t| / rms(t), which sees one wrong row in a big tensor; `scale` = |<x - t, t>| / <t, t>, which sees a wrong
+factor where rounding is large: independent roundings are nearly orthogonal to t. An element that is right to
+OWN_EPSILONS of its own size is right, however far it stands out: the gradient of a logit is that of one token among
+thousands. Errors are plain ratios; `epsilons` counts them in the machine epsilon of the run dtype. Integers are
+compared exactly.
 
-float64: 1e-9 for both (noise stays near 1e-13, the smallest known bugs near 1e-2). Other dtypes: a control run, the
+float64: 1e-9 for all (noise stays near 1e-13, the smallest known bugs near 1e-2). Other dtypes: a control run, the
 dense model in the run dtype with its sums in another order, shows how far rounding alone carries a right result.
-Allowed is CONTROL_FACTOR times the worst control run, never less than the stated floor in epsilons. Where this reaches
-the CEILING, a tensor within it proves nothing, and `decidable` says so. In float64 control runs are asked only beyond
-1e-9: training that leaps about doubles its noise in every step. One control run may be lucky (a relu that flips,
-an update that amplifies), so whoever finds an error beyond the limit runs more of them before calling it one, and asks
-the dense model what a relu's kink may change; that is added to the limit as it is, for it is a bound and no sample.
+Allowed is CONTROL_FACTOR times the worst control run, never less than the stated floor. A tensor within its limits
+proves nothing where half of it, or half as much again, would be within them too, or where `frobenius` may reach
+CEILING: `decidable` is False then.
+In float64 control runs are needed only beyond 1e-9: training that leaps about doubles its noise in every step. One
+control run may be lucky (a relu that flips, an update that amplifies), so more of them are run before an error beyond
+the limit counts. Two bounds are added to the limit as they are: what a relu's kink may change (by tensor), and what
+Adam may make of a gradient within rounding of zero (`slack`, element by element).
 Sources: TTrace (errors in epsilons), control runs as in DeepSpeedExamples #1008.
 """
 
@@ -24,23 +28,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.distance import MEASURES, Distance, Truth, distance, distance_from, ratio, real
+
 __all__ = [
     "CEILING",
     "CONTROL_FACTOR",
     "EXACT",
+    "FACTORS",
     "FLOOR_EPSILONS",
     "FLOAT64_ALLOWED",
     "FLOAT64_CEILING",
     "OWN_EPSILONS",
+    "SCALE_ALLOWED",
     "Distance",
     "Measured",
     "distance",
     "epsilon",
+    "is_state",
     "kind_of",
     "kind_rms",
     "least_rms",
     "measure",
     "own_share",
+    "step_of",
 ]
 
 FLOAT64_ALLOWED = 1e-9
@@ -54,32 +64,25 @@ CONTROL_FACTOR = 6.0
 """A right result may be this many times further from the truth than the worst control run."""
 CEILING = 0.5
 """Half of the tensor: a limit as wide as this would let through a missing half of a sum."""
+FACTORS = (0.5, 1.5)
+"""A tensor whose limits admit one of these factors on it is undecided."""
+SCALE_ALLOWED = 0.1
+"""A right result's factor, <x, t> / <t, t>, may be this far from 1 when rounding alone may make the tensor err more."""
 SCALE_SHARE = 1e-3
 """A tensor's error is never scaled by less than this share of the rms of all tensors of its kind."""
 ZERO_SHARE = 1e-10
 """A truth below this share of its kind's rms is zero but for rounding, and its error is scaled by the kind's rms."""
+_SURE = 0.2
+"""A tensor within e of the truth is off by 0.5 - 1.5 e at least when multiplied by 0.5 or 1.5: over e up to 0.2."""
 EXACT = "exact"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Distance:
-    """How far a tensor is from the truth in both measures; infinite when either holds NaN or infinity."""
-
-    frobenius: float
-    peak: float
-
-    def worst_ratio(self, allowed: Distance) -> tuple[float, str]:
-        """The larger of error / allowed, and which measure it is."""
-        ratios = {name: _ratio(getattr(self, name), getattr(allowed, name)) for name in ("frobenius", "peak")}
-        name = max(ratios, key=lambda key: ratios[key])
-        return ratios[name], name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """One tensor held against the truth: the measure that came closest to its limit, in ratios and in epsilons.
 
-    `decidable` is False when rounding alone may explain an error as large as CEILING: staying within proves nothing.
+    `decidable` is False when the limits would admit the tensor times one of FACTORS too: staying within proves nothing.
+    `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked.
     """
 
     name: str
@@ -88,6 +91,8 @@ class Measured:
     allowed: float
     epsilons: float
     decidable: bool = True
+    loose: int = 0
+    elements: int = 0
 
     @property
     def right(self) -> bool:
@@ -97,15 +102,7 @@ class Measured:
     @property
     def ratio(self) -> float:
         """Error in units of what is allowed: at most 1 when right."""
-        return _ratio(self.error, self.allowed)
-
-
-def _ratio(error: float, allowed: float) -> float:
-    if not math.isfinite(error):
-        return math.inf
-    if allowed == 0:
-        return 0.0 if error == 0 else math.inf
-    return error / allowed
+        return ratio(self.error, self.allowed)
 
 
 def epsilon(dtype: str) -> float:
@@ -116,6 +113,17 @@ def epsilon(dtype: str) -> float:
 def kind_of(name: str) -> str:
     """The kind of an outcome name: "grad" of "grad/layers.0.mlp.w1.weight"."""
     return name.partition("/")[0]
+
+
+def is_state(name: str) -> bool:
+    """Whether an outcome name is that of a state after a step: "param_after/0/layers.0.mlp.w1.weight"."""
+    return kind_of(name).endswith("_after")
+
+
+def step_of(name: str) -> int:
+    """The step in an outcome name: 3 of "loss/3" and of "param_after/3/head.weight"; -1 when it names none."""
+    word = name.partition("/")[2].partition("/")[0]
+    return int(word) if word.isdigit() else -1
 
 
 def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
@@ -136,42 +144,16 @@ def least_rms(truth: Tensor, kind: float) -> float:
     The gradient of a key bias is zero in mathematics: what rounding leaves of its terms is an error of 100 % relative
     to itself, and a tiny one relative to the gradients that its terms are made of.
     """
-    return kind if _rms(_real(truth)) < ZERO_SHARE * kind else SCALE_SHARE * kind
+    return _least(Truth.of(truth), kind)
+
+
+def _least(true: Truth, kind: float) -> float:
+    return kind if true.rms < ZERO_SHARE * kind else SCALE_SHARE * kind
 
 
 def own_share(dtype: str) -> float:
     """The share of its own size by which an element may be off in this dtype before `peak` looks at it."""
     return 0.0 if dtype == "float64" else OWN_EPSILONS * epsilon(dtype)
-
-
-def distance(value: Tensor, truth: Tensor, least: float = 0.0, own: float = 0.0) -> Distance:
-    """How far `value` is from `truth` (same shape), scaled by the truth's rms or `least` if that is larger.
-
-    `peak` is that of the elements which are off by more than the share `own` of themselves, 0 when there are none.
-    A truth that is zero throughout, with no larger scale given, allows zero only. Empty tensors are equal.
-    """
-    if truth.numel() == 0:
-        return Distance(frobenius=0.0, peak=0.0)
-    x, t = _real(value), _real(truth)
-    if not bool(torch.isfinite(x).all()) or not bool(torch.isfinite(t).all()):
-        return Distance(frobenius=math.inf, peak=math.inf)
-    gap = x - t
-    scale = max(_rms(t), least)
-    if scale == 0:
-        wrong = math.inf if bool(gap.any()) else 0.0
-        return Distance(frobenius=wrong, peak=wrong)
-    outside = gap.abs().masked_fill(gap.abs() <= own * t.abs(), 0.0)
-    return Distance(frobenius=_rms(gap) / scale, peak=float(outside.max()) / scale)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()
-
-
-def _rms(tensor: Tensor) -> float:
-    # Scaled by the largest element first: squares of tiny or huge numbers must neither vanish nor overflow.
-    largest = float(tensor.abs().max())
-    return largest * math.sqrt(float((tensor / largest).square().mean())) if largest > 0 else 0.0
 
 
 def measure(
@@ -182,19 +164,23 @@ def measure(
     dtype: str,
     controls: Sequence[Tensor] = (),
     kinks: Sequence[Tensor] = (),
+    slack: Tensor | None = None,
     kind: float = 0.0,
 ) -> Measured:
-    """Hold one tensor against the truth (same shape) as the run dtype allows; `kind` is the rms of its kind.
+    """Compare one tensor with the truth (same shape) as the run dtype allows; `kind` is the rms of its kind.
 
-    `kinks`: what a relu within rounding of zero may change, a tensor of the same shape each.
+    `kinks`: what a relu within rounding of zero may change, a tensor of the same shape each. `slack`: what an optimizer
+    may make of gradients within rounding of zero, by element.
     """
     if not truth.is_floating_point() and not truth.is_complex():
         wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
         return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
-    least = least_rms(truth, kind) if bool(torch.isfinite(truth).all()) else 0.0
-    found = distance(value, truth, least, own_share(dtype))
-    allowed, decidable = _allowed(dtype, truth, controls, kinks, least)
-    _, which = found.worst_ratio(allowed)
+    true = Truth.of(truth)
+    least = _least(true, kind) if math.isfinite(true.largest) else 0.0
+    own = own_share(dtype)
+    found = distance_from(value, true, least, own, slack)
+    allowed = _allowed(dtype, true, controls, [truth + kink for kink in kinks], least)
+    _, which = found.worstratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)
     return Measured(
         name=name,
@@ -202,23 +188,42 @@ def measure(
         error=error,
         allowed=limit,
         epsilons=error / epsilon(dtype),
-        decidable=decidable,
+        decidable=_decidable(dtype, value, true, least, own, slack, allowed),
+        loose=0 if slack is None else _loose(slack, dtype, allowed.peak * max(true.rms, least)),
+        elements=truth.numel(),
     )
 
 
-def _allowed(
-    dtype: str, truth: Tensor, controls: Sequence[Tensor], kinks: Sequence[Tensor], least: float
-) -> tuple[Distance, bool]:
-    """What the run dtype allows for this tensor, and whether anything can be decided within it."""
-    honest = [distance(control, truth, least) for control in controls]
-    limits = {
-        name: max([_floor(dtype, name), *(CONTROL_FACTOR * getattr(run, name) for run in honest)])
-        for name in ("frobenius", "peak")
-    }
-    moved = [distance(truth + kink, truth, least) for kink in kinks]
-    limits = {name: limit + max([getattr(run, name) for run in moved], default=0.0) for name, limit in limits.items()}
-    return Distance(**limits), limits["frobenius"] < (FLOAT64_CEILING if dtype == "float64" else CEILING)
+def _allowed(dtype: str, true: Truth, controls: Sequence[Tensor], kinked: Sequence[Tensor], least: float) -> Distance:
+    """What the run dtype allows for this tensor. `scale` never exceeds `frobenius`, so no smaller limit is needed."""
+    honest = [distance_from(control, true, least) for control in controls]
+    moved = [distance_from(kink, true, least) for kink in kinked]
+    limits = {}
+    for name in MEASURES:
+        limit = max([_floor(dtype, name), *(CONTROL_FACTOR * getattr(run, name) for run in honest)])
+        limits[name] = limit + max([getattr(run, name) for run in moved], default=0.0)
+    return Distance(**{**limits, "scale": min(limits["scale"], limits["frobenius"])})
+
+
+def _decidable(
+    dtype: str, value: Tensor, true: Truth, least: float, own: float, slack: Tensor | None, allowed: Distance
+) -> bool:
+    """Whether a factor of FACTORS on this tensor would be beyond the limits, and those below their ceiling."""
+    if allowed.frobenius >= (FLOAT64_CEILING if dtype == "float64" else CEILING):
+        return False
+    if slack is None and allowed.frobenius < _SURE and true.rms >= least:
+        return True  # the tensor is within _SURE of the truth or wrong anyhow, so half of it is beyond
+    x = real(value)
+    return all(distance_from(factor * x, true, least, own, slack).worstratio(allowed)[0] > 1 for factor in FACTORS)
+
+
+def _loose(slack: Tensor, dtype: str, limit: float) -> int:
+    """How many elements may be off by more than the limit of `peak`, or than noise ever comes to in float64."""
+    share = FLOAT64_CEILING / FLOAT64_ALLOWED if dtype == "float64" else 1.0
+    return int((slack > share * limit).sum())
 
 
 def _floor(dtype: str, measure_: str) -> float:
+    if measure_ == "scale":
+        return SCALE_ALLOWED
     return FLOAT64_ALLOWED if dtype == "float64" else FLOOR_EPSILONS[measure_] * epsilon(dtype)

@@ -15,26 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.asking import Unanswered, stated
+from harness.asking import Unanswered, orders, stated
 from harness.checking.exact_checks import same_outcomes
+from harness.claims import left_out
 from harness.diagnosis import case_text
 from harness.engines.engine import Engine
 from harness.errors import RequestError, error_text
 from harness.evidence import Evidence, gathered
 from harness.execution import execute, execute_captured
-from harness.protocols import CaseLike, Subject, TermLike
+from harness.protocols import Axes, CaseLike, FactsLike, Subject, TermLike
 from harness.resolve import resolve
-from harness.tolerance import FLOAT64_CEILING, Measured, kind_of
+from harness.tolerance import is_state, kind_of
 
 __all__ = [
     "REFERENCE",
     "Asked",
     "Reference",
     "Trial",
-    "controlled",
-    "doubtful",
     "expectation_of",
     "explained",
+    "orders_of",
     "recorded",
     "watched",
 ]
@@ -44,7 +44,9 @@ __all__ = [
 class Reference:
     """Names of the dense model's functions (case, device) -> outcome: the truth, and the control runs beside it.
 
-    `kinks` widens limits, so it belongs to its truth: "", none, unless it is named with it.
+    `kinks` and `slack` widen limits, so they belong to their truth: "", none, unless they are named with it. So do
+    `anchors`, case -> what is stated about the data that truth and ranks both read (harness.protocols.FactsLike). With
+    `slack` truth, control and kinks take states=mapping too, the subject's states from which their steps begin.
     `control` and `control_activations` take parts=n too, the number of partial sums in place of their own choice.
     The others are asked when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes of
     data or weights that are read otherwise (see `reference.what_ifs`) and of other rules of the steps.
@@ -55,16 +57,14 @@ class Reference:
     control: str = "reference.control:control"
     control_activations: str = "reference.control:control_activations"
     kinks: str = ""
+    slack: str = ""
+    anchors: str = ""
     shares: str = "reference.shares:shares"
     alternatives: str = "reference.what_ifs:alternatives"
     trainings: str = "reference.what_if_training:trainings"
 
 
-REFERENCE = Reference(kinks="reference.kinks:kinks")
-MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
-"""Into how many partial sums the further control runs cut their sums; 1 adds the micro-batches in reverse only."""
-
-
+REFERENCE = Reference(kinks="reference.kinks:kinks", slack="reference.adam:slack", anchors="reference.anchors:anchors")
 Asked = tuple[str, tuple[tuple[str, int], ...]]
 """A function of the reference and the words that it was given."""
 
@@ -75,7 +75,7 @@ class Trial:
 
     `name` is the subject's when it was given as module:object, else "".
     `problems`: what could not be asked of the subject (expectation, activations) -> why.
-    `known` fills up with what the reference computed; trials of one case may share it.
+    `known` and `facts` fill up with what the reference computed; trials of one case may share them.
     """
 
     case: CaseLike
@@ -88,6 +88,7 @@ class Trial:
     seconds: dict[str, float] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     known: dict[Asked, Mapping[str, Tensor]] = field(default_factory=dict)
+    facts: dict[str, FactsLike] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -103,15 +104,31 @@ class Trial:
         finally:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start_s
 
+    def dense(self, name: str, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
+        """What a function of the reference computes, on the CPU; computed once for trials that share `known`."""
+        asked = name, tuple(words.items())
+        if asked not in self.known:
+            self.known[asked] = self.computed(name, part=part, **words)
+        return self.known[asked]
+
+    def computed(self, name: str, *, part: str = "truth", **words: Any) -> Mapping[str, Tensor]:
+        """The same, computed anew and timed as this part. Raises RequestError when the reference cannot compute it."""
+        function: Any = resolve(name)
+        try:
+            with self.timed(part):
+                outcome: Mapping[str, Tensor] = function(self.case, torch.device(self.device), **words)
+        except (ValueError, OSError) as problem:
+            raise RequestError(f"case {self.text!r}: the dense model cannot compute it: {problem}") from problem
+        return {key: tensor.detach().cpu() for key, tensor in outcome.items()}
+
 
 def recorded(trial: Trial) -> Evidence:
-    """The evidence of one recorded run beside the dense model; nothing is captured and nothing repeated.
+    """The evidence of one recorded run beside the dense model, without control runs; nothing is captured or repeated.
 
     Raises RequestError when the dense model cannot be computed, and what the engine raises.
     """
     case, names = trial.case, trial.reference
-    truth = _dense(trial, names.truth)
-    controls = [] if case.dtype == "float64" else [_dense(trial, names.control, part="control")]
+    truth = trial.dense(names.truth)
     with trial.timed("recorded"):
         run = execute(
             case,
@@ -122,17 +139,23 @@ def recorded(trial: Trial) -> Evidence:
             timeout_s=trial.timeout_s,
             name=trial.name,
         )
+    merged = gathered(run.outcomes, (), truth)
+    if not any(is_state(name) for outcome in run.outcomes for name in outcome):
+        truth = {name: tensor for name, tensor in truth.items() if not is_state(name)}
     return Evidence(
         case=case,
         outcomes=run.outcomes,
         captured=(),
-        merged=gathered(run.outcomes, (), truth),
+        merged=merged,
         truth=truth,
-        controls=tuple(controls),
+        controls=(),
         events=run.events,
         expectation=expectation_of(trial),
         repeats=(),
         unwaited=run.unwaited,
+        orders=orders_of(trial),
+        facts=_facts(trial),
+        declared=_declared(trial),
     )
 
 
@@ -141,7 +164,13 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
     case, names = trial.case, trial.reference
     with trial.timed("plain"):
         plain = execute_captured(
-            case, trial.subject, trial.engine, device=trial.device, timeout_s=trial.timeout_s, name=trial.name
+            case,
+            trial.subject,
+            trial.engine,
+            device=trial.device,
+            timeout_s=trial.timeout_s,
+            name=trial.name,
+            overlap=any(getattr(term, "hidden", False) for term in evidence.expectation or ()),
         )
     if plain.problem:
         trial.problems["activations"] = plain.problem
@@ -159,34 +188,18 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
                 name=trial.name,
             )
         repeats.append(again.outcomes)
-    truth = {**evidence.truth, **_dense(trial, names.true_activations)}
-    controls = [{**run, **_dense(trial, names.control_activations, part="control")} for run in evidence.controls]
+    truth = {**evidence.truth, **trial.dense(names.true_activations)}
+    controls = [{**run, **trial.dense(names.control_activations, part="control")} for run in evidence.controls]
     return replace(
         evidence,
         captured=plain.captured,
-        merged=gathered(evidence.outcomes, plain.captured, truth),
+        merged=gathered(evidence.outcomes, plain.captured, truth, evidence.merged.tensors),
         truth=truth,
         controls=tuple(controls),
         repeats=tuple(repeats),
         saved_bytes=plain.saved_bytes,
+        hidden=plain.hidden,
     )
-
-
-def doubtful(evidence: Evidence, wrong: Collection[Measured]) -> bool:
-    """Whether rounding may explain what is wrong: in float64 only where some error is as small as noise can be."""
-    exact = evidence.case.dtype == "float64"
-    return any(not exact or measured.error < FLOAT64_CEILING for measured in wrong)
-
-
-def controlled(trial: Trial, evidence: Evidence) -> Evidence:
-    """The same evidence with MORE_PARTS control runs more, for one may be lucky, and what a relu's kink may change."""
-    more = []
-    for parts in MORE_PARTS:
-        run = _dense(trial, trial.reference.control, part="control", parts=parts)
-        more.append({**run, **_dense(trial, trial.reference.control_activations, part="control", parts=parts)})
-    sides = (1, -1) if trial.reference.kinks else ()
-    kinks = tuple(_dense(trial, trial.reference.kinks, part="control", side=side) for side in sides)
-    return replace(evidence, controls=(*evidence.controls, *more), kinks=kinks)
 
 
 def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
@@ -195,29 +208,37 @@ def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evide
     shares: Mapping[str, Tensor] = {}
     what_if: dict[str, Tensor] = {}
     try:
-        if kinds & {"grad", "param", "grad_norm", "act"}:
-            shares = _dense(trial, trial.reference.shares, part="explained")
+        if kinds & {"grad", "param", "param_after", "exp_avg_after", "grad_norm", "tokens", "act", "loss"}:
+            shares = trial.dense(trial.reference.shares, part="explained")
         if kinds & {"act", "logits", "loss", "grad"}:
-            what_if |= _dense(trial, trial.reference.alternatives, part="explained")
+            what_if |= trial.dense(trial.reference.alternatives, part="explained")
         if "param" in kinds:
-            what_if |= _dense(trial, trial.reference.trainings, part="explained")
+            what_if |= trial.dense(trial.reference.trainings, part="explained")
     except Exception as problem:  # the failure stands; less of it is explained, and that is said
         trial.problems["explanation"] = f"the dense model could not be asked: {error_text(problem)}"
     return replace(evidence, shares=shares, alternatives=what_if)
 
 
-def _dense(trial: Trial, name: str, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
-    """What a function of the reference computes, on the CPU; timed as this part."""
-    asked = name, tuple(words.items())
-    if asked not in trial.known:
-        function: Any = resolve(name)
+def _declared(trial: Trial) -> tuple[str, ...]:
+    """The names that the subject leaves out on purpose; an attribute that raises when it is read is noted."""
+    try:
+        return left_out(trial.subject, trial.name)
+    except Unanswered as problem:
+        trial.problems["coverage"] = str(problem)
+        return ()
+
+
+def _facts(trial: Trial) -> FactsLike | None:
+    """What the reference states about the case's data; one that raises is noted as a problem."""
+    name = trial.reference.anchors
+    if name and name not in trial.facts:
+        state: Any = resolve(name)
         try:
-            with trial.timed(part):
-                outcome: Mapping[str, Tensor] = function(trial.case, torch.device(trial.device), **words)
-        except (ValueError, OSError) as problem:
-            raise RequestError(f"case {trial.text!r}: the dense model cannot compute it: {problem}") from problem
-        trial.known[asked] = {key: tensor.detach().cpu() for key, tensor in outcome.items()}
-    return trial.known[asked]
+            with trial.timed("truth"):
+                trial.facts[name] = state(trial.case)
+        except Exception as problem:
+            trial.problems["data"] = f"the reference could not state what must hold of the data: {error_text(problem)}"
+    return trial.facts.get(name)
 
 
 def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
@@ -227,3 +248,12 @@ def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
     except Unanswered as problem:  # no verdict on the run, and it must not read as "none stated"
         trial.problems["expectation"] = str(problem)
         return None
+
+
+def orders_of(trial: Trial) -> Axes:
+    """The subject's own rank orders, none when it states none; rank lists that are none are noted as a problem."""
+    try:
+        return orders(trial.case, trial.subject)
+    except Unanswered as problem:
+        trial.problems["groups"] = str(problem)
+        return {}

@@ -37,7 +37,10 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """`calls` equal calls on every rank over the whole run; fields as in the ledger."""
+    """`calls` equal calls on every rank over the whole run; fields as in the ledger.
+
+    `hidden`: each travels while a product is computed, which lies between its issue and its wait.
+    """
 
     phase: str
     region: str
@@ -48,6 +51,7 @@ class Term:
     dtype: str
     payload_bytes: int
     calls: int
+    hidden: bool = False
 
 
 def per_micro(
@@ -62,6 +66,7 @@ def per_micro(
     dtype: str = "",
     calls: int = 1,
     alone: bool = False,
+    hidden: bool = False,
 ) -> Iterator[Term]:
     """The term of `calls` calls in every micro-batch; none on an axis of one rank unless issued `alone` too.
 
@@ -79,6 +84,7 @@ def per_micro(
             dtype=dtype or case.dtype,
             payload_bytes=payload_bytes,
             calls=calls * case.steps * case.micro,
+            hidden=hidden,
         )
 
 
@@ -104,10 +110,10 @@ def activation_bytes(case: Case) -> int:
     return case.tokens * case.hidden * ITEM_BYTES[case.dtype]
 
 
-def activation_terms(case: Case, phase: str, region: str, *ops: str) -> Iterator[Term]:
+def activation_terms(case: Case, phase: str, region: str, *ops: str, hidden: bool = False) -> Iterator[Term]:
     """In every micro-batch, one call of each op over tp, each with the payload of one whole activation."""
     for op in ops:
-        yield from per_micro(case, phase, region, op, activation_bytes(case))
+        yield from per_micro(case, phase, region, op, activation_bytes(case), hidden=hidden)
 
 
 def loss_dtype(case: Case) -> str:

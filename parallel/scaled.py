@@ -80,6 +80,8 @@ class ScaledSubject:
     """Tensor parallelism as in the seed's experiment; one data rank."""
 
     modes: tuple[str, ...] = field(default=("tp", "tp-sp"))
+    unchecked: tuple[str, ...] = ("loss/[!0]*", "logits/[!0]*")
+    """It returns the first step's alone: whether a later one updates anything depends on the scale."""
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Value]:
         """Run the case on this rank. Raises ValueError with the reason for a case that it refuses."""

@@ -25,6 +25,7 @@ from parallel.strategy import Mode, Parts
 from parallel.transformer import Transformer
 from reference.case import Case
 from reference.parameters import dtype_of, full
+from reference.states import after
 
 __all__ = ["LARGEST_LOGITS", "Rank", "Value", "set_up", "train"]
 
@@ -76,7 +77,8 @@ def train(case: Case, mode: Mode, mesh: Mesh, device: torch.device) -> dict[str,
     for step in range(case.steps):
         optimizer.zero_grad()
         loss, tokens, logits = _accumulate(rank, step)
-        outcome[f"loss/{step}"], norm = _synchronise(rank, loss, tokens)
+        outcome[f"loss/{step}"], norm, counted_tokens = _synchronise(rank, loss, tokens)
+        outcome[f"tokens/{step}"] = counted_tokens.long()
         outcome[f"grad_norm/{step}"] = norm
         gradients = rank.gradients()
         if logits is not None:
@@ -85,6 +87,9 @@ def train(case: Case, mode: Mode, mesh: Mesh, device: torch.device) -> dict[str,
             outcome |= {f"grad/{name}": rank.value(name, grad.clone()) for name, grad in gradients.items()}
         sync.clip(gradients.values(), norm, case.clip)
         optimizer.step()
+        if rank.proves:
+            left = after(case, step, rank.parameters, optimizer)
+            outcome |= {state: rank.value(name, tensor) for state, name, tensor in left}
         del gradients  # or they would stand beside those of the next step
     if rank.metric is not None:
         outcome |= _metrics(rank, rank.metric)
@@ -167,8 +172,8 @@ def _accumulate(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Shard, ...
     return loss, tokens, tuple(boxes) if keep else None
 
 
-def _synchronise(rank: Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn local gradient sums into gradients of the mean loss; returns that loss and their norm."""
+def _synchronise(rank: Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn local gradient sums into gradients of the mean loss; returns that loss, their norm and the token count."""
     mode, mesh, gradients = rank.mode, rank.mesh, rank.gradients()
     for axis in mode.data_axes:
         sync.sum_gradients(gradients.values(), mesh.axis(axis))
@@ -181,7 +186,7 @@ def _synchronise(rank: Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tens
     for gradient in gradients.values():
         gradient.div_(tokens * shares)
     exact = wide(dtype_of(rank.case))
-    return (loss / tokens).to(exact), sync.norm(gradients, rank.places, weight_axis, exact)
+    return (loss / tokens).to(exact), sync.norm(gradients, rank.places, weight_axis, exact), tokens
 
 
 def _optimizer(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:

@@ -1,9 +1,8 @@
 """A case to the micro-batches of every data rank: tokens, labels, loss mask, positions and borders of sentences.
 
-Letters: B sequences of a micro-batch, S tokens of a sequence, T = B * S. The corpus is one endless stream of tokens.
-Micro-batch number n (steps outermost, data ranks innermost) reads the T tokens from place n * T on, and the one after
-them as a last label; when a short corpus would give the same tokens again, it is read one place later. The stream is
-cut into sentences of uneven length: at the end of every document, and at random places from `case.seed`.
+Letters: B sequences of a micro-batch, S tokens of a sequence, T = B * S. The corpus is one endless stream of tokens
+(`reference.stream`). Micro-batch number n (steps outermost, data ranks innermost) reads the T tokens of window n, and
+the one after them as a last label.
 
     packed                      one row of T tokens by `build_pack`; sentences of up to 5/4 S, positions restart
     internlm2, llama unpacked   a sentence a row by `build_unpack`, filled with token 0 and label -100 up to S
@@ -13,6 +12,11 @@ To tell a mean over ranks from a mean over tokens, every micro-batch of a step c
 (from 3/4 T down in equal steps, as far as its sentences allow, but at least one), and the first rows count more than
 the last. The other labels are -100 or masked; the mask of tokens without a label is random. Prompts (negative ids) are
 read and not learned.
+
+The built-in corpus gets the ids at the edges of vocabulary shards mixed in (`reference.edges`): in every step each of
+them stands in place of a token of text once, is read, and is a label that counts. The first micro-batches of a step
+hold them; where a step is too small for all, the next step goes on with the others. Data that a user names stay as
+they are.
 """
 
 from __future__ import annotations
@@ -24,9 +28,10 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from reference import corpus
 from reference.case import Case
+from reference.edges import shard_edges
 from reference.packing import IGNORED, build_pack, build_unpack, collate, load_accum_batch, unpack_data
+from reference.stream import mixed, stream_of
 
 __all__ = ["Batch", "micro_batch"]
 
@@ -60,17 +65,22 @@ def micro_batch(
     """Micro-batch `micro` of step `step` on data rank `dp_rank`: a pure function of the case and its corpus.
 
     `padding` is the label of what is not to be learned, before any is masked; another one is a what-if's.
-    Neither the mode nor tp, wp, pp or cp changes it. Raises DataError when the corpus cannot be read, ValueError when
-    the case has no such micro-batch.
+    Neither the mode nor tp, wp, pp or cp changes it, up to 8 shards (see `reference.edges`). Raises DataError when the
+    corpus cannot be read, ValueError when the case has no such micro-batch.
     """
     for name, value, limit in (("step", step, math.inf), ("micro", micro, case.micro), ("dp_rank", dp_rank, case.dp)):
         if not 0 <= value < limit:
             raise ValueError(f"{name}={value}: must lie in [0, {limit}); legal: {name}=0")
-    stream = _stream(corpus.sources(case), case.vocab, case.seq, case.seed)
-    rows = _rows(case, stream, (step * case.micro + micro) * case.dp + dp_rank)
-    generator = torch.Generator(device="cpu").manual_seed(_mixed(case.seed, step, micro, dp_rank))
+    number = micro * case.dp + dp_rank
+    edges = _mixed_in(case, step).get(number)
+    window, is_end = _window(case, step, number)
+    if edges is not None:
+        window = window.flatten().scatter(0, edges.places, edges.ids).view_as(window)
+    rows = _rows(case, window, is_end)
+    generator = torch.Generator(device="cpu").manual_seed(mixed(case.seed, step, micro, dp_rank))
     labels = rows.labels.where(rows.labels >= 0, padding)
-    labels, loss_mask = _masked(labels, _valid_count(case, micro * case.dp + dp_rank), generator)
+    counted = torch.empty(0, dtype=torch.int64, device="cpu") if edges is None else edges.labels
+    labels, loss_mask = _masked(labels, _valid_count(case, number), counted, generator)
     # every second column of a wider tensor: contiguous nowhere, on any device
     tokens = torch.stack((rows.tokens, labels), dim=-1).to(device)[..., 0]
     return Batch(
@@ -84,24 +94,6 @@ def micro_batch(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Stream:
-    """All tokens of a corpus, int64 [N], where a sentence ends, bool [N], and where this seed starts to read."""
-
-    ids: Tensor
-    is_end: Tensor
-    origin: int
-
-    def windows(self, first: int, count: int, length: int) -> tuple[Tensor, Tensor]:
-        """Windows number `first` and on, `length` tokens and the next: ids and is_end, [count, length + 1]."""
-        size = len(self.ids)
-        places = size // math.gcd(length, size)  # where windows begin before one repeats
-        number = torch.arange(first, first + count, device="cpu")
-        start = self.origin + number * length + number // places
-        place = (start[:, None] + torch.arange(length + 1, device="cpu")) % size
-        return self.ids[place], self.is_end[place]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Rows:
     """A micro-batch before anything is masked; a negative label other than -100 is a prompt."""
 
@@ -111,31 +103,62 @@ class _Rows:
     cu_seqlens: Tensor | None
 
 
-@lru_cache(maxsize=8)
-def _stream(files: tuple[corpus.Source, ...], vocab: int, seq: int, seed: int) -> _Stream:
-    """The corpus cut into sentences of 2 to 5/4 seq tokens, and at the ends of its documents."""
-    text = corpus.read(files, vocab)
-    generator = torch.Generator(device="cpu").manual_seed(_mixed(seed))
-    high = max(2, seq + seq // 4)
-    lengths = torch.randint(2, high + 1, (len(text.ids) // 2,), generator=generator, device="cpu")
-    cuts = lengths.cumsum(0) - 1
-    is_end = torch.zeros(len(text.ids), dtype=torch.bool, device="cpu")
-    is_end[cuts[cuts < len(text.ids)]] = True
-    is_end[torch.tensor(text.lengths, device="cpu").cumsum(0) - 1] = True
-    return _Stream(ids=text.ids, is_end=is_end, origin=_mixed(seed, len(text.ids)) % len(text.ids))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Edges:
+    """Edge ids of one micro-batch: `ids` int64 [n], their `places` in the window and, as labels, in the rows (flat)."""
+
+    ids: Tensor
+    places: Tensor
+    labels: Tensor
 
 
-def _rows(case: Case, stream: _Stream, number: int) -> _Rows:
-    """Micro-batch `number` in this case's form: packed, a sentence a row, or full rows."""
-    if not case.packed and case.family not in ("internlm2", "llama"):
-        window, _ = stream.windows(number * case.batch, case.batch, case.seq)
+@lru_cache(maxsize=64)
+def _mixed_in(case: Case, step: int) -> dict[int, _Edges]:
+    """Which edge ids stand where in a step, by the number of the micro-batch in it; empty for data of a user's own."""
+    found: dict[int, _Edges] = {}
+    edges = shard_edges(case) if not case.data else ()
+    first = step * sum(len(held.ids) for held in _mixed_in(case, 0).values()) % len(edges) if edges and step else 0
+    left = [*edges[first:], *edges[:first]]
+    for number in range(case.micro * case.dp):
+        if not left:
+            break
+        window, is_end = _window(case, step, number)
+        places = torch.arange(window.numel(), device="cpu")
+        rows = _rows(case, 1 + places.view_as(window), is_end)  # where each place of the window comes to lie
+        free = places[torch.isin(1 + places, rows.tokens.flatten()) & torch.isin(1 + places, rows.labels.flatten())]
+        count = min(_most_valid(int((rows.labels >= 0).sum()), _valid_count(case, number)), len(free), len(left))
+        if not count:
+            continue
+        chosen = free[torch.arange(count, device="cpu") * len(free) // count]
+        lies_at = (rows.labels.flatten() == 1 + chosen[:, None]).int().argmax(1)
+        found[number] = _Edges(ids=torch.tensor(sorted(left[:count]), device="cpu"), places=chosen, labels=lies_at)
+        left = left[count:]
+    return found
+
+
+def _window(case: Case, step: int, number: int) -> tuple[Tensor, Tensor]:
+    """The text of micro-batch `number` of a step and where sentences end: [B, S + 1] for full rows, else [1, T + 1]."""
+    number += step * case.micro * case.dp
+    if _has_full_rows(case):
+        return stream_of(case).windows(number * case.batch, case.batch, case.seq)
+    return stream_of(case).windows(number, 1, case.tokens)
+
+
+def _has_full_rows(case: Case) -> bool:
+    """Whether every row is text from end to end: Megatron's models, unpacked."""
+    return not case.packed and case.family not in ("internlm2", "llama")
+
+
+def _rows(case: Case, window: Tensor, is_end: Tensor) -> _Rows:
+    """A window in this case's form: packed, a sentence a row, or full rows."""
+    if _has_full_rows(case):
         window = window if int(window[:, 1:].max()) >= 0 else window.abs()
         return _Rows(tokens=window[:, :-1].abs(), labels=window[:, 1:], positions=_places(case), cu_seqlens=None)
-    window, is_end = (values[0] for values in stream.windows(number, 1, case.tokens))
-    sentences = list(window.tensor_split(is_end.nonzero()[:, 0] + 1))
+    text = window[0]
+    sentences = list(text.tensor_split(is_end[0].nonzero()[:, 0] + 1))
     form = _packed if case.packed else _unpacked
     rows = form(case, sentences)
-    for whole in (window, window.abs()):  # nothing to learn: one sentence then, and at last prompts as text
+    for whole in (text, text.abs()):  # nothing to learn: one sentence then, and at last prompts as text
         if int(rows.labels.max()) >= 0:
             break
         rows = form(case, [whole])
@@ -167,29 +190,30 @@ def _valid_count(case: Case, number: int) -> int:
     return most - number * max(1, most // (case.micro * case.dp)) % most
 
 
-def _masked(labels: Tensor, valid_count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _most_valid(learned: int, wanted: int) -> int:
+    """How many of so many learned tokens can be valid when `wanted` shall be: some are masked or lose their labels."""
+    return min(wanted, max(1, _kept(learned) - 1))
+
+
+def _kept(learned: int) -> int:
+    """How many of so many learned tokens keep their labels: all but one in eight, but at least one."""
+    return learned - min(1 + learned // 8, learned - 1)
+
+
+def _masked(labels: Tensor, valid_count: int, counted: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Labels and loss mask of rows [B, S] in which `valid_count` tokens are valid, or all that can be but a few.
 
-    Of the tokens to learn, in a random order that prefers the first rows, the first are valid, the next are masked, and
-    the last, one in eight, lose their labels.
+    Of the tokens to learn, those `counted` (places in the flat rows) first, then in a random order that prefers the
+    first rows, the first are valid, the next are masked, and the last, one in eight, lose their labels.
     """
     flat = torch.where(labels >= 0, labels, IGNORED).flatten()
     preference = 1 + torch.arange(len(labels), device="cpu")[:, None]
     drawn = torch.rand((2, *labels.shape), generator=generator, dtype=torch.float32, device="cpu")
-    order = (drawn[0] * preference).flatten().argsort()
+    order = (drawn[0] * preference).flatten().index_fill(0, counted, -1.0).argsort()
     learned = order[flat[order] != IGNORED]
-    kept = len(learned) - min(1 + len(learned) // 8, len(learned) - 1)
+    kept = _kept(len(learned))
     flat[learned[kept:]] = IGNORED
     mask = drawn[1].round().flatten()
     mask[learned[:kept]] = 0
-    mask[learned[: min(valid_count, max(1, kept - 1))]] = 1
+    mask[learned[: _most_valid(len(learned), valid_count)]] = 1
     return flat.view_as(labels), mask.view_as(labels)
-
-
-def _mixed(*words: int) -> int:
-    """One 63-bit seed from several numbers; near numbers give far seeds (multiply and fold, as in splitmix64)."""
-    value = 0
-    for word in words:
-        value = ((value ^ word) + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 % 2**64
-        value ^= value >> 31
-    return value >> 1

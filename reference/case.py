@@ -20,6 +20,7 @@ from typing import Any
 from reference import rules
 from reference.presets import FAMILIES, FOLLOWS, PRESETS, follow
 from reference.rules import CaseError
+from reference.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Meaning, described, word
 
 __all__ = ["Case", "CaseError"]
 
@@ -33,56 +34,62 @@ class Case:
     Raises CaseError (a ValueError) naming the key, the value, the rule and a legal value.
     """
 
-    preset: str = "tiny-gpt"
-    # the split
-    mode: str = "tp"
-    tp: int = 2
-    dp: int = 1
-    pp: int = 1
-    cp: int = 1
-    wp: int = 1
-    # the model
-    family: str = "gpt"
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 8
-    kv_heads: int = 2
-    activation: str = "gelu"
-    ffn: int = 256
-    vocab: int = 509
-    positions: str = "learned"
-    norm: str = "layernorm"
-    bias: bool = True
-    tied: bool = True
-    qk_norm: bool = False
-    fuse_qkv: bool = True
-    fuse_mlp: bool = False
-    # the data
-    seq: int = 32
-    batch: int = 2
-    micro: int = 2
-    packed: bool = False
-    data: str = ""
-    delivery: str = "tensors"
-    attention_mask: bool = True
-    # how the mode talks
-    embedding: str = "vocab"
-    head: str = "parallel"
-    cross_entropy: str = "unfused"
-    fuse_weights: bool = False
-    recompute: str = "none"
-    overlap: bool = True
-    metric: bool = False
-    # the training
-    steps: int = 2
-    optimizer: str = "sgd"
-    lr: float = 1.0
-    clip: float = 0.0
-    dropout: float = 0.0
-    label_smoothing: float = 0.0
-    dtype: str = "float64"
-    seed: int = 0
-    variant: str = ""
+    preset: str = word("tiny-gpt", "a named model; words of the case override its own", group=SPLIT)
+    mode: str = word("tp", "how the work is split: Megatron-Core's tp, tp-sp; InternEvo's mtp, msp, fsp, isp")
+    tp: int = word(2, "tensor-parallel ranks; in mode=isp the ranks that split the sequence")
+    dp: int = word(1, "data-parallel ranks")
+    pp: int = word(1, "pipeline stages (1 only, so far)")
+    cp: int = word(1, "context-parallel ranks (1 only, so far)")
+    wp: int = word(1, "ranks that split the weights in mode=isp; divides tp*dp")
+    family: str = word(
+        "gpt", "architecture: its defaults, how rows of data are filled, whether the vocabulary is padded", group=MODEL
+    )
+    layers: int = word(2, "transformer layers")
+    hidden: int = word(64, "width of the hidden states")
+    heads: int = word(8, "query heads; divides hidden")
+    kv_heads: int = word(2, "key and value heads; divides heads")
+    activation: str = word("gelu", "activation of the MLP; swiglu has a gate and an up projection")
+    ffn: int = word(256, "inner width of the MLP")
+    vocab: int = word(509, "tokens of the vocabulary, padding not counted")
+    positions: str = word("learned", "a table of positions, or rotary embedding")
+    norm: str = word("layernorm", "LayerNorm with bias, or RMSNorm")
+    bias: bool = word(True, "linear layers have biases")
+    tied: bool = word(True, "the head shares the weight of the token embedding")
+    qk_norm: bool = word(False, "norms over each query and key head")
+    fuse_qkv: bool = word(True, "one projection for query, key and value")
+    fuse_mlp: bool = word(False, "one projection for gate and up (activation=swiglu)")
+    seq: int = word(32, "tokens of a sequence", group=DATA)
+    batch: int = word(2, "sequences of a micro-batch, on each data rank")
+    micro: int = word(2, "micro-batches of a step")
+    packed: bool = word(False, "sequences packed into one row, with borders (InternEvo)")
+    data: str = word(
+        "", "file to read: text, JSONL, Megatron .bin/.idx, InternEvo .bin/.meta", legal="a path, no spaces"
+    )
+    delivery: str = word(
+        "tensors", "how a batch reaches the ranks: one broadcast for each tensor, two for all, or read by every rank"
+    )
+    attention_mask: bool = word(True, "the attention mask is broadcast too (delivery=tensors or flat)")
+    embedding: str = word("vocab", "the token table is split by rows (vocab) or by columns (hidden)", group=TRAFFIC)
+    head: str = word(
+        "parallel",
+        "parallel: a loss of split logits; gather: whole logits on every rank; isp: exchange, gather or local",
+    )
+    cross_entropy: str = word("unfused", "one all-reduce for each term of the loss, or one for all")
+    fuse_weights: bool = word(False, "gather the weights of a layer in one call (mode=isp)")
+    recompute: str = word("none", "what backward computes again: nothing, the attention core, whole layers")
+    overlap: bool = word(True, "collectives run while the rank computes; false awaits each at once")
+    metric: bool = word(
+        False, "accuracy and perplexity of every micro-batch (InternEvo), with collectives of their own"
+    )
+    steps: int = word(2, "optimizer steps", group=TRAINING)
+    optimizer: str = word("sgd", "SGD, or AdamW with decoupled weight decay 0.01")
+    lr: float = word(1.0, "learning rate", legal="a positive number")
+    clip: float = word(0.0, "largest gradient norm; 0 is off", legal="0 or a positive number")
+    dropout: float = word(0.0, "dropout probability (0 only, so far)", legal="0")
+    label_smoothing: float = word(0.0, "share of a label that is spread over the other tokens", legal="in [0, 1)")
+    dtype: str = word("float64", "dtype of parameters, activations and collectives")
+    seed: int = word(0, "seed of weights and data", legal="0 .. 2**64 - 1")
+    variant: str = word("", "a real system's known deviation from the right mathematics: the run must fail")
 
     def __post_init__(self) -> None:
         rules.check({name: getattr(self, name) for name in _TYPES} | {"preset": self.preset})
@@ -97,10 +104,10 @@ class Case:
     def parse(cls, text: str) -> Case:
         """The case written as `key=value` words in any order; later words override earlier ones."""
         words: dict[str, Word] = {}
-        for word in text.split():
-            key, equals, value = word.partition("=")
+        for said in text.split():
+            key, equals, value = said.partition("=")
             if not equals or key not in _TYPES:
-                raise CaseError(key, value or word, "is not a word of the case language", "one of " + " ".join(_TYPES))
+                raise CaseError(key, value or said, "is not a word of the case language", "one of " + " ".join(_TYPES))
             words[key] = rules.read(key, value, _TYPES[key])
         return cls.of(**words)
 
@@ -113,11 +120,18 @@ class Case:
         words: dict[str, Word] = {}
         if self.preset != "tiny-gpt":
             words["preset"] = self.preset
+        told = _resolve(words)
         for name in _TYPES:
             mine = getattr(self, name)
-            if _resolve(words)[name] != mine:
+            if told[name] != mine:
                 words[name] = mine
+                told = _resolve(words)
         return words
+
+    @classmethod
+    def meanings(cls) -> tuple[Meaning, ...]:
+        """Every word of the case language with its meaning, legal values and default, in the order of `str`."""
+        return described(cls, {**rules.legal_words(), "preset": tuple(PRESETS)}, FOLLOWS)
 
     def __str__(self) -> str:
         return " ".join(f"{key}={rules.write(value)}" for key, value in self.words().items())

@@ -8,6 +8,7 @@ backward. What gradients change by is what the kink alone may change in one elem
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -41,10 +42,12 @@ class _Moved(torch.autograd.Function):
         return grad * open_, None
 
 
-def kinks(case: Case, device: torch.device, *, side: int) -> dict[str, Tensor]:
+def kinks(
+    case: Case, device: torch.device, *, side: int, states: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """By how much every float of the outcome and of the activations changes when the kink moves to this side (1, -1).
 
-    Empty for a model without a relu, and in float64.
+    `states`: those from which every step begins (see reference.states). Empty without a relu, and in float64.
     """
     if case.activation != "relu" or case.dtype == "float64":
         return {}
@@ -52,7 +55,7 @@ def kinks(case: Case, device: torch.device, *, side: int) -> dict[str, Tensor]:
     place = side * BAND * torch.finfo(getattr(torch, case.dtype)).eps
     moved = Arithmetic(activate=partial(_activate, place=place))
     here, there = (
-        train(case, exact, arithmetic=each) | observation.observe(case, exact, arithmetic=each)
+        train(case, exact, arithmetic=each, states=states) | observation.observe(case, exact, arithmetic=each)
         for each in (Arithmetic(), moved)
     )
     return {name: there[name] - value for name, value in here.items() if value.is_floating_point()}

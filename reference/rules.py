@@ -12,7 +12,7 @@ from typing import Any
 
 from reference.variants import VARIANTS, lack
 
-__all__ = ["MODES", "SEQUENCE_MODES", "CaseError", "check", "rank_lists", "read", "write"]
+__all__ = ["MODES", "SEQUENCE_MODES", "CaseError", "check", "legal_words", "rank_lists", "read", "write"]
 
 MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
 SEQUENCE_MODES = ("tp-sp", "msp", "fsp", "isp")
@@ -46,6 +46,11 @@ class CaseError(ValueError):
     def __init__(self, key: str, value: object, rule: str, legal: str) -> None:
         super().__init__(f"{key}={value}: {rule}; legal: {legal}")
         self.key, self.value, self.rule, self.legal = key, value, rule, legal
+
+
+def legal_words() -> dict[str, tuple[str, ...]]:
+    """Key -> its legal values, for the keys whose values are words."""
+    return {**_WORDS, "variant": tuple(VARIANTS)}
 
 
 def check(values: Mapping[str, Any]) -> None:
@@ -205,7 +210,8 @@ def rank_lists(sizes: Mapping[str, int]) -> dict[str, tuple[tuple[int, ...], ...
     lists: dict[str, tuple[tuple[int, ...], ...]] = {}
     stride = 1
     for axis, size in sizes.items():
-        starts = [r for r in range(world) if r // stride % size == 0]
-        lists[axis] = tuple(tuple(start + stride * i for i in range(size)) for start in starts)
-        stride *= size
+        span = stride * size
+        starts = (start for first in range(0, world, span) for start in range(first, first + stride))
+        lists[axis] = tuple(tuple(range(start, start + span, stride)) for start in starts)
+        stride = span
     return lists

@@ -6,11 +6,14 @@ subject is charged for its arithmetic only, never for the rounding of what it wa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from reference import activations as observation
 from reference.case import Case
+from reference.divergence import refuse_divergence
 from reference.parameters import full, shapes
 from reference.training import train
 
@@ -27,9 +30,17 @@ def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
     return train(case, weights(case, device))
 
 
-def truth(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """The same outcome with all arithmetic in float64; for float64 cases it is `subject`."""
-    return train(case, _exact(weights(case, device)))
+def truth(case: Case, device: torch.device, *, states: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The same outcome with all arithmetic in float64; for float64 cases it is `subject`.
+
+    `states`: those that an implementation returned, from which every step begins (see reference.states). Without them
+    a case whose training leaves what can be judged raises CaseError (see reference.divergence).
+    """
+    exact = _exact(weights(case, device))
+    outcome = train(case, exact, states=states)
+    if states is None:
+        refuse_divergence(case, exact, outcome)
+    return outcome
 
 
 def activations(case: Case, device: torch.device) -> dict[str, Tensor]:

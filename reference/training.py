@@ -19,6 +19,7 @@ from reference.batches import Batch, micro_batch
 from reference.case import Case
 from reference.decoder import PLAIN, Arithmetic
 from reference.layers import wide
+from reference.states import after, load
 
 __all__ = ["LARGEST_LOGITS", "Feed", "clip", "gradient_norm", "optimizer", "train"]
 
@@ -58,20 +59,25 @@ def train(
     last_first: bool = False,
     decay: float = WEIGHT_DECAY,
     clipping: Clipping | None = None,
+    states: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The outcome of training these full weights on their device and in their dtype.
 
-    `last_first` adds the micro-batches' gradients in reversed order; `decay` and `clipping` are for what-ifs. The
-    weights given are left as they are.
+    `last_first` adds the micro-batches' gradients in reversed order; `decay` and `clipping` are for what-ifs. `states`,
+    when given, are the states after all steps but the last (see reference.states): every step begins at the one before
+    it and not at what the model itself came to. The weights given are left as they are.
     """
     parameters = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     stepper = optimizer(case, list(parameters.values()), decay)
     outcome: dict[str, Tensor] = {}
     metrics: list[metric.Totals] = []
     for step in range(case.steps):
+        if states is not None and step:
+            load(case, step - 1, parameters, stepper, states)
         stepper.zero_grad()
         sums = _accumulate(case, parameters, step, feed, arithmetic, last_first)
         gradients = {name: _gradient(weight).div_(sums.tokens) for name, weight in parameters.items()}
+        outcome[f"tokens/{step}"] = sums.tokens.long()
         outcome[f"loss/{step}"] = sums.loss / sums.tokens
         if sums.logits is not None:
             outcome[f"logits/{step}"] = sums.logits
@@ -80,6 +86,7 @@ def train(
         outcome[f"grad_norm/{step}"] = gradient_norm(gradients)
         (clipping or clip)(gradients, outcome[f"grad_norm/{step}"], case.clip)
         stepper.step()
+        outcome |= {name: tensor for name, _, tensor in after(case, step, parameters, stepper)}
         metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
     if metrics:
         outcome |= metric.outcome(metrics, exact=case.dtype == "float64")

@@ -8,6 +8,7 @@ Letters: K kv groups of G query heads, D head dim, p parts.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -133,6 +134,12 @@ _CHANGES: Mapping[str, _Change] = {
 def _readings(case: Case, weights: _Weights) -> dict[str, _Weights]:
     """What if -> the weights whose fused rows are taken for another arrangement."""
     found = {}
+    if case.layers > 1:
+        found["stale.layer"] = {name: weights[_layer_before(name)] for name in weights}
+    if not case.fuse_qkv:
+        found["kv_exchanged"] = _exchanged_names(weights, "wk", "wv")
+    if not case.fuse_mlp and case.activation == "swiglu":
+        found["gate_exchanged"] = _exchanged_names(weights, "w1", "w3")
     if case.fuse_qkv:
         found["kv_exchanged"] = _rows(weights, "wqkv", partial(_exchanged_kv, case))
         for part in {1, case.tp} if case.kv_heads > 1 and case.kv_heads % case.tp == 0 else {1}:
@@ -142,6 +149,17 @@ def _readings(case: Case, weights: _Weights) -> dict[str, _Weights]:
         if case.tp > 1:
             found["fused_cut.w13"] = _rows(weights, "w13", partial(_as_one, case.tp))
     return found
+
+
+def _layer_before(name: str) -> str:
+    """The same parameter of the layer before; those of the first layer and outside of layers stay."""
+    return re.sub(r"^layers\.(\d+)", lambda found: f"layers.{max(0, int(found[1]) - 1)}", name)
+
+
+def _exchanged_names(weights: _Weights, one: str, other: str) -> _Weights:
+    """The weights with these two modules of every layer exchanged."""
+    names = {one: other, other: one}
+    return {n: weights[re.sub(rf"\.({one}|{other})\.", lambda found: f".{names[found[1]]}.", n)] for n in weights}
 
 
 def _rows(weights: _Weights, leaf: str, change: Callable[[Tensor], Tensor]) -> _Weights:

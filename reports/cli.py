@@ -1,4 +1,4 @@
-"""The command line: `shardproof run | show | compare | page | trace | predict | faults | bench | doctor`.
+"""The command line: `shardproof run | show | compare | page | trace | predict | faults | bench | doctor | help`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
 130 interrupted, 141 nobody reads the output any more. Commands that do not exist yet are not offered.
@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from harness.case_reader import read_case
 from harness.errors import ShardproofError
 
 __all__ = ["main"]
@@ -33,7 +34,9 @@ _HANDLERS = {
     "bench": "reports.run:bench_main",
     "doctor": "reports.doctor:main",
     "predict": "reports.predict:main",
+    "help": "reports.case_help:main",
 }
+_TIMEOUT = "how long a run of a case may take (60); every case is run up to three times"
 _WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
 
 
@@ -55,7 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _WRONG_REQUEST
     module, _, function = _HANDLERS[parsed.command].partition(":")
     try:
-        # Imported only now: torch and pandas take seconds, and `--help` or a mistyped option should not wait for them.
+        if parsed.command == "run" and parsed.engine != "torchrun":  # there rank 0 speaks for all
+            for text in parsed.cases:
+                read_case(text)
+        # Imported only now: torch and pandas take seconds, and `--help` or a wrong word should not wait for them.
         status = getattr(importlib.import_module(module), function)(parsed)
         sys.stdout.flush()
     except ShardproofError as error:
@@ -88,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="shardproof",
         description="Proves that parallel training computes what the dense model does, and accounts for every byte.",
-        epilog="exit status: 0 all pass, 1 a check failed, 2 the request was wrong, 3 the machine failed",
+        epilog="exit status: 0 all pass, 1 a check failed, 2 a wrong request, 3 the machine failed, 130 interrupted",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
@@ -110,15 +116,23 @@ def _parser() -> argparse.ArgumentParser:
     instead.add_argument("--costs", action="store_true", help="instead: the cost model of predict, held against here")
     bench.add_argument("--out", metavar="DIR", help="folder of bench.csv, faults.csv or costs.csv (runs/bench)")
     add("doctor", help="what this machine offers, what would be skipped, and why")
+    about = add("help", help="`help case`: every word of a CASE with its meaning and legal values")
+    about.add_argument("topic", choices=("case",), metavar="case", help="the words of a CASE")
+    about.add_argument("--markdown", action="store_true", help="as the page docs/case.md")
     return parser
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
     run.description = "Run cases on a subject. Without a CASE: every mode the subject claims, on 2 and 4 ranks."
     run.epilog = 'example: shardproof run "mode=tp-sp tp=4 kv_heads=4 dtype=float64" --data corpus.txt'
-    run.add_argument("cases", nargs="*", metavar="CASE", help="one case each, key=value words in quotes")
+    run.add_argument("cases", nargs="*", metavar="CASE", help="one case each, key=value words in quotes (help case)")
     run.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation under test ({SUBJECT})")
     run.add_argument("--modes", default="all", metavar="all|a,b", help="modes to run when no CASE is given (all)")
+    run.add_argument(
+        "--deep",
+        action="store_true",
+        help="without a CASE: every two values of two words together, on up to 8 ranks",
+    )
     run.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="how ranks are run (inproc)")
     run.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where tensors live (cpu)")
     run.add_argument("--data", metavar="PATH", help="text, JSONL or tokenized data for every case")
@@ -127,6 +141,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--profile-steps", metavar="FIRST:END", help="steps they watch; END is not included (all)")
     run.add_argument("--preset-experiment", metavar="NAME", help="repeat a published run: gpt3-857m-tp4")
     run.add_argument("--emit-repro", metavar="FILE", help="the first failure, shrunk, as a script of its own")
+    run.add_argument("--timeout", default="60", metavar="SECONDS", help=_TIMEOUT)
     run.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
     run.add_argument(
         "--json", action="store_true", help="the result as one JSON object on stdout, and nothing else there"
@@ -157,13 +172,20 @@ def _add_faults(faults: argparse.ArgumentParser) -> None:
     )
     faults.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation under test ({SUBJECT})")
     faults.add_argument("--quick", action="store_true", help="one mode a mutant and few faults: minutes on two cores")
+    part = faults.add_mutually_exclusive_group()
+    part.add_argument("--held-back", action="store_true", help="only the mutants that no rule of diagnosis has seen")
+    part.add_argument("--open", action="store_true", help="everything but those")
+    faults.add_argument("--timeout", default="60", metavar="SECONDS", help=_TIMEOUT)
     faults.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
     faults.add_argument("--json", action="store_true", help="the figures as one JSON object on stdout")
 
 
 def _add_predict(predict: argparse.ArgumentParser) -> None:
-    predict.description = "Predict cases by closed form, dry run and cost model. Without mode=, all modes are compared."
-    predict.epilog = 'example: shardproof predict "preset=llama3-405b mode=tp-sp tp=8 dp=2048 dtype=bfloat16"'
+    predict.description = (
+        "Predict cases by closed form, dry run and cost model. Without mode=, all modes are compared; without dtype=, "
+        "parameters are bfloat16; without optimizer=, AdamW trains in mixed precision (18 bytes a parameter)."
+    )
+    predict.epilog = 'example: shardproof predict "preset=llama3-405b mode=tp-sp tp=8 dp=2048"'
     predict.add_argument("cases", nargs="+", metavar="CASE", help="one case each, key=value words in quotes")
     predict.add_argument(
         "--cluster", default=CLUSTER, metavar="NAME|FILE", help=f"a named cluster or a TOML file ({CLUSTER})"

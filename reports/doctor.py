@@ -18,14 +18,14 @@ import nvtx
 import torch
 import torch.distributed as dist
 
+from harness.torch_internals.lookup import TESTED, tested_span, untested
+from harness.torch_internals.probes import PROBES, failing
 from reports.tables import Table
 from reports.text import show_table
 
 __all__ = ["Machine", "inspect", "judge", "main"]
 
 OLDEST_PYTHON = (3, 11)
-TESTED_TORCH = ((2, 11), (2, 13))
-"""First and last torch release that the suite was run with."""
 PEERS = {
     "transformers": "skipped: tests that compare with Hugging Face models (extra `peers`)",
     "megatron-core": "skipped: tests that compare with Megatron-Core (extra `peers`)",
@@ -48,10 +48,11 @@ Row = tuple[str, str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was seen: versions as text, "" for what is not installed."""
+    """What was seen: versions as text, "" for what is not installed; features of ours that this torch lacks."""
 
     python: str
     torch: str
+    lacking: tuple[str, ...]
     nvtx: str
     nvtx_listener: bool
     backends: tuple[str, ...]
@@ -74,6 +75,7 @@ def inspect() -> Machine:
     return Machine(
         python=platform.python_version(),
         torch=torch.__version__,
+        lacking=tuple(f"{probe.feature}: {probe.otherwise}" for probe in failing()),
         nvtx=_version("nvtx"),
         # Without a tool attached, nvtx hands out a domain that does nothing.
         nvtx_listener=type(nvtx.get_domain("shardproof")).__name__ != "DummyDomain",
@@ -104,15 +106,11 @@ def _base(machine: Machine) -> Iterator[Row]:
     python = _release(machine.python) >= OLDEST_PYTHON
     oldest = ".".join(map(str, OLDEST_PYTHON))
     yield "python", machine.python, _word(python), "" if python else f"too old: {oldest} or newer is needed"
-    first, last = TESTED_TORCH
-    tested = first <= _release(machine.torch) <= last
-    span = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-    yield (
-        "torch",
-        machine.torch,
-        _word(tested),
-        f"tested with {span}" + ("" if tested else ": anything may differ here"),
-    )
+    there, note = _release(machine.torch) >= TESTED[0], untested(machine.torch)
+    yield "torch", machine.torch, _word(there), note or f"tested with {tested_span()}"
+    lack = "; ".join(machine.lacking)
+    works = f"all {len(PROBES)} features that use private names of torch work here"
+    yield "torch internals", "some missing" if lack else "all there", _word(not lack), lack or works
     yield "cores", str(machine.cores), "yes", "one is enough: the ranks of the in-process engine take turns"
 
 

@@ -1,14 +1,16 @@
 """`shardproof faults`: bugs planted one at a time, and which check notices each; the kill matrix.
 
 Our own implementation is mutated in its source; any subject is disturbed in its collectives. Rows are written as they
-come: a run that is killed leaves those it has. Exit status: 0 all killed, 1 one survived that is no equivalent, 2 the
-request was wrong, 3 the machine failed.
+come: a run that is killed leaves those it has. Mutants that are held back (`suites.mutants.held_back`) are counted
+apart, and nothing that is written or printed says which of them got which place or cause. Exit status: 0 all killed, 1
+one survived that is no equivalent, 2 the request was wrong, 3 the machine failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import json
 import os
 import sys
@@ -20,11 +22,12 @@ from harness.checks import CHECKS
 from harness.environment import environment
 from harness.kill_matrix import COLUMNS, Figures, Kill, figures, killed_alone
 from harness.resolve import resolve
+from harness.run import seconds
 from harness.store import Store
 from reports.tables import Table
 from reports.text import append_step_summary, show_message, show_table, ticking
 
-__all__ = ["check_table", "figure_table", "main", "matrix_table", "unmissed_table"]
+__all__ = ["check_table", "figure_table", "figure_tables", "main", "matrix_table", "unmissed_table"]
 
 KILLING = "suites.killing"
 _PROCESSES = 2
@@ -35,9 +38,11 @@ def main(arguments: argparse.Namespace) -> int:
     resolve(arguments.subject)
     planned: Any = resolve(f"{KILLING}:planned")
     kills: Any = resolve(f"{KILLING}:kills")
-    plans = planned(arguments.subject, quick=arguments.quick)
+    only = "held-back" if arguments.held_back else "open" if arguments.open else ""
+    timeout_s = seconds(arguments.timeout, "timeout")
+    plans = planned(arguments.subject, quick=arguments.quick, only=only, timeout_s=timeout_s)
     total = sum(plan.rows for plan in plans)
-    words = {"subject": arguments.subject, "quick": arguments.quick, "rows": total}
+    words = {"subject": arguments.subject, "quick": arguments.quick, "only": only, "rows": total}
     store = Store(Path(arguments.out), arguments.subject, environment(tuple(sys.argv), words))
     processes = min(_PROCESSES, os.cpu_count() or 1)
     try:
@@ -68,12 +73,15 @@ def _written(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
             matrix.flush()
             details.flush()
             row = killed.row
-            tick(len(found), total, f"mode={row.mode} {row.name} {' '.join(row.killed_by)}".rstrip(), _word(row))
+            named = "held-back" if row.held_back else f"{row.name} {' '.join(row.killed_by)}".rstrip()
+            tick(len(found), total, f"mode={row.mode} {named}", _word(row))
     return found
 
 
 def _detail(killed: Any) -> dict[str, str]:
     row: Kill = killed.row
+    if row.held_back:
+        return {"name": "held-back", "mode": row.mode, "equivalent": row.equivalent}
     return {
         "name": row.name,
         "mode": row.mode,
@@ -92,14 +100,17 @@ def _tell(found: Sequence[Any], folder: Path, as_json: bool) -> None:
     rows: list[Kill] = [killed.row for killed in found]
     unmissed = [(killed.row.mode, killed.row.name.removeprefix("drop "), killed.unmissed) for killed in found]
     unmissed = sorted(line for line in unmissed if line[-1])
-    summed, alone = figures(rows), killed_alone(rows, tuple(CHECKS))
-    table = figure_table(summed)
-    append_step_summary(table, str(folder), os.environ)
+    open_rows, held_rows = _parted(rows)
+    alone, tables = killed_alone(rows, tuple(CHECKS)), figure_tables(rows)
+    for table in tables:
+        append_step_summary(table, str(folder), os.environ)
     if as_json:
-        told = _as_json(rows, summed, alone, folder) | {"unmissed": unmissed}
+        told = _as_json(rows, figures(open_rows), alone, folder) | {"unmissed": unmissed}
+        told |= {"held_back": _shares(figures(held_rows))} if held_rows else {}
         print(json.dumps(told, indent=2))
         return
-    for shown in (matrix_table(rows), check_table(alone), unmissed_table(unmissed), table):
+    apart = (matrix_table(open_rows), check_table(alone), unmissed_table(unmissed)) if open_rows else ()
+    for shown in (*apart, *tables):
         show_table(shown, sys.stdout)
     for row in rows:
         if row.survived:
@@ -150,19 +161,37 @@ def unmissed_table(unmissed: Sequence[tuple[str, str, str]]) -> Table:
     )
 
 
-def figure_table(summed: Figures) -> Table:
-    """The figures over all rows."""
+def _parted(rows: Sequence[Kill]) -> tuple[list[Kill], list[Kill]]:
+    """Open rows and held-back ones."""
+    return [row for row in rows if not row.held_back], [row for row in rows if row.held_back]
+
+
+def figure_tables(rows: Sequence[Kill]) -> list[Table]:
+    """The figures of the open rows and those of the held-back ones, each when there are such rows."""
+    open_rows, held_rows = _parted(rows)
+    tables = [figure_table(figures(open_rows))] if open_rows or not held_rows else []
+    return tables + ([figure_table(figures(held_rows), title="Figures of the held-back mutants")] if held_rows else [])
+
+
+def figure_table(summed: Figures, title: str = "Figures") -> Table:
+    """The figures over some rows."""
     shares = {
         "killed, of those that are no equivalents": summed.killed,
         "first place right, of those that have one": summed.region_right,
-        "cause right, of those that have a word for it": summed.cause_right,
-        "cause right, of all mutants and variants": summed.cause_right_of_all,
+        "cause right, of those that have a right one": summed.cause_right,
+        "cause right, and a wrong one beside it": summed.cause_more,
+        "no cause reported": summed.cause_none,
+        "cause misleading": summed.cause_misleading,
     }
     lines = [(name, f"{part} of {whole}", _percent(part, whole)) for name, (part, whole) in shares.items()]
     lines.append(("median time to kill", f"{summed.median_s:.2f} s", ""))
     lines.append(("equivalents, each with its proof", str(summed.equivalent), ""))
     return Table(
-        title="Figures", headers=("what", "how many", "share"), rows=tuple(lines), numbers=frozenset({1, 2}), note=""
+        title=title,
+        headers=("what", "how many", "share"),
+        rows=tuple(lines),
+        numbers=frozenset({1, 2}),
+        note="a cause is right when the first one reported is right for this bug, misleading when it is not",
     )
 
 
@@ -176,12 +205,11 @@ def _as_json(
     return {
         "run": str(folder),
         "rows": len(rows),
-        "killed": summed.killed,
-        "equivalent": summed.equivalent,
-        "median_s": summed.median_s,
-        "region_right": summed.region_right,
-        "cause_right": summed.cause_right,
-        "cause_right_of_all": summed.cause_right_of_all,
+        **_shares(summed),
         "survivors": [{"name": row.name, "mode": row.mode} for row in rows if row.survived],
         "checks": {check: {"kills": kills, "alone": only} for check, (kills, only, _) in alone.items()},
     }
+
+
+def _shares(summed: Figures) -> dict[str, object]:
+    return {field.name: getattr(summed, field.name) for field in dataclasses.fields(summed)}

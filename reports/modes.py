@@ -10,7 +10,7 @@ import pandas as pd
 from harness.ledger import PHASES
 from reports.frames import Run, in_order
 from reports.summary import words_but
-from reports.tables import Table, count, mebibytes, milliseconds, pair, table
+from reports.tables import Table, count, mark, mebibytes, milliseconds, pair, table
 
 __all__ = ["modes_table", "side_by_side"]
 
@@ -70,19 +70,19 @@ def modes_table(frame: pd.DataFrame) -> Table:
         "Modes side by side",
         ratio,
         (
-            ("ranks", "ranks", count),
             ("mode", "mode", str),
+            ("ranks", "ranks", count),
+            ("case", "words", mark),
             *((phase, f"{phase}_bytes", mebibytes) for phase in phases),
-            ("MiB", "payload_bytes", mebibytes),
+            ("payload MiB", "payload_bytes", mebibytes),
             ("expected", "expected_payload_bytes", mebibytes),
             ("wire MiB", "wire_bytes", mebibytes),
             ("x least", "times_least", pair),
             ("saved", "saved_bytes", mebibytes),
             ("exposed ms", "exposed_us", milliseconds),
-            ("MiB by axis", "axes", str),
-            ("case", "words", str),
+            ("payload MiB by axis", "axes", str),
         ),
-        note="MiB (payload) of one rank over the whole run; x least: wire bytes beside the mode that sends least on as "
-        "many ranks; saved: the most that autograd held; exposed: inside calls that "
-        "are waited for at once, mean over ranks",
+        note="one rank, the whole run; phases, payload and expected: MiB that calls hand over; wire: MiB that the rank "
+        "sends then (ring model); x least: wire beside the mode that sends least on as many ranks; saved: the most "
+        "that autograd held; exposed: inside calls that are waited for at once, mean over ranks",
     )

@@ -1,7 +1,7 @@
 """Traffic by module, as a tree that can be unfolded: what a module sends is what it and everything in it send.
 
-Calls and payload bytes of the busiest rank, all cases of a mode added up. Where a model has many layers, equal paths of
-different layers are one: "layers.*.mlp.w1".
+Calls and payload bytes of the busiest rank, all cases of a mode on as many ranks added up. Where a model has many
+layers, equal paths of different layers are one: "layers.*.mlp.w1".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_NODES = 80
 OUTSIDE = "outside modules"
 _Row = tuple[tuple[str, ...], str, int, int]
 """Path, phase, calls, bytes."""
-_KEYS = ["mode", "phase", "region"]
+_KEYS = ["mode", "world_size", "phase", "region"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Node:
 
 
 def by_module(run: Run) -> pd.DataFrame:
-    """mode, phase, region, calls, payload_bytes."""
+    """mode, world_size, phase, region, calls, payload_bytes."""
     ranks = run.ledger.groupby(["case", "rank", *_KEYS], observed=True, sort=False)["payload_bytes"]
     most = ranks.agg(calls="size", payload_bytes="sum").groupby(["case", *_KEYS], observed=True, sort=False).max()
     return most.groupby(_KEYS, observed=True, sort=True).sum().reset_index()

@@ -17,25 +17,25 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from reports import breakeven, plots, summary, tables, witnesses
+from reports import bars, breakeven, spread, summary, tables, witnesses
 from reports.files import csv_table
 from reports.frames import Run
 from reports.modes import modes_table, side_by_side
 from reports.modules import Node, by_module, tree
 from reports.tables import Table, mebibytes
 from reports.timeline import last_micro_batch, timeline
+from reports.unchecked import unchecked_notes
 
 __all__ = ["render", "write"]
 
 _MOST_BYTES = 1_000_000
 _MOST_ROWS = (1000, 300, 100, 30)
-_MOST_MESSAGES = 50
-_MOST_CASES = 24
-_SOURCES = {
-    **{"headline": "cases.jsonl", "modes": "summary.csv", "cases": "summary.csv"},
-    **{"verdicts": "verdicts.jsonl", "kills": "kill_matrix.csv"},
-}
+_MOST_MESSAGES = 30
+_MOST_CASES = 64
+_SOURCES = {"modes": "summary.csv", "cases": "summary.csv", "verdicts": "verdicts.jsonl", "kills": "kill_matrix.csv"}
 """Tables that may be cut, and the file that holds all of their rows."""
+_TURNS = "inproc"
+"""The engine whose ranks take turns, so that times say nothing of speed."""
 _TEMPLATES = Path(__file__).parent
 
 
@@ -63,7 +63,8 @@ def render(run: Run) -> str:
     environment.filters["mebibytes"] = mebibytes
     template, parts = environment.get_template("page.html"), _parts(run)
     for rows in _MOST_ROWS:
-        text = template.render({name: _cut(part, _SOURCES.get(name, ""), rows) for name, part in parts.items()})
+        shown = {name: _cut(part, _SOURCES.get(name, ""), rows) for name, part in parts.items()}
+        text = template.render(shown, most=rows)
         if len(text.encode()) <= _MOST_BYTES:
             break
     return text
@@ -80,15 +81,25 @@ def _parts(run: Run) -> dict[str, object]:
     """What the template shows, by its names for it."""
     headline = summary.headline(run)
     verdicts = summary.worst_first(run.verdicts)
+    lines, shared = bars.lines(run)
+    used = set(run.summary["phase"])
     return {
         "name": run.path.resolve().name,
         "overall": summary.overall(headline),
         "tally": _tally(headline),
+        "worst": int((headline["verdict"] == summary.overall(headline)).sum()),
+        "against": tables.headline_table(headline).title,
+        "about": _about(run.env),
+        "lines": lines,
+        "shared": shared,
+        "phases": [(phase, colour) for phase, colour in bars.PHASE_COLOURS.items() if phase in used],
+        "failures": spread.groups(verdicts[verdicts["verdict"] == "fail"], run.path),
+        "open": _open(verdicts),
+        "most_messages": _MOST_MESSAGES,
+        "turns": run.env.get("request", {}).get("engine") == _TURNS,
         "notes": run.notes,
+        "remarks": unchecked_notes(run),
         "command": _command(run.env),
-        "headline": _first_column(tables.headline_table(headline), "verdict"),
-        "failures": _failures(verdicts),
-        "more_failures": max(0, len(_told(verdicts)) - _MOST_MESSAGES),
         "modes": modes_table(side_by_side(run)) if len(run.summary) else None,
         "plots": _plots(run),
         "break_even": _break_even_table(run),
@@ -109,40 +120,43 @@ def _tally(headline: pd.DataFrame) -> str:
     return ", ".join(f"{counts[word]} {word}" for word in words) or "no case"
 
 
-def _told(verdicts: pd.DataFrame) -> pd.DataFrame:
-    return verdicts[verdicts["verdict"].isin(["fail", "unknown"]) & (verdicts["message"] != "")]
+def _about(env: dict[str, Any]) -> str:
+    """Subject, engine and torch of a run, as far as they are known."""
+    asked, versions = env.get("request", {}), env.get("versions", {})
+    words = {"subject": asked.get("subject"), "engine": asked.get("engine"), "torch": versions.get("torch")}
+    return ", ".join(f"{word} {value}" for word, value in words.items() if value)
 
 
-def _failures(verdicts: pd.DataFrame) -> list[dict[str, str]]:
-    rows = _told(verdicts)[["check", "verdict", "case", "message"]].head(_MOST_MESSAGES)
+def _open(verdicts: pd.DataFrame) -> list[dict[str, str]]:
+    """What could not be decided: check, case and the reason."""
+    rows = verdicts[(verdicts["verdict"] == "unknown") & (verdicts["message"] != "")]
     return [{str(key): str(value) for key, value in row.items()} for row in rows.to_dict("records")]
 
 
 def _plots(run: Run) -> list[_Plot]:
-    drawn = []
-    bars = summary.bars(run)
-    if len(bars):
-        svg = plots.traffic_bars(bars, "Bytes by mode and phase")
-        drawn.append(_Plot(svg=Markup(svg), caption="Payload that one rank sends over the whole run, by phase."))
-        svg = plots.traffic_bars(summary.bars(run, "op"), "Bytes by mode and op", "op")
-        drawn.append(_Plot(svg=Markup(svg), caption="The same by collective."))
+    """Bytes against tokens, where a run has cases of several lengths."""
     growth = breakeven.growth(run)
-    if len(growth):
-        svg = plots.break_even(growth, breakeven.crossings(growth), "Bytes against tokens")
-        caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
-        drawn.append(_Plot(svg=Markup(svg), caption=caption))
-    return drawn
+    if not len(growth):
+        return []
+    from reports import plots  # noqa: PLC0415  (matplotlib takes half a second to import, and few runs need it)
+
+    svg = plots.break_even(growth, breakeven.crossings(growth), "Bytes against tokens")
+    caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
+    return [_Plot(svg=Markup(svg), caption=caption)]
 
 
 def _command(env: dict[str, Any]) -> str:
     """The command line that made the run, as it can be typed again."""
     words = env.get("command", ())
-    return words if isinstance(words, str) else shlex.join(map(str, words))
+    if isinstance(words, str):
+        return words
+    named = ["shardproof" if Path(str(word)).name == "cli.py" else str(word) for word in words[:1]]
+    return shlex.join([*named, *map(str, words[1:])])
 
 
 def _modules(run: Run) -> list[tuple[str, tuple[Node, ...]]]:
-    modes = by_module(run).groupby("mode", observed=True, sort=True)
-    return [(str(mode), tree(lines)) for mode, lines in modes]
+    modes = by_module(run).groupby(["mode", "world_size"], observed=True, sort=True)
+    return [(f"{mode}, {ranks} ranks", tree(lines)) for (mode, ranks), lines in modes]
 
 
 def _timelines(run: Run) -> list[_Plot]:
@@ -190,17 +204,6 @@ def _cases(run: Run) -> list[Table]:
         return []
     cases = summary.traffic(run, "case").groupby("case", sort=False)
     return [tables.traffic_table(lines, title=str(case)) for case, lines in cases]
-
-
-def _first_column(table: Table, header: str) -> Table:
-    """The table with this column in front, where a phone shows it."""
-    order = sorted(range(len(table.headers)), key=lambda column: table.headers[column] != header)
-    return replace(
-        table,
-        headers=tuple(table.headers[column] for column in order),
-        rows=tuple(tuple(row[column] for column in order) for row in table.rows),
-        numbers=frozenset(place for place, column in enumerate(order) if column in table.numbers),
-    )
 
 
 def _first_rows(table: Table, source: str, rows: int) -> Table:

@@ -1,7 +1,8 @@
 """What `shardproof predict` compares: the cases that a text stands for, and the bytes of each mode by its closed form.
 
 A text without a mode (or with mode=all) stands for every mode that the subject claims; with a world size, for the
-meshes of that many ranks too. A case that cannot be is kept with the rule that it breaks. Nothing is run here.
+meshes of that many ranks too. A case that cannot be is kept with the rule that it breaks. Where the text does not say
+them, parameters are bfloat16 and AdamW trains in mixed precision. Nothing is run here.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import pandas as pd
 from harness.errors import RequestError
 from harness.ledger import wire_bytes
 from harness.predicting.forecast import closed_form
+from harness.predicting.states import States, mixed_adamw
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
 
-__all__ = ["BATCHES", "Candidate", "candidates", "growth"]
+__all__ = ["BATCHES", "Candidate", "candidate", "candidates", "growth"]
 
 BATCHES = (1, 4, 16, 64)
 """Sequences of a micro-batch at which the bytes of a mode are counted: bytes are a straight line in the tokens."""
 _CASE = "reference.case:Case"
+_DTYPE = "dtype=bfloat16"
 _WIDEST_SHARDS = (8, 64)
 """Weight-parallel sizes that a search tries beside wp=tp: a node of eight, and eight of them."""
 _PASSES = ("forward", "backward", "recompute")
@@ -30,12 +33,16 @@ _PASSES = ("forward", "backward", "recompute")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A case to predict, or the reason why it cannot be; `words` are those in which the candidates of a text differ."""
+    """A case to predict, or the reason why it cannot be; `words` are those in which the candidates of a text differ.
+
+    `states`: what AdamW keeps of a parameter; None when the text says `optimizer=`, which is then the program's own.
+    """
 
     text: str
     words: str
     case: CaseLike | None
     reason: str = ""
+    states: States | None = None
 
 
 def candidates(text: str, subject: Subject, *, world: int | None = None, inner: int = 8) -> list[Candidate]:
@@ -53,14 +60,15 @@ def candidates(text: str, subject: Subject, *, world: int | None = None, inner: 
     if world is not None and world < 1:
         raise RequestError(f"world={world}: must be at least 1; legal: --world 8")
     rest = [word for word in kept if not word.startswith("mode=")]
+    rest += [] if _says(text, "dtype") else [_DTYPE]
     if world is not None:
         rest = [word for word in rest if word.partition("=")[0] not in ("tp", "dp", "wp")]
     found = []
     for mode in modes:
         for mesh in [""] if world is None else _meshes(world, inner, sharded=mode == "mode=isp"):
             own = f"{mode} {mesh}".strip()
-            found.append(_candidate(" ".join([*rest, own]), own, subject))
-    if not any(candidate.case for candidate in found):
+            found.append(candidate(" ".join([*rest, own]), own, subject))
+    if not any(one.case for one in found):
         raise RequestError(f"case {text!r}: {found[0].reason}")
     return found
 
@@ -74,7 +82,12 @@ def _meshes(world: int, inner: int, *, sharded: bool) -> Iterator[str]:
                     yield f"tp={tp} dp={world // tp}" + (f" wp={wp}" if wp else "")
 
 
-def _candidate(text: str, words: str, subject: Subject) -> Candidate:
+def _says(text: str, key: str) -> bool:
+    return any(word.startswith(f"{key}=") for word in text.split())
+
+
+def candidate(text: str, words: str, subject: Subject) -> Candidate:
+    """The case of this text, or the rule that it breaks."""
     parse: Callable[[str], Any] = getattr(resolve(_CASE), "parse")  # noqa: B009  (reports knows no Case)
     try:
         case: CaseLike = parse(text)
@@ -85,7 +98,8 @@ def _candidate(text: str, words: str, subject: Subject) -> Candidate:
     modes = getattr(subject, "modes", None)
     if modes is not None and case.mode not in modes:
         reason = f"mode={case.mode}: is not claimed by the subject; legal: {' '.join(modes)}"
-    return Candidate(text=text, words=words, case=None if reason else case, reason=reason)
+    states = None if _says(text, "optimizer") else mixed_adamw(case.dtype)
+    return Candidate(text=text, words=words, case=None if reason else case, reason=reason, states=states)
 
 
 def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers") -> pd.DataFrame:

@@ -1,6 +1,6 @@
-"""Drawings as inline SVG: bytes by mode and phase, and bytes against tokens with the break-even marked.
+"""A drawing as inline SVG: bytes against tokens, one line a mode, the break-even marked.
 
-Functions from a frame to a string that can stand inside an HTML page: text stays text in the page's own font and
+A function from frames to a string that can stand inside an HTML page: text stays text in the page's own font and
 colour (so light and dark both work), no link leads out of it, and equal frames give equal bytes.
 """
 
@@ -18,18 +18,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from harness.ledger import OPS, PHASES
-
-__all__ = ["OP_COLOURS", "PHASE_COLOURS", "break_even", "traffic_bars"]
+__all__ = ["break_even"]
 
 _INK = "#010203"
-"""Stands for the page's text colour while matplotlib draws; no phase has it."""
+"""Stands for the page's text colour while matplotlib draws; no line has it."""
 _COLOURS = ("#8d99ae", "#3b82c4", "#8e6bbf", "#e08a2e", "#d1495b", "#2a9d6f", "#a1785a", "#2fa7b5")
-PHASE_COLOURS = dict(zip(PHASES, _COLOURS, strict=True))
-OP_COLOURS = dict(zip(OPS, (*_COLOURS[1:], "#7a8450", "#c9a227", "#5f6caf", "#8d99ae"), strict=True))
 _MARKERS = "osD^vP"
-_LABEL_LENGTH = 64
-"""Characters of a bar's label; a longer one would leave no room for the bar."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "shardproof",
@@ -44,26 +38,6 @@ _STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
     "grid.color": _INK,
 }
-
-
-def traffic_bars(bars: pd.DataFrame, title: str, by: str = "phase") -> str:
-    """Stacked bars, one a label, one colour a phase or op. `bars`: label, `by`, payload_bytes of one rank."""
-    colours = PHASE_COLOURS if by == "phase" else OP_COLOURS
-    labels = list(dict.fromkeys(bars["label"]))[::-1]
-    sizes = bars.pivot_table(index="label", columns=by, values="payload_bytes", aggfunc="sum", observed=True)
-    sizes_mib = sizes.reindex(labels).fillna(0.0) / 2**20
-    with _canvas(title, 760, 90 + 26 * len(labels)) as (figure, axes):
-        left = pd.Series(0.0, index=labels)
-        for part in (part for part in colours if part in sizes_mib):
-            widths = sizes_mib[part]
-            axes.barh(labels, widths, left=left, height=0.62, color=colours[part], label=part)
-            left = left + widths
-        axes.set_yticks(range(len(labels)), [_short(label) for label in labels])
-        axes.set_xlabel("MiB per rank (payload)")
-        axes.grid(visible=False, axis="y")
-        if labels:
-            figure.legend(ncols=8, loc="outside upper left", fontsize=9)
-    return _inline(figure, title, f"bars-{by}")
 
 
 def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str:
@@ -99,10 +73,6 @@ def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str
         if len(growth):
             axes.legend(loc="upper left")
     return _inline(figure, title, "break-even")
-
-
-def _short(label: str) -> str:
-    return label if len(label) <= _LABEL_LENGTH else f"{label[: _LABEL_LENGTH - 4]} ..."
 
 
 @contextmanager

@@ -12,7 +12,8 @@ import html
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from harness.predicting.clusters import read
 from harness.predicting.forecast import DEPTHS
 from harness.resolve import resolve
 from reports import tables
-from reports.prediction import Prediction, predict
+from reports.prediction import Prediction, figure, predict
 from reports.tables import Table
 from reports.text import plain, show_message, show_table, ticking
 
@@ -39,7 +40,11 @@ ASSUMPTIONS = (
     "all ranks come at once, groups and links do not disturb each other",
     "overlap: what the program itself does between issuing a call and waiting for it; a call that it waits for at once "
     "is exposed, the sum of all gradients after backward among them",
-    "memory: all that the program's tensors hold; allocator, contexts and libraries come on top",
+    "memory: all that the program's tensors hold; allocator, contexts and libraries come on top. Where the case says "
+    "no optimizer=, gradients, masters and moments are by Megatron-LM's formula for AdamW, not split over data ranks "
+    "(dist_optimizer.md; 6 + 12/d bytes a parameter when they are); where it does, they are the program's own",
+    "gradients travel in the dtype of the case, as in the ledger; summed in float32 they would be twice the bytes of "
+    "bfloat16",
     f"deep models: memory, and times where cases are compared, are the straight line through {DEPTHS[0]} and "
     f"{DEPTHS[1]} layers",
     "errors: calls, bytes and parameters are exact where the ledger is 'equal' to the closed form; times are held "
@@ -62,9 +67,9 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps([_as_json(one) for one in told], indent=2, allow_nan=False))
     else:
         for one in told:
+            show_message(f"{one.fastest}\n", sys.stdout, style="bold")
             for table in _tables(one):
                 show_table(table, sys.stdout)
-            show_message(one.fastest, sys.stdout, style="bold")
         show_message(
             "\n".join(["", f"cluster: {cluster.note or 'from a file'}", *ASSUMPTIONS]), sys.stdout, style="dim"
         )
@@ -72,55 +77,109 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _seconds(value: object) -> str:
-    return tables.NOTHING if _missing(value) else f"{float(str(value)):,.4g}"
+    return tables.NOTHING if _missing(value) else figure(float(str(value)), 4)
 
 
 def _gibibytes(value: object) -> str:
-    return tables.NOTHING if _missing(value) else f"{float(str(value)) / 2**30:,.3g}"
+    return tables.NOTHING if _missing(value) else figure(float(str(value)) / 2**30)
 
 
 def _missing(value: object) -> bool:
     return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
 
 
+_DETAILED = 8
+"""Candidates whose phases are shown."""
+
+
 def _tables(one: Prediction) -> list[Table]:
+    """The answer's table first, then where memory and time go; the break-even of modes where there are several."""
     rows = one.rows.assign(told=one.rows["ledger"].where(one.rows["ledger"] != "", one.rows["reason"]))
-    times = [(name, f"{name}_s", _seconds) for name in ("step", "compute", "exposed", "hidden")]
-    kinds = ("parameters", "gradients", "optimizer", "saved", "peak", "wire")
-    sizes = [(name, f"{name}_bytes", _gibibytes) for name in kinds]
-    head = tables.table(
+    legal = rows[rows["legal"] == "yes"]
+    shown = one.phases[one.phases["words"].isin(legal["words"].head(_DETAILED))]
+    changes = [_changes(one.changes)] if len(one.changes) else []
+    more = [tables.break_even_table(one.crossings)] if len(one.crossings) else []
+    return [_answer(one, rows), *changes, _memory(legal), _times(legal), _phases(shown), *more]
+
+
+def _answer(one: Prediction, rows: pd.DataFrame) -> Table:
+    states = one.states or "the program's own optimizer"
+    return _table(
         f"{one.text} on {one.cluster.name}",
         rows,
-        (
-            ("case", "words", str),
-            ("ranks", "ranks", tables.count),
-            *times,
-            ("tokens/s/rank", "tokens_per_s_per_rank", tables.whole),
-            *sizes,
-            ("fits", "fits", tables.mark),
-            ("calls", "calls", tables.count),
-            ("ledger, or why not", "told", str),
-        ),
-        note="one step; s and GiB of a rank; wire: ring model; ledger: that of the dry run beside the closed form",
+        {
+            "case": ("words", str),
+            "fits": ("fits", tables.mark),
+            "tokens/s/GPU": ("tokens_per_s_per_rank", _seconds),
+            "tokens/s": ("tokens_per_s", _seconds),
+            "GPUs": ("ranks", tables.count),
+            "step s": ("step_s", _seconds),
+            "needs GiB": ("peak_bytes", _gibibytes),
+            "ledger, or why not": ("told", str),
+        },
+        f"fastest first, what does not fit by its memory; {states}; ledger: that of the dry run beside the closed form",
     )
-    phases = tables.table(
+
+
+def _changes(changes: pd.DataFrame) -> Table:
+    return _table(
+        "What would make it fit",
+        changes,
+        {
+            "change": ("change", str),
+            "fits": ("fits", tables.mark),
+            "needs GiB": ("peak_bytes", _gibibytes),
+            "tokens/s/GPU": ("tokens_per_s_per_rank", _seconds),
+        },
+        "legal changes of the case that needs least; a distributed optimizer by formula, at unchanged speed",
+    )
+
+
+def _memory(legal: pd.DataFrame) -> Table:
+    kinds = ("parameters", "gradients", "optimizer", "saved", "peak")
+    return _table(
+        "Memory of a GPU",
+        legal,
+        {"case": ("words", str), **{name: (f"{name}_bytes", _gibibytes) for name in kinds}},
+        "GiB; saved: for backward; peak: all tensors at once, with those that live for a moment",
+    )
+
+
+def _times(legal: pd.DataFrame) -> Table:
+    return _table(
+        "Time of a step",
+        legal,
+        {
+            "case": ("words", str),
+            "calls": ("calls", tables.count),
+            "wire GiB": ("wire_bytes", _gibibytes),
+            **{f"{name} s": (f"{name}_s", _seconds) for name in ("compute", "exposed", "hidden")},
+        },
+        "calls and wire bytes (ring model) of a GPU; exposed: it waits for a call; hidden: it computes meanwhile",
+    )
+
+
+def _phases(shown: pd.DataFrame) -> Table:
+    return _table(
         "Where communication goes",
-        one.phases,
-        (("case", "words", str), ("phase", "phase", str), ("exposed s", "exposed_s", _seconds))
-        + (("hidden s", "hidden_s", _seconds),),
-        note="one step; exposed: the rank waits; hidden: it computes meanwhile",
+        shown,
+        {
+            "case": ("words", str),
+            "phase": ("phase", str),
+            "exposed s": ("exposed_s", _seconds),
+            "hidden s": ("hidden_s", _seconds),
+        },
+        f"of {_DETAILED} candidates at most, the first ones above",
     )
-    more = [tables.break_even_table(one.crossings)] if len(one.crossings) else []
-    return [_right(head, 1), _right(phases, 2), *more]
 
 
-def _right(table: Table, first: int) -> Table:
-    """The same table with its numbers aligned right: all columns from `first` on that hold no words."""
-    numbers = [i for i, header in enumerate(table.headers) if i >= first and header not in ("fits", _WHY)]
-    return Table(title=table.title, headers=table.headers, rows=table.rows, numbers=frozenset(numbers), note=table.note)
-
-
-_WHY = "ledger, or why not"
+def _table(
+    title: str, frame: pd.DataFrame, columns: dict[str, tuple[str, Callable[[object], str]]], note: str
+) -> Table:
+    """A table of these columns (header -> column and how to write it); those that hold no words align right."""
+    made = tables.table(title, frame, [(header, *column) for header, column in columns.items()], note)
+    numbers = (_seconds, _gibibytes, tables.count)
+    return replace(made, numbers=frozenset(i for i, (_, write) in enumerate(columns.values()) if write in numbers))
 
 
 def _as_json(one: Prediction) -> dict[str, object]:
@@ -130,6 +189,7 @@ def _as_json(one: Prediction) -> dict[str, object]:
         "algorithm": one.cluster.algorithm,
         "fastest": one.fastest,
         "candidates": _records(one.rows),
+        "changes": _records(one.changes),
         "phases": _records(one.phases),
         "break_even": _records(one.crossings),
         "assumptions": [one.cluster.note, *ASSUMPTIONS],
@@ -165,8 +225,8 @@ def _page(told: Sequence[Prediction]) -> str:
 
     parts = ['<!doctype html><meta charset="utf-8"><title>shardproof predict</title>']
     for one in told:
+        parts += [f"<p><b>{html.escape(one.fastest)}</b></p>"]
         parts += [f"<pre>{html.escape(plain(table))}</pre>" for table in _tables(one)]
-        parts += [f"<p>{html.escape(one.fastest)}</p>"]
         for way, curve in one.curves.items():
             crossings = one.crossings[one.crossings["counted"] == way]
             parts.append(plots.break_even(curve, crossings, f"Break-even of {one.text}, counted: {way}"))

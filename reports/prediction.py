@@ -1,4 +1,4 @@
-"""The computing half of `shardproof predict`: every candidate of a text forecast, the fastest, the break-even.
+"""The computing half of `shardproof predict`: every candidate of a text forecast, the fastest first, the break-even.
 
 Sizes are bytes, times seconds, all of one rank and one step; nothing is printed here.
 """
@@ -12,27 +12,35 @@ from typing import Any
 import pandas as pd
 
 from harness.engines.dry import DryEngine
-from harness.errors import NoNumbers, RequestError
+from harness.errors import NoNumbers, NotComputed, RequestError
 from harness.predicting.clusters import Cluster
 from harness.predicting.forecast import Forecast, forecast
 from harness.protocols import Subject
-from reports import breakeven
+from reports import breakeven, fitting
 from reports.planning import Candidate, candidates, growth
 
-__all__ = ["Prediction", "predict"]
+__all__ = ["Prediction", "figure", "predict"]
 
+_GIB = 2**30
 _WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What is predicted of one text: a row a candidate (see `_row`), the fastest that fits, and the break-even."""
+    """What is predicted of one text: `fastest` is the answer in words, `rows` a candidate each, fastest first.
+
+    Rows that fit come before rows that do not, and those before cases that cannot be; columns: `_row`. `phases`:
+    seconds by candidate and phase. `changes`: what would make it fit where nothing does (reports.fitting), else empty.
+    `states`: bytes kept of every parameter where they are by formula, "" where the program's own were measured.
+    """
 
     text: str
     cluster: Cluster
     rows: pd.DataFrame
     phases: pd.DataFrame
     fastest: str
+    changes: pd.DataFrame
+    states: str
     crossings: pd.DataFrame
     curves: dict[str, pd.DataFrame]
     forecasts: tuple[Forecast, ...]
@@ -50,12 +58,17 @@ def predict(
     """The prediction of what a text stands for. Raises RequestError when the text is wrong or cannot be run dry."""
     inner = next((link.ranks for link in cluster.links if link.ranks), 8)
     found = candidates(text, subject, world=world, inner=inner)
-    forecasts: list[Forecast | None] = []
+    made: list[tuple[Candidate, Forecast | None]] = []
     for number, candidate in enumerate(found):
-        forecasts.append(_forecast(candidate, subject, cluster, engine, whole=len(found) == 1))
+        made.append((candidate, _forecast(candidate, subject, cluster, engine, whole=len(found) == 1)))
         tick(number + 1, len(found), candidate.text, "" if candidate.case else "illegal")
-    rows = _frame([_row(c, f) for c, f in zip(found, forecasts, strict=True)])
-    legal = [one for one in forecasts if one is not None]
+    made.sort(key=_place)
+    rows = _frame([_row(candidate, one) for candidate, one in made])
+    legal = [one for _, one in made if one is not None]
+    changes = pd.DataFrame()
+    if not any(one.fits for one in legal):
+        candidate, least = min(((c, f) for c, f in made if f is not None), key=lambda pair: pair[1].memory.peak)
+        changes = fitting.changes(candidate, least, subject, lambda c: _measured(c, subject, cluster, engine))
     modes = {one.case.mode: one.case for one in legal} if world is None else {}
     curves = {way: growth(modes.values(), subject, way) for way in ("layers", "all")} if len(modes) > 1 else {}
     crossings = [breakeven.crossings(curve).assign(counted=way) for way, curve in curves.items()]
@@ -63,8 +76,10 @@ def predict(
         text=text,
         cluster=cluster,
         rows=rows,
-        phases=_phases(found, forecasts),
-        fastest=_fastest(rows, cluster),
+        phases=_phases(made),
+        fastest=_fastest(rows, changes, cluster),
+        changes=changes,
+        states=_states(made),
         crossings=pd.concat(crossings, ignore_index=True) if crossings else pd.DataFrame(),
         curves=curves,
         forecasts=tuple(legal),
@@ -74,12 +89,27 @@ def predict(
 def _forecast(
     candidate: Candidate, subject: Subject, cluster: Cluster, engine: DryEngine, *, whole: bool
 ) -> Forecast | None:
+    return None if candidate.case is None else _measured(candidate, subject, cluster, engine, whole=whole)
+
+
+def _measured(
+    candidate: Candidate, subject: Subject, cluster: Cluster, engine: DryEngine, *, whole: bool = False
+) -> Forecast:
+    """The forecast of a candidate whose case can be."""
     if candidate.case is None:
-        return None
+        raise ValueError(f"candidate={candidate.text}: cannot be: {candidate.reason}")
     try:
-        return forecast(candidate.case, subject, cluster, engine, whole=whole)
-    except NoNumbers as problem:
+        return forecast(candidate.case, subject, cluster, engine, whole=whole, states=candidate.states)
+    except (NoNumbers, NotComputed) as problem:
         raise RequestError(f"case {candidate.text!r}: cannot be run dry: {problem.cause}") from problem
+
+
+def _place(made: tuple[Candidate, Forecast | None]) -> tuple[int, float]:
+    """Fastest first; what does not fit behind what does, by what it needs; what cannot be last, in the order asked."""
+    one = made[1]
+    if one is None:
+        return 2, 0.0
+    return (0, -one.tokens_per_s_per_rank) if one.fits else (1, one.memory.peak)
 
 
 def _frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -101,6 +131,7 @@ def _row(candidate: Candidate, one: Forecast | None) -> dict[str, object]:
         "hidden_s": sum(times.hidden_s.values()) if times else None,
         "tokens": one.tokens if one else None,
         "tokens_per_s_per_rank": one.tokens_per_s_per_rank if one else None,
+        "tokens_per_s": one.tokens_per_s_per_rank * one.case.world_size if one else None,
         "flops": one.flops if one else None,
     }
     for name in ("parameters", "gradients", "optimizer", "saved", "peak"):
@@ -110,24 +141,47 @@ def _row(candidate: Candidate, one: Forecast | None) -> dict[str, object]:
     return row | {"fits": ("yes" if one.fits else "no") if one else "", "ledger": one.ledger if one else ""}
 
 
-def _phases(found: Iterable[Candidate], forecasts: Iterable[Forecast | None]) -> pd.DataFrame:
+def _phases(made: Iterable[tuple[Candidate, Forecast | None]]) -> pd.DataFrame:
     rows = [
         (candidate.words, phase, one.times.exposed_s.get(phase, 0.0), max(0.0, hidden))
-        for candidate, one in zip(found, forecasts, strict=True)
+        for candidate, one in made
         if one is not None
         for phase, hidden in one.times.hidden_s.items()
     ]
     return pd.DataFrame(rows, columns=["words", "phase", "exposed_s", "hidden_s"])
 
 
-def _fastest(rows: pd.DataFrame, cluster: Cluster) -> str:
-    """The fastest legal candidate that fits, in words; by tokens a second and rank, since meshes may differ in data."""
+def _fastest(rows: pd.DataFrame, changes: pd.DataFrame, cluster: Cluster) -> str:
+    """The answer: the fastest legal candidate that fits, by tokens a second and rank, for meshes may differ in data;
+    where nothing fits, what would.
+    """
     room = f"{cluster.device.memory_gib:g} GiB of a {cluster.device.name}"
-    legal = rows[rows["legal"] == "yes"]
-    fitting = legal[legal["fits"] == "yes"]
-    if not len(fitting):
-        least = legal.sort_values("peak_bytes", kind="stable").iloc[0]
-        need = f"{least['peak_bytes'] / 2**30:,.1f} GiB"
-        return f"nothing fits into the {room}: {least['words']} needs least, {need}"
-    best = fitting.sort_values("tokens_per_s_per_rank", ascending=False, kind="stable").iloc[0]
-    return f"fastest that fits into the {room}: {best['words']}, {best['step_s']:,.4g} s a step"
+    best = rows.iloc[0]
+    name = best["words"] if len(rows) > 1 else best["case"]
+    need = best["peak_bytes"] / _GIB
+    if best["fits"] == "yes":
+        each, together = figure(best["tokens_per_s_per_rank"]), figure(best["tokens_per_s"])
+        speed = f"{each} tokens/s a GPU, {together} on {best['ranks']:,}"
+        return f"fastest that fits into the {room}: {name}: {speed}; it needs {figure(need)} GiB"
+    told = f"nothing fits into the {room}: {name} needs least, {figure(need)} GiB"
+    told += f" ({need / cluster.device.memory_gib:.2g}x)"
+    fitting = changes[changes["fits"] == "yes"]
+    ways = [f"{row['change']} ({figure(row['peak_bytes'] / _GIB)} GiB)" for row in fitting.to_dict("records")]
+    return f"{told}; it would fit with {', or '.join(ways)}" if ways else f"{told}; no change that was tried fits"
+
+
+def figure(value: float, digits: int = 3) -> str:
+    """A number with so many significant digits, never fewer than those before its point."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def _states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
+    """What training keeps of every parameter, in words."""
+    for candidate, one in made:
+        kept = candidate.states
+        if one is not None and kept is not None:
+            parts = (
+                f"parameter {kept.parameter}, gradient {kept.gradient}, master {kept.master}, moments {kept.moments}"
+            )
+            return f"{one.case.dtype}, AdamW as in Megatron-LM: {kept.together} bytes a parameter ({parts})"
+    return ""

@@ -1,13 +1,14 @@
 """`shardproof run` and `shardproof bench`: the request made of the options, and the result told.
 
-Our own code enters here as names that the harness resolves, like anybody's. Without a CASE the request is `PLAN`:
-every mode the subject claims, on 2 and 4 ranks, on real text.
+Our own code enters here as names that the harness resolves, like anybody's. Without a CASE the request is
+`default_cases`: every mode the subject claims, on 2 and 4 ranks, on real text.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -20,56 +21,53 @@ from typing import Any
 import pandas as pd
 import torch
 
+from harness.asking import Unanswered, offers
 from harness.capacity import admit
+from harness.case_reader import read_case
 from harness.claims import claims
 from harness.diagnosis import case_text
 from harness.engines.torchrun import dismiss, serve, serves
 from harness.errors import RequestError, ShardproofError
+from harness.proof import skip_reason
 from harness.protocols import CaseLike
 from harness.resolve import resolve
-from harness.run import Request, RunResult, parse_cases, run
+from harness.run import Request, RunResult, parse_cases, run, seconds
 from reports import experiment, page, summary, tables, witnesses
 from reports.frames import Run, load
 from reports.profiling import asked_steps, asked_tools
 from reports.repro import check_target, write_script
-from reports.show import show_failures, unreturned
+from reports.show import show_failures
 from reports.text import append_step_summary, show_message, show_table, ticking
+from reports.unchecked import unchecked_notes
 
-__all__ = ["PLAN", "bench_main", "default_cases", "main"]
+__all__ = ["bench_main", "default_cases", "main", "progress_text"]
 
+INTERRUPTED = 130
 LAUNCHED = "torchrun"
 """The engine whose ranks were launched with us: every one of them runs this command, and rank 0 alone does the work."""
 FIRST_BATCH = "reference.batches:micro_batch"
 VARIANT_WORDS = "reference.variants:words"
+COVERING_CASES = "reference.covering:covering_cases"
+PLAIN_CASES = "reference.covering:plain_cases"
 BENCH = "suites.bench:main"
 FAULT_TABLE = "suites.fault_table:main"
 COST_TABLE = "suites.cost_table:main"
 
-_MEGATRON = ("mode={mode} tp=2", "mode={mode} tp=4 kv_heads=4", "mode={mode} tp=2 dp=2")
-_INTERNEVO = tuple(f"preset=tiny-internlm2 {words}" for words in _MEGATRON)
-_WEIGHTS_APART = ("preset=tiny-internlm2 mode={mode} tp=4 wp=2", "preset=tiny-internlm2 mode={mode} tp=2 dp=2 wp=4")
-PLAN = {
-    "tp": _MEGATRON,
-    "tp-sp": _MEGATRON,
-    "mtp": _INTERNEVO,
-    "msp": _INTERNEVO,
-    "fsp": _INTERNEVO,
-    "isp": (*_INTERNEVO, *_WEIGHTS_APART),
-}
-"""Mode -> the cases that run when none is given. Two and four ranks; `isp` also with unequal axes."""
-
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run, check, record, report. Exit status: 0 all pass, 1 a check failed, 2 nothing ran, 3 the machine failed."""
+    """Run, check, record, report. Exit status: 0 all pass, 1 a check failed, 2 nothing ran, 3 the machine failed.
+
+    130 after a Ctrl-C: what was finished is reported, in the folder and on the screen.
+    """
     if arguments.engine == LAUNCHED and serves():
         return serve()
     with chdir("."):  # a subject may go elsewhere; all paths are meant from here
         result = _run(arguments)
     result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)
-    if arguments.emit_repro is not None:
+    if arguments.emit_repro is not None and result.exit_status != INTERRUPTED:
         result = _with_script(result, arguments)
     _tell(result, as_json=arguments.json)
-    if arguments.preset_experiment and not arguments.json:
+    if arguments.preset_experiment and not arguments.json and result.exit_status != INTERRUPTED:
         show_table(experiment.timeline(load(result.path), arguments.preset_experiment), sys.stdout)
         show_message(experiment.real_size(arguments.preset_experiment), sys.stdout)
     return result.exit_status
@@ -85,22 +83,32 @@ def _run(arguments: argparse.Namespace) -> RunResult:
     latest = request.out / "latest"
     before = latest.resolve()
     try:
-        with ticking(sys.stderr) as tick, _one_thread():
-            return run(request, tick)
+        with ticking(sys.stderr) as tick, _unhindered():
+            return run(request, lambda done, total, text, verdict: tick(done, total, progress_text(text), verdict))
     except KeyboardInterrupt:
-        if latest.resolve() != before:
-            shown = Path(arguments.out) / "latest"
-            show_message(f"\nfinished cases are in {latest.resolve()}: shardproof show {shown}", sys.stderr)
-        raise
+        if latest.resolve() == before:
+            raise
+        show_message("\nshardproof: interrupted; the cases finished before:", sys.stderr)
+        return RunResult(path=latest.resolve(), verdicts=(), exit_status=INTERRUPTED, notes=())
+
+
+def progress_text(text: str) -> str:
+    """A case in a line of progress: its mode and number of ranks first, which its own text may leave out."""
+    case = read_case(text)
+    words = " ".join(word for word in text.split() if not word.startswith("mode="))
+    return f"mode={case.mode} ranks={case.world_size} {words}".rstrip()
 
 
 def _with_script(result: RunResult, arguments: argparse.Namespace) -> RunResult:
     """The result with a note on the script of --emit-repro; what hinders a script takes no verdict along."""
     try:
-        with _one_thread():
+        with _unhindered():
             note = write_script(result, arguments.subject, arguments.emit_repro)
     except ShardproofError as problem:
         note = str(problem)
+    except KeyboardInterrupt:
+        note = f"{arguments.emit_repro} was not written: interrupted"
+        result = dataclasses.replace(result, exit_status=INTERRUPTED)
     except Exception as problem:
         note = f"{arguments.emit_repro} was not written: {type(problem).__name__}: {problem}"
     return dataclasses.replace(result, notes=(*result.notes, note))
@@ -115,6 +123,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
     experiment.asked(arguments)
     resolve(arguments.subject)
+    timeout_s = seconds(arguments.timeout, "timeout")
     tools, cases = asked_tools(arguments), _cases(arguments)
     return Request(
         cases=cases,
@@ -122,21 +131,27 @@ def _request(arguments: argparse.Namespace) -> Request:
         engine=arguments.engine,
         device=arguments.device,
         out=out,
+        timeout_s=timeout_s,
         command=tuple(sys.argv),
         page=_write_page,
         profile=tools,
         profile_steps=asked_steps(arguments, cases),
+        processes=1 if arguments.cases else min(2, os.cpu_count() or 1),
     )
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """The ranks share one thread anyway; on a busy machine further ones wait for each other in every small product."""
+def _unhindered() -> Iterator[None]:
+    """One thread, for the ranks share it anyway, and on a busy machine further ones wait for each other in every small
+    product; and collections that look through what is made from here on, not each time through all that is loaded.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         torch.set_num_threads(threads)
 
 
@@ -157,11 +172,19 @@ def _cases(arguments: argparse.Namespace) -> tuple[str, ...]:
         raise RequestError(
             f"modes={arguments.modes}: chooses among the default cases, and a CASE was given; legal: {legal}"
         )
-    texts = tuple(arguments.cases) or default_cases(arguments.subject, arguments.modes)
+    if arguments.cases and arguments.deep:
+        raise RequestError("deep: chooses more default cases, and a CASE was given; legal: --deep without a CASE")
+    texts = tuple(arguments.cases) or default_cases(arguments.subject, arguments.modes, deep=arguments.deep)
     if not arguments.cases and (unknown := claims(arguments.subject).unknown):
         left_out = f"{arguments.subject} claims {', '.join(unknown)}, which no case can have: left out"
         show_message(f"note: {left_out}", sys.stderr, style="yellow")
+    found: Any = resolve(arguments.subject)
+    if not (arguments.cases or arguments.deep or offers(found, "refuses")):
+        plain = f"{arguments.subject} has no refuses(case): default cases have plain words only; --deep has all words"
+        show_message(f"note: {plain}", sys.stderr, style="yellow")
     cases = parse_cases(texts)
+    if arguments.variant is not None and not arguments.cases:  # one case of a mode shows it, or none
+        cases = list({case.mode: case for case in reversed(cases)}.values())[::-1]
     if arguments.variant is not None:
         cases = _as_variant(cases, arguments.variant, given=bool(arguments.cases))
     if arguments.data is not None:
@@ -171,10 +194,27 @@ def _cases(arguments: argparse.Namespace) -> tuple[str, ...]:
     return tuple(case_text(case) for case in cases)
 
 
-def default_cases(subject: str, modes: str) -> tuple[str, ...]:
-    """The cases of PLAN in the modes that are asked for ("all" or "a,b") and claimed by the subject."""
-    asked = claims(subject).chosen(modes)
-    return tuple(text.format(mode=mode) for mode in asked for text in PLAN.get(mode, _MEGATRON))
+def default_cases(subject: str, modes: str, *, deep: bool = False) -> tuple[str, ...]:
+    """The cases that cover the words of the case language in the modes asked for ("all" or "a,b") and claimed.
+
+    `deep`: every pair of values of two words; otherwise every pair that is no default. What the subject refuses is left
+    out as far as it leaves anything. A subject without `refuses` has not said which words it knows: plain cases.
+    """
+    found: Any = resolve(subject)
+    if not deep and not offers(found, "refuses"):
+        plain: Callable[[str], Iterable[CaseLike]] = resolve(PLAIN_CASES)  # type: ignore[assignment]
+        return tuple(case_text(case) for mode in claims(subject).chosen(modes) for case in plain(mode))
+    cases_of: Callable[..., Iterable[CaseLike]] = resolve(COVERING_CASES)  # type: ignore[assignment]
+
+    def refuses(case: CaseLike) -> str:
+        try:
+            return skip_reason(case, found, subject)
+        except Unanswered:  # the case itself is to run into it: its verdict says so
+            return ""
+
+    return tuple(
+        case_text(case) for mode in claims(subject).chosen(modes) for case in cases_of(mode, refuses, deep=deep)
+    )
 
 
 def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> list[CaseLike]:
@@ -215,29 +255,34 @@ def _read_first(cases: Iterable[CaseLike]) -> None:
 
 def _tell(result: RunResult, *, as_json: bool) -> None:
     stored = load(result.path)
-    headline = tables.headline_table(summary.headline(stored))
-    append_step_summary(headline, str(result.path), os.environ)
-    notes = (*result.notes, *unreturned(stored), *stored.notes)
+    rows = summary.headline(stored)
+    if result.exit_status == INTERRUPTED:
+        rows = rows[rows["case"].isin(stored.verdicts["case"])]
+    notes = (*result.notes, *unchecked_notes(stored), *stored.notes)
+    if len(rows):
+        headline = tables.first_table(rows)
+        append_step_summary(headline, str(result.path), os.environ)
     if as_json:
-        print(json.dumps(_as_json(result, stored, notes), indent=2, allow_nan=False))
+        print(json.dumps(_as_json(result, stored, rows, notes), indent=2, allow_nan=False))
         return
-    show_table(headline, sys.stdout)
+    if len(rows):
+        show_table(headline, sys.stdout)
     for table in witnesses.tables(result.path):
         show_table(table, sys.stdout)
     show_failures(stored, sys.stdout)
     for note in notes:
         show_message(f"note: {note}", sys.stdout, style="yellow")
-    show_message(f"{result.path}  (report.html opens offline; `shardproof show` prints all tables)", sys.stdout)
+    page_words = "report.html opens offline; " if (result.path / "report.html").exists() else ""
+    show_message(f"{result.path}  ({page_words}`shardproof show` prints all tables)", sys.stdout)
 
 
-def _as_json(result: RunResult, stored: Run, notes: Sequence[str]) -> dict[str, object]:
+def _as_json(result: RunResult, stored: Run, rows: pd.DataFrame, notes: Sequence[str]) -> dict[str, object]:
     """The result for machines: exit status, folder, one object a case, every check that did not pass."""
-    headline = summary.headline(stored)
     told = stored.verdicts[stored.verdicts["verdict"].isin(["fail", "unknown"])]
     return {
         "exit_status": result.exit_status,
         "run": str(result.path),
-        "cases": _rows(headline),
+        "cases": _rows(rows),
         "failures": _rows(told[["case", "check", "verdict", "message"]]),
         "notes": list(notes),
     }

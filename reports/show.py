@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, TextIO
 
 from harness.errors import RequestError
 from reports import breakeven, page, summary, tables, witnesses
+from reports.bugs import bugs
 from reports.frames import Run, load
 from reports.text import show_message, show_table
+from reports.unchecked import unchecked_notes
 
-__all__ = ["main", "page_main", "show_failures", "show_run", "unreturned"]
+__all__ = ["main", "page_main", "show_failures", "show_run"]
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -38,7 +39,10 @@ def page_main(arguments: argparse.Namespace) -> int:
 
 def show_run(run: Run, stream: TextIO) -> None:
     """Headline, traffic beside its expectation, break-even when the run has one, failures, notes."""
-    show_table(tables.headline_table(summary.headline(run)), stream)
+    headline = summary.headline(run)
+    first, cases = tables.first_table(headline), tables.headline_table(headline)
+    for table in dict.fromkeys((first, cases)):
+        show_table(table, stream)
     show_table(tables.traffic_table(summary.traffic(run)), stream)
     crossings = breakeven.compared(run)
     if len(crossings):
@@ -46,26 +50,19 @@ def show_run(run: Run, stream: TextIO) -> None:
     for table in witnesses.tables(run.path):
         show_table(table, stream)
     show_failures(run, stream)
-    for note in (*unreturned(run), *run.notes):
+    for note in (*unchecked_notes(run), *run.notes):
         show_message(f"note: {note}", stream, style="yellow")
 
 
-def unreturned(run: Run) -> list[str]:
-    """For every case that passed: how much of the truth its subject returned, where that is not all of it."""
-    told = run.verdicts[(run.verdicts["check"] == "coverage") & (run.verdicts["verdict"] == "pass")]
-    notes: dict[str, None] = {}
-    for verdict in told.to_dict("records"):
-        if left_out := str(verdict["unchecked"]):
-            kinds = Counter(name.partition("/")[0] for name in left_out.split("; "))
-            words = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-            notes[f"{verdict['message']}; not returned, so not checked: {words}"] = None
-    return list(notes)
-
-
 def show_failures(run: Run, stream: TextIO) -> None:
-    """Every check that did not pass: six lines for a failure, a reason for what was skipped or could not be decided."""
+    """Six lines for every first place of failures, with the count of what else fails from there on; then a reason for
+    every check that was skipped or could not be decided.
+    """
+    for bug in bugs(run.verdicts):
+        follows = f"{bug.follows}\n" if bug.follows else ""
+        show_message(f"fail: {bug.case}\n{bug.message}\n{follows}", stream)
     for verdict in summary.worst_first(run.verdicts).to_dict("records"):
-        if verdict["verdict"] != "pass":
+        if verdict["verdict"] not in ("pass", "fail"):
             show_message(f"{_told(verdict)}: {verdict['case']}\n{verdict['message']}\n", stream)
 
 

@@ -1,8 +1,8 @@
 """What a run comes to: calls and bytes by mode, phase, op and axis beside the expectation, and one line a case.
 
 Functions from a `Run` to frames; nothing is printed here. Calls and bytes are those of one rank over the whole run
-(the maximum over ranks), as in `summary.csv`; several cases of a mode are added up. NA stands for "not expected by
-anybody": a subject without a closed form.
+(the maximum over ranks), as in `summary.csv`; several cases of a mode on as many ranks are added up. NA stands for
+"not expected by anybody": a subject without a closed form.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pandas as pd
 
 from reports.frames import Run, in_order
 
-__all__ = ["apart", "bars", "headline", "overall", "traffic", "worst_first"]
+__all__ = ["apart", "grouped", "headline", "overall", "traffic", "worst_first"]
 
 RANKING = ("pass", "skip", "unknown", "fail")
 """Verdicts from good to bad; a case is as good as its worst check."""
@@ -22,7 +22,6 @@ _TRAFFIC = ("calls", "payload_bytes", "wire_bytes")
 _EXPECTED = ("expected_calls", "expected_payload_bytes")
 _COUNTING = ("ledger",)
 """Checks whose worst is a number of events and no error of a tensor."""
-_MOST_BARS = 24
 
 
 def worst_first(verdicts: pd.DataFrame) -> pd.DataFrame:
@@ -70,6 +69,36 @@ def headline(run: Run) -> pd.DataFrame:
     return in_order(pd.DataFrame(columns)).sort_values(["mode", "ranks"], kind="stable", ignore_index=True)
 
 
+def grouped(headline: pd.DataFrame) -> pd.DataFrame:
+    """One row for all cases of a mode on as many ranks, from `headline`.
+
+    mode, ranks, cases, least_ and most_ of forward_calls, backward_calls and payload_bytes, expected (how many cases
+    have an expectation), as_expected (how many meet its bytes), saved_bytes (the most), worst_error and worst_allowed
+    (of the case that came closest to its limit), verdict (the worst), alike (how many cases have it).
+    """
+    rows = []
+    for (mode, ranks), own in headline.groupby(["mode", "ranks"], sort=False, observed=True, dropna=False):
+        counts = own[["forward_calls", "backward_calls", "payload_bytes"]]
+        verdict = max(own["verdict"], key=badness)
+        closest = own.assign(share=_share(own["worst_error"], own["worst_allowed"]))
+        worst = closest.sort_values(["share", "worst_error"], ascending=False, kind="stable").iloc[0]
+        rows.append(
+            {"mode": mode, "ranks": ranks, "cases": len(own)}
+            | {f"least_{name}": least for name, least in counts.min().items()}
+            | {f"most_{name}": most for name, most in counts.max().items()}
+            | {
+                "expected": int(own["expected_payload_bytes"].notna().sum()),
+                "as_expected": int(own["payload_bytes"].eq(own["expected_payload_bytes"]).fillna(False).sum()),
+                "saved_bytes": own["saved_bytes"].max(),
+                "worst_error": worst["worst_error"],
+                "worst_allowed": worst["worst_allowed"],
+                "verdict": verdict,
+                "alike": int((own["verdict"] == verdict).sum()),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def _calls(run: Run, phase: str) -> pd.Series[int]:
     lines = run.summary[run.summary["phase"] == phase]
     return lines.groupby("case", sort=False)["calls"].sum()
@@ -92,23 +121,27 @@ def apart(texts: Iterable[str]) -> tuple[str, list[str]]:
 def _closest(verdicts: pd.DataFrame) -> pd.DataFrame:
     """By case, error and allowed error of the check that came closest to its limit, or went furthest beyond it."""
     measured = verdicts[~verdicts["check"].isin(_COUNTING)].dropna(subset=["worst_error", "worst_allowed"])
-    error, allowed = measured["worst_error"], measured["worst_allowed"]
-    # Exact checks allow 0: no error there is no news, any error is the worst news.
-    exact = error.map({0.0: -1.0}).fillna(math.inf)
-    share = (error / allowed.where(allowed > 0)).where(allowed > 0, exact)
+    share = _share(measured["worst_error"], measured["worst_allowed"])
     ranked = measured.assign(share=share).sort_values(["share", "worst_error"], ascending=False, kind="stable")
     return ranked.drop_duplicates("case").set_index("case")[["worst_error", "worst_allowed"]]
 
 
-def traffic(run: Run, *more: str) -> pd.DataFrame:
-    """Calls and bytes by mode, phase, op and axis beside the expectation, all cases of a mode added up.
+def _share(error: pd.Series[float], allowed: pd.Series[float]) -> pd.Series[float]:
+    """Error in units of what is allowed. Exact checks allow 0: no error there is no news, any error the worst news."""
+    exact = error.map({0.0: -1.0}).fillna(math.inf)
+    return (error / allowed.where(allowed > 0)).where(allowed > 0, exact).where(error.notna())
 
-    mode, phase, op, axis (and `more` columns of the summary, as "case"), cases, calls, expected_calls, payload_bytes,
-    expected_payload_bytes, wire_bytes, agrees: "yes" when every case meets its expectation line by line, "no", or ""
-    where nothing is expected. Sums could hide two errors that cancel; `agrees` cannot.
+
+def traffic(run: Run, *more: str) -> pd.DataFrame:
+    """Calls and bytes by mode, ranks, phase, op and axis beside the expectation, all cases of both added up.
+
+    mode, ranks, phase, op, axis (and `more` columns of the summary, as "case"), cases, calls, expected_calls,
+    payload_bytes, expected_payload_bytes, wire_bytes, agrees: "yes" when every case meets its expectation line by line,
+    "no", or "" where nothing is expected. Sums could hide two errors that cancel; `agrees` cannot.
     """
-    keys = [*more, "mode", "phase", "op", "axis"]
-    lines = run.summary.assign(agrees=_agrees(run.summary))
+    keys = [*more, "mode", "ranks", "phase", "op", "axis"]
+    ranks = run.summary["case"].map(dict(zip(run.cases["case"], run.cases["world_size"], strict=True)))
+    lines = run.summary.assign(agrees=_agrees(run.summary), ranks=ranks.fillna(0).astype("int64"))
     groups = lines.groupby(keys, observed=True, sort=True)
     sums = groups[list(_TRAFFIC)].sum()
     expected = groups[list(_EXPECTED)].sum(min_count=1)
@@ -126,18 +159,3 @@ def _agrees(lines: pd.DataFrame) -> pd.Series[str]:
             same &= lines[f"min_{name}"].isna() | lines[f"min_{name}"].eq(lines[name])
     known = lines[list(_EXPECTED)].notna().all(axis=1)
     return same.fillna(False).map({True: "yes", False: "no"}).where(known, "").astype("str")
-
-
-def bars(run: Run, by: str = "phase") -> pd.DataFrame:
-    """Bytes to draw: label, phase (or op), payload_bytes. A bar is a case, or a mode's mean of too many cases."""
-    lines = run.summary
-    if lines["case"].nunique() <= _MOST_BARS:
-        cases = list(lines["case"].unique())
-        own = dict(zip(cases, apart(words_but(case, "mode", "data") for case in cases)[1], strict=True))
-        label = (lines["mode"].astype("str") + "  " + lines["case"].map(own)).str.strip()
-    else:
-        label = lines["mode"].astype("str") + " (mean)"
-    frame = lines.assign(label=label).sort_values("mode", kind="stable")
-    of = frame.groupby("label", sort=False)["case"].nunique()
-    total = frame.groupby(["label", by], observed=True, sort=False)["payload_bytes"].sum().reset_index()
-    return total.assign(payload_bytes=total["payload_bytes"] / total["label"].map(of))

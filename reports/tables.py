@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from reports.summary import apart
+from reports.summary import apart, grouped
 
 __all__ = [
     "NOTHING",
     "Table",
     "break_even_table",
     "count",
+    "first_table",
+    "grouped_table",
     "headline_table",
     "mark",
     "mebibytes",
@@ -31,6 +33,8 @@ __all__ = [
 ]
 
 NOTHING = "-"
+_MOST_CASES = 24
+"""Rows of cases that are read at one glance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +153,51 @@ def headline_table(headline: pd.DataFrame) -> Table:
     )
 
 
+def first_table(headline: pd.DataFrame) -> Table:
+    """The table that a run prints: a row a case, or a row for all cases of a mode where they are too many to read."""
+    return headline_table(headline) if len(headline) <= _MOST_CASES else grouped_table(headline)
+
+
+def grouped_table(headline: pd.DataFrame) -> Table:
+    """All cases of a mode on as many ranks in one row, from `summary.headline`."""
+    frame = grouped(headline)
+    calls = [_ranges(frame, f"{phase}_calls", count) for phase in ("forward", "backward")]
+    met = zip(frame["as_expected"], frame["expected"], strict=True)
+    verdicts = zip(frame["verdict"], frame["alike"], frame["cases"], strict=True)
+    frame = frame.assign(
+        both_calls=[" / ".join(texts) for texts in zip(*calls, strict=True)],
+        payload=_ranges(frame, "payload_bytes", mebibytes),
+        met=[f"{as_expected} of {expected}" if expected else NOTHING for as_expected, expected in met],
+        both_errors=_pairs(frame["worst_error"], frame["worst_allowed"], small),
+        told=[word if alike == cases else f"{word} {alike} of {cases}" for word, alike, cases in verdicts],
+    )
+    return table(
+        _compared(headline),
+        frame,
+        (
+            ("mode", "mode", str),
+            ("ranks", "ranks", count),
+            ("cases", "cases", count),
+            ("calls fwd / bwd", "both_calls", pair),
+            ("MiB per rank", "payload", pair),
+            ("as expected", "met", pair),
+            ("saved", "saved_bytes", mebibytes),
+            ("max error / allowed", "both_errors", pair),
+            ("verdict", "told", str),
+        ),
+        note="calls and MiB (payload): one rank, the whole run, the least to the most of these cases; as expected: "
+        "cases with the bytes of the closed form; saved: the most MiB that autograd held on a rank; error: the check "
+        "that came closest to its limit",
+    )
+
+
+def _ranges(frame: pd.DataFrame, name: str, write: Callable[[object], str]) -> list[str]:
+    """The least and the most of a number: "20-32", or "20" when both are written alike."""
+    ends = zip(frame[f"least_{name}"].astype("object"), frame[f"most_{name}"].astype("object"), strict=True)
+    texts = [(write(least), write(most)) for least, most in ends]
+    return [least if least == most else f"{least}-{most}" for least, most in texts]
+
+
 def _compared(headline: pd.DataFrame) -> str:
     """What the cases were held against: dry ranks have no numbers, a case that never ran was held against nothing."""
     if headline["worst_error"].notna().any():
@@ -170,17 +219,19 @@ def traffic_table(traffic: pd.DataFrame, title: str = "Calls and bytes beside th
         traffic,
         (
             ("mode", "mode", str),
+            ("ranks", "ranks", count),
             ("phase", "phase", str),
             ("op", "op", str),
             ("axis", "axis", str),
             ("calls", "calls", count),
             ("expected", "expected_calls", count),
-            ("MiB", "payload_bytes", mebibytes),
+            ("payload MiB", "payload_bytes", mebibytes),
             ("expected MiB", "expected_payload_bytes", mebibytes),
             ("wire MiB", "wire_bytes", mebibytes),
             ("agrees", "agrees", mark),
         ),
-        note="one rank, all cases of the mode added up; wire: ring model; agrees: line by line in every case",
+        note="one rank; payload: what calls hand over, expected: the same by closed form, wire: what the rank sends "
+        "then (ring model); cases of one mode on as many ranks are added up; agrees: line by line in every case",
     )
 
 

@@ -23,6 +23,10 @@ __all__ = ["Progress", "Ticker", "append_step_summary", "markdown", "plain", "sh
 
 _LONGEST = 24
 """Characters that stay in one line of the terminal however narrow it is."""
+_LINE = 119
+"""Characters of a line of progress at most; the whole text of a case stands in the run folder."""
+_BESIDE_BAR = 60
+"""Characters of a case beside the bar in a terminal."""
 _STYLES = {"pass": "green", "yes": "green", "fail": "bold red", "no": "bold red", "unknown": "yellow", "skip": "dim"}
 
 
@@ -128,10 +132,17 @@ def ticking(stream: TextIO) -> Iterator[Ticker]:
     with Progress(*columns, console=Console(file=stream), transient=True, refresh_per_second=4) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, case, verdict: bar.update(
-            task, completed=done, total=total, description=f"{verdict} {case}".strip()
+            task, completed=done, total=total, description=shortened(f"{verdict} {case}".strip(), _BESIDE_BAR)
         )
 
 
 def _tick_line(stream: TextIO, done: int, total: int, case: str, verdict: str) -> None:
-    stream.write(f"[{done:{len(str(total))}}/{total}] {verdict:7} {case}".rstrip() + "\n")
+    stream.write(shortened(f"[{done:{len(str(total))}}/{total}] {verdict:7} {case}".rstrip(), _LINE) + "\n")
     stream.flush()
+
+
+def shortened(text: str, length: int) -> str:
+    """The text in at most `length` characters: words that do not fit are "..."."""
+    if len(text) <= length:
+        return text
+    return text[: length - 3].rpartition(" ")[0] + " ..."

@@ -10,7 +10,7 @@ from html import escape
 
 import pandas as pd
 
-from reports.plots import PHASE_COLOURS
+from reports.bars import PHASE_COLOURS
 
 __all__ = ["last_micro_batch", "timeline"]
 

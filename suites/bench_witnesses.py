@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 from torch import multiprocessing
-from torch._C._distributed_c10d import FileStore
+from torch.distributed import FileStore
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 

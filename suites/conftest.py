@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from hypothesis.errors import Unsatisfiable
 
+from harness.claims import claims
 from harness.errors import RequestError
+from harness.run import seconds
 from reference.case import Case
 from suites import known_failures, step_summary
 from suites.ledger_gate import LedgerGate
@@ -32,11 +35,23 @@ def pytest_configure(config: pytest.Config) -> None:
     for words in (*MARKERS, *OF_THE_SUITES):
         if words not in known:
             config.addinivalue_line("markers", words)
-    check(config)
+    _refuse_wrong(config)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job behind `&`; children would ignore it too
         signal.signal(signal.SIGINT, signal.default_int_handler)
     register()
     settings.load_profile(ONE_CASE if asked(config, "case") else _profile(config))
+
+
+def _refuse_wrong(config: pytest.Config) -> None:
+    """One sentence for a wrong request. Where pytest finds this file only while it collects, it is an error of the
+    collection, which pytest-xdist reports once for all its workers.
+    """
+    try:
+        check(config)
+    except pytest.UsageError as problem:
+        if config.pluginmanager.has_plugin("session"):
+            raise pytest.Collector.CollectError(str(problem)) from problem
+        raise
 
 
 def _profile(config: pytest.Config) -> str:
@@ -76,36 +91,52 @@ def _collectives(config: pytest.Config) -> list[Collective]:
     quick = not text and _profile(config) == "quick"
     try:
         only = Case.parse(text) if text else None
-        return list(collectives(asked(config, "subject"), modes, quick=quick, only=only))
+        timeout_s = seconds(asked(config, "case_timeout"), "case-timeout")
+        return list(collectives(asked(config, "subject"), modes, quick=quick, only=only, timeout_s=timeout_s))
     except RequestError as problem:
         raise pytest.Collector.CollectError(str(problem)) from problem
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let known failures fail, and stale ones too; skip what cannot be sent to ranks in other processes; leave out the
-    faults that nobody asked for, and what cannot speak of the subject.
+    """Let known failures fail, and stale ones too; skip what cannot be sent to ranks in other processes, and what
+    cannot prove the one case; leave out the faults that nobody asked for, and what cannot speak of the subject.
     """
     if not asked(config, "faults"):
         _deselect(config, items, "faults")
     if (engine := asked(config, "engine")) != "inproc":
-        reason = f"engine {engine}: planted code and closures are not sent to ranks"
-        for item in items:
-            if item.get_closest_marker("inproc"):
-                item.add_marker(pytest.mark.skip(reason=reason))
+        _skip(items, "inproc", f"engine {engine}: planted code and closures are not sent to ranks")
+    if text := asked(config, "case"):
+        _skip(items, "own_cases", f"has cases of its own, none of them {text!r}")
     if path := path_asked(config, "known_failures"):
-        try:
-            known_failures.mark(session, items, known_failures.read(path))
-        except RequestError as problem:
-            raise pytest.UsageError(str(problem)) from problem
+        claimed = claims(asked(config, "subject")).modes
+        known_failures.mark(session, items, known_failures.read(path), claimed, _modes(config))
     if not is_ours(config):
         _deselect(config, items, "ours")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
     unasked = [item for item in items if item.get_closest_marker(marker)]
     items[:] = [item for item in items if not item.get_closest_marker(marker)]
     config.hook.pytest_deselected(items=unasked)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Skip a property of which the subject takes no case that was drawn, nor one of its own, with its reason."""
+    try:
+        return (yield)
+    except Unsatisfiable:
+        prover = pyfuncitem.funcargs.get("prover")
+        if not isinstance(prover, Prover) or not prover.refusals:
+            raise
+        prover.skip_refused()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -123,7 +154,8 @@ def prover(request: pytest.FixtureRequest) -> Iterator[Prover]:
     out = path_asked(config, "run_dir")
     words = {name: asked(config, name) for name in ("subject", "worlds", "device", "engine", "case")}
     config.stash[ENGINE_OPENED] = True
-    with Prover.on(**words, out=out, command=config.invocation_params.args) as prover:
+    timeout_s = seconds(asked(config, "case_timeout"), "case-timeout")
+    with Prover.on(**words, out=out, command=config.invocation_params.args, timeout_s=timeout_s) as prover:
         yield prover
 
 
@@ -134,4 +166,6 @@ def ledger_gate(request: pytest.FixtureRequest, prover: Prover) -> LedgerGate:
     if folder is None:
         pytest.skip("needs --ledger-baseline DIR")
     update = bool(asked(request.config, "update_ledgers"))
-    return LedgerGate(folder=folder, subject=prover.subject, engine=prover.engine, update=update)
+    return LedgerGate(
+        folder=folder, subject=prover.subject, engine=prover.engine, update=update, timeout_s=prover.timeout_s
+    )

@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -49,7 +50,7 @@ def drawn(
     return found
 
 
-def _of_mode(mode: str, share: int, first_seed: int, worlds: Sequence[int], fixed: Mapping[str, object]) -> list[Case]:
+def _of_mode(mode: str, share: int, first_seed: int, worlds: Sequence[int], fixed: Mapping[str, Any]) -> list[Case]:
     found: list[Case] = []
     if share:
 

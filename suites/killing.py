@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 import torch
@@ -26,6 +26,7 @@ from harness.resolve import resolve
 from harness.run import engine_named
 from reference.case import Case
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
+from suites.mutants.held_back import HELD_BACK
 from suites.mutants.rows import OURS, Killed, faults_killed, mutant_killed
 
 __all__ = ["Plan", "disturbed", "kills", "planned", "planted"]
@@ -45,17 +46,21 @@ _AT_ONCE = 16
 """Faults that are surveyed beside one undisturbed run."""
 _QUICK_FAULTS = 8
 """Faults of one mode when it must be quick: spread evenly over all of them."""
-_ROWS = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS)}
+_ROWS = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS, *HELD_BACK)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Rows to come in one mode: a mutant or variant by name, or some faults of a case by their objects."""
+    """Rows to come in one mode: a mutant or variant by name, or some faults of a case by their objects.
+
+    A run of theirs may take `timeout_s` seconds.
+    """
 
     mode: str
     name: str = ""
     case: str = ""
     faults: tuple[Fault, ...] = ()
+    timeout_s: float = 60.0
 
     @property
     def rows(self) -> int:
@@ -63,31 +68,42 @@ class Plan:
         return len(self.faults) or 1
 
 
-def planned(subject: str, *, quick: bool) -> list[Plan]:
-    """What to plant in this subject. Raises RequestError when it takes none of the cases that would show a fault."""
-    plans = planted(quick=quick) if subject == OURS else []
+def planned(subject: str, *, quick: bool, only: str = "", timeout_s: float = 60.0) -> list[Plan]:
+    """What to plant in this subject; `only` "held-back" are those mutants alone, "open" is everything else.
+
+    Raises RequestError when it takes none of the cases that would show a fault, or has no such mutants.
+    """
+    plans = planted(quick=quick, only=only) if subject == OURS else []
+    if only == "held-back":
+        if not plans:
+            raise RequestError(f"subject={subject}: has no held-back mutants; legal: {OURS}, or leave out --held-back")
+        return [replace(plan, timeout_s=timeout_s) for plan in plans]
     with engine_named("inproc") as engine:
         for mode in claims(subject).modes:
-            plans += disturbed(subject, mode, engine, quick=quick)
+            plans += disturbed(subject, mode, engine, quick=quick, timeout_s=timeout_s)
     if not plans:
         raise RequestError(
             f"subject={subject}: takes none of the cases whose collectives would be disturbed; "
             f"legal: a subject that takes {_SMALL[-1].format(mode='tp')!r}"
         )
-    return plans
+    return [replace(plan, timeout_s=timeout_s) for plan in plans]
 
 
-def planted(*, quick: bool) -> list[Plan]:
-    """The mutants and variants of our own subject."""
+def planted(*, quick: bool, only: str = "") -> list[Plan]:
+    """The mutants and variants of our own subject, all of them or `only` the held-back or the open ones."""
     plans = []
     for number, mutant in enumerate(_ROWS.values()):
+        if only and mutant.held_back != (only == "held-back"):
+            continue
         modes = sorted(mutant.modes)
         chosen = [modes[number % len(modes)]] if quick else modes
         plans += [Plan(name=mutant.name, mode=mode) for mode in chosen]
     return plans
 
 
-def disturbed(subject: str, mode: str, engine: Engine, *, quick: bool, only: Case | None = None) -> list[Plan]:
+def disturbed(
+    subject: str, mode: str, engine: Engine, *, quick: bool, only: Case | None = None, timeout_s: float = 60.0
+) -> list[Plan]:
     """The faults of one mode, from the ledgers of undisturbed runs; none in a mode that the subject refuses.
 
     With `only` those of this case.
@@ -97,7 +113,7 @@ def disturbed(subject: str, mode: str, engine: Engine, *, quick: bool, only: Cas
         raise RequestError(f"subject={subject}: must be callable as subject(case, device); legal: {OURS}")
     plans, known = [], set[str]()
     for case in [only] if only else _shown(found, subject, mode, quick):
-        events = execute(case, found, engine, text=str(case)).events
+        events = execute(case, found, engine, text=str(case), timeout_s=timeout_s).events
         faults = [fault for fault in faults_of(events, case.axes) if str(fault) not in known]
         known |= {str(fault) for fault in faults}
         chosen = faults[:: max(1, len(faults) // _QUICK_FAULTS)] if quick else faults
@@ -156,5 +172,5 @@ def _in_a_process(plan: Plan, subject: str) -> list[Killed]:
 
 def _killed(plan: Plan, subject: str, engine: Engine) -> list[Killed]:
     if plan.faults:
-        return faults_killed(Case.parse(plan.case), plan.faults, subject, engine)
-    return [mutant_killed(_ROWS[plan.name], plan.mode, engine)]
+        return faults_killed(Case.parse(plan.case), plan.faults, subject, engine, plan.timeout_s)
+    return [mutant_killed(_ROWS[plan.name], plan.mode, engine, plan.timeout_s)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +36,11 @@ class Known:
 
 
 def read(path: Path) -> tuple[Known, ...]:
-    """The entries of a file. Raises RequestError with one sentence for what is no such file."""
+    """The entries of a file; none when there is no file. Raises RequestError with one sentence for any other file."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ()
     except (OSError, ValueError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else f"no TOML: {problem}"
         raise RequestError(f"known-failures={path}: cannot be read ({reason}); {_LEGAL}") from problem
@@ -55,22 +57,37 @@ def _known(path: Path, entry: object) -> Known:
     return Known(test=words["test"], reason=words["reason"])
 
 
-def mark(session: pytest.Session, items: list[pytest.Item], known: Sequence[Known]) -> None:
+def mark(
+    session: pytest.Session,
+    items: list[pytest.Item],
+    known: Sequence[Known],
+    claimed: Collection[str],
+    chosen: Collection[str],
+) -> None:
     """Let the tests that are known to fail, fail; add a failing test for every entry that no collected test has.
 
-    An entry counts as stale only when the file that it names was collected as a whole.
+    An entry counts as stale only when the file that it names was collected as a whole, and its mode, if it has
+    one, is among the `chosen` ones of those that the subject has `claimed`.
     """
     for item in items:
         for entry in known:
             if _means(entry, item):
                 item.add_marker(pytest.mark.xfail(reason=entry.reason, strict=True))
-    items += list(_stale(session, items, known))
+    left_out = set(claimed) - set(chosen)
+    items += list(_stale(session, items, [entry for entry in known if _mode(entry, claimed) not in left_out]))
 
 
 def _means(entry: Known, item: pytest.Item) -> bool:
     """By the test's id, and by its file, which is missing in ids where pytest was called from a folder without it."""
     _, colons, test = item.nodeid.partition("::")
     return entry.means(item.nodeid) or entry.means(f"{item.path.as_posix()}{colons}{test}")
+
+
+def _mode(entry: Known, modes: Collection[str]) -> str:
+    """The one of these modes that the entry's test is about, as in [isp], [isp-max all_reduce] or [mode=isp tp=2]."""
+    longest_first = "|".join(sorted(map(re.escape, modes), key=len, reverse=True))
+    found = re.search(rf"(?:^|mode=|-)({longest_first})(?=$|[ -])", entry.test.partition("[")[2].rstrip("]"))
+    return found[1] if found else ""
 
 
 def _stale(session: pytest.Session, items: Sequence[pytest.Item], known: Sequence[Known]) -> Iterator[pytest.Item]:

@@ -16,5 +16,6 @@ OF_THE_SUITES = (
     "inproc: runs what cannot be sent to other processes, so ranks must be threads of this one",
     "faults: disturbs the subject's collectives; deselected without --faults",
     "ours: about the implementation in `parallel`; deselected when another subject is under test",
+    "own_cases: proves cases of its own or none, so it is skipped with --case",
 )
 """What needs the suites' own conftest."""

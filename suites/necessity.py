@@ -40,23 +40,27 @@ class Collective:
         return f"{self.mode}-{self.faults[0].target}" if self.faults else self.mode
 
 
-def collectives(subject: str, modes: Sequence[str], *, quick: bool, only: Case | None = None) -> Iterator[Collective]:
+def collectives(
+    subject: str, modes: Sequence[str], *, quick: bool, only: Case | None = None, timeout_s: float = 60.0
+) -> Iterator[Collective]:
     """The collectives to disturb in these modes; with `only` those of this case. `quick` takes few faults of a mode.
 
     Every mode has a row at least. Raises RequestError when the subject is none.
     """
     with engine_named("inproc") as engine:
         for mode in modes:
-            yield from _of_mode(subject, mode, engine, quick, only)
+            yield from _of_mode(subject, mode, engine, quick, only, timeout_s)
 
 
-def _of_mode(subject: str, mode: str, engine: Engine, quick: bool, only: Case | None) -> Iterator[Collective]:
+def _of_mode(
+    subject: str, mode: str, engine: Engine, quick: bool, only: Case | None, timeout_s: float
+) -> Iterator[Collective]:
     reason = skip_reason(only, resolve(subject), subject) if only else ""  # type: ignore[arg-type]
     if reason:
         yield Collective(mode=mode, refused=reason)
         return
     try:
-        plans = disturbed(subject, mode, engine, quick=quick, only=only)
+        plans = disturbed(subject, mode, engine, quick=quick, only=only, timeout_s=timeout_s)
     except ProgramError as error:
         yield Collective(mode=mode, problem=f"the subject does not finish undisturbed:\n{error}")
         return
@@ -73,12 +77,13 @@ class Necessity:
 
     subject: str
     engine: Engine
+    timeout_s: float = 60.0
 
     def missed(self, collective: Collective) -> str:
         """Which of its faults are neither killed nor proved equivalent, in six lines; "" when there is none."""
         if collective.problem:
             return collective.problem
-        rows = faults_killed(Case.parse(collective.case), collective.faults, self.subject, self.engine)
+        rows = faults_killed(Case.parse(collective.case), collective.faults, self.subject, self.engine, self.timeout_s)
         wrong = [killed for killed in rows if killed.row.survived]
         return self._told(collective, wrong) if wrong else ""
 

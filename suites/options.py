@@ -38,6 +38,7 @@ OPTIONS = (
     Option(name="engine", default="inproc", help="how ranks are run, as in shardproof run"),
     Option(name="device", default="cpu", help="where tensors live, cpu or cuda"),
     Option(name="faults", default="", help="disturb every collective of the subject: a test each", flag=True),
+    Option(name="case_timeout", default="60", help="seconds that one run of a case may take"),
     Option(name="run_dir", default="", help="folder that gets a run folder of every case proved"),
     Option(name="known_failures", default="", help="TOML file of tests that may fail, with reasons; stale ones fail"),
     Option(name="ledger_baseline", default="", help="folder of ledgers that the default cases must have"),
@@ -66,7 +67,10 @@ def asked(config: pytest.Config, name: str) -> str:
     given = config.getoption(name, None)
     if given or not option.twin:
         return str(given or option.default)
-    told = config.getini(f"shardproof_{name}")
+    try:
+        told = config.getini(f"shardproof_{name}")
+    except (ValueError, pytest.UsageError) as problem:
+        raise pytest.UsageError(f"shardproof_{name}: {problem}; legal: true or false") from problem
     return ("yes" if told else "") if option.flag else str(told)
 
 

@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import functools
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import hypothesis
+import pytest
 import torch
+from hypothesis import strategies as st
 
 from harness.checks import CHECKS
 from harness.claims import claims
+from harness.diagnosing.six_lines import site
 from harness.engines.engine import Engine
 from harness.environment import environment
 from harness.errors import RequestError
-from harness.proof import CaseResult, prove
+from harness.evidence import FAIL, SKIP, Verdict
+from harness.proof import CaseResult, prove, skip_reason
+from harness.resolve import resolve
 from harness.run import engine_named
 from harness.store import Store
 from harness.summary import summarize
 from reference.case import Case
+from reports.run import default_cases
+from suites.pairwise import rows
+from suites.strategies import cases
 
 __all__ = ["Prover", "chosen_modes", "world_sizes"]
+
+_ENOUGH = 50
+"""So many refused cases in a row, and no test waits for one that is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prover:
     """A subject, the world sizes to draw from, the engine that runs it, and the run folder that keeps the proofs.
 
-    `only` is proved in place of every case that is drawn.
+    `only` is proved in place of every case that is drawn. A run may take `timeout_s` seconds. `refusals` says why the
+    subject refused the cases drawn since it last took one; `told`, which test reported a first place;
+    `rows`, which rows of boolean words each test has drawn.
     """
 
     subject: str
@@ -38,7 +55,11 @@ class Prover:
     device: str = "cpu"
     store: Store | None = None
     stored: set[str] = field(default_factory=set)
+    refusals: list[str] = field(default_factory=list)
+    rows: dict[str, dict[int, int]] = field(default_factory=dict)
+    told: dict[str, str] = field(default_factory=dict)
     only: Case | None = None
+    timeout_s: float = 60.0
 
     @classmethod
     @contextmanager
@@ -51,6 +72,7 @@ class Prover:
         command: Sequence[object] = (),
         engine: str = "inproc",
         case: str = "",
+        timeout_s: float = 60.0,
     ) -> Iterator[Self]:
         """Open an engine, and a run folder in `out`; keep torch to one thread, as every engine does.
 
@@ -64,32 +86,124 @@ class Prover:
             with engine_named(engine) as opened:
                 drawn = _launched(world_sizes(worlds), opened)
                 only = Case.parse(case) if case else None
-                yield cls(subject=subject, worlds=drawn, engine=opened, device=device, store=store, only=only)
+                yield cls(
+                    subject=subject,
+                    worlds=drawn,
+                    engine=opened,
+                    device=device,
+                    store=store,
+                    only=only,
+                    timeout_s=timeout_s,
+                )
         finally:
             torch.set_num_threads(threads)
             if store:
                 store.close()
 
+    def drawn(self, data: st.DataObject, mode: str, **fixed: Any) -> Case:
+        """The case to prove: `only`, or one drawn of this mode with these `fixed` words, as the subject takes it.
+
+        Skips the test when the subject refuses `only`; a drawn case that has no stand-in (`fitting`) is not counted.
+        """
+        if self.only is not None:
+            if reason := self.refused(self.only):
+                pytest.skip(reason)
+            return self.only
+        flags = {word: value for word, value in self._row(data, mode).items() if word not in fixed}
+        case = data.draw(cases(mode, self.worlds, flags=flags, **fixed), label="case")
+        found = self.fitting(case, **fixed)
+        if found is None and len(self.refusals) < _ENOUGH:
+            hypothesis.note(self.refusals[-1])
+            hypothesis.reject()
+        if found is None:
+            self.skip_refused()
+        self.refusals.clear()
+        return found
+
+    def _row(self, data: st.DataObject, mode: str) -> Mapping[str, bool]:
+        """The boolean words of a draw. Until a property has drawn every row of them, it draws no row twice; each
+        property begins with another one. A draw that is repeated (shrunk, from the database) has its row again.
+        """
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        every, drawn = rows(mode), self.rows.setdefault(test, {})
+        turn = data.draw(st.integers(0, 2**16 - 1), label="turn")
+        row = data.draw(st.integers(0, len(every) - 1), label="row")
+        if drawn.setdefault(row, turn) != turn and len(drawn) < len(every):
+            hypothesis.reject()
+        return every[(row + zlib.crc32(test.encode())) % len(every)]
+
+    def skip_refused(self) -> NoReturn:
+        """Skip a test for which the subject took no case in a row of them, with the reason of the last refusal."""
+        words = f"{self.subject} takes none of {len(self.refusals)} cases drawn and none of its default cases"
+        reason = f"{words}; the last: {self.refusals[-1]}; legal: --case with one that it takes"
+        self.refusals.clear()
+        pytest.skip(reason)
+
+    def fitting(self, case: Case, **fixed: Any) -> Case | None:
+        """The case itself if the subject takes it, or else one of its default cases with the same seed, world sizes
+        and `fixed` words: so a subject of one architecture is proved as well. None when it takes neither.
+        """
+        if not (reason := self.refused(case)):
+            return case
+        self.refusals.append(reason)
+        taken = [near for near in self._default(case, fixed) if not self.refused(near)]
+        return taken[case.seed % len(taken)] if taken else None
+
+    def refused(self, case: Case) -> str:
+        """Why the subject does not take this case, "" when it does. Raises Unanswered when its own words fail."""
+        subject: Any = resolve(self.subject)
+        return skip_reason(case, subject, self.subject)
+
+    def _default(self, case: Case, fixed: dict[str, Any]) -> Iterator[Case]:
+        for text in _default_cases(self.subject, case.mode):
+            with contextlib.suppress(ValueError):  # a default case that cannot have a fixed word
+                near = Case.parse(text).but(**fixed, seed=case.seed)
+                if near.world_size in self.worlds:
+                    yield near
+
     def proof(self, case: Case, subject: Any = None) -> CaseResult:
         """All that is known of this case; `subject` stands in for the one under test (a planted bug)."""
-        return prove(case, subject or self.subject, self.engine)
+        return prove(case, subject or self.subject, self.engine, timeout_s=self.timeout_s)
 
     def holds(self, case: Case, *checks: str) -> None:
-        """Assert that these checks pass on this case; a case that the subject does not support is not counted.
+        """Assert that these checks pass on this case; skip when the subject refuses it.
 
         A check that has nothing to look at is no pass: it fails, unless the subject is a third party's, which may
         return less than ours.
         """
         asked = {name: CHECKS[name] for name in checks}
-        result = prove(self.only or case, self.subject, self.engine, checks=asked, device=self.device)
+        result = prove(case, self.subject, self.engine, checks=asked, device=self.device, timeout_s=self.timeout_s)
+        if self.store is not None:
+            result = result.kept_in(self.store)
         self._keep(result)
-        if result.skipped:
-            hypothesis.note(result.skipped)
-            hypothesis.reject()
+        if result.verdict == SKIP:
+            pytest.skip(result.skipped)
         wrong = [verdict for verdict in result.verdicts if verdict.verdict != "pass"]
-        assert not wrong, "\n\n".join(verdict.message for verdict in wrong)
+        assert not wrong, self._told(wrong)
         silent = set(checks) - {verdict.check for verdict in result.verdicts}
         assert not silent or self.subject != "parallel.subject:subject", f"nothing to check: {sorted(silent)}"
+
+    def _told(self, wrong: Sequence[Verdict]) -> str:
+        """Six lines for each first place; a place that another test has reported is one line and the command.
+
+        Checks that are no failure (unknown) have their reason.
+        """
+        test, blocks = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0], []
+        by_place: dict[str, list[Verdict]] = {}
+        for verdict in wrong:
+            key = site(verdict.message) if verdict.verdict == FAIL else verdict.message
+            by_place.setdefault(key, []).append(verdict)
+        for place, verdicts in by_place.items():
+            before = self.told.setdefault(place, test)
+            message = verdicts[0].message
+            if before != test:
+                checks = ", ".join(verdict.check for verdict in verdicts)
+                repeat = message.splitlines()[-1]
+                message = f"{checks} of {verdicts[0].case}\nfails from the same first place on as {before}\n{repeat}"
+            elif len(verdicts) > 1:
+                message += f"\nand from there on: {', '.join(verdict.check for verdict in verdicts[1:])}"
+            blocks.append(message)
+        return "\n\n".join(blocks)
 
     def _keep(self, result: CaseResult) -> None:
         """Store what was proved; the events of a case that several tests draw are stored once."""
@@ -123,6 +237,12 @@ def _launched(worlds: tuple[int, ...], engine: Engine) -> tuple[int, ...]:
     if not fitting:
         raise RequestError(f"worlds={worlds}: {largest} processes were launched; legal: --worlds {max(2, largest)}")
     return fitting
+
+
+@functools.lru_cache(maxsize=16)
+def _default_cases(subject: str, mode: str) -> tuple[str, ...]:
+    """The default cases of a mode, found once for a subject and not once for each refused draw."""
+    return default_cases(subject, mode)
 
 
 def chosen_modes(subject: str, text: str) -> Sequence[str]:

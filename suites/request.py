@@ -6,13 +6,20 @@ check(config)     raises pytest.UsageError, with which pytest ends with exit sta
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis.errors import InvalidArgument
 
 from harness.claims import claims
 from harness.errors import RequestError
-from harness.run import known_engine, parse_cases
-from suites.options import asked
+from harness.run import known_engine, parse_cases, seconds
+from suites import known_failures
+from suites.options import OPTIONS, asked, path_asked
+from suites.profiles import PROFILES
+from suites.profiles import register as register_profiles
 from suites.prover import chosen_modes, world_sizes
 
 __all__ = ["check", "header"]
@@ -21,12 +28,17 @@ __all__ = ["check", "header"]
 def check(config: pytest.Config) -> None:
     """Refuse a wrong option."""
     try:
+        for option in OPTIONS:
+            asked(config, option.name)
         known_engine(asked(config, "engine"))
         world_sizes(asked(config, "worlds"))
+        seconds(asked(config, "case_timeout"), "case-timeout")
         _check_device(config)
         if text := asked(config, "case"):
             parse_cases([text])
         chosen_modes(asked(config, "subject"), asked(config, "modes"))
+        _check_profile(config)
+        _check_files(config)
     except RequestError as problem:
         raise pytest.UsageError(str(problem)) from problem
 
@@ -35,7 +47,10 @@ def header(config: pytest.Config) -> str:
     """One line: who is under test, where and how deep; and what of it cannot be."""
     words = [f"{name} {asked(config, name)}" for name in ("subject", "modes", "worlds", "engine")]
     unknown = claims(asked(config, "subject")).unknown
-    return "shardproof: " + ", ".join([*words, *(f"without {mode}, which no case can have" for mode in unknown)])
+    words += [f"without {mode}, which no case can have" for mode in unknown]
+    if (path := path_asked(config, "known_failures")) and not path.exists():
+        words.append(f"no known failures, since {asked(config, 'known_failures')} is not there")
+    return "shardproof: " + ", ".join(words)
 
 
 def _check_device(config: pytest.Config) -> None:
@@ -46,3 +61,33 @@ def _check_device(config: pytest.Config) -> None:
         raise RequestError(f"device={device}: faults are applied on the CPU; legal: --faults with --device cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
+
+
+def _check_profile(config: pytest.Config) -> None:
+    if name := config.getoption("hypothesis_profile", None):
+        register_profiles()
+        try:
+            settings.get_profile(name)
+        except InvalidArgument as problem:
+            legal = " ".join(PROFILES)
+            raise RequestError(f"hypothesis-profile={name}: is not a profile; legal: {legal}") from problem
+
+
+def _check_files(config: pytest.Config) -> None:
+    """What is to be read can be read, what is to be written can be written."""
+    if path := path_asked(config, "known_failures"):
+        known_failures.read(path)
+    if path := path_asked(config, "run_dir"):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            writable = os.access(path, os.W_OK | os.X_OK)
+        except OSError:
+            writable = False
+        if not writable:
+            raise RequestError(f"run-dir={path}: cannot be written; legal: a folder with write permission")
+    if asked(config, "update_ledgers") and not asked(config, "ledger_baseline"):
+        raise RequestError("update-ledgers: needs the folder to write; legal: --ledger-baseline ledgers")
+    path = path_asked(config, "ledger_baseline")
+    if path and not path.is_dir() and not asked(config, "update_ledgers"):
+        store = "pytest --pyargs suites.test_ledger --ledger-baseline DIR --update-ledgers"
+        raise RequestError(f"ledger-baseline={path}: no ledgers are stored there; legal: store them once with {store}")

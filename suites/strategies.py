@@ -8,7 +8,8 @@ Every draw is made in the driver, never inside a rank. Simple values come first,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from hypothesis import strategies as st
@@ -17,11 +18,24 @@ from harness.engines.races import Schedule
 from reference.case import Case
 from reference.rules import SEQUENCE_MODES
 
-__all__ = ["WORLDS", "cases", "meshes", "schedules"]
+__all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
+
+NOT_DRAWN = {
+    "preset": "stands for other words, each of which is drawn",
+    "pp": "not implemented",
+    "cp": "not implemented",
+    "dropout": "not implemented",
+    "data": "names a file; the data of a case without it are drawn by its seed",
+    "variant": "makes the implementation wrong",
+}
+"""Words of the case language that `every_word` leaves at their defaults, and why."""
 
 WORLDS = (2, 3, 4, 6)
 """World sizes that a suite draws from unless `--worlds` says otherwise."""
 
+_NONE: Mapping[str, bool] = MappingProxyType({})
+_STEPS = (2,) * 9 + (1,) * 7 + (3,) * 5 + (4, 5, 6, 7, 8) + (20,) * 4
+"""How many steps a case takes: any number up to 8, seldom many, for they cost most."""
 _INTERNEVO = ("mtp", "msp", "fsp", "isp")
 
 
@@ -45,13 +59,18 @@ def schedules() -> st.SearchStrategy[Schedule]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **fixed: Any) -> Case:
-    """A valid case of this mode; `fixed` words override what would be drawn."""
+def cases(
+    draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, flags: Mapping[str, bool] = _NONE, **fixed: Any
+) -> Case:
+    """A valid case of this mode; `fixed` words override what would be drawn, `flags` are its boolean words, whose
+    consequences are drawn (packed data are InternLM2's, a fused MLP is gated).
+    """
     tp, dp = draw(st.sampled_from(meshes(worlds)), label="tp, dp")
-    family = draw(st.sampled_from(("gpt", "internlm2")), label="family")
+    family = "internlm2" if flags.get("packed") else fixed.get("family")
+    family = str(family or draw(st.sampled_from(("gpt", "internlm2")), label="family"))
     words: dict[str, Any] = {"mode": mode, "tp": tp, "dp": dp, "family": family}
     words |= draw(_shape(mode, tp, dp, family), label="shape")
-    words |= draw(_talk(mode, family), label="talk")
+    words |= draw(_talk(mode, family, flags), label="talk")
     words |= {
         "micro": draw(st.integers(2, 3), label="micro"),
         "steps": draw(st.integers(2, 3), label="steps"),
@@ -60,6 +79,27 @@ def cases(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **fixed
         "seed": draw(st.integers(0, 2**31 - 1), label="seed"),
     }
     return Case.of(**{**words, **fixed})
+
+
+@st.composite
+def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **fixed: Any) -> Case:
+    """A valid case of this mode that may use every word of the case language but those NOT_DRAWN, defaults included."""
+    family = draw(st.sampled_from(("gpt", "internlm2", "opt", "llama")), label="family")
+    steps = fixed.get("steps") or draw(st.sampled_from(_STEPS), label="steps")
+    dtype = fixed.get("dtype") or draw(st.sampled_from(("float64", "float32", "bfloat16", "float16")), label="dtype")
+    words: dict[str, Any] = {
+        "family": family,
+        "steps": steps,
+        "dtype": dtype,
+        "micro": draw(st.integers(1, 3 if steps < 5 else 1), label="micro"),
+        "optimizer": "sgd" if dtype == "float16" else draw(st.sampled_from(("sgd", "adamw")), label="optimizer"),
+        "lr": draw(st.sampled_from((1.0, 0.1, 0.01, 0.001)), label="lr"),
+        "clip": draw(st.sampled_from((0.0, 0.05, 1.0, 1000.0)), label="clip"),
+        "label_smoothing": draw(st.sampled_from((0.0, 0.1, 0.3)), label="label_smoothing"),
+    }
+    if steps > 8:
+        words["layers"] = 1
+    return draw(cases(mode, worlds, **{**words, **fixed}))
 
 
 @st.composite
@@ -89,33 +129,37 @@ def _shape(draw: st.DrawFn, /, mode: str, tp: int, dp: int, family: str) -> dict
 
 
 @st.composite
-def _talk(draw: st.DrawFn, /, mode: str, family: str) -> dict[str, Any]:
+def _talk(draw: st.DrawFn, /, mode: str, family: str, flags: Mapping[str, bool]) -> dict[str, Any]:
     """Choices that change which collectives a mode issues."""
-    packed = family == "internlm2" and draw(st.booleans(), label="packed")
+
+    def flag(word: str) -> bool:
+        return flags[word] if word in flags else draw(st.booleans(), label=word)
+
+    packed = family != "gpt" and flag("packed")
     rope = packed or draw(st.booleans(), label="rope")
     words: dict[str, Any] = {
         "packed": packed,
         "positions": "rope" if rope else "learned",
         "norm": draw(st.sampled_from(("layernorm", "rmsnorm"))),
-        "activation": draw(st.sampled_from(("gelu", "swiglu", "relu"))),
-        "bias": draw(st.booleans(), label="bias"),
-        "tied": draw(st.booleans(), label="tied"),
-        "qk_norm": draw(st.booleans(), label="qk_norm"),
-        "fuse_qkv": draw(st.booleans(), label="fuse_qkv"),
-        "overlap": draw(st.booleans(), label="overlap"),
+        "activation": "swiglu" if flags.get("fuse_mlp") else draw(st.sampled_from(("gelu", "swiglu", "relu"))),
+        "bias": flag("bias"),
+        "tied": flag("tied"),
+        "qk_norm": flag("qk_norm"),
+        "fuse_qkv": flag("fuse_qkv"),
+        "overlap": flag("overlap"),
         "recompute": draw(st.sampled_from(("none", "full", "selective"))),
         "cross_entropy": draw(st.sampled_from(("unfused", "fused"))),
     }
-    words["fuse_mlp"] = words["activation"] == "swiglu" and draw(st.booleans(), label="fuse_mlp")
+    words["fuse_mlp"] = words["activation"] == "swiglu" and flag("fuse_mlp")
     if mode in _INTERNEVO:
         words["embedding"] = "vocab" if words["tied"] else draw(st.sampled_from(("hidden", "vocab")))
-        words["metric"] = draw(st.booleans(), label="metric")
+        words["metric"] = flag("metric")
     elif not packed:
         words["delivery"] = draw(st.sampled_from(("tensors", "flat", "local")))
-        words["attention_mask"] = draw(st.booleans(), label="attention_mask")
+        words["attention_mask"] = flag("attention_mask")
     words["head"] = draw(st.sampled_from(("exchange", "local", "gather") if mode == "isp" else ("parallel", "gather")))
     if mode == "isp":
-        words["fuse_weights"] = draw(st.booleans(), label="fuse_weights")
+        words["fuse_weights"] = flag("fuse_weights")
         if words["head"] == "local":
             words["cross_entropy"] = "unfused"
     return words

@@ -6,14 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from suites.prover import Prover
-from suites.strategies import cases
 
 
 @given(data=st.data())
 def test_activation_gradients(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(data.draw(cases(mode, prover.worlds)), "merge", "activation_gradients")
+    prover.holds(prover.drawn(data, mode), "merge", "activation_gradients")
 
 
 @given(data=st.data())
 def test_parameter_gradients(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(data.draw(cases(mode, prover.worlds)), "merge", "parameter_gradients")
+    prover.holds(prover.drawn(data, mode), "merge", "parameter_gradients")

@@ -20,7 +20,7 @@ from reference.parameters import shapes
 from suites.mutants.planting import planted, replaced
 from suites.prover import Prover
 
-pytestmark = pytest.mark.ours
+pytestmark = [pytest.mark.ours, pytest.mark.own_cases]
 
 SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 vocab=264 steps=1 micro=1 tp=2"
 WORDS = ("bias=true qk_norm=true positions=learned norm=layernorm", "bias=false positions=rope norm=rmsnorm dp=3")

@@ -1,4 +1,4 @@
-"""Communication: the ledger is the closed form, event by event; every asynchronous call is waited for."""
+"""Communication: the ledger is the closed form, event by event; asynchronous calls are waited for and hidden."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from suites.prover import Prover
-from suites.strategies import cases
 
 
 @given(data=st.data())
 def test_ledger_is_the_closed_form(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(data.draw(cases(mode, prover.worlds)), "ledger")
+    prover.holds(prover.drawn(data, mode), "ledger", "groups")
 
 
 @given(data=st.data())
-def test_every_asynchronous_call_is_expected_and_waited_for(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(data.draw(cases(mode, prover.worlds, overlap=True)), "ledger", "waits")
+def test_every_asynchronous_call_is_expected_hidden_and_waited_for(
+    prover: Prover, mode: str, data: st.DataObject
+) -> None:
+    prover.holds(prover.drawn(data, mode, overlap=True), "ledger", "waits", "overlap")
 
 
 @given(data=st.data())
 def test_parallelism_happened(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(data.draw(cases(mode, prover.worlds)), "parallelism")
+    prover.holds(prover.drawn(data, mode), "parallelism")

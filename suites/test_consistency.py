@@ -6,14 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from suites.prover import Prover
-from suites.strategies import cases
 
 
 @given(data=st.data())
 def test_shards_cover_and_replicas_agree(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(data.draw(cases(mode, prover.worlds)), "coverage", "merge", "replicas")
+    prover.holds(prover.drawn(data, mode), "coverage", "merge", "replicas")
 
 
 @given(data=st.data())
 def test_runs_repeat_and_recording_changes_nothing(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(data.draw(cases(mode, prover.worlds)), "determinism", "recording")
+    prover.holds(prover.drawn(data, mode), "determinism", "recording")

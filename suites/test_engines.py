@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 
@@ -12,19 +14,41 @@ from harness.engines.dry import DryEngine
 from harness.engines.engine import Engine
 from harness.engines.inproc import InprocEngine
 from harness.engines.pool import PoolEngine
+from reference.case import Case
 from suites.engines import SUBJECT, differences, drawn
 from suites.profiles import PROFILES
 from suites.prover import Prover
 
-SMALL = {"layers": 1, "micro": 2, "steps": 2}
+SMALL: dict[str, Any] = {"layers": 1, "micro": 2, "steps": 2}
+LARGEST_WORLD = 4
+"""Ranks that are processes at the same time."""
+
+
+def compared(prover: Prover) -> list[Case]:
+    """The cases to compare, as the subject takes them; skips the test, with the reason, where there is none."""
+    examples = settings().max_examples
+    quick = examples <= PROFILES["quick"]
+    largest = 3 if quick else LARGEST_WORLD
+    if (only := prover.only) is not None:
+        if only.world_size > LARGEST_WORLD:
+            pytest.skip(f"case {only}: has {only.world_size} ranks, and here {LARGEST_WORLD} are processes at most")
+        if reason := prover.refused(only):
+            pytest.skip(reason)
+        return [only]
+    worlds = tuple(world for world in prover.worlds if world <= largest)
+    if not worlds:
+        pytest.skip(f"worlds {prover.worlds}: none that real processes run here; legal: --worlds 2,3")
+    fixed = SMALL if quick else {}
+    found = drawn(min(6, examples) if quick else 100, 0, prover.subject, worlds, **fixed)
+    near = [prover.fitting(case, **fixed) for case in found]
+    taken = dict.fromkeys(case for case in near if case is not None and case.world_size <= largest)
+    if not taken:
+        pytest.skip(f"{prover.subject} takes none of {len(found)} drawn cases; the last: {prover.refusals[-1]}")
+    return list(taken)
 
 
 def test_every_engine_says_the_same(prover: Prover) -> None:
-    quick = settings().max_examples <= PROFILES["quick"]
-    worlds = tuple(world for world in prover.worlds if world <= (3 if quick else 4))
-    found = drawn(6, 0, prover.subject, worlds, **SMALL) if quick else drawn(100, 0, prover.subject, worlds)
-    if not found:
-        pytest.skip(f"worlds {prover.worlds}: none that real processes run here; legal: --worlds 2,3")
+    found = compared(prover)
     with InprocEngine() as inproc, PoolEngine() as pool, DryEngine() as dry:
         engines: dict[str, Engine] = {"inproc": inproc, "pool": pool}
         if prover.subject == SUBJECT:

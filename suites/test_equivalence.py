@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,6 @@ from parallel.subject import subject
 from reference.case import Case
 from suites.mutants.planting import planted, replaced
 from suites.prover import Prover, chosen_modes
-from suites.strategies import cases
 
 APART = 1e-11
 """Two modes add the same numbers in other orders: float64 noise of the largest element, far below any known bug."""
@@ -32,9 +32,9 @@ def outcomes(prover: Prover, case: Case, modes: list[str]) -> dict[str, dict[str
             alike = case.but(mode=mode)
         except ValueError:  # a word that this mode does not know: another case, which others draw
             continue
-        if getattr(run, "refuses", lambda _: "")(alike):
+        if prover.refused(alike):
             continue
-        merged = merge(execute(alike, run, prover.engine, text=str(alike)).outcomes)
+        merged = merge(execute(alike, run, prover.engine, text=str(alike), timeout_s=prover.timeout_s).outcomes)
         assert merged.flaws == ()
         found[mode] = dict(merged.tensors)
     return found
@@ -55,15 +55,24 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
 @given(data=st.data())
 def test_all_modes_compute_the_same(prover: Prover, data: st.DataObject) -> None:
     modes = list(chosen_modes(prover.subject, "all"))
+    if len(modes) == 1:
+        pytest.skip(f"{prover.subject} claims {modes[0]} alone, so there is no mode to compare it with")
     mode = "tp-sp" if "tp-sp" in modes else modes[0]
-    case = data.draw(cases(mode, prover.worlds, delivery="tensors", packed=False))  # packs are delivered otherwise
+    case = prover.drawn(data, mode, delivery="tensors", packed=False)  # packs are delivered otherwise
     found = outcomes(prover, case, modes)
+    if len(found) < 2:
+        reason = f"case {case}: {prover.subject} takes it in no other mode"
+        if prover.only is not None:
+            pytest.skip(reason)
+        prover.refusals.append(reason)
+        hypothesis.reject()
     first, *others = found
     for other in others:
         assert apart(found[first], found[other]) == [], f"{first} and {other} part on {case}"
 
 
 @pytest.mark.ours
+@pytest.mark.own_cases
 def test_a_mode_that_computes_something_else_is_noticed(prover: Prover) -> None:
     case = Case.parse("mode=tp tp=2 layers=1 heads=4 hidden=16 ffn=24 seq=8 vocab=264 steps=1")
     wrong = planted(replaced("parallel.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() * (1 + 1e-9)"))

@@ -17,6 +17,6 @@ pytestmark = [pytest.mark.inproc, pytest.mark.faults]
 def test_a_disturbed_collective_is_noticed(prover: Prover, collective: Collective) -> None:
     if collective.refused:
         pytest.skip(collective.refused)
-    missed = Necessity(subject=prover.subject, engine=prover.engine).missed(collective)
+    missed = Necessity(subject=prover.subject, engine=prover.engine, timeout_s=prover.timeout_s).missed(collective)
     if missed:
         pytest.fail(missed, pytrace=False)

@@ -1,4 +1,4 @@
-"""Forward: losses, logits and every module's output are those of the dense model."""
+"""Forward: data, token counts, losses, logits and every module's output are those of the dense model."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from suites.prover import Prover
-from suites.strategies import cases
 
 
 @given(data=st.data())
 def test_losses_and_logits(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(data.draw(cases(mode, prover.worlds)), "coverage", "merge", "forward")
+    prover.holds(prover.drawn(data, mode), "coverage", "data", "merge", "tokens", "forward")
 
 
 @given(data=st.data())
 def test_activations(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(data.draw(cases(mode, prover.worlds)), "merge", "activations")
+    prover.holds(prover.drawn(data, mode), "merge", "activations")

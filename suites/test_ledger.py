@@ -13,11 +13,12 @@ from suites.options import asked, path_asked
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test a case; none without stored ledgers."""
+    """One test a case, of --case one; none without stored ledgers."""
     if "text" in metafunc.fixturenames:
         gated = bool(asked(metafunc.config, "ledger_baseline"))
-        cases = default_cases(asked(metafunc.config, "subject"), asked(metafunc.config, "modes")) if gated else ()
-        metafunc.parametrize("text", cases)
+        only = asked(metafunc.config, "case")
+        cases = (only,) if only else default_cases(asked(metafunc.config, "subject"), asked(metafunc.config, "modes"))
+        metafunc.parametrize("text", cases if gated else ())
 
 
 def test_the_ledger_is_the_stored_one(ledger_gate: LedgerGate, text: str) -> None:
@@ -26,8 +27,8 @@ def test_the_ledger_is_the_stored_one(ledger_gate: LedgerGate, text: str) -> Non
 
 def test_no_stored_ledger_is_left_over(pytestconfig: pytest.Config) -> None:
     folder = path_asked(pytestconfig, "ledger_baseline")
-    if folder is None or asked(pytestconfig, "modes") != "all":
-        pytest.skip("needs --ledger-baseline and all modes")
+    if folder is None or asked(pytestconfig, "modes") != "all" or asked(pytestconfig, "case"):
+        pytest.skip("needs --ledger-baseline and all default cases")
     files = {file_of(str(Case.parse(text))) for text in default_cases(asked(pytestconfig, "subject"), "all")}
     left: list[Path] = [path for path in sorted(folder.glob("*.csv")) if path.name not in files]
     if asked(pytestconfig, "update_ledgers"):

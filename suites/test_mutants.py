@@ -19,7 +19,7 @@ from suites.mutants.mutant import Mutant
 from suites.mutants.rows import Killed, mutant_killed
 from suites.prover import Prover
 
-pytestmark = pytest.mark.ours
+pytestmark = [pytest.mark.ours, pytest.mark.own_cases]
 
 _DAY = datetime.datetime.now(datetime.UTC).timetuple().tm_yday
 _REAL = {family: [mutant for mutant in mutants if not mutant.equivalent] for family, mutants in FAMILIES.items()}

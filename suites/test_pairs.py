@@ -12,7 +12,7 @@ from parallel.mesh import Axis
 from suites.pair_laws import PAIRS, broken_pairs
 from suites.prover import Prover
 
-pytestmark = [pytest.mark.inproc, pytest.mark.ours]
+pytestmark = [pytest.mark.inproc, pytest.mark.ours, pytest.mark.own_cases]
 
 
 @pytest.mark.parametrize("strided", [False, True])

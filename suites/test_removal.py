@@ -25,7 +25,7 @@ from suites.mutants.removal import Site, sites, source_without, without
 from suites.pair_laws import broken_pairs
 from suites.prover import Prover
 
-pytestmark = [pytest.mark.inproc, pytest.mark.ours]
+pytestmark = [pytest.mark.inproc, pytest.mark.ours, pytest.mark.own_cases]
 
 SMALL = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 steps=1 micro=1 tp=2"
 EVO = f"preset=tiny-internlm2 {SMALL} vocab=264"

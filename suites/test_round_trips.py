@@ -20,7 +20,6 @@ from parallel.registry import MODES
 from reference.batches import micro_batch
 from reference.case import Case
 from suites.prover import Prover
-from suites.strategies import cases
 
 pytestmark = pytest.mark.ours
 
@@ -40,7 +39,7 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
 
 @given(data=st.data())
 def test_parameters_come_back_from_their_ranks(prover: Prover, mode: str, data: st.DataObject) -> None:
-    case = data.draw(cases(mode, prover.worlds))
+    case = prover.drawn(data, mode)
     ranks: list[dict[str, Any]] = [{} for _ in range(case.world_size)]
     for name, (place, axis) in laid_out(case).items():
         full, parts = numbered(place.shape), axis_size(case, axis)
@@ -58,15 +57,16 @@ def test_parameters_come_back_from_their_ranks(prover: Prover, mode: str, data: 
 @given(data=st.data())
 def test_a_batch_comes_back_from_its_ranks(prover: Prover, mode: str, data: st.DataObject) -> None:
     """Every rank gets its data rank's micro-batch whole; what it then cuts of the tokens makes them whole again."""
-    case = data.draw(cases(mode, prover.worlds))
+    case = prover.drawn(data, mode)
+    last = case.micro - 1
 
     def program(rank: int) -> tuple[Delivered, Tensor]:
         mesh = Mesh.of(case)
-        batch = deliver(case, mesh, 0, 1, CPU)
+        batch = deliver(case, mesh, 0, last, CPU)
         return batch, MODES[mode].parts(case, mesh, CPU).local(batch).tokens
 
     for rank, (batch, own) in enumerate(prover.engine.run(program, world_size=case.world_size)):
-        sent = micro_batch(case, 0, 1, axis_rank(case, "dp", rank))
+        sent = micro_batch(case, 0, last, axis_rank(case, "dp", rank))
         for name in ("tokens", "labels", "positions", "loss_mask"):
             assert torch.equal(getattr(batch, name), getattr(sent, name)), name
         first = axis_rank(case, "tp", rank) * own.shape[1] if own.shape != sent.tokens.shape else 0

@@ -30,7 +30,7 @@ AVERAGED = "averaged over tp where it must be summed"
 FLAT = "it holds the right numbers as if flat memory were its"
 TOLD = {
     "norm-average": ("parameter_gradients", AVERAGED),
-    "isp-average": ("parameter_gradients", AVERAGED),
+    "isp-average": ("parameter_gradients", "averaged over it where it must be summed"),
     "scrambled-embedding": ("parameter_gradients", FLAT),
     "gathered-logits-loss": ("forward", "logits that are gathered already were fed to the vocabulary-parallel loss"),
     "flat-dim1": ("activations", FLAT),

@@ -42,8 +42,8 @@ def test_outcome_is_complete_and_finite_and_every_gradient_is_alive(case: Case) 
     names = set(shapes(case))
     steps = range(case.steps)
     assert outcome.keys() == {
-        *(f"{kind}/{step}" for kind in ("loss", "logits", "grad_norm") for step in steps),
-        *(f"{kind}/{name}" for kind in ("grad", "param") for name in names),
+        *(f"{kind}/{step}" for kind in ("tokens", "loss", "logits", "grad_norm") for step in steps),
+        *(f"{kind}/{name}" for kind in ("grad", "param", "param_after/0") for name in names),
     }
     assert all(value.isfinite().all() and not value.requires_grad for value in outcome.values())
     assert outcome["logits/1"].shape == (case.micro * case.batch, case.seq, case.vocab)

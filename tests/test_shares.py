@@ -24,6 +24,7 @@ def test_shares_add_up_to_the_gradients_of_the_first_step() -> None:
         torch.testing.assert_close(found[name].sum((0, 1)), truth[name], rtol=1e-12, atol=1e-14)
         parameter = name.removeprefix("grad/")
         assert torch.equal(found[f"start/{parameter}"], full(case, parameter))
+    torch.testing.assert_close(found["loss"].sum(), truth["loss/0"], rtol=1e-12, atol=0)
     for data_rank, micro in ((0, 0), (2, 1)):
         batch = micro_batch(case, 0, micro, data_rank)
         assert found["tokens"][data_rank, micro] == (batch.loss_mask * (batch.labels != -100)).sum()
@@ -56,3 +57,15 @@ def test_what_if_losses_are_those_of_the_same_logits_under_another_rule() -> Non
 def test_a_row_without_borders_has_no_what_if_about_them() -> None:
     case = Case.parse(f"mode=tp {SIZES} micro=1")
     assert not any(name.startswith("borders_ignored/") for name in alternatives(case, CPU))
+
+
+def test_weights_of_another_module_or_layer_are_what_ifs_where_they_lie_apart() -> None:
+    case = Case.parse(
+        "mode=tp tp=1 layers=2 heads=2 kv_heads=2 hidden=8 ffn=12 seq=8 vocab=264 micro=1 activation=swiglu"
+    )
+    case = case.but(fuse_qkv=False, fuse_mlp=False)
+    found, truth = alternatives(case, CPU), dense.true_activations(case, CPU)
+    for word, first in (("gate_exchanged", "mlp.w1"), ("kv_exchanged", "attention.wk")):
+        assert not torch.equal(found[f"{word}/act/layers.0.{first}"], truth[f"act/layers.0.{first}"])
+    assert torch.equal(found["stale.layer/act/layers.0"], truth["act/layers.0"])
+    assert not torch.equal(found["stale.layer/act/layers.1"], truth["act/layers.1"])

@@ -11,7 +11,6 @@ of reduce-scattered, and gradients of whole parameters are reduced at any time. 
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,38 +35,19 @@ class Broken:
     region: str
 
 
-def broken_laws(
-    events: Iterable[Event], axes: Mapping[str, tuple[Group, ...]], world_size: int
-) -> tuple[list[Broken], tuple[str, ...]]:
-    """The broken laws, and what could not be looked at: axes whose groups nobody can tell."""
+def broken_laws(events: Iterable[Event]) -> list[Broken]:
+    """The broken laws, [] when all hold."""
     events = tuple(events)
     groups: dict[tuple[str, Group], dict[int, list[Event]]] = {}
-    unread: set[str] = set()
     for event in sorted(events, key=lambda e: (e.rank, e.call_index)):
-        ranks = _group(event, axes, world_size)
-        if ranks is None:
-            unread.add(f"group {event.axis!r} of {event.group_size} ranks: its members are unknown")
-        elif event.group_size > 1:
-            groups.setdefault((event.axis, ranks), {}).setdefault(event.rank, []).append(event)
+        if event.group_size > 1:
+            groups.setdefault((event.axis, event.group), {}).setdefault(event.rank, []).append(event)
     broken = []
     for (axis, ranks), by_rank in groups.items():
         broken += same_sequence(axis, ranks, by_rank) + _received(axis, ranks, by_rank)
     if any(event.phase == "backward" for event in events):
         broken += _exchanged_back(events) + _gathered_back(events)
-    return broken, tuple(sorted(unread))
-
-
-def _group(event: Event, axes: Mapping[str, tuple[Group, ...]], world_size: int) -> Group | None:
-    """The global ranks of an event's group, from its axis or from the rank list that stands in its place."""
-    if event.group_size == 1:
-        return (event.rank,)
-    for ranks in axes.get(event.axis, ()):
-        if event.rank in ranks and len(ranks) == event.group_size:
-            return tuple(ranks)
-    listed = tuple(int(rank) for rank in re.findall(r"\d+", event.axis))
-    if len(listed) == event.group_size and event.rank in listed:
-        return listed
-    return tuple(range(world_size)) if event.group_size == world_size else None
+    return broken
 
 
 def same_sequence(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -> list[Broken]:

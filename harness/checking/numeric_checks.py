@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 
 from harness.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.tolerance import Measured, kind_of, kind_rms, measure
 
-__all__ = ["NUMERIC_KINDS", "coverage", "held", "numeric", "worst_of"]
+__all__ = ["NUMERIC_KINDS", "held", "numeric", "worst_of"]
 
 NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
+    "tokens": ("tokens",),
     "forward": ("loss", "logits", "metric"),
     "activations": ("act",),
     "activation_gradients": ("act_grad",),
     "parameter_gradients": ("grad",),
     "gradient_norm": ("grad_norm",),
-    "update": ("param",),
+    "update": ("param_after", "exp_avg_after", "exp_avg_sq_after", "param"),
 }
 """Check -> the kinds of names it compares, in the order in which training computes them."""
 
@@ -44,7 +44,7 @@ def _compare(evidence: Evidence, kinds: tuple[str, ...]) -> Finding | None:
 
 
 def held(evidence: Evidence, name: str, kind: float) -> Measured:
-    """One merged tensor against the truth, by all that is known of rounding; `kind` is the rms of its kind."""
+    """One merged tensor compared with the truth, by all that is known of rounding; `kind` is the rms of its kind."""
     return measure(
         name,
         evidence.merged.tensors[name],
@@ -52,6 +52,7 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
         dtype=evidence.case.dtype,
         controls=[control[name] for control in evidence.controls if name in control],
         kinks=[kink[name] for kink in evidence.kinks if name in kink],
+        slack=evidence.slack.get(name),
         kind=kind,
     )
 
@@ -60,7 +61,7 @@ def _judged(measured: list[Measured], unchecked: list[str]) -> Finding:
     wrong = tuple(m for m in measured if not m.right)
     lost = [m.name for m in measured if m.right and not m.decidable]
     proved = [m for m in measured if m.right and m.decidable]
-    unseen = tuple(unchecked + lost)
+    unseen = tuple(unchecked + lost + [_loose(m) for m in proved if m.loose])
     if wrong:
         first = worst_of(wrong)
         return Finding(
@@ -79,6 +80,10 @@ def _judged(measured: list[Measured], unchecked: list[str]) -> Finding:
     return Finding(verdict=PASS, message=message, worst=_worst(closest), unchecked=unseen)
 
 
+def _loose(measured: Measured) -> str:
+    return f"{measured.name} ({measured.loose} of {measured.elements} elements, where Adam's step follows rounding)"
+
+
 def worst_of(measured: list[Measured] | tuple[Measured, ...]) -> Measured:
     """The tensor furthest beyond, or closest to, its limit; the first of equals."""
     return max(measured, key=lambda m: m.ratio)
@@ -86,27 +91,3 @@ def worst_of(measured: list[Measured] | tuple[Measured, ...]) -> Measured:
 
 def _worst(measured: Measured) -> Worst:
     return Worst(name=measured.name, error=measured.error, allowed=measured.allowed, epsilons=measured.epsilons)
-
-
-def coverage(evidence: Evidence) -> Finding:
-    """Whether there is anything to compare at all, and what of the truth the subject did not return."""
-    returned = evidence.returned
-    comparable = [name for name in evidence.truth if name in returned]
-    unchecked = tuple(name for name in evidence.truth if name not in returned)
-    strange = tuple(sorted(returned - set(evidence.truth)))
-    if not comparable:
-        got = f"it returned {', '.join(strange[:5])}" if strange else "it returned nothing"
-        known = ", ".join(list(evidence.truth)[:3])
-        message = f"nothing checkable: {got}; the truth has {len(evidence.truth)} names, such as {known}"
-        return Finding(verdict=FAIL, message=message, unchecked=unchecked + strange, names=strange)
-    message = f"{len(comparable)} of {len(evidence.truth)} tensors of the truth were returned"
-    named = {name for outcome in evidence.outcomes for name in outcome}
-    strange = tuple(name for name in strange if name in named)  # a module of its own is nobody's slip
-    if not strange:
-        return Finding(verdict=PASS, message=message, unchecked=unchecked)
-    said = [name + "".join(f" ({near}?)" for near in get_close_matches(name, unchecked, n=1)) for name in strange[:5]]
-    more = f" and {len(strange) - len(said)} more" if len(strange) > len(said) else ""
-    message += (
-        f"; the truth does not know {', '.join(said)}{more}: leave out what nobody can check, or name it as it does"
-    )
-    return Finding(verdict=UNKNOWN, message=message, unchecked=unchecked + strange)

@@ -9,8 +9,9 @@ one tells the place by its kind:
     act_grad/M     the backward of whoever uses what M returned
     grad/p         all of them, or just those that every rank holds whole: their sums over ranks; else p's own module.
                    The module is that of the first wrong one in either case
-    grad_norm/s    between the last backward and the optimizer's step
-    param/p        the optimizer's step
+    tokens/s, grad_norm/s
+                   between the last backward and the optimizer's step, where ranks sum their own
+    param/p        the optimizer's step, as the states after a step do (param_after/s/p, exp_avg_after/s/p)
 
 An event that parts from the expectation in the same phase or an earlier one comes first: it names the very call.
 """
@@ -21,13 +22,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.checking.group_checks import strays
 from harness.checking.ledger_checks import Difference, module_order
 from harness.diagnosing.patterns import explains
 from harness.diagnosing.places import blocks_of, place_of
 from harness.engines.engine import Unwaited
 from harness.evidence import Evidence
 from harness.ledger import PHASES, Event
-from harness.tolerance import kind_of
+from harness.tolerance import is_state, kind_of
 
 __all__ = ["First", "first_place"]
 
@@ -57,6 +59,11 @@ def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | N
         if phase == "grad_sync" and not region and kind_of(name) == "grad":
             region = _owner(evidence, [name])  # sums over ranks belong to no module, what was not summed does
         return First(phase=phase, region=region, name=name, event=event)
+    if (stray := next(iter(strays(evidence)), None)) and (shown is None or _order(stray.phase) <= _order(shown.phase)):
+        told = f"{stray.op} named {stray.axis} over the ranks {sorted(stray.group)} at {stray.caller}"
+        return First(
+            phase=stray.phase, region=stray.region, step=stray.step, name=wrong[0] if wrong else "", event=told
+        )
     if shown is None:
         return _never_waited(evidence)
     return First(phase=shown.phase, region=shown.region, step=shown.step, name=shown.name, event=event)
@@ -119,7 +126,7 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
         region = _user_of(evidence, region)
     elif kind == "grad":
         phase, region = _gradient_place(evidence, wrong)
-    elif kind == "param":
+    elif kind == "param" or is_state(name):
         others = {place_of(other, 1).module for other in wrong}
         region = region if len(others) == 1 else ""
     return First(phase=phase, region=region, step=step, name=name)

@@ -1,15 +1,13 @@
-"""Tell-tale patterns: what a wrong tensor looks like beside the truth, in words that name a likely cause.
+"""Tell-tale patterns: the right numbers of one tensor in wrong places, of another step, or with a vector too much.
 
 Every pattern is tested on the numbers, none is guessed from names; what fits none gets no cause. Tensors are full ones
-of equal shape; `axes` are the mesh axes that split something, name -> size. Patterns as listed by real bugs: factors of
-the group size (summed twice, averaged), partial sums, a bias in every partial sum, rows in another order, collectives
-on flat memory, gathered logits taken for a part of the vocabulary.
+of equal shape; `axes` are the mesh axes that split something, name -> size. Patterns as listed by real bugs: rows in
+another order, collectives on flat memory, a neighbour's shard. Factors are those of `harness.diagnosing.factors`.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -18,12 +16,15 @@ from torch import Tensor
 from harness.causes import Cause
 from harness.errors import ranks_text
 
-__all__ = ["causes", "drift", "explains", "not_finite", "partial_sums", "same"]
+__all__ = ["causes", "drift", "explains", "not_finite", "partial_sums", "same", "share_left"]
 
 CLOSE = 1e-2
-"""A pattern explains the tensor when what is left of the error is below this share of the error itself ..."""
+"""A tensor is right within this share of itself, as far as these patterns look."""
 SINGLE = 1e-4
 """A single number comes near another one by chance, so it must come nearer."""
+_LEFT = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Share of the error that may be left when a pattern explains it; rounding leaves more in shorter dtypes."""
+_LEFT_IN_SHORT = 3e-2
 DRIFT = 64
 """Replicas within this many machine epsilons of the truth differ in their last bits only."""
 _NOT_FINITE = "NaN or infinite: uninitialised memory, an overflow or a division by zero"
@@ -31,17 +32,21 @@ MOST_ROWS = 4096
 """Rows beyond this are not searched for permutations."""
 
 
+def share_left(value: Tensor) -> float:
+    """The share of its error that an explanation of this value may leave, by its dtype."""
+    return _LEFT.get(value.dtype, _LEFT_IN_SHORT if value.is_floating_point() else _LEFT[torch.float64])
+
+
 def causes(value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mapping[str, Tensor]) -> list[Cause]:
-    """Likely causes of `value` being wrong, the most special first; `others` are truths it may have been taken for."""
+    """The first pattern that explains `value`, none when no one does; `others` are truths it may be taken for."""
     if value.shape != truth.shape or not truth.numel() or not bool(torch.isfinite(truth).all()):
         return []
-    x, t = value.double(), truth.double()
+    x, t, left = value.double(), truth.double(), share_left(value)
     if not bool(torch.isfinite(x).all()):
         share = 1 - float(torch.isfinite(x).double().mean())
         return [Cause(id="nan", words=f"{share:.0%} of it is {_NOT_FINITE}")]
-    found = [*_zero(x, t), *_stale(x, t, others), *_factor(x, t, axes), *_more_classes(x, t, axes)]
-    found += [*_moved(x, t, axes), *_flat(x, t, axes), *_transposed(x, t), *_offset(x, t)]
-    return found or list(_confined(x, t, axes))
+    patterns = (_zero(x, t), _stale(x, t, others, left), _moved(x, t, axes, left), _flat(x, t, axes, left))
+    return next(([found] for pattern in (*patterns, _transposed(x, t, left)) for found in pattern), [])
 
 
 def same(value: Tensor, truth: Tensor) -> bool:
@@ -50,13 +55,16 @@ def same(value: Tensor, truth: Tensor) -> bool:
     return error <= CLOSE * float(truth.double().norm())
 
 
-def explains(guess: Tensor, x: Tensor, t: Tensor) -> bool:
-    """Whether `guess` accounts for the wrong `x`: little of the error is left."""
-    x, t, guess = x.double(), t.double(), guess.double()
+def explains(guess: Tensor, value: Tensor, truth: Tensor) -> bool:
+    """Whether `guess` accounts for the wrong `value`: next to nothing of the error is left."""
+    return _explains(guess.double(), value.double(), truth.double(), share_left(value))
+
+
+def _explains(guess: Tensor, x: Tensor, t: Tensor, share: float) -> bool:
     error, left = float((x - t).norm()), float((x - guess).norm())
     if t.numel() == 1 and left > SINGLE * abs(float(guess)):
         return False
-    return error > 0 and left <= CLOSE * error
+    return error > 0 and left <= share * error
 
 
 def _zero(x: Tensor, t: Tensor) -> Iterator[Cause]:
@@ -64,61 +72,16 @@ def _zero(x: Tensor, t: Tensor) -> Iterator[Cause]:
         yield Cause(id="zero", words="it is zero throughout: never computed, never accumulated, or zeroed too late")
 
 
-def _stale(x: Tensor, t: Tensor, others: Mapping[str, Tensor]) -> Iterator[Cause]:
+def _stale(x: Tensor, t: Tensor, others: Mapping[str, Tensor], left: float) -> Iterator[Cause]:
     for name, other in others.items():
-        same_size = t.numel() > 1 or abs(float(x - other)) <= 1e-4 * abs(float(other))
-        if (
-            other.shape == x.shape
-            and same_size
-            and not torch.equal(other.double(), t)
-            and explains(other.double(), x, t)
-        ):
+        distinct = other.shape == x.shape and not torch.equal(other.double(), t)
+        if distinct and _explains(other.double(), x, t, left):
             words = f"it equals {name} of the dense model: stale, or taken from the wrong place"
             yield Cause(id="stale", words=words)
             return
 
 
-def _factor(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
-    power = float((t * t).sum())
-    factor = float((x * t).sum()) / power if power else 0.0
-    if not factor or not explains(factor * t, x, t):
-        return
-    for axis, size in axes.items():
-        for exact, known, meaning in _factors(axis, size):
-            if abs(factor - exact) <= CLOSE * exact:
-                yield Cause(id=known, words=f"it is {factor:.4g} x the truth, and {axis}={size}: {meaning}")
-                return
-    if abs(factor + 1) <= CLOSE:
-        yield Cause(id="sign", words=f"it is {factor:.4g} x the truth: its sign is wrong")
-    elif t.numel() > 1:  # any wrong number is some factor times the right one
-        yield Cause(id="constant_factor", words=f"it is {factor:.4g} x the truth: a constant factor is wrong")
-
-
-def _factors(axis: str, size: int) -> list[tuple[float, str, str]]:
-    """Factors that the size of a group explains: (factor, cause, meaning)."""
-    few, many = "a norm that counts too few", "a norm that counts replicas more than once"
-    return [
-        (float(size), "summed_twice", f"summed over {axis} once too often, or not divided by it"),
-        (1 / size, "averaged", f"averaged over {axis} where it must be summed, or divided once too often"),
-        (float(size) ** 2, "summed_twice", f"summed over {axis} twice too often"),
-        (size**-0.5, "norm_counts_few", f"a square root of {axis} too small: {few}"),
-        (size**0.5, "norm_counts_replicas", f"a square root of {axis} too large: {many}"),
-    ]
-
-
-def _more_classes(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
-    """A loss whose softmax runs over every class as often as the group has ranks."""
-    for axis, size in axes.items():
-        if t.numel() == 1 and size > 1 and abs(float(x - t) - math.log(size)) <= CLOSE * math.log(size):
-            words = (
-                f"it is the truth + ln({size}), and {axis}={size}: logits that are gathered already were fed to the "
-                "vocabulary-parallel loss, which counts every class on every rank"
-            )
-            yield Cause(id="more_classes", words=words)
-            return
-
-
-def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
+def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int], left: float) -> Iterator[Cause]:
     """The right numbers in wrong places."""
     for dim in range(t.dim()):
         for axis, size in axes.items():
@@ -126,43 +89,43 @@ def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
                 continue
             width = t.shape[dim] // size
             for shift in range(1, size):
-                if explains(t.roll(shift * width, dim), x, t):
+                if _explains(t.roll(shift * width, dim), x, t, left):
                     words = f"along dim {dim} it is shifted by {shift} of {size} shards: a neighbour's shard ({axis})"
                     yield Cause(id="shifted_shard", words=words)
                     return
-            if _permuted(x, t, dim, width):
+            if _permuted(x, t, dim, width, left):
                 words = f"along dim {dim} the {size} shards of {axis} are in another order: another rank's shard"
                 yield Cause(id="other_shard", words=words)
                 return
-            if copied := list(_copied(x, t, dim, axis, size)):
+            if copied := list(_copied(x, t, dim, axis, size, left)):
                 yield from copied
                 return
     for dim in range(t.dim()):
-        if _permuted(x, t, dim, 1):
+        if _permuted(x, t, dim, 1, left):
             words = f"along dim {dim} it holds the right rows in another order: a wrong layout, reshape or gather dim"
             yield Cause(id="rows_permuted", words=words)
             return
 
 
-def _copied(x: Tensor, t: Tensor, dim: int, axis: str, size: int) -> Iterator[Cause]:
+def _copied(x: Tensor, t: Tensor, dim: int, axis: str, size: int, left: float) -> Iterator[Cause]:
     """Parts along a dim that hold another part of the truth, one of them perhaps several times."""
     mine, theirs = x.chunk(size, dim), t.chunk(size, dim)
     taken = [min(range(size), key=lambda j: float((part - theirs[j]).norm())) for part in mine]
-    if taken != list(range(size)) and explains(torch.cat([theirs[j] for j in taken], dim), x, t):
+    if taken != list(range(size)) and _explains(torch.cat([theirs[j] for j in taken], dim), x, t, left):
         told = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
         yield Cause(id="other_shard", words=f"along dim {dim} it holds the wrong parts of {size} ({axis}): {told}")
 
 
-def _transposed(x: Tensor, t: Tensor) -> Iterator[Cause]:
+def _transposed(x: Tensor, t: Tensor, left: float) -> Iterator[Cause]:
     """Two dims exchanged, in a memory of the same shape."""
     for one, other in itertools.combinations(range(t.dim()), 2):
-        if min(t.shape[one], t.shape[other]) > 1 and explains(t.transpose(one, other).reshape(t.shape), x, t):
+        if min(t.shape[one], t.shape[other]) > 1 and _explains(t.transpose(one, other).reshape(t.shape), x, t, left):
             words = f"dims {one} and {other} are exchanged in memory: a transpose too many, or one left out"
             yield Cause(id="transposed", words=words)
             return
 
 
-def _flat(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
+def _flat(x: Tensor, t: Tensor, axes: Mapping[str, int], left: float) -> Iterator[Cause]:
     """Parts along an inner dim, put end to end in memory instead of side by side: as they were gathered or scattered.
 
     Data ranks are stacked along dim 0, and each has a memory of its own.
@@ -177,7 +140,7 @@ def _flat(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
                 parts = blocks.unflatten(dim + 1, (size, -1)).movedim(dim + 1, 1)
                 gathered = parts.reshape(t.shape)
                 scattered = blocks.reshape(parts.shape).movedim(1, dim + 1).flatten(dim + 1, dim + 2).flatten(0, 1)
-                if explains(gathered, x, t) or explains(scattered, x, t):
+                if _explains(gathered, x, t, left) or _explains(scattered, x, t, left):
                     words = (
                         f"it holds the right numbers as if flat memory were its {size} shards along dim {dim}: "
                         f"a collective over {axis} along dim {dim} that works along dim 0"
@@ -186,7 +149,7 @@ def _flat(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
                     return
 
 
-def _permuted(x: Tensor, t: Tensor, dim: int, width: int) -> bool:
+def _permuted(x: Tensor, t: Tensor, dim: int, width: int, left: float) -> bool:
     """Whether blocks of `width` along `dim` are those of the truth in another order, each used once."""
     if t.shape[dim] // width > MOST_ROWS:
         return False
@@ -196,31 +159,7 @@ def _permuted(x: Tensor, t: Tensor, dim: int, width: int) -> bool:
     places = torch.empty_like(order)
     places[(mine @ keys).argsort()] = order
     guess = theirs[places].reshape(x.movedim(dim, 0).shape).movedim(0, dim)
-    return explains(guess, x, t)
-
-
-def _offset(x: Tensor, t: Tensor) -> Iterator[Cause]:
-    """The same vector too much in every row: what a bias does that every rank adds before the sum."""
-    if t.dim() < 2 or t.shape[:-1].numel() < 2:
-        return
-    extra = (x - t).flatten(0, -2)
-    if explains(t + extra.mean(0), x, t):
-        words = "the same vector is too much in every row: a bias that every rank adds before the sum"
-        yield Cause(id="bias_per_rank", words=words)
-
-
-def _confined(x: Tensor, t: Tensor, axes: Mapping[str, int]) -> Iterator[Cause]:
-    """One part along a dim is wrong and the others are right."""
-    wrong = (x - t).abs() > 1e-6 * t.abs().max()
-    for dim in range(t.dim()):
-        for axis, size in axes.items():
-            if t.shape[dim] % size:
-                continue
-            bad = [i for i, part in enumerate(wrong.chunk(size, dim)) if bool(part.any())]
-            if len(bad) == 1:
-                words = f"only part {bad[0]} of {size} along dim {dim} is wrong: look at what one place on {axis} does"
-                yield Cause(id="one_shard", words=words)
-                return
+    return _explains(guess, x, t, left)
 
 
 def _same_in_rows(rest: Tensor, true: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.evidence import Evidence
 from harness.merging import Outcomes
 from harness.outcome import Block
-from harness.tolerance import kind_of
+from harness.tolerance import is_state, kind_of, step_of
 
 __all__ = ["Place", "blocks_of", "comparable", "place_of", "timeline", "wrong_ranks"]
 
@@ -22,6 +22,7 @@ _PHASES = {
     "metric": "metric",
     "act_grad": "backward",
     "grad": "backward",
+    "tokens": "grad_sync",
     "grad_norm": "grad_sync",
     "param": "step",
 }
@@ -39,6 +40,8 @@ class Place:
 def place_of(name: str, steps: int) -> Place:
     """Where an outcome name belongs: "grad/layers.0.mlp.w1.weight" is step 0, backward, layers.0.mlp.w1."""
     kind, _, rest = name.partition("/")
+    if is_state(name):
+        return Place(step=step_of(name), phase="step", module=rest.partition("/")[2].rpartition(".")[0])
     phase = _PHASES.get(kind, "")
     if kind in ("act", "act_grad"):
         return Place(step=0, phase=phase, module=rest)
@@ -57,7 +60,9 @@ def timeline(names: Sequence[str], steps: int) -> list[str]:
         order += [name for kind in ("logits", "loss") for name in of_kind.get(kind, ()) if name == f"{kind}/{step}"]
         if step == 0:
             order += [name for kind in ("act_grad", "grad") for name in reversed(of_kind.get(kind, ()))]
-        order += [name for name in of_kind.get("grad_norm", ()) if name == f"grad_norm/{step}"]
+        summed = ("tokens", "grad_norm")
+        order += [name for kind in summed for name in of_kind.get(kind, ()) if name == f"{kind}/{step}"]
+        order += reversed([name for name in names if is_state(name) and step_of(name) == step])
     order += reversed(of_kind.get("param", ()))
     placed = set(order)
     return order + [name for name in names if name not in placed]

@@ -20,7 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.checking.numeric_checks import held
+from harness.checking.numeric_checks import NUMERIC_KINDS, held
+from harness.checks import CHECKS
 from harness.diagnosing import repro_script
 from harness.diagnosing.places import timeline
 from harness.diagnosing.six_lines import repeat_command
@@ -28,11 +29,12 @@ from harness.diagnosis import case_text
 from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError
 from harness.evidence import Evidence
+from harness.judging import judged
 from harness.proof import CaseResult, prove, skip_reason
 from harness.protocols import CaseLike, Subject
 from harness.resolve import resolve
 from harness.tolerance import kind_of, kind_rms, least_rms, own_share
-from harness.trial import Trial, controlled, doubtful, recorded
+from harness.trial import Trial, recorded
 
 __all__ = ["Failure", "emit", "shown_name", "shrunk"]
 
@@ -118,10 +120,7 @@ def _failing(case: CaseLike, subject: str | Subject, engine: Engine) -> str | No
         return ""
     except MachineError:
         return None
-    rms = kind_rms(evidence.truth)
-    known = [name for name in _wrong(evidence) if name in evidence.merged.tensors]
-    if evidence.controls or doubtful(evidence, [held(evidence, name, rms.get(kind_of(name), 0.0)) for name in known]):
-        evidence = controlled(trial, evidence)
+    evidence, _ = judged(trial, evidence, {name: CHECKS[name] for name in NUMERIC_KINDS})
     shown = [name for name in _wrong(evidence) if name in evidence.truth]
     if not shown:
         return None

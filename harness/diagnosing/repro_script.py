@@ -93,6 +93,8 @@ def judged(ranks: list[list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]], f
     if facts["measure"] == "peak":  # an element within rounding of its own size is right
         wrong = wrong.masked_fill(wrong.abs() <= facts["own"] * values.view(shape).abs(), 0.0)
     size = wrong.abs().max() if facts["measure"] == "peak" else wrong.square().mean().sqrt()
+    if facts["measure"] == "scale":  # how far <x, t> / <t, t> is from 1
+        size = (wrong * values.view(shape)).mean().abs() / values.square().mean().sqrt()
     found = float(size) / (facts["scale"] or 1.0)
     print(f"{name}: {facts['measure']} error {found:.3g}, allowed {facts['allowed']:.3g}")
     return GONE if found <= facts["allowed"] else REPRODUCED

@@ -5,6 +5,7 @@ Errors are ratios and multiples of the machine epsilon of the run dtype.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 
@@ -12,13 +13,18 @@ from harness.diagnosing.first import First
 from harness.diagnosis import Diagnosis, case_text, diagnose, ended
 from harness.errors import MachineError, ShardproofError
 from harness.evidence import Evidence, Finding
+from harness.ledger import PHASES
 from harness.protocols import CaseLike
-from harness.tolerance import epsilon
+from harness.tolerance import EXACT, epsilon
+from harness.tracebacks import last_frames, whole
 
-__all__ = ["crash", "explain", "place", "repeat_command", "tell", "where", "written"]
+__all__ = ["NO_OUTCOME", "crash", "explain", "place", "repeat_command", "site", "tell", "where", "written"]
 
 LAUNCHED = "torchrun --nproc-per-node {} -m reports.cli"
 """What stands for `shardproof` where every rank is launched."""
+_PLACE = re.compile(rf"({'|'.join(PHASES)})( of \S+?)?(?=:? in step|: )")
+_NUMBER = re.compile(r"(?<![a-z])\d+")
+NO_OUTCOME = "nothing to compare: there is no outcome"
 NO_CAUSE = "none of the known patterns fits"
 
 
@@ -51,12 +57,13 @@ def tell(diagnosis: Diagnosis, finding: Finding, evidence: Evidence, subject: st
 def crash(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> str:
     """The six lines of a case that ended without an outcome: the subject raised, ranks parted, the machine failed."""
     said = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or ["no message"]
+    frames = last_frames(whole(error))
     who = "the machine failed" if isinstance(error, MachineError) else "the subject did not finish"
     lines = {
         "what": f"{who}: {said[0]} (check run)",
         "where": f"mode={case.mode}, {case.world_size} rank{'s' if case.world_size > 1 else ''}",
-        "error": "nothing to compare: there is no outcome",
-        "first": " | ".join(said[1:]) or said[0],
+        "error": NO_OUTCOME,
+        "first": " | ".join([*([frames] if frames else []), *said[1:]]) or said[0],
         "causes": "; ".join(cause.words for cause in ended(error).causes),
         "repeat": repeat_command(case, subject, options),
     }
@@ -99,6 +106,8 @@ def _how_much(evidence: Evidence, finding: Finding, check: str) -> str:
     of = next(m.measure for m in finding.wrong if m.name == worst.name)
     eps = epsilon(evidence.case.dtype)
     count = f"{len(finding.wrong)} tensor{'s' if len(finding.wrong) > 1 else ''} of this check wrong"
+    if of == EXACT:
+        return f"compared exactly: nothing is allowed to differ; {count}"
     error = f"{of} error {worst.error:.3g} ({worst.epsilons:.3g} eps)"
     return f"{error}, allowed {worst.allowed:.3g} ({worst.allowed / eps:.3g} eps); {count}"
 
@@ -115,3 +124,14 @@ def place(first: First) -> str:
     """Phase, module and step: "backward of head in step 0"."""
     step = f" in step {first.step}" if first.step >= 0 else ""
     return f"{first.phase or 'unknown phase'}{f' of {first.region}' if first.region else ''}{step}"
+
+
+def site(message: str) -> str:
+    """What failures of one bug share: phase and module of the line "first", layers as one; else the line "what".
+
+    "backward of layers.3.mlp.w1 in step 0: act_grad/..." is "backward of layers.*.mlp.w1". Numbers are left out of
+    what has no such place (a subject that raised).
+    """
+    lines = {label: text.strip() for label, _, text in (line.partition(":") for line in message.splitlines())}
+    found = _PLACE.match(lines.get("first", ""))
+    return _NUMBER.sub("*", found.group() if found else lines.get("what", message))

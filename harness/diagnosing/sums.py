@@ -20,14 +20,12 @@ from harness.diagnosing.places import blocks_of
 from harness.evidence import Evidence, split_axes
 from harness.tolerance import kind_of
 
-__all__ = ["from_norms", "from_shares", "from_updates"]
+__all__ = ["from_counts", "from_losses", "from_norms", "from_shares"]
 
 CLOSE = 1e-3
 """Weights and norms are taken for equal within this share of themselves."""
 LEFT = 1e-2
 """A fit explains a wrong tensor when it leaves less than this share of its error."""
-LITTLE = 1e-2
-"""An update by this factor smaller leaves the weights of the next step as good as where they were."""
 MOST = 4096
 """Elements of one tensor that a fit looks at."""
 
@@ -131,6 +129,54 @@ def _told(weights: Tensor, tokens: Tensor) -> Cause | None:
     return Cause(id="unequal_shares", words=f"its micro-batches count {counted} times instead of once each")
 
 
+def from_losses(evidence: Evidence, name: str) -> list[Cause]:
+    """Which micro-batches or data ranks the first loss counts, and by whose tokens it is divided, when gradients do not
+    tell: a loss that is only reported wrong.
+    """
+    if name != "loss/0" or "loss" not in evidence.shares or evidence.shares["tokens"].numel() == 1:
+        return []
+    tokens, losses = evidence.shares["tokens"], evidence.shares["loss"]
+    found = {_place_on(evidence, "dp", rank): float(by[0].local) for rank, by in blocks_of(evidence, name).items()}
+    means, rows = losses * tokens.sum() / tokens, losses.sum(1) * tokens.sum() / tokens.sum(1)
+    everyone = torch.ones_like(rows)
+    rules = (
+        ("local_count", "each data rank's own, over its own tokens", rows),
+        ("not_summed", "each data rank's own part of the sum over all", losses.sum(1)),
+        ("local_count", "the mean of what data ranks have over their own tokens", rows.mean() * everyone),
+        ("local_count", "the mean of what micro-batches have over their own tokens", means.mean() * everyone),
+        ("local_count", "the sum of what micro-batches have over their own tokens", means.sum() * everyone),
+        ("micro_missing", "that of the last micro-batch alone", losses[:, -1].sum() * everyone),
+        ("micro_missing", "that of the first micro-batch alone", losses[:, 0].sum() * everyone),
+        ("micro_missing", "the mean of the last micro-batch alone", means[:, -1].mean() * everyone),
+    )
+    right = float(evidence.truth[name])
+    for known, words, by_row in rules:
+        fits = all(math.isclose(value, float(by_row[row]), rel_tol=CLOSE**2) for row, value in found.items())
+        if found and fits and not all(math.isclose(float(x), right, rel_tol=CLOSE) for x in by_row):
+            return [Cause(id=known, words=f"the loss is {words}")]
+    return []
+
+
+def from_counts(evidence: Evidence, name: str) -> list[Cause]:
+    """Which micro-batches or data ranks the number of tokens of the first step leaves out."""
+    if name != "tokens/0" or "tokens" not in evidence.shares or evidence.shares["tokens"].numel() == 1:
+        return []
+    tokens = evidence.shares["tokens"]
+    found = {_place_on(evidence, "dp", rank): float(by[0].local) for rank, by in blocks_of(evidence, name).items()}
+    everyone = torch.ones(len(tokens), dtype=torch.float64)
+    rules = (
+        ("not_summed", "each data rank's own: never summed over dp", tokens.sum(1)),
+        ("micro_missing", "that of the last micro-batch alone", tokens[:, -1].sum() * everyone),
+        ("micro_missing", "that of the first micro-batch alone", tokens[:, 0].sum() * everyone),
+        ("micro_missing", "each data rank's own last micro-batch", tokens[:, -1]),
+    )
+    right = float(evidence.truth[name])
+    for known, words, by_row in rules:
+        if found and right != float(by_row[0]) and all(value == float(by_row[row]) for row, value in found.items()):
+            return [Cause(id=known, words=f"the number of tokens is {words}")]
+    return []
+
+
 def from_norms(evidence: Evidence, name: str) -> list[Cause]:
     """What the norm of the first step counts too often or leaves out."""
     squares = {n: float(t.double().square().sum()) for n, t in evidence.truth.items() if kind_of(n) == "grad"}
@@ -144,10 +190,8 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
         return [Cause(id="norm_of_norms", words=words)]
     whole = sum(square for n, square in squares.items() if _held_whole(evidence, n))
     split, found = sum(squares.values()) - whole, float(value) ** 2
-    for axis, size in split_axes(evidence.case).items():
-        if math.isclose(found, split + size * whole, rel_tol=CLOSE**2):
-            words = f"it counts what every rank holds whole once a rank, {axis}={size}"
-            return [Cause(id="norm_counts_replicas", words=words)]
+    if said := _counted_by_axis(evidence, found, whole, split):
+        return said
     left_out = whole + split - found
     for square, what in (
         (whole, "what every rank holds whole"),
@@ -158,6 +202,19 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
             return [Cause(id="norm_counts_few", words=f"it leaves out {what}")]
     others = {f"{name} beyond the first rank's part": square for name, square in _beyond_first(evidence).items()}
     return _several_left_out({**squares, **others}, left_out, evidence.case.dtype)
+
+
+def _counted_by_axis(evidence: Evidence, found: float, whole: float, split: float) -> list[Cause]:
+    """Whether squares are counted once a rank of an axis, or divided by its ranks: all of them, or one kind alone."""
+    all_of_it = "what every rank holds whole", "what is split over ranks", "everything"
+    for axis, size in split_axes(evidence.case).items():
+        counts = ((size, 1), (1, size), (size, size))
+        for (of_whole, of_split), what in zip(counts, all_of_it, strict=True):
+            if math.isclose(found, whole * of_whole + split * of_split, rel_tol=CLOSE**2):
+                return [Cause(id="norm_counts_replicas", words=f"it counts {what} once a rank, {axis}={size}")]
+            if math.isclose(found, whole / of_whole + split / of_split, rel_tol=CLOSE**2):
+                return [Cause(id="norm_counts_few", words=f"it counts 1 of {size} ranks of {axis} in {what}")]
+    return []
 
 
 def _norms_added(evidence: Evidence, value: float) -> bool:
@@ -216,41 +273,3 @@ def _own_norms(evidence: Evidence, name: str) -> list[Cause]:
         if not math.isclose(float(by[0].local) ** 2, square, rel_tol=CLOSE):
             return []
     return [Cause(id="norm_counts_few", words="each rank's norm is that of its own parts: it was never summed")]
-
-
-def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """What became of wrong parameters: never updated, updated with an old gradient, or by a constant factor."""
-    names = [n for n in wrong if kind_of(n) == "param" and n in evidence.merged.tensors]
-    starts = {n: evidence.shares.get(n.replace("param/", "start/", 1)) for n in names}
-    known = {n: start.double() for n, start in starts.items() if start is not None}
-    if not known:
-        return []
-    value = {n: evidence.merged.tensors[n].double() for n in known}
-    if all(float((value[n] - start).norm()) <= CLOSE**2 * float(start.norm()) for n, start in known.items()):
-        return [Cause(id="never_updated", words="the parameters are what they were before the first step")]
-    old = {n: evidence.truth[n.replace("param/", "grad/", 1)].double() for n in known}
-    if evidence.case.steps > 1 and all(_along(value[n] - evidence.truth[n].double(), old[n]) for n in known):
-        words = "the update holds the gradient of the first step once more: gradients are not set to zero in between"
-        return [Cause(id="not_zeroed", words=words)]
-    return _scaled_down(evidence, {n: value[n] - start for n, start in known.items()})
-
-
-def _scaled_down(evidence: Evidence, moved: Mapping[str, Tensor]) -> list[Cause]:
-    """Whether parameters moved so little that all steps began at the same weights, and in the right direction."""
-    straight = [evidence.alternatives.get(f"first_order/{name}") for name in moved]
-    if any(update is None for update in straight):
-        return []
-    x = torch.cat([update.flatten() for update in moved.values()])
-    d = torch.cat([update.double().flatten() for update in straight if update is not None])
-    factor = float(x @ d) / float(d @ d) if bool(d.any()) else 0.0
-    if not 0 < factor < LITTLE or float((x - factor * d).norm()) > LEFT * float(x.norm()):
-        return []
-    words = f"the updates are {factor:.3g} x the right ones: gradients that are divided once more before the step"
-    return [Cause(id="scaled_down", words=words)]
-
-
-def _along(gap: Tensor, old: Tensor) -> bool:
-    """Whether what is wrong is some factor times an old gradient: which one depends on what sums it went through."""
-    a, b = gap.flatten(), old.flatten()
-    power = float(a.norm() * b.norm())
-    return power > 0 and abs(float(a @ b)) >= (1 - 1e-6) * power

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pickle
 import re
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 
 from harness.engines.board import Fact
+from harness.engines.endings import Ending, ending, vanished
 from harness.engines.rank_child import NUMBER_BYTES, Answer, Order
 from harness.engines.rank_process import Ended
 from harness.engines.relay import DIED
@@ -23,7 +23,7 @@ __all__ = ["Answers", "HeardBoard"]
 _LISTEN_S = 0.2
 """How often a wait looks up, to see that the world is being terminated."""
 _PEER_GONE = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|remote (?:error|process)", re.I)
-_GONE = "its launched process is gone"
+_GONE = vanished("its launched process is gone")
 
 
 class HeardBoard:
@@ -64,7 +64,7 @@ class Answers:
         self._arrived: list[Ended] = []
         self._unwaited: dict[int, tuple[int, ...]] = {}
         self.boards = [HeardBoard() for _ in links]
-        self.died: dict[int, str] = {}
+        self.died: dict[int, Ending] = {}
         self.refused = self.broken = ""
 
     @property
@@ -143,7 +143,7 @@ class Answers:
             self.died[rank] = _GONE
             return
         if said[:1] == DIED:
-            self.died[rank] = _status_text(int(said[1:]))
+            self.died[rank] = ending(int(said[1:]))
         elif said[1 : 1 + NUMBER_BYTES] == self._number:
             self._take(rank, pickle.loads(said[1 + NUMBER_BYTES :]))
 
@@ -156,8 +156,3 @@ class Answers:
         else:
             self._arrived.append(answer.ended)
             self._unwaited[rank] = answer.unwaited
-
-
-def _status_text(status: int) -> str:
-    """How a process ended, in words."""
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"its process ended with exit status {status}"

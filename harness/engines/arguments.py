@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from harness.engines.signature import REDUCE_OPS
+from harness.torch_internals.groups import Pending, waited
 
 __all__ = ["checked", "counted", "form_of", "reduction", "root_of", "rows_of", "sized"]
 
@@ -24,8 +24,8 @@ def checked(tensors: Any) -> list[Tensor]:
     """Plain dense tensors; a functional collective's pending output is waited for. Raises ValueError."""
     plain = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for i, tensor in enumerate(plain):
-        if isinstance(tensor, AsyncCollectiveTensor):
-            plain[i] = tensor.trigger_wait()
+        if isinstance(tensor, Pending):
+            plain[i] = waited(tensor)
         if tensor.layout is not torch.strided:
             raise ValueError(f"tensor of layout {tensor.layout}: must be dense; legal: tensor.to_dense()")
         if not (

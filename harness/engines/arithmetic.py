@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from harness.torch_internals.modes import below_autograd, copy_each, modes_are_on, past_modes
+
 __all__ = [
     "Combine",
     "Disagreement",
@@ -75,9 +77,9 @@ _REDUCERS: dict[str, tuple[_Reducer, _Reducer]] = {
 
 def perform(combine: Combine, members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """Run one collective, unseen by autograd and by the modes of the calling thread. Raises Disagreement."""
-    with torch._C._AutoDispatchBelowAutograd():
-        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    with below_autograd():
+        if modes_are_on():
+            with past_modes():
                 combine(members, reduce_op, root)
         else:
             combine(members, reduce_op, root)
@@ -192,4 +194,4 @@ def _put_all(outputs: Sequence[Tensor], value: Tensor) -> None:
 
 def _put_each(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     if outputs:
-        torch._foreach_copy_(list(outputs), list(values))
+        copy_each(outputs, values)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from harness.engines.operators import Told
 from harness.engines.signature import Signature
 from harness.engines.waits import Waits
-from harness.recording.callers import Caller, caller_at
+from harness.recording.callers import Caller, issued_at
 
 __all__ = ["BOARD_BYTES", "Fact", "Reader", "Writer", "anonymous_file"]
 
@@ -96,12 +96,12 @@ class Writer:
         """Write a call down before it is issued."""
         call = told.call
         fact = (call.group_desc, told.said, call.peer, told.tag, call.is_async, told.sends, told.expects)
-        self._write((told.group, call.group, *fact), caller_at(sys._getframe(1)), is_async=call.is_async)
+        self._write((told.group, call.group, *fact), issued_at(sys._getframe(1)), is_async=call.is_async)
 
     def makes(self, group: str, ranks: tuple[int, ...]) -> None:
         """Write down that the rank makes a numbered group, or takes part in making it."""
         said = Signature("new_group", "single", "", -1, "", ())
-        self._write((group, ranks, "", said, -1, 0, True, (), ()), caller_at(sys._getframe(1)), is_async=True)
+        self._write((group, ranks, "", said, -1, 0, True, (), ()), issued_at(sys._getframe(1)), is_async=True)
 
     def _write(self, fact: tuple[Any, ...], found: Caller | None, *, is_async: bool) -> None:
         key = (fact, found)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from harness.engines.launched import Launched
 from harness.errors import MachineError, ranks_text

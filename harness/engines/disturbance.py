@@ -27,6 +27,7 @@ from harness.engines.spoiled import Finished
 from harness.faults import Fault, Place
 from harness.ledger import Call, Observer
 from harness.merging import bits_of
+from harness.torch_internals.modes import unseen
 
 __all__ = ["Disturbance", "Disturbed"]
 
@@ -150,14 +151,14 @@ class _Disturbing(Exchange):
     def _complete(self, work: Work, meeting: Meeting, combine: Combine) -> None:
         places = self._places.pop((work.group, work.number))
         brought = [operands for operands in meeting.operands if operands is not None]
-        with spoiled.unseen():
+        with unseen():
             kept = [] if self._hit.isdisjoint(places.values()) else list(map(spoiled.copied, brought))
         super()._complete(work, meeting, combine)
         self._deliver(Finished(meeting.said, combine, kept, [each.outputs for each in brought]), places, meeting)
 
     def _deliver(self, finished: Finished, places: Mapping[int, Place], event: Meeting | Post) -> None:
         """Overwrite the right outputs of the members that are hit; note what every member got (member -> place)."""
-        with spoiled.unseen():
+        with unseen():
             hit = [member for member in places if places[member] in self._hit]
             if hit and self._what is not None:
                 self._spoil(self._what, finished, {member: places[member][0] for member in hit}, event)

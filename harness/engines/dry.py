@@ -6,7 +6,7 @@ ranks run in this process, each in a thread, so that a run that does not end is 
 interposer, at the dispatcher. A call of functional collectives on meta tensors reaches no group unless a
 `harness.predicting.meter.Meter` is entered.
 
-Source: torch.testing._internal.distributed.fake_pg; engines.md 5e.
+Source: torch's backend "fake" (harness.torch_internals.groups); engines.md 5e.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-# Registers the backend "fake", for every kind of device.
-from torch.testing._internal.distributed import fake_pg
-
 from harness.engines.engine import Program, Unwaited
 from harness.engines.workers import Worker
-from harness.errors import NoNumbers, Position, RankRaised, RequestError, TimeLimit, error_text
+from harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
 from harness.interposer import Interposer
 from harness.ledger import Observer
 from harness.recording.callers import raised_at
+from harness.torch_internals.groups import fake_store
 
 __all__ = ["DryEngine"]
 
@@ -162,7 +160,7 @@ def _in_world(program: Callable[[], Any], rank: int, world_size: int, seed: int)
     hook = sys.excepthook
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
         try:
             return program()
         except SystemExit as end:
@@ -175,8 +173,10 @@ def _in_world(program: Callable[[], Any], rank: int, world_size: int, seed: int)
             sys.excepthook = hook  # torch puts one before it that prefixes every line with the rank, each time
 
 
-def _failure(error: BaseException, rank: int, world_size: int) -> NoNumbers | RankRaised:
+def _failure(error: BaseException, rank: int, world_size: int) -> NoNumbers | NotComputed | RankRaised:
     """What the error of a rank comes to: it looked at a number, or it raised."""
+    if isinstance(error, NotComputed):
+        return error
     place = raised_at(error.__traceback__)
     at = f", at {place}" if place else ""
     detail = error_text(error)

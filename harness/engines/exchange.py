@@ -23,16 +23,18 @@ from torch.futures import Future
 from harness.engines.arithmetic import Combine, Disagreement, Operands, perform, transfer
 from harness.engines.baton import Baton
 from harness.engines.engine import Unwaited
-from harness.engines.meeting import ANY, Fault, Group, Meeting, Post, mail_fault
+from harness.engines.meeting import ANY, Fault, Group, Meeting, Post, SameRanks, mail_fault, tell_apart
 from harness.engines.signature import Signature, call_of
 from harness.engines.workers import Aborted
 from harness.errors import ranks_text
 from harness.ledger import Call, Observer
-from harness.recording.callers import Caller, caller_at
+from harness.recording.callers import Caller, issued_at
+from harness.torch_internals.groups import answers_torch
 
 __all__ = ["Exchange", "Work"]
 
 
+@answers_torch
 class Work(dist.Work):
     """A call that was issued. `wait` hands the baton on until the call is complete; so does `get_future`."""
 
@@ -96,8 +98,6 @@ class Work(dist.Work):
             raise RuntimeError(f"source_rank: only a receive has a source, this is {self.said.op}")
         return self.event.peer
 
-    _source_rank = source_rank
-
 
 class Exchange:
     """All groups, calls and works of one run. Only the rank that holds the baton touches it."""
@@ -106,6 +106,7 @@ class Exchange:
         self.baton = baton
         self.observer = observer
         self.groups: dict[tuple[int, str, tuple[int, ...]], Group] = {}
+        self._same_ranks: SameRanks = {}
         self.waiting: list[Work | None] = [None] * world_size
         self.open: list[dict[Work, None]] = [{} for _ in range(world_size)]
         self.fault: Fault | None = None
@@ -116,7 +117,8 @@ class Exchange:
         """The group that all members know by this name, in this life of the world."""
         found = self.groups.get((life, name, ranks))
         if found is None:
-            found = self.groups[life, name, ranks] = Group(ranks, description, life)
+            found = self.groups[life, name, ranks] = Group(ranks, description, life, name)
+            tell_apart(found, self._same_ranks)
         return found
 
     def agree_on_group(self, rank: int, life: int, number: int, ranks: tuple[int, ...]) -> None:
@@ -236,7 +238,7 @@ class Exchange:
 
     def _follow(self, work: Work) -> None:
         """Remember an asynchronous work, and who issued it, until somebody waits for it."""
-        work.origin = caller_at(sys._getframe(3))
+        work.origin = issued_at(sys._getframe(3))
         self.open[work.rank][work] = None
 
     def _complete(self, work: Work, meeting: Meeting, combine: Combine) -> None:

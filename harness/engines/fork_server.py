@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from harness.engines.endings import OUR_STATUS
+
 __all__ = ["PRELOADED", "main"]
 
 PRELOADED = (
@@ -106,7 +108,7 @@ class _Server:
 
     def _become(self, parent: int, link: int, board: int) -> NoReturn:
         """The life of a rank, from here to its end."""
-        status = 1
+        status = OUR_STATUS
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -26,11 +26,13 @@ from harness.engines.heap import Heap
 from harness.engines.intervention import Intervention, Plain
 from harness.engines.postmortem import Cause, Raised
 from harness.engines.private import Private, modules_named
-from harness.engines.rank_world import Enter, installed, leave
+from harness.engines.rank_world import Enter, installed
 from harness.engines.streams import Caller
+from harness.engines.unmapped import Unmapped
 from harness.engines.workers import Aborted, Worker, Workers
 from harness.errors import (
     Desynchronised,
+    NotComputed,
     Position,
     Raced,
     RankRaised,
@@ -40,6 +42,7 @@ from harness.errors import (
     ranks_text,
 )
 from harness.ledger import Observer
+from harness.torch_internals.world import leave_world
 
 __all__ = ["InprocEngine"]
 
@@ -66,6 +69,7 @@ class InprocEngine:
         weakref.finalize(self, self._workers.end)
         self._streams = Caller()
         self._heap = Heap()
+        self._unmapped = Unmapped()
         self._closed = False
         self.unwaited: tuple[Unwaited, ...] = ()
 
@@ -83,7 +87,7 @@ class InprocEngine:
         self._check(world_size, timeout_s)
         self.unwaited = ()
         threads = torch.get_num_threads()
-        with installed() as enter:
+        with installed() as enter, self._unmapped.recorded():
             private = intervention.private(world_size, seed, self._modules, self._streams)
             workers = self._workers.take(world_size)
             run = _Run(workers, private, observer, timeout_s, intervention)
@@ -150,7 +154,7 @@ class _Run:
             except BaseException as error:
                 self._ended(rank, error)
             finally:
-                leave()
+                leave_world()
 
         end = self.baton.drive(body)
         if end is End.FAULT:
@@ -192,6 +196,8 @@ class _Run:
         text = cause.text
         if abandoned:
             text += f"; rank {ranks_text(abandoned)} is in native code and could not be interrupted: thread abandoned"
+        if self.raised_first and isinstance(first := self.raised[0].error, NotComputed):
+            return NotComputed(first.cause, ranks=cause.ranks, positions=found)
         if self.raised_first:
             return RankRaised(text, ranks=cause.ranks, positions=found)
         if cause.kind == "race":

@@ -2,7 +2,7 @@
 
 Each method turns torch's arguments into a Signature (what all ranks must say alike) and Operands, and issues the call.
 Sizes that one rank alone can judge are judged here, with a ValueError in its own code, as gloo and NCCL do. Both
-generations of method names are served: torch 2.11 and 2.12 call `_allgather_base`, 2.13 `all_gather_single`.
+generations of method names are served (`answers_torch`): torch 2.11 and 2.12 call others than 2.13.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from harness.engines.arithmetic import Combine, Operands
 from harness.engines.exchange import Exchange, Work
 from harness.engines.meeting import ANY, Group
 from harness.engines.signature import Signature, dtype_text, shapes_of
+from harness.torch_internals.groups import answers_torch
 
 __all__ = ["InprocGroup"]
 
@@ -50,6 +51,7 @@ class _Batch(dist.Work):
         return future
 
 
+@answers_torch
 class InprocGroup(_TorchGroup):
     """Rank `member` of a group. Collectives return a Work; torch waits for it unless the call is asynchronous."""
 
@@ -142,8 +144,6 @@ class InprocGroup(_TorchGroup):
         """all_gather_single (all_gather_into_tensor)."""
         return self.all_gather_single_coalesced((output,), (shard,), opts)
 
-    _allgather_base = all_gather_single
-
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         """all_gather into a list; its tensors may differ in size."""
         gathered = checked(outputs if isinstance(outputs[0], Tensor) else outputs[0])
@@ -176,8 +176,6 @@ class InprocGroup(_TorchGroup):
     def reduce_scatter_single(self, output: Tensor, full: Tensor, opts: Any = None) -> Work:
         """reduce_scatter_single (reduce_scatter_tensor)."""
         return self.reduce_scatter_single_coalesced((output,), (full,), opts)
-
-    _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         """reduce_scatter from a list; its tensors may differ in size."""
@@ -217,6 +215,16 @@ class InprocGroup(_TorchGroup):
         said = Signature("gather", "single", "", root, dtype_text(inputs), shapes_of(inputs))
         return self._issue(said, Operands(gathered, inputs), arithmetic.gather, inputs, opts)
 
+    def gather_single(self, output: Tensor, shard: Tensor, opts: Any = None, timeout: Any = None) -> Work:
+        """gather_single (gather_into_tensor): the root's output holds the inputs of all ranks, one after the other."""
+        inputs, root = checked([shard]), root_of(opts)
+        gathered: list[Tensor] = []
+        if root == self._member:
+            sized("gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
+            gathered = list(checked([output])[0].detach().view(self.size(), *shard.shape).unbind())
+        said = Signature("gather", "flat", "", root, dtype_text(inputs), shapes_of(inputs))
+        return self._issue(said, Operands(gathered, inputs), arithmetic.gather, inputs, opts)
+
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         """scatter from the root."""
         outputs, root = checked(outputs), root_of(opts)
@@ -253,10 +261,12 @@ class InprocGroup(_TorchGroup):
 
     # blocks of calls
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def start_coalescing(self, device: torch.device) -> None:
+        """The calls from here on are waited for together."""
         self._batch = []
 
-    def _end_coalescing(self, device: torch.device) -> _Batch:
+    def end_coalescing(self, device: torch.device) -> _Batch:
+        """Their works as one."""
         works, self._batch = self._batch or [], None
         return _Batch(works)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
+from harness.torch_internals.world import Maker, groups_made_by, standing
+
 __all__ = ["KeptGroups"]
 
 _Key = tuple[str, int, tuple[int, ...]]
@@ -39,19 +41,17 @@ class KeptGroups:
         if link != self._link:
             self._backends.clear()
             self._link = link
-        helper = c10d._new_process_group_helper
-        signature = inspect.signature(helper)
 
-        def made(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
+        def made(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any, Any]:
+            given = arguments.arguments
             name, ranks = given["group_name"], tuple(given["global_ranks_in_group"])
             self._wanted = (name, given["group_size"], ranks)
             if ranks and name.isdigit():
                 self._makes(name, ranks)
-            with _standing("ProcessGroupGloo", self._kept):
-                return helper(*args, **kwargs)
+            with standing("ProcessGroupGloo", self._kept):
+                return original(*arguments.args, **arguments.kwargs)
 
-        with _standing("_new_process_group_helper", made):
+        with groups_made_by(made):
             yield
 
     def _keeping(keeper, gloo: Any) -> Any:  # noqa: N805  (the class below has a self of its own)
@@ -67,14 +67,3 @@ class KeptGroups:
                     keeper._backends[keeper._wanted] = self
 
         return Kept
-
-
-@contextmanager
-def _standing(name: str, stand_in: Any) -> Iterator[None]:
-    """In torch's module, another object under this name."""
-    original = getattr(c10d, name)
-    setattr(c10d, name, stand_in)
-    try:
-        yield
-    finally:
-        setattr(c10d, name, original)

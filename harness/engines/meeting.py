@@ -12,10 +12,10 @@ from harness.engines.signature import Signature
 from harness.errors import ranks_text
 from harness.ledger import shape_text
 
-__all__ = ["ANY", "Fault", "Group", "Meeting", "Post", "mail_fault"]
+__all__ = ["ANY", "Fault", "Group", "Meeting", "Post", "SameRanks", "mail_fault", "tell_apart"]
 
-_UNNAMED = {"default_pg": "world", "undefined": "group"}
-"""What torch calls groups that the user did not name, and what messages call them."""
+_WORLD, _UNNAMED = "default_pg", "undefined"
+"""What torch calls the groups that the user did not name: that of all ranks, and any other."""
 ANY = -1
 """The peer of a receive that takes from anybody."""
 
@@ -64,14 +64,16 @@ class Post:
 class Group:
     """Ranks that communicate, in group order; shared by the process groups of all its ranks.
 
-    `description` is torch's `group_desc`, `life` counts how often the world was initialised. `numbers` and `posted`
-    count each member's collectives and point-to-point calls; `meetings` and `posts` are those that are not complete;
-    `store` is what torch code asks a group for.
+    `description` is torch's `group_desc`, `name` its `group_name`, `life` counts how often the world was initialised;
+    `label` is what messages call the group (`tell_apart`). `numbers` and `posted` count each member's collectives and
+    point-to-point calls; `meetings` and `posts` are those that are not complete; `store` is what torch code asks a
+    group for.
     """
 
     ranks: tuple[int, ...]
     description: str
     life: int = 1
+    name: str = ""
     label: str = ""
     numbers: list[int] = field(default_factory=list)
     posted: list[int] = field(default_factory=list)
@@ -80,10 +82,33 @@ class Group:
     store: Any = None
 
     def __post_init__(self) -> None:
-        name = _UNNAMED.get(self.description, self.description)
-        self.label = f"{name} ({ranks_text(self.ranks)})" + (f" of life {self.life}" if self.life > 1 else "")
+        self.call_it("world" if self.description == _WORLD else self.description)
         self.numbers = [0] * len(self.ranks)
         self.posted = [0] * len(self.ranks)
+
+    def call_it(self, words: str) -> None:
+        """Make these words, the ranks and the life the label."""
+        self.label = f"{words} ({ranks_text(self.ranks)})" + (f" of life {self.life}" if self.life > 1 else "")
+
+
+SameRanks = dict[tuple[int, tuple[int, ...], str], list[Group]]
+"""The groups of a run by life, ranks and description."""
+
+
+def tell_apart(made: Group, known: SameRanks) -> None:
+    """Add a group to those known and label it: its description, or "group 3", the third that `new_group` made.
+
+    Groups of the same ranks and description have both: "tp, group 3". A group that its members alone made (with local
+    synchronisation, or by `split_group`) has no number in the world: "local group 2" is the second that was seen.
+    """
+    alike = known.setdefault((made.life, made.ranks, made.description), [])
+    alike.append(made)
+    if made.description == _WORLD or (made.description != _UNNAMED and len(alike) == 1):
+        return
+    local = [group for group in alike if not group.name.isdigit()]
+    for group in alike:
+        number = f"local group {local.index(group) + 1}" if group in local else f"group {group.name}"
+        group.call_it(number if group.description == _UNNAMED else f"{group.description}, {number}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
 """The operators of c10d read: what each says, from its arguments, in the ledger's words.
 
-Source: the schemas of the `c10d::` operators of torch 2.11 to 2.13. Group, root and peer are group ranks there.
+Source: the schemas of the `c10d::` operators of torch 2.11 to 2.14. Group, root and peer are group ranks there. An
+operator that is not in OPERATORS is read from its schema alone: the group, and all its tensors as the payload.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -16,9 +18,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from harness.engines.arguments import form_of
 from harness.engines.signature import REDUCE_OPS, Signature, call_of, dtype_text, shapes_of
-from harness.ledger import Call
+from harness.ledger import OTHER, Call
+from harness.torch_internals.operators import arguments_of
+from harness.torch_internals.world import ranks_of
 
-__all__ = ["MESSAGES", "OPERATORS", "Operator", "Told", "reader", "tensors_in"]
+__all__ = ["MESSAGES", "OPERATORS", "Operator", "Told", "communicates", "reader", "tensors_in"]
 
 MESSAGES = ("send", "recv")
 
@@ -63,6 +67,7 @@ OPERATORS = {
     "alltoall_base_": Operator("all_to_all", "input"),
     "reduce_": Operator("reduce", "tensors", "root_rank"),
     "gather_": Operator("gather", "input_tensors", "root_rank"),
+    "gather_into_tensor_": Operator("gather", "input_tensor", "root_rank", form="flat"),
     "scatter_": Operator("scatter", "output_tensors", "root_rank"),
     "send": Operator("send", "tensors", "dst"),
     "recv_": Operator("recv", "tensors", "src"),
@@ -75,9 +80,11 @@ OPERATORS = {
 
 def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], Told]:
     """A function from an operator's arguments to what they tell."""
+    if name not in OPERATORS:
+        return _from_schema(name, operator)
     described = OPERATORS[name]
     op, rooted = described.op, described.peer == "root_rank"
-    places = {argument.name: i for i, argument in enumerate(operator._schema.arguments)}
+    places = {argument.name: i for i, argument in enumerate(arguments_of(operator))}
     payload_at, peer_at = places.get(described.payload, -1), places.get(described.peer, -1)
     agree_at, tag_at = places.get(described.agree, -1), places.get("tag", -1)
     group_at, reduce_at, async_at = places["process_group"], places.get("reduce_op", -1), places.get("async_op", -1)
@@ -86,7 +93,7 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], Told]:
 
     def read(arguments: Sequence[Any]) -> Told:
         group = dist.ProcessGroup.unbox(arguments[group_at])
-        ranks = _ranks(group)
+        ranks = ranks_of(group)
         payload = tensors_in(arguments[payload_at]) if payload_at >= 0 else []
         reduce_op = REDUCE_OPS[arguments[reduce_at].op()] if reduce_at >= 0 else ""
         if op in MESSAGES:
@@ -125,10 +132,31 @@ def _shapes_exchanged(arguments: Sequence[Any], size: int) -> tuple[tuple[Any, .
     return tuple(tuple(t.shape) for t in arguments[1]), tuple(tuple(t.shape) for t in arguments[0])
 
 
-def _ranks(group: Any) -> tuple[int, ...]:
-    """Global ranks in group order; a group that torch.distributed does not know counts its own."""
-    known = c10d._world.pg_group_ranks.get(group)
-    return tuple(range(group.size())) if known is None else tuple(sorted(known, key=known.__getitem__))
+def communicates(operator: Any) -> bool:
+    """Whether an operator takes a process group: others of c10d send nothing."""
+    return any(argument.kind == "group" for argument in arguments_of(operator))
+
+
+def _from_schema(name: str, operator: Any) -> Callable[[Sequence[Any]], Told]:
+    """A reader of an operator that is not known here. Ranks need not agree in anything but its name, its `form`."""
+    described = arguments_of(operator)
+    places = {argument.name: i for i, argument in enumerate(described)}
+    group_at = next(i for i, argument in enumerate(described) if argument.kind == "group")
+    tensors_at = [i for i, argument in enumerate(described) if argument.kind == "tensors"]
+    async_at = places.get("async_op", -1)
+    said = Signature(OTHER, name, "", -1, "", ())
+
+    def read(arguments: Sequence[Any]) -> Told:
+        group = dist.ProcessGroup.unbox(arguments[group_at])
+        ranks = ranks_of(group)
+        given = [arguments[i] for i in tensors_at if i < len(arguments) and arguments[i] is not None]
+        payload = [tensor for argument in given for tensor in tensors_in(argument)]
+        is_async = async_at >= 0 and (len(arguments) <= async_at or bool(arguments[async_at]))
+        read_as = said._replace(dtype=dtype_text(payload))
+        call = call_of(read_as, payload, ranks, group.group_desc, -1, is_async)
+        return Told(ranks[group.rank()], replace(call, operator=f"c10d::{name}"), said, group.group_name, 0)
+
+    return read
 
 
 def tensors_in(argument: Any) -> list[Tensor]:

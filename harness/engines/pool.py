@@ -1,6 +1,8 @@
 """The pool engine: every rank a process that is kept from run to run, connected by gloo, or NCCL on GPUs.
 
-Ranks are forked from a server that has imported torch once, so a new one costs milliseconds. They are sent programs by
+Ranks are forked from servers that have imported torch once, so a new one costs milliseconds. There are two servers, in
+which Python hashes strings with different seeds, so that ranks do not iterate over a set in the same order, as on a
+cluster: the seeds differ in every group of two, four or eight neighbours or strided ranks. They are sent programs by
 reference, cases and seeds, never tensors, and answer with pickles. A run that goes wrong in any way ends in the same
 errors as in the in-process engine; its processes are killed and the next run gets new ones. What a program leaves in
 its process (globals of modules, caches) is there in the next run, as in any process that lives on.
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 from harness.engines import mailbox
 from harness.engines.engine import Program, Unwaited
@@ -35,6 +37,13 @@ _MOST_IDLE = 16
 _MOST_KEPT = 32
 """Groups that a process keeps connected before all are closed and made again as needed."""
 _RUNS_PER_STORE = 500
+_HASH_SEEDS = (1, 2)
+"""Of the servers; fixed, so that runs repeat."""
+
+
+def _hash_seed(place: int) -> int:
+    """The hash seed of the rank at this place: the parity of its binary digits, so that no power of two is a period."""
+    return _HASH_SEEDS[place.bit_count() % len(_HASH_SEEDS)]
 
 
 class PoolEngine:
@@ -98,7 +107,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self._owner = os.getpid()
-        self._server: ForkServer | None = None
+        self._servers: dict[int, ForkServer] = {}
         self._ranks: list[RankProcess] = []
         self._store: Any = None
         self._run = self._link = 0
@@ -110,7 +119,7 @@ class _Pool:
 
         Whatever happens but a good end, its processes are replaced.
         """
-        server, ranks = self._taken(world_size)
+        ranks = self._taken(world_size)
         self._run += 1
         if self._store is None or self._run % _RUNS_PER_STORE == 0:
             self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
@@ -130,7 +139,7 @@ class _Pool:
                     program=program,
                 )
                 _order(rank, pickle.dumps(job), timeout_s)
-            supervision = Supervision(server, ranks, self._run, timeout_s)
+            supervision = Supervision(ranks, self._run, timeout_s)
             values = supervision.results()
             for rank, reply in zip(ranks, supervision.replies, strict=True):
                 _order(rank, pickle.dumps(None), timeout_s)
@@ -145,43 +154,54 @@ class _Pool:
 
     def close(self) -> None:
         """End everything; in a process that was forked from the owner, nothing."""
-        if os.getpid() != self._owner or self._server is None:
+        if os.getpid() != self._owner:
             return
-        self._server.close()
+        for server in self._servers.values():
+            server.close()
         for rank in self._ranks:
             rank.close()
-        self._ranks, self._server, self._store = [], None, None
+        self._ranks, self._servers, self._store = [], {}, None
 
-    def _taken(self, world_size: int) -> tuple[ForkServer, list[RankProcess]]:
+    def _taken(self, world_size: int) -> list[RankProcess]:
         """The processes of a run, by rank; new ones as far as needed, idle ones beyond the bound ended."""
+        try:
+            taken = self._forked(world_size)
+        except MachineError:  # a server was killed: start over once
+            self.close()
+            taken = self._forked(world_size)
         for rank in self._ranks[max(world_size, _MOST_IDLE) :]:
             rank.close()
         del self._ranks[max(world_size, _MOST_IDLE) :]
-        try:
-            self._fork(world_size)
-        except MachineError:  # the server was killed: start over once
-            self.close()
-            self._fork(world_size)
-        assert self._server is not None
-        return self._server, self._ranks[:world_size]
+        return taken
 
-    def _fork(self, world_size: int) -> None:
-        """At least so many processes; connections made before are of no use to a new one."""
-        if self._server is None:
-            self._server = ForkServer()
-        while len(self._ranks) < world_size:
-            self._ranks.append(self._server.fork())
-            self._link += 1
+    def _forked(self, world_size: int) -> list[RankProcess]:
+        """A process for every rank, with its hash seed; connections made before are of no use to a new one."""
+        seeds = [_hash_seed(place) for place in range(world_size)]
+        for seed in dict.fromkeys(seeds):  # all start before the first is waited for
+            if seed not in self._servers:
+                self._servers[seed] = ForkServer(seed)
+        idle, taken = list(self._ranks), list[RankProcess]()
+        for seed in seeds:
+            found = next((rank for rank in idle if rank.server.hash_seed == seed), None)
+            if found is None:
+                found = self._servers[seed].fork()
+                self._ranks.append(found)
+                self._link += 1
+            else:
+                idle.remove(found)
+            taken.append(found)
+        self._ranks = taken + idle
+        return taken
 
     def _replace(self, ranks: Sequence[RankProcess]) -> None:
         """Kill these processes; the next run forks others, whose connections are new."""
         self._link += 1
         self._ranks = [rank for rank in self._ranks if rank not in ranks]
-        if self._server is not None:
-            try:
-                self._server.kill(ranks)
-            except MachineError:  # the server has ended, and its ranks with it
-                self.close()
+        try:
+            for server in self._servers.values():
+                server.kill([rank for rank in ranks if rank.server is server])
+        except MachineError:  # a server has ended, and its ranks with it
+            self.close()
         for rank in ranks:
             rank.close()
 

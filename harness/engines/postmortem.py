@@ -13,7 +13,7 @@ from harness.engines.exchange import Exchange
 from harness.engines.meeting import ANY, Fault, Group, Meeting, Post
 from harness.engines.signature import Signature, described, difference, field_words
 from harness.errors import Position, error_text, ranks_text
-from harness.recording.callers import caller_of, raised_at
+from harness.recording.callers import caller_of, issued_at, raised_at
 
 __all__ = [
     "Cause",
@@ -85,7 +85,7 @@ def positions(baton: Baton, exchange: Exchange, raised: Sequence[Raised]) -> lis
         elif state in {State.DONE, State.NOT_STARTED}:
             found.append(Position(rank=rank, state="finished" if state is State.DONE else "not started"))
         elif work is not None and not work.event.done:
-            found.append(in_call(work, "waits in", caller_of(frame)))
+            found.append(in_call(work, "waits in", str(issued_at(frame) or "")))
         else:
             found.append(Position(rank=rank, state="runs", caller=caller_of(frame)))
     return found

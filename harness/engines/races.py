@@ -35,6 +35,7 @@ from harness.engines.workers import Worker
 from harness.ledger import Observer
 from harness.merging import same_bits
 from harness.recording.callers import caller_at
+from harness.torch_internals.modes import unseen
 
 __all__ = ["Explored", "Schedule"]
 
@@ -129,7 +130,7 @@ class _StressedExchange(Exchange):
         """As in any exchange, on copies."""
         if not is_async:
             return super().issue(group, member, said, operands, combine, payload, is_async)
-        with spoiled.unseen():
+        with unseen():
             copies = spoiled.copied(operands)
         only_sends = (said.op == "broadcast" and member == said.root) or (said.op == "reduce" and member != said.root)
         flight = self._flight(operands, copies.outputs, poison=not only_sends)
@@ -145,7 +146,7 @@ class _StressedExchange(Exchange):
         """As in any exchange, on a copy."""
         if not is_async:
             return super().post(group, member, said, peer, tag, tensor, is_async)
-        with spoiled.unseen():
+        with unseen():
             copy = tensor.clone()
         receives = said.op == "recv"
         operands = Operands((tensor,), ()) if receives else Operands((), (tensor,))
@@ -175,7 +176,7 @@ class _StressedExchange(Exchange):
     def _flight(self, operands: Operands, results: Sequence[Tensor], *, poison: bool) -> _Flight:
         outputs = list(operands.outputs)
         if poison:
-            with spoiled.unseen():
+            with unseen():
                 for output in outputs:
                     output.copy_(spoiled.poison(output))
         tensors = [*outputs, *(operands.inputs if operands.inputs is not operands.outputs else ())]
@@ -191,13 +192,13 @@ class _StressedExchange(Exchange):
 
 
 def _seen(tensors: Sequence[Tensor]) -> list[_Look]:
-    with spoiled.unseen():
+    with unseen():
         return [_Look(tensor.clone(), _version(tensor)) for tensor in tensors]
 
 
 def _changed(flight: _Flight) -> str:
     """Which tensor of a call in flight is no longer as it was: "output", "input" or ""."""
-    with spoiled.unseen():
+    with unseen():
         for i, (tensor, look) in enumerate(zip(flight.tensors, flight.seen, strict=True)):
             # NaN + 1 has the bits of NaN; of a part of a larger buffer the count of writes tells nothing
             written = _version(tensor) != look.version and tensor.nbytes == tensor.untyped_storage().nbytes()

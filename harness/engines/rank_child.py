@@ -11,15 +11,17 @@ import os
 import pickle
 import sys
 import threading
+import traceback
 import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from harness.engines.board import Fact, Reader, Writer, anonymous_file
+from harness.engines.endings import OUR_STATUS
 from harness.engines.launched import Launched
 from harness.engines.rank_process import Ended, ended, seeded, world
 from harness.engines.relay import LEAVE, RUN, WHERE
@@ -77,7 +79,11 @@ def live(pipe: Connection, place: Launched) -> None:
     warnings.filterwarnings("ignore", "Work::result API is being deprecated")  # by those who follow works: us
     life = _Life(pipe, place)
     threading.Thread(target=life.listen, name="orders", daemon=True).start()
-    life.serve()
+    try:
+        life.serve()
+    except Exception:  # a bug of ours, which must not look like one of the program's
+        traceback.print_exc()
+        os._exit(OUR_STATUS)
 
 
 class _Life:
@@ -108,13 +114,13 @@ class _Life:
 
     def serve(self) -> None:
         """Run what comes in, one after another."""
-        with Interposer(log=self._writer):
+        with Interposer(log=self._writer) as interposer:
             while True:
                 order = self._orders.get()
                 if order[:1] == RUN:
-                    self._run(pickle.loads(order[1:]))
+                    self._run(pickle.loads(order[1:]), interposer)
 
-    def _run(self, order: Order) -> None:
+    def _run(self, order: Order, interposer: Interposer) -> None:
         """Run the program in a world of its own, answer, and leave that world when all ranks may."""
         number = order.number.to_bytes(NUMBER_BYTES, "big")
         with self._speaking:
@@ -126,6 +132,7 @@ class _Life:
         except Exception as problem:  # whatever importing a user's module raises
             self._say(number, Answer(refused=error_text(problem)))
             return
+        interposer.look_for_more()
         rank, answered = self._place.rank, False
         try:
             store = PrefixStore(order.prefix, self._meeting_point())

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from harness.engines import mailbox, stacks
 from harness.engines.board import Writer
@@ -24,6 +24,7 @@ from harness.engines.placement import Placement
 from harness.engines.rank_process import Ended, ended, seeded, world
 from harness.errors import RequestError, error_text
 from harness.interposer import Interposer
+from harness.torch_internals.modes import not_deterministic
 
 __all__ = ["HOST", "Job", "Reply", "serve"]
 
@@ -71,9 +72,9 @@ def serve(link: socket.socket, board: int) -> None:
     """Do what comes over the link until it closes."""
     stacks.offer(board)
     log = Writer(board)
-    ranks = _Ranks(link, log)
     try:
-        with Interposer(log=log):
+        with Interposer(log=log) as interposer:
+            ranks = _Ranks(link, log, interposer)
             while True:
                 job: Job | None = mailbox.unpacked(mailbox.receive(link))
                 if job is not None:
@@ -85,9 +86,10 @@ def serve(link: socket.socket, board: int) -> None:
 class _Ranks:
     """What stays from job to job: the connection to the store, the kept groups."""
 
-    def __init__(self, link: socket.socket, log: Writer) -> None:
+    def __init__(self, link: socket.socket, log: Writer, interposer: Interposer) -> None:
         self._link = link
         self._log = log
+        self._interposer = interposer
         self._kept = KeptGroups(log.makes)
         self._placement = Placement()
         self._store: Any = None
@@ -97,11 +99,14 @@ class _Ranks:
         """Run one job and answer it."""
         sys.path[:] = job.path
         os.chdir(job.folder)
+        imported = len(sys.modules)
         try:
             program, args = mailbox.unpacked(job.program)
         except Exception as problem:  # whatever importing a user's module raises
             self._answer(Reply(run=job.run, refused=error_text(problem)))
             return
+        if len(sys.modules) != imported:
+            self._interposer.look_for_more()
         if job.port != self._port:
             self._store = TCPStore(HOST, job.port, is_master=False, timeout=timedelta(seconds=60))
             self._port = job.port
@@ -162,4 +167,4 @@ def _restore() -> None:
     """Give torch's switches back that a program may have left changed."""
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    torch._C._set_deterministic_algorithms(False)  # torch's public function imports the whole compiler
+    not_deterministic()

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from harness.engines.engine import Program
-from harness.engines.redirect import redirected
 from harness.errors import error_text
 from harness.recording.callers import raised_at
+from harness.torch_internals.redirect import redirected
 
 __all__ = ["Ended", "ended", "run_rank", "seeded", "world"]
 

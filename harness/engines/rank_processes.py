@@ -1,4 +1,4 @@
-"""The processes of a pool, as the driver holds them: the fork server, and ranks forked from it.
+"""The processes of a pool, as the driver holds them: fork servers, and ranks forked from them.
 
 Descriptors are all that a rank shares with the driver: a socket and an anonymous file. Nothing is left in a file
 system, and when the driver goes, however it goes, so does everything here. Every wait is bounded; times are seconds.
@@ -32,11 +32,12 @@ _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 @dataclass(slots=True, eq=False)
 class RankProcess:
-    """One process of the pool. `reusable` turns False when its program left something behind."""
+    """One process of the pool and its server. `reusable` turns False when its program left something behind."""
 
     pid: int
     mailbox: Mailbox
     board: int
+    server: ForkServer
     reader: Reader = field(init=False)
     reusable: bool = True
 
@@ -51,9 +52,14 @@ class RankProcess:
 
 
 class ForkServer:
-    """The driver's end of the fork server. `died` by pid is the status of ranks that have ended."""
+    """The driver's end of a fork server. `died` by pid is the status of ranks that have ended.
 
-    def __init__(self) -> None:
+    Python hashes strings with `hash_seed` in the server and in its ranks. The server starts when it is made; the first
+    fork waits until it is ready.
+    """
+
+    def __init__(self, hash_seed: int) -> None:
+        self.hash_seed = hash_seed
         ours, theirs = socket.socketpair()
         boot = _BOOT.format(path=sys.path, descriptor=theirs.fileno())
         with theirs:
@@ -61,15 +67,18 @@ class ForkServer:
                 [sys.executable, "-c", boot],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=_QUIET | dict(os.environ) | _ONE_THREAD,
+                env=_QUIET | dict(os.environ) | _ONE_THREAD | {"PYTHONHASHSEED": str(hash_seed)},
             )
         self.sock = ours
         self.died: dict[int, int] = {}
         self._lines = b""
-        self._expect("ready", _START_S)
+        self._ready = False
 
     def fork(self) -> RankProcess:
         """A new rank. Raises MachineError when the server does not answer."""
+        if not self._ready:
+            self._expect("ready", _START_S)
+            self._ready = True
         ours, theirs = socket.socketpair()
         board = anonymous_file()
         try:
@@ -81,7 +90,7 @@ class ForkServer:
             os.close(board)
             raise _failed(str(problem)) from problem
         self.died.pop(pid, None)  # of an earlier process that had the same number
-        return RankProcess(pid, Mailbox(ours), board)
+        return RankProcess(pid, Mailbox(ours), board, self)
 
     def kill(self, ranks: Iterable[RankProcess]) -> None:
         """Kill these ranks and wait until they are gone."""

@@ -1,13 +1,12 @@
 """A world of torch.distributed for every rank thread: default group, groups and names, seen by unmodified code.
 
-torch keeps its groups in one object (`distributed_c10d._world`) and one registry of names. For the time of a run the
-object's class is changed to one that answers each rank thread from that rank's own tables and every other thread as
-before, and the registry is kept per thread. Four functions are redirected for rank threads: init_process_group (the
-world exists: it is handed out when the sizes agree), split_group, and the makers of groups below new_group. The first
-two are redirected inside torch's own wrappers, so a name that user code imported earlier is redirected as well.
+For the time of a run rank threads have tables of their own (harness.torch_internals.world), and three functions are
+redirected for them: init_process_group (the world exists: it is handed out when the sizes agree), split_group, and the
+maker of groups below new_group. The first two are redirected inside torch's own wrappers, so a name that user code
+imported earlier is redirected as well.
 
-Everything torch-private that this needs is looked up at import; ImportError lists what is missing. RANK, WORLD_SIZE and
-the like are environment variables of the one process: they are the same for all ranks and not read here.
+RANK, WORLD_SIZE and the like are environment variables of the one process: they are the same for all ranks and not read
+here.
 """
 
 from __future__ import annotations
@@ -16,31 +15,30 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from harness.engines.exchange import Exchange
 from harness.engines.inproc_group import InprocGroup
-from harness.engines.rank_meshes import kept_apart
-from harness.engines.redirect import redirected
-from harness.errors import RequestError
+from harness.torch_internals.meshes import kept_apart
+from harness.torch_internals.redirect import redirected
+from harness.torch_internals.world import (
+    Maker,
+    Tables,
+    by_thread,
+    group_of_ranks,
+    groups_made_by,
+    rank_tables,
+    register,
+)
 
-__all__ = ["Enter", "installed", "leave"]
+__all__ = ["Enter", "installed"]
 
-_registry: Any = torch._C._distributed_c10d
 Enter = Callable[[Exchange, int, int], None]
-_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
-_NEEDED = {
-    c10d: "_world _World _new_process_group_helper init_process_group split_group PrefixStore Backend BackendConfig",
-    _registry: "_register_process_group _unregister_all_process_groups _set_thread_isolation_mode HashStore",
-    torch._C: "_AutoDispatchBelowAutograd _DisableTorchDispatch _len_torch_dispatch_stack _len_torch_function_stack",
-    torch: "_foreach_copy_",
-}
 _BACKEND = "gloo"
 """What get_backend says: user code then takes the paths that it would take on CPU ranks."""
 
@@ -48,117 +46,41 @@ _BACKEND = "gloo"
 _BACKEND_CONFIG = str(c10d.BackendConfig(c10d.Backend(_BACKEND)))
 
 
-@dataclass(slots=True, eq=False)
-class _Rank:
-    """One rank's tables, as torch's `_World` holds them for a process."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Rank(Tables):
+    """One rank's tables, and what it is in which exchange."""
 
     exchange: Exchange
     rank: int
     world_size: int
     store: Any
-    default_pg: Any = None
-    group_count: int = 0
     life: int = 0
     adopted: bool = False
-    comms: list[Any] = field(default_factory=list)
-    pg_map: dict[Any, Any] = field(default_factory=dict)
-    pg_names: dict[Any, Any] = field(default_factory=dict)
-    pg_group_ranks: dict[Any, Any] = field(default_factory=dict)
-    pg_backend_config: dict[Any, Any] = field(default_factory=dict)
-    tags_to_pg: dict[Any, Any] = field(default_factory=dict)
-    pg_to_tag: dict[Any, Any] = field(default_factory=dict)
-    pg_coalesce_state: dict[Any, Any] = field(default_factory=dict)
-
-
-class _RankedWorld(c10d._World):
-    """torch's world, answering a rank thread from that rank's tables."""
-
-    _ranks: dict[int, _Rank]
-
-    @property
-    def default_pg(self) -> Any:
-        mine = self._ranks.get(get_ident())
-        return self._default_pg if mine is None else mine.default_pg
-
-    @default_pg.setter
-    def default_pg(self, group: Any) -> None:
-        mine = self._ranks.get(get_ident())
-        if mine is None:
-            self._default_pg = group
-        else:
-            mine.default_pg = group
-
-    @property
-    def group_count(self) -> int:
-        mine = self._ranks.get(get_ident())
-        return c10d._group_count if mine is None else mine.group_count
-
-    @group_count.setter
-    def group_count(self, count: int) -> None:
-        mine = self._ranks.get(get_ident())
-        if mine is None:
-            c10d._group_count = count
-        else:
-            mine.group_count = count
-
-
-def _table(name: str) -> property:
-    """A table of `_World` that a rank thread has to itself."""
-    of_process = getattr(c10d._World, name).fget
-
-    def read(world: _RankedWorld) -> Any:
-        mine = world._ranks.get(get_ident())
-        return of_process(world) if mine is None else getattr(mine, name)
-
-    return property(read)
-
-
-for _name in _TABLES:
-    setattr(_RankedWorld, _name, _table(_name))
 
 
 @contextmanager
 def installed() -> Iterator[Enter]:
     """Rank threads have their own worlds. Yields what each calls first: enter(exchange, rank, world_size).
 
-    Raises RequestError when another run is active in this process.
+    Raises RequestError when another run is active in this process, MachineError when this torch cannot do it.
     """
-    world: Any = c10d._world
-    if isinstance(world, _RankedWorld):
-        raise RequestError("run: another in-process run is active in this process; legal: one run at a time")
-    torch_world = type(world)
-    world._ranks = {}
     with ExitStack() as undo:
-        undo.callback(world.__dict__.pop, "_ranks")
-        world.__class__ = _RankedWorld
-        undo.callback(setattr, world, "__class__", torch_world)
-        _registry._set_thread_isolation_mode(True)
-        undo.callback(_registry._set_thread_isolation_mode, False)
+        ranks = undo.enter_context(by_thread())
         undo.enter_context(redirected(c10d.init_process_group, _init_process_group))
         undo.enter_context(redirected(c10d.split_group, _split_group))
-        helper = c10d._new_process_group_helper
-        undo.callback(setattr, c10d, "_new_process_group_helper", helper)
-        c10d._new_process_group_helper = _standing_for(helper, _new_group)
+        undo.enter_context(groups_made_by(_new_group))
         undo.enter_context(kept_apart(_rank_of_thread))
-        yield functools.partial(_enter, _registry.HashStore())
+        yield functools.partial(_enter, ranks, dist.HashStore())
 
 
-def leave() -> None:
-    """A rank thread ends: forget its world and its names."""
-    ranks = getattr(c10d._world, "_ranks", {})
-    if ranks.pop(get_ident(), None) is not None:
-        _registry._unregister_all_process_groups()
-
-
-def _enter(store: Any, exchange: Exchange, rank: int, world_size: int) -> None:
-    world: Any = c10d._world
-    world._ranks[get_ident()] = mine = _Rank(exchange=exchange, rank=rank, world_size=world_size, store=store)
+def _enter(ranks: dict[int, Any], store: Any, exchange: Exchange, rank: int, world_size: int) -> None:
+    ranks[get_ident()] = mine = _Rank(exchange=exchange, rank=rank, world_size=world_size, store=store)
     _make_default(mine)
 
 
 def _mine() -> _Rank | None:
-    ranks = getattr(c10d._world, "_ranks", None)
-    return None if ranks is None else ranks.get(get_ident())
+    mine: _Rank | None = rank_tables()
+    return mine
 
 
 def _rank_of_thread() -> int | None:
@@ -184,7 +106,7 @@ def _make(mine: _Rank, name: str, ranks: tuple[int, ...], description: str, tag:
     mine.pg_map[made] = (_BACKEND, group.store)
     mine.pg_names[made] = name
     mine.pg_backend_config[made] = _BACKEND_CONFIG
-    _registry._register_process_group(name, made)
+    register(name, made)
     if not tag:
         mine.tags_to_pg.setdefault("", []).append(made)
     mine.pg_to_tag[made] = f"user:{tag}" if tag else f"ptd:{name}"
@@ -192,14 +114,13 @@ def _make(mine: _Rank, name: str, ranks: tuple[int, ...], description: str, tag:
     return made
 
 
-def _new_group(original: Callable[..., tuple[Any, Any]], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Stands for torch's _new_process_group_helper: (group, its store), (NON_GROUP_MEMBER, None) outside of it."""
-    mine = _mine()
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
+def _new_group(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any, Any]:
+    """Stands for torch's maker of groups: (group, its store), (NON_GROUP_MEMBER, None) outside of it."""
+    mine, given = _mine(), arguments.arguments
     if mine is None or str(given["backend"]) == "fake":
-        return original(*args, **kwargs)
+        return original(*arguments.args, **arguments.kwargs)
     ranks, name, tag = tuple(given["global_ranks_in_group"]), given["group_name"], given.get("pg_tag") or ""
-    if tag and (known := c10d._find_pg_by_ranks_and_tag(tag, list(ranks))):
+    if tag and (known := group_of_ranks(tag, ranks)):
         return known, mine.pg_map[known][1]
     if name.isdigit():  # numbered: every rank of the world makes the same groups in the same order
         mine.exchange.agree_on_group(mine.rank, mine.life, int(name), ranks)
@@ -263,23 +184,3 @@ def _split_group(
     made = _make(mine, name, ranks, group_desc or f"{parent.group_desc}:split:{parent.splits}")
     mine.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
-
-
-def _standing_for(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement, which is given the original first, under the original's name."""
-    return functools.update_wrapper(functools.partial(replacement, original), original)
-
-
-def _missing() -> list[str]:
-    return [
-        f"{owner.__name__}.{name}"
-        for owner, names in _NEEDED.items()
-        for name in names.split()
-        if not hasattr(owner, name)
-    ]
-
-
-if _missing():
-    raise ImportError(
-        f"the in-process engine needs torch 2.11 to 2.13; torch {torch.__version__} lacks {', '.join(_missing())}"
-    )

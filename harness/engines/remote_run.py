@@ -11,6 +11,7 @@ import time
 
 from harness.engines import postmortem
 from harness.engines.answers import Answers
+from harness.engines.endings import own_doing
 from harness.engines.engine import Unwaited
 from harness.engines.postmortem import Cause
 from harness.engines.rank_child import Order
@@ -20,6 +21,7 @@ from harness.errors import (
     Desynchronised,
     MachineError,
     Position,
+    RankCrashed,
     RankDied,
     RankRaised,
     RequestError,
@@ -50,6 +52,7 @@ class RemoteRun:
         self._replay = Replay(answers.boards)
         self._written = -1
         self._stuck = False
+        self._ordered = False
 
     def results(self) -> list[object]:
         """The values by rank. Raises what became of the run otherwise; ranks that did not end have been by then."""
@@ -57,6 +60,7 @@ class RemoteRun:
         answers.order(START, answers.ranks)
         answers.listen(time.monotonic() + _START_S, answers.asked)
         if answers.asked() and not answers.failed:
+            self._ordered = True
             answers.order(RUN, answers.ranks, self._order)
             self._follow(time.monotonic() + self._order.timeout_s)
         self._replay.read()
@@ -115,9 +119,10 @@ class RemoteRun:
             return self._desynchronised(postmortem.of_fault(self._replay.fault))
         if answers.died:
             text = ", ".join(
-                f"rank {rank} of {self._order.world_size} died: {how}" for rank, how in answers.died.items()
+                f"rank {rank} of {self._order.world_size} died: {how.words}" for rank, how in answers.died.items()
             )
-            return RankDied(text, ranks=tuple(answers.died), positions=found())
+            own = self._ordered and own_doing(answers.died.values())
+            return (RankCrashed if own else RankDied)(text, ranks=tuple(answers.died), positions=found())
         if raised := answers.raised:
             first = raised[0]
             if isinstance(first.error, RequestError):
@@ -164,7 +169,7 @@ class RemoteRun:
         if ended is not None:
             return Position(rank=rank, state="finished")
         if rank in answers.died:
-            detail = "; ".join(part for part in (answers.died[rank], after) if part)
+            detail = "; ".join(part for part in (answers.died[rank].words, after) if part)
             return Position(rank=rank, state="died", detail=detail)
         inside = self._replay.inside(rank)
         if inside is not None:

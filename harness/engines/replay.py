@@ -16,9 +16,10 @@ import torch
 from harness.engines.arithmetic import Operands
 from harness.engines.board import Fact
 from harness.engines.engine import Unwaited
-from harness.engines.meeting import ANY, Fault, Group, Meeting, Post, mail_fault
+from harness.engines.meeting import ANY, Fault, Group, Meeting, Post, SameRanks, mail_fault, tell_apart
 from harness.engines.signature import Signature
 from harness.errors import ranks_text
+from harness.ledger import OTHER
 
 __all__ = ["WAITING_IN", "Board", "Replay", "Written"]
 
@@ -72,6 +73,7 @@ class Replay:
     def __init__(self, boards: Sequence[Board]) -> None:
         self._boards = boards
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+        self._same_ranks: SameRanks = {}
         self.last: list[Written | None] = [None] * len(boards)
         self.fault: Fault | None = None
         self.fault_at_s = 0.0
@@ -133,9 +135,12 @@ class Replay:
         key = (fact.group, fact.ranks)
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = Group(fact.ranks, fact.description)
+            group = self._groups[key] = Group(fact.ranks, fact.description, name=fact.group)
+            tell_apart(group, self._same_ranks)
         member = fact.ranks.index(rank)
-        if fact.said.op in {"send", "recv"}:
+        if fact.said.op == OTHER:  # who takes part in it is not known: nobody waits in it, and it parts no ranks
+            self.last[rank] = Written(rank, group, group.numbers[member], fact, _met_alone(fact.said), at_s)
+        elif fact.said.op in {"send", "recv"}:
             mine = Post(member, group.posted[member], _member(fact), fact.tag, fact.said, _NOTHING)
             self._post(mine, group, rank, at_s, fact)
         else:
@@ -213,6 +218,13 @@ class Replay:
     def _part(self, fault: Fault, at_s: float) -> None:
         if self.fault is None:
             self.fault, self.fault_at_s = fault, at_s
+
+
+def _met_alone(said: Signature) -> Meeting:
+    """A call that is complete when it is issued."""
+    meeting = Meeting(said, 1)
+    meeting.done = True
+    return meeting
 
 
 def _member(fact: Fact) -> int:

@@ -5,9 +5,8 @@ The kinds are those of `harness.faults`. To be called inside `unseen()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,18 +15,10 @@ from harness.engines import arithmetic
 from harness.engines.arithmetic import Combine, Operands
 from harness.engines.signature import Signature
 from harness.faults import Fault
+from harness.torch_internals.autograd import unversioned
+from harness.torch_internals.modes import unseen
 
-__all__ = ["Finished", "copied", "copies", "overwrite", "poison", "unseen", "wrong"]
-
-
-_unversioned: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Inside, neither autograd nor a mode of the thread sees what is computed."""
-    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        yield
+__all__ = ["Finished", "copied", "copies", "overwrite", "poison", "wrong"]
 
 
 class Finished(NamedTuple):
@@ -66,7 +57,7 @@ def copied(brought: Operands) -> Operands:
 
 def overwrite(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Write values of the same sizes; autograd does not count it as another change of the tensors."""
-    with unseen(), _unversioned(tuple(outputs)):
+    with unseen(), unversioned(tuple(outputs)):
         for output, value in zip(outputs, values, strict=True):
             output.copy_(value.reshape(output.shape))
 

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from harness.torch_internals.memory import generator_address
+
 __all__ = ["Caller", "Streams"]
 
 _WORDS = 624
@@ -125,11 +127,12 @@ def _untyped(generator: torch.Generator) -> Any:
 def _torch_mark() -> Callable[[], Any]:
     """Words left, place and first word of torch's CPU generator, which follow its seed in the C++ object."""
     seed, probe, generator = 0x1234567890ABCDEF, _untyped(torch.Generator()), _untyped(torch.default_generator)
-    head = ctypes.string_at(probe.manual_seed(seed)._cdata, 512) if hasattr(probe, "_cdata") else b""
+    place = generator_address(probe.manual_seed(seed))
+    head = b"" if place is None else ctypes.string_at(place, 512)
     offset = head.find(seed.to_bytes(8, sys.byteorder))  # in 512 bytes: the words alone are more than that
     if offset < 0 or struct.unpack_from("=i?3xII", head, offset + 8) != (1, True, 0, seed % 2**32):
         return lambda: generator.get_state().numpy().tobytes()
-    address = generator._cdata + offset
+    address = (generator_address(generator) or 0) + offset
     return _reader(address + 8, address + 16, address + 20)
 
 

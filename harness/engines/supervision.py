@@ -7,13 +7,14 @@ issue), or the time limit was reached. Times are seconds.
 
 from __future__ import annotations
 
+import os
 import selectors
-import signal
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from harness.engines import postmortem, stacks
+from harness.engines.endings import Ending, ending, own_doing, vanished
 from harness.engines.engine import Unwaited
 from harness.engines.mailbox import unpacked
 from harness.engines.postmortem import Cause
@@ -26,6 +27,7 @@ from harness.errors import (
     Desynchronised,
     MachineError,
     Position,
+    RankCrashed,
     RankDied,
     RankRaised,
     RequestError,
@@ -49,8 +51,7 @@ _STACK_S = 0.5
 class Supervision:
     """One run of some processes; `results` waits for its end. `replies` by rank are the answers so far."""
 
-    def __init__(self, server: ForkServer, ranks: Sequence[RankProcess], run: int, timeout_s: float) -> None:
-        self._server = server
+    def __init__(self, ranks: Sequence[RankProcess], run: int, timeout_s: float) -> None:
         self._ranks = ranks
         self._run = run
         self._timeout_s = timeout_s
@@ -62,7 +63,8 @@ class Supervision:
         self._selector = selectors.DefaultSelector()
         for place, rank in enumerate(ranks):
             self._selector.register(rank.mailbox, selectors.EVENT_READ, place)
-        self._selector.register(server.sock, selectors.EVENT_READ, -1)
+        for server in {rank.server for rank in ranks}:
+            self._selector.register(server.sock, selectors.EVENT_READ, server)
 
     def results(self) -> list[Any]:
         """The values by rank. Raises what became of the run otherwise."""
@@ -86,8 +88,8 @@ class Supervision:
 
     def _listen(self, limit_s: float) -> None:
         for key, _ in self._selector.select(limit_s):
-            if key.data < 0:
-                self._server.listen(_STACK_S)
+            if isinstance(key.data, ForkServer):
+                key.data.listen(_STACK_S)
                 continue
             mailbox = self._ranks[key.data].mailbox
             for message in mailbox.arrived():
@@ -106,8 +108,8 @@ class Supervision:
         until_s = time.monotonic() + _SETTLE_S
         while None in self._ended_or_dead() and time.monotonic() < until_s:
             self._listen(until_s - time.monotonic())
-        lost = [rank.pid for rank in self._ranks if rank.mailbox.ended]
-        while not self._server.died.keys() >= set(lost) and time.monotonic() < until_s + _BURIAL_S:
+        lost = [rank for rank in self._ranks if rank.mailbox.ended]
+        while not all(rank.pid in rank.server.died for rank in lost) and time.monotonic() < until_s + _BURIAL_S:
             self._listen(_LOOK_S)
 
     def _ended_or_dead(self) -> list[bool | None]:
@@ -176,8 +178,10 @@ class Supervision:
         if fault is not None and not (raised and raised[0].at_s < self._replay.fault_at_s):
             return self._desynchronised(postmortem.of_fault(fault))
         if dead:
-            text = ", ".join(f"rank {place} of {len(self._ranks)} died: {self._how(place)}" for place in dead)
-            return RankDied(text, ranks=dead, positions=self._positions())
+            endings = {place: self._how(place) for place in dead}
+            text = ", ".join(f"rank {place} of {len(self._ranks)} died: {how.words}" for place, how in endings.items())
+            kind = RankCrashed if own_doing(endings.values()) else RankDied
+            return kind(text, ranks=dead, positions=self._positions())
         if raised:
             return self._of_raise(raised)
         waiting = self._waiting()
@@ -220,22 +224,17 @@ class Supervision:
             return Position(rank=rank, state="finished")
         inside = self._replay.inside(rank)
         if self._ranks[rank].mailbox.ended:
-            words = self._how(rank) + (f"; in {_words(inside)}" if inside else _after(last))
+            words = self._how(rank).words + (f"; in {_words(inside)}" if inside else _after(last))
             return Position(rank=rank, state="died", detail=words, caller=last.fact.caller if last else "")
         if inside is not None:
             return postmortem.in_call(inside, "waits in", inside.fact.caller, stack)
         caller = stacks.user_line(self._stacks[rank])
         return Position(rank=rank, state="runs", detail=_after(last).removeprefix("; "), caller=caller, stack=stack)
 
-    def _how(self, rank: int) -> str:
-        """How a process ended, in words."""
-        status = self._server.died.get(self._ranks[rank].pid)
-        if status is None:
-            return "its process is gone"
-        if (number := status & 0x7F) == 0:
-            return f"its process ended with exit status {status >> 8}"
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        return f"killed by {name}" + (", as the system does when memory runs out" if name == "SIGKILL" else "")
+    def _how(self, rank: int) -> Ending:
+        """How a process ended."""
+        status = self._ranks[rank].server.died.get(self._ranks[rank].pid)
+        return vanished("its process is gone") if status is None else ending(os.waitstatus_to_exitcode(status))
 
 
 def _words(call: Written) -> str:

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from harness.engines.arithmetic import Combine, Operands
 from harness.engines.baton import Baton
@@ -22,6 +20,7 @@ from harness.engines.meeting import Group
 from harness.engines.signature import Signature
 from harness.faults import Place
 from harness.ledger import Observer
+from harness.torch_internals.modes import DispatchMode, leaves
 
 __all__ = ["Touches"]
 
@@ -52,7 +51,7 @@ class Touches(Plain):
         return frozenset(self._touched).union(waiting)
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(DispatchMode):
     """Notes which of the pending results an operator is given."""
 
     def __init__(self, pending: dict[int, list[Place]], touched: set[Place]) -> None:
@@ -63,7 +62,7 @@ class _Mode(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if self._pending and not func.is_view:
-            for value in tree_leaves((args, kwargs)):
+            for value in leaves((args, kwargs)):
                 if isinstance(value, Tensor):
                     self._touched.update(self._pending.get(_memory(value), ()))
         return func(*args, **(kwargs or {}))

@@ -22,8 +22,11 @@ __all__ = ["FollowedWork", "Waits"]
 class FollowedWork(dist.Work):
     """A work that tells when it is waited for."""
 
-    def __init__(self, inner: Any, outputs: Sequence[Tensor], number: int, waits: Waits) -> None:
+    def __init__(
+        self, inner: Any, outputs: Sequence[Tensor], number: int, waits: Waits, heard: Callable[[], None]
+    ) -> None:
         super().__init__()
+        self._heard = heard
         self._inner = inner
         self._number = number
         self._waits = waits
@@ -45,7 +48,7 @@ class FollowedWork(dist.Work):
 
     def get_future(self) -> Any:
         """The backend's future; whoever asks for it is taken to wait for it."""
-        self.waited = True
+        self._hear()
         if self._inner is not None:
             return self._inner.get_future()
         future: Future[list[Tensor]] = Future()
@@ -78,8 +81,13 @@ class FollowedWork(dist.Work):
     _source_rank = source_rank
     _source = -1
 
+    def _hear(self) -> None:
+        if not self.waited:
+            self.waited = True
+            self._heard()
+
     def _finish(self, how: str, *words: Any) -> None:
-        self.waited = True
+        self._hear()
         if self._inner is None:
             return
         with self._waits.waiting(self._number):
@@ -100,9 +108,9 @@ class Waits:
         """A run begins."""
         self._works.clear()
 
-    def follow(self, inner: Any, outputs: Sequence[Tensor]) -> FollowedWork:
-        """What the program gets in place of the backend's work."""
-        work = FollowedWork(inner, outputs, len(self._works) + 1, self)
+    def follow(self, inner: Any, outputs: Sequence[Tensor], waited: Callable[[], None]) -> FollowedWork:
+        """What the program gets in place of the backend's work; `waited` hears its first wait."""
+        work = FollowedWork(inner, outputs, len(self._works) + 1, self, waited)
         self._works.append(work)
         return work
 

@@ -21,9 +21,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from harness.engines.heap import share_one_arena
+from harness.torch_internals.modes import switches
+from harness.torch_internals.threads import forget_dtensor_plans
 
 __all__ = ["Aborted", "Worker", "Workers"]
 
@@ -82,7 +82,7 @@ class Worker:
             while not self._interrupted:
                 self._given.acquire()
                 if self._job is None:
-                    return
+                    break
                 last = _nothing
                 try:
                     last = contextvars.Context().run(self._job)
@@ -91,6 +91,7 @@ class Worker:
                     self.reusable = not self._interrupted and _traces(own) == born
                     self._ended.release()
                 last()
+            forget_dtensor_plans()
 
 
 class Workers:
@@ -157,13 +158,7 @@ def _traces(own: dict[Any, Any]) -> tuple[Any, ...]:
 
     Autocast and inference mode show in the dispatch keys. Py_Repr is Python's own.
     """
-    return (
-        set(own) - {"Py_Repr"},
-        torch.is_grad_enabled(),
-        torch._C._len_torch_function_stack(),
-        torch._C._dispatch_tls_local_include_set().raw_repr(),
-        torch._C._dispatch_tls_local_exclude_set().raw_repr(),
-    )
+    return set(own) - {"Py_Repr"}, *switches()
 
 
 def _processor() -> int:

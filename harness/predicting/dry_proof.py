@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from harness.checking.exact_checks import waits
+from harness.checking.group_checks import groups
 from harness.checking.ledger_checks import ledger
+from harness.checking.overlap_checks import overlap
 from harness.checks import CHECKS, Check
 from harness.engines.dry import DryEngine
 from harness.engines.engine import Unwaited
@@ -18,7 +20,8 @@ from harness.ledger import Event
 from harness.merging import Outcomes
 from harness.predicting.classes import parted, representatives, sequences
 from harness.predicting.dry_run import DryRank, DryRun, dry_run
-from harness.trial import Trial, expectation_of
+from harness.predicting.meter import hidden
+from harness.trial import Trial, expectation_of, orders_of
 
 __all__ = ["DRY_CHECKS", "dry_evidence"]
 
@@ -44,6 +47,8 @@ def dry_evidence(trial: Trial, engine: DryEngine) -> Evidence:
         unwaited=tuple(_unwaited(rank, event) for rank in run.ranks for event in rank.unwaited),
         saved_bytes=tuple(rank.saved_bytes for rank in run.ranks),
         ran=ranks,
+        orders=orders_of(trial),
+        hidden=frozenset((rank.rank, ticket) for rank in run.ranks for ticket in hidden(rank.stretches)),
         notes=(_memory(run), *_left_out(len(ranks), places, case.world_size)),
     )
 
@@ -62,7 +67,13 @@ def order(evidence: Evidence) -> Finding:
     return Finding(verdict=PASS, message=message, unchecked=(*unchecked, *evidence.notes[1:]))
 
 
-DRY_CHECKS: Mapping[str, Check] = {"ledger": ledger, "order": order, "waits": waits}
+DRY_CHECKS: Mapping[str, Check] = {
+    "ledger": ledger,
+    "groups": groups,
+    "order": order,
+    "waits": waits,
+    "overlap": overlap,
+}
 """Name -> check that a dry run can answer."""
 
 

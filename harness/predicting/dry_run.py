@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.asking import called
+from harness.asking import called, named_axes
 from harness.engines.dry import DryEngine
 from harness.ledger import Event
 from harness.predicting.meter import Meter, Stretch
@@ -29,13 +29,15 @@ class DryRank:
 
     `stretches` are what it computes between its calls (harness.predicting.meter), tickets are the events' `call_index`.
     `unwaited` are calls that nobody waited for. `saved_bytes` is the most that autograd held for backward, `peak_bytes`
-    the most that all tensors held at once; parameters, gradients and optimizer are those of the last optimizer step.
+    the most that all tensors held at once; parameters, gradients and optimizer are those of the last optimizer step,
+    `trained` the elements of all parameters there.
     """
 
     rank: int
     events: tuple[Event, ...]
     stretches: tuple[Stretch, ...]
     unwaited: tuple[Event, ...]
+    trained: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -72,7 +74,7 @@ def dry_run(
 ) -> DryRun:
     """Run the case on these ranks. Raises what the engine raises: NoNumbers when the subject looks at a value."""
     start_s = time.perf_counter()
-    axes = case.axes
+    axes = named_axes(case, subject)
     run = []
     for rank in ranks:
         recorder = Recorder(text, case.mode, case.world_size, axes)
@@ -106,6 +108,7 @@ def _of_rank(rank: int, recorder: Recorder, meter: Meter, saved: SavedActivation
         events=events,
         stretches=tuple(meter.stretches),
         unwaited=tuple(event for event in events if event.call_index in open_calls),
+        trained=meter.trained,
         parameter_bytes=meter.parameter_bytes,
         gradient_bytes=meter.gradient_bytes,
         optimizer_bytes=meter.optimizer_bytes,

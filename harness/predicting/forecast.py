@@ -6,23 +6,26 @@ once.
 
 A deep model is measured at two depths: every further layer adds the same calls, FLOPs and bytes, so that all is a
 straight line in the depth. `whole` runs the model itself beside that, for times and ledger; memory is always that of
-the line, from two micro-batches, because the second meets the gradients of the first. Units: seconds, bytes, FLOPs;
-bytes of calls are payloads of one rank in one step.
+the line, from two micro-batches, because the second meets the gradients of the first. With `states` (AdamW in mixed
+precision) gradients and optimizer are by formula instead, since the program trains with those of its own dtype: its
+peak, less its gradients, plus theirs. Units: seconds, bytes, FLOPs; bytes of calls are payloads of one rank in a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from harness.asking import stated
 from harness.checking.ledger_checks import differences
 from harness.engines.dry import DryEngine
-from harness.ledger import Event, wire_bytes
+from harness.errors import NotComputed
+from harness.ledger import Event, unmapped, wire_bytes
 from harness.predicting.clusters import Cluster
 from harness.predicting.costs import Route, route, seconds
 from harness.predicting.dry_run import DryRank, dry_run
 from harness.predicting.meter import START, Stretch
+from harness.predicting.states import States
 from harness.predicting.timeline import Times, parts, play, together
 from harness.protocols import CaseLike, Subject, TermLike
 
@@ -36,8 +39,13 @@ DEPTHS = (3, 5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on one rank; `peak` is the most that all tensors of the program held at once, temporary ones too."""
+    """Bytes on one rank; `peak` is the most that all tensors of the program held at once, temporary ones too.
 
+    `trained` are the elements of all parameters; 0 when the program steps no torch optimizer, and then gradients and
+    optimizer are not known.
+    """
+
+    trained: float
     parameters: float
     gradients: float
     optimizer: float
@@ -84,9 +92,14 @@ class Forecast:
         return self.tokens / self.step_s / self.case.world_size if self.step_s else 0.0
 
     @property
+    def room_bytes(self) -> float:
+        """The device's memory."""
+        return self.cluster.device.memory_gib * 2**30
+
+    @property
     def fits(self) -> bool:
         """Whether the peak fits into the device."""
-        return self.memory.peak <= self.cluster.device.memory_gib * 2**30
+        return self.memory.peak <= self.room_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,19 +130,24 @@ def forecast(
     engine: DryEngine,
     *,
     whole: bool = False,
+    states: States | None = None,
     timeout_s: float = 60.0,
 ) -> Forecast:
-    """Time and memory of the case on the cluster. Raises what the engine raises, RequestError for an unknown peak."""
+    """Time and memory of the case on the cluster; `states` None: gradients and optimizer are the program's own.
+
+    Raises what the engine raises, RequestError for an unknown peak.
+    """
     cluster.device.flops_per_s(case.dtype)
     layers = int(getattr(case, "layers", 0))
     depths = DEPTHS if layers > DEPTHS[1] else ()
-    two = min(2, case.micro)
+    two = 2 if states else min(2, case.micro)  # float32 gradients are there from the first micro-batch on
     at = [case.but(layers=depth) for depth in depths] or [case]
     line: _Parts = [
         (weight, _sample(each, two, subject, cluster, engine, timeout_s))
         for weight, each in zip(_line(layers) if depths else (1.0,), at, strict=True)
     ]
-    itself: _Parts = [(1.0, _sample(case, 1, subject, cluster, engine, timeout_s))] if whole and depths else line
+    apart = whole and (bool(depths) or two > case.micro)
+    itself: _Parts = [(1.0, _sample(case, 1, subject, cluster, engine, timeout_s))] if apart else line
     samples = [sample for _, sample in (*itself, *line)]
     return Forecast(
         case=case,
@@ -138,7 +156,7 @@ def forecast(
             *((case.micro * weight, sample.micro) for weight, sample in itself),
             *((weight, sample.rest) for weight, sample in itself),
         ),
-        memory=_memory(line),
+        memory=_memory(line, states),
         flops=case.micro * sum(weight * sample.micro_flops for weight, sample in itself),
         tokens=int(getattr(case, "tokens", 0)) * case.micro * _data_ranks(case),
         ledger=next((sample.ledger for sample in samples if sample.ledger != EQUAL), EQUAL),
@@ -167,6 +185,8 @@ def _sample(
     """Rank 0 of the case, one step of so many micro-batches."""
     short = case.but(steps=1, micro=micro)
     (rank,) = dry_run(short, subject, engine, (0,), text=str(short), timeout_s=timeout_s).ranks
+    if names := unmapped(rank.events):
+        raise NotComputed(f"operator {names} of torch is not known, so it has no price", ranks=(0,), positions=())
     times, rest = play(rank.stretches, rank.events, cluster.device.flops_per_s(case.dtype), _prices(short, cluster))
     place = [stretch.ticket if stretch.then == START else -1 for stretch in rank.stretches]
     first, last = parts(rank.events)
@@ -178,6 +198,7 @@ def _sample(
         rest=rest,
         micro_flops=rank.flops / micro,
         memory=Memory(
+            trained=rank.trained,
             parameters=rank.parameter_bytes,
             gradients=rank.gradient_bytes,
             optimizer=rank.optimizer_bytes,
@@ -223,15 +244,19 @@ def closed_form(case: CaseLike, subject: Subject) -> Iterable[TermLike] | None:
     return stated(case, subject)
 
 
-def _memory(line: _Parts) -> Memory:
+def _memory(line: _Parts, states: States | None) -> Memory:
     """Memory in the line; what the optimizer keeps is there from the second step on, whatever else is."""
 
     def mixed(name: str) -> float:
         return sum(weight * float(getattr(sample.memory, name)) for weight, sample in line)
 
-    sizes = {name: mixed(name) for name in ("parameters", "gradients", "optimizer", "saved", "peak")}
-    after = sum(weight * sample.after_bytes for weight, sample in line)
-    sizes["peak"] = max(sizes["peak"], after) + sizes["optimizer"]
+    sizes = {one.name: mixed(one.name) for one in fields(Memory)}
+    sizes["peak"] = max(sizes["peak"], sum(weight * sample.after_bytes for weight, sample in line))
+    if states and sizes["trained"]:
+        gradients = states.gradient * sizes["trained"]
+        sizes["peak"] += gradients - sizes["gradients"]
+        sizes |= {"gradients": gradients, "optimizer": states.optimizer * sizes["trained"]}
+    sizes["peak"] += sizes["optimizer"]
     return Memory(**sizes)
 
 

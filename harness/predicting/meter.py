@@ -11,29 +11,32 @@ Live bytes are those of storages, each once, from its first to its last use; sto
 size. Units: FLOPs, bytes.
 
 Two things are made on meta as they are on a device: attention takes its fused kernel
-(harness.predicting.meta_attention), and functional collectives, whose meta kernels only make shapes, are sent to their
-group.
+(harness.torch_internals.meta_attention), and functional collectives, whose meta kernels only make shapes, are sent to
+their group.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import flop_counter
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.errors import NotComputed
 from harness.ledger import Call
-from harness.predicting.meta_attention import fused_attention
+from harness.torch_internals.groups import waits_of_fakes
+from harness.torch_internals.memory import storage_id
+from harness.torch_internals.meta_attention import FUSED, FUSED_BACKWARD, fused_attention
+from harness.torch_internals.modes import DispatchMode
+from harness.torch_internals.operators import explicit_keys, has_kernel, packet_of, short_name
 
-__all__ = ["END", "START", "WAIT", "Meter", "Stretch"]
+__all__ = ["END", "START", "WAIT", "Meter", "Stretch", "hidden"]
 
 START, WAIT, END = "start", "wait", "end"
 
@@ -48,6 +51,18 @@ class Stretch(NamedTuple):
     then: str
     ticket: int = -1
     peak_bytes: int = 0
+
+
+def hidden(stretches: Sequence[Stretch]) -> set[int]:
+    """The tickets of calls between whose start and wait a product was computed."""
+    flops, before, found = 0, dict[int, int](), set[int]()
+    for stretch in stretches:
+        flops += stretch.flops
+        if stretch.then == START:
+            before[stretch.ticket] = flops
+        elif stretch.then == WAIT and flops > before[stretch.ticket]:
+            found.add(stretch.ticket)
+    return found
 
 
 class _Live:
@@ -65,7 +80,7 @@ class _Live:
 
     def see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_id(tensor), storage.nbytes()
         if key in self._known:
             return
         self._now_bytes += size
@@ -78,8 +93,9 @@ class _Live:
         self._known[key] = weakref.ref(storage, gone)
 
 
-class Meter(TorchDispatchMode):
-    """Measures one rank. `parameter_bytes`, `gradient_bytes`, `optimizer_bytes`: at the last optimizer step, 0 without.
+class Meter(DispatchMode):
+    """Measures one rank. `parameter_bytes`, `gradient_bytes`, `optimizer_bytes`: at the last optimizer step, 0 without;
+    `trained` are the elements of all parameters there.
 
     Also an observer of calls (harness.ledger.Observer); `unwaited` are the tickets of asynchronous calls that nobody
     waited for.
@@ -88,7 +104,7 @@ class Meter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.stretches: list[Stretch] = []
-        self.parameter_bytes = self.gradient_bytes = self.optimizer_bytes = 0
+        self.parameter_bytes = self.gradient_bytes = self.optimizer_bytes = self.trained = 0
         self._flops = 0
         self._tickets = 0
         self._calls: dict[int, Call] = {}
@@ -110,7 +126,7 @@ class Meter(TorchDispatchMode):
         """Measure this thread until the body ends."""
         hooks = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
         try:
-            with _waits_told(self._waited), fused_attention(), self:
+            with waits_of_fakes(self._waited), fused_attention(), self:
                 yield
         finally:
             for hook in hooks:
@@ -139,7 +155,7 @@ class Meter(TorchDispatchMode):
         if space in {"_c10d_functional", "c10d"}:
             return self._communicated(space, func, args, words)
         out = func(*args, **words)
-        formula = _FORMULAS.get(func._overloadpacket)
+        formula = _FORMULAS.get(packet_of(func))
         if formula is not None:
             self._flops += formula(*args, **words, out_val=out)
         self._see(out)
@@ -147,8 +163,15 @@ class Meter(TorchDispatchMode):
 
     def _communicated(self, space: str, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
         """An operator of a collective: remember by what its call is waited for."""
-        if space != "c10d" and func._opname in _OF_ONE_TENSOR:
+        if space != "c10d" and short_name(func) in _OF_ONE_TENSOR:
             return self._passed_on(func, args, words)
+        if space != "c10d" and not has_kernel(f"{space}::{short_name(func)}", "CompositeExplicitAutograd"):
+            raise NotComputed(
+                f"{space}::{short_name(func)} of torch {torch.__version__} is not known to the dry engine, since on "
+                "the meta device it reaches no group; legal: --engine inproc",
+                ranks=(),
+                positions=(),
+            )
         before = self._tickets
         out = func.redispatch(_EXPLICIT, *args, **words) if space != "c10d" else func(*args, **words)
         self._see(out)
@@ -159,14 +182,14 @@ class Meter(TorchDispatchMode):
 
     def _passed_on(self, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
         """The tensor of a functional collective: waited for, or handed on as another, by which it is known too."""
-        handle = args[0].untyped_storage()._cdata
+        handle = storage_id(args[0])
         out = func(*args, **words)
         ticket, kept = self._works.get(handle, (-1, None))
-        if kept is not None and func._opname == "wait_tensor":
+        if kept is not None and short_name(func) == "wait_tensor":
             func.redispatch(_EXPLICIT, kept)  # torch's own list of works under way
             self._waited(handle)
         elif kept is not None:
-            self._works[out.untyped_storage()._cdata] = ticket, kept
+            self._works[storage_id(out)] = ticket, kept
         return out
 
     def _see(self, out: Any) -> None:
@@ -190,6 +213,7 @@ class Meter(TorchDispatchMode):
     def _before(self, optimizer: Optimizer, _args: object, _words: object) -> None:
         """Parameters and gradients, while both are there."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
+        self.trained = sum(p.numel() for p in held)
         self.parameter_bytes = _bytes(held)
         self.gradient_bytes = _bytes([p.grad for p in held if p.grad is not None])
 
@@ -211,24 +235,7 @@ def _handles(space: str, out: Any) -> Iterator[tuple[int, Any]]:
             work = dist.Work.unbox(part)
             yield id(work), work
         elif space != "c10d" and isinstance(part, Tensor):
-            yield part.untyped_storage()._cdata, part
-
-
-@contextmanager
-def _waits_told(waited: Callable[[int], None]) -> Iterator[None]:
-    """Tell of every wait for a work of the fake group."""
-    kind: Any = torch._C._distributed_c10d.FakeWork
-    original = kind.wait
-
-    def wait(work: Any, *args: Any, **words: Any) -> Any:
-        waited(id(work))
-        return original(work, *args, **words)
-
-    kind.wait = wait
-    try:
-        yield
-    finally:
-        kind.wait = original
+            yield storage_id(part), part
 
 
 def _attention_flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
@@ -239,14 +246,12 @@ def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: 
     return int(flop_counter.sdpa_backward_flop_count(grad, q, k, v))
 
 
-_FUSED: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FUSED_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_counter.flop_registry,
-    _FUSED: flop_counter.shape_wrapper(_attention_flops),
-    _FUSED_BACKWARD: flop_counter.shape_wrapper(_attention_backward_flops),
+    FUSED: flop_counter.shape_wrapper(_attention_flops),
+    FUSED_BACKWARD: flop_counter.shape_wrapper(_attention_backward_flops),
 }
 _OF_ONE_TENSOR = ("wait_tensor", "_wrap_tensor_autograd")
 """Functional operators that send nothing."""
-_EXPLICIT = DispatchKeySet(DispatchKey.CompositeExplicitAutograd)
+_EXPLICIT = explicit_keys()
 """Where the implementation of functional collectives lies that issues the call."""

@@ -107,17 +107,23 @@ class Attribution:
 
     def feed(self, moment: Moment) -> None:
         """Take the next moment of the rank."""
-        _FEED[type(moment)](self, self._lanes.setdefault(moment.lane, _Lane()), moment)
+        _FEED[type(moment)](self, self._lane(moment.lane), moment)
 
     def current(self, lane: int) -> Site:
         """What is going on in a lane; the phase is "" between a backward or a step and what follows it."""
-        frame = self._above(self._lanes.setdefault(lane, _Lane()), OUTSIDE)
+        frame = self._above(self._lane(lane), OUTSIDE)
         if frame is not None and frame.site.phase:
             return frame.site
         return self._here({"forward": "loss", "inside": "backward"}.get(self._since, ""))
 
-    def _here(self, phase: str) -> Site:
-        return Site(self.step, self.microbatch, phase, "")
+    def _lane(self, number: int) -> _Lane:
+        lane = self._lanes.get(number)
+        if lane is None:
+            lane = self._lanes[number] = _Lane()
+        return lane
+
+    def _here(self, phase: str, region: str = "") -> Site:
+        return Site(self.step, self.microbatch, phase, region)
 
     def _above(self, lane: _Lane, task: int) -> _Frame | None:
         """The innermost frame; another thread of the rank works for whatever the first thread is doing."""
@@ -148,9 +154,10 @@ class Attribution:
             if counts:
                 self._forward(moment)
             # A module without parameters has no phase of its own: its calls are settled like those around it.
-            site = self._here("forward" if counts else "")._replace(region=self.paths.module(moment.module, ""))
+            site = self._here("forward" if counts else "", self.paths.module(moment.module, ""))
         else:
-            site = above.site._replace(region=self.paths.module(moment.module, above.site.region))
+            step, microbatch, phase, region = above.site
+            site = Site(step, microbatch, phase, self.paths.module(moment.module, region))
         lane.frames.append(_Frame(site, moment.task, counts))
         lane.mark(moment.number, site)
 
@@ -210,7 +217,8 @@ class Attribution:
             site = site._replace(phase="loss")
         if not site.phase or (said_phase == "data" and site.phase == "loss"):
             self._pending.append((moment.ticket, site._replace(phase=said_phase or ""), self._since))
-        site = site._replace(phase=said_phase or site.phase)
+        if said_phase:
+            site = site._replace(phase=said_phase)
         self.sites[moment.ticket] = site if said_region is None else site._replace(region=said_region)
 
     def _in_backward(self, lane: _Lane, moment: Issued) -> Site:

@@ -1,7 +1,13 @@
-"""Where in the user's code a call came from: the innermost frame outside torch, the harness and the library.
+"""Where in the user's code a call came from: outside torch, the harness and the library, which is Python's own.
 
-The library is Python's own. Called for every collective, so a look costs about a microsecond: whether a file is the
-user's is remembered by its name.
+`caller_at` is the innermost line. `issued_at`, for collectives, passes over functions that only communicate for others:
+the innermost file, when its function was handed a tensor by another file (`all_reduce(x, group)`), and then files whose
+autograd Function runs in forward and is short (Megatron's `mappings.py`). It looks no further than the forward of
+the module that runs, a Function's backward, a hook, or the program's start: a file that communicates for itself is its
+own caller.
+
+Called for every collective, so a look costs about a microsecond or two: what a file is, and whether a function is
+handed tensors, is remembered.
 Installed packages that use torch (Megatron-Core, transformers) are user code: their line is what a reader needs.
 """
 
@@ -17,8 +23,12 @@ from typing import NamedTuple
 
 import torch
 import typing_extensions
+from torch.autograd import function, graph
+from torch.nn.modules import module
 
-__all__ = ["Caller", "caller", "caller_at", "caller_of", "is_user", "raised_at", "shortened"]
+from harness.torch_internals.autograd import BACKWARD
+
+__all__ = ["Caller", "caller", "caller_at", "caller_of", "is_user", "issued_at", "raised_at", "shortened"]
 
 _LIBRARY = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
@@ -27,6 +37,13 @@ _OURS = (
     os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
     typing_extensions.__file__,  # wraps the names that torch deprecates
 )
+
+_HARNESS = _OURS[1]
+_COMPUTES = 600
+"""A Function whose forward has more bytes of code than this computes something (a loss), and is no helper: the largest
+of those that only communicate have 500."""
+_STARTS = {module.__file__, graph.__file__}  # call modules, and hooks of backward
+_HANDED: dict[tuple[str, int], bool] = {}  # (file, first line) of a function -> whether it was handed a tensor
 
 
 class Caller(NamedTuple):
@@ -52,6 +69,43 @@ def caller_at(frame: FrameType | None) -> Caller | None:
             return Caller(code, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def issued_at(frame: FrameType | None) -> Caller | None:
+    """The user line that a collective issued at or below `frame` is for, past helpers; None when there is none."""
+    found: Caller | None = None
+    entry: FrameType | None = None  # the outermost frame so far of the file of `found`
+    helps = True  # that file may communicate for others: it is the innermost one, or its autograd Function runs
+    while frame is not None:
+        code = frame.f_code
+        name = code.co_filename
+        if is_user(name):
+            if found is None or name != found.code.co_filename:
+                if entry is not None and not (helps and _is_handed_tensors(entry)):
+                    return found
+                helps = found is None
+                found = Caller(code, frame.f_lineno)
+            entry = frame
+        elif found is not None:
+            if name in _STARTS or code is BACKWARD or name.startswith(_HARNESS):
+                return found
+            if name == function.__file__ and entry is not None:  # `entry` is a Function's forward
+                if len(entry.f_code.co_code) > _COMPUTES:
+                    return found
+                helps = True
+        frame = frame.f_back
+    return found
+
+
+def _is_handed_tensors(frame: FrameType) -> bool:
+    """Whether a function had a tensor among its arguments when it was first seen."""
+    code = frame.f_code
+    key = code.co_filename, code.co_firstlineno
+    known = _HANDED.get(key)
+    if known is None:
+        taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        known = _HANDED[key] = any(isinstance(frame.f_locals.get(name), torch.Tensor) for name in taken)
+    return known
 
 
 def caller() -> str:

@@ -125,8 +125,7 @@ Moment = Entered | Left | Arrived | Ended | Stepping | Stepped | Issued
 
 def read(plain: tuple[Any, ...]) -> Moment:
     """The moment that was recorded as a plain tuple, its kind first."""
-    kind, *fields = plain
-    moment: Moment = kind(*fields)
+    moment: Moment = plain[0]._make(plain[1:])
     return moment
 
 

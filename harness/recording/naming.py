@@ -72,8 +72,8 @@ def _unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`model.named_modules()` with the wrappers' own names left out of the paths."""
     leading = 0
     inner = model
-    while list(inner._modules) in (["module"], ["_orig_mod"]):
-        inner = getattr(inner, next(iter(inner._modules)))
+    while [name for name, _ in inner.named_children()] in (["module"], ["_orig_mod"]):
+        inner = next(inner.children())
         leading += 1
     for path, module in model.named_modules():
         parts = path.split(".")[leading:] if path else []

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from harness.torch_internals.memory import storage_id
+
 __all__ = ["SavedActivations"]
 
 
@@ -38,9 +40,8 @@ class _Account:
         self.peak_bytes = 0
 
     def hold(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        key: int = storage._cdata  # and no address: every tensor of the meta device has the address 0
-        entry = self._holders.setdefault(key, [0, storage.nbytes()])
+        key = storage_id(tensor)
+        entry = self._holders.setdefault(key, [0, tensor.untyped_storage().nbytes()])
         if entry[0] == 0:
             self._bytes += entry[1]
             self.peak_bytes = max(self.peak_bytes, self._bytes)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.recording.enclosing import around, defined_in, quiet_since, steps_around
+from harness.recording.enclosing import around, quiet_since, steps_around
 from harness.recording.moments import (
     LEAF,
     OUTSIDE,
@@ -39,15 +40,23 @@ from harness.recording.moments import (
     Stepping,
     overridden,
 )
+from harness.torch_internals.autograd import (
+    called_by,
+    current_node,
+    current_task,
+    defined_in,
+    next_number,
+    not_compiled,
+    number_of,
+    when_backward_ends,
+)
 
 __all__ = ["Lane", "Watch"]
 
 Emit = Callable[[tuple[Any, ...]], object]
 OnOutput = Callable[["Lane", nn.Module, Any], object]
 
-_task: Callable[[], int] = torch._C._current_graph_task_id
-_node: Callable[[], Any] = torch._C._current_autograd_node
-_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_task, _node, _number = current_task, current_node, next_number
 _grad = torch.is_grad_enabled
 _compiling = torch.compiler.is_compiling
 _now_s = time.perf_counter
@@ -75,7 +84,7 @@ class Lane:
         if task != OUTSIDE:
             running = _node()
             if running is not None:
-                node = running._sequence_nr()
+                node = number_of(running)
                 if node == LEAF:
                     parameter = running.variable
         elif self.depth and self.bare is not False and not _grad() and self._outer_is_bare():
@@ -112,16 +121,8 @@ class Watch:
         self._installed = ExitStack()
 
     def __enter__(self) -> Self:
-        original = nn.Module._call_impl
-        watching = _watching(original, self._local, self._adopt, self._arrival)
-
-        def restore() -> None:
-            if nn.Module._call_impl is not watching:
-                raise RuntimeError("nn.Module._call_impl was wrapped by someone else meanwhile: leave in reverse order")
-            nn.Module._call_impl = original  # type: ignore[method-assign]
-
-        nn.Module._call_impl = watching  # type: ignore[method-assign]
-        self._installed.callback(restore)
+        watching = partial(_watching, self._local, self._adopt, self._arrival)
+        self._installed.enter_context(called_by(watching))
         for hook in (
             register_optimizer_step_pre_hook(self._stepping),
             register_optimizer_step_post_hook(self._stepped),
@@ -179,7 +180,7 @@ class Watch:
             task = _task()
             lane.emit((Arrived, lane.number, task, number, lane_number))
             if self._ends:
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._ended(task))
+                when_backward_ends(lambda: self._ended(task))
 
         return arrived
 
@@ -200,10 +201,10 @@ class Watch:
 
 
 def _watching(
-    original: Callable[..., Any],
     local: threading.local,
     adopt: Callable[[], Lane | None],
     arrival: Callable[[Lane, int], Callable[[object], None]],
+    original: Callable[..., Any],
 ) -> Callable[..., Any]:
     """A module's call that tells when the module is entered and left. Every microsecond in it counts."""
 
@@ -239,7 +240,7 @@ def _watching(
                 lane.on_output(lane, module, output)
             if not depth and task == OUTSIDE:
                 for node in _nodes(output):
-                    node.register_prehook(arrival(lane, node._sequence_nr()))
+                    node.register_prehook(arrival(lane, number_of(node)))
             return output
         finally:
             lane.depth = depth
@@ -249,17 +250,13 @@ def _watching(
 
 
 _WATCHING = defined_in(_watching)
-_dynamo: Any = torch._C._dynamo.eval_frame
-# torch.compile starts at the first frame that is not torch's own: this keeps it from starting at ours.
-_dynamo.set_code_exec_strategy(
-    _WATCHING, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
-)
+not_compiled(_WATCHING)
 
 
 def _running() -> int:
     """Number of the autograd node that runs in this thread."""
     node = _node()
-    return OUTSIDE if node is None else int(node._sequence_nr())
+    return OUTSIDE if node is None else number_of(node)
 
 
 def _nodes(output: object, levels: int = 3) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import multiprocessing
-from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch.distributed import FileStore, PrefixStore
 
 from harness.diagnosis import case_text
 from harness.engines.rank_process import run_rank

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.asking import named_axes
 from harness.errors import MachineError
 from harness.interposer import observing
 from harness.ledger import Call, Event
@@ -95,12 +96,12 @@ class _Program:
 
     def __init__(self, subject: Subject, task: RankTask, device: torch.device, rank: int, steps: range | None) -> None:
         self.device = device
-        self._subject, self._task, self._rank, self._steps = subject, task, rank, steps
+        self.subject, self._task, self._rank, self._steps = subject, task, rank, steps
         self._ends: tuple[int, ...] = ()
 
     def run(self) -> Mapping[str, Any]:
         """One run."""
-        return self._subject(self._task.case, self.device)
+        return self.subject(self._task.case, self.device)
 
     def learn(self) -> None:
         """See in one run more where steps end, if that matters."""
@@ -182,7 +183,7 @@ def _watched(rank: int, measurement: Measurement, program: _Program) -> tuple[tu
     with ExitStack() as watching:
         recorder = watching.enter_context(
             Recorder(
-                *(task.text, task.case.mode, task.case.world_size, task.case.axes),
+                *(task.text, task.case.mode, task.case.world_size, named_axes(task.case, program.subject)),
                 ranges=ranges,
                 stopwatch=stopwatch(program.device),
             )

@@ -6,16 +6,15 @@ UNKNOWN, phase or region "", step -1. Times are microseconds on the witness's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.ledger import Event
 
-__all__ = ["UNKNOWN", "Sighting", "group_of", "group_text", "in_words", "of_ledger"]
+__all__ = ["UNKNOWN", "Sighting", "group_text", "in_words", "of_ledger"]
 
 UNKNOWN = -1
 """Bytes that a witness does not know."""
-Axes = Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,7 @@ class Sighting:
     duration_us: float = 0.0
 
 
-def of_ledger(events: Iterable[Event], axes: Axes, *, steps: range | None = None) -> list[Sighting]:
+def of_ledger(events: Iterable[Event], *, steps: range | None = None) -> list[Sighting]:
     """The recorder's own sightings, by rank and order of issue; of these steps only when they are given."""
     counts: dict[int, int] = {}
     seen = []
@@ -48,7 +47,7 @@ def of_ledger(events: Iterable[Event], axes: Axes, *, steps: range | None = None
                 rank=event.rank,
                 index=index,
                 op=event.op,
-                groups=(group_of(event, axes),),
+                groups=(tuple(sorted(event.group)),),
                 payload_bytes=event.payload_bytes,
                 phase=event.phase,
                 region=event.region,
@@ -58,16 +57,6 @@ def of_ledger(events: Iterable[Event], axes: Axes, *, steps: range | None = None
             )
         )
     return seen
-
-
-def group_of(event: Event, axes: Axes) -> tuple[int, ...]:
-    """The global ranks of an event's group, sorted: from the mesh when its axis has a name, else from the rank list."""
-    for ranks in axes.get(event.axis, ()):
-        if event.rank in ranks:
-            return tuple(sorted(ranks))
-    if event.axis == "world":
-        return tuple(range(event.world_size))
-    return tuple(sorted(int(rank) for rank in event.axis.split(",")))
 
 
 def in_words(seen: Sighting) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.profiler import ProfilerActivity, profile
 
+from harness.torch_internals.tracing import default_store, distributed_header, flight_record
 from harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
 
 __all__ = ["Tracing", "captured"]
@@ -39,7 +39,7 @@ def captured(device: torch.device) -> Iterator[None]:
 
 def _together(what: str) -> None:
     """Wait until every rank is here, by the store: a barrier would be a call that witnesses see."""
-    store, ranks = c10d._get_default_store(), range(dist.get_world_size())
+    store, ranks = default_store(), range(dist.get_world_size())
     store.set(f"{what}/{dist.get_rank()}", "")
     store.wait([f"{what}/{rank}" for rank in ranks])
 
@@ -58,14 +58,13 @@ class Tracing:
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        before = max((entry["record_id"] for entry in _flight()), default=-1)
+        before = max((entry["record_id"] for entry in flight_record()), default=-1)
         with profile(activities=activities, record_shapes=True, with_stack=True) as traced:
             yield
             # Once more at the end: the header of the beginning lacks the groups that the body made.
-            header: Mapping[str, Any] = getattr(traced, "_get_distributed_info", dict)()
-            if header:
+            if header := distributed_header(traced):
                 traced.add_metadata_json("distributedInfo", json.dumps(header))
-        self._entries = [entry for entry in _flight() if entry["record_id"] > before]
+        self._entries = [entry for entry in flight_record() if entry["record_id"] > before]
         self._profile = traced
 
     def write(self, folder: Path) -> None:
@@ -74,12 +73,3 @@ class Tracing:
             self._profile.export_chrome_trace(str(folder / f"rank{self._rank}{TRACE_SUFFIX}"))
             text = json.dumps({"entries": self._entries})
             (folder / f"rank{self._rank}{FLIGHT_SUFFIX}").write_text(text, encoding="utf-8")
-
-
-def _flight() -> list[Mapping[str, Any]]:
-    """Torch's own log of calls, oldest first; empty where this torch keeps none."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return []
-    entries: list[Mapping[str, Any]] = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
-    return sorted(entries, key=lambda entry: int(entry["record_id"]))

@@ -54,6 +54,7 @@ _OPERATORS = {
     "alltoall_base_": _Operator("all_to_all", 1, "all_to_all"),
     "reduce_": _Operator("reduce", 0, "reduce"),
     "gather_": _Operator("gather", 1, "gather"),
+    "gather_into_tensor_": _Operator("gather", 1, "gather"),
     "scatter_": _Operator("scatter", 0, "scatter"),
     "send": _Operator("send"),
     "recv_": _Operator("recv"),

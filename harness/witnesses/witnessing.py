@@ -17,7 +17,7 @@ from typing import Any
 from harness.diagnosis import Diagnosis, case_text
 from harness.errors import MachineError
 from harness.evidence import FAIL, UNKNOWN, Finding, Verdict
-from harness.ledger import Event
+from harness.ledger import Event, unmapped
 from harness.protocols import CaseLike, TermLike
 from harness.witnesses.agreement import NOT_ASKED, Agreement, agreement, finding
 from harness.witnesses.chosen import steps_text, terms_of
@@ -87,13 +87,16 @@ class Witnesses:
         if not recorded:
             return _told(Finding(verdict=UNKNOWN, message=_nothing(held, self.notes)), text, {})
         recorded = self._chosen(recorded)
+        if names := unmapped(recorded):
+            why = f"operator {names} of torch is not known to this release of shardproof, nor are its rows in a trace"
+            return _told(Finding(verdict=UNKNOWN, message=why), text, {})
         base = self._chosen(events) or recorded
-        others: dict[str, Sequence[Sighting]] = {"recorder": of_ledger(recorded, case.axes)} if events else {}
+        others: dict[str, Sequence[Sighting]] = {"recorder": of_ledger(recorded)} if events else {}
         others |= {tool: session.seen for tool, session in good.items()}
         untold = ""
         if terms is not None and self.steps is not None:
             terms, untold = terms_of(self.steps, case, terms, expected)
-        agreed = agreement(of_ledger(base, case.axes), others, base, terms)
+        agreed = agreement(of_ledger(base), others, base, terms)
         steps = "" if self.steps is None else steps_text(self.steps)
         tables = {
             "witnesses.csv": _side_by_side(text, agreed),
@@ -214,7 +217,7 @@ def _collectives(text: str, good: Mapping[str, Session], recorded: Sequence[Even
     session = good.get("torch")
     if session is None:
         return []
-    mine = {(s.rank, s.index): s for s in of_ledger(recorded, case.axes)}
+    mine = {(s.rank, s.index): s for s in of_ledger(recorded)}
     rows: Rows = []
     first_us = min((seen.start_us for seen in session.seen), default=0.0)
     for one in timed(session.folder, session.seen):

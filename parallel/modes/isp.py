@@ -69,7 +69,7 @@ def _expected(case: Case) -> Iterator[Term]:
     yield from _weight(case, "embedding", table * (case.padded_vocab if case.embedding == "vocab" else case.vocab))
     yield from _block_weights(case)
     yield from _exchanges(case)
-    yield from _weight(case, "head", table * case.padded_vocab)
+    yield from _weight(case, "head", table * case.padded_vocab, hidden=case.overlap)
     yield from _logits(case)
     yield from gradient_terms(
         case,
@@ -82,21 +82,25 @@ def _expected(case: Case) -> Iterator[Term]:
     )
 
 
-def _weight(case: Case, region: str, payload_bytes: int) -> Iterator[Term]:
-    """A table that its module gathers itself, forward and backward."""
+def _weight(case: Case, region: str, payload_bytes: int, *, hidden: bool = False) -> Iterator[Term]:
+    """A table that its module gathers itself, forward and backward; `hidden` are the calls of backward."""
     yield from per_micro(case, "forward", region, "all_gather", payload_bytes, axis="wp")
     for op in ("all_gather", "reduce_scatter"):
-        yield from per_micro(case, "backward", region, op, payload_bytes, axis="wp")
+        yield from per_micro(case, "backward", region, op, payload_bytes, axis="wp", hidden=hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One gather of block weights: what travels, and the linears that start it forward and backward."""
+    """One gather of block weights: what travels, and the linears that start it forward and backward.
+
+    `ahead`: whether a product lies between issue and use, forward and backward.
+    """
 
     payload_bytes: int
     owner: str
     forward: str
     backward: str
+    ahead: tuple[bool, bool]
 
 
 def _block_weights(case: Case) -> Iterator[Term]:
@@ -104,9 +108,11 @@ def _block_weights(case: Case) -> Iterator[Term]:
     shared = case.overlap or case.fuse_weights
     for call in _calls(case):
         size = call.payload_bytes
-        yield from per_micro(case, "forward", call.forward, "all_gather", size, axis="wp")
-        yield from per_micro(case, "backward", call.backward, "all_gather", size, axis="wp")
-        yield from per_micro(case, "backward", call.owner, "reduce_scatter", size, axis="wp")
+        ahead = dict(zip(("forward", "backward"), call.ahead, strict=True))
+        for phase, linear in (("forward", call.forward), ("backward", call.backward)):
+            yield from per_micro(case, phase, linear, "all_gather", size, axis="wp", hidden=ahead[phase])
+        hidden = case.overlap and not case.fuse_weights
+        yield from per_micro(case, "backward", call.owner, "reduce_scatter", size, axis="wp", hidden=hidden)
         if case.recompute == "full" and not shared:
             yield from per_micro(case, "recompute", call.owner, "all_gather", size, axis="wp")
 
@@ -116,21 +122,29 @@ def _calls(case: Case) -> Iterator[_Call]:
     blocks = [_linears(case, layer) for layer in range(case.layers)]
     order = list(itertools.chain(*blocks))
     following = dict(zip(order, [*order[1:], order[-1]], strict=True))
-    by_block = case.fuse_weights or (case.overlap and case.recompute == "full")
+    recomputed, last = case.recompute == "full", case.layers - 1
+    by_block = case.fuse_weights or (case.overlap and recomputed)
     for layer, linears in enumerate(blocks):
         later = blocks[min(layer + 1, case.layers - 1)] if case.overlap else linears
         before = f"layers.{layer - 1}.attention.wo" if layer else linears[0]
         if case.fuse_weights:
             size = sum(itertools.chain(*(_bytes(case, full, linear) for linear in linears)))
             forward = before if case.overlap else linears[0]
-            yield _Call(payload_bytes=size, owner=linears[0], forward=forward, backward=later[-1])
+            ahead = case.overlap and layer > 0, case.overlap and (not recomputed or layer < last)
+            yield _Call(payload_bytes=size, owner=linears[0], forward=forward, backward=later[-1], ahead=ahead)
             continue
         for linear in linears:
             one_by_one = following[linear] if case.overlap else linear
             backward = later[-1] if by_block else one_by_one
             forward = before if case.overlap else linear
+            # The first linear of a block that started all of its gathers waits before anything is computed.
+            waits = linear == linears[0]
+            ahead = (
+                case.overlap and (layer > 0 or not waits),
+                case.overlap and (not by_block or layer < last or not waits),
+            )
             for size in _bytes(case, full, linear):
-                yield _Call(payload_bytes=size, owner=linear, forward=forward, backward=backward)
+                yield _Call(payload_bytes=size, owner=linear, forward=forward, backward=backward, ahead=ahead)
 
 
 def _linears(case: Case, layer: int) -> list[str]:

@@ -56,7 +56,7 @@ def _expected(case: Case) -> Iterator[Term]:
             yield from activation_terms(case, "recompute", linear, "all_reduce")
     yield from logits_terms(case)
     for linear in [*column_linears(case), "head"]:
-        yield from activation_terms(case, "backward", linear, "all_reduce")
+        yield from activation_terms(case, "backward", linear, "all_reduce", hidden=case.overlap)
     yield from gradient_terms(case, tensor.placements(case), _partial, coalesced=False)
 
 

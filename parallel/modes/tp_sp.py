@@ -58,7 +58,7 @@ def _expected(case: Case) -> Iterator[Term]:
     yield from activation_terms(case, "forward", "head", "all_gather")
     yield from logits_terms(case)
     for linear in [*column_linears(case), "head"]:
-        yield from activation_terms(case, "backward", linear, "all_gather", "reduce_scatter")
+        yield from activation_terms(case, "backward", linear, "all_gather", "reduce_scatter", hidden=case.overlap)
     for linear in row_linears(case):
         yield from activation_terms(case, "backward", linear, "all_gather")
     yield from gradient_terms(case, tensor.placements(case), _partial)

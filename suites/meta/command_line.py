@@ -43,6 +43,7 @@ class CommandLine:
 def command_line(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
     """A command line that stands in this folder."""
     monkeypatch.setitem(harness_run.ENGINES, "inproc", f"{TOY}LoopEngine")
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process, which would have the real engine
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     monkeypatch.chdir(folder)
     return CommandLine(capsys)

@@ -76,6 +76,19 @@ def groups_cross(rank: int) -> None:
         dist.all_reduce(ones(1), group=group)
 
 
+def unnamed_groups_cross(rank: int) -> None:
+    """The groups 2 and 3 of the world are of the same ranks, and nothing but their number distinguishes them."""
+    _first, one, other = dist.new_group([0]), dist.new_group([0, 1]), dist.new_group([0, 1])
+    for group in (one, other) if rank == 0 else (other, one):
+        dist.all_reduce(ones(1), group=group)
+
+
+def alike_groups_cross(rank: int) -> None:
+    one, other = dist.new_group([0, 1], group_desc="tp"), dist.new_group([0, 1], group_desc="tp")
+    for group in (one, other) if rank == 0 else (other, one):
+        dist.all_reduce(ones(1), group=group)
+
+
 def groups_differ(rank: int) -> None:
     dist.new_group([0, 1] if rank == 0 else [0, 2])
 

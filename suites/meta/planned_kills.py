@@ -38,7 +38,13 @@ class _Plan:
 
 
 def kill(
-    name: str, *killed_by: str, mode: str = "tp", equivalent: str = "", seconds: float = 0.5, right: str = ""
+    name: str,
+    *killed_by: str,
+    mode: str = "tp",
+    equivalent: str = "",
+    seconds: float = 0.5,
+    right: str = "",
+    held_back: bool = False,
 ) -> Kill:
     """A row with the fields that a test speaks of."""
     return Kill(
@@ -53,11 +59,16 @@ def kill(
         seconds=seconds,
         region_right=right,
         cause_right=right,
+        held_back=held_back,
+        cause_told={"yes": "right", "no": "misleading"}.get(right, ""),
     )
 
 
-def planned(subject: str, *, quick: bool) -> list[_Plan]:
-    """Four rows, the last one a survivor unless it must be quick."""
+def planned(subject: str, *, quick: bool, only: str = "", timeout_s: float = 60.0) -> list[_Plan]:
+    """Four rows, the last one a survivor unless it must be quick; of held-back mutants two others."""
+    if only == "held-back":
+        rows = [kill("secret", "replicas", right="no", held_back=True), kill("d", "merge", right="yes", held_back=True)]
+        return [_Plan(row=row) for row in rows]
     rows = [
         kill("a", "replicas", "ledger", right="yes"),
         kill("a", "replicas", mode="msp", seconds=1.5, right="no"),

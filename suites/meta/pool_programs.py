@@ -74,6 +74,8 @@ def _end(ending: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if ending == "abort":
         os.abort()
+    if ending == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
     if ending == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     while ending == "loop":
@@ -143,9 +145,9 @@ def _refuse(gradient: torch.Tensor) -> None:
 
 
 def family(engine: PoolEngine) -> list[int]:
-    """The pids of the fork server and of the ranks of an engine that has run."""
+    """The pids of the fork servers and of the ranks of an engine that has run on two ranks."""
     pids: list[int] = engine.run(_pid, world_size=2)
-    return [os_parent(pids[0]), *pids]
+    return [*map(os_parent, pids), *pids]
 
 
 def _pid(rank: int) -> int:

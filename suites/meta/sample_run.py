@@ -6,7 +6,6 @@ Two ranks; `mode=tp tp=2` and `mode=tp-sp tp=2` at sizes that can be added up by
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -74,7 +73,13 @@ def _event(case: str, rank: int, index: int, phase: str, region: str, op: str) -
         start_us=100.0 * index + 0.1,
         duration_us=12.345678901234567,
         caller="parallel/linear.py:10",
+        group=(0, 1),
     )
+
+
+def row(event: Event) -> tuple[Any, ...]:
+    """One event as a row of ledger.csv."""
+    return tuple(getattr(event, column) for column in COLUMNS)
 
 
 def verdict(case: str, check: str, word: str = "pass", error: float | None = 2e-16, allowed: float = 1e-9) -> Any:
@@ -98,19 +103,33 @@ def write(folder: Path, *, failing: bool = False, expected: bool = True) -> Path
         {"case": c, "mode": c.split()[0][5:], "world_size": 2, "tokens": 64, "micro": 1, "steps": 1} for c in CALLS
     ]
     (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
-    table(folder / "ledger.csv", COLUMNS, (dataclasses.astuple(e) for case in CALLS for e in events(case, CALLS[case])))
+    table(folder / "ledger.csv", COLUMNS, (row(e) for case in CALLS for e in events(case, CALLS[case])))
     summary_columns = (*SUMMARY, "expected_calls", "expected_payload_bytes")
     table(folder / "summary.csv", summary_columns, (row for case in CALLS for row in _summary(case, expected)))
     verdicts = [verdict(case, check) for case in CALLS for check in ("forward", "gradients")]
     verdicts += [verdict(case, "replicas", error=0.0, allowed=0.0) for case in CALLS]
     verdicts += [verdict(TP, "update", "fail", error=1.2e-2)] if failing else []
     (folder / "verdicts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in verdicts))
+    if failing:
+        header = ("case", "name", "step", "phase", "region", "error", "allowed", "first")
+        table(folder / "errors.csv", header, ((TP, *row) for row in ERRORS))
     table(folder / "timings.csv", ("case", "seconds"), ((case, 0.25) for case in CALLS))
     held = ((case, rank, (rank + 1) * ACTIVATION_BYTES) for case in CALLS for rank in range(2))
     table(folder / "memory.csv", ("case", "rank", "saved_bytes"), held)
     return folder
 
 
+ERRORS = (
+    ("act/embedding.tokens", 0, "forward", "embedding.tokens", 1e-16, 1e-9, ""),
+    ("act/layers.0.mlp.w1", 0, "forward", "layers.0.mlp.w1", 2e-16, 1e-9, ""),
+    ("logits/0", 0, "forward", "", 3e-16, 1e-9, ""),
+    ("grad/layers.0.mlp.w1.weight", 0, "backward", "layers.0.mlp.w1", 1.2e-2, 1e-9, ""),
+    ("act_grad/layers.0.mlp", 0, "backward", "layers.0.mlp", 3.2e-9, 1e-9, ""),
+    ("logits/1", 1, "forward", "", float("inf"), 1e-9, ""),
+    ("param/layers.0.mlp.w1.weight", 1, "step", "layers.0.mlp.w1", 5e-5, 1e-9, ""),
+    ("", 0, "backward", "layers.0.mlp", 0.0, 0.0, "yes"),
+)
+"""All tensors of the failing case with their errors; the last row is the first place."""
 SUMMARY = ("case", "mode", "phase", "op", "axis", "group_size", "calls", "payload_bytes", "wire_bytes")
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils import _pytree
 
 from harness.engines.inproc import InprocEngine
-from harness.recording.callers import caller, caller_at, caller_of, raised_at
+from harness.recording import callers
+from harness.recording.callers import caller, caller_at, caller_of, issued_at, raised_at
 
 
 def line_of(function: Callable[..., Any], offset: int) -> str:
@@ -79,3 +82,101 @@ def test_a_file_elsewhere_is_told_in_full(tmp_path: Path) -> None:
     names: dict[str, Any] = {"getframe": sys._getframe}
     exec(compile("frame = getframe()", str(tmp_path / "user.py"), "exec"), names)
     assert caller_of(names["frame"]) == f"{tmp_path / 'user.py'}:1 in <module>"
+
+
+LAYERS = "layers.py"
+_COMM = """
+import torch
+from probe import issued
+
+def reduce(x, group):
+    return issued(), x
+
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seen):
+        seen.append(reduce(x, None)[0])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx_seen.append(reduce(grad, None)[0])
+        return grad, None
+
+ctx_seen = []
+
+def sync(model):
+    return reduce(model.weight, None)[0]
+"""
+_LAYERS = """
+import comm
+import torch
+
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return self.inner(x)
+
+    def inner(self, x):
+        seen = []
+        y = comm.Reduce.apply(x, seen)
+        return y, seen + [comm.reduce(x, None)[0]]
+
+class Own(torch.nn.Module):
+    def forward(self, x):
+        return own(x)
+
+def own(x):
+    from probe import issued
+    return issued()
+"""
+
+
+def test_a_collective_is_issued_by_whom_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helpers that are handed a tensor by another file are passed over, in forward and outside of modules; a file that
+    communicates for its own modules, a function that picks its tensors itself, and a Function's backward are not.
+    """
+    for name, text in (("comm", _COMM), ("layers", _LAYERS), ("probe", "")):
+        (tmp_path / f"{name}.py").write_text(text.strip(), encoding="ascii")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def issued() -> str:
+        found = issued_at(sys._getframe(1))
+        assert found is not None
+        return f"{Path(found.code.co_filename).name} {found.code.co_name}"
+
+    probe = importlib.import_module("probe")
+    probe.issued = issued  # type: ignore[attr-defined]
+    comm, layers = importlib.import_module("comm"), importlib.import_module("layers")
+    try:
+        x = torch.ones(2, requires_grad=True)
+        y, seen = layers.Layer()(x)
+        assert seen == ["layers.py inner", "layers.py inner"]
+        y.sum().backward()
+        assert comm.ctx_seen == ["comm.py reduce"]
+        assert layers.Own()(x) == "layers.py own"
+        assert comm.reduce(x, None)[0] == f"{Path(__file__).name} {sys._getframe().f_code.co_name}"
+        assert comm.sync(torch.nn.Linear(1, 1)) == "comm.py reduce"
+    finally:
+        for name in ("comm", "layers", "probe"):
+            sys.modules.pop(name, None)
+
+
+def test_what_megatron_maps_is_issued_by_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their mappings are Functions in a file of their own that the files of layers call."""
+    pytest.importorskip("megatron.core")
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    seen: list[str] = []
+
+    class Group:
+        def size(self) -> int:
+            return 2
+
+    def spy(*_: object, **__: object) -> None:
+        seen.append(str(issued_at(sys._getframe(1))))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", spy)
+    monkeypatch.setattr(callers, "is_user", lambda name: name in (mappings.__file__, LAYERS))
+    names: dict[str, Any] = {"reduce": mappings._ReduceFromModelParallelRegion.apply}
+    exec(compile("def layer(x, group):\n    return reduce(x, group)", LAYERS, "exec"), names)
+    names["layer"](torch.ones(2, requires_grad=True), Group())
+    assert seen == [f"{LAYERS}:2 in layer"]

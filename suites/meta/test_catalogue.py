@@ -15,18 +15,21 @@ from reference.case import Case
 from reference.rules import MODES
 from suites.mutants.catalogue import FAMILIES, MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import drawn, showing, work
+from suites.mutants.held_back import HELD_BACK
 from suites.mutants.mutant import Change, Mutant, holds
+
+_ALL = (*MUTANTS, *VARIANT_ROWS, *HELD_BACK)
 
 
 def test_there_are_sixty_and_all_have_names_of_their_own() -> None:
-    names = Counter(mutant.name for mutant in (*MUTANTS, *VARIANT_ROWS))
+    names = Counter(mutant.name for mutant in _ALL)
     assert len(MUTANTS) >= 60
     assert set(names.values()) == {1}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "held_back"])
 def test_every_text_to_change_occurs_once_and_leaves_a_program(family: str) -> None:
-    for mutant in FAMILIES[family]:
+    for mutant in FAMILIES.get(family, HELD_BACK):
         for module, text in mutant.sources().items():
             compile(text, module, "exec")
 
@@ -37,18 +40,19 @@ def test_every_mode_hosts_mutants_of_every_family() -> None:
 
 
 def test_every_row_says_what_it_stands_for_and_what_must_be_told_of_it() -> None:
-    for mutant in (*MUTANTS, *VARIANT_ROWS):
+    for mutant in _ALL:
         assert mutant.stands_for and mutant.modes and set(mutant.modes) <= set(MODES), mutant.name
         assert bool(mutant.kills) != bool(mutant.equivalent), mutant.name
         assert set(mutant.kills.split("|")) <= {*CHECKS, "run", ""}, mutant.name
         assert set(mutant.phase.split("|")) <= {*PHASES, ""}, mutant.name
         assert set(mutant.cause.split("|")) <= {*CAUSES, ""}, mutant.name
         assert "|" not in mutant.kills or not mutant.alone, mutant.name
+        assert mutant.held_back == (mutant in HELD_BACK), mutant.name
 
 
 def test_the_profile_draws_cases_that_show_every_mutant_in_every_mode() -> None:
-    unseen = [f"{mutant.name} in {mode}" for mutant in MUTANTS for mode in mutant.modes if not showing(mutant, mode)]
-    assert unseen == []
+    known = [(mutant, mode) for mutant in (*MUTANTS, *HELD_BACK) for mode in mutant.modes]
+    assert [f"{mutant.name} in {mode}" for mutant, mode in known if not showing(mutant, mode)] == []
 
 
 def test_draws_are_the_same_in_every_process_and_smallest_first() -> None:

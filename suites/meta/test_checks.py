@@ -13,6 +13,7 @@ from harness.checks import CHECKS, examine
 from harness.engines.engine import Unwaited
 from harness.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
 from harness.outcome import Shard, localize
+from reference.anchors import Facts
 from suites.meta.toy_evidence import case, events, evidence, named, outcome_of, truth
 
 W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"
@@ -26,7 +27,7 @@ def with_wrong(name: str, tensor: Tensor) -> Evidence:
 
 def test_right_evidence_passes_every_check() -> None:
     findings = examine(evidence())
-    assert named(findings, PASS) == set(findings) == set(CHECKS) - {"waits"}  # nothing asynchronous in it
+    assert named(findings, PASS) == set(findings) == set(CHECKS) - {"waits", "overlap"}  # nothing asynchronous in it
     assert all(not finding.unchecked for finding in findings.values())
 
 
@@ -59,10 +60,25 @@ def test_a_wrong_tensor_fails_its_check_and_no_other(name: str, check: str, how:
     assert worst is not None and worst.name == name and not worst.error <= worst.allowed
 
 
+def test_a_count_in_bfloat16_fails_tokens_alone_and_both_counts_are_named() -> None:
+    findings = examine(with_wrong("tokens/1", truth()["tokens/1"].bfloat16().long()))
+    assert named(findings, FAIL) == {"tokens"}
+    assert findings["tokens"].message == "tokens/1 is 264, and the dense model counts 263"
+
+
+def test_data_that_break_a_statement_fail_data_and_the_first_element_is_named() -> None:
+    found, must = torch.arange(12), torch.arange(12).index_fill(0, torch.tensor([7, 9]), -100)
+    facts = Facts(pairs={"labels": (found, must)}, reading="", unchecked=("rows 3-8",))
+    (finding,) = examine(evidence(facts=facts), {"data": CHECKS["data"]}).values()
+    assert (finding.verdict, finding.unchecked) == (FAIL, ("rows 3-8",))
+    assert finding.message.endswith("labels: element 7 is 7, must be -100; 2 of 12 elements differ")
+    assert "data" not in examine(evidence(facts=None)), "a reference that states nothing is not asked"
+
+
 def test_rounding_passes() -> None:
-    noisy = {name: tensor * (1 + 3e-14) for name, tensor in truth().items()}
-    findings = examine(evidence(*(outcome_of(rank, noisy) for rank in range(2))))
-    assert named(findings, PASS) == set(CHECKS) - {"waits"}
+    noisy = {name: tensor * (1 + 3e-14) for name, tensor in truth().items() if tensor.is_floating_point()}
+    findings = examine(evidence(*(outcome_of(rank, truth() | noisy) for rank in range(2))))
+    assert named(findings, PASS) == set(CHECKS) - {"waits", "overlap"}
 
 
 def test_each_check_says_what_it_did_not_see() -> None:
@@ -127,6 +143,7 @@ def test_a_truth_that_is_wrong_fails_the_right_subject() -> None:
     right = tuple(outcome_of(rank, truth()) for rank in range(2))
     findings = examine(evidence(*right, truth=other))
     assert named(findings, FAIL) == {
+        "tokens",
         "forward",
         "activations",
         "activation_gradients",
@@ -237,6 +254,6 @@ def test_captured_activations_are_checked_like_returned_ones() -> None:
     ranks = tuple(outcome_of(rank, returned) for rank in range(2))
     assert not {"activations", "activation_gradients"} & set(examine(evidence(*ranks)))
     findings = examine(evidence(*ranks, captured=captured))
-    assert named(findings, PASS) == set(CHECKS) - {"waits"}
+    assert named(findings, PASS) == set(CHECKS) - {"waits", "overlap"}
     captured[1] = localize({name: truth()[name] * 2 for name in truth() if name.startswith("act/")})
     assert named(examine(evidence(*ranks, captured=captured)), FAIL) == {"merge", "replicas"}

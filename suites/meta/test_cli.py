@@ -49,7 +49,7 @@ def test_a_right_subject_ends_with_zero_one_table_and_a_complete_folder(shardpro
     assert out.count("verdict") == 1, "one table"
     row = next(line for line in out.splitlines() if line.startswith("tp "))
     assert row.split()[1] == "1" and " pass " in row
-    assert "[1/1] pass" in err
+    assert err.startswith("[1/1] pass    mode=tp ranks=1 tp=1 layers=1 "), "tp is the default mode"
     latest = Path("runs/latest")
     names = {path.name for path in latest.iterdir()}
     assert names == {
@@ -150,7 +150,8 @@ def test_ctrl_c_ends_with_130_and_leaves_what_was_finished(shardproof: CommandLi
     status, out, err = shardproof("run", ONE, f"{ONE} seed=1", "--subject", "suites.meta.test_cli:interrupting")
     assert status == 130
     assert "Traceback" not in out + err
-    assert "shardproof show runs/latest" in err
+    assert "shardproof: interrupted" in err
+    assert out.count("\ntp ") == 1 and "  (`shardproof show` prints all tables)" in out, "report.html is not there"
     run = frames.load("runs/latest")
     assert set(run.verdicts["case"]) == {str(Case.parse(ONE))}
     assert run.notes == ("1 of 2 cases have no verdict: the run was stopped before them",)

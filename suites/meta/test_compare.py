@@ -234,8 +234,8 @@ def test_one_run_alone_shows_its_modes_side_by_side(shardproof: CommandLine, tmp
     folder = sample_run.write(tmp_path / "run")
     status, out, _ = shardproof("compare", str(folder))
     assert status == 0
-    rows = [line.split() for line in out.splitlines() if line.strip().startswith("2 ")]
+    rows = [line.split() for line in out.splitlines() if line.startswith(("tp  ", "tp-sp "))]
     # tp: 3 + 1 + 2 activations of 4 kB, all-reduced on two ranks; tp-sp: 2 + 2 + 4, half of it on the wire
-    assert [row[1] for row in rows] == ["tp", "tp-sp"]
-    assert rows[0][2:9] == ["0.012", "0.004", "0.008", "0.023", "0.023", "0.023", "1.50"]
-    assert rows[1][2:9] == ["0.016", "0.000", "0.016", "0.031", "0.031", "0.016", "1.00"]
+    assert [row[:3] for row in rows] == [["tp", "2", "tp=2"], ["tp-sp", "2", "tp=2"]]
+    assert rows[0][3:10] == ["0.012", "0.004", "0.008", "0.023", "0.023", "0.023", "1.50"]
+    assert rows[1][4:11] == ["0.016", "0.000", "0.016", "0.031", "0.031", "0.016", "1.00"]

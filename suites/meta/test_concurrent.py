@@ -111,7 +111,13 @@ PARTING = [
 ]
 
 
-PAIRS = {faulty_programs.both_send_first, faulty_programs.splits_differ, faulty_programs.groups_cross}
+PAIRS = {
+    faulty_programs.both_send_first,
+    faulty_programs.splits_differ,
+    faulty_programs.groups_cross,
+    faulty_programs.unnamed_groups_cross,
+    faulty_programs.alike_groups_cross,
+}
 
 
 @pytest.mark.parametrize("program", PARTING, ids=lambda program: program.__name__)

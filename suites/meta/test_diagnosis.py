@@ -72,7 +72,7 @@ def test_a_diagnosis_is_a_value() -> None:
     assert (found.check, found.name, found.ranks, found.step) == ("parameter_gradients", W1, (), 0)
     assert (found.phase, found.region) == ("backward", "layers.0.mlp.w1")
     assert found.first == First(phase="backward", region="layers.0.mlp.w1", step=0, name=W1)
-    assert [cause.id for cause in found.causes] == ["summed_twice"]
+    assert [cause.id for cause in found.causes] == ["constant_factor"]
 
 
 @pytest.mark.parametrize(

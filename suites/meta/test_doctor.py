@@ -14,6 +14,7 @@ from reports.doctor import Machine
 FULL = Machine(
     python="3.12.1",
     torch="2.12.1+cu130",
+    lacking=(),
     nvtx="0.2.17",
     nvtx_listener=True,
     backends=("gloo", "nccl"),
@@ -36,16 +37,15 @@ def test_a_machine_with_everything_misses_nothing() -> None:
     assert "a tool listens" in table["nvtx"][2]
     assert table["backend gloo"][2].startswith("--engine pool runs ranks as processes")
     assert table["backend nccl"][2] == "--engine pool --device cuda does so with a GPU a rank"
-    assert doctor.judge(FULL).note.startswith("0 of 11")
+    assert doctor.judge(FULL).note.startswith("0 of 12")
 
 
 @pytest.mark.parametrize(
     ("changed", "what", "words"),
     [
         ({"python": "3.10.9"}, "python", "too old: 3.11 or newer"),
-        ({"torch": "2.10.0"}, "torch", "tested with 2.11 to 2.13: anything may differ"),
-        ({"torch": "2.14.0a0+git1"}, "torch", "tested with 2.11 to 2.13: anything may differ"),
-        ({"torch": "3.0.0"}, "torch", "anything may differ"),
+        ({"torch": "2.10.0"}, "torch", "was not tested: shardproof was tested with 2.11 to 2.14"),
+        ({"lacking": ("threads used again: every rank gets a new thread",)}, "torch internals", "gets a new thread"),
         ({"backends": ("nccl",)}, "backend gloo", "the in-process engine does not need them"),
         ({"backends": ("gloo",)}, "backend nccl", "no process groups over nccl"),
         ({"gpus": ()}, "GPU", "--device cuda is refused"),
@@ -60,6 +60,13 @@ def test_what_is_missing_is_told_with_what_follows(changed: dict[str, object], w
     table = rows(dataclasses.replace(FULL, **changed))  # type: ignore[arg-type]
     assert [name for name, (_, usable, _) in table.items() if usable == "no"] == [what]
     assert words in table[what][2]
+
+
+@pytest.mark.parametrize("version", ["2.15.0a0+git1", "3.0.0"])
+def test_a_torch_that_was_not_tested_is_a_note(version: str) -> None:
+    found, usable, follows = rows(dataclasses.replace(FULL, torch=version))["torch"]
+    assert (found, usable) == (version, "yes")
+    assert "was not tested" in follows and "anything may differ" in follows
 
 
 def test_an_nvtx_that_nobody_listens_to_is_usable_and_says_so() -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import RequestError
+from harness.causes import Cause
+from harness.diagnosis import ended
+from harness.errors import MachineError, RequestError
 from harness.kill_matrix import COLUMNS, figures, killed_alone
 from reports import faults
 from reports.cli import main
@@ -18,8 +20,16 @@ from suites import killing
 from suites.meta import planned_kills
 from suites.meta.planned_kills import INTERRUPTED, kill
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
+from suites.mutants.held_back import HELD_BACK
+from suites.mutants.rows import cause_told
 
-CONTRACT = "name kind stands_for mode phase region killed_by killed equivalent seconds region_right cause_right"
+CONTRACT = (
+    "name kind stands_for mode phase region killed_by killed equivalent seconds region_right cause_right "
+    "held_back cause_told"
+)
+
+
+A_ROW = "a,mutant,B-01,tp,backward,head,replicas ledger"
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +54,7 @@ def test_a_survivor_ends_with_one_and_is_named(tmp_path: Path, capsys: pytest.Ca
     assert re.search(r"Collectives that no check proves necessary.*tp +b +redundant", told.out, re.DOTALL)
     assert told.err.splitlines()[-1] == "[4/4] survived mode=tp c"
     assert [row["killed"] for row in matrix(tmp_path)] == ["yes", "yes", "no", "no"]
-    assert matrix(tmp_path)[0] == dict(
-        zip(COLUMNS, "a,mutant,B-01,tp,backward,head,replicas ledger,yes,no,0.500,yes,yes".split(","), strict=True)
-    )
+    assert matrix(tmp_path)[0] == dict(zip(COLUMNS, f"{A_ROW},yes,no,0.500,yes,yes,no,right".split(","), strict=True))
 
 
 def test_equivalents_do_not_count_and_their_proofs_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +67,41 @@ def test_equivalents_do_not_count_and_their_proofs_are_kept(tmp_path: Path, caps
     assert told["checks"]["replicas"] == {"kills": 2, "alone": 1}
     details = [json.loads(line) for line in (tmp_path / "latest" / "kills.jsonl").read_text().splitlines()]
     assert [detail["equivalent"] for detail in details] == ["", "", "nobody draws"]
+
+
+def test_of_held_back_mutants_totals_alone_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither what is printed nor what is written says which of them was given which place or cause."""
+    assert main(["faults", "--held-back", "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    written = "".join((tmp_path / "latest" / name).read_text() for name in ("kill_matrix.csv", "kills.jsonl"))
+    assert "secret" not in told.out + told.err + written and "backward" not in told.out + told.err + written
+    assert re.search(r"Figures of the held-back.*cause right.*1 of 2 .*misleading +1 of 2", told.out, re.DOTALL)
+    assert [(row["name"], row["held_back"], row["cause_told"]) for row in matrix(tmp_path)] == [
+        ("held-back", "yes", "misleading"),
+        ("held-back", "yes", "right"),
+    ]
+    assert main(["faults", "--held-back", "--json", "--out", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["held_back"]["cause_right"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("reported", "answer"),
+    [
+        ("", "none"),
+        ("averaged", "right"),
+        ("stale averaged", "misleading"),
+        ("averaged summed_twice", "right"),
+        ("averaged stale", "right and more"),
+        ("stale", "misleading"),
+    ],
+)
+def test_a_cause_is_right_when_the_first_one_reported_is(reported: str, answer: str) -> None:
+    mutant = dataclasses.replace(MUTANTS[0], cause="averaged|summed_twice")
+    causes = tuple(Cause(id=word, words="") for word in reported.split())
+    diagnosis = dataclasses.replace(ended(MachineError("", ranks=(), positions=())), causes=causes)
+    assert cause_told(mutant, diagnosis) == answer
+    nothing_fits = dataclasses.replace(mutant, cause="")
+    assert cause_told(nothing_fits, diagnosis) == ("misleading" if causes else "none")
 
 
 def test_an_interrupted_run_leaves_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,10 +167,11 @@ def test_the_faults_of_one_collective_stay_together() -> None:
 
 
 def test_ours_gets_a_row_for_every_mutant_and_variant() -> None:
-    names = {mutant.name for mutant in (*MUTANTS, *VARIANT_ROWS)}
-    assert {plan.name for plan in killing.planted(quick=True)} == names
-    every = [(mutant.name, mode) for mutant in (*MUTANTS, *VARIANT_ROWS) for mode in sorted(mutant.modes)]
-    assert [(plan.name, plan.mode) for plan in killing.planted(quick=False)] == every
+    known = {"open": (*MUTANTS, *VARIANT_ROWS), "held-back": HELD_BACK, "": (*MUTANTS, *VARIANT_ROWS, *HELD_BACK)}
+    for only, rows in known.items():
+        assert {plan.name for plan in killing.planted(quick=True, only=only)} == {row.name for row in rows}
+        every = [(row.name, mode) for row in rows for mode in sorted(row.modes)]
+        assert [(plan.name, plan.mode) for plan in killing.planted(quick=False, only=only)] == every
 
 
 def test_a_subject_that_takes_no_case_is_a_wrong_request() -> None:

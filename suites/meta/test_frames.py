@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import json
 from collections.abc import Callable, Sequence
@@ -118,7 +117,7 @@ def test_a_folder_that_the_harness_wrote_loads_without_a_note(tmp_path: Path) ->
 
 def test_a_folder_that_the_harness_had_to_leave_loads_with_notes(tmp_path: Path) -> None:
     folder = stored(tmp_path, [sample_run.TP])
-    event = dataclasses.astuple(sample_run.events(sample_run.TP_SP, sample_run.CALLS[sample_run.TP_SP])[0])
+    event = sample_run.row(sample_run.events(sample_run.TP_SP, sample_run.CALLS[sample_run.TP_SP])[0])
     with (folder / "ledger.csv").open("a") as file:
         file.write(",".join(map(str, event)) + "\n" + "mode=tp-sp tp=2 seq=64,tp-sp,2,")
     run = load(folder)

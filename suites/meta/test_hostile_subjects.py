@@ -216,3 +216,4 @@ def test_attributes_that_raise_when_they_are_read_are_told_where_they_are_asked(
     unknown = {verdict.check: verdict.message for verdict in told(engine, Unsaid()).verdicts}
     assert unknown["expectation"] == "subject.expected failed: RuntimeError: no expected here"
     assert unknown["activations"] == "subject.activations failed: RuntimeError: no activations here"
+    assert unknown["coverage"] == "subject.unchecked failed: RuntimeError: no unchecked here"

@@ -80,6 +80,8 @@ STUCK = "no rank can go on: rank 0 waits for rank 1 in {}, rank 1 waits for rank
 ENDED = "every rank has finished, but "
 LACKS = "has finished, but rank 0 waits for it in"
 CROSSED = ("all_reduce #0 of one (0 1)", "all_reduce #0 of other (0 1)")
+UNNAMED = ("all_reduce #0 of group 2 (0 1)", "all_reduce #0 of group 3 (0 1)")
+ALIKE = ("all_reduce #0 of tp, group 1 (0 1)", "all_reduce #0 of tp, group 2 (0 1)")
 VOID = "rank 0's send in world (0 1) was never met by rank 1"
 CASES = [
     Case(faulty.skips, 3, "skipped", (1,), f"rank 1 {LACKS} all_reduce #1 {W3}"),
@@ -129,6 +131,8 @@ CASES = [
         f"ranks disagree in recv #0 {W3}: rank 1 sends float32 3 to rank 0, which receives float32 4",
     ),
     Case(faulty.groups_cross, 2, "deadlock", (0, 1), STUCK(*CROSSED)),
+    Case(faulty.unnamed_groups_cross, 2, "deadlock", (0, 1), STUCK(*UNNAMED)),
+    Case(faulty.alike_groups_cross, 2, "deadlock", (0, 1), STUCK(*ALIKE)),
     Case(faulty.lives_differ, 2, "deadlock", (0, 1), STUCK(f"all_reduce #0 {W2} of life 2", f"all_reduce #0 {W2}")),
     Case(
         faulty.one_ends_two_wait,

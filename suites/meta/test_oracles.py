@@ -21,6 +21,7 @@ from harness.run import engine_named
 from harness.tolerance import kind_of
 from harness.trial import Reference
 from reference import subject as dense
+from reference.anchors import Facts
 from reference.case import Case
 from suites.meta.toy_evidence import TERMS, events, evidence, named, outcome_of, truth, without
 
@@ -29,9 +30,13 @@ def right_ranks() -> tuple[dict[str, object], ...]:
     return tuple(outcome_of(rank, truth()) for rank in range(2))
 
 
+def _nudge(tensor: Tensor) -> float:
+    return 1e-6 if tensor.is_floating_point() else 1
+
+
 def against(*kinds: str) -> Evidence:
     """Right ranks, held against a truth of which these kinds are another model's."""
-    other = {name: tensor + 1e-6 if kind_of(name) in kinds else tensor for name, tensor in truth().items()}
+    other = {name: tensor + _nudge(tensor) if kind_of(name) in kinds else tensor for name, tensor in truth().items()}
     return evidence(*right_ranks(), truth=other)
 
 
@@ -46,10 +51,13 @@ def torn() -> Evidence:
 
 
 NUDGED = {**truth(), "loss/0": truth()["loss/0"] + 1e-15}
+PROMISED = tuple(replace(term, hidden=True) for term in TERMS)
 WRONG: dict[str, Callable[[], Evidence]] = {
     "coverage": lambda: evidence(*right_ranks(), truth={f"other/{name}": x for name, x in truth().items()}),
     "merge": lambda: evidence(*right_ranks(), truth={**truth(), "logits/0": torch.zeros(4, 3, 13)}),
+    "data": lambda: evidence(facts=Facts(pairs={"one": (torch.ones(2), torch.zeros(2))}, reading="", unchecked=())),
     "replicas": torn,
+    "tokens": lambda: against("tokens"),
     "forward": lambda: against("loss", "logits"),
     "activations": lambda: against("act"),
     "activation_gradients": lambda: against("act_grad"),
@@ -57,6 +65,8 @@ WRONG: dict[str, Callable[[], Evidence]] = {
     "gradient_norm": lambda: against("grad_norm"),
     "update": lambda: against("param"),
     "ledger": lambda: evidence(expectation=TERMS[:-1]),
+    "groups": lambda: evidence(orders={"tp": ((0,), (1,))}),
+    "overlap": lambda: evidence(expectation=PROMISED, hidden=frozenset()),
     "waits": lambda: evidence(unwaited=(Unwaited(rank=0, op="all_gather", number=0, group="tp", caller="m.py:1"),)),
     "parallelism": lambda: evidence(events=(), expectation=None),
     "determinism": lambda: repeated(NUDGED),
@@ -83,7 +93,7 @@ def test_no_other_check_takes_offence(check: str) -> None:
 
 @pytest.mark.parametrize("name", truth())
 def test_every_single_tensor_of_the_truth_is_looked_at(name: str) -> None:
-    other = {**truth(), name: truth()[name] + 1e-6}
+    other = {**truth(), name: truth()[name] + _nudge(truth()[name])}
     assert len(named(examine(evidence(*right_ranks(), truth=other)), FAIL)) == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from harness.checks import examine
 from harness.diagnosing.patterns import causes
 from harness.diagnosis import diagnose
 from harness.evidence import Evidence
+from harness.outcome import Shard
 from suites.meta.toy_evidence import evidence, outcome_of, truth
 
 
@@ -23,11 +23,6 @@ def drawn(*shape: int) -> Tensor:
 
 TRUTH = drawn(8, 4)
 PATTERNS: list[tuple[str, str, Any, str]] = [
-    ("averaged", "averaged", TRUTH / 4, "it is 0.25 x the truth, and tp=4: averaged over tp where it must be summed"),
-    ("summed_twice", "summed", TRUTH * 4, "it is 4 x the truth, and tp=4: summed over tp once too often"),
-    ("summed_twice", "data axis", TRUTH * 3, "it is 3 x the truth, and dp=3: summed over dp once too often"),
-    ("sign", "sign", -TRUTH, "it is -1 x the truth: its sign is wrong"),
-    ("constant_factor", "odd factor", TRUTH * 1.7, "it is 1.7 x the truth: a constant factor is wrong"),
     ("zero", "zero", TRUTH * 0, "it is zero throughout"),
     ("nan", "nan", TRUTH / 0, "100% of it is NaN or infinite"),
     (
@@ -50,12 +45,6 @@ PATTERNS: list[tuple[str, str, Any, str]] = [
     ),
     ("rows_permuted", "rows", TRUTH[[1, 0, 2, 3, 4, 5, 7, 6]], "along dim 0 it holds the right rows in another order"),
     (
-        "bias_per_rank",
-        "bias",
-        TRUTH + 3 * drawn(4),
-        "the same vector is too much in every row: a bias that every rank adds",
-    ),
-    (
         "flat_dim",
         "flat, scattered",
         TRUTH.reshape(4, 8, 1).movedim(0, 1).flatten(1),
@@ -67,7 +56,6 @@ PATTERNS: list[tuple[str, str, Any, str]] = [
         torch.cat(TRUTH.chunk(4, 1)).reshape(8, 4),
         "it holds the right numbers as if flat memory were",
     ),
-    ("one_shard", "one shard", torch.cat([TRUTH[:6], drawn(2, 4)]), "only part 3 of 4 along dim 0 is wrong"),
 ]
 
 
@@ -78,7 +66,7 @@ def test_each_pattern_is_recognised_first(known: str, _: str, value: Tensor, wor
 
 
 def test_only_known_causes_are_told() -> None:
-    with pytest.raises(ValueError, match="cause id=gremlins: is not a known cause; legal: nan zero stale"):
+    with pytest.raises(ValueError, match="cause id=gremlins: is not a known cause; legal: nan zero "):
         Cause(id="gremlins", words="")
     assert {row[0] for row in PATTERNS} <= set(CAUSES)
 
@@ -156,13 +144,6 @@ def test_stale_values_and_scalars() -> None:
     (stale,) = causes(before, now, {"tp": 2}, {"loss/0": before})
     assert stale.id == "stale" and stale.words.startswith("it equals loss/0 of the dense model: stale")
     assert causes(torch.tensor(3.3), now, {"tp": 2}, {"loss/0": before}) == []
-    (norm,) = causes(now * math.sqrt(2), now, {"tp": 2}, {})
-    assert (norm.id, norm.words) == (
-        "norm_counts_replicas",
-        "it is 1.414 x the truth, and tp=2: a square root of tp too large: a norm that counts replicas more than once",
-    )
-    (few,) = causes(now / math.sqrt(2), now, {"tp": 2}, {})
-    assert few.id == "norm_counts_few"
 
 
 def test_flat_memory_is_told_by_data_rank_too() -> None:
@@ -177,14 +158,6 @@ def test_flat_memory_is_told_by_data_rank_too() -> None:
     )
 
 
-def test_a_loss_over_gathered_logits_is_told_by_its_logarithm() -> None:
-    loss = torch.tensor(5.5, dtype=torch.float64)
-    (more,) = causes(loss + math.log(3), loss, {"tp": 2, "dp": 3}, {})
-    assert more.id == "more_classes"
-    assert more.words.startswith("it is the truth + ln(3), and dp=3: logits that are gathered already were fed")
-    assert causes(loss + 0.97 * math.log(3), loss, {"tp": 2, "dp": 3}, {}) == []
-
-
 def told(seen: Evidence) -> list[str]:
     return [cause.id for cause in diagnose(seen, examine(seen), "replicas").causes]
 
@@ -192,6 +165,12 @@ def told(seen: Evidence) -> list[str]:
 def test_a_loss_that_ranks_take_of_their_own_parts_of_right_logits() -> None:
     first, second = (outcome_of(rank, truth()) for rank in range(2))
     second["loss/0"] = truth()["loss/0"] + 0.1
+    assert "loss_by_parts" not in told(evidence(first, second))  # each holds all classes
+    logits = truth()["logits/0"]
+    for rank, outcome in enumerate((first, second)):
+        half = logits.chunk(2, -1)[rank]
+        offsets = (*[0] * (logits.dim() - 1), rank * half.shape[-1])
+        outcome["logits/0"] = Shard(local=half, offsets=offsets, global_shape=tuple(logits.shape))
     assert "loss_by_parts" in told(evidence(first, second))
     wrong = {**truth(), "logits/0": truth()["logits/0"] + 1}
     first, second = (outcome_of(rank, wrong) for rank in range(2))

@@ -133,14 +133,31 @@ def test_a_file_that_gives_no_reason_is_refused(tmp_path: Path, text: str) -> No
     path.write_text(text)
     with pytest.raises(RequestError, match="known-failures=.*legal: "):
         read(path)
-    with pytest.raises(RequestError, match="No such file"):
-        read(tmp_path / "nowhere.toml")
+    assert read(tmp_path / "nowhere.toml") == ()
 
 
-def test_a_wrong_file_ends_the_session_with_one_sentence(inner: Callable[..., pytest.RunResult]) -> None:
+def test_a_file_that_is_not_there_is_empty_and_a_wrong_one_ends_the_session(
+    inner: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+) -> None:
     result = inner("--known-failures=nowhere.toml")
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(["shardproof: *, no known failures, since nowhere.toml is not there"])
+    result = inner(known(pytester.path, ("", "issue 12")))
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: known-failures=*nowhere.toml: cannot be read*"])
+    result.stderr.fnmatch_lines(["ERROR: known-failures=*known.toml: *must have a test and a reason*"])
+
+
+def test_a_mode_that_is_not_asked_for_makes_no_entry_stale(
+    inner: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+) -> None:
+    tests = ("test_wrong[isp]", "test_wrong[isp-max all_reduce]", "test_wrong[mode=isp tp=2]")
+    option = known(pytester.path, *((f"test_two.py::{name}", "issue 12") for name in tests))
+    inner("--modes", "tp", option).assert_outcomes(passed=2)
+    assert inner(option, "--modes", "tp,isp").parseoutcomes()["failed"] == 2, "here those two are stale"
+    inner(option, "--modes", "tp-sp").assert_outcomes(passed=1, failed=1)
+    option = known(pytester.path, ("test_two.py::test_gone[tp-sp]", "issue 12"))
+    inner(option, "--modes", "tp").assert_outcomes(passed=2)
+    inner(option, "--modes", "tp-sp").assert_outcomes(passed=1, failed=2)
 
 
 # What CI reads

@@ -58,14 +58,25 @@ def outside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Calla
         ("--device cuda", "device=cuda: this machine offers no CUDA device; legal: --device cpu"),
         ("--case mode=qq", "case 'mode=qq': mode=qq: is not a known word; legal: tp|tp-sp|mtp|msp|fsp|isp"),
         ("--subject here", "name 'here': must be written module:object; legal: parallel.subject:subject"),
+        ("--known-failures bad.toml -n 2", "known-failures=*bad.toml: cannot be read (no TOML: *"),
+        ("--hypothesis-profile huge -n 2", "hypothesis-profile=huge: is not a profile; legal: quick default deep"),
+        ("--run-dir bad.toml -n 2", "run-dir=*bad.toml: cannot be written; legal: a folder with write permission"),
+        ("--ledger-baseline here", "ledger-baseline=*here: no ledgers are stored there; legal: store them once with *"),
+        ("--update-ledgers", "update-ledgers: needs the folder to write; legal: --ledger-baseline ledgers"),
+        ("--case-timeout no", "case-timeout=no: must be a number of seconds above 0 and at most 604800; legal: *"),
         ("--modes tp,zz", "modes=zz: parallel.subject:subject claims tp, tp-sp, mtp, msp, fsp, isp; legal: *"),
         (f"--subject {__name__}:number", f"subject={__name__}:number: modes=7 must be a tuple of words; legal: *"),
         (f"--subject {__name__}:ahead --modes ep", "modes=ep: *:ahead claims tp, ep, and no case has the mode ep; *"),
     ],
 )
 def test_a_wrong_request_ends_the_session_with_one_sentence(
-    outside: Callable[..., pytest.RunResult], monkeypatch: pytest.MonkeyPatch, words: str, message: str
+    outside: Callable[..., pytest.RunResult],
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    message: str,
 ) -> None:
+    (pytester.path / "bad.toml").write_text("[")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = outside("suites.test_forward", *words.split())
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -80,10 +91,28 @@ def test_a_wrong_ini_file_is_refused_as_well(
     pytester.makeini("[pytest]\nshardproof_worlds = 1")
     result = outside("suites.test_forward")
     assert (result.ret, result.outlines) == (pytest.ExitCode.USAGE_ERROR, [])
+    pytester.makeini("[pytest]\nshardproof_faults = maybe")
+    result = outside("suites.test_forward")
+    assert (result.ret, result.outlines) == (pytest.ExitCode.USAGE_ERROR, [])
+    assert result.errlines[0] == "ERROR: shardproof_faults: invalid truth value 'maybe'; legal: true or false"
+    pytester.makeini("[pytest]\nshardproof_worlds = 1")
     pytester.makepyfile("def test_it(): pass")
     assert pytester.runpytest_inprocess("-p", "no:cacheprovider").ret == pytest.ExitCode.OK, (
         "a session that is not ours"
     )
+
+
+def test_what_is_found_wrong_while_collecting_is_one_sentence(pytester: pytest.Pytester) -> None:
+    """A conftest below the folder is met by every worker of xdist, which reports equal sentences of them once."""
+    pytester.makeini("[pytest]\nshardproof_worlds = 1")
+    folder = pytester.mkpydir("below").joinpath("deep")
+    folder.mkdir()
+    (folder / "conftest.py").write_text("from suites.conftest import *  # noqa: F403")
+    (folder / "test_it.py").write_text("def test_it(): pass")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(errors=1)
+    told = [line for line in result.outlines if "worlds=1" in line and not line.startswith("ERROR")]
+    assert told == ["worlds=1: must be whole numbers above 1, comma separated; legal: --worlds 2,3"]
 
 
 def test_a_mode_that_no_case_can_have_is_left_out_and_told(outside: Callable[..., pytest.RunResult]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from harness.engines.pool import PoolEngine
-from harness.errors import MachineError, RankDied, RequestError
+from harness.errors import MachineError, RankCrashed, RequestError
 from suites.meta.pool_programs import calls_then, family, os_parent, summed, total
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (Path("/dev/shm"), Path(os.environ.get("TMPDIR", "/tmp")))
+SHARED = Path("/dev/shm")
 
 
 def gone(pids: list[int]) -> bool:
@@ -38,10 +39,11 @@ def _zombie(pid: int) -> bool:
         return True
 
 
-def files_of(owner: int) -> set[str]:
-    """What lies around that names a process, or that Python's and torch's own ways of sharing leave."""
-    found = {str(path) for folder in FOLDERS if folder.exists() for path in folder.iterdir()}
-    return {name for name in found if str(owner) in name or "pymp" in name or "torch_" in name or "/sem." in name}
+def files_of(pids: list[int], folder: Path) -> set[str]:
+    """What lies in the processes' own temporary folder, and in shared memory what names one of them."""
+    shared = (path for path in SHARED.iterdir()) if SHARED.exists() else ()
+    named = {str(path) for path in shared if {int(n) for n in re.findall(r"\d+", path.name)} & set(pids)}
+    return {str(path) for path in folder.iterdir()} | named
 
 
 def test_closing_and_dropping_end_every_process() -> None:
@@ -59,14 +61,17 @@ def test_closing_and_dropping_end_every_process() -> None:
 
 
 def driven(kind: str, file: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
-    """A driver that has begun its run, and its pool's processes: the server and two ranks."""
+    """A driver that has begun its run, and its pool's processes: two servers and two ranks."""
     command = [sys.executable, "-m", "suites.meta.pool_driver", kind, str(file)]
-    driver = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+    temporary = file.with_name("temporary")
+    temporary.mkdir()
+    environment = dict(os.environ) | {"TMPDIR": str(temporary)}
+    driver = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=environment)
     until_s = time.monotonic() + 60
     while not (file.exists() and file.read_text()) and driver.poll() is None and time.monotonic() < until_s:
         time.sleep(0.05)
     pids = [int(word) for word in file.read_text().split()]
-    assert len(pids) == 3
+    assert len(set(pids)) == 4
     time.sleep(0.2)
     return driver, pids
 
@@ -84,12 +89,12 @@ def test_no_orphan_and_no_file_is_left_when_the_driver_ends(
     tmp_path: Path, kind: str, end: Callable[[subprocess.Popen[bytes]], None]
 ) -> None:
     driver, pids = driven(kind, tmp_path / "pids")
-    before = files_of(driver.pid)
+    everybody, folder = [driver.pid, *pids], tmp_path / "temporary"
+    before = files_of(everybody, folder)
     end(driver)
     _, errors = driver.communicate(timeout=30)
     assert gone(pids)
-    assert files_of(driver.pid) - before == set()
-    assert not before
+    assert files_of(everybody, folder) == before == set()
     if kind == "waits" and driver.returncode != -signal.SIGKILL:
         assert b"KeyboardInterrupt" in errors
 
@@ -99,7 +104,7 @@ def test_a_driver_that_is_terminated_in_a_run_ends_without_a_word(tmp_path: Path
     driver, pids = driven(kind, tmp_path / "pids")
     driver.send_signal(signal.SIGSTOP)  # it hears nothing of what happens now
     if dies:
-        os.kill(pids[2], signal.SIGKILL)
+        os.kill(pids[3], signal.SIGKILL)
     time.sleep(0.8)
     driver.terminate()
     driver.send_signal(signal.SIGCONT)
@@ -110,12 +115,12 @@ def test_a_driver_that_is_terminated_in_a_run_ends_without_a_word(tmp_path: Path
 
 def test_a_rank_takes_what_it_started_with_it() -> None:
     with PoolEngine() as engine:
-        server = family(engine)[0]
-        with pytest.raises(RankDied):
+        servers = family(engine)[:2]
+        with pytest.raises(RankCrashed):
             engine.run(calls_then, "child", world_size=2)
         assert engine.run(summed, world_size=2) == [total(2)] * 2
         sleepers = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _sleeps(p)]
-        assert not [pid for pid in sleepers if os_parent(pid) in {1, server}]
+        assert not [pid for pid in sleepers if os_parent(pid) in {1, *servers}]
 
 
 def _sleeps(process: Path) -> bool:
@@ -129,7 +134,7 @@ def test_a_killed_fork_server_is_a_machine_error_and_the_next_run_starts_another
     with PoolEngine() as engine:
         pids = family(engine)
         os.kill(pids[0], signal.SIGKILL)
-        assert gone(pids)
+        assert gone(pids[::2])
         try:
             results = engine.run(summed, world_size=2)
         except MachineError:

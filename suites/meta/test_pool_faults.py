@@ -9,7 +9,14 @@ import pytest
 
 from harness.engines.inproc import InprocEngine
 from harness.engines.pool import PoolEngine
-from harness.errors import Desynchronised, RankDied, RankRaised, RequestError, TimeLimit
+from harness.errors import (
+    Desynchronised,
+    RankCrashed,
+    RankDied,
+    RankRaised,
+    RequestError,
+    TimeLimit,
+)
 from suites.meta import faulty_programs as faulty
 from suites.meta.pool_programs import calls_then, leaves_works, makes_alone, raises, summed, total, waits_alone, wrapped
 from suites.meta.test_inproc_faults import CASES, Case
@@ -64,18 +71,21 @@ def test_after_an_error_the_next_run_is_right(engine: PoolEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "how"),
+    ("ending", "how", "kind"),
     [
-        ("exit", "its process ended with exit status 3"),
-        ("kill", "killed by SIGKILL, as the system does when memory runs out"),
-        ("abort", "killed by SIGABRT"),
-        ("child", "its process ended with exit status 0"),
+        ("exit", "its process ended with exit status 3", RankCrashed),
+        ("kill", "killed by SIGKILL, as the system does when memory runs out", RankDied),
+        ("abort", "killed by SIGABRT", RankCrashed),
+        ("segfault", "killed by SIGSEGV", RankCrashed),
+        ("child", "its process ended with exit status 0", RankCrashed),
     ],
 )
-def test_a_dead_rank_is_told_within_a_second(engine: PoolEngine, ending: str, how: str) -> None:
+def test_a_dead_rank_is_told_within_a_second(
+    engine: PoolEngine, ending: str, how: str, kind: type[RankCrashed | RankDied]
+) -> None:
     engine.run(summed, world_size=3)
     start_s = time.perf_counter()
-    with pytest.raises(RankDied) as problem:
+    with pytest.raises(kind) as problem:
         engine.run(calls_then, ending, world_size=3)
     assert problem.value.cause == f"rank 1 of 3 died: {how}"
     dead = problem.value.positions[1]

@@ -8,8 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from harness.checks import CHECKS
+from harness.engines.engine import Engine
 from harness.engines.inproc import InprocEngine
 from harness.engines.pool import PoolEngine
+from harness.evidence import FAIL, PASS
 from harness.execution import execute, execute_captured
 from harness.ledger import Event
 from harness.merging import merge
@@ -87,3 +90,16 @@ def test_a_case_is_proved_on_nccl(engine: PoolEngine) -> None:
     text = f"mode=tp tp={min(torch.cuda.device_count(), 2)} layers=1 dtype=float64"
     result = prove(Case.parse(text), "parallel.subject:subject", engine, device="cuda")
     assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
+
+
+def test_a_sum_in_the_order_of_a_set_is_a_replica_conflict_on_processes_and_none_on_threads(engine: PoolEngine) -> None:
+    case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 seq=4 steps=1")
+    asked = {name: CHECKS[name] for name in ("replicas", "forward")}
+
+    def verdicts(on: Engine) -> dict[str, str]:
+        result = prove(case, "suites.meta.toy_subjects:in_set_order", on, checks=asked)
+        return {verdict.check: verdict.verdict for verdict in result.verdicts}
+
+    with InprocEngine() as threads:
+        assert verdicts(threads) == {"replicas": PASS, "forward": PASS}, "threads share one hash seed"
+    assert verdicts(engine)["replicas"] == FAIL

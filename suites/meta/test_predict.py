@@ -19,6 +19,7 @@ from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import Cluster, Device, Link
 from harness.predicting.dry_run import dry_run
 from harness.predicting.forecast import EQUAL, forecast, traffic
+from harness.predicting.states import mixed_adamw
 from parallel.subject import subject
 from reference.case import Case
 from reports.breakeven import crossings
@@ -34,17 +35,21 @@ TINY = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 dtype=bf
 @pytest.mark.slow
 def test_405_billion_parameters_on_16384_ranks_are_predicted_in_seconds() -> None:
     """Ten seconds and 2 GB on a machine of its own; processor time, with room for neighbours that share the caches."""
-    words = "preset=llama3-405b mode=tp-sp tp=8 dp=2048 dtype=bfloat16"
+    words = "preset=llama3-405b mode=tp-sp tp=8 dp=2048"
     command = [sys.executable, "-m", "reports.cli", "predict", words, "--json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    (row,) = json.loads(done.stdout)[0]["candidates"]
+    (told,) = json.loads(done.stdout)
+    (row,) = told["candidates"]
     assert (row["ranks"], row["ledger"]) == (16384, EQUAL)
     case = Case.parse(words)
     split = (case.layers * (2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248) + 2 * case.padded_vocab * 16384) // 8
     norms = (2 * case.layers + 1) * 16384
-    assert row["parameters_bytes"] == 2 * (split + norms)
+    kept = [row[f"{kind}_bytes"] for kind in ("parameters", "gradients", "optimizer")]
+    assert kept == [size * (split + norms) for size in (2, 4, 12)]
+    assert [change["fits"] for change in told["changes"]] == ["no", "yes", "yes"]
+    assert "it would fit with mode=isp wp=128 recompute=full (" in told["fastest"]
     assert after.ru_maxrss < 2 * 2**20, "KiB; the largest of all children"
     assert after.ru_utime - before.ru_utime < 20
 
@@ -72,7 +77,7 @@ def test_memory_is_never_less_than_that_of_the_run_itself(optimizer: str) -> Non
     assert memory.gradients == pytest.approx(itself.gradient_bytes)
     assert memory.optimizer == pytest.approx(itself.optimizer_bytes)
     assert memory.saved == pytest.approx(itself.saved_bytes)
-    told = 8 * (case.steps - 1)  # loss and norm of the steps before, which the outcome keeps
+    told = 32 * (case.steps - 1)  # scalars of the steps before: loss, norm and token count, and of what they were made
     assert itself.peak_bytes <= memory.peak + told
     assert memory.peak <= itself.peak_bytes + (itself.optimizer_bytes or 0.01 * itself.peak_bytes)
 
@@ -124,7 +129,7 @@ def test_a_text_without_a_mode_stands_for_all_of_them() -> None:
     legal = [candidate.case.mode for candidate in found if candidate.case]
     assert legal == ["isp"], "16 ranks cannot share 8 kv heads elsewhere"
     assert "kv_heads=8: must be a multiple of tp=16 in mode=tp; legal: kv_heads=16" in found[0].reason
-    assert candidates("mode=all tp=4 kv_heads=4", subject)[0].text == "tp=4 kv_heads=4 mode=tp"
+    assert candidates("mode=all tp=4 kv_heads=4", subject)[0].text == "tp=4 kv_heads=4 dtype=bfloat16 mode=tp"
     assert [c.words for c in candidates("preset=internlm2-7b tp=2", subject) if c.case] == [f"mode={m}" for m in MODES]
     with pytest.raises(RequestError, match="kv_heads=2: must be a multiple of tp=8 in mode=tp"):
         candidates("mode=tp tp=8", subject)
@@ -151,9 +156,57 @@ def test_the_fastest_is_told_among_those_that_fit() -> None:
             f"{TINY} tp=2 layers=2 mode=tp", subject, Cluster(name="c", device=tiny, links=CLUSTER.links), engine
         )
     fastest = told.rows.sort_values("tokens_per_s_per_rank").iloc[-1]["words"]
-    assert told.fastest.startswith(f"fastest that fits into the 79.6 GiB of a H100 SXM 80GB: {fastest}, ")
+    assert told.fastest.startswith(f"fastest that fits into the 79.6 GiB of a H100 SXM 80GB: {fastest}: ")
+    assert told.rows["tokens_per_s"].is_monotonic_decreasing and told.rows.iloc[0]["words"] == fastest
+    assert (told.rows["tokens_per_s"] == told.rows["tokens_per_s_per_rank"] * 2).all() and told.changes.empty
     assert set(told.rows["ledger"]) == {EQUAL} and set(told.rows["fits"]) == {"yes"}
-    assert none.fastest.startswith("nothing fits into the 1e-05 GiB of a thimble: mode=tp needs least, ")
+    assert none.fastest.startswith("nothing fits into the 1e-05 GiB of a thimble: ")
+    assert " mode=tp needs least, " in none.fastest and none.fastest.endswith("; no change that was tried fits")
+
+
+def test_without_words_parameters_are_bfloat16_and_adamw_trains_in_mixed_precision() -> None:
+    """By hand: hidden 32, 2 of 4 query and 1 of 2 kv heads, half of ffn and vocabulary, norms whole; 18 bytes each.
+
+    With 2 bytes of gradients and none of an optimizer the same program needs 2 + 12 bytes a parameter less.
+    """
+    words = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 mode=tp-sp tp=2 layers=2 micro=1"
+    trained = 2 * (32 * 16 + 2 * 32 * 8 + 16 * 32 + 3 * 32 * 16 + 2 * 32) + 32 + 2 * 32 * 32
+    with DryEngine() as engine:
+        usual = predict(words, subject, CLUSTER, engine)
+        said = predict(f"{words} dtype=bfloat16 optimizer=sgd micro=2", subject, CLUSTER, engine)
+    (row,), (plain,) = usual.rows.to_dict("records"), said.rows.to_dict("records")
+    kept = [row[f"{name}_bytes"] for name in ("parameters", "gradients", "optimizer")]
+    assert kept == [2 * trained, 4 * trained, 12 * trained] and sum(kept) == 18 * trained
+    assert [plain[f"{name}_bytes"] for name in ("parameters", "gradients", "optimizer")] == [2 * trained] * 2 + [0]
+    assert row["peak_bytes"] - plain["peak_bytes"] == (2 + 12) * trained
+    assert (row["ledger"], plain["ledger"]) == (EQUAL, EQUAL)
+    assert row["compute_s"] == pytest.approx(row["flops"] / CLUSTER.device.flops_per_s("bfloat16"))
+    assert "18 bytes a parameter (parameter 2, gradient 4, master 4, moments 8)" in usual.states and not said.states
+
+
+@pytest.mark.parametrize(("dtype", "together"), [("float16", 18), ("float32", 16), ("float64", 32)])
+def test_the_bytes_of_a_parameter_are_megatrons(dtype: str, together: int) -> None:
+    assert mixed_adamw(dtype).together == together
+    with pytest.raises(ValueError, match="dtype=int8: must be a floating-point dtype; legal: bfloat16"):
+        mixed_adamw("int8")
+
+
+def test_where_nothing_fits_changes_that_do_are_named_with_what_they_need() -> None:
+    """A device with room for the weights of the four-fold split, and for nothing that is saved without recompute."""
+    words = f"{TINY} hidden=64 ffn=256 layers=4 tp=1 dp=8 mode=tp batch=1"
+    small = Device(name="cup", memory_gib=0.0022, peak_tflops={"bfloat16": 1})
+    cluster = Cluster(name="c", device=small, links=CLUSTER.links)
+    with DryEngine() as engine:
+        told = predict(words, subject, cluster, engine)
+        found = {row["change"]: row for row in told.changes.to_dict("records")}
+        fitting = [change for change, row in found.items() if row["fits"] == "yes"]
+        for change in fitting:
+            if "distributed" not in change:
+                again = predict(f"{words} {change}", subject, cluster, engine).rows.iloc[0]
+                assert (again["fits"], again["peak_bytes"]) == ("yes", found[change]["peak_bytes"])
+                assert f"{change} ({again['peak_bytes'] / 2**30:.3g} GiB)" in told.fastest
+    assert any("mode=isp wp=" in change for change in fitting)
+    assert told.rows.iloc[0]["fits"] == "no"
 
 
 def test_the_command_repeats_itself_and_writes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from harness.engines.rank_child import NUMBER_BYTES, Answer, Order
 from harness.engines.rank_process import Ended
 from harness.engines.relay import DIED, KILL, LEAVE, RUN, SAID, START
 from harness.engines.remote_run import RemoteRun
-from harness.errors import MachineError, RankDied, RankRaised, RequestError, TimeLimit
+from harness.errors import MachineError, RankCrashed, RankDied, RankRaised, RequestError, TimeLimit
 
 NUMBER = 7
 GONE = RuntimeError("Connection closed by peer [10.0.0.2]:4711")
@@ -85,8 +85,16 @@ def test_a_death_is_told_before_what_it_does_to_others() -> None:
     world = World([ended(0, error=GONE)], [DIED + b"-9"])
     with pytest.raises(RankDied) as problem:
         world.results()
-    assert problem.value.cause == "rank 1 of 2 died: killed by SIGKILL"
+    assert problem.value.cause.startswith("rank 1 of 2 died: killed by SIGKILL, as the system does")
     assert [position.state for position in problem.value.positions] == ["raised", "died"]
+
+
+def test_a_rank_that_ends_itself_is_the_programs_doing() -> None:
+    for code, kind in ((b"-11", RankCrashed), (b"3", RankCrashed), (b"-15", RankDied), (b"70", RankDied)):
+        with pytest.raises(kind, match="rank 1 of 2 died: "):
+            World([ended(0, error=GONE)], [DIED + code]).results()
+    with pytest.raises(RankDied):
+        World([DIED + b"-6"], [DIED + b"-9"]).results()
 
 
 def test_a_connection_that_ends_is_a_launched_process_that_is_gone() -> None:

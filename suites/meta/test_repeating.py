@@ -15,11 +15,10 @@ pytest_plugins = ("pytester",)
 PROPERTY = """
 from hypothesis import given
 from hypothesis import strategies as st
-from suites.strategies import cases
 
 @given(data=st.data())
 def test_it(prover, mode, data):
-    prover.holds(data.draw(cases(mode, prover.worlds)), "parameter_gradients")
+    prover.holds(prover.drawn(data, mode), "parameter_gradients")
 """
 CASE = "mode=msp layers=1 heads=4 hidden=16 ffn=16 vocab=264 seq=8 micro=1 steps=1"
 

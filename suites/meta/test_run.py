@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,29 +201,3 @@ def test_the_words_that_repeat_a_run_name_what_is_unusual() -> None:
 def test_one_case_can_be_proved_without_a_folder() -> None:
     result = prove(Case.parse(ONE), f"{TOY}right", LoopEngine())
     assert result.verdict == "pass" and result.events == () and result.evidence is not None
-
-
-_INTERRUPTED = """
-import sys
-from pathlib import Path
-from harness import run
-run.ENGINES["inproc"] = "suites.meta.toy_subjects:LoopEngine"
-cases = (sys.argv[2], sys.argv[2] + " seed=1")
-request = run.Request(cases=cases, subject="suites.meta.toy_subjects:slow", out=Path(sys.argv[1]))
-run.run(request, lambda *_: print("one", flush=True))
-"""
-
-
-def test_an_interrupted_run_leaves_a_readable_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _INTERRUPTED, str(tmp_path), ONE]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == "one\n"
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        assert "KeyboardInterrupt" in process.stderr.read()
-    assert process.returncode == -signal.SIGINT
-    stored = load(tmp_path / "latest")
-    assert stored.verdicts["case"].nunique() == 1
-    assert stored.notes == ("1 of 2 cases have no verdict: the run was stopped before them",)
-    assert json.loads((tmp_path / "latest" / "env.json").read_text())["request"]["cases"] == 2

@@ -37,7 +37,7 @@ def test_a_wrong_gradient_in_six_lines() -> None:
             f"error:  peak error {peak:.3g} ({peak / 2**-52:.3g} eps), allowed 1e-09 (4.5e+06 eps); "
             "1 tensor of this check wrong",
             "first:  backward of layers.0.mlp.w1 in step 0: grad/layers.0.mlp.w1.weight",
-            "causes: it is 2 x the truth, and tp=2: summed over tp once too often, or not divided by it",
+            "causes: it is 2 x the truth, and micro=2: not divided by it, or multiplied once too often",
             'repeat: shardproof run "seq=16" --subject my.module:subject',
         ]
     )
@@ -142,7 +142,7 @@ def test_every_failure_has_six_labelled_lines() -> None:
     seen = planted(**{name: tensor + 1 for name, tensor in truth().items()})
     findings = examine(seen)
     failed = [name for name, finding in findings.items() if finding.verdict == "fail"]
-    assert len(failed) == 6
+    assert len(failed) == 7
     for check in failed:
         labels = [line.split(":")[0] for line in explain(seen, findings, check, SUBJECT).splitlines()]
         assert labels == ["what", "where", "error", "first", "causes", "repeat"]
@@ -153,7 +153,7 @@ def test_the_rank_whose_shard_is_wrong_is_named() -> None:
     second[W1].local.mul_(3)
     lines = message(evidence(first, second), "parameter_gradients").splitlines()
     assert lines[1].startswith("where:  mode=tp, rank 1 of 2, step 0")
-    assert lines[4] == "causes: only part 1 of 2 along dim 0 is wrong: look at what one place on tp does"
+    assert lines[4] == "causes: only part 1 of 2 over tp is wrong: look at what that rank does alone"
 
 
 def test_nothing_is_guessed_where_no_pattern_fits() -> None:
@@ -169,7 +169,7 @@ def test_tensor_and_ledger_are_both_told_when_both_are_wrong() -> None:
         "first:  forward of embedding: loss/0; in the ledger: wrong event in forward of embedding"
     )
     assert lines[3].endswith("at model.py:7")
-    assert "the call is made otherwise: reduce_op avg instead of sum" in lines[4]
+    assert "averaged over tp where it must be summed: reduce_op avg instead of sum" in lines[4]
 
 
 def test_the_repeat_command_survives_a_shell() -> None:

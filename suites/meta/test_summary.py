@@ -113,7 +113,8 @@ def test_two_errors_that_cancel_in_the_sum_do_not_agree(run: Run) -> None:
         lines.assign(calls=lines["calls"] + 1),
         lines.assign(case="mode=tp tp=2 seed=1", calls=lines["calls"] - 1),
     )
-    traffic = summary.traffic(dataclasses.replace(run, summary=pd.concat([one, two])))
+    cases = pd.concat([run.cases, run.cases.head(1).assign(case="mode=tp tp=2 seed=1")])
+    traffic = summary.traffic(dataclasses.replace(run, cases=cases, summary=pd.concat([one, two])))
     assert list(traffic["calls"]) == list(traffic["expected_calls"]) == [6]
     assert list(traffic["agrees"]) == ["no"]
 
@@ -123,15 +124,14 @@ def test_ranks_that_differ_do_not_agree(run: Run) -> None:
     assert set(summary.traffic(dataclasses.replace(run, summary=lines))["agrees"]) == {"no"}
 
 
-def test_bars_are_cases_until_there_are_too_many(run: Run) -> None:
-    bars = summary.bars(run)
-    assert list(dict.fromkeys(bars["label"])) == ["tp", "tp-sp  seq=64"], "tp=2 is what they share"
-    assert bars["payload_bytes"].sum() == 14 * ACTIVATION_BYTES
-    one = run.summary[run.summary["case"] == TP]
-    many = pd.concat([one.assign(case=f"mode=tp tp=2 seed={seed}") for seed in range(100)])
-    mean = summary.bars(dataclasses.replace(run, summary=many))
-    assert set(mean["label"]) == {"tp (mean)"}
-    assert mean["payload_bytes"].sum() == 6 * ACTIVATION_BYTES
+def test_cases_on_other_numbers_of_ranks_are_never_added_up(run: Run) -> None:
+    alone = summary.traffic(run)
+    wide, text = run.cases.head(1).assign(case="mode=tp tp=4", world_size=4), {"case": "mode=tp tp=4"}
+    lines = run.summary[run.summary["case"] == TP].assign(**text)
+    both = dataclasses.replace(run, cases=pd.concat([run.cases, wide]), summary=pd.concat([run.summary, lines]))
+    traffic = summary.traffic(both)
+    assert traffic[traffic["ranks"] == 2].reset_index(drop=True).equals(alone)
+    assert list(traffic.loc[traffic["ranks"] == 4, "calls"]) == [3, 1, 2]
 
 
 def test_words_that_all_cases_share_are_said_once(run: Run) -> None:

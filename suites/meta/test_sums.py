@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.diagnosing.sums import from_norms, from_shares, from_updates
+from harness.diagnosing.sums import from_losses, from_norms, from_shares
+from harness.diagnosing.updates import from_start, from_updates
 from harness.evidence import Evidence
 from harness.merging import Outcomes
 from harness.outcome import localize
@@ -97,6 +98,9 @@ WHOLE = square(BIAS) + square("grad/embedding.tokens.weight")
     ("found", "cause", "words"),
     [
         (SPLIT + 2 * WHOLE, "norm_counts_replicas", "it counts what every rank holds whole once a rank, tp=2"),
+        (2 * SPLIT + WHOLE, "norm_counts_replicas", "it counts what is split over ranks once a rank, tp=2"),
+        (2 * (SPLIT + WHOLE), "norm_counts_replicas", "it counts everything once a rank, tp=2"),
+        ((SPLIT + WHOLE) / 2, "norm_counts_few", "it counts 1 of 2 ranks of tp in everything"),
         (SPLIT, "norm_counts_few", "it leaves out what every rank holds whole"),
         (WHOLE, "norm_counts_few", "it leaves out what is split over ranks"),
         (SPLIT + WHOLE - square(BIAS), "norm_counts_few", f"it leaves out {BIAS}"),
@@ -160,3 +164,45 @@ def test_updates_that_are_next_to_nothing_are_told() -> None:
     (words,) = told(start + update / 1024)
     assert words == "the updates are 0.000977 x the right ones: gradients that are divided once more before the step"
     assert told(start + update / 2) == told(start - update / 1024) == told(start + drawn(8, 6, seed=8) / 1024) == []
+
+
+def test_a_weight_that_began_as_another_rank_part_is_told() -> None:
+    name, start = "layers.0.mlp.w1.weight", drawn(8, 6, seed=4)
+
+    def told(value: Tensor) -> list[tuple[str, str]]:
+        ranks = (outcome_of(rank, {**truth(), f"param/{name}": value}) for rank in range(2))
+        seen = evidence(*ranks, shares={f"start/{name}": start})
+        return [(cause.id, cause.words) for cause in from_start(seen, [f"param/{name}"])]
+
+    moved = 1e-2 * drawn(8, 6, seed=5)
+    words = f"param/{name} began with the wrong parts of 2 along dim 0 (tp): 1 in place of 0, 0 in place of 1"
+    assert told(start.roll(4, 0) + moved) == [("other_shard", words)]
+    assert told(start + moved) == told(drawn(8, 6, seed=6)) == []
+
+
+def test_parameters_that_alone_stay_where_they_were_are_named() -> None:
+    names = [f"param/layers.0.mlp.{leaf}.weight" for leaf in ("w1", "w2")]
+    start = drawn(8, 6, seed=4)
+    values = {names[0]: start, names[1]: truth()[names[1]] + 1}
+    shares = {names[0].replace("param", "start"): start, names[1].replace("param", "start"): drawn(6, 8, seed=4)}
+    seen = evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), shares=shares)
+    ((known, words),) = [(told.id, told.words) for told in from_updates(seen, names)]
+    assert (known, words) == ("never_updated", f"{names[0]}: as before the first step, others moved")
+
+
+@pytest.mark.parametrize(
+    ("by_data_rank", "cause", "words"),
+    [
+        ((3.0 / 8, 7.0 / 12), "local_count", "the loss is each data rank's own, over its own tokens"),
+        ((3.0 / 20, 7.0 / 20), "not_summed", "the loss is each data rank's own part of the sum over all"),
+        ((0.3,) * 2, "micro_missing", "the loss is that of the last micro-batch alone"),
+        ((0.7,) * 2, "", ""),
+    ],
+)
+def test_a_loss_that_is_only_reported_wrong_is_told(by_data_rank: tuple[float, ...], cause: str, words: str) -> None:
+    sums = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
+    true = {**truth(), "loss/0": torch.tensor(0.5, dtype=torch.float64)}  # (1 + 2 + 3 + 4) / 20 tokens
+    ranks = [{"loss/0": torch.tensor(by_data_rank[rank // 2], dtype=torch.float64)} for rank in range(4)]
+    shares = {"tokens": TOKENS, "loss": sums / TOKENS.sum()}
+    seen = evidence(*ranks, case=case("mode=tp tp=2 dp=2 seq=16"), truth=true, shares=shares)
+    assert [(told.id, told.words) for told in from_losses(seen, "loss/0")] == ([(cause, words)] if cause else [])

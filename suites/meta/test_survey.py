@@ -85,7 +85,7 @@ def test_the_last_sum_of_a_recomputed_layer_is_dead_traffic(engine: InprocEngine
 
 
 def test_the_calls_of_the_metric_are_necessary_too(engine: InprocEngine) -> None:
-    case = ISP.but(mode="mtp", metric=True, steps=2, micro=2)  # enough tokens for every rank to hold a right one
+    case = ISP.but(mode="mtp", metric=True, steps=3, micro=2)  # enough tokens for every rank to hold a right one
     chosen = [fault for fault in faults(engine, case, "drop") if fault.target.phase == "metric"]
     assert len(chosen) == 8
     results = survey(case, subject, engine, faults=chosen, first_only=True)

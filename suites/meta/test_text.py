@@ -116,6 +116,17 @@ def test_progress_is_a_line_a_case_in_a_log() -> None:
     assert stream.getvalue().splitlines() == ["[ 1/12] pass    mode=tp tp=2", "[12/12] fail    mode=tp-sp tp=2"]
 
 
+def test_a_line_of_progress_is_cut_between_words_below_120_columns() -> None:
+    stream = io.StringIO()
+    with text.ticking(stream) as tick:
+        for words in (11, 12, 50):
+            tick(1, 1, " ".join(["word=123"] * words), "pass")
+    kept, cut, long = stream.getvalue().splitlines()
+    assert kept == "[1/1] pass    " + " ".join(["word=123"] * 11)
+    assert cut == "[1/1] pass    " + " ".join(["word=123"] * 11) + " ..." == long
+    assert len(cut) < 120
+
+
 def test_progress_is_a_bar_in_a_terminal() -> None:
     stream = Terminal()
     with text.ticking(stream) as tick:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from reference.case import Case
 from reports import frames
 from reports import run as run_command
 from suites.meta.command_line import CommandLine, command_line
+from suites.meta.map_figures import map_flaws
 
 SMALL = "family=internlm2 vocab=264 layers=1 steps=1 micro=1 seq=8 heads=4 kv_heads=2 hidden=16 ffn=32 tp=2"
 
@@ -27,8 +29,9 @@ def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_default_cases_are_made_to_show_it_and_fail_with_its_cause(
     shardproof: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modes without the deviation are left out; the words it needs are set."""
-    monkeypatch.setattr(run_command, "PLAN", {mode: (f"mode={{mode}} {SMALL}",) for mode in ("tp", "msp", "isp")})
+    """The first case of each mode; modes without the deviation are left out, the words it needs are set."""
+    cases = tuple(f"mode={mode} {SMALL} seed={seed}" for mode in ("tp", "msp", "isp") for seed in (0, 1))
+    monkeypatch.setattr(run_command, "default_cases", lambda *_, **__: cases)
     status, out, _ = shardproof("run", "--variant", "flat-dim1", "--modes", "tp,msp,isp")
     assert status == 1
     (text,) = frames.load("runs/latest").cases["case"]
@@ -38,10 +41,18 @@ def test_default_cases_are_made_to_show_it_and_fail_with_its_cause(
 
 
 def test_a_case_that_is_given_keeps_its_words(shardproof: CommandLine) -> None:
-    status, _, _ = shardproof("run", f"mode=msp {SMALL} seed=4", "--variant", "norm-average")
+    status, out, _ = shardproof("run", f"mode=msp {SMALL} seed=4", "--variant", "norm-average")
     assert status == 1
     (text,) = frames.load("runs/latest").cases["case"]
     assert Case.parse(text) == Case.parse(f"mode=msp {SMALL} seed=4 variant=norm-average")
+    page = Path("runs/latest/report.html").read_text()
+    cells, flaws = map_flaws(page, Path("runs/latest"))
+    assert cells and flaws == [] and page.count(" first</td>") == page.count('class="map"') == 1
+    with Path("runs/latest/errors.csv").open(newline="") as file:
+        *tensors, first = csv.DictReader(file)
+    wrong = [row["name"] for row in tensors if float(row["error"]) > float(row["allowed"])]
+    assert wrong == ["grad/final_norm.weight", *wrong[1:]], "in the order of backward"
+    assert f"first:  {first['phase']} of {first['region']}: {wrong[0]}" in out
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from harness.evidence import Evidence, Finding, gathered
 from harness.ledger import Event, wire_bytes
 from harness.merging import Outcomes
 from harness.outcome import Shard, localize
+from reference.anchors import Facts
 from reference.case import Case
 
 __all__ = [
@@ -56,6 +57,7 @@ class Term:
     dtype: str = "float64"
     payload_bytes: int = 384
     calls: int = 4
+    hidden: bool = False
 
 
 TERMS = (
@@ -81,6 +83,7 @@ def truth() -> dict[str, Tensor]:
     """Canonical names with random numbers."""
     named: dict[str, Tensor] = {}
     for step in range(2):
+        named[f"tokens/{step}"] = torch.tensor(262 + step)
         named[f"loss/{step}"] = _random(f"loss/{step}", ()).abs() + 5
         named[f"logits/{step}"] = _random(f"logits/{step}", (4, 3, 12))
         named[f"grad_norm/{step}"] = _random(f"grad_norm/{step}", ()).abs() + 2
@@ -133,6 +136,7 @@ def events(terms: Sequence[Term] = TERMS, world_size: int = 2) -> tuple[Event, .
                     start_us=float(index),
                     duration_us=1.0,
                     caller="model.py:7",
+                    group=tuple(range(rank - rank % term.group_size, rank - rank % term.group_size + term.group_size)),
                 )
             )
     return tuple(ledger)
@@ -156,6 +160,7 @@ def evidence(*ranks: Mapping[str, Any], repeat: Sequence[Mapping[str, Any]] | No
         "events": events(),
         "expectation": TERMS,
         "repeats": repeats,
+        "facts": Facts(pairs={"one": (torch.ones(2), torch.ones(2))}, reading="2 tokens are read", unchecked=()),
     }
     return Evidence(**{**fields, **changes})
 

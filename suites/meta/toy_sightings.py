@@ -58,12 +58,13 @@ def event(rank: int, index: int, phase: str, region: str, op: str, axis: str, pa
         start_us=0.0,
         duration_us=0.0,
         caller="",
+        group=next(ranks for ranks in AXES[axis] if rank in ranks),
     )
 
 
 EVENTS = [event(rank, index, *line) for rank in range(4) for index, line in enumerate(PLAN)]
 TERMS = [Term(*line) for line in PLAN]
-LEDGER = of_ledger(EVENTS, AXES)
+LEDGER = of_ledger(EVENTS)
 
 
 def changed(seen: Seen, rank: int, index: int, **words: object) -> Seen:

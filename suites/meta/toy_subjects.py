@@ -1,4 +1,4 @@
-"""Subjects and an engine for the tests of the runner: right, wrong, raising, slow, refusing ones.
+"""Subjects and an engine for the tests of the runner: right, wrong, raising, refusing ones.
 
 They compute the dense model on every rank, so that only what a test plants is wrong; none of them communicates.
 """
@@ -6,7 +6,6 @@ They compute the dense model on every rank, so that only what a test plants is w
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -82,14 +81,18 @@ def wrong(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 def noisy(case: Case, device: torch.device) -> dict[str, Tensor]:
     """Further from the truth than most runs are, and not further than rounding may carry some."""
-    return {name: value * (1 + 50 * epsilon(case.dtype)) for name, value in dense.truth(case, device).items()}
+    return _scaled(case, device, 1 + 50 * epsilon(case.dtype))
 
 
 def lucky_control(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
     """Hits the truth at first, and shows what rounding does only when asked for more."""
-    return {
-        name: value * (1 - bool(parts) * 20 * epsilon(case.dtype)) for name, value in dense.truth(case, device).items()
-    }
+    return _scaled(case, device, 1 - bool(parts) * 20 * epsilon(case.dtype))
+
+
+def _scaled(case: Case, device: torch.device, factor: float) -> dict[str, Tensor]:
+    """The truth with its numbers times a factor; counts stay as they are."""
+    true = dense.truth(case, device)
+    return {name: value * factor if value.is_floating_point() else value for name, value in true.items()}
 
 
 def distributed(case: Case, device: torch.device) -> dict[str, Tensor]:
@@ -106,6 +109,16 @@ def distributed(case: Case, device: torch.device) -> dict[str, Tensor]:
         else:
             term = full * (1 + 2 * mesh.get_local_rank("tp")) / case.tp**2
             outcome[name] = DTensor.from_local(term, mesh, (Replicate(), Partial("sum")), run_check=False)
+    return outcome
+
+
+def in_set_order(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """The dense model, with losses that are summed from shares in the order of a set of strings."""
+    outcome = dense.subject(case, device)
+    shares = {f"share.{i}": i / 4950 for i in range(100)}
+    for name in [name for name in outcome if name.startswith("loss/")]:
+        loss = outcome[name]
+        outcome[name] = sum((loss * shares[share] for share in set(shares)), torch.zeros_like(loss))
     return outcome
 
 
@@ -133,13 +146,6 @@ def dying(case: Case, device: torch.device) -> dict[str, Tensor]:
     if case.seed == 14:
         raise TimeLimit("no end after 1 s", ranks=(0,), positions=())
     return wrong(case, device) if case.seed == 15 else dense.subject(case, device)
-
-
-def slow(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """The second case never ends by itself."""
-    if case.seed == 1:
-        time.sleep(60)
-    return dense.subject(case, device)
 
 
 _calls = itertools.count()

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from reference.case import Case
 from reference.rules import SEQUENCE_MODES
-from suites.mutants.planting import Subject, planted, source_of
+from suites.mutants.planting import Subject, planted, planted_everywhere, source_of
 
 Words = Mapping[str, int | float | bool | str]
 """Words of a case as values."""
+OURS = "parallel.subject:subject"
 EVERY = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
 TENSOR = EVERY[:-1]
 """Modes that split the mathematics of a layer."""
@@ -60,8 +62,9 @@ class Mutant:
     alone       no other check may fail: this mutant shows that `kills` is needed
     phase       of the first place where it goes wrong; several possible ones are separated by "|"
     region      module of that place, with * and ? as in file names, "|" as above; "" is no module
-    cause       stable identity of its cause in a diagnosis, "|" as above; "" when no tell-tale pattern belongs to it
+    cause       ids of harness.causes that are right to report, "|" as above; "" when any cause would mislead
     equivalent  why no outcome and no ledger of any legal case can differ, for a mutant that cannot be killed
+    held_back   kept from whoever writes rules of diagnosis (suites.mutants.held_back sets it)
     """
 
     name: str
@@ -76,6 +79,7 @@ class Mutant:
     region: str = ""
     cause: str = ""
     equivalent: str = ""
+    held_back: bool = False
 
     def shows(self, case: Case) -> bool:
         """Whether this case can show the mutant."""
@@ -96,9 +100,19 @@ class Mutant:
         """What the kill matrix calls it: a variant is chosen by a word of the case, and nothing is planted for it."""
         return "mutant" if self.changes else "variant"
 
-    def subject(self) -> Subject:
-        """Our subject with the bug in it."""
-        return planted(self.sources())
+    @property
+    def is_shared(self) -> bool:
+        """Whether it changes what the dense model and the ranks have in common; it is planted in both then."""
+        return any(change.module.startswith("reference.") for change in self.changes)
+
+    @contextmanager
+    def subject(self) -> Iterator[Subject | str]:
+        """Our subject with the bug in it; the dense model has it as well, inside, when it lies in what they share."""
+        if self.is_shared:
+            with planted_everywhere(self.sources()):
+                yield OURS
+        else:
+            yield planted(self.sources()) if self.changes else OURS
 
 
 def holds(condition: str, case: Case) -> bool:

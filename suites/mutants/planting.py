@@ -1,7 +1,8 @@
 """Plants a bug from outside: our implementation is imported anew with one source file changed, beside the right one.
 
 The product's code holds no switches. `planted` gives the subject of a second copy of the packages whose file was
-changed; the running process gets its own modules back before it returns, so right and wrong live side by side.
+changed; the running process gets its own modules back before it returns, so right and wrong live side by side. A bug in
+`reference` moves the dense model as well: `planted_everywhere` is the second copy for truth and ranks alike.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Subject", "planted", "planted_module", "replaced", "source_of"]
+__all__ = ["Subject", "planted", "planted_everywhere", "planted_module", "replaced", "source_of"]
 
 Subject = Callable[..., Any]
 """A subject of ours with a bug in it."""
@@ -76,19 +77,36 @@ def _second_copy(packages: Sequence[str]) -> Iterator[None]:
         sys.modules.update(first)
 
 
+@contextmanager
+def _changed(sources: Mapping[str, str], packages: Sequence[str]) -> Iterator[None]:
+    """Inside, these packages import anew, the changed modules with these sources."""
+    finder = _Changed(sources)
+    with _second_copy(packages):
+        sys.meta_path.insert(0, finder)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(finder)
+
+
 def planted_module(sources: Mapping[str, str], module: str) -> ModuleType:
     """A second copy of this module, in which the changed modules have these sources.
 
     Only the packages that hold a changed module, and the module's own, are imported anew.
     """
-    packages = sorted({name.split(".")[0] for name in [*sources, module]})
-    finder = _Changed(sources)
-    with _second_copy(packages):
-        sys.meta_path.insert(0, finder)
-        try:
-            return importlib.import_module(module)
-        finally:
-            sys.meta_path.remove(finder)
+    with _changed(sources, sorted({name.split(".")[0] for name in [*sources, module]})):
+        return importlib.import_module(module)
+
+
+@contextmanager
+def planted_everywhere(
+    sources: Mapping[str, str], packages: Sequence[str] = ("parallel", "reference")
+) -> Iterator[None]:
+    """Inside, whoever finds something in these packages by its name gets it from copies with these sources: the dense
+    model, the statements about the data, and our subject.
+    """
+    with _changed(sources, packages):
+        yield
 
 
 def planted(sources: Mapping[str, str], subject: str = "parallel.subject:subject") -> Subject:

@@ -17,18 +17,17 @@ from harness.engines.engine import Engine
 from harness.equivalence import UNCHANGED, UNREAD
 from harness.evidence import FAIL
 from harness.faults import Fault
-from harness.kill_matrix import Kill
+from harness.kill_matrix import AND_MORE, MISLEADING, NONE, RIGHT, Kill
 from harness.proof import CaseResult, prove
 from harness.protocols import Subject
 from harness.resolve import resolve
 from harness.survey import FaultResult, survey, unproved
 from reference.case import Case
 from suites.mutants.draws import showing
-from suites.mutants.mutant import Mutant
+from suites.mutants.mutant import OURS, Mutant
 
-__all__ = ["OURS", "Killed", "faults_killed", "mutant_killed", "right_cause", "right_place"]
+__all__ = ["OURS", "Killed", "cause_told", "faults_killed", "mutant_killed", "right_place"]
 
-OURS = "parallel.subject:subject"
 TRIES = 10
 """Drawn cases that a mutant is held against before it counts as a survivor."""
 _OTHER_SEEDS = (1, 2)
@@ -59,23 +58,25 @@ class Killed:
     unmissed: str = ""
 
 
-def mutant_killed(mutant: Mutant, mode: str, engine: Engine) -> Killed:
+def mutant_killed(mutant: Mutant, mode: str, engine: Engine, timeout_s: float = 60.0) -> Killed:
     """The row of one mutant or variant in one mode."""
     if mutant.equivalent:
         return Killed(row=_row(mutant, mode, None, 0.0), case="", told="")
     start_s = time.perf_counter()
-    subject = mutant.subject() if mutant.changes else OURS
     result: CaseResult | None = None
-    for case in itertools.islice(showing(mutant, mode), TRIES):
-        result = prove(case, subject, engine)
-        if result.verdict == FAIL:
-            break
+    with mutant.subject() as subject:
+        for case in itertools.islice(showing(mutant, mode), TRIES):
+            result = prove(case, subject, engine, timeout_s=timeout_s)
+            if result.verdict == FAIL:
+                break
     row = _row(mutant, mode, result, time.perf_counter() - start_s)
     return Killed(row=row, case=result.text if result else "", told=_told(result.diagnosis) if result else "")
 
 
 def _row(mutant: Mutant, mode: str, result: CaseResult | None, seconds: float) -> Kill:
     diagnosis = result.diagnosis if result else None
+    failed = result is not None and result.verdict == FAIL
+    told = cause_told(mutant, diagnosis) if failed else ""
     return Kill(
         name=mutant.name,
         kind=mutant.kind,
@@ -86,30 +87,38 @@ def _row(mutant: Mutant, mode: str, result: CaseResult | None, seconds: float) -
         killed_by=tuple(v.check for v in result.verdicts if v.verdict == FAIL) if result else (),
         equivalent=mutant.equivalent,
         seconds=seconds,
-        region_right=right_place(mutant, diagnosis) if diagnosis else "",
-        cause_right=right_cause(mutant, diagnosis) if diagnosis else "",
+        region_right=right_place(mutant, diagnosis) if failed else "",
+        cause_right=("yes" if told in (RIGHT, AND_MORE) else "no") if mutant.cause and told else "",
+        held_back=mutant.held_back,
+        cause_told=told,
     )
 
 
-def right_place(mutant: Mutant, diagnosis: Diagnosis) -> str:
+def right_place(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
     """Whether the first place that the diagnosis tells is the mutant's: yes, no, or "" when it has none.
 
+    A failure whose diagnosis raised (None) has no place and no cause.
     Between the last backward and the optimizer's step no module runs: there the phase alone is the place.
     """
     if not mutant.phase:
         return ""
+    if diagnosis is None:
+        return "no"
     first = diagnosis.first
     between = first.phase == "grad_sync" and not first.region
     in_region = between or any(fnmatchcase(first.region, pattern) for pattern in mutant.region.split("|"))
     return "yes" if in_region and first.phase in mutant.phase.split("|") else "no"
 
 
-def right_cause(mutant: Mutant, diagnosis: Diagnosis) -> str:
-    """Whether a cause that the diagnosis names is the mutant's: yes, no, or "" when there is no word for it."""
-    if not mutant.cause:
-        return ""
-    named = {cause.id for cause in diagnosis.causes}
-    return "yes" if named & set(mutant.cause.split("|")) else "no"
+def cause_told(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
+    """What the diagnosis reports of the cause, one of `harness.kill_matrix.TOLD`, judged by the ids alone."""
+    named = [cause.id for cause in diagnosis.causes] if diagnosis else []
+    accepted = set(mutant.cause.split("|"))
+    if not named:
+        return NONE
+    if named[0] not in accepted:
+        return MISLEADING
+    return RIGHT if set(named) <= accepted else AND_MORE
 
 
 def _told(diagnosis: Diagnosis | None) -> str:
@@ -122,7 +131,9 @@ def _told(diagnosis: Diagnosis | None) -> str:
     return f"{first.phase or '-'} of {first.region or 'no module'} ({shown}); causes: {causes}"
 
 
-def faults_killed(case: Case, faults: Sequence[Fault], subject: str, engine: Engine) -> list[Killed]:
+def faults_killed(
+    case: Case, faults: Sequence[Fault], subject: str, engine: Engine, timeout_s: float = 60.0
+) -> list[Killed]:
     """The rows of these faults of a subject's collectives, in this case.
 
     What this case leaves alive, or the same run, is asked of others: its numbers may hide it, as a count that is zero
@@ -130,11 +141,11 @@ def faults_killed(case: Case, faults: Sequence[Fault], subject: str, engine: Eng
     """
     found = resolve(subject)
     assert callable(found)  # the command has looked
-    results = {fault: (case, result) for fault, result in _surveyed(case, faults, found, engine)}
+    results = {fault: (case, result) for fault, result in _surveyed(case, faults, found, engine, timeout_s)}
     for seed in _OTHER_SEEDS:
         hidden = [fault for fault, (_, result) in results.items() if result.survived or result.equivalent in _BY_BITS]
         other = case.but(seed=seed)
-        for fault, result in _surveyed(other, hidden, found, engine) if hidden else ():
+        for fault, result in _surveyed(other, hidden, found, engine, timeout_s) if hidden else ():
             shown = result.killed or (results[fault][1].equivalent and result.survived)
             results[fault] = (other, result) if shown else results[fault]
     unmissed = {one.target: one.why for one in unproved(result for _, result in results.values())}
@@ -144,8 +155,10 @@ def faults_killed(case: Case, faults: Sequence[Fault], subject: str, engine: Eng
     ]
 
 
-def _surveyed(case: Case, faults: Sequence[Fault], subject: Subject, engine: Engine) -> list[tuple[Fault, FaultResult]]:
-    return [(result.fault, result) for result in survey(case, subject, engine, faults=faults)]
+def _surveyed(
+    case: Case, faults: Sequence[Fault], subject: Subject, engine: Engine, timeout_s: float
+) -> list[tuple[Fault, FaultResult]]:
+    return [(result.fault, result) for result in survey(case, subject, engine, faults=faults, timeout_s=timeout_s)]
 
 
 def _fault_row(case: Case, result: FaultResult, unmissed: str) -> Killed:

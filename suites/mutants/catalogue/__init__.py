@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from suites.mutants.catalogue.boundaries import BOUNDARIES
 from suites.mutants.catalogue.data_and_positions import DATA_AND_POSITIONS
+from suites.mutants.catalogue.exposed import EXPOSED
 from suites.mutants.catalogue.factors import FACTORS
 from suites.mutants.catalogue.groups import GROUPS
 from suites.mutants.catalogue.layouts import LAYOUTS
@@ -14,6 +15,8 @@ from suites.mutants.catalogue.norms_and_clip import NORMS_AND_CLIP
 from suites.mutants.catalogue.optimizer_and_loop import OPTIMIZER_AND_LOOP
 from suites.mutants.catalogue.overlap_and_buffers import OVERLAP_AND_BUFFERS
 from suites.mutants.catalogue.reductions import REDUCTIONS
+from suites.mutants.catalogue.shared_data import SHARED_DATA
+from suites.mutants.catalogue.steps_and_counts import STEPS_AND_COUNTS
 from suites.mutants.catalogue.variants import VARIANT_ROWS
 from suites.mutants.catalogue.vocabulary_and_loss import VOCABULARY_AND_LOSS
 from suites.mutants.mutant import Mutant
@@ -28,9 +31,11 @@ FAMILIES: dict[str, tuple[Mutant, ...]] = {
     "layouts": LAYOUTS,
     "groups": GROUPS,
     "vocabulary_and_loss": VOCABULARY_AND_LOSS,
-    "overlap_and_buffers": OVERLAP_AND_BUFFERS,
+    "overlap_and_buffers": (*OVERLAP_AND_BUFFERS, *EXPOSED),
     "data_and_positions": DATA_AND_POSITIONS,
+    "shared_data": SHARED_DATA,
     "optimizer_and_loop": OPTIMIZER_AND_LOOP,
+    "steps_and_counts": STEPS_AND_COUNTS,
 }
 """File of the catalogue -> its mutants."""
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for family in FAMILIES.values() for mutant in family)

@@ -65,34 +65,11 @@ DATA_AND_POSITIONS = (
         stands_for="B-110: InternEvo 20a2832, the labels of padding are 0 and not -100",
         modes=everywhere(),
         condition="family=internlm2 packed=false",
-        changes=(
-            Change(
-                module="reference.batches",
-                old="return _Rows(tokens=data.input_ids, labels=labels,",
-                new="return _Rows(tokens=data.input_ids, labels=labels.clamp(min=0),",
-            ),
-        ),
+        changes=_read(_READ[:-1] + ", padding=0)"),
         kills="forward",
         phase="data|loss",
         region="",
         cause="padding_learned",
-    ),
-    Mutant(
-        name="labels-cross-sentences",
-        stands_for="modes.md 6.1: the last token of a sentence learns the first of the next one",
-        modes=everywhere(),
-        condition="packed=true",
-        changes=(
-            Change(
-                module="reference.packing",
-                old="    labels[torch.tensor(ends, device=tokens.device) - 1] = IGNORED\n",
-                new="",
-            ),
-        ),
-        kills="forward",
-        phase="data|loss",
-        region="",
-        cause="",
     ),
     Mutant(
         name="sentences-see-each-other",

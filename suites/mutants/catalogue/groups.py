@@ -15,6 +15,19 @@ _GATHERED = "total = region.gathered(x)"
 _LEAVE = "return pairs.reduce_from(y, self.axis)"
 _EXCHANGE = "q_pending = start_all_to_all(q, axis, split_dim=_HEADS, gather_dim=_SEQUENCE)"
 _UNSPLIT = everywhere("delivery=local", ("tp", "tp-sp")) | everywhere("", ("mtp", "msp", "fsp")) | {"isp": "wp=tp"}
+_RULES = Change(
+    module="parallel.mesh",
+    old="from reference.case import Case\n",
+    new="from reference.case import Case\nfrom reference.rules import rank_lists\n",
+)
+
+
+def _relabelled(sizes: str) -> Change:
+    """Groups along these axes, the fastest first, in place of the case's: the same on every rank and for all calls."""
+    new = f"for name, groups in {{**case.axes, **rank_lists({{{sizes}}})}}.items():"
+    return Change(module="parallel.mesh", old="for name, groups in case.axes.items():", new=new)
+
+
 _MESH_OF_ONE = Change(
     module="parallel.mesh",
     old=_AXIS,
@@ -109,6 +122,35 @@ GROUPS = (
         ),
         kills="run",
         cause="raised|desynchronised",
+    ),
+    Mutant(
+        name="weight-groups-strided",
+        stands_for="B-66: InternEvo process_group_initializer, two orders of one mesh: strided where blocks belong",
+        modes={"isp": "wp>1 wdp>1"},
+        changes=(_RULES, _relabelled('"wdp": case.axis_sizes["wdp"], "wp": case.wp')),
+        kills="groups",
+        alone=True,
+        phase="data|forward",
+        region="|embedding",
+        cause="wrong_group",
+    ),
+    Mutant(
+        name="data-groups-of-neighbours",
+        stands_for="B-71: Megatron RankGenerator, order dp-tp in place of tp-dp: tensor groups cross the nodes",
+        modes=everywhere("dp>1 tp>1", TENSOR),
+        changes=(
+            _RULES,
+            _relabelled('"dp": case.dp, "tp": case.tp'),
+            Change(
+                module="parallel.mesh",
+                old="return case.axis_rank(name, rank)",
+                new='return rank // case.dp if name == "tp" else rank % case.dp',
+            ),
+        ),
+        kills="groups",
+        phase="data|forward",
+        region="|embedding",
+        cause="wrong_group",
     ),
     Mutant(
         name="split-that-splits-nothing",

@@ -11,6 +11,8 @@ _PARALLEL = everywhere("head=parallel", TENSOR) | {"isp": "head=exchange"}
 _TABLES = everywhere("", ("tp", "tp-sp")) | everywhere("embedding=vocab", ("mtp", "msp", "fsp"))
 _COUNTED = "return loss_mask * (labels != IGNORED)"
 _LOOKUP = "functional.embedding(local.masked_fill(outside, 0), weight)"
+_RANGE = "outside = (local < 0) | (local >= weight.shape[0])"
+_LABELS = "elsewhere = (place < 0) | (place >= real)"
 _TIED = 'self.embedding.get_parameter("tokens.weight")'
 
 
@@ -78,6 +80,87 @@ VOCABULARY_AND_LOSS = (
         phase="forward",
         region="embedding",
         cause="rows_late",
+    ),
+    *(
+        Mutant(
+            name=f"table-range-{name}",
+            stands_for="B-76: the range of rows of a shard is one row off",
+            modes=_TABLES,
+            changes=(Change(module="parallel.embedding", old=_RANGE, new=new),),
+            kills="activations",
+            phase="forward",
+            region="embedding",
+            cause="",
+        )
+        for name, new in {
+            "without-its-last-row": _RANGE.replace("shape[0])", "shape[0] - 1)"),
+            "without-its-first-row": _RANGE.replace("local < 0", "local < 1"),
+            "and-the-row-after": f"{_RANGE.replace('>=', '>')}\n    local = local.clamp(max=weight.shape[0] - 1)",
+            "and-the-row-before": f"{_RANGE.replace('local < 0', 'local < -1')}\n    local = local.clamp(min=0)",
+        }.items()
+    ),
+    *(
+        Mutant(
+            name=f"label-range-{name}",
+            stands_for="B-76: the range of columns that a rank looks for labels in is one column off",
+            modes=_PARALLEL,
+            changes=_loss(_LABELS, new),
+            kills="forward",
+            phase="loss",
+            region="",
+            cause="",
+        )
+        for name, new in {
+            "without-its-last-column": _LABELS.replace("real)", "real - 1)"),
+            "without-its-first-column": _LABELS.replace("place < 0", "place < 1"),
+            "and-the-column-after": f"{_LABELS.replace('>=', '>')}\n        place = place.clamp(max=max(real - 1, 0))",
+            "and-the-column-before": f"{_LABELS.replace('< 0', '< -1')}\n        place = place.clamp(min=0)",
+        }.items()
+    ),
+    Mutant(
+        name="last-token-out-of-the-softmax",
+        stands_for="B-80: the last real column of the vocabulary is taken for padding",
+        modes=_PARALLEL,
+        changes=_loss("real = max(0, min(columns, vocab - first))", "real = max(0, min(columns, vocab - 1 - first))"),
+        kills="forward",
+        phase="loss",
+        region="",
+        cause="",
+    ),
+    Mutant(
+        name="tokens-counted-in-bfloat16",
+        stands_for="a count of tokens in the run dtype: bfloat16 holds whole numbers up to 256 only",
+        modes=everywhere(),
+        suite={"dtype": "bfloat16", "seq": 96, "batch": 3},
+        changes=(
+            Change(
+                module="parallel.training",
+                old="tokens += weights.sum()",
+                new="tokens = (tokens + weights.sum()).bfloat16().double()",
+            ),
+        ),
+        kills="tokens",
+        alone=True,
+        phase="grad_sync",
+        region="",
+        cause="",
+    ),
+    Mutant(
+        name="tokens-of-a-data-rank-left-out",
+        stands_for="torchtitan #2206 and its kin: the count that the mean divides by misses a data rank",
+        modes=everywhere(),
+        condition="dp>1",
+        changes=(
+            Change(
+                module="parallel.training",
+                old="    loss, tokens = sync.sum_scalars(",
+                new='    tokens = tokens * (mesh.axis("dp").rank > 0)\n    loss, tokens = sync.sum_scalars(',
+            ),
+        ),
+        kills="tokens",
+        phase="loss",
+        region="",
+        cause="",
     ),
     Mutant(
         name="padded-columns-count",

@@ -5,6 +5,9 @@ redistribution does, which differs between ranks where shards are uneven, would 
 tells meshes apart by thread when the backend is its own "threaded" one. For the time of a run it is told so of rank
 threads, with a number for the thread that no other rank and no other run has; afterwards these tables are emptied.
 
+Uses the names get_backend and threading in torch.distributed.device_mesh, and caches of torch.distributed.tensor; where
+they are missing, meshes of different ranks are equal.
+
 torch.distributed.nn.functional is imported here because its functions take the world of the moment of their import as
 the default group: it must not be a rank's.
 """
@@ -22,7 +25,9 @@ from typing import Any
 import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed import device_mesh
 
-__all__ = ["kept_apart"]
+from harness.torch_internals.lookup import Probe
+
+__all__ = ["PROBES", "kept_apart"]
 
 _TABLES = {
     "torch.distributed.tensor._redistribute": ("_gen_transform_infos.cache_clear", "clear_redistribute_planner_cache"),
@@ -37,7 +42,10 @@ def kept_apart(rank_of_thread: Callable[[], int | None]) -> Iterator[None]:
     """Within it the meshes that rank threads make differ; `rank_of_thread` is None elsewhere."""
     module: Any = device_mesh
     first = time.monotonic_ns() // 1000 % 2**40 * _RANKS
-    get_backend = module.get_backend
+    get_backend, threads = getattr(module, "get_backend", None), getattr(module, "threading", None)
+    if get_backend is None or threads is None:
+        yield
+        return
 
     def told_backend(*arguments: Any, **words: Any) -> Any:
         threaded = not arguments and not words and rank_of_thread() is not None
@@ -50,7 +58,7 @@ def kept_apart(rank_of_thread: Callable[[], int | None]) -> Iterator[None]:
     with ExitStack() as undo:
         undo.callback(_empty_tables)
         undo.callback(setattr, module, "get_backend", get_backend)
-        undo.callback(setattr, module, "threading", module.threading)
+        undo.callback(setattr, module, "threading", threads)
         module.get_backend = told_backend
         module.threading = SimpleNamespace(get_ident=number_of_thread, local=threading.local)
         yield
@@ -64,3 +72,20 @@ def _empty_tables() -> None:
                 target = getattr(target, part, None)
             if target is not None:
                 target()
+
+
+def _tells_threads_apart() -> bool:
+    module: Any = device_mesh
+    with kept_apart(lambda: 3):
+        threaded, number = module.get_backend(), module.threading.get_ident()
+    return threaded == "threaded" and number % _RANKS == 3 and module.threading is threading
+
+
+PROBES = (
+    Probe(
+        feature="meshes of rank threads kept apart",
+        names="torch.distributed.device_mesh.get_backend, threading; caches of torch.distributed.tensor",
+        otherwise="uneven shards of DTensor in the in-process engine may take another rank's cached plan",
+        works=_tells_threads_apart,
+    ),
+)

@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from types import CellType
 from typing import Any
 
-import torch
+import torch.distributed as dist
 
-__all__ = ["redirected"]
+from harness.torch_internals.lookup import Probe, lacking
+
+__all__ = ["PROBES", "redirected"]
 
 
 @contextmanager
 def redirected(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
-    """In the body, `function` is `replacement`, which is given the original first. Raises ImportError if it cannot."""
+    """In the body, `function` is `replacement`, which is given the original first. Raises MachineError if it cannot."""
     cell = _inner(function)
     original = cell.cell_contents
     cell.cell_contents = functools.update_wrapper(functools.partial(replacement, original), original)
@@ -31,4 +33,21 @@ def _inner(function: Callable[..., Any]) -> CellType:
     for cell in cells:
         if getattr(cell.cell_contents, "__name__", "") == function.__name__:
             return cell
-    raise ImportError(f"torch {torch.__version__}'s {function.__name__} cannot be redirected")
+    raise lacking("the world of an engine", f"wrapper that holds {function.__name__}")
+
+
+def _is_redirected() -> bool:
+    calls: list[str] = []
+    with redirected(dist.init_process_group, lambda _original, *words, **_named: calls.append(str(*words))):
+        dist.init_process_group("nothing")
+    return calls == ["nothing"]
+
+
+PROBES = (
+    Probe(
+        feature="init_process_group and split_group redirected where user code imported them earlier",
+        names="the closure of torch's logging wrapper",
+        otherwise="neither the in-process engine nor the pool: MachineError",
+        works=_is_redirected,
+    ),
+)

@@ -1,0 +1,29 @@
+"""A subject of a few lines: the dense model with the MLPs of its layers split over the ranks by torch's DTensor."""
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from reference.parameters import full, shapes
+from reference.training import train
+
+
+def subject(case, device):
+    """What every rank returns: the outcome of training, full tensors and DTensors by name."""
+    mesh = init_device_mesh(device.type, (case.tp,))
+    weights = {}
+    for name in shapes(case):
+        split = Shard(0) if ".mlp.w1." in name else Shard(1) if name.endswith(".mlp.w2.weight") else Replicate()
+        weights[name] = distribute_tensor(full(case, name, device=device), mesh, [split], src_data_rank=None)
+    with implicit_replication():
+        return train(case, weights)
+
+
+subject.modes = ("tp",)
+subject.refuses = lambda case: (
+    "splits plain MLPs in two"
+    if case.world_size != 2 or case.activation == "swiglu"
+    else "DTensor raises IndexError in the counts of the metric"
+    if case.metric
+    else ""
+)

@@ -1,0 +1,33 @@
+"""Every tensor of a failed case with its error, where it is computed, and the first place: rows of `errors.csv`.
+
+A verdict names one tensor, the worst; this is all of them, so that a report can show where it began and how it spread.
+Errors and limits are ratios (harness.tolerance). The last row of a case is its first place: `first` = "yes", no
+name and no error of its own, for it may be a call that shows it and no tensor.
+"""
+
+from __future__ import annotations
+
+from harness.checking.numeric_checks import NUMERIC_KINDS, held
+from harness.diagnosing.first import First
+from harness.diagnosing.places import place_of, timeline
+from harness.evidence import Evidence
+from harness.tolerance import kind_of, kind_rms
+
+__all__ = ["ERROR_COLUMNS", "error_rows"]
+
+ERROR_COLUMNS = ("case", "name", "step", "phase", "region", "error", "allowed", "first")
+_KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
+
+
+def error_rows(evidence: Evidence, text: str, first: First) -> list[tuple[object, ...]]:
+    """Rows of ERROR_COLUMNS in the order in which training computes; `text` is the case's."""
+    steps = evidence.case.steps
+    known = [name for name in evidence.truth if name in evidence.merged.tensors and kind_of(name) in _KINDS]
+    sizes = kind_rms({name: tensor for name, tensor in evidence.truth.items() if kind_of(name) in _KINDS})
+    rows: list[tuple[object, ...]] = []
+    for name in timeline(known, steps):
+        place, measured = place_of(name, steps), held(evidence, name, sizes.get(kind_of(name), 0.0))
+        rows.append((text, name, place.step, place.phase, place.module, measured.error, measured.allowed, ""))
+    if first.phase:
+        rows.append((text, "", max(first.step, 0), first.phase, first.region, 0.0, 0.0, "yes"))
+    return rows

@@ -1,0 +1,72 @@
+"""Losses that are wrong although their logits are right: what the loss over a split vocabulary does otherwise.
+
+Told whatever calls it took, since it says more than the calls do.
+"""
+
+from __future__ import annotations
+
+import math
+
+from harness.causes import Cause
+from harness.checking.ledger_checks import Difference
+from harness.diagnosing.patterns import same, share_left
+from harness.diagnosing.places import blocks_of
+from harness.evidence import Evidence, split_axes
+from harness.tolerance import kind_of
+
+__all__ = ["from_parts", "more_classes"]
+
+
+def more_classes(evidence: Evidence, name: str, parted: Difference | None) -> list[Cause]:
+    """Whether a loss is that of a softmax which runs over every class as often as a group has ranks.
+
+    Either by ln(ranks) too large, or wrong and taken with a maximum over ranks that hold all classes already.
+    """
+    value = evidence.merged.tensors.get(name)
+    if kind_of(name) != "loss" or value is None:
+        return []
+    gathered = (
+        "logits that are gathered already were fed to the vocabulary-parallel loss, which counts every class on "
+        "every rank"
+    )
+    extra, near = float(value.double() - evidence.truth[name].double()), share_left(value)
+    for axis, size in split_axes(evidence.case).items():
+        if abs(extra - math.log(size)) <= near * math.log(size):
+            return [Cause(id="more_classes", words=f"it is the truth + ln({size}), and {axis}={size}: {gathered}")]
+    line = parted.line if parted and parted.kind == "extra" else None
+    if line and line.phase == "loss" and line.reduce_op == "max" and _whole(evidence, name):
+        words = f"a maximum over {line.axis} is taken of classes that every rank holds: {gathered}"
+        return [Cause(id="more_classes", words=words)]
+    return []
+
+
+def _whole(evidence: Evidence, name: str) -> bool:
+    """Whether every rank holds all classes of the right logits of this loss."""
+    logits = name.replace("loss/", "logits/", 1)
+    value, parts = evidence.merged.tensors.get(logits), blocks_of(evidence, logits)
+    if value is None or not same(value, evidence.truth[logits]):
+        return False
+    return bool(parts) and all(b.region[-1] == (0, value.shape[-1]) for blocks in parts.values() for b in blocks)
+
+
+def from_parts(evidence: Evidence, name: str) -> list[Cause]:
+    """Whether ranks that share right logits, each a part of their classes, disagree on the loss."""
+    kind, _, step = name.partition("/")
+    logits = evidence.merged.tensors.get(f"logits/{step}")
+    if kind != "loss" or name in evidence.merged.tensors or logits is None:
+        return []
+    if not same(logits, evidence.truth[f"logits/{step}"]):
+        return []
+    loss, parts = blocks_of(evidence, name), blocks_of(evidence, f"logits/{step}")
+    classes: dict[object, set[object]] = {}  # rows of the logits -> losses of the ranks that hold some of their classes
+    for rank in loss.keys() & parts.keys():
+        if all(block.region[-1] != (0, logits.shape[-1]) for block in parts[rank]):
+            rows = tuple(block.region[:-1] for block in parts[rank])
+            classes.setdefault(rows, set()).add(float(loss[rank][0].local))
+    if not any(len(losses) > 1 for losses in classes.values()):
+        return []
+    words = (
+        "the logits are right and the loss differs between ranks: part of it (a sum, the mean of label smoothing) is "
+        "taken over each rank's own part of the vocabulary"
+    )
+    return [Cause(id="loss_by_parts", words=words)]

@@ -1,0 +1,101 @@
+"""What became of wrong parameters: never updated, updated by too much or too little, or wrong from the start.
+
+Weights before the first step are `Evidence.shares`' "start/<parameter>". Tested on numbers, as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from harness.causes import Cause
+from harness.diagnosing.patterns import explains
+from harness.evidence import Evidence, split_axes
+from harness.tolerance import kind_of
+
+__all__ = ["from_start", "from_updates"]
+
+LEFT = 1e-2
+"""A fit explains an update when it leaves less than this share of it."""
+LITTLE = 1e-2
+"""An update by this factor smaller leaves the weights of the next step as good as where they were."""
+MOVED = 0.2
+"""Training moves a weight by less than this share of what another part of it differs by."""
+
+
+def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
+    """What became of wrong parameters: never updated, updated with an old gradient, or by a constant factor."""
+    names = [n for n in wrong if kind_of(n) == "param" and n in evidence.merged.tensors]
+    starts = {n: evidence.shares.get(n.replace("param/", "start/", 1)) for n in names}
+    known = {n: start.double() for n, start in starts.items() if start is not None}
+    if not known:
+        return []
+    value = {n: evidence.merged.tensors[n].double() for n in known}
+    if all(explains(start, evidence.merged.tensors[n], evidence.truth[n]) for n, start in known.items()):
+        return [Cause(id="never_updated", words="the parameters are what they were before the first step")]
+    still = [
+        n for n, start in known.items() if torch.equal(value[n], start) and not torch.equal(start, _right(evidence, n))
+    ]
+    if still:
+        words = f"{', '.join(still[:3])}{' ...' if len(still) > 3 else ''}: as before the first step, others moved"
+        return [Cause(id="never_updated", words=words)]
+    if loaded := _loaded(evidence, {n: (value[n], start) for n, start in known.items()}):
+        return loaded
+    old = {n: evidence.truth[n.replace("param/", "grad/", 1)].double() for n in known}
+    if evidence.case.steps > 1 and all(_along(value[n] - evidence.truth[n].double(), old[n]) for n in known):
+        words = "the update holds the gradient of the first step once more: gradients are not set to zero in between"
+        return [Cause(id="not_zeroed", words=words)]
+    return _scaled_down(evidence, {n: value[n] - start for n, start in known.items()})
+
+
+def from_start(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
+    """What wrong parameters tell of the weights before the first step."""
+    starts = {n: evidence.shares.get(n.replace("param/", "start/", 1)) for n in wrong if kind_of(n) == "param"}
+    tensors = evidence.merged.tensors
+    return _loaded(
+        evidence,
+        {n: (tensors[n].double(), start.double()) for n, start in starts.items() if start is not None and n in tensors},
+    )
+
+
+def _right(evidence: Evidence, name: str) -> Tensor:
+    return evidence.truth[name].double()
+
+
+def _loaded(evidence: Evidence, of_name: Mapping[str, tuple[Tensor, Tensor]]) -> list[Cause]:
+    """Whether a weight began as another rank's part of itself: training moves it little, parts differ much."""
+    for name, (value, start) in of_name.items():
+        for axis, size in split_axes(evidence.case).items():
+            for dim in (dim for dim in range(start.dim()) if start.shape[dim] % size == 0):
+                mine, theirs = value.chunk(size, dim), start.chunk(size, dim)
+                taken = [min(range(size), key=lambda j: float((x - theirs[j]).norm())) for x in mine]
+                error = float((value - start).norm())
+                left = float((value - torch.cat([theirs[j] for j in taken], dim)).norm())
+                if taken != list(range(size)) and left <= MOVED * error:
+                    told = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
+                    words = f"{name} began with the wrong parts of {size} along dim {dim} ({axis}): {told}"
+                    return [Cause(id="other_shard", words=words)]
+    return []
+
+
+def _scaled_down(evidence: Evidence, moved: Mapping[str, Tensor]) -> list[Cause]:
+    """Whether parameters moved so little that all steps began at the same weights, and in the right direction."""
+    straight = [evidence.alternatives.get(f"first_order/{name}") for name in moved]
+    if any(update is None for update in straight):
+        return []
+    x = torch.cat([update.flatten() for update in moved.values()])
+    d = torch.cat([update.double().flatten() for update in straight if update is not None])
+    factor = float(x @ d) / float(d @ d) if bool(d.any()) else 0.0
+    if not 0 < factor < LITTLE or float((x - factor * d).norm()) > LEFT * float(x.norm()):
+        return []
+    words = f"the updates are {factor:.3g} x the right ones: gradients that are divided once more before the step"
+    return [Cause(id="scaled_down", words=words)]
+
+
+def _along(gap: Tensor, old: Tensor) -> bool:
+    """Whether what is wrong is some factor times an old gradient: which one depends on what sums it went through."""
+    a, b = gap.flatten(), old.flatten()
+    power = float(a.norm() * b.norm())
+    return power > 0 and abs(float(a @ b)) >= (1 - 1e-6) * power

@@ -1,0 +1,100 @@
+"""What rounding alone may have made of a result: control runs, steps from the subject's own states, Adam's slack.
+
+Each function adds to the evidence of a run what limits are made of (harness.tolerance); none of them judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from harness.evidence import Evidence
+from harness.resolve import resolve
+from harness.tolerance import FLOAT64_CEILING, Measured, is_state, step_of
+from harness.trial import Trial
+
+__all__ = ["control_run", "controlled", "doubtful", "stepwise"]
+
+MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
+"""Into how many partial sums the further control runs cut their sums; 1 adds the micro-batches in reverse only."""
+
+
+def stepwise(trial: Trial, evidence: Evidence) -> Evidence:
+    """The same evidence with every step of the truth begun at the subject's own state before it, where the subject
+    returned them all, and with what Adam may make of rounding in one step. Else the evidence as it is.
+
+    In lower precision with a first control run too, one step at a time where the truth is.
+    """
+    case, names = trial.case, trial.reference
+    if evidence.states is not None:
+        return evidence
+    states = _states(trial, evidence) if names.slack else None
+    control: dict[str, Tensor] = {}
+    if case.dtype != "float64":
+        control = dict(_stepped(trial, names.control, states))
+        if any(name.startswith("act/") for name in evidence.truth):
+            control |= trial.dense(names.control_activations, part="control")
+    controls = (control,) if control else ()
+    if states is None:
+        return replace(evidence, controls=controls)
+    truth = trial.computed(names.truth, states=states) if states else trial.dense(names.truth)
+    stepped = replace(evidence, truth={**evidence.truth, **_known(evidence, truth)}, controls=controls, states=states)
+    return replace(stepped, slack=_slack(trial, states, truth, controls))
+
+
+def _states(trial: Trial, evidence: Evidence) -> dict[str, Tensor] | None:
+    """The subject's states after all steps but the last, {} where there is one step; None when one is missing."""
+    steps = trial.case.steps
+    before = [n for n in trial.dense(trial.reference.truth) if is_state(n) and step_of(n) < steps - 1]
+    if steps > 1 and (not before or any(name not in evidence.merged.tensors for name in before)):
+        return None
+    return {name: evidence.merged.tensors[name] for name in before}
+
+
+def _known(evidence: Evidence, truth: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in truth.items() if name in evidence.truth}
+
+
+def _slack(
+    trial: Trial, states: Mapping[str, Tensor], truth: Mapping[str, Tensor], controls: Sequence[Mapping[str, Tensor]]
+) -> Mapping[str, Tensor]:
+    function: Any = resolve(trial.reference.slack)
+    with trial.timed("control"):
+        found: Mapping[str, Tensor] = function(trial.case, states, truth, controls)
+    return found
+
+
+def doubtful(evidence: Evidence, wrong: Collection[Measured]) -> bool:
+    """Whether rounding may explain what is wrong: in float64 only where some error is as small as noise can be."""
+    exact = evidence.case.dtype == "float64"
+    return any(not exact or measured.error < FLOAT64_CEILING for measured in wrong)
+
+
+def controlled(trial: Trial, evidence: Evidence) -> Evidence:
+    """The same evidence with MORE_PARTS control runs more, for one may be lucky, and what a relu's kink may change."""
+    names, states = trial.reference, evidence.states
+    more = []
+    for parts in MORE_PARTS:
+        run = _stepped(trial, names.control, states, parts=parts)
+        more.append({**run, **trial.dense(names.control_activations, part="control", parts=parts)})
+    sides = (1, -1) if names.kinks else ()
+    kinks = tuple(_stepped(trial, names.kinks, states, side=side) for side in sides)
+    controls = (*evidence.controls, *more)
+    truth = {**trial.dense(names.truth), **evidence.truth}
+    slack = {} if states is None else _slack(trial, states, truth, controls)
+    return replace(evidence, controls=controls, kinks=kinks, slack=slack)
+
+
+def control_run(trial: Trial) -> Mapping[str, Tensor]:
+    """The first control run of training from the start."""
+    return trial.dense(trial.reference.control, part="control")
+
+
+def _stepped(trial: Trial, name: str, states: Mapping[str, Tensor] | None, **words: int) -> Mapping[str, Tensor]:
+    """A function of the reference that begins its steps at these states, when there are any."""
+    if states:
+        return trial.computed(name, part="control", states=states, **words)
+    return trial.dense(name, part="control", **words)

@@ -1,0 +1,233 @@
+"""What autograd does in this thread, and the code objects by which the frames of torch are known."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph
+from torch.autograd.function import Function, FunctionCtx
+from torch.optim.optimizer import Optimizer
+
+from harness.torch_internals.lookup import Probe, found
+
+__all__ = [
+    "BACKWARD",
+    "PROBES",
+    "STEP",
+    "called_by",
+    "current_node",
+    "current_task",
+    "defined_in",
+    "function_context",
+    "next_number",
+    "not_compiled",
+    "number_of",
+    "unversioned",
+    "when_backward_ends",
+]
+
+_RECORDING = "recording"
+
+current_task: Callable[[], int] = found(torch._C, "_current_graph_task_id", _RECORDING)
+"""The graph task that runs in this thread, -1 outside of backward. Uses torch._C._current_graph_task_id."""
+current_node: Callable[[], Any] = found(torch._C, "_current_autograd_node", _RECORDING)
+"""The autograd node that runs in this thread, or None. Uses torch._C._current_autograd_node."""
+next_number: Callable[[], int] = found(getattr(torch._C, "_autograd", None), "_get_sequence_nr", _RECORDING)
+"""The sequence number of this thread's next autograd node. Uses torch._C._autograd._get_sequence_nr."""
+
+
+number_of: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+"""The sequence number of a node, which counts up as a thread makes nodes. Uses Node._sequence_nr."""
+
+
+def when_backward_ends(then: Callable[[], None]) -> None:
+    """Call `then` when the backward that runs in this thread has ended. Uses Variable._execution_engine.
+
+    Where it is missing, nothing is called: an nvtx range of backward then ends with what follows it.
+    """
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is not None:
+        engine.queue_callback(then)
+
+
+@contextmanager
+def called_by(caller: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within it every module is called by `caller(torch's own way to call it)`. Uses nn.Module._call_impl.
+
+    Raises RuntimeError when something else has wrapped the calls meanwhile and was not removed first.
+    """
+    original = nn.Module._call_impl
+    wrapped = caller(original)
+    nn.Module._call_impl = wrapped  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if nn.Module._call_impl is not wrapped:
+            raise RuntimeError("nn.Module._call_impl was wrapped by someone else meanwhile: leave in reverse order")
+        nn.Module._call_impl = original  # type: ignore[method-assign]
+
+
+def not_compiled(code: CodeType) -> None:
+    """Keep torch.compile from starting at frames of this code: it starts at the first that is not torch's own.
+
+    Uses torch._C._dynamo.eval_frame. Where that is missing, torch.compile traces the frame, and what it compiles is
+    called without being watched.
+    """
+    with contextlib.suppress(AttributeError):
+        frames: Any = torch._C._dynamo.eval_frame
+        frames.set_code_exec_strategy(
+            code, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        )
+
+
+def defined_in(function: Any) -> CodeType:
+    """The code of the function that a function defines and returns."""
+    return next(constant for constant in function.__code__.co_consts if isinstance(constant, CodeType))
+
+
+BACKWARD: CodeType = getattr(graph, "_engine_run_backward", torch.autograd.backward).__code__
+"""The frame of Python that runs a backward. Uses torch.autograd.graph._engine_run_backward, else autograd.backward."""
+STEP = defined_in(Optimizer.profile_hook_step)
+"""The frame of Python around an optimizer's step. Uses what Optimizer.profile_hook_step returns."""
+
+_apply: Any = getattr(Function.apply, "__func__", None)
+_APPLY: CodeType | None = getattr(_apply, "__code__", None)
+"""The frame of Function.apply up to torch 2.13; since 2.14 it is native code and has none."""
+
+
+def function_context(frame: FrameType, inner: FrameType | None) -> tuple[bool, Any]:
+    """Whether an autograd Function's forward runs here, and its context (None for one without).
+
+    `inner` is the frame that `frame` has called, None for the innermost. Uses Function.apply's code; where it is
+    native, the forward is known by being some Function's.
+    """
+    if _APPLY is not None:
+        if frame.f_code is not _APPLY or inner is None or not inner.f_code.co_varnames:
+            return False, None
+        return True, inner.f_locals.get(inner.f_code.co_varnames[0])
+    owner = _function_of(frame.f_code)
+    if owner is None:
+        return False, None
+    context = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_varnames else None
+    # A forward that takes a context and was given none was called by hand: gradients are as around it.
+    by_hand = owner.setup_context is Function.setup_context and not isinstance(context, FunctionCtx)
+    return not by_hand, context
+
+
+@lru_cache(maxsize=4096)
+def _function_of(code: CodeType) -> type[Function] | None:
+    """The autograd Function whose forward has this code."""
+    kinds = list(Function.__subclasses__())
+    while kinds:
+        kind = kinds.pop()
+        if getattr(kind.forward, "__code__", None) is code:
+            return kind
+        kinds += kind.__subclasses__()
+    return None
+
+
+_unversioned: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
+
+
+@contextmanager
+def unversioned(tensors: tuple[Tensor, ...]) -> Iterator[None]:
+    """Writes to these tensors do not count as changes. Uses torch.autograd._unsafe_preserve_version_counter.
+
+    Where it is missing they count, and autograd may refuse a tensor that a fault of shardproof's own has overwritten.
+    """
+    with contextlib.nullcontext() if _unversioned is None else _unversioned(tensors):
+        yield
+
+
+def _tells_backward() -> bool:
+    """Tasks, nodes and numbers are told in a backward, and not outside of one."""
+    seen: list[tuple[int, int, bool]] = []
+    leaf = torch.ones(2, requires_grad=True)
+    first = leaf * 2
+    numbers = number_of(first.grad_fn), next_number()
+    first.register_hook(lambda _gradient: seen.append((current_task(), 0, current_node() is not None)))
+    ends: list[int] = []
+    first.register_hook(lambda _gradient: when_backward_ends(lambda: ends.append(1)))
+    first.sum().backward()
+    outside = current_task() == -1 and current_node() is None
+    return numbers[0] + 1 == numbers[1] and outside and len(seen) == 1 and seen[0][0] >= 0 and ends == [1]
+
+
+class _Twice(Function):
+    """A Function that tells what its forward's frames say."""
+
+    seen: bool = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """x * 2."""
+        frame: FrameType | None = sys._getframe()
+        inner: FrameType | None = None
+        while frame is not None and not _Twice.seen:
+            inside, context = function_context(frame, inner)
+            _Twice.seen = inside and context is ctx
+            frame, inner = frame.f_back, frame
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """2 times the gradient."""
+        return gradients[0] * 2
+
+
+def _knows_forward() -> bool:
+    _Twice.seen = False
+    _Twice.apply(torch.ones(2, requires_grad=True))
+    return _Twice.seen
+
+
+def _is_called() -> bool:
+    calls: list[int] = []
+    with called_by(lambda original: lambda module, *given: calls.append(1) or original(module, *given)):  # type: ignore[func-returns-value]
+        nn.Identity()(torch.ones(1))
+    return calls == [1]
+
+
+def _counts_no_change() -> bool:
+    tensor = torch.ones(1)
+    before = tensor._version
+    with unversioned((tensor,)):
+        tensor.add_(1)
+    return tensor._version == before
+
+
+PROBES = (
+    Probe(
+        feature="phases and modules of recorded calls",
+        names="torch._C._current_graph_task_id _current_autograd_node _autograd._get_sequence_nr Node._sequence_nr",
+        otherwise="nothing can be recorded: MachineError",
+        works=_tells_backward,
+    ),
+    Probe(
+        feature="modules watched from outside",
+        names="torch.nn.Module._call_impl",
+        otherwise="calls have no module",
+        works=_is_called,
+    ),
+    Probe(
+        feature="metrics told from the forward of an autograd Function",
+        names="Function.apply.__func__, or FunctionCtx in the frame of a Function's forward",
+        otherwise="a loss in a module without parameters may be recorded as a metric",
+        works=_knows_forward,
+    ),
+    Probe(
+        feature="faults that autograd does not notice",
+        names="torch.autograd._unsafe_preserve_version_counter",
+        otherwise="autograd may refuse a tensor that a fault has overwritten",
+        works=_counts_no_change,
+    ),
+)

@@ -1,0 +1,125 @@
+"""Process groups beside the real backends: torch's fake group and its work, boxed groups and works, pending tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from harness.torch_internals.lookup import Probe, lacking
+
+__all__ = ["PROBES", "Pending", "answers_torch", "fake_group", "fake_store", "waited", "waits_of_fakes"]
+
+_Class = TypeVar("_Class", bound=type)
+_internals: Any = torch._C._distributed_c10d
+
+_PRIVATE_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "start_coalescing": "_start_coalescing",
+    "end_coalescing": "_end_coalescing",
+    "source_rank": "_source_rank",
+}
+"""Method -> the name under which torch calls it too: the flat ones up to 2.12, the others always."""
+
+
+def answers_torch(kind: _Class) -> _Class:
+    """A class decorator: methods of a group or a work also under the private names by which torch calls them."""
+    for name, private in _PRIVATE_NAMES.items():
+        if name in vars(kind):
+            setattr(kind, private, vars(kind)[name])
+    return kind
+
+
+Pending = AsyncCollectiveTensor
+"""The result of a functional collective under way. torch.distributed._functional_collectives.AsyncCollectiveTensor."""
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """The tensor; of a functional collective under way its result, waited for."""
+    return tensor.trigger_wait() if isinstance(tensor, Pending) else tensor
+
+
+def fake_store() -> Any:
+    """A store for a world of one process that talks to nobody, and torch's backend "fake", registered.
+
+    Uses torch.testing._internal.distributed.fake_pg.
+    """
+    try:
+        # Importing it registers the backend, for every kind of device.
+        from torch.testing._internal.distributed import fake_pg  # noqa: PLC0415
+    except ImportError as problem:
+        raise lacking("the dry engine", "torch.testing._internal.distributed.fake_pg") from problem
+    return fake_pg.FakeStore()
+
+
+def fake_group() -> dist.ProcessGroup:
+    """A private group of one rank, which no table of torch holds and whose calls move nothing.
+
+    Uses torch._C._distributed_c10d.FakeProcessGroup and ProcessGroup._register_backend.
+    """
+    kind = getattr(_internals, "FakeProcessGroup", None)
+    if kind is None:
+        raise lacking("recording on real backends", "torch._C._distributed_c10d.FakeProcessGroup")
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    backend = kind._create_internal(0, 1)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    return group
+
+
+@contextmanager
+def waits_of_fakes(waited_for: Callable[[int], None]) -> Iterator[None]:
+    """Within it `waited_for(id of the work)` is called before every wait for a work of the fake group.
+
+    Uses torch._C._distributed_c10d.FakeWork.
+    """
+    kind: Any = getattr(_internals, "FakeWork", None)
+    if kind is None:
+        raise lacking("timelines of dry runs", "torch._C._distributed_c10d.FakeWork")
+    original = kind.wait
+
+    def wait(work: Any, *args: Any, **words: Any) -> Any:
+        waited_for(id(work))
+        return original(work, *args, **words)
+
+    kind.wait = wait
+    try:
+        yield
+    finally:
+        kind.wait = original
+
+
+def _waits() -> bool:
+    """A call of the fake group gives a work whose wait is seen."""
+    seen: list[int] = []
+    work = fake_group().allreduce([torch.ones(2)], dist.AllreduceOptions())
+    with waits_of_fakes(seen.append):
+        work.wait()
+    return seen == [id(work)]
+
+
+def _calls_by_private_names() -> bool:
+    """Of every method that is answered under two names, torch has one."""
+    owners = dist.ProcessGroup, dist.Work
+    return all(any(hasattr(owner, name) for owner in owners for name in pair) for pair in _PRIVATE_NAMES.items())
+
+
+PROBES = (
+    Probe(
+        feature="the dry engine and its timelines",
+        names="fake_pg.FakeStore FakeProcessGroup._create_internal ProcessGroup._register_backend FakeWork.wait",
+        otherwise="no dry engine, and no recording on real backends: MachineError",
+        works=lambda: fake_store() is not None and _waits(),
+    ),
+    Probe(
+        feature="groups that answer torch",
+        names="_allgather_base _reduce_scatter_base _start_coalescing _end_coalescing _source_rank",
+        otherwise="flat collectives, coalesced blocks or any-source receives fail in the in-process engine",
+        works=_calls_by_private_names,
+    ),
+)

@@ -1,0 +1,62 @@
+"""Names of torch looked up: a name that this torch lacks becomes one sentence when it is needed, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from harness.errors import MachineError
+
+__all__ = ["TESTED", "Probe", "found", "lacking", "tested_span", "untested"]
+
+TESTED = ((2, 11), (2, 14))
+"""First and last release of torch that `make compat` was run with; all between them as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What a feature needs of torch: `works()` tries it; `otherwise` says what holds where it does not work."""
+
+    feature: str
+    names: str
+    otherwise: str
+    works: Callable[[], bool]
+
+
+def tested_span() -> str:
+    """The tested releases in words: "2.11 to 2.14"."""
+    first, last = (".".join(map(str, release)) for release in TESTED)
+    return f"{first} to {last}"
+
+
+def untested(version: str = torch.__version__) -> str:
+    """A note on a version of torch (this one) that was not tested, "" for one that was: "2.13.0+cpu"."""
+    digits = version.partition("+")[0].split(".")[:2]
+    release = tuple(int(part) if part.isdigit() else 0 for part in digits)
+    if TESTED[0] <= release <= TESTED[1]:
+        return ""
+    return f"torch {version} was not tested: shardproof was tested with {tested_span()}, and anything may differ here"
+
+
+def lacking(feature: str, name: str) -> MachineError:
+    """The error of a feature that needs a name which this torch lacks."""
+    return MachineError(
+        f"{feature} is not available with torch {torch.__version__}, which has no {name}; legal: torch {tested_span()}",
+        ranks=(),
+        positions=(),
+    )
+
+
+def found(owner: Any, name: str, feature: str) -> Any:
+    """`owner.name`; where this torch has no such name, a function that raises the MachineError of the feature."""
+    value = getattr(owner, name, None)
+    if value is not None:
+        return value
+
+    def refuse(*_arguments: object, **_words: object) -> NoReturn:
+        raise lacking(feature, f"{getattr(owner, '__name__', owner)}.{name}")
+
+    return refuse

@@ -1,0 +1,148 @@
+"""Dispatch below autograd and past modes, the switches of a thread, and the base class of dispatch modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.torch_internals.lookup import Probe
+
+__all__ = [
+    "PROBES",
+    "DispatchMode",
+    "below_autograd",
+    "copy_each",
+    "leaves",
+    "modes_are_on",
+    "not_deterministic",
+    "past_modes",
+    "switches",
+    "unseen",
+]
+
+DispatchMode = TorchDispatchMode
+"""Sees every operator of its thread. torch.utils._python_dispatch.TorchDispatchMode, which the documentation names."""
+leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
+"""The leaves of nested tuples, lists and dicts. torch.utils._pytree.tree_leaves."""
+
+below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
+"""A context in which autograd sees nothing, and versions are still counted. torch._C._AutoDispatchBelowAutograd.
+
+torch.no_grad where it is missing: slower, and a view of a leaf cannot be written then.
+"""
+
+_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+_no_dispatch: Any = getattr(torch._C, "_DisableTorchDispatch", nullcontext)
+_no_function: Any = getattr(torch._C, "DisableTorchFunction", nullcontext)
+
+
+def modes_are_on() -> int:
+    """Whether this thread has dispatch or function modes; yes where torch cannot tell.
+
+    Uses torch._C._len_torch_dispatch_stack and _len_torch_function_stack.
+    """
+    return _dispatch_modes() or _function_modes()
+
+
+@contextmanager
+def past_modes() -> Iterator[None]:
+    """Within it no mode of the thread sees what is computed. torch._C._DisableTorchDispatch, DisableTorchFunction.
+
+    Where they are missing, modes see it: a program that counts operators counts those of its collectives too.
+    """
+    with _no_dispatch(), _no_function():
+        yield
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Within it neither autograd nor a mode of the thread sees what is computed."""
+    with below_autograd(), _no_dispatch(), _no_function():
+        yield
+
+
+_keys_included: Callable[[], Any] | None = getattr(torch._C, "_dispatch_tls_local_include_set", None)
+_keys_excluded: Callable[[], Any] | None = getattr(torch._C, "_dispatch_tls_local_exclude_set", None)
+
+
+def switches() -> tuple[Any, ...]:
+    """What a program can leave switched in a thread of torch: grad mode, function modes, autocast, inference mode.
+
+    Uses torch._C._dispatch_tls_local_include_set and _exclude_set; where they are missing, an object that equals no
+    other, so that no thread is used again.
+    """
+    if _keys_included is None or _keys_excluded is None:
+        return (object(),)
+    return (torch.is_grad_enabled(), _function_modes(), _keys_included().raw_repr(), _keys_excluded().raw_repr())
+
+
+_copy_each: Callable[[list[Tensor], list[Tensor]], object] | None = getattr(torch, "_foreach_copy_", None)
+
+
+def copy_each(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each value into its output, in one operator. Uses torch._foreach_copy_, else Tensor.copy_ one by one."""
+    if _copy_each is not None:
+        _copy_each(list(outputs), list(values))
+        return
+    for output, value in zip(outputs, values, strict=True):
+        output.copy_(value)
+
+
+def not_deterministic() -> None:
+    """Give back torch.use_deterministic_algorithms(False), whose public function imports the whole compiler.
+
+    Uses torch._C._set_deterministic_algorithms, else that function.
+    """
+    getattr(torch._C, "_set_deterministic_algorithms", torch.use_deterministic_algorithms)(False)
+
+
+class _Counting(DispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one."""
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _hides() -> bool:
+    leaf, counting = torch.ones(2, requires_grad=True), _Counting()
+    out = torch.zeros(2)
+    with counting, unseen():
+        copy_each([out], [leaf * 2])
+    version = out._version
+    with counting:
+        told, _twice = modes_are_on(), leaf * 2
+    return counting.count == 1 and bool(told) and not modes_are_on() and version == 1 and not out.requires_grad
+
+
+def _shows_switches() -> bool:
+    before = switches()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = switches()
+    return before == switches() != inside
+
+
+PROBES = (
+    Probe(
+        feature="collectives of the in-process engine that autograd and modes do not see",
+        names="torch._C._AutoDispatchBelowAutograd _DisableTorchDispatch _len_torch_dispatch_stack; _foreach_copy_",
+        otherwise="torch.no_grad stands for it; dispatch modes see what collectives compute",
+        works=_hides,
+    ),
+    Probe(
+        feature="threads used again",
+        names="torch._C._dispatch_tls_local_include_set _dispatch_tls_local_exclude_set",
+        otherwise="every rank gets a new thread, 0.3 ms each",
+        works=_shows_switches,
+    ),
+)

@@ -1,0 +1,152 @@
+"""torch's dispatcher: which operators of collectives there are, their schemas, and kernels of our own for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from harness.torch_internals.groups import fake_group
+from harness.torch_internals.lookup import Probe, found
+
+__all__ = [
+    "BACKEND_SELECT",
+    "PROBES",
+    "Add",
+    "Argument",
+    "arguments_of",
+    "explicit_keys",
+    "full_name",
+    "has_kernel",
+    "kernels",
+    "operator_names",
+    "packet_of",
+    "short_name",
+]
+
+_RECORDING = "recording on real backends"
+_GROUP = "c10d.ProcessGroup"
+
+_all_names: Callable[[], list[str]] = found(torch._C, "_dispatch_get_all_op_names", _RECORDING)
+has_kernel: Callable[[str, str], bool] = found(torch._C, "_dispatch_has_kernel_for_dispatch_key", _RECORDING)
+"""Whether "namespace::operator" has a kernel at a key. torch._C._dispatch_has_kernel_for_dispatch_key."""
+
+
+class Argument(NamedTuple):
+    """An argument of an operator's schema: its name, and what it is: "tensors", "group" or "other"."""
+
+    name: str
+    kind: str
+
+
+def operator_names(namespace: str) -> list[str]:
+    """The names of a namespace's operators, without overloads, sorted. torch._C._dispatch_get_all_op_names, 3 ms."""
+    start = namespace + "::"
+    return sorted({full.removeprefix(start).partition(".")[0] for full in _all_names() if full.startswith(start)})
+
+
+def arguments_of(operator: Any) -> list[Argument]:
+    """The arguments of an operator, from its schema. Uses OpOverload._schema."""
+    return [Argument(argument.name, _kind(str(argument.type))) for argument in operator._schema.arguments]
+
+
+def _kind(kind: str) -> str:
+    if kind.endswith(_GROUP):
+        return "group"
+    plain = kind.replace("Optional[", "").replace("List[", "").rstrip("]")
+    return "tensors" if plain == "Tensor" else "other"
+
+
+def short_name(operator: Any) -> str:
+    """An operator's name without namespace and overload: "all_reduce". Uses OpOverload._opname."""
+    name: str = operator._opname
+    return name
+
+
+def full_name(operator: Any) -> str:
+    """An operator's name with namespace and overload: "aten::mm.out". Uses OpOverload._schema."""
+    schema = operator._schema
+    name: str = schema.name + ("." if schema.overload_name else "") + schema.overload_name
+    return name
+
+
+def packet_of(operator: Any) -> Any:
+    """All overloads of an operator as one object. Uses OpOverload._overloadpacket."""
+    return operator._overloadpacket
+
+
+Add = Callable[..., None]
+"""add(name, kernel, with_keyset=False): the kernel is called in the operator's place, with the keys first if wanted."""
+
+
+@contextmanager
+def kernels(namespace: str, key: str) -> Iterator[Add]:
+    """Within it, operators can be given kernels at one dispatch key. Uses torch.library.Library and its _destroy."""
+    library = torch.library.Library(namespace, "IMPL")
+
+    def add(name: str, kernel: Callable[..., Any], *, with_keyset: bool = False) -> None:
+        library.impl(name, kernel, key, with_keyset=with_keyset)
+
+    try:
+        yield add
+    finally:
+        library._destroy()
+
+
+_keys: Any = getattr(torch._C, "DispatchKey", None)
+BACKEND_SELECT: Any = getattr(_keys, "BackendSelect", None)
+"""The dispatch key at which calls are recorded. torch._C.DispatchKey.BackendSelect."""
+
+
+def explicit_keys() -> Any:
+    """The keys where functional collectives have the implementation that issues the call.
+
+    Uses torch._C.DispatchKeySet and DispatchKey.CompositeExplicitAutograd.
+    """
+    return found(torch._C, "DispatchKeySet", "the dry engine")(_keys.CompositeExplicitAutograd)
+
+
+def _has_schemas() -> bool:
+    names = operator_names("c10d")
+    read = arguments_of(torch.ops.c10d.allgather_.default)
+    wanted = [("output_tensors", "tensors"), ("input_tensors", "tensors"), ("process_group", "group")]
+    named = full_name(torch.ops.aten.mm.out) == "aten::mm.out" and full_name(torch.ops.aten.mm.default) == "aten::mm"
+    return "allreduce_" in names and named and [tuple(argument) for argument in read[:3]] == wanted
+
+
+def _can_be_wrapped() -> bool:
+    """A kernel at BackendSelect sees a call, passes it on, and is gone afterwards."""
+    name, seen = "c10d::allreduce_", []
+    if has_kernel(name, "BackendSelect"):
+        return True  # the recorder is on, and it proves itself when it is entered
+    operator = torch.ops.c10d.allreduce_.default
+
+    def kernel(keys: Any, *arguments: Any) -> Any:
+        seen.append(arguments[0][0].numel())
+        return operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
+
+    group, options = fake_group(), dist.AllreduceOptions()
+    with kernels("c10d", "BackendSelect") as add:
+        add("allreduce_", kernel, with_keyset=True)
+        group.allreduce([torch.ones(3)], options).wait()
+    group.allreduce([torch.ones(3)], options).wait()
+    return seen == [3] and not has_kernel(name, "BackendSelect")
+
+
+PROBES = (
+    Probe(
+        feature="operators of collectives known by their schemas",
+        names="torch._C._dispatch_get_all_op_names OpOverload._schema _opname _overloadpacket",
+        otherwise="no recording on real backends: MachineError",
+        works=_has_schemas,
+    ),
+    Probe(
+        feature="calls of real backends recorded at the dispatcher",
+        names="torch.library.Library._destroy torch._C.DispatchKey.BackendSelect OpOverload.redispatch",
+        otherwise="no recording on real backends: MachineError",
+        works=_can_be_wrapped,
+    ),
+)

@@ -1,0 +1,37 @@
+"""All probes of torch's internals, and which of them fail here."""
+
+from __future__ import annotations
+
+import itertools
+
+from harness.torch_internals import (
+    autograd,
+    groups,
+    memory,
+    meshes,
+    meta_attention,
+    modes,
+    operators,
+    redirect,
+    tracing,
+    world,
+)
+from harness.torch_internals.lookup import Probe
+
+__all__ = ["PROBES", "failing"]
+
+_PARTS = (autograd, modes, memory, operators, groups, world, redirect, meshes, meta_attention, tracing)
+PROBES: tuple[Probe, ...] = tuple(itertools.chain.from_iterable(part.PROBES for part in _PARTS))
+
+
+def failing() -> tuple[Probe, ...]:
+    """The probes that do not work with this torch; one that raises does not work."""
+    return tuple(probe for probe in PROBES if not works(probe))
+
+
+def works(probe: Probe) -> bool:
+    """Try one."""
+    try:
+        return probe.works()
+    except Exception:  # whatever torch raises where a name has changed its meaning
+        return False

@@ -1,0 +1,250 @@
+"""torch.distributed's one world, given to every rank thread of a process as a world of its own.
+
+torch keeps its groups in one object, `distributed_c10d._world`, and one registry of names. `by_thread` changes the
+object's class for a time to one that answers each thread from its own tables and every other thread as before, and has
+the registry kept per thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from harness.errors import RequestError
+from harness.torch_internals.lookup import Probe, lacking
+
+__all__ = [
+    "PROBES",
+    "Maker",
+    "Tables",
+    "by_thread",
+    "group_of_ranks",
+    "groups_made_by",
+    "leave_world",
+    "rank_tables",
+    "ranks_of",
+    "register",
+    "standing",
+]
+
+_FEATURE = "the in-process engine"
+_registry: Any = torch._C._distributed_c10d
+_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
+_NEEDED = {
+    c10d: "_world _World _new_process_group_helper _find_pg_by_ranks_and_tag init_process_group split_group",
+    _registry: "_register_process_group _unregister_all_process_groups _set_thread_isolation_mode",
+    getattr(c10d, "_World", object): " ".join(("default_pg", "group_count", *_TABLES)),
+}
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Tables:
+    """What torch's `_World` holds for a process, for one rank."""
+
+    default_pg: Any = None
+    group_count: int = 0
+    comms: list[Any] = field(default_factory=list)
+    pg_map: dict[Any, Any] = field(default_factory=dict)
+    pg_names: dict[Any, Any] = field(default_factory=dict)
+    pg_group_ranks: dict[Any, Any] = field(default_factory=dict)
+    pg_backend_config: dict[Any, Any] = field(default_factory=dict)
+    tags_to_pg: dict[Any, Any] = field(default_factory=dict)
+    pg_to_tag: dict[Any, Any] = field(default_factory=dict)
+    pg_coalesce_state: dict[Any, Any] = field(default_factory=dict)
+
+
+def _table(kind: Any, name: str) -> property:
+    """A table of `_World` that a rank thread has to itself."""
+    of_process = getattr(kind, name).fget
+
+    def read(world: Any) -> Any:
+        mine = world._ranks.get(get_ident())
+        return of_process(world) if mine is None else getattr(mine, name)
+
+    return property(read)
+
+
+@functools.cache
+def _ranked_world() -> type:
+    """The class of a world that answers a rank thread from its tables. Raises MachineError where torch lacks a part."""
+    if missing := _missing():
+        raise lacking(_FEATURE, ", ".join(missing))
+    kind: Any = c10d._World
+
+    class RankedWorld(kind):
+        """torch's world, answering a rank thread from that rank's tables."""
+
+        @property
+        def default_pg(self) -> Any:
+            mine = self._ranks.get(get_ident())
+            return kind.default_pg.fget(self) if mine is None else mine.default_pg
+
+        @default_pg.setter
+        def default_pg(self, group: Any) -> None:
+            mine = self._ranks.get(get_ident())
+            if mine is None:
+                kind.default_pg.fset(self, group)
+            else:
+                mine.default_pg = group
+
+        @property
+        def group_count(self) -> int:
+            mine = self._ranks.get(get_ident())
+            return int(kind.group_count.fget(self) if mine is None else mine.group_count)
+
+        @group_count.setter
+        def group_count(self, count: int) -> None:
+            mine = self._ranks.get(get_ident())
+            if mine is None:
+                kind.group_count.fset(self, count)
+            else:
+                mine.group_count = count
+
+    for name in _TABLES:
+        setattr(RankedWorld, name, _table(kind, name))
+    return RankedWorld
+
+
+def _missing() -> list[str]:
+    return [
+        f"{getattr(owner, '__name__', owner)}.{name}"
+        for owner, names in _NEEDED.items()
+        for name in names.split()
+        if not hasattr(owner, name)
+    ]
+
+
+@contextmanager
+def by_thread() -> Iterator[dict[int, Any]]:
+    """Within it threads have worlds of their own: those in the dict that is yielded, by thread, as Tables.
+
+    Uses distributed_c10d._world and _World, and torch._C._distributed_c10d._set_thread_isolation_mode. Raises
+    RequestError when another run is active in this process, MachineError where torch lacks a part.
+    """
+    ranked = _ranked_world()
+    world: Any = c10d._world
+    if isinstance(world, ranked):
+        raise RequestError("run: another in-process run is active in this process; legal: one run at a time")
+    ranks: dict[int, Any] = {}
+    torch_world = type(world)
+    world._ranks = ranks
+    with ExitStack() as undo:
+        undo.callback(world.__dict__.pop, "_ranks")
+        world.__class__ = ranked
+        undo.callback(setattr, world, "__class__", torch_world)
+        _registry._set_thread_isolation_mode(True)
+        undo.callback(_registry._set_thread_isolation_mode, False)
+        yield ranks
+
+
+def rank_tables() -> Any:
+    """The tables of the rank that this thread is; None in every other thread."""
+    ranks = getattr(c10d._world, "_ranks", None)
+    return None if ranks is None else ranks.get(get_ident())
+
+
+def register(name: str, group: Any) -> None:
+    """Let operators find the group by its name, in this thread. torch._C._distributed_c10d._register_process_group."""
+    _registry._register_process_group(name, group)
+
+
+def leave_world() -> None:
+    """This thread is no rank any more, and its names are gone. Uses _unregister_all_process_groups."""
+    ranks = getattr(c10d._world, "_ranks", {})
+    if ranks.pop(get_ident(), None) is not None:
+        _registry._unregister_all_process_groups()
+
+
+def group_of_ranks(tag: str, ranks: tuple[int, ...]) -> Any:
+    """The group with a user's tag and these ranks, None when there is none. c10d._find_pg_by_ranks_and_tag."""
+    return c10d._find_pg_by_ranks_and_tag(tag, list(ranks))
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """Global ranks in group order; a group that torch.distributed does not know counts its own.
+
+    Uses distributed_c10d._world.pg_group_ranks, else dist.get_process_group_ranks.
+    """
+    world = getattr(c10d, "_world", None)
+    if world is None:
+        return tuple(dist.get_process_group_ranks(group))
+    known = world.pg_group_ranks.get(group)
+    return tuple(range(group.size())) if known is None else tuple(sorted(known, key=known.__getitem__))
+
+
+@contextmanager
+def standing(name: str, stand_in: Any) -> Iterator[None]:
+    """Within it, torch.distributed.distributed_c10d has another object under this name."""
+    original = getattr(c10d, name)
+    setattr(c10d, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(c10d, name, original)
+
+
+_signature = functools.lru_cache(maxsize=8)(inspect.signature)
+Maker = Callable[..., tuple[Any, Any]]
+"""Makes (group, its store) from the arguments of torch's maker of groups."""
+
+
+@contextmanager
+def groups_made_by(maker: Callable[[Maker, inspect.BoundArguments], tuple[Any, Any]]) -> Iterator[None]:
+    """Within it, below new_group and init_process_group, groups are made by maker(torch's own maker, arguments).
+
+    The arguments have names: backend, group_name, global_ranks_in_group, group_size, and others. Uses
+    distributed_c10d._new_process_group_helper.
+    """
+    helper: Any = getattr(c10d, "_new_process_group_helper", None)
+    if helper is None:
+        raise lacking("making groups", "distributed_c10d._new_process_group_helper")
+
+    @functools.wraps(helper)
+    def made(*arguments: Any, **words: Any) -> Any:
+        return maker(helper, _signature(helper).bind(*arguments, **words))
+
+    with standing("_new_process_group_helper", made):
+        yield
+
+
+def _has_own_world() -> bool:
+    with contextlib.suppress(RequestError), by_thread() as ranks:
+        world: Any = c10d._world
+        before = world.group_count
+        ranks[get_ident()] = mine = Tables()
+        world.group_count = 7
+        own = world.pg_map is mine.pg_map and mine.group_count == 7 and world.default_pg is None
+        leave_world()
+        return own and world.group_count == before
+    return rank_tables() is not None  # a run is active, so it works
+
+
+def _names_its_arguments() -> bool:
+    names = inspect.signature(c10d._new_process_group_helper).parameters
+    return {"backend", "group_name", "global_ranks_in_group", "group_size"} <= set(names)
+
+
+PROBES = (
+    Probe(
+        feature="a world of torch.distributed for every rank thread",
+        names="torch.distributed.distributed_c10d._world _World, torch._C._distributed_c10d._set_thread_isolation_mode",
+        otherwise="no in-process engine: MachineError",
+        works=_has_own_world,
+    ),
+    Probe(
+        feature="groups made by an engine",
+        names="torch.distributed.distributed_c10d._new_process_group_helper",
+        otherwise="neither the in-process engine nor the pool: MachineError",
+        works=_names_its_arguments,
+    ),
+)

@@ -1,0 +1,44 @@
+"""What an exception of the subject leaves: its last frames for a message, its whole traceback for a file.
+
+The exception of a rank in another process brings its traceback as a note (harness.engines.rank_process), that of a
+thread brings itself; both are read as the text that Python prints.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+from harness.errors import RankRaised, ShardproofError
+from harness.recording.callers import is_user, shortened
+
+__all__ = ["last_frames", "whole"]
+
+_BEGINS = "Traceback (most recent call last):"
+_FRAME = re.compile(
+    r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?! *File ")(?P<source> .*)?', re.M
+)
+_MOST = 3
+
+
+def whole(error: ShardproofError) -> str:
+    """The traceback of the exception that ended a rank, with those that it followed; "" when no rank raised."""
+    raised = error.__cause__
+    if not isinstance(error, RankRaised) or raised is None:
+        return ""
+    notes = [note for note in getattr(raised, "__notes__", ()) if _BEGINS in str(note)]
+    text = "\n".join(map(str, notes)) or "".join(traceback.format_exception(raised))
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def last_frames(text: str) -> str:
+    """The innermost frames of the user's code in a traceback, innermost first: "model.py:7 in forward: y = x / 0"; ""
+    when there is none.
+    """
+    frames = [frame for frame in _FRAME.finditer(text.rpartition(_BEGINS)[2]) if is_user(frame["file"])]
+    told = [
+        f"{shortened(frame['file'])}:{frame['line']} in {frame['function']}"
+        + (f": {source}" if (source := (frame["source"] or "").strip()) else "")
+        for frame in frames[: -_MOST - 1 : -1]
+    ]
+    return ", called from ".join(told)

@@ -1,0 +1,68 @@
+"""One bug, one block: failures that share their first place are shown once, with the count of the others."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from harness.diagnosing.six_lines import site
+from harness.evidence import Verdict
+from reports.bugs import bugs
+from suites.prover import Prover
+
+
+def six(first: str, check: str = "forward", what: str = "loss/0 differs") -> str:
+    lines = (f"what:   {what} (check {check})", f"first:  {first}", "causes: -", "repeat: shardproof run")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("first", "place"),
+    [
+        ("backward of layers.3.mlp.w1 in step 0: act_grad/layers.3.mlp.w1", "backward of layers.*.mlp.w1"),
+        ("forward of embedding in step 0: act/embedding; in the ledger: missing event", "forward of embedding"),
+        ("grad_sync: in the ledger: extra event in grad_sync of no module (1 call)", "grad_sync"),
+        ("loss in step 1: loss/1", "loss"),
+        ("rank 1 raised ValueError at x.py:7", "rank * raised ValueError (check run)"),
+    ],
+)
+def test_what_failures_of_one_bug_share(first: str, place: str) -> None:
+    assert site(six(first, check="run", what="rank 1 raised ValueError")) == place
+
+
+def test_failures_are_grouped_by_first_place() -> None:
+    head, inner = "backward of head in step 0: act_grad/head", "forward of layers.{} in step 0: act/layers.{}"
+    rows = [
+        ("mode=tp tp=2", "forward", "fail", six(head)),
+        ("mode=tp tp=2", "update", "fail", six(head, "update")),
+        ("mode=msp tp=2", "forward", "fail", six(inner.format(1, 1))),
+        ("mode=tp tp=4", "forward", "fail", six(head)),
+        ("mode=isp", "forward", "fail", six(inner.format(3, 3))),
+        ("mode=isp", "replicas", "pass", ""),
+        ("mode=isp", "ledger", "unknown", "not decided"),
+    ]
+    first, second = bugs(pd.DataFrame(rows, columns=["case", "check", "verdict", "message"]))
+    assert (first.case, first.check, first.message) == ("mode=tp tp=2", "forward", six(head))
+    assert first.follows == "and 2 more checks in 2 cases fail from the same first place on"
+    assert second.follows == "and 1 more check in 1 case fails from the same first place on"
+    assert bugs(pd.DataFrame(rows[:1], columns=["case", "check", "verdict", "message"]))[0].follows == ""
+
+
+def test_a_place_that_another_test_reported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Prover.on("parallel.subject:subject", "2") as prover:
+
+        def failing(test: str, *checks: str) -> str:
+            monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{test} (call)")
+            message = six("loss in step 0: loss/0")
+            return prover._told(
+                [Verdict(case="mode=tp", check=check, verdict="fail", worst=None, message=message) for check in checks]
+            )
+
+        whole = failing("test_a", "forward", "update")
+        assert whole == six("loss in step 0: loss/0") + "\nand from there on: update"
+        assert failing("test_a", "forward", "update") == whole  # a case that is shrunk and run again is told in full
+        assert failing("test_b", "ledger").splitlines() == [
+            "ledger of mode=tp",
+            "fails from the same first place on as test_a",
+            "repeat: shardproof run",
+        ]

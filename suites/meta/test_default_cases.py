@@ -1,0 +1,69 @@
+"""The default cases kill bugs that show with one word only: what they were made for."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.checks import CHECKS, examine
+from harness.engines.inproc import InprocEngine
+from harness.evidence import FAIL
+from harness.proof import NEED_WATCHING
+from harness.trial import Trial, recorded
+from reference.case import Case
+from reference.covering import covering_cases
+from reference.rules import MODES
+from suites.mutants.catalogue import MUTANTS
+from suites.mutants.held_back import HELD_BACK
+from suites.mutants.mutant import Change, Mutant, everywhere, holds
+from suites.mutants.planting import planted
+
+KNOWN = {mutant.name: mutant for mutant in (*MUTANTS, *HELD_BACK)}
+
+
+def _one_word(name: str, old: str, new: str) -> Mutant:
+    change = Change(module="parallel.training", old=old, new=new)
+    return Mutant(name=name, stands_for=name, modes=everywhere(), changes=(change,), kills="update")
+
+
+KEYS_MISSED = _one_word(
+    "split-keys-not-updated",
+    "sync.clip(gradients.values(), norm, case.clip)",
+    "sync.clip(gradients.values(), norm, case.clip)\n"
+    "        for name, grad in gradients.items():\n"
+    "            grad.mul_(not name.endswith('attention.wk.weight'))",
+)
+RECOMPUTED = _one_word(
+    "metric-counts-nothing-that-is-recomputed",
+    "rank.metric(logits, labels, weights)",
+    "rank.metric(logits, labels, weights * (case.recompute == 'none'))",
+)
+NEEDING_WORDS = (
+    ("overlap=false", "tp-sp", KNOWN["norm-sync-behind-overlap-flag"]),
+    ("fuse_qkv=false", "mtp", KEYS_MISSED),
+    ("qk_norm=true", "tp", KNOWN["qk-norms-not-summed"]),
+    ("clip>0", "fsp", KNOWN["clipped-by-own-norm"]),
+    ("head=gather", "msp", KNOWN["gathered-logits-gradient-summed"]),
+    ("head=local", "isp", KNOWN["loss-sent-back-once-a-rank"]),
+    ("metric=true recompute!=none", "isp", RECOMPUTED),
+)
+
+
+@pytest.mark.parametrize(("words", "where", "mutant"), NEEDING_WORDS, ids=lambda value: getattr(value, "name", value))
+def test_a_bug_that_needs_a_word_is_killed(words: str, where: str, mutant: Mutant) -> None:
+    plain, *cases = covering_cases(where)
+    assert not holds(words, plain)
+    case = next(case for case in cases if holds(words, case) and mutant.shows(case))
+    assert _failing(mutant, case)
+
+
+def _failing(mutant: Mutant, case: Case) -> list[str]:
+    """The checks that fail on one recorded run of this case."""
+    with InprocEngine() as engine:
+        evidence = recorded(Trial(case=case, subject=planted(mutant.sources()), engine=engine))
+    asked = {name: check for name, check in CHECKS.items() if name not in NEED_WATCHING}
+    return [name for name, finding in examine(evidence, asked).items() if finding.verdict == FAIL]
+
+
+def test_every_known_mutant_finds_a_default_case_that_can_show_it() -> None:
+    cases = [case for mode in MODES for case in covering_cases(mode)]
+    assert [name for name, mutant in KNOWN.items() if not any(map(mutant.shows, cases))] == []

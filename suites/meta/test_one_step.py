@@ -1,0 +1,165 @@
+"""One step at a time: training of any length is compared in every step, and a bug of one step fails in that step.
+
+Bugs are planted in the optimizer of our own ranks, in the seventh of ten steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.diagnosing.places import place_of
+from harness.engines.inproc import InprocEngine
+from harness.errors import RequestError
+from harness.proof import CaseResult, prove
+from harness.run import Request, run
+from parallel import training
+from parallel.subject import subject
+from reference.case import Case
+from reference.states import kept
+
+WHEN = 6
+SMALL = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 micro=1 steps=10 "
+SGD, ADAMW = SMALL + "lr=0.1 clip=0.5", SMALL + "optimizer=adamw lr=0.01"
+ONCE = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 micro=1 steps=1 optimizer=adamw lr=0.01"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InprocEngine]:
+    with InprocEngine() as started:
+        yield started
+
+
+def planted(text: str, engine: InprocEngine, monkeypatch: pytest.MonkeyPatch, bug: Callable[..., None]) -> CaseResult:
+    """The case on our subject with `bug(optimizer, step number, step)` in the place of every optimizer step."""
+    make = training._optimizer
+
+    def bugged(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:
+        optimizer = make(case, parameters)
+        right, calls = optimizer.step, iter(range(case.steps))
+        monkeypatch.setattr(optimizer, "step", lambda: bug(optimizer, next(calls), right), raising=False)
+        return optimizer
+
+    monkeypatch.setattr(training, "_optimizer", bugged)
+    return prove(Case.parse(text), subject, engine)
+
+
+def wrong_clip(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.mul_(0.9 if number == WHEN else 1.0)
+    step()
+
+
+def stale_moment(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
+    old = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    old = {parameter: state["exp_avg"].clone() for parameter, state in old.items()}
+    step()
+    for parameter, mean in old.items() if number == WHEN else ():
+        optimizer.state[parameter]["exp_avg"].copy_(mean)
+
+
+def not_zeroed(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
+    """The gradients of the step before are still in those of step WHEN."""
+    parameters = optimizer.param_groups[0]["params"]
+    for parameter in parameters if number == WHEN else ():
+        parameter.grad.add_(parameter.old)
+    for parameter in parameters:
+        parameter.old = parameter.grad.clone()
+    step()
+
+
+@pytest.mark.parametrize(
+    ("text", "bug", "kinds"),
+    [
+        (SGD, wrong_clip, {"param_after"}),
+        (ADAMW, stale_moment, {"exp_avg_after"}),
+        (ADAMW, not_zeroed, {"param_after", "exp_avg_after", "exp_avg_sq_after"}),
+        (ADAMW + " dtype=bfloat16", not_zeroed, {"param_after", "exp_avg_after", "exp_avg_sq_after"}),
+    ],
+)
+def test_a_bug_of_one_step_fails_in_that_step_alone(
+    text: str, bug: Callable[..., None], kinds: set[str], engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = planted(text, engine, monkeypatch, bug)
+    assert {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"} == {"update"}
+    assert result.diagnosis is not None and result.diagnosis.first.step == WHEN
+    (update,) = (verdict for verdict in result.verdicts if verdict.check == "update")
+    assert update.worst is not None
+    assert place_of(update.worst.name, 10).step == WHEN
+    assert update.worst.name.partition("/")[0] in kinds
+
+
+@pytest.mark.parametrize("words", ["mode=tp lr=0.1", "mode=isp optimizer=adamw", "mode=msp lr=0.1 dtype=bfloat16"])
+def test_limits_of_one_step_hold_at_any_length(words: str, engine: InprocEngine) -> None:
+    result = prove(Case.parse(f"{SMALL} steps=20 {words}"), subject, engine)
+    assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
+    allowed = [v.worst.allowed for v in result.verdicts if v.worst and v.check in ("forward", "update")]
+    assert max(allowed) < (0.2 if "bfloat16" in words else 1e-6)
+
+
+def no_correction(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
+    step()
+    for parameter in optimizer.param_groups[0]["params"]:
+        state = optimizer.state[parameter]
+        late = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)
+        right = state["exp_avg"] / 0.1 / ((state["exp_avg_sq"] / 0.001).sqrt() + 1e-8)
+        parameter.data.add_(0.01 * (right - late))
+
+
+def with_words(**words: object) -> Callable[..., None]:
+    def bug(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
+        optimizer.param_groups[0].update(words)
+        step()
+
+    return bug
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [no_correction, with_words(eps=1e-6), with_words(weight_decay=0.0), with_words(betas=(0.9, 0.99))],
+    ids=["bias correction", "eps", "decay", "beta"],
+)
+def test_a_wrong_adam_fails(bug: Callable[..., None], engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = planted(ONCE, engine, monkeypatch, bug)
+    assert {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"} == {"update"}
+
+
+def one_wrong_element(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
+    """A query bias beside the key biases, whose gradients are zero but for rounding."""
+    step()
+    for parameter in optimizer.param_groups[0]["params"]:
+        if parameter.dim() == 1:
+            parameter.data[0] += 1e-7
+
+
+def test_what_adam_makes_of_rounding_is_allowed_by_element(
+    engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ONCE.replace("lr=0.01", "lr=1.0")
+    assert prove(Case.parse(text), subject, engine).verdict == "pass"
+    result = planted(text, engine, monkeypatch, one_wrong_element)
+    (update,) = (verdict for verdict in result.verdicts if verdict.verdict == "fail")
+    assert "wqkv.bias" in update.message or "bias" in update.message
+
+
+def test_a_dense_model_that_diverges_is_a_request_that_cannot_be_judged(tmp_path: Path) -> None:
+    text = "steps=5 lr=10.0 seq=16 micro=1"
+    message = r"lr=10.0: the dense model diverges in step \d+ \(loss .*\); legal: lr=1.0$"
+    with pytest.raises(RequestError, match=message):
+        run(Request(cases=(text,), subject="parallel.subject:subject", out=tmp_path))
+    several = run(Request(cases=(text, ONCE), subject="parallel.subject:subject", out=tmp_path))
+    assert several.exit_status == 2
+    refused, *proved = several.verdicts
+    assert (refused.check, refused.verdict) == ("truth", "skip") and re.search(message, refused.message)
+    assert proved and {verdict.verdict for verdict in proved} == {"pass"}
+
+
+def test_states_are_left_out_above_a_bound() -> None:
+    assert kept(Case.parse("steps=20 optimizer=adamw")) and not kept(Case.parse("steps=2000"))
+    assert not kept(Case.parse("preset=llama3-8b mode=mtp tp=2"))

@@ -1,0 +1,105 @@
+"""A second process beside the first: the same run folder, no case lost whatever becomes of it, one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from harness.run import Request, RunResult, run
+from harness.second_process import Proved, prove_all
+from reference import subject as dense
+from reference.case import Case
+
+FIRST = "SHARDPROOF_TEST_FIRST_PROCESS"
+CASES = tuple(
+    f"mode=tp tp=1 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1 seed={seed}" for seed in range(5)
+)
+
+
+def told(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """The dense model; wrong with an odd seed."""
+    outcome = dense.subject(case, device)
+    outcome["loss/0"] *= 1 + case.seed % 2
+    return outcome
+
+
+def mortal(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """The dense model, which kills every process but the first."""
+    if str(os.getpid()) != os.environ[FIRST]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return dense.subject(case, device)
+
+
+def ran(out: Path, subject: str, processes: int) -> tuple[RunResult, list[str]]:
+    """The result, and the cases in the order in which they were told."""
+    order: list[str] = []
+    request = Request(cases=CASES, subject=f"{__name__}:{subject}", out=out, processes=processes)
+    return run(request, lambda done, total, case, verdict: order.append(case)), order
+
+
+def test_two_processes_write_the_folder_that_one_writes(tmp_path: Path) -> None:
+    (alone, order), (both, order_of_both) = (ran(tmp_path / str(n), "told", n) for n in (1, 2))
+    assert order == order_of_both == [str(Case.parse(text)) for text in CASES]
+    assert [dataclasses.replace(v, message="") for v in both.verdicts] == [
+        dataclasses.replace(v, message="") for v in alone.verdicts
+    ]
+    assert (both.exit_status, both.notes) == (alone.exit_status, alone.notes) == (1, ())
+    for name in ("cases.jsonl", "summary.csv", "memory.csv"):
+        assert (both.path / name).read_text() == (alone.path / name).read_text()
+    assert list(pd.read_csv(both.path / "timings.csv")["case"].unique()) == order
+
+
+def test_a_second_process_that_dies_costs_no_case_and_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FIRST, str(os.getpid()))
+    result, order = ran(tmp_path, "mortal", 2)
+    assert (result.exit_status, len(order)) == (0, len(CASES))
+    assert result.notes == ("the second process ended (killed by SIGKILL): its cases were proved in the first",)
+
+
+def test_what_was_finished_is_kept_when_the_first_is_interrupted() -> None:
+    second, kept = Answering(), list[str]()
+
+    def interrupted(number: int) -> Proved:
+        if number:
+            raise KeyboardInterrupt
+        return answer(str(number))
+
+    with pytest.raises(KeyboardInterrupt):
+        prove_all(list("abcdef"), interrupted, lambda result: kept.append(result.text), second)  # type: ignore[arg-type]
+    assert kept == ["a", "b"]
+
+
+def answer(text: str) -> Proved:
+    return Proved(
+        text=text, verdicts=(), verdict="pass", machine=False, seconds={}, events=(), rows=(), saved_bytes=(), ran=()
+    )
+
+
+class Answering:
+    """A second process that has answers at once."""
+
+    note = ""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.texts: dict[int, str] = {}
+
+    def ask(self, number: int, text: str) -> None:
+        """Take a case."""
+        self.asked.append(number)
+        self.texts[number] = text
+
+    def answers(self, *, wait: bool) -> dict[int, Proved | None]:
+        """All that it was asked."""
+        found: dict[int, Proved | None] = {number: answer(self.texts[number]) for number in self.asked}
+        self.asked.clear()
+        return found

@@ -1,0 +1,35 @@
+"""The boolean words of a case in rows: six to eight of them have every pair of values of every two words.
+
+Source: Kleitman and Spencer 1973: among n rows, the first of them false throughout, words that are true in different
+sets of n/2 other rows meet in all four pairs of values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+__all__ = ["rows"]
+
+_EVERYWHERE = ("packed", "bias", "tied", "qk_norm", "fuse_qkv", "overlap", "fuse_mlp")
+_MEGATRON = ("tp", "tp-sp")
+_ROWS = 6
+"""Enough for ten words: so many sets of three rows are there among five."""
+
+
+def rows(mode: str) -> tuple[Mapping[str, bool], ...]:
+    """The boolean words of cases of this mode, row by row; packed data have no attention mask (Megatron's dense one).
+
+    A row in which both would be true is there twice, with one of them each.
+    """
+    words: tuple[str, ...] = (*_EVERYWHERE, "attention_mask" if mode in _MEGATRON else "metric")
+    words += ("fuse_weights",) if mode == "isp" else ()
+    sets = dict(zip(words, itertools.combinations(range(1, _ROWS), _ROWS // 2), strict=False))
+    found: list[Mapping[str, bool]] = []
+    for row in range(_ROWS):
+        values = {word: row in true for word, true in sets.items()}
+        if values["packed"] and values.get("attention_mask"):
+            found += [values | {"packed": False}, values | {"attention_mask": False}]
+        else:
+            found.append(values)
+    return tuple(found)

@@ -1,0 +1,118 @@
+"""The default cases: which pairs of values they hold, found out from random legal cases instead of their own search."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from reference import covering
+from reference.case import Case, CaseError
+from reference.covering import FIXED, SHARED, covering_cases
+from reference.rules import MODES, legal_words
+
+NUMBERS = {"tp": (2, 4), "dp": (1, 2), "wp": (1, 2, 4), "kv_heads": (2, 8), "clip": (0.0, 0.1)}
+NUMBERS |= {"label_smoothing": (0.0, 0.1)}
+VARIED = [field.name for field in dataclasses.fields(Case) if field.name not in {*FIXED, *SHARED}]
+DRAWS = 5000
+Level = tuple[str, object]
+
+
+def drawn(mode: str, ranks: int) -> list[Case]:
+    """Legal cases of this mode on so many ranks at most, each of whose words is drawn with equal chances."""
+    return [case for case in all_drawn(mode) if case.world_size <= ranks]
+
+
+@lru_cache
+def all_drawn(mode: str) -> list[Case]:
+    """Legal cases of this mode on 2 to 8 ranks."""
+    source = random.Random(mode)
+    values: dict[str, Any] = {word: NUMBERS.get(word) or legal_words().get(word) or (False, True) for word in VARIED}
+    values["wp"] = NUMBERS["wp"] if mode == "isp" else (1,)
+    found = []
+    for _ in range(DRAWS):
+        words = {word: source.choice(known) for word, known in values.items()}
+        try:
+            found.append(Case(mode=mode, **SHARED, **words))
+        except CaseError:
+            continue
+    return found
+
+
+def values(case: Case) -> list[Level]:
+    """What a case covers alone: the value of each word, and of wp whether it is that of tp."""
+    return [(word, case.wp != case.tp if word == "wp" else getattr(case, word)) for word in VARIED]
+
+
+def pairs(cases: Iterable[Case], *, besides: Iterable[Level] = ()) -> set[tuple[Level, Level]]:
+    """Every two values that stand together in one of the cases, but for some values."""
+    return {pair for case in cases for pair in combinations([own for own in values(case) if own not in besides], 2)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_two_words_that_are_no_defaults_meet_in_a_default_case(mode: str) -> None:
+    cases, default = covering_cases(mode), values(Case.of(mode=mode))
+    possible = pairs(drawn(mode, 4), besides=default)
+    assert len(possible) > 250
+    assert possible - pairs(cases) == set()
+    for number in range(1, len(cases)):
+        fewer = [*cases[:number], *cases[number + 1 :]]
+        assert possible - pairs(fewer), "each case but the plain one covers what no other does"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_deep_covers_every_two_values(mode: str) -> None:
+    cases = covering_cases(mode, deep=True)
+    assert pairs(drawn(mode, 8)) - pairs(cases) == set()
+    assert {case.world_size for case in cases} == {2, 4, 8}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_cases_can_show_a_bug(mode: str) -> None:
+    plain, *cases = covering_cases(mode)
+    assert plain.world_size == 2 and {case.world_size for case in cases} <= {2, 4}
+    assert len({*cases, plain}) == 1 + len(cases)
+    for case in cases:
+        assert {word: getattr(case, word) for word in SHARED} == SHARED
+        assert all(getattr(Case(), word) != value for word, value in SHARED.items())
+        assert not {case.micro, case.batch} & {case.tp, case.dp, case.wp}
+        assert (case.dtype, case.layers, case.steps) == ("float64", 2, 2)
+    assert plain.micro == 3
+    assert mode != "isp" or {case.wp > case.tp for case in cases if case.wp != case.tp} == {False, True}
+
+
+def test_the_list_is_the_same_every_time() -> None:
+    assert covering_cases("isp") == covering_cases("isp")
+
+
+def test_what_a_subject_refuses_is_left_out_and_the_rest_is_covered() -> None:
+    def refuses(case: Case) -> str:
+        return "no packs, no learned positions" if case.packed or case.positions == "learned" else ""
+
+    cases, default = covering_cases("msp", refuses), values(Case.of(mode="msp"))
+    assert not any(refuses(case) for case in cases[1:])
+    taken = [case for case in drawn("msp", 4) if not refuses(case)]
+    assert pairs(taken, besides=default) - pairs(cases) == set()
+    assert len(covering_cases("tp", lambda case: "never")) == 1, "its skip says why"
+    built_for_8_heads = covering_cases("tp", lambda case: "" if case.heads == 8 else "8 heads only")
+    assert {(case.tp, case.dp) for case in built_for_8_heads} == {(2, 1), (4, 1), (2, 2)}
+    assert {case.heads for case in built_for_8_heads} == {8}
+
+
+def test_a_new_word_is_covered_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Wider(Case):
+        mirrored: bool = False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(covering, "Case", Wider)
+        assert {getattr(case, "mirrored", None) for case in covering_cases("tp")} == {False, True}
+    numbers = {word: known for word, known in covering.NUMBERS.items() if word != "clip"}
+    monkeypatch.setattr(covering, "NUMBERS", numbers)
+    with pytest.raises(LookupError, match="word clip: has no values to cover; legal: an entry in NUMBERS"):
+        covering_cases("tp")
