@@ -1,0 +1,1 @@
+"""Campaigns and measurements of the product itself; none of it is shipped."""
