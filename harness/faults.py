@@ -14,7 +14,7 @@ stays clean, and only what is computed can show it.
     delay   the right value, but only at the rank's next call after the wait; until then as dropped
     poison  NaN; the largest integer; the opposite bool
 
-The engine's side is `harness.engines.disturbance`.
+The engine's side is `harness.engines.faults.disturbance`.
 """
 
 from __future__ import annotations

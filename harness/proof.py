@@ -18,8 +18,8 @@ from harness.checks import CHECKS, Check, examine
 from harness.claims import claimed
 from harness.diagnosing.six_lines import NO_OUTCOME, crash, tell
 from harness.diagnosis import Diagnosis, diagnose, ended
-from harness.engines.dry import DryEngine
 from harness.engines.engine import Engine
+from harness.engines.shapes.dry import DryEngine
 from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, RequestError
 from harness.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
 from harness.judging import judged

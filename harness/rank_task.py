@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from harness.asking import Unanswered, answered, called, named_axes, offers
+from harness.engines.interposer import observing
 from harness.errors import RequestError, error_text
-from harness.interposer import observing
 from harness.ledger import Event
 from harness.outcome import Block, blocks, localize
 from harness.protocols import CaseLike, Subject

@@ -46,11 +46,11 @@ __all__ = [
 ]
 
 ENGINES = {
-    "inproc": "harness.engines.inproc:InprocEngine",
-    "pool": "harness.engines.pool:PoolEngine",
-    "inproc-concurrent": "harness.engines.concurrent:ConcurrentEngine",
-    "torchrun": "harness.engines.torchrun:TorchrunEngine",
-    "dry": "harness.engines.dry:DryEngine",
+    "inproc": "harness.engines.threads.inproc:InprocEngine",
+    "pool": "harness.engines.processes.forked.pool:PoolEngine",
+    "inproc-concurrent": "harness.engines.threads.concurrent:ConcurrentEngine",
+    "torchrun": "harness.engines.processes.launched.torchrun:TorchrunEngine",
+    "dry": "harness.engines.shapes.dry:DryEngine",
 }
 """Word of the command line -> the engine's class, resolved only when asked for."""
 

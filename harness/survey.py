@@ -19,10 +19,10 @@ import torch
 from harness.asking import answered, offers
 from harness.checking.exact_checks import same_outcomes
 from harness.checks import CHECKS, Check
-from harness.engines.disturbance import Disturbance
 from harness.engines.engine import Engine
-from harness.engines.intervention import Intervened, Intervention
-from harness.engines.touches import Touches
+from harness.engines.faults.disturbance import Disturbance
+from harness.engines.faults.touches import Touches
+from harness.engines.threads.intervention import Intervened, Intervention
 from harness.equivalence import RULES, UNCHANGED, UNREAD, UNTOUCHED, Rule, proof_of
 from harness.errors import MachineError, ProgramError, RequestError
 from harness.evidence import FAIL, PASS, Evidence, Finding

@@ -1,6 +1,6 @@
 """What an exception of the subject leaves: its last frames for a message, its whole traceback for a file.
 
-The exception of a rank in another process brings its traceback as a note (harness.engines.rank_process), that of a
+The exception of a rank in another process brings its traceback as a note (engines.processes.rank_program), that of a
 thread brings itself; both are read as the text that Python prints.
 """
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.engines.dry import DryEngine
+from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
 from harness.ledger import COLUMNS
 from harness.predicting.cluster_presets import PRESETS

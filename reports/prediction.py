@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.engines.dry import DryEngine
+from harness.engines.shapes.dry import DryEngine
 from harness.errors import NoNumbers, NotComputed, RequestError
 from harness.predicting.clusters import Cluster
 from harness.predicting.forecast import Forecast, forecast

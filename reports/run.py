@@ -26,7 +26,7 @@ from harness.capacity import admit
 from harness.case_reader import read_case
 from harness.claims import claims
 from harness.diagnosis import case_text
-from harness.engines.torchrun import dismiss, serve, serves
+from harness.engines.processes.launched.torchrun import dismiss, serve, serves
 from harness.errors import RequestError, ShardproofError
 from harness.proof import skip_reason
 from harness.protocols import CaseLike

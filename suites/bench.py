@@ -27,9 +27,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from harness.engines.concurrent import ConcurrentEngine
-from harness.engines.inproc import InprocEngine
-from harness.engines.pool import PoolEngine
+from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.threads.concurrent import ConcurrentEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.recorder import Recorder
 from suites.bench_processes import pooled_example, spawned_example
 from suites.bench_witnesses import measured

@@ -31,9 +31,9 @@ from torch.distributed import FileStore
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
-from harness.engines.rank_process import world
+from harness.engines.interposer import observing
+from harness.engines.processes.rank_program import world
 from harness.errors import MachineError
-from harness.interposer import observing
 from harness.recorder import Recorder
 from harness.recording.ranges import attached
 from harness.witnesses.nsys import database_of, nsys_path

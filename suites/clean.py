@@ -28,8 +28,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from rich.progress import Progress
 
-from harness.engines.heap import resident_bytes
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.heap import resident_bytes
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, ShardproofError
 from harness.evidence import UNKNOWN
 from harness.proof import prove

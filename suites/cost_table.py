@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.engines.dry import DryEngine
 from harness.engines.engine import Engine
+from harness.engines.shapes.dry import DryEngine
 from harness.errors import MachineError
 from harness.predicting.clusters import Cluster, Device, Link
 from harness.predicting.costs import route, seconds

@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from harness.engines.engine import Engine
-from harness.engines.torchrun import serve, serves
+from harness.engines.processes.launched.torchrun import serve, serves
 from harness.errors import ShardproofError
 from harness.ledger import COLUMNS, Event
 from harness.proof import CaseResult, prove

@@ -39,7 +39,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         return None
     if config.getoption("numprocesses", None):
         raise pytest.UsageError("engine=torchrun: rank 0's session is the only one that draws; legal: without -n")
-    from harness.engines.torchrun import serve, serves  # noqa: PLC0415  (torch, which no other session wants yet)
+    from harness.engines.processes.launched.torchrun import serve, serves  # noqa: PLC0415  (torch, which no other session wants yet)
     from harness.errors import ShardproofError  # noqa: PLC0415
 
     try:
@@ -51,7 +51,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Let the ranks go that this session was launched with and had no use for."""
     if asked(config, "engine") == "torchrun" and not config.stash.get(ENGINE_OPENED, False):
-        from harness.engines.torchrun import dismiss, serves  # noqa: PLC0415
+        from harness.engines.processes.launched.torchrun import dismiss, serves  # noqa: PLC0415
         from harness.errors import ShardproofError  # noqa: PLC0415
 
         with contextlib.suppress(ShardproofError):  # no launcher: the session has said so already

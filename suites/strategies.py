@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from harness.engines.races import Schedule
+from harness.engines.faults.races import Schedule
 from reference.case import Case
 from reference.rules import SEQUENCE_MODES
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from harness.engines.dry import DryEngine
 from harness.engines.engine import Engine
-from harness.engines.inproc import InprocEngine
-from harness.engines.pool import PoolEngine
+from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.shapes.dry import DryEngine
+from harness.engines.threads.inproc import InprocEngine
 from reference.case import Case
 from suites.engines import SUBJECT, differences, drawn
 from suites.profiles import PROFILES

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checking.exact_checks import same_outcomes
-from harness.engines.races import Explored
+from harness.engines.faults.races import Explored
 from harness.execution import execute
 from harness.resolve import resolve
 from suites.prover import Prover

@@ -12,7 +12,7 @@ import torch
 from parallel_ranks import CPU, on_ranks
 from torch import Tensor
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.execution import execute, execute_captured
 from harness.merging import merge
 from harness.proof import prove

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from parallel_isp_table import promised
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.execution import execute
 from parallel.subject import subject
 from reference.case import Case

@@ -14,7 +14,7 @@ from parallel_ranks import CPU
 from torch import Tensor
 
 from harness.checking.ledger_checks import differences
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.execution import execute
 from harness.merging import merge
 from parallel.subject import subject

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from parallel_ranks import CPU, MEGATRON
 
 from harness.checking.ledger_checks import Difference, differences
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Event
 from harness.recorder import Recorder
 from parallel.expectation import Term

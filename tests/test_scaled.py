@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.evidence import FAIL, UNKNOWN
 from harness.proof import prove
 from parallel import scaled

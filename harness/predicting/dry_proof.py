@@ -12,8 +12,8 @@ from harness.checking.group_checks import groups
 from harness.checking.ledger_checks import ledger
 from harness.checking.overlap_checks import overlap
 from harness.checks import CHECKS, Check
-from harness.engines.dry import DryEngine
 from harness.engines.engine import Unwaited
+from harness.engines.shapes.dry import DryEngine
 from harness.errors import ranks_text
 from harness.evidence import FAIL, PASS, Evidence, Finding, gathered
 from harness.ledger import Event

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from harness.asking import called, named_axes
-from harness.engines.dry import DryEngine
+from harness.engines.shapes.dry import DryEngine
 from harness.ledger import Event
 from harness.predicting.meter import Meter, Stretch
 from harness.protocols import CaseLike, Subject

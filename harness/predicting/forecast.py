@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 
 from harness.asking import stated
 from harness.checking.ledger_checks import differences
-from harness.engines.dry import DryEngine
+from harness.engines.shapes.dry import DryEngine
 from harness.errors import NotComputed
 from harness.ledger import Event, unmapped, wire_bytes
 from harness.predicting.clusters import Cluster

@@ -18,7 +18,7 @@ from torch import multiprocessing
 from torch.distributed import FileStore, PrefixStore
 
 from harness.diagnosis import case_text
-from harness.engines.rank_process import run_rank
+from harness.engines.processes.rank_program import run_rank
 from harness.protocols import CaseLike
 from harness.rank_task import RankTask
 from harness.run import parse_cases

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from harness.asking import named_axes
+from harness.engines.interposer import observing
 from harness.errors import MachineError
-from harness.interposer import observing
 from harness.ledger import Call, Event
 from harness.outcome import Block, localize
 from harness.protocols import Subject

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.diagnosis import case_text
-from harness.engines.rank_process import Ended
+from harness.engines.processes.rank_program import Ended
 from harness.errors import MachineError, error_text
 from harness.protocols import CaseLike
 from harness.witnesses.chosen import steps_text

@@ -28,7 +28,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.interposer import Interposer
+from harness.engines.interposer import Interposer
 from harness.recorder import Recorder
 from parallel.subject import subject
 from reference.case import Case

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from harness.engines.engine import Engine
-from harness.engines.torchrun import TorchrunEngine, serve, serves
+from harness.engines.processes.launched.torchrun import TorchrunEngine, serve, serves
 from harness.errors import ShardproofError
 from suites import fault_programs
 from suites.meta import faulty_programs

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from harness.engines.engine import Program
-from harness.engines.pool import PoolEngine
+from harness.engines.processes.forked.pool import PoolEngine
 from suites.meta.pool_programs import answers_at_length, asks_the_store, family, forever
 
 __all__ = ["main"]

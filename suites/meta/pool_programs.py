@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.engines.pool import PoolEngine
+from harness.engines.processes.forked.pool import PoolEngine
 
 __all__ = [
     "answers_at_length",

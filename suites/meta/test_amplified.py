@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.proof import prove
 from harness.tolerance import FLOAT64_ALLOWED, FLOAT64_CEILING, measure
 from parallel.subject import subject

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call
 from suites.bench_workload import Sizes, data, dense, largest_error, rank_program, weights
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.recording import callers
 from harness.recording.callers import caller, caller_at, caller_of, issued_at, raised_at
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.checking.exact_checks import same_outcomes
-from harness.engines.concurrent import ConcurrentEngine
-from harness.engines.disturbance import Disturbed
 from harness.engines.engine import Engine
-from harness.engines.inproc import InprocEngine
+from harness.engines.faults.disturbance import Disturbed
+from harness.engines.threads.concurrent import ConcurrentEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, RankRaised, RequestError, TimeLimit
 from harness.evidence import PASS
 from harness.execution import execute

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from harness.engines.control import gather, join
-from harness.engines.launched import Launched
+from harness.engines.processes.launched.environment import Launched
+from harness.engines.processes.launched.rendezvous import gather, join
 from harness.errors import MachineError
 
 

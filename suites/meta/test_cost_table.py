@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import MachineError
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read

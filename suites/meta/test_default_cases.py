@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.checks import CHECKS, examine
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.evidence import FAIL
 from harness.proof import NEED_WATCHING
 from harness.trial import Trial, recorded

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.checking.ledger_checks import differences
-from harness.engines.dry import DryEngine
-from harness.engines.inproc import InprocEngine
+from harness.engines.shapes.dry import DryEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import NoNumbers, RankRaised, RequestError, TimeLimit
 from harness.execution import execute, execute_captured
 from harness.ledger import Event

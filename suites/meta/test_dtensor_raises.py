@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised
 from reference.case import Case
 

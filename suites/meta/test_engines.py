@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from harness.engines.dry import DryEngine
-from harness.engines.inproc import InprocEngine
+from harness.engines.shapes.dry import DryEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankDied
 from harness.ledger import COLUMNS
 from harness.proof import CaseResult, prove

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engines.disturbance import Disturbed
-from harness.engines.inproc import InprocEngine
+from harness.engines.faults.disturbance import Disturbed
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, RequestError
 from harness.faults import Fault, Target, faults_of, targets_of
 from harness.ledger import Event

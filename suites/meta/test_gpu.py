@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.engines.inproc import InprocEngine
-from harness.engines.pool import PoolEngine
+from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.execution import execute
 from harness.ledger import Call
 from harness.proof import prove

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from harness.engines import heap
-from harness.engines.heap import Heap, resident_bytes
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads import heap
+from harness.engines.threads.heap import Heap, resident_bytes
+from harness.engines.threads.inproc import InprocEngine
 
 PIECE_BYTES = 2**16
 """Below what glibc maps one by one and gives back by itself."""

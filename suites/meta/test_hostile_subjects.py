@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.asking import Unanswered, answered, stated
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, error_text
 from harness.proof import CaseResult, prove
 from harness.rank_task import RankTask, perform

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -12,7 +12,7 @@ from torch.distributed import destroy_process_group, init_process_group, split_g
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised
 
 

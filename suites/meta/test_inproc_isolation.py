@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from harness.engines.inproc import InprocEngine
-from harness.engines.inproc_group import InprocGroup
+from harness.engines.threads.inproc import InprocEngine
+from harness.engines.threads.process_group import InprocGroup
 from harness.errors import RankRaised
 
 KEPT = threading.local()
@@ -246,7 +246,7 @@ def test_nothing_of_a_run_stays_alive_and_closing_ends_the_threads() -> None:
 AFTERWARDS = """
 import sys, threading
 import torch, torch.distributed as dist
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 
 def program(rank):
     x = torch.ones(2)

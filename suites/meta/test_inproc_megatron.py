@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised
 from harness.ledger import Call
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 
 gather_functional = getattr(functional, "all_gather_single", functional.all_gather_tensor)
 scatter_functional = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)

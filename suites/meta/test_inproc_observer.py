@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_group
 
 from harness.engines.engine import Unwaited
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call
 
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.interposer import Interposer
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import MachineError
-from harness.interposer import Interposer
 from harness.ledger import PHASES, Call, Event
 from harness.recorder import Recorder
 from parallel.subject import subject
@@ -243,7 +243,7 @@ def test_two_interposers_at_once_are_refused_and_the_first_goes_on() -> None:
 
 
 def test_a_torch_that_tells_no_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.interposer.operator_names", lambda _namespace: [])
+    monkeypatch.setattr("harness.engines.interposer.operator_names", lambda _namespace: [])
     with pytest.raises(MachineError, match="torch .*blind: no operators of c10d are known"):
         Interposer(Deaf()).__enter__()
 
@@ -252,7 +252,7 @@ def test_an_interposer_that_reads_arguments_wrongly_fails_its_own_probe(monkeypa
     def storage(argument: Any) -> list[torch.Tensor]:
         return [tensor.new_empty(tensor.untyped_storage().nbytes() // 4) for tensor in argument]
 
-    monkeypatch.setattr("harness.engines.operators.tensors_in", storage)
+    monkeypatch.setattr("harness.engines.calls.operators.tensors_in", storage)
     with pytest.raises(MachineError, match="probe all_reduce of 12 bytes was seen as .*32"):
         Interposer(Deaf()).__enter__()
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.diagnosing.repro import shrunk
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.evidence import FAIL, PASS
 from harness.proof import prove
 from harness.trial import REFERENCE, Reference

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from harness.engines.launched import TORCHRUN_LINE, Launched, launched
+from harness.engines.processes.launched.environment import TORCHRUN_LINE, Launched, launched
 from harness.errors import MachineError, RequestError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.asking import Unanswered
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.execution import execute
 from parallel.subject import subject
 from reference.case import Case

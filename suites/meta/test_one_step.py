@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.diagnosing.places import place_of
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.proof import CaseResult, prove
 from harness.run import Request, run

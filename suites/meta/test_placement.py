@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from harness.engines.placement import share
-from harness.engines.pool import PoolEngine
+from harness.engines.processes.forked.cpu_affinity import share
+from harness.engines.processes.forked.pool import PoolEngine
 
 
 def place(_rank: int) -> tuple[set[int], set[int]]:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from reference.case import Case
 from reports import cli

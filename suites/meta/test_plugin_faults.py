@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.execution import execute
 from reference.case import Case
 from suites.meta.blind_subject import needed

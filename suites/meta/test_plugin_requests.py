@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.execution import execute
 from parallel.subject import subject
 from reference.case import Case

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines.pool import PoolEngine
+from harness.engines.processes.forked.pool import PoolEngine
 from harness.errors import MachineError, RankCrashed, RequestError
 from suites.meta.pool_programs import calls_then, family, os_parent, summed, total
 

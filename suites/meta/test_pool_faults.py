@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.engines.inproc import InprocEngine
-from harness.engines.pool import PoolEngine
+from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import (
     Desynchronised,
     RankCrashed,

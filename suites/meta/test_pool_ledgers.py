@@ -10,8 +10,8 @@ import torch
 
 from harness.checks import CHECKS
 from harness.engines.engine import Engine
-from harness.engines.inproc import InprocEngine
-from harness.engines.pool import PoolEngine
+from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.evidence import FAIL, PASS
 from harness.execution import execute, execute_captured
 from harness.ledger import Event

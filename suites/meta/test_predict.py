@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines.dry import DryEngine
+from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import Cluster, Device, Link

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from harness.engines.engine import Program
-from harness.engines.inproc import InprocEngine
-from harness.engines.rank_process import run_rank
+from harness.engines.processes.rank_program import run_rank
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.execution import execute, execute_captured
 from harness.ledger import Event

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import COLUMNS, Call, Event
 from harness.recorder import Recorder
 from harness.recording.naming import axis_name

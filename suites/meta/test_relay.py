@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from harness.engines.launched import Launched
-from harness.engines.relay import DIED, END, KILL, RUN, SAID, START, WHERE, relay
+from harness.engines.processes.launched.agent import DIED, END, KILL, RUN, SAID, START, WHERE, relay
+from harness.engines.processes.launched.environment import Launched
 
 PLACE = Launched(rank=1, world_size=2, local_rank=1, master_addr="127.0.0.1", master_port=29500)
 LIMIT_S = 60.0

@@ -9,12 +9,12 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from harness.engines import remote_run
-from harness.engines.answers import Answers
-from harness.engines.rank_child import NUMBER_BYTES, Answer, Order
-from harness.engines.rank_process import Ended
-from harness.engines.relay import DIED, KILL, LEAVE, RUN, SAID, START
-from harness.engines.remote_run import RemoteRun
+from harness.engines.processes.launched import remote_run
+from harness.engines.processes.launched.agent import DIED, KILL, LEAVE, RUN, SAID, START
+from harness.engines.processes.launched.answers import Answers
+from harness.engines.processes.launched.rank_child import NUMBER_BYTES, Answer, Order
+from harness.engines.processes.launched.remote_run import RemoteRun
+from harness.engines.processes.rank_program import Ended
 from harness.errors import MachineError, RankCrashed, RankDied, RankRaised, RequestError, TimeLimit
 
 NUMBER = 7

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.execution import execute_captured
 from harness.recording.saved import SavedActivations
 from parallel.subject import subject

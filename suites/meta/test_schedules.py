@@ -14,8 +14,8 @@ from hypothesis import Phase, given, settings
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
-from harness.engines.inproc import InprocEngine
-from harness.engines.races import Explored, Schedule
+from harness.engines.faults.races import Explored, Schedule
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, Raced
 from harness.evidence import FAIL
 from harness.proof import prove

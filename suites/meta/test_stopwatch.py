@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.engines import operators
-from harness.engines.signature import call_of
-from harness.interposer import Interposer
+from harness.engines.calls import operators
+from harness.engines.calls.signature import call_of
+from harness.engines.interposer import Interposer
 from harness.ledger import Call, Event
 from harness.recorder import Recorder
 from harness.recording.stopwatch import Stopwatch, stopwatch

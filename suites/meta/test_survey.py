@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.checks import CHECKS
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.equivalence import UNREAD, proof_of
 from harness.errors import RequestError
 from harness.execution import execute

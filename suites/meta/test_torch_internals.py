@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import MachineError
 from harness.recorder import Recorder
 from harness.torch_internals import autograd, lookup, memory, modes, probes, world

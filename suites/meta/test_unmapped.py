@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.engines.dry import DryEngine
 from harness.engines.engine import Engine
-from harness.engines.inproc import InprocEngine
-from harness.engines.pool import PoolEngine
+from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.shapes.dry import DryEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.evidence import PASS, UNKNOWN
 from harness.ledger import OTHER, Call
 from harness.proof import CaseResult, prove

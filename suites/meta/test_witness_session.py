@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines.rank_process import Ended
+from harness.engines.processes.rank_program import Ended
 from harness.errors import MachineError
 from harness.evidence import FAIL, PASS, UNKNOWN
 from harness.run import parse_cases

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from harness.checking.numeric_checks import held
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.evidence import Evidence
 from harness.judging import judged
 from harness.merging import Merged

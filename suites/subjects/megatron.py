@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from harness.engines.inproc import InprocEngine
+from harness.engines.threads.inproc import InprocEngine
 from harness.outcome import Shard
 from harness.trial import Reference
 from reference.case import Case

@@ -1,0 +1,193 @@
+"""Applies a fault to the calls of a run: `Disturbed(engine, fault)` is an engine in which every run has that fault.
+
+Works below the recorder, which is told what the program said. A disturbed call is computed right first, from data of
+which copies were kept; then the outputs of the ranks that are hit are overwritten (`faults.spoiled`). A group
+fault sends the call to other ranks instead. A call is hit where it is the target's by rank, call index, op, reduce op
+and group size: a program that goes another way after its first disturbed call is not hit in a call of another kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.engines.calls.arithmetic import Combine, Operands, transfer
+from harness.engines.calls.pending import Group, Meeting, Post
+from harness.engines.calls.signature import Signature
+from harness.engines.engine import Engine
+from harness.engines.faults import spoiled
+from harness.engines.faults.spoiled import Finished
+from harness.engines.threads.intervention import Intervened, Plain
+from harness.engines.threads.matcher import Exchange, Work
+from harness.engines.threads.scheduler import Baton
+from harness.faults import Fault, Place
+from harness.ledger import Call, Observer
+from harness.merging import bits_of
+from harness.torch_internals.modes import unseen
+
+__all__ = ["Disturbance", "Disturbed"]
+
+
+class Disturbed(Intervened):
+    """An engine in which every run has the fault. Raises RequestError for an engine that takes none."""
+
+    def __init__(self, engine: Engine, fault: Fault) -> None:
+        super().__init__(engine, Disturbance(fault))
+
+
+class Disturbance(Plain):
+    """The intervention that makes one fault happen; None changes nothing.
+
+    `delivered`, of the last run: (rank, call index) -> digest of what the call left in the rank's outputs. Two runs
+    that delivered the same are, since ranks are deterministic, the same run.
+    """
+
+    def __init__(self, fault: Fault | None) -> None:
+        self._fault = fault
+        self.delivered: Mapping[Place, bytes] = {}
+
+    def exchange(self, world_size: int, baton: Baton, observer: Observer | None) -> Exchange:
+        """Calls do what the fault makes of them."""
+        made = _Disturbing(world_size, baton, observer, self._fault)
+        self.delivered = made.delivered
+        return made
+
+
+class _Late(NamedTuple):
+    """Right values that have not arrived."""
+
+    outputs: Sequence[Tensor]
+    values: Sequence[Tensor]
+
+
+class _Disturbing(Exchange):
+    """An exchange in which the target's calls are disturbed."""
+
+    def __init__(self, world_size: int, baton: Baton, observer: Observer | None, what: Fault | None) -> None:
+        super().__init__(world_size, baton, observer)
+        self.delivered: dict[Place, bytes] = {}
+        self._what = what
+        self._targets = what.places if what else frozenset()
+        self._regrouped = {rank: ranks for ranks in what.groups for rank in ranks} if what else {}
+        self._issued = [-1] * world_size
+        self._places: dict[tuple[Group, int], dict[int, Place]] = {}
+        self._receives: list[tuple[Work, Place, list[Tensor]]] = []
+        self._hit: set[Place] = set()
+        self._stale: dict[int, list[Tensor]] = {}
+        self._late: dict[tuple[int, Meeting | Post], _Late] = {}
+        self._arriving: list[list[_Late]] = [[] for _ in range(world_size)]
+        self._said_in: dict[Group, Group] = {}
+
+    def issue(
+        self,
+        group: Group,
+        member: int,
+        said: Signature,
+        operands: Operands,
+        combine: Combine,
+        payload: Sequence[Tensor],
+        is_async: bool,
+    ) -> Work:
+        """As in any exchange; a target's call is marked, or goes to other ranks."""
+        place = self._next(group.ranks[member], group, said)
+        if place in self._hit and self._regrouped:
+            self._hit.remove(place)
+            group, member = self._elsewhere(place[0], group, member, said)
+        self._places.setdefault((group, group.numbers[member]), {})[member] = place
+        return super().issue(group, member, said, operands, combine, payload, is_async)
+
+    def post(
+        self, group: Group, member: int, said: Signature, peer: int, tag: int, tensor: Tensor, is_async: bool
+    ) -> Work:
+        """As in any exchange; what a target's receive gets is spoiled."""
+        place = self._next(group.ranks[member], group, said)
+        before = spoiled.copies([tensor]) if place in self._hit else []
+        work = super().post(group, member, said, peer, tag, tensor, is_async)
+        if said.op == "recv":
+            self._receives.append((work, place, before))
+        for received in [receive for receive in self._receives if receive[0].event.done]:
+            self._receives.remove(received)
+            work_, place_, before_ = received
+            finished = Finished(work_.said, transfer, [Operands(before_, ())], [work_.outputs])
+            self._deliver(finished, {0: place_}, work_.event)
+        return work
+
+    def close(self, work: Work) -> None:
+        """As in any exchange; from the first wait on, what is late may arrive at the rank's next call."""
+        super().close(work)
+        late = self._late.pop((work.rank, work.event), None)
+        if late is not None:
+            self._arriving[work.rank].append(late)
+
+    def _next(self, rank: int, group: Group, said: Signature) -> Place:
+        """Count a rank's call, and mark it when it is the target's. What is late arrives now."""
+        arriving, self._arriving[rank] = self._arriving[rank], []
+        for late in arriving:
+            spoiled.overwrite(late.outputs, late.values)
+        self._issued[rank] += 1
+        place = rank, self._issued[rank]
+        if self._what is not None and place in self._targets:
+            target = self._what.target
+            if (said.op, said.reduce_op, len(group.ranks)) == (target.op, target.reduce_op, target.group_size):
+                self._hit.add(place)
+        return place
+
+    def _elsewhere(self, rank: int, group: Group, member: int, said: Signature) -> tuple[Group, int]:
+        """The group among whose ranks the call is made, and the rank's place in it."""
+        ranks = self._regrouped.get(rank, group.ranks)
+        if self._what is None or said.root >= len(ranks):
+            return group, member
+        other = self.group(group.life, str(self._what), ranks, f"{group.description}, by fault {self._what.change}")
+        self._said_in[other] = group
+        return other, ranks.index(rank)
+
+    def _call(self, group: Group, said: Signature, payload: Sequence[Tensor], peer: int, is_async: bool) -> Call:
+        return super()._call(self._said_in.get(group, group), said, payload, peer, is_async)
+
+    def _complete(self, work: Work, meeting: Meeting, combine: Combine) -> None:
+        places = self._places.pop((work.group, work.number))
+        brought = [operands for operands in meeting.operands if operands is not None]
+        with unseen():
+            kept = [] if self._hit.isdisjoint(places.values()) else list(map(spoiled.copied, brought))
+        super()._complete(work, meeting, combine)
+        self._deliver(Finished(meeting.said, combine, kept, [each.outputs for each in brought]), places, meeting)
+
+    def _deliver(self, finished: Finished, places: Mapping[int, Place], event: Meeting | Post) -> None:
+        """Overwrite the right outputs of the members that are hit; note what every member got (member -> place)."""
+        with unseen():
+            hit = [member for member in places if places[member] in self._hit]
+            if hit and self._what is not None:
+                self._spoil(self._what, finished, {member: places[member][0] for member in hit}, event)
+            for member, place in places.items():
+                self.delivered[place] = _digest(finished.outputs[member])
+
+    def _spoil(self, what: Fault, finished: Finished, ranks: Mapping[int, int], event: Meeting | Post) -> None:
+        """Overwrite the right outputs of these members (member -> rank)."""
+        right = {member: spoiled.copies(finished.outputs[member]) for member in ranks}
+        if what.kind == "stale":
+            values = {member: self._before(what, rank, right[member]) for member, rank in ranks.items()}
+        else:
+            values = dict(enumerate(spoiled.wrong(what, finished)))
+        for member, rank in ranks.items():
+            if what.kind == "delay":
+                self._late[rank, event] = _Late(finished.outputs[member], right[member])
+            spoiled.overwrite(finished.outputs[member], values[member])
+
+    def _before(self, what: Fault, rank: int, right: list[Tensor]) -> Sequence[Tensor]:
+        """What the target's call before gave; the first one stays right, or gives zeros where there is no second."""
+        first = list(map(torch.zeros_like, right)) if what.target.once else right
+        before = self._stale.get(rank, first)
+        self._stale[rank] = right
+        return before if [value.shape for value in before] == [value.shape for value in right] else right
+
+
+def _digest(tensors: Sequence[Tensor]) -> bytes:
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        if not tensor.is_meta:
+            found.update(bits_of(tensor.cpu()).numpy().tobytes())
+    return found.digest()

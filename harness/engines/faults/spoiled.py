@@ -1,0 +1,151 @@
+"""What a disturbed collective leaves in a rank's outputs in place of the right values: new tensors, made from copies.
+
+The kinds are those of `harness.faults`. To be called inside `unseen()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.engines.calls import arithmetic
+from harness.engines.calls.arithmetic import Combine, Operands
+from harness.engines.calls.signature import Signature
+from harness.faults import Fault
+from harness.torch_internals.autograd import unversioned
+from harness.torch_internals.modes import unseen
+
+__all__ = ["Finished", "copied", "copies", "overwrite", "poison", "wrong"]
+
+
+class Finished(NamedTuple):
+    """A call that is complete, by group rank: copies of what was brought (inputs, outputs as they were before), and the
+    outputs, which hold the right values. Of a message there is the receiver alone.
+    """
+
+    said: Signature
+    combine: Combine
+    kept: Sequence[Operands]
+    outputs: Sequence[Sequence[Tensor]]
+
+
+def wrong(what: Fault, done: Finished) -> list[Sequence[Tensor]]:
+    """By group rank, what a fault of this kind leaves; not for group and stale, which depend on other calls."""
+    if what.kind in {"drop", "delay"}:
+        return [_alone(done.kept, member, done.combine) for member in range(len(done.kept))]
+    if what.kind == "poison":
+        return [[poison(tensor) for tensor in outputs] for outputs in done.outputs]
+    if what.kind == "op":
+        return _made_again([copied(mine) for mine in done.kept], done, what.change)
+    return _doubled(done)
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """New tensors with the same numbers and strides."""
+    return [tensor.clone() for tensor in tensors]
+
+
+def copied(brought: Operands) -> Operands:
+    """What a rank brought, in tensors of its own; outputs that are inputs stay so."""
+    outputs = copies(brought.outputs)
+    inputs = outputs if brought.inputs is brought.outputs else copies(brought.inputs)
+    return brought._replace(outputs=outputs, inputs=inputs)
+
+
+def overwrite(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Write values of the same sizes; autograd does not count it as another change of the tensors."""
+    with unseen(), unversioned(tuple(outputs)):
+        for output, value in zip(outputs, values, strict=True):
+            output.copy_(value.reshape(output.shape))
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """A value that nobody could mistake for a result."""
+    if tensor.dtype is torch.bool:
+        return ~tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.full_like(tensor, float("nan"))
+    return torch.full_like(tensor, torch.iinfo(tensor.dtype).max)
+
+
+def _alone(kept: Sequence[Operands], member: int, combine: Combine) -> list[Tensor]:
+    """What the rank has without the call: its own term, its own part in every place, else its buffer as it was."""
+    mine = kept[member]
+    left = _ALONE.get(combine)
+    return list(mine.outputs) if left is None else left(mine, member, len(kept))
+
+
+def _doubled(done: Finished) -> list[Sequence[Tensor]]:
+    """Outputs by rank: the call made again on its result; where shapes forbid that, a reduced result counts twice."""
+    if done.combine in _IN_PLACE or (done.combine in _EXCHANGES and all(map(_repeatable, done.kept))):
+        again = []
+        for mine, outputs in zip(done.kept, done.outputs, strict=True):
+            results = copies(outputs)
+            again.append(
+                mine._replace(outputs=results if done.combine in _IN_PLACE else copies(results), inputs=results)
+            )
+        return _made_again(again, done, done.said.reduce_op)
+    counts_twice = done.combine in _EXCHANGES or done.said.reduce_op in {"sum", "avg", "premul_sum"}
+    return [[output + output if counts_twice else output for output in outputs] for outputs in done.outputs]
+
+
+def _made_again(members: Sequence[Operands], done: Finished, reduce_op: str) -> list[Sequence[Tensor]]:
+    done.combine(members, reduce_op, done.said.root)
+    return [operands.outputs for operands in members]
+
+
+_IN_PLACE = (arithmetic.all_reduce, arithmetic.reduce, arithmetic.broadcast)
+_EXCHANGES = (arithmetic.all_to_all, arithmetic.all_to_all_single)
+
+
+def _repeatable(mine: Operands) -> bool:
+    """Whether the outputs of an exchange could be its inputs."""
+    shapes = [tensor.shape for tensor in mine.outputs], [tensor.shape for tensor in mine.inputs]
+    return shapes[0] == shapes[1] and mine.output_rows == mine.input_rows
+
+
+def _gathered(mine: Operands, member: int, size: int) -> list[Tensor]:
+    return [torch.cat([tensor.reshape(-1)] * size) for tensor in mine.inputs]
+
+
+def _listed(mine: Operands, member: int, size: int) -> list[Tensor]:
+    return [_fitting(mine.inputs[i % len(mine.inputs)], output) for i, output in enumerate(mine.outputs)]
+
+
+def _scattered(mine: Operands, member: int, size: int) -> list[Tensor]:
+    return [tensor.reshape(size, -1)[member] for tensor in mine.inputs]
+
+
+def _handed_out(mine: Operands, member: int, size: int) -> list[Tensor]:
+    return [mine.inputs[member]] if mine.inputs else list(mine.outputs)
+
+
+def _swapped(mine: Operands, member: int, size: int) -> list[Tensor]:
+    return [_fitting(mine.inputs[member], output) for output in mine.outputs]
+
+
+def _swapped_rows(mine: Operands, member: int, size: int) -> list[Tensor]:
+    own = mine.inputs[0].split(list(mine.input_rows))[member]
+    blocks = mine.outputs[0].split(list(mine.output_rows))
+    return [torch.cat([_fitting(own, block) for block in blocks])]
+
+
+def _fitting(value: Tensor, output: Tensor) -> Tensor:
+    """The value where it has the output's size, zeros where it has not."""
+    return value.reshape(output.shape) if value.numel() == output.numel() else torch.zeros_like(output)
+
+
+_ALONE: dict[Combine, Callable[[Operands, int, int], list[Tensor]]] = {
+    arithmetic.all_gather: _gathered,
+    arithmetic.all_gather_lists: _listed,
+    arithmetic.gather: _listed,
+    arithmetic.reduce_scatter: _scattered,
+    arithmetic.reduce_scatter_lists: _handed_out,
+    arithmetic.scatter: _handed_out,
+    arithmetic.all_to_all: _swapped,
+    arithmetic.all_to_all_single: _swapped_rows,
+}
+"""Of the ops not named here, a rank's own outputs are what it has alone."""

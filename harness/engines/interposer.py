@@ -1,0 +1,239 @@
+"""Sees every collective on real backends (gloo, NCCL, fake): a kernel for each `c10d::` operator at key BackendSelect.
+
+That key is in every call's key set, above the backends and below autograd and the modes, and c10d has no kernel there.
+So in-place and functional calls, DDP's reducer, FSDP2, DTensor, point-to-point and object calls of any thread pass
+here, each once, and nothing on the way to other operators is touched. Not seen: calls made on a `Backend` object
+itself, symmetric memory, CUDA graph replays. Calls are sent on with `redispatch`; the boxed variant deadlocks against
+gloo's mutex.
+
+A synchronous collective on CPU is waited for here, where its caller would wait next, so that its duration is true; on a
+GPU nothing waits, and what is told is told in the order of a stream. The completion of an asynchronous call is told on
+a GPU alone, by its future, whose callback runs at once in a stream that waits for the collective; not tried, since it
+was written without a GPU. That of send and recv is not told: a second wait for gloo's message would wait for a second
+message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.engines.calls.operators import MESSAGES, Told, communicates, reader, tensors_in
+from harness.errors import MachineError
+from harness.ledger import OTHER, Call, Observer
+from harness.torch_internals.groups import fake_group
+from harness.torch_internals.lookup import tested_span
+from harness.torch_internals.operators import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
+
+__all__ = ["CallLog", "Interposer", "observing"]
+
+_KEY = "BackendSelect"
+_UNFOLLOWED = (*MESSAGES, OTHER)
+"""Ops whose works nobody waits for here: a message is there once, and of other operators nothing is known."""
+
+
+class CallLog(Protocol):
+    """Whoever needs more of a call than the ledger does: an engine that compares ranks."""
+
+    def entered(self, told: Told) -> None:
+        """A call is about to be issued."""
+        ...
+
+    def left(self) -> None:
+        """The call entered last, a synchronous one, is complete."""
+        ...
+
+    def follow(self, work: Any, outputs: Sequence[Tensor], waited: Callable[[], None]) -> dist.Work:
+        """The work of the call entered last, an asynchronous one; what comes back is given to the program.
+
+        `outputs` are the tensors that the operator returns beside the work; `waited` hears its first wait.
+        """
+        ...
+
+
+class Interposer:
+    """While entered, tells the observer of every call that this process issues through the dispatcher.
+
+    An operator that is not known here is told as op `other`, from its schema. Raises MachineError when someone else
+    sits at the key already, or when a probe call is not seen: a blind recorder must not pass for a silent program.
+    """
+
+    def __init__(self, *observers: Observer, log: CallLog | None = None) -> None:
+        self._observers = observers
+        self._log = log
+        self._installed = ExitStack()
+        self._add: Add | None = None
+        self._names: set[str] = set()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as installed:
+            self._add = installed.enter_context(kernels("c10d", _KEY))
+            self._names = set()
+            self.look_for_more()
+            self._prove()
+            token = _ENTERED.set(self)
+            installed.callback(_ENTERED.reset, token)
+            self._installed = installed.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._installed.close()
+
+    def look_for_more(self) -> None:
+        """See the operators of c10d too that were registered since: a library that was imported may bring its own."""
+        operators = {name: getattr(torch.ops.c10d, name) for name in _operators() if name not in self._names}
+        fresh = {name: overloads.default for name, overloads in operators.items() if hasattr(overloads, "default")}
+        fresh = {name: operator for name, operator in fresh.items() if communicates(operator)}
+        taken = [name for name in fresh if has_kernel(f"c10d::{name}", _KEY)]
+        if taken:
+            raise MachineError(
+                f"c10d::{taken[0]} has a kernel at {_KEY} already: one interposer at a time, leave the other one first",
+                ranks=(),
+                positions=(),
+            )
+        assert self._add is not None  # entered
+        for name, operator in fresh.items():
+            self._add(name, self._kernel(name, operator), with_keyset=True)
+        self._names |= fresh.keys()
+
+    @contextmanager
+    def telling(self, *observers: Observer) -> Iterator[None]:
+        """These observers are told too, until the body ends."""
+        before = self._observers
+        self._observers = (*before, *observers)
+        try:
+            yield
+        finally:
+            self._observers = before
+
+    def _kernel(self, name: str, operator: Any) -> Callable[..., Any]:
+        read = reader(name, operator)
+
+        def kernel(keys: Any, *arguments: Any) -> Any:
+            told = read(arguments)
+            rank, call, log = told.rank, told.call, self._log
+            if log is not None:
+                log.entered(told)
+            tickets = [(observer, observer.issued(rank, call)) for observer in self._observers]
+            result = operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
+            if not call.is_async and call.op not in _UNFOLLOWED:
+                if call.device == "cpu":
+                    _wait(result)
+                if log is not None:
+                    log.left()
+                _completed(rank, tickets)
+            if call.is_async and call.device == "cuda" and call.op not in _UNFOLLOWED:
+                _when_done(result, partial(_completed, rank, tickets))
+            if call.is_async and log is not None:
+                return _replaced(result, partial(log.follow, waited=partial(_waited, rank, tickets)))
+            return result
+
+        return kernel
+
+    def _prove(self) -> None:
+        """Issue one call in a private group of one rank, and see that it is told right."""
+        probe, watched, log = _Probe(), self._observers, self._log
+        self._observers, self._log = (probe,), None
+        try:
+            group, options = fake_group(), dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+            options.asyncOp = False
+            group.allreduce([torch.zeros(8)[2:5]], options)
+        finally:
+            self._observers, self._log = watched, log
+        said = [(c.op, c.reduce_op, c.group, c.dtype, c.shapes, c.payload_bytes, c.is_async) for c in probe.calls]
+        if said != [("all_reduce", "max", (0,), "float32", ((3,),), 12, False)]:
+            raise _blind(f"a probe all_reduce of 12 bytes was seen as {said}")
+
+
+_ENTERED: ContextVar[Interposer | None] = ContextVar("shardproof_interposer", default=None)
+"""The interposer that was entered around the running code: there is one kernel a process, but many may listen."""
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Tell the observer of every call in the body: by the interposer that is entered here, else by one of its own."""
+    entered = _ENTERED.get()
+    with Interposer(observer) if entered is None else entered.telling(observer):
+        yield
+
+
+class _Probe:
+    """Keeps the calls that it is told of."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def issued(self, _rank: int, call: Call) -> int:
+        self.calls.append(call)
+        return 0
+
+    def completed(self, rank: int, ticket: int) -> None:
+        """Nothing to keep."""
+
+
+def _blind(why: str) -> MachineError:
+    return MachineError(
+        f"torch {torch.__version__}: the recorder of real backends would be blind: {why}. "
+        f"Run on the in-process engine, or with a torch that this release was tested with ({tested_span()})",
+        ranks=(),
+        positions=(),
+    )
+
+
+def _operators() -> list[str]:
+    """The operators of c10d. Raises MachineError when torch tells none."""
+    names = operator_names("c10d")
+    if not names:
+        raise _blind("no operators of c10d are known")
+    return names
+
+
+def _completed(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
+    for observer, ticket in tickets:
+        observer.completed(rank, ticket)
+
+
+def _waited(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
+    """Tell those observers that want to know when the program waits for an asynchronous call."""
+    for observer, ticket in tickets:
+        if (hear := getattr(observer, "waited", None)) is not None:
+            hear(rank, ticket)
+
+
+def _wait(result: Any) -> None:
+    """Wait for the work in an operator's result; its caller waits too, which then costs nothing."""
+    parts = result if isinstance(result, tuple) else (result,)
+    for part in parts:
+        if isinstance(part, torch.ScriptObject):
+            dist.Work.unbox(part).wait()
+
+
+def _when_done(result: Any, tell: Callable[[], None]) -> None:
+    """Tell when the work in an operator's result is done, if its backend has a future of it."""
+    parts = result if isinstance(result, tuple) else (result,)
+    for part in parts:
+        if isinstance(part, torch.ScriptObject):
+            with suppress(RuntimeError):
+                dist.Work.unbox(part).get_future().add_done_callback(lambda _future: tell())
+
+
+def _replaced(result: Any, follow: Callable[[Any, Sequence[Tensor]], dist.Work]) -> Any:
+    """An operator's result with another work in it."""
+    parts = result if isinstance(result, tuple) else (result,)
+    outputs = tensors_in([part for part in parts if not isinstance(part, torch.ScriptObject)])
+    followed = tuple(
+        follow(dist.Work.unbox(part), outputs).boxed() if isinstance(part, torch.ScriptObject) else part
+        for part in parts
+    )
+    return followed if isinstance(result, tuple) else followed[0]

@@ -1,0 +1,141 @@
+"""The processes of a pool, as the driver holds them: fork servers, and ranks forked from them.
+
+Descriptors are all that a rank shares with the driver: a socket and an anonymous file. Nothing is left in a file
+system, and when the driver goes, however it goes, so does everything here. Every wait is bounded; times are seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from harness.engines.processes.flight_recorder import Reader, anonymous_file
+from harness.engines.processes.messages import Mailbox
+from harness.errors import MachineError
+
+__all__ = ["ForkServer", "RankProcess"]
+
+_START_S = 120.0
+_ANSWER_S = 30.0
+_MAIN = "harness.engines.processes.forked.fork_server"
+_BOOT = f"import sys; sys.path[:] = {{path!r}}; from {_MAIN} import main; main({{descriptor}})"
+_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Unless the environment says otherwise: torch warns with a native stack of a store whose driver was killed."""
+
+
+@dataclass(slots=True, eq=False)
+class RankProcess:
+    """One process of the pool and its server. `reusable` turns False when its program left something behind."""
+
+    pid: int
+    mailbox: Mailbox
+    board: int
+    server: ForkServer
+    reader: Reader = field(init=False)
+    reusable: bool = True
+
+    def __post_init__(self) -> None:
+        self.reader = Reader(self.board)
+
+    def close(self) -> None:
+        """Let go of it: a rank that waits for its next job ends when its socket closes."""
+        self.mailbox.sock.close()
+        self.reader.close()
+        os.close(self.board)
+
+
+class ForkServer:
+    """The driver's end of a fork server. `died` by pid is the status of ranks that have ended.
+
+    Python hashes strings with `hash_seed` in the server and in its ranks. The server starts when it is made; the first
+    fork waits until it is ready.
+    """
+
+    def __init__(self, hash_seed: int) -> None:
+        self.hash_seed = hash_seed
+        ours, theirs = socket.socketpair()
+        boot = _BOOT.format(path=sys.path, descriptor=theirs.fileno())
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", boot],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=_QUIET | dict(os.environ) | _ONE_THREAD | {"PYTHONHASHSEED": str(hash_seed)},
+            )
+        self.sock = ours
+        self.died: dict[int, int] = {}
+        self._lines = b""
+        self._ready = False
+
+    def fork(self) -> RankProcess:
+        """A new rank. Raises MachineError when the server does not answer."""
+        if not self._ready:
+            self._expect("ready", _START_S)
+            self._ready = True
+        ours, theirs = socket.socketpair()
+        board = anonymous_file()
+        try:
+            with theirs:
+                socket.send_fds(self.sock, [b'{"fork": 1}\n'], [theirs.fileno(), board])
+            pid = self._expect("forked", _ANSWER_S)
+        except (OSError, MachineError) as problem:
+            ours.close()
+            os.close(board)
+            raise _failed(str(problem)) from problem
+        self.died.pop(pid, None)  # of an earlier process that had the same number
+        return RankProcess(pid, Mailbox(ours), board, self)
+
+    def kill(self, ranks: Iterable[RankProcess]) -> None:
+        """Kill these ranks and wait until they are gone."""
+        pids = [rank.pid for rank in ranks if rank.pid not in self.died]
+        if not pids:
+            return
+        with suppress(OSError):  # the server has ended, and its ranks with it
+            self.sock.sendall(json.dumps({"kill": pids}).encode() + b"\n")
+            until_s = time.monotonic() + _ANSWER_S
+            while not self.died.keys() >= set(pids) and time.monotonic() < until_s:
+                self.listen(until_s - time.monotonic())
+
+    def listen(self, limit_s: float) -> list[dict[str, int]]:
+        """Take in what the server says. Raises MachineError when it has ended or says nothing within the limit."""
+        self.sock.settimeout(max(limit_s, 0.001))
+        try:
+            data = self.sock.recv(1 << 16)
+        except TimeoutError:
+            raise _failed(f"no answer within {limit_s:g} s") from None
+        except OSError as problem:
+            raise _failed(str(problem)) from problem
+        if not data:
+            raise _failed("it has ended; its messages are on stderr")
+        *lines, self._lines = (self._lines + data).split(b"\n")
+        messages: list[dict[str, int]] = [json.loads(line) for line in lines]
+        self.died |= {message["died"]: message["status"] for message in messages if "died" in message}
+        return messages
+
+    def close(self) -> None:
+        """End the server, which ends its ranks."""
+        self.sock.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ANSWER_S)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _expect(self, word: str, limit_s: float) -> int:
+        until_s = time.monotonic() + limit_s
+        while True:
+            for message in self.listen(until_s - time.monotonic()):
+                if word in message:
+                    return message[word]
+
+
+def _failed(why: str) -> MachineError:
+    return MachineError(f"the fork server of the pool failed: {why}", ranks=(), positions=())

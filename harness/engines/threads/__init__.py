@@ -1,0 +1,1 @@
+"""The in-process engines: every rank a thread of this process."""

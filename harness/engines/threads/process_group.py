@@ -1,0 +1,292 @@
+"""The process group of the in-process engine: one object a rank and group, handed to unmodified torch code.
+
+Each method turns torch's arguments into a Signature (what all ranks must say alike) and Operands, and issues the call.
+Sizes that one rank alone can judge are judged here, with a ValueError in its own code, as gloo and NCCL do. Both
+generations of method names are served (`answers_torch`): torch 2.11 and 2.12 call others than 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.futures import Future
+
+from harness.engines.calls import arithmetic
+from harness.engines.calls.arguments import checked, counted, form_of, reduction, root_of, rows_of, sized
+from harness.engines.calls.arithmetic import Combine, Operands
+from harness.engines.calls.pending import ANY, Group
+from harness.engines.calls.signature import Signature, dtype_text, shapes_of
+from harness.engines.threads.matcher import Exchange, Work
+from harness.torch_internals.groups import answers_torch
+
+__all__ = ["InprocGroup"]
+
+_TorchGroup: Any = dist.ProcessGroup
+"""Untyped on purpose: torch's stubs declare overloads that no Python subclass can match."""
+
+
+class _Batch(dist.Work):
+    """The works of one coalescing block, waited for together."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self.works = tuple(works)
+
+    def wait(self, timeout: object = None) -> bool:
+        return all([work.wait() for work in self.works])
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def get_future(self) -> Future[list[Tensor]]:
+        future: Future[list[Tensor]] = Future()
+        future.set_result([tensor for work in self.works for tensor in work.result()])
+        return future
+
+
+@answers_torch
+class InprocGroup(_TorchGroup):
+    """Rank `member` of a group. Collectives return a Work; torch waits for it unless the call is asynchronous."""
+
+    def __init__(self, exchange: Exchange, group: Group, member: int, name: str) -> None:
+        super().__init__(member, len(group.ranks))
+        self._exchange = exchange
+        self._group = group
+        self._member = member
+        self._batch: list[Work] | None = None
+        self.splits = 0
+        self._name = name
+
+    # what torch asks of a group
+
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self._member
+
+    def size(self) -> int:
+        """Ranks in the group."""
+        return len(self._group.ranks)
+
+    @property
+    def group_name(self) -> str:
+        """The name under which operators find the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the user called the group."""
+        return self._group.description
+
+    def getGroupName(self) -> str:
+        """`group_name`, for C++."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """`group_desc`, for C++."""
+        return self._group.description
+
+    def getBackendName(self) -> str:
+        """Not a name that C++ knows: it would look for that backend's object. dist.get_backend says gloo."""
+        return "inproc"
+
+    def get_group_store(self) -> Any:
+        """The group's store; it lives in this process."""
+        return self._group.store
+
+    def shutdown(self) -> None:
+        """Nothing to give back: the group ends with the run."""
+
+    def abort(self) -> None:
+        """The same as `shutdown`."""
+
+    # collectives
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """all_reduce, also coalesced and functional."""
+        outputs = checked(tensors)
+        reduce_op, inputs = reduction(opts, outputs)
+        said = Signature("all_reduce", form_of(outputs), reduce_op, -1, dtype_text(outputs), shapes_of(outputs))
+        return self._issue(said, Operands(outputs, inputs), arithmetic.all_reduce, outputs, opts)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Work:
+        """reduce: only the root's tensor changes."""
+        outputs = checked(tensors)
+        reduce_op, inputs = reduction(opts, outputs)
+        said = Signature("reduce", "single", reduce_op, root_of(opts), dtype_text(outputs), shapes_of(outputs))
+        return self._issue(said, Operands(outputs, inputs), arithmetic.reduce, outputs, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """broadcast."""
+        outputs = checked(tensors)
+        said = Signature("broadcast", form_of(outputs), "", root_of(opts), dtype_text(outputs), shapes_of(outputs))
+        return self._issue(said, Operands(outputs, outputs), arithmetic.broadcast, outputs, opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """all_gather_single, coalesced; functional calls come here with one tensor."""
+        outputs, inputs = checked(outputs), checked(inputs)
+        for output, shard in zip(outputs, inputs, strict=True):
+            sized("all_gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
+        said = Signature("all_gather", form_of(inputs), "", -1, dtype_text(inputs), shapes_of(inputs))
+        return self._issue(said, Operands(outputs, inputs), arithmetic.all_gather, outputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def all_gather_single(self, output: Tensor, shard: Tensor, opts: Any = None) -> Work:
+        """all_gather_single (all_gather_into_tensor)."""
+        return self.all_gather_single_coalesced((output,), (shard,), opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """all_gather into a list; its tensors may differ in size."""
+        gathered = checked(outputs if isinstance(outputs[0], Tensor) else outputs[0])
+        inputs = checked(inputs)
+        counted("all_gather", "output list", gathered, self.size())
+        sized("all_gather", "output", gathered[self._member], inputs[0].numel(), "this rank's input")
+        said = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
+        return self._issue(said, Operands(gathered, inputs), arithmetic.all_gather_lists, gathered, opts)
+
+    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
+        """all_gather_coalesced: one list of outputs for each rank."""
+        inputs = checked(inputs)
+        counted("all_gather", "list of output lists", output_lists, self.size())
+        gathered = checked([tensor for outputs in output_lists for tensor in outputs])
+        counted("all_gather", "output lists together", gathered, self.size() * len(inputs))
+        said = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
+        return self._issue(said, Operands(gathered, inputs), arithmetic.all_gather_lists, gathered, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """reduce_scatter_single, coalesced; functional calls come here with one tensor."""
+        outputs, fulls = checked(outputs), checked(inputs)
+        for output, full in zip(outputs, fulls, strict=True):
+            sized("reduce_scatter", "input", full, output.numel() * self.size(), "the output times the group's size")
+        reduce_op, inputs = reduction(opts, fulls)
+        said = Signature("reduce_scatter", form_of(fulls), reduce_op, -1, dtype_text(fulls), shapes_of(fulls))
+        return self._issue(said, Operands(outputs, inputs), arithmetic.reduce_scatter, fulls, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter_single(self, output: Tensor, full: Tensor, opts: Any = None) -> Work:
+        """reduce_scatter_single (reduce_scatter_tensor)."""
+        return self.reduce_scatter_single_coalesced((output,), (full,), opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """reduce_scatter from a list; its tensors may differ in size."""
+        outputs = checked(outputs)
+        parts = checked(inputs if isinstance(inputs[0], Tensor) else inputs[0])
+        counted("reduce_scatter", "input list", parts, self.size())
+        sized("reduce_scatter", "output", outputs[0], parts[self._member].numel(), "the input for this rank")
+        reduce_op, inputs = reduction(opts, parts)
+        said = Signature("reduce_scatter", "list", reduce_op, -1, dtype_text(parts), shapes_of(parts))
+        return self._issue(said, Operands(outputs, inputs), arithmetic.reduce_scatter_lists, parts, opts)
+
+    def all_to_all_single(
+        self, output: Tensor, source: Tensor, output_rows: Any, input_rows: Any, opts: Any = None, timeout: Any = None
+    ) -> Work:
+        """all_to_all_single, even or uneven along dim 0."""
+        outputs, inputs = checked([output]), checked([source])
+        rows = rows_of("output", output, output_rows, self.size()), rows_of("input", source, input_rows, self.size())
+        said = Signature("all_to_all", "single", "", -1, dtype_text(inputs), (tuple(source.shape[1:]),))
+        return self._issue(said, Operands(outputs, inputs, *rows), arithmetic.all_to_all_single, inputs, opts)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """all_to_all of lists."""
+        outputs, inputs = checked(outputs), checked(inputs)
+        counted("all_to_all", "output list", outputs, self.size())
+        counted("all_to_all", "input list", inputs, self.size())
+        said = Signature("all_to_all", "list", "", -1, dtype_text(inputs), ())
+        return self._issue(said, Operands(outputs, inputs), arithmetic.all_to_all, inputs, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """gather to the root."""
+        inputs, root = checked(inputs), root_of(opts)
+        gathered = checked(outputs[0]) if root == self._member else []
+        if root == self._member:
+            counted("gather", "gather_list", gathered, self.size())
+        said = Signature("gather", "single", "", root, dtype_text(inputs), shapes_of(inputs))
+        return self._issue(said, Operands(gathered, inputs), arithmetic.gather, inputs, opts)
+
+    def gather_single(self, output: Tensor, shard: Tensor, opts: Any = None, timeout: Any = None) -> Work:
+        """gather_single (gather_into_tensor): the root's output holds the inputs of all ranks, one after the other."""
+        inputs, root = checked([shard]), root_of(opts)
+        gathered: list[Tensor] = []
+        if root == self._member:
+            sized("gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
+            gathered = list(checked([output])[0].detach().view(self.size(), *shard.shape).unbind())
+        said = Signature("gather", "flat", "", root, dtype_text(inputs), shapes_of(inputs))
+        return self._issue(said, Operands(gathered, inputs), arithmetic.gather, inputs, opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """scatter from the root."""
+        outputs, root = checked(outputs), root_of(opts)
+        parts = checked(inputs[0]) if root == self._member else []
+        if root == self._member:
+            counted("scatter", "scatter_list", parts, self.size())
+        said = Signature("scatter", "single", "", root, dtype_text(outputs), shapes_of(outputs))
+        return self._issue(said, Operands(outputs, parts), arithmetic.scatter, outputs, opts)
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
+        """barrier."""
+        said = Signature("barrier", "single", "", -1, "", ())
+        return self._issue(said, Operands((), ()), arithmetic.meet, (), opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier: a rank that stays away ends the run at once, so there is nothing to monitor."""
+        opts = dist.BarrierOptions()
+        opts.asyncOp = False
+        self.barrier(opts).wait()
+
+    # point to point
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> Work:
+        """send, isend."""
+        return self._post("send", tensors, peer, tag)
+
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Work:
+        """recv, irecv from one rank."""
+        return self._post("recv", tensors, peer, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
+        """recv, irecv from whoever sends first."""
+        return self._post("recv", tensors, ANY, tag)
+
+    # blocks of calls
+
+    def start_coalescing(self, device: torch.device) -> None:
+        """The calls from here on are waited for together."""
+        self._batch = []
+
+    def end_coalescing(self, device: torch.device) -> _Batch:
+        """Their works as one."""
+        works, self._batch = self._batch or [], None
+        return _Batch(works)
+
+    # inside
+
+    def _issue(
+        self, said: Signature, operands: Operands, combine: Combine, payload: Sequence[Tensor], opts: Any
+    ) -> Work:
+        is_async = getattr(opts, "asyncOp", True)
+        work = self._exchange.issue(self._group, self._member, said, operands, combine, payload, is_async)
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+    def _post(self, op: str, tensors: Any, peer: int, tag: int) -> Work:
+        (tensor,) = checked(tensors)
+        caller = sys._getframe(3)  # dist.send is dist.isend and a wait
+        is_async = not (caller.f_code.co_name == op and caller.f_globals is vars(c10d))
+        said = Signature(op, "single", "", -1, dtype_text((tensor,)), (tensor.shape,))
+        work = self._exchange.post(self._group, self._member, said, peer, tag, tensor, is_async)
+        if self._batch is not None:
+            self._batch.append(work)
+        return work

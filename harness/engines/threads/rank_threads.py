@@ -1,0 +1,166 @@
+"""Threads for ranks, used again only when the program before left nothing behind in them.
+
+torch and user code keep caches and switches per thread: meshes, DTensor's sharding decisions, grad mode, autocast. A
+new thread for every rank would be the simple way to start clean, and costs 0.3 ms a rank (start, allocator, autograd's
+queues), a fifth of a small example. So a thread is used again if its Python thread-locals and torch's switches are
+exactly as at its birth; else it is thrown away. Where Python does not show its thread-locals, every thread is new.
+
+Threads that take turns stay on the processor on which the driver is when it starts them: only one runs at a time, and a
+hand-off to a sleeping processor costs as much as the calls that a small rank makes between two of them. What a rank
+starts (threads, processes) inherits that; the driver stays free, so the next run goes where the machine has room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from harness.engines.threads.heap import share_one_arena
+from harness.torch_internals.modes import switches
+from harness.torch_internals.threads import forget_dtensor_plans
+
+__all__ = ["Aborted", "Worker", "Workers"]
+
+
+class Aborted(BaseException):
+    """Unwinds the ranks of a run that has ended. Not an Exception, so that user code does not catch it by accident."""
+
+
+_SCHED_GETCPU = getattr(ctypes.CDLL(None), "sched_getcpu", None)
+Job = Callable[[], Callable[[], None]]
+
+
+class Worker:
+    """A thread that runs one job at a time. `reusable` is known when a job has ended.
+
+    A job returns what to call last, when the thread is about to sleep.
+    """
+
+    def __init__(self) -> None:
+        self.reusable = False
+        self._processor = -1
+        self._interrupted = False
+        self._job: Job | None = None
+        self._given = _taken()
+        self._ended = _taken()
+        self.thread = threading.Thread(target=self._serve, name="rank (idle)", daemon=True)
+        self.thread.start()
+
+    def stay_on(self, processor: int) -> None:
+        """Run on this processor alone, where the system lets a thread be placed."""
+        if processor != self._processor and sys.platform == "linux":
+            self._processor = processor
+            with contextlib.suppress(OSError):  # the processor was taken from this process meanwhile
+                os.sched_setaffinity(self.thread.native_id or 0, {processor})
+
+    def begin(self, name: str, job: Job | None) -> None:
+        """Run a job, which must not raise, in a fresh context; None ends the thread."""
+        self.thread.name = name
+        self._job = job
+        self._given.release()
+
+    def ended(self, timeout_s: float) -> bool:
+        """Wait for the end of the job; True when it came in time. Not to be asked again after True."""
+        return self._ended.acquire(timeout=timeout_s)
+
+    def interrupt(self) -> None:
+        """Raise Aborted in the thread as soon as it runs Python code again."""
+        self._interrupted = True
+        ident = ctypes.c_ulong(self.thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Aborted))
+
+    def _serve(self) -> None:
+        with contextlib.suppress(Aborted):
+            own = _thread_dict()
+            born = _traces(own) if _shows_thread_locals(own) else None
+            while not self._interrupted:
+                self._given.acquire()
+                if self._job is None:
+                    break
+                last = _nothing
+                try:
+                    last = contextvars.Context().run(self._job)
+                finally:
+                    self._job = None
+                    self.reusable = not self._interrupted and _traces(own) == born
+                    self._ended.release()
+                last()
+            forget_dtensor_plans()
+
+
+class Workers:
+    """The idle threads of an engine; those of one run stay on one processor, or go where there is room."""
+
+    def __init__(self, *, on_one_processor: bool = True) -> None:
+        if on_one_processor:
+            share_one_arena()
+        self._on_one_processor = on_one_processor
+        self._idle: list[Worker] = []
+
+    def take(self, count: int) -> list[Worker]:
+        """So many threads; new ones as far as needed."""
+        taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
+        taken += [Worker() for _ in range(count - len(taken))]
+        if count > 1 and self._on_one_processor:
+            processor = _processor()
+            for worker in taken:
+                worker.stay_on(processor)
+        return taken
+
+    def give_back(self, workers: list[Worker]) -> None:
+        """Threads whose jobs have ended: keep the clean ones, end the others."""
+        for worker in workers:
+            if worker.reusable:
+                worker.thread.name = "rank (idle)"
+                self._idle.append(worker)
+            else:
+                worker.begin("rank (ending)", None)
+
+    def end(self) -> None:
+        """End all idle threads."""
+        while self._idle:
+            self._idle.pop().begin("rank (ending)", None)
+
+
+def _nothing() -> None:
+    """Nothing to call last."""
+
+
+def _taken() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _thread_dict() -> dict[Any, Any]:
+    """The dict of the calling thread, in which CPython up to 3.12 keeps its thread-locals."""
+    get = ctypes.pythonapi.PyThreadState_GetDict
+    get.restype = ctypes.c_void_p  # a borrowed reference
+    found: dict[Any, Any] = ctypes.cast(get(), ctypes.py_object).value
+    return found
+
+
+def _shows_thread_locals(own: dict[Any, Any]) -> bool:
+    before = len(own)
+    probe = threading.local()
+    probe.seen = True
+    return len(own) == before + 1
+
+
+def _traces(own: dict[Any, Any]) -> tuple[Any, ...]:
+    """What a program can leave behind in a thread: Python's thread-locals and torch's switches.
+
+    Autocast and inference mode show in the dispatch keys. Py_Repr is Python's own.
+    """
+    return set(own) - {"Py_Repr"}, *switches()
+
+
+def _processor() -> int:
+    """The processor on which the calling thread runs; -1 where the system does not tell."""
+    return int(_SCHED_GETCPU()) if _SCHED_GETCPU is not None else -1

@@ -1,0 +1,186 @@
+"""A world of torch.distributed for every rank thread: default group, groups and names, seen by unmodified code.
+
+For the time of a run rank threads have tables of their own (harness.torch_internals.world), and three functions are
+redirected for them: init_process_group (the world exists: it is handed out when the sizes agree), split_group, and the
+maker of groups below new_group. The first two are redirected inside torch's own wrappers, so a name that user code
+imported earlier is redirected as well.
+
+RANK, WORLD_SIZE and the like are environment variables of the one process: they are the same for all ranks and not read
+here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from harness.engines.threads.matcher import Exchange
+from harness.engines.threads.process_group import InprocGroup
+from harness.torch_internals.meshes import kept_apart
+from harness.torch_internals.redirect import redirected
+from harness.torch_internals.world import (
+    Maker,
+    Tables,
+    by_thread,
+    group_of_ranks,
+    groups_made_by,
+    rank_tables,
+    register,
+)
+
+__all__ = ["Enter", "installed"]
+
+Enter = Callable[[Exchange, int, int], None]
+_BACKEND = "gloo"
+"""What get_backend says: user code then takes the paths that it would take on CPU ranks."""
+
+
+_BACKEND_CONFIG = str(c10d.BackendConfig(c10d.Backend(_BACKEND)))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Rank(Tables):
+    """One rank's tables, and what it is in which exchange."""
+
+    exchange: Exchange
+    rank: int
+    world_size: int
+    store: Any
+    life: int = 0
+    adopted: bool = False
+
+
+@contextmanager
+def installed() -> Iterator[Enter]:
+    """Rank threads have their own worlds. Yields what each calls first: enter(exchange, rank, world_size).
+
+    Raises RequestError when another run is active in this process, MachineError when this torch cannot do it.
+    """
+    with ExitStack() as undo:
+        ranks = undo.enter_context(by_thread())
+        undo.enter_context(redirected(c10d.init_process_group, _init_process_group))
+        undo.enter_context(redirected(c10d.split_group, _split_group))
+        undo.enter_context(groups_made_by(_new_group))
+        undo.enter_context(kept_apart(_rank_of_thread))
+        yield functools.partial(_enter, ranks, dist.HashStore())
+
+
+def _enter(ranks: dict[int, Any], store: Any, exchange: Exchange, rank: int, world_size: int) -> None:
+    ranks[get_ident()] = mine = _Rank(exchange=exchange, rank=rank, world_size=world_size, store=store)
+    _make_default(mine)
+
+
+def _mine() -> _Rank | None:
+    mine: _Rank | None = rank_tables()
+    return mine
+
+
+def _rank_of_thread() -> int | None:
+    mine = _mine()
+    return None if mine is None else mine.rank
+
+
+def _make_default(mine: _Rank) -> None:
+    """The default group; after destroy_process_group a new life of it, which meets only its own kind."""
+    mine.life += 1
+    mine.group_count = 1
+    ranks = tuple(range(mine.world_size))
+    mine.default_pg = _make(mine, "0", ranks, "default_pg")
+    mine.pg_group_ranks[mine.default_pg] = {rank: rank for rank in ranks}
+
+
+def _make(mine: _Rank, name: str, ranks: tuple[int, ...], description: str, tag: str = "") -> InprocGroup:
+    """One rank's process group, entered in its tables as torch enters one."""
+    group = mine.exchange.group(mine.life, name, ranks, description)
+    if group.store is None:
+        group.store = c10d.PrefixStore(f"{mine.life}/{name}/", mine.store)
+    made = InprocGroup(mine.exchange, group, ranks.index(mine.rank), name)
+    mine.pg_map[made] = (_BACKEND, group.store)
+    mine.pg_names[made] = name
+    mine.pg_backend_config[made] = _BACKEND_CONFIG
+    register(name, made)
+    if not tag:
+        mine.tags_to_pg.setdefault("", []).append(made)
+    mine.pg_to_tag[made] = f"user:{tag}" if tag else f"ptd:{name}"
+    mine.tags_to_pg.setdefault(mine.pg_to_tag[made], []).append(made)
+    return made
+
+
+def _new_group(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any, Any]:
+    """Stands for torch's maker of groups: (group, its store), (NON_GROUP_MEMBER, None) outside of it."""
+    mine, given = _mine(), arguments.arguments
+    if mine is None or str(given["backend"]) == "fake":
+        return original(*arguments.args, **arguments.kwargs)
+    ranks, name, tag = tuple(given["global_ranks_in_group"]), given["group_name"], given.get("pg_tag") or ""
+    if tag and (known := group_of_ranks(tag, ranks)):
+        return known, mine.pg_map[known][1]
+    if name.isdigit():  # numbered: every rank of the world makes the same groups in the same order
+        mine.exchange.agree_on_group(mine.rank, mine.life, int(name), ranks)
+    if mine.rank not in ranks:
+        return dist.GroupMember.NON_GROUP_MEMBER, None
+    made = _make(mine, name, ranks, given.get("group_desc") or "undefined", tag)
+    return made, mine.pg_map[made][1]
+
+
+def _init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """On a rank: hand out the world that exists. Raises ValueError for another size or rank, and for a second call."""
+    mine = _mine()
+    if mine is None:
+        return original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    for name, value, own in (
+        ("world_size", given.get("world_size", -1), mine.world_size),
+        ("rank", given.get("rank", -1), mine.rank),
+    ):
+        if value not in {-1, own}:
+            rule = f"the engine runs this thread as rank {mine.rank} of {mine.world_size}"
+            raise ValueError(f"init_process_group {name}={value}: {rule}; legal: {name}={own}, or leave it out")
+    if mine.default_pg is None:
+        _make_default(mine)
+    elif mine.adopted:
+        raise ValueError("trying to initialize the default process group twice!")
+    mine.adopted = True
+    return None
+
+
+def _split_group(
+    original: Callable[..., Any],
+    parent_pg: Any = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Any = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """On a rank: the group of its split, None in no split. Ranks count within the parent. Raises ValueError."""
+    mine = _mine()
+    if mine is None:
+        return original(parent_pg, split_ranks, timeout, pg_options, group_desc, **kwargs)
+    parent = parent_pg or mine.default_pg
+    members = dist.get_process_group_ranks(parent)
+    flat = [rank for split in split_ranks or () for rank in split]
+    if (
+        not split_ranks
+        or not all(split_ranks)
+        or len(set(flat)) != len(flat)
+        or not set(flat) <= set(range(len(members)))
+    ):
+        rule = f"must be lists of distinct ranks below {len(members)}, none of them empty"
+        raise ValueError(f"split_group split_ranks={split_ranks}: {rule}; legal: [[0], [1]]")
+    parent.splits += 1
+    own = next((sorted(split) for split in split_ranks if members.index(mine.rank) in split), None)
+    if own is None:
+        return None
+    ranks = tuple(members[rank] for rank in own)
+    name = f"{parent.group_name}:split:{parent.splits}"
+    made = _make(mine, name, ranks, group_desc or f"{parent.group_desc}:split:{parent.splits}")
+    mine.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made

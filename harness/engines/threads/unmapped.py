@@ -1,0 +1,84 @@
+"""Operators of torch that the in-process engine does not know: recorded from their schemas as they pass the dispatcher.
+
+The engine's groups answer the methods that torch calls today. A method that a newer torch adds, or an operator of a
+library, comes to the dispatcher instead. There it is told to the observer as op `other` and sent on: to its own kernel,
+where it has one; else it cannot be computed here, and the case that issues it is unknown by its name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from harness.engines.calls.operators import OPERATORS, communicates, reader
+from harness.errors import NotComputed, error_text
+from harness.torch_internals.operators import BACKEND_SELECT, has_kernel, kernels, operator_names
+from harness.torch_internals.world import rank_tables
+
+__all__ = ["Unmapped"]
+
+_KEY = "BackendSelect"
+
+
+class Unmapped:
+    """The operators of c10d that OPERATORS lacks; looked for again when modules were imported, since it takes 3 ms."""
+
+    def __init__(self) -> None:
+        self._modules = 0
+        self._operators: dict[str, Any] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Within it, calls of these operators by rank threads are recorded."""
+        if self._modules != len(sys.modules):
+            self._modules, self._operators = len(sys.modules), _unmapped()
+        if not self._operators:
+            yield
+            return
+        with kernels("c10d", _KEY) as add:
+            for name, operator in self._operators.items():
+                if not has_kernel(f"c10d::{name}", _KEY):  # a recorder of real backends has one
+                    add(name, _kernel(name, operator), with_keyset=True)
+            yield
+
+
+def _unmapped() -> dict[str, Any]:
+    found = {}
+    for name in operator_names("c10d"):
+        operator = getattr(getattr(torch.ops.c10d, name), "default", None) if name not in OPERATORS else None
+        if operator is not None and communicates(operator):
+            found[name] = operator
+    return found
+
+
+def _kernel(name: str, operator: Any) -> Callable[..., Any]:
+    read = reader(name, operator)
+
+    def kernel(keys: Any, *arguments: Any) -> Any:
+        rank = rank_tables()
+        observer = None if rank is None else rank.exchange.observer
+        told = None if observer is None else read(arguments)
+        ticket = None if observer is None or told is None else observer.issued(told.rank, told.call)
+        try:
+            result = operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
+        except RuntimeError as problem:
+            if rank is None:
+                raise
+            raise _not_computed(name, rank.rank, problem) from problem
+        if observer is not None and told is not None and ticket is not None:
+            observer.completed(told.rank, ticket)
+        return result
+
+    return kernel
+
+
+def _not_computed(name: str, rank: int, problem: Exception) -> NotComputed:
+    text = (
+        f"c10d::{name} of torch {torch.__version__} is not known to the in-process engine, which cannot compute it "
+        f"({error_text(problem)}); legal: --engine pool"
+    )
+    return NotComputed(text, ranks=(rank,), positions=())
