@@ -1,7 +1,13 @@
 """Runs ranks, records, annotates, compares; knows no model.
 
-The files here are the words of a run: case in, execution, evidence, checks, diagnosis, store. Behind them stand
-`engines` (how ranks run), `recording` (what the recorder is made of), `checking` (the checks, kind by kind),
-`diagnosing` (what tells a failure), `predicting` (machines that are not here), `witnesses` (profilers that agree) and
-`torch_internals` (the only private names of torch).
+The files here are the words that every room uses. The rooms, each of which imports only rooms below it:
+
+    injecting, reproducing   every fault of a subject; a failure as a script
+    running                  a case to its verdicts, many cases to a run folder
+    diagnosing               why a check failed
+    checking                 the checks, kind by kind, and what they look at
+    witnesses, predicting    profilers that see the same events; cost on machines that are not here
+    recording                the collectives of a run, observed from outside, as a ledger
+    engines                  how ranks run
+    torch_internals          the only private names of torch
 """

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Axes", "CaseLike", "FactsLike", "ShardLike", "Subject", "TermLike", "Value"]
+__all__ = ["Axes", "CaseLike", "FactsLike", "ShardLike", "Subject", "TermLike", "Value", "case_text"]
 
 Axes = Mapping[str, tuple[tuple[int, ...], ...]]
 """Mesh axis -> the rank lists of its groups."""
@@ -117,3 +117,8 @@ class Subject(Protocol):
     """
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]: ...
+
+
+def case_text(case: CaseLike) -> str:
+    """The case's one line; never empty, so that it can stand in a table and behind `shardproof run`."""
+    return str(case) or f"mode={case.mode}"

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from harness.case_reader import read_case
+from harness.cases import read_case
 from harness.errors import ShardproofError
 
 __all__ = ["main"]

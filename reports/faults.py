@@ -18,12 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.checks import CHECKS
-from harness.environment import environment
-from harness.kill_matrix import COLUMNS, Figures, Kill, figures, killed_alone
+from harness.checking.checks import CHECKS
+from harness.injecting.kill_matrix import COLUMNS, Figures, Kill, figures, killed_alone
 from harness.resolve import resolve
-from harness.run import seconds
-from harness.store import Store
+from harness.running.environment import environment
+from harness.running.run import seconds
+from harness.running.store import Store
 from reports.tables import Table
 from reports.text import append_step_summary, show_message, show_table, ticking
 

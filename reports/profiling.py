@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from harness.errors import RequestError
-from harness.run import parse_cases
+from harness.running.run import parse_cases
 
 __all__ = ["TOOLS", "asked_steps", "asked_tools"]
 

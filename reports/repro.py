@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness.diagnosing.repro import emit, shown_name
+from harness.checking.evidence import FAIL
 from harness.errors import RequestError
-from harness.evidence import FAIL
-from harness.run import RunResult, engine_named, parse_cases
+from harness.reproducing.repro import emit, shown_name
+from harness.running.run import RunResult, engine_named, parse_cases
 
 __all__ = ["check_target", "write_script"]
 

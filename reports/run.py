@@ -21,17 +21,14 @@ from typing import Any
 import pandas as pd
 import torch
 
-from harness.asking import Unanswered, offers
-from harness.capacity import admit
-from harness.case_reader import read_case
-from harness.claims import claims
-from harness.diagnosis import case_text
+from harness.cases import read_case
 from harness.engines.processes.launched.torchrun import dismiss, serve, serves
 from harness.errors import RequestError, ShardproofError
-from harness.proof import skip_reason
-from harness.protocols import CaseLike
+from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
-from harness.run import Request, RunResult, parse_cases, run, seconds
+from harness.running.capacity import admit
+from harness.running.run import Request, RunResult, parse_cases, run, seconds
+from harness.subject import Unanswered, claims, offers, refusal
 from reports import experiment, page, summary, tables, witnesses
 from reports.frames import Run, load
 from reports.profiling import asked_steps, asked_tools
@@ -208,7 +205,7 @@ def default_cases(subject: str, modes: str, *, deep: bool = False) -> tuple[str,
 
     def refuses(case: CaseLike) -> str:
         try:
-            return skip_reason(case, found, subject)
+            return refusal(case, found, subject)
         except Unanswered:  # the case itself is to run into it: its verdict says so
             return ""
 

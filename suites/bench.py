@@ -30,7 +30,7 @@ from rich.table import Table
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
-from harness.recorder import Recorder
+from harness.recording.recorder import Recorder
 from suites.bench_processes import pooled_example, spawned_example
 from suites.bench_witnesses import measured
 from suites.bench_workload import Sizes, data, dense, largest_error, rank_program, weights

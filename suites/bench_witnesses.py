@@ -34,8 +34,8 @@ from torch.profiler import ProfilerActivity, profile
 from harness.engines.interposer import observing
 from harness.engines.processes.rank_program import world
 from harness.errors import MachineError
-from harness.recorder import Recorder
 from harness.recording.ranges import attached
+from harness.recording.recorder import Recorder
 from harness.witnesses.nsys import database_of, nsys_path
 from parallel.batch import deliver
 from parallel.mesh import Mesh

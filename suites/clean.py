@@ -28,11 +28,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from rich.progress import Progress
 
+from harness.checking.evidence import UNKNOWN
 from harness.engines.threads.heap import resident_bytes
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, ShardproofError
-from harness.evidence import UNKNOWN
-from harness.proof import prove
+from harness.running.proof import prove
 from reference.case import Case
 from suites.prover import chosen_modes
 from suites.strategies import every_word

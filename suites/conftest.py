@@ -11,9 +11,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.errors import Unsatisfiable
 
-from harness.claims import claims
 from harness.errors import RequestError
-from harness.run import seconds
+from harness.running.run import seconds
+from harness.subject import claims
 from reference.case import Case
 from suites import known_failures, step_summary
 from suites.ledger_gate import LedgerGate

@@ -32,7 +32,7 @@ from harness.predicting.clusters import Cluster, Device, Link
 from harness.predicting.costs import route, seconds
 from harness.predicting.forecast import forecast
 from harness.predicting.timeline import AFTER_BACKWARD
-from harness.run import engine_named
+from harness.running.run import engine_named
 from parallel.registry import MODES
 from parallel.subject import subject
 from reference.case import Case

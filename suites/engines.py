@@ -23,8 +23,8 @@ from harness.engines.engine import Engine
 from harness.engines.processes.launched.torchrun import serve, serves
 from harness.errors import ShardproofError
 from harness.ledger import COLUMNS, Event
-from harness.proof import CaseResult, prove
-from harness.run import ENGINES, engine_named
+from harness.running.proof import CaseResult, prove
+from harness.running.run import ENGINES, engine_named
 from reference.case import Case
 from suites.prover import chosen_modes
 from suites.strategies import cases

@@ -23,7 +23,7 @@ from typing import Any
 from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError
 from harness.resolve import resolve
-from harness.run import ENGINES, engine_named
+from harness.running.run import ENGINES, engine_named
 from reports.tables import Table
 from reports.text import show_table
 from suites import fault_programs as alone

@@ -15,15 +15,14 @@ from multiprocessing import get_context
 
 import torch
 
-from harness.claims import claims
 from harness.engines.engine import Engine
 from harness.errors import RankDied, RequestError
-from harness.execution import execute
 from harness.faults import Fault, faults_of
-from harness.proof import skip_reason
 from harness.protocols import Subject
 from harness.resolve import resolve
-from harness.run import engine_named
+from harness.running.execution import execute
+from harness.running.run import engine_named
+from harness.subject import claims, refusal
 from reference.case import Case
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.held_back import HELD_BACK
@@ -124,10 +123,10 @@ def disturbed(
 def _shown(found: Subject, subject: str, mode: str, quick: bool) -> list[Case]:
     """The cases of a mode whose collectives are disturbed: those that the subject takes."""
     cases = [Case.parse(words.format(mode=mode)) for words in _SMALL]
-    taken = [case for case in cases if not skip_reason(case, found, subject)][:1]
+    taken = [case for case in cases if not refusal(case, found, subject)][:1]
     knows = not quick and callable(getattr(found, "refuses", None))
     wider = [Case.parse(f"{case} {_OPTIONS}") for case in taken if knows]
-    return taken + [case for case in wider if not skip_reason(case, found, subject)]
+    return taken + [case for case in wider if not refusal(case, found, subject)]
 
 
 def _parts(faults: Sequence[Fault]) -> Iterator[tuple[Fault, ...]]:

@@ -13,14 +13,14 @@ from typing import cast
 import pandas as pd
 import pytest
 
-from harness import store
 from harness.engines.engine import Engine
 from harness.errors import RequestError
-from harness.execution import execute
 from harness.ledger import COLUMNS
-from harness.proof import skip_reason
 from harness.protocols import Subject
 from harness.resolve import resolve
+from harness.running import store
+from harness.running.execution import execute
+from harness.subject import refusal
 from reference.case import Case
 from reports.baselines import read_events, write_events
 from reports.compare import events_table
@@ -45,7 +45,7 @@ class LedgerGate:
         """Assert that a case sends what its stored ledger says; skip one that the subject refuses."""
         case = Case.parse(text)
         subject = self._subject()
-        if reason := skip_reason(case, subject, self.subject):
+        if reason := refusal(case, subject, self.subject):
             pytest.skip(reason)
         events = self._events(case, subject)
         path = self.folder / file_of(str(case))

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from harness.engines.engine import Engine
 from harness.errors import ProgramError
 from harness.faults import Fault
-from harness.proof import skip_reason
 from harness.resolve import resolve
-from harness.run import engine_named
+from harness.running.run import engine_named
+from harness.subject import refusal
 from reference.case import Case
 from suites.killing import disturbed
 from suites.mutants.rows import Killed, faults_killed
@@ -55,7 +55,7 @@ def collectives(
 def _of_mode(
     subject: str, mode: str, engine: Engine, quick: bool, only: Case | None, timeout_s: float
 ) -> Iterator[Collective]:
-    reason = skip_reason(only, resolve(subject), subject) if only else ""  # type: ignore[arg-type]
+    reason = refusal(only, resolve(subject), subject) if only else ""  # type: ignore[arg-type]
     if reason:
         yield Collective(mode=mode, refused=reason)
         return

@@ -17,18 +17,18 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from harness.checks import CHECKS
-from harness.claims import claims
+from harness.checking.checks import CHECKS
+from harness.checking.evidence import FAIL, SKIP, Verdict
 from harness.diagnosing.six_lines import site
 from harness.engines.engine import Engine
-from harness.environment import environment
 from harness.errors import RequestError
-from harness.evidence import FAIL, SKIP, Verdict
-from harness.proof import CaseResult, prove, skip_reason
 from harness.resolve import resolve
-from harness.run import engine_named
-from harness.store import Store
-from harness.summary import summarize
+from harness.running.environment import environment
+from harness.running.proof import CaseResult, prove
+from harness.running.run import engine_named
+from harness.running.store import Store
+from harness.running.summary import summarize
+from harness.subject import claims, refusal
 from reference.case import Case
 from reports.run import default_cases
 from suites.pairwise import rows
@@ -152,7 +152,7 @@ class Prover:
     def refused(self, case: Case) -> str:
         """Why the subject does not take this case, "" when it does. Raises Unanswered when its own words fail."""
         subject: Any = resolve(self.subject)
-        return skip_reason(case, subject, self.subject)
+        return refusal(case, subject, self.subject)
 
     def _default(self, case: Case, fixed: dict[str, Any]) -> Iterator[Case]:
         for text in _default_cases(self.subject, case.mode):

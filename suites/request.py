@@ -13,9 +13,9 @@ import torch
 from hypothesis import settings
 from hypothesis.errors import InvalidArgument
 
-from harness.claims import claims
 from harness.errors import RequestError
-from harness.run import known_engine, parse_cases, seconds
+from harness.running.run import known_engine, parse_cases, seconds
+from harness.subject import claims
 from suites import known_failures
 from suites.options import OPTIONS, asked, path_asked
 from suites.profiles import PROFILES

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.execution import execute
 from harness.merging import merge
 from harness.protocols import Subject
 from harness.resolve import resolve
+from harness.running.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from suites.mutants.planting import planted, replaced

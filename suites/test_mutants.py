@@ -10,8 +10,8 @@ import datetime
 
 import pytest
 
-from harness.checks import CHECKS
-from harness.evidence import FAIL
+from harness.checking.checks import CHECKS
+from harness.checking.evidence import FAIL
 from harness.resolve import resolve
 from reference.case import Case
 from suites.mutants.catalogue import FAMILIES, MUTANTS

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from harness.checking.exact_checks import same_outcomes
 from harness.engines.faults.races import Explored
-from harness.execution import execute
 from harness.resolve import resolve
+from harness.running.execution import execute
 from suites.prover import Prover
 from suites.strategies import schedules
 

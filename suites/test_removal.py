@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from harness.checking.evidence import FAIL
 from harness.checking.ledger_checks import ledger
 from harness.errors import ProgramError
-from harness.evidence import FAIL
-from harness.execution import execute
 from harness.ledger import Event
+from harness.running.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from suites.mutants.planting import planted_module

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from harness.engines.engine import Engine
 from harness.outcome import localize
-from harness.proof import prove
-from harness.run import engine_named
+from harness.running.proof import prove
+from harness.running.run import engine_named
 from parallel.batch import deliver
 from parallel.mesh import Mesh
 from parallel.registry import MODES

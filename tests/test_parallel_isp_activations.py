@@ -13,9 +13,9 @@ from parallel_ranks import CPU, on_ranks
 from torch import Tensor
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.execution import execute, execute_captured
 from harness.merging import merge
-from harness.proof import prove
+from harness.running.execution import execute, execute_captured
+from harness.running.proof import prove
 from parallel.batch import deliver
 from parallel.mesh import Mesh
 from parallel.modes.isp import ISP

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from parallel_isp_table import promised
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.execution import execute
+from harness.running.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from suites.strategies import cases

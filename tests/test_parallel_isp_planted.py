@@ -15,8 +15,8 @@ from torch import Tensor
 
 from harness.checking.ledger_checks import differences
 from harness.engines.threads.inproc import InprocEngine
-from harness.execution import execute
 from harness.merging import merge
+from harness.running.execution import execute
 from parallel.subject import subject
 from reference import subject as dense
 from reference.case import Case

@@ -16,7 +16,7 @@ from parallel_ranks import CPU, MEGATRON
 from harness.checking.ledger_checks import Difference, differences
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Event
-from harness.recorder import Recorder
+from harness.recording.recorder import Recorder
 from parallel.expectation import Term
 from parallel.subject import subject
 from reference.case import Case

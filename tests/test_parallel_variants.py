@@ -15,8 +15,8 @@ from torch.nn import functional
 from harness.engines.engine import Engine
 from harness.merging import merge
 from harness.outcome import localize
-from harness.proof import prove
-from harness.run import engine_named
+from harness.running.proof import prove
+from harness.running.run import engine_named
 from parallel.deviations import smoothed_by_parts
 from parallel.mesh import Axis
 from parallel.subject import subject

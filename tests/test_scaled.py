@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.checking.evidence import FAIL, UNKNOWN
 from harness.engines.threads.inproc import InprocEngine
-from harness.evidence import FAIL, UNKNOWN
-from harness.proof import prove
+from harness.running.proof import prove
 from parallel import scaled
 from parallel.scaled import FIRST_SCALE, HYSTERESIS, Scale, subject
 from reference.case import Case

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from harness.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
-from harness.tolerance import kind_of
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from harness.checking.tolerance import kind_of
 
 __all__ = ["ON_PURPOSE", "coverage"]
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding
 from harness.checking.numeric_checks import numeric
-from harness.evidence import FAIL, PASS, Evidence, Finding
 
 __all__ = ["data", "tokens"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.evidence import FAIL, PASS, Evidence, Finding, split_axes
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding, split_axes
 from harness.merging import Flaw, Outcomes, differing, same_bits
 from harness.outcome import Block
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from harness.evidence import FAIL, PASS, Evidence, Finding
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding
 from harness.ledger import Event
 
 __all__ = ["groups", "lists_text", "strays"]

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.checking.laws import broken_laws
-from harness.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.ledger import OTHER, PHASES, Event, unmapped
 from harness.protocols import TermLike
 

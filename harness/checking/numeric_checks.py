@@ -1,11 +1,11 @@
-"""Checks that hold merged tensors against the truth, one kind of name each. Errors are ratios (harness.tolerance)."""
+"""Checks that hold merged tensors against the truth, one kind of name each. Errors are ratios (see `tolerance`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from harness.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
-from harness.tolerance import Measured, kind_of, kind_rms, measure
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
+from harness.checking.tolerance import Measured, kind_of, kind_rms, measure
 
 __all__ = ["NUMERIC_KINDS", "held", "numeric", "worst_of"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding
 from harness.checking.ledger_checks import Line, line_of
-from harness.evidence import FAIL, PASS, Evidence, Finding
 from harness.ledger import Event
 
 __all__ = ["overlap"]

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from harness.causes import Cause
+from harness.checking.evidence import Evidence, split_axes
+from harness.checking.tolerance import kind_of
+from harness.diagnosing.causes import Cause
 from harness.diagnosing.patterns import explains, share_left
 from harness.diagnosing.places import blocks_of
-from harness.evidence import Evidence, split_axes
-from harness.tolerance import kind_of
 
 __all__ = ["factor_of", "from_factor", "meaning_of"]
 

@@ -22,14 +22,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.checking.evidence import Evidence
 from harness.checking.group_checks import strays
 from harness.checking.ledger_checks import Difference, module_order
+from harness.checking.tolerance import is_state, kind_of
 from harness.diagnosing.patterns import explains
 from harness.diagnosing.places import blocks_of, place_of
 from harness.engines.engine import Unwaited
-from harness.evidence import Evidence
 from harness.ledger import PHASES, Event
-from harness.tolerance import is_state, kind_of
 
 __all__ = ["First", "first_place"]
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from harness.causes import Cause
+from harness.checking.evidence import Evidence, split_axes
+from harness.diagnosing.causes import Cause
 from harness.diagnosing.places import blocks_of
-from harness.evidence import Evidence, split_axes
 from harness.outcome import Block
 
 __all__ = ["from_flaws"]

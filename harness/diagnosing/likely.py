@@ -19,9 +19,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from harness.causes import Cause
+from harness.checking.evidence import FAIL, Evidence, Finding, split_axes
 from harness.checking.group_checks import lists_text, strays
 from harness.checking.ledger_checks import Difference, Line
+from harness.checking.tolerance import is_state, kind_of
+from harness.diagnosing.causes import Cause
 from harness.diagnosing.factors import from_factor
 from harness.diagnosing.layouts import from_flaws
 from harness.diagnosing.losses import from_parts, more_classes
@@ -32,8 +34,6 @@ from harness.diagnosing.steps import from_states
 from harness.diagnosing.sums import from_counts, from_losses, from_norms, from_shares
 from harness.diagnosing.updates import from_start, from_updates
 from harness.diagnosing.what_ifs import what_if
-from harness.evidence import FAIL, Evidence, Finding, split_axes
-from harness.tolerance import is_state, kind_of
 
 __all__ = ["likely"]
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 
-from harness.causes import Cause
+from harness.checking.evidence import Evidence, split_axes
 from harness.checking.ledger_checks import Difference
+from harness.checking.tolerance import kind_of
+from harness.diagnosing.causes import Cause
 from harness.diagnosing.patterns import same, share_left
 from harness.diagnosing.places import blocks_of
-from harness.evidence import Evidence, split_axes
-from harness.tolerance import kind_of
 
 __all__ = ["from_parts", "more_classes"]
 

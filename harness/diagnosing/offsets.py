@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from harness.causes import Cause
+from harness.checking.evidence import Evidence
+from harness.checking.tolerance import kind_of
+from harness.diagnosing.causes import Cause
 from harness.diagnosing.places import blocks_of
-from harness.evidence import Evidence
-from harness.tolerance import kind_of
 
 __all__ = ["from_offsets"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from harness.causes import Cause
+from harness.diagnosing.causes import Cause
 from harness.errors import ranks_text
 
 __all__ = ["causes", "drift", "explains", "not_finite", "partial_sums", "same", "share_left"]

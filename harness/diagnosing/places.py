@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from harness.evidence import Evidence
+from harness.checking.evidence import Evidence
+from harness.checking.tolerance import is_state, kind_of, step_of
 from harness.merging import Outcomes
 from harness.outcome import Block
-from harness.tolerance import is_state, kind_of, step_of
 
 __all__ = ["Place", "blocks_of", "comparable", "place_of", "timeline", "wrong_ranks"]
 

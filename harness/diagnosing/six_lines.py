@@ -9,14 +9,14 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+from harness.checking.evidence import Evidence, Finding
+from harness.checking.tolerance import EXACT, epsilon
+from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
 from harness.diagnosing.first import First
-from harness.diagnosis import Diagnosis, case_text, diagnose, ended
+from harness.diagnosing.tracebacks import last_frames, whole
 from harness.errors import MachineError, ShardproofError
-from harness.evidence import Evidence, Finding
 from harness.ledger import PHASES
-from harness.protocols import CaseLike
-from harness.tolerance import EXACT, epsilon
-from harness.tracebacks import last_frames, whole
+from harness.protocols import CaseLike, case_text
 
 __all__ = ["NO_OUTCOME", "crash", "explain", "place", "repeat_command", "site", "tell", "where", "written"]
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.causes import Cause
+from harness.checking.evidence import Evidence
+from harness.checking.tolerance import kind_of, step_of
+from harness.diagnosing.causes import Cause
 from harness.diagnosing.factors import meaning_of
-from harness.evidence import Evidence
-from harness.tolerance import kind_of, step_of
 
 __all__ = ["from_states"]
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.causes import Cause
+from harness.checking.evidence import Evidence, split_axes
+from harness.checking.tolerance import kind_of
+from harness.diagnosing.causes import Cause
 from harness.diagnosing.places import blocks_of
-from harness.evidence import Evidence, split_axes
-from harness.tolerance import kind_of
 
 __all__ = ["from_counts", "from_losses", "from_norms", "from_shares"]
 

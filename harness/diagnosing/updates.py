@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.causes import Cause
+from harness.checking.evidence import Evidence, split_axes
+from harness.checking.tolerance import kind_of
+from harness.diagnosing.causes import Cause
 from harness.diagnosing.patterns import explains
-from harness.evidence import Evidence, split_axes
-from harness.tolerance import kind_of
 
 __all__ = ["from_start", "from_updates"]
 

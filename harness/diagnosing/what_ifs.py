@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.causes import Cause
+from harness.checking.evidence import Evidence
+from harness.checking.tolerance import kind_of
+from harness.diagnosing.causes import Cause
 from harness.diagnosing.patterns import explains
-from harness.evidence import Evidence
-from harness.tolerance import kind_of
 
 __all__ = ["WHAT_IF", "what_if"]
 

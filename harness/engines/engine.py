@@ -59,8 +59,8 @@ class Engine(Protocol):
     ) -> list[Any]:
         """The results of `program(rank, *args)` by rank.
 
-        Every rank starts with its random streams at `seed`. A remote engine takes no observer: harness.rank_task makes
-        one inside of every rank. Raises RequestError (exit status 2), ProgramError (1) or
+        Every rank starts with its random streams at `seed`. A remote engine takes no observer: one is made inside of
+        every rank (harness.running.rank_task). Raises RequestError (exit status 2), ProgramError (1) or
         MachineError (3); the engine stays usable.
         """
         ...

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from harness.checking.checks import CHECKS, Check
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding, gathered
 from harness.checking.exact_checks import waits
 from harness.checking.group_checks import groups
 from harness.checking.ledger_checks import ledger
 from harness.checking.overlap_checks import overlap
-from harness.checks import CHECKS, Check
 from harness.engines.engine import Unwaited
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import ranks_text
-from harness.evidence import FAIL, PASS, Evidence, Finding, gathered
 from harness.ledger import Event
 from harness.merging import Outcomes
 from harness.predicting.classes import parted, representatives, sequences
 from harness.predicting.dry_run import DryRank, DryRun, dry_run
 from harness.predicting.meter import hidden
-from harness.trial import Trial, expectation_of, orders_of
+from harness.running.trial import Trial, expectation_of, orders_of
 
 __all__ = ["DRY_CHECKS", "dry_evidence"]
 

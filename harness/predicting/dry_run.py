@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.asking import called, named_axes
 from harness.engines.shapes.dry import DryEngine
 from harness.ledger import Event
 from harness.predicting.meter import Meter, Stretch
 from harness.protocols import CaseLike, Subject
-from harness.recorder import Recorder
+from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
+from harness.subject import called, named_axes
 
 __all__ = ["DryRank", "DryRun", "dry_run"]
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from harness.asking import stated
 from harness.checking.ledger_checks import differences
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import NotComputed
@@ -28,6 +27,7 @@ from harness.predicting.meter import START, Stretch
 from harness.predicting.states import States
 from harness.predicting.timeline import Times, parts, play, together
 from harness.protocols import CaseLike, Subject, TermLike
+from harness.subject import stated
 
 __all__ = ["DEPTHS", "EQUAL", "Forecast", "Memory", "Traffic", "closed_form", "forecast", "traffic"]
 

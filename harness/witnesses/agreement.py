@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from harness.evidence import FAIL, PASS, Finding, Worst
+from harness.checking.evidence import FAIL, PASS, Finding, Worst
 from harness.ledger import Event
 from harness.protocols import TermLike
 from harness.witnesses.sighting import UNKNOWN, Sighting, in_words

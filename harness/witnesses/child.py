@@ -17,11 +17,10 @@ from typing import Any
 from torch import multiprocessing
 from torch.distributed import FileStore, PrefixStore
 
-from harness.diagnosis import case_text
 from harness.engines.processes.rank_program import run_rank
-from harness.protocols import CaseLike
-from harness.rank_task import RankTask
-from harness.run import parse_cases
+from harness.protocols import CaseLike, case_text
+from harness.running.rank_task import RankTask
+from harness.running.run import parse_cases
 from harness.witnesses.measured import Measurement, measure
 
 __all__ = ["main"]

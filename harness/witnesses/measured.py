@@ -21,17 +21,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.asking import named_axes
 from harness.engines.interposer import observing
 from harness.errors import MachineError
 from harness.ledger import Call, Event
 from harness.outcome import Block, localize
 from harness.protocols import Subject
-from harness.rank_task import RankTask, rank_device
-from harness.recorder import Recorder
 from harness.recording.ranges import Ranges, open_domain
+from harness.recording.recorder import Recorder
 from harness.recording.stopwatch import Stopwatch, stopwatch
 from harness.resolve import resolve
+from harness.running.rank_task import RankTask, rank_device
+from harness.subject import named_axes
 from harness.witnesses.chosen import during, step_ends
 from harness.witnesses.switches import Tracing, captured
 

@@ -16,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.diagnosis import case_text
 from harness.engines.processes.rank_program import Ended
 from harness.errors import MachineError, error_text
-from harness.protocols import CaseLike
+from harness.protocols import CaseLike, case_text
 from harness.witnesses.chosen import steps_text
 from harness.witnesses.database import read_database
 from harness.witnesses.measured import Measured

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from harness.causes import Cause
+from harness.checking.evidence import Finding
+from harness.diagnosing.causes import Cause
+from harness.diagnosing.diagnosis import Diagnosis
 from harness.diagnosing.first import First
 from harness.diagnosing.six_lines import place, repeat_command, where, written
-from harness.diagnosis import Diagnosis
-from harness.evidence import Finding
 from harness.protocols import CaseLike
 from harness.witnesses.agreement import AGREES, CLOSED_FORM, NOT_ASKED, Agreement, Row
 

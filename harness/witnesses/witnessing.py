@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.diagnosis import Diagnosis, case_text
+from harness.checking.evidence import FAIL, UNKNOWN, Finding, Verdict
+from harness.diagnosing.diagnosis import Diagnosis
 from harness.errors import MachineError
-from harness.evidence import FAIL, UNKNOWN, Finding, Verdict
 from harness.ledger import Event, unmapped
-from harness.protocols import CaseLike, TermLike
+from harness.protocols import CaseLike, TermLike, case_text
 from harness.witnesses.agreement import NOT_ASKED, Agreement, agreement, finding
 from harness.witnesses.chosen import steps_text, terms_of
 from harness.witnesses.nsys import on_gpus

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import run as harness_run
+from harness.running import run as harness_run
 from reports import cli
 
 __all__ = ["ONE", "TOY", "CommandLine", "Printed", "command_line"]

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.engines.interposer import Interposer
-from harness.recorder import Recorder
+from harness.recording.recorder import Recorder
 from parallel.subject import subject
 from reference.case import Case
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.kill_matrix import Kill
+from harness.injecting.kill_matrix import Kill
 from parallel.subject import ParallelSubject
 from suites.mutants.rows import Killed
 

@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.environment import environment
-from harness.evidence import Verdict
+from harness.checking.evidence import Verdict
 from harness.ledger import Event, wire_bytes
-from harness.store import Store
-from harness.summary import summarize
+from harness.running.environment import environment
+from harness.running.store import Store
+from harness.running.summary import summarize
 from reports.baselines import save, side
 from reports.comparison import compare
 from reports.frames import load

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from harness.checking.tolerance import FLOAT64_ALLOWED, FLOAT64_CEILING, measure
 from harness.engines.threads.inproc import InprocEngine
-from harness.proof import prove
-from harness.tolerance import FLOAT64_ALLOWED, FLOAT64_CEILING, measure
+from harness.running.proof import prove
 from parallel.subject import subject
 from reference.case import Case
 

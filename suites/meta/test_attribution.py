@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.recorder import Recorder
 from harness.recording.attribution import phase, region
+from harness.recording.recorder import Recorder
 from suites.meta.toy_calls import Linear, Model, Speak, Voice, backward, forward, input_BD, record, told
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
+from harness.checking.evidence import Verdict
 from harness.diagnosing.six_lines import site
-from harness.evidence import Verdict
 from reports.bugs import bugs
 from suites.prover import Prover
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils import _pytree
 
+from harness import callers
+from harness.callers import caller, caller_at, caller_of, issued_at, raised_at
 from harness.engines.threads.inproc import InprocEngine
-from harness.recording import callers
-from harness.recording.callers import caller, caller_at, caller_of, issued_at, raised_at
 
 
 def line_of(function: Callable[..., Any], offset: int) -> str:

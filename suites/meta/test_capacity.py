@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.capacity import admit, memory_bytes
 from harness.errors import RequestError
-from harness.run import Request, run
+from harness.running.capacity import admit, memory_bytes
+from harness.running.run import Request, run
 from reference.case import Case
 from reference.parameters import shapes
 from reference.size import culprit, parts

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from harness.causes import CAUSES
-from harness.checks import CHECKS
+from harness.checking.checks import CHECKS
+from harness.diagnosing.causes import CAUSES
 from harness.ledger import PHASES
 from reference.case import Case
 from reference.rules import MODES

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checks import CHECKS, examine
+from harness.checking.checks import CHECKS, examine
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
 from harness.engines.engine import Unwaited
-from harness.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
 from harness.outcome import Shard, localize
 from reference.anchors import Facts
 from suites.meta.toy_evidence import case, events, evidence, named, outcome_of, truth

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.claims import claims
 from harness.errors import RequestError
+from harness.subject import claims
 from reference.rules import MODES
 
 silent = SimpleNamespace()

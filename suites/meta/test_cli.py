@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.resolve import resolve
-from harness.run import ENGINES
+from harness.running.run import ENGINES
 from reference.case import Case
 from reports import cli, frames, show
 from reports import run as run_command

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.recorder import Recorder
+from harness.recording.recorder import Recorder
 from suites.meta.toy_calls import Linear, Voice, input_BD, record, told
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.checking.evidence import PASS
 from harness.checking.exact_checks import same_outcomes
 from harness.engines.engine import Engine
 from harness.engines.faults.disturbance import Disturbed
 from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, RankRaised, RequestError, TimeLimit
-from harness.evidence import PASS
-from harness.execution import execute
 from harness.faults import Fault, targets_of
-from harness.proof import prove
-from harness.run import engine_named
+from harness.running.execution import execute
+from harness.running.proof import prove
+from harness.running.run import engine_named
 from parallel.subject import subject
 from reference.case import Case
 from suites.meta import faulty_programs

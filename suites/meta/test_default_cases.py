@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from harness.checks import CHECKS, examine
+from harness.checking.checks import CHECKS, examine
+from harness.checking.evidence import FAIL
 from harness.engines.threads.inproc import InprocEngine
-from harness.evidence import FAIL
-from harness.proof import NEED_WATCHING
-from harness.trial import Trial, recorded
+from harness.running.proof import NEED_WATCHING
+from harness.running.trial import Trial, recorded
 from reference.case import Case
 from reference.covering import covering_cases
 from reference.rules import MODES

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from harness.checks import examine
+from harness.checking.checks import examine
+from harness.checking.evidence import Evidence
+from harness.diagnosing.diagnosis import First, diagnose
 from harness.diagnosing.places import place_of, timeline
 from harness.diagnosing.six_lines import explain
-from harness.diagnosis import First, diagnose
-from harness.evidence import Evidence
 from suites.meta.toy_evidence import TERMS, altered, events, evidence, outcome_of, truth, without
 
 W1 = "grad/layers.0.mlp.w1.weight"

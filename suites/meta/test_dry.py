@@ -22,12 +22,12 @@ from harness.checking.ledger_checks import differences
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import NoNumbers, RankRaised, RequestError, TimeLimit
-from harness.execution import execute, execute_captured
 from harness.ledger import Event
 from harness.predicting.classes import representatives
 from harness.predicting.dry_run import DryRank, dry_run
 from harness.predicting.meter import START, WAIT
-from harness.proof import prove
+from harness.running.execution import execute, execute_captured
+from harness.running.proof import prove
 from parallel.subject import subject
 from reference.case import Case
 from reference.parameters import shapes

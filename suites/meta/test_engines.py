@@ -12,7 +12,7 @@ from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankDied
 from harness.ledger import COLUMNS
-from harness.proof import CaseResult, prove
+from harness.running.proof import CaseResult, prove
 from reference.case import Case
 from suites.engines import COMPARED, SUBJECT, differences, drawn, main, unlike
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import RequestError
-from harness.run import Request, parse_cases, run
+from harness.running.run import Request, parse_cases, run
 from reports.experiment import EXPERIMENTS, asked, real_size, timeline
 from reports.frames import load
 from reports.profiling import asked_steps

@@ -7,8 +7,8 @@ import math
 import pytest
 from torch import Tensor
 
-from harness.checks import CHECKS, examine
-from harness.diagnosis import explained
+from harness.checking.checks import CHECKS, examine
+from harness.diagnosing.diagnosis import explained
 from suites.meta.toy_evidence import case, evidence, outcome_of, truth
 
 W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from harness import run as harness_run
 from harness.engines.threads.inproc import InprocEngine
+from harness.running import run as harness_run
 from suites import fault_table
 from suites.fault_programs import goes_right, raises
 from suites.fault_table import FAULTS, Fault, main, measured, seen

@@ -16,7 +16,7 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, RequestError
 from harness.faults import Fault, Target, faults_of, targets_of
 from harness.ledger import Event
-from harness.recorder import Recorder
+from harness.recording.recorder import Recorder
 from suites.meta.toy_subjects import LoopEngine
 
 AXES = {"tp": ((0, 1),)}

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.causes import Cause
-from harness.diagnosis import ended
+from harness.diagnosing.causes import Cause
+from harness.diagnosing.diagnosis import ended
 from harness.errors import MachineError, RequestError
-from harness.kill_matrix import COLUMNS, figures, killed_alone
+from harness.injecting.kill_matrix import COLUMNS, figures, killed_alone
 from reports import faults
 from reports.cli import main
 from suites import killing

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.evidence import Verdict, Worst
+from harness.checking.evidence import Verdict, Worst
 from harness.ledger import COLUMNS
-from harness.store import Store
-from harness.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
-from harness.summary import summarize
+from harness.running.store import Store
+from harness.running.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
+from harness.running.summary import summarize
 from reports.frames import SUMMARY_COLUMNS, RunFolderError, load
 from suites.meta import sample_run
 

@@ -13,12 +13,12 @@ import torch
 
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
-from harness.execution import execute
 from harness.ledger import Call
-from harness.proof import prove
-from harness.recorder import Recorder
+from harness.recording.recorder import Recorder
 from harness.recording.stopwatch import stopwatch
-from harness.run import Request, run
+from harness.running.execution import execute
+from harness.running.proof import prove
+from harness.running.run import Request, run
 from harness.witnesses.witnessing import witnesses
 from parallel.subject import subject
 from reference.case import Case

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from harness.checking.checks import CHECKS
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
 from harness.checking.group_checks import groups
-from harness.checks import CHECKS
 from harness.engines.engine import Engine
-from harness.evidence import FAIL, PASS, UNKNOWN, Finding
-from harness.proof import CaseResult, prove
-from harness.run import engine_named
+from harness.running.proof import CaseResult, prove
+from harness.running.run import engine_named
 from reference.case import Case
 from suites.meta.toy_evidence import events, evidence
 from suites.meta.toy_groups import Strided

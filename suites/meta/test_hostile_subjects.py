@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.asking import Unanswered, answered, stated
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, error_text
-from harness.proof import CaseResult, prove
-from harness.rank_task import RankTask, perform
 from harness.resolve import resolve
-from harness.run import Request, run
+from harness.running.proof import CaseResult, prove
+from harness.running.rank_task import RankTask, perform
+from harness.running.run import Request, run
+from harness.subject import Unanswered, answered, stated
 from reference import subject as dense
 from reference.case import Case
 

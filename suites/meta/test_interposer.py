@@ -17,7 +17,7 @@ from harness.engines.interposer import Interposer
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import MachineError
 from harness.ledger import PHASES, Call, Event
-from harness.recorder import Recorder
+from harness.recording.recorder import Recorder
 from parallel.subject import subject
 from reference.case import Case
 

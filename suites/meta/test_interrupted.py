@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.interrupts import interrupted_after
+from harness.running.interrupts import interrupted_after
 from reports.frames import load
 
 ROOT = Path(__file__).parents[2]

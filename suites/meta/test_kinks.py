@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness.diagnosing.repro import shrunk
+from harness.checking.evidence import FAIL, PASS
 from harness.engines.threads.inproc import InprocEngine
-from harness.evidence import FAIL, PASS
-from harness.proof import prove
-from harness.trial import REFERENCE, Reference
+from harness.reproducing.repro import shrunk
+from harness.running.proof import prove
+from harness.running.trial import REFERENCE, Reference
 from parallel.subject import subject
 from reference.case import Case
 

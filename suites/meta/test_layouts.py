@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.checks import examine
-from harness.diagnosis import Diagnosis, diagnose
-from harness.evidence import Evidence
+from harness.checking.checks import examine
+from harness.checking.evidence import Evidence
+from harness.diagnosing.diagnosis import Diagnosis, diagnose
 from harness.merging import differing, merge
 from harness.outcome import Shard, localize
 from suites.meta.toy_evidence import evidence, outcome_of, truth

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from harness.checking.checks import examine
+from harness.checking.evidence import FAIL, PASS, Finding
 from harness.checking.laws import broken_laws
 from harness.checking.ledger_checks import differences, module_order
-from harness.checks import examine
-from harness.evidence import FAIL, PASS, Finding
 from harness.ledger import Event
 from suites.meta.toy_evidence import MODULES, TERMS, Term, altered, events, evidence, without
 

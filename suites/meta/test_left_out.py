@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from harness.checking.coverage import coverage
-from harness.claims import left_out
+from harness.checking.evidence import PASS, UNKNOWN, Finding
 from harness.errors import RequestError
-from harness.evidence import PASS, UNKNOWN, Finding
-from harness.proof import CaseResult, prove
+from harness.running.proof import CaseResult, prove
+from harness.subject import left_out
 from reference import subject as dense
 from reference.case import Case
 from suites.meta.toy_evidence import evidence, outcome_of, truth

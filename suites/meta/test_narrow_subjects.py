@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness.asking import Unanswered
 from harness.engines.threads.inproc import InprocEngine
-from harness.execution import execute
+from harness.running.execution import execute
+from harness.subject import Unanswered
 from parallel.subject import subject
 from reference.case import Case
 from suites.meta.test_plugin_requests import CASE, outside

@@ -17,8 +17,8 @@ from torch import Tensor
 from harness.diagnosing.places import place_of
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
-from harness.proof import CaseResult, prove
-from harness.run import Request, run
+from harness.running.proof import CaseResult, prove
+from harness.running.run import Request, run
 from parallel import training
 from parallel.subject import subject
 from reference.case import Case

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checks import CHECKS, examine
+from harness.checking.checks import CHECKS, examine
+from harness.checking.evidence import FAIL, PASS, Evidence
+from harness.checking.tolerance import kind_of
 from harness.engines.engine import Unwaited
-from harness.evidence import FAIL, PASS, Evidence
 from harness.outcome import localize
-from harness.proof import prove
-from harness.run import engine_named
-from harness.tolerance import kind_of
-from harness.trial import Reference
+from harness.running.proof import prove
+from harness.running.run import engine_named
+from harness.running.trial import Reference
 from reference import subject as dense
 from reference.anchors import Facts
 from reference.case import Case

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from harness.checking.checks import CHECKS
+from harness.checking.evidence import FAIL, PASS
 from harness.checking.overlap_checks import overlap
-from harness.checks import CHECKS
-from harness.evidence import FAIL, PASS
-from harness.proof import prove
 from harness.recording.overlap import Overlap
-from harness.run import engine_named
+from harness.running.proof import prove
+from harness.running.run import engine_named
 from parallel.subject import subject
 from reference.case import Case
 from suites.meta.toy_evidence import TERMS, events, evidence

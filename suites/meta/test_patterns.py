@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.causes import CAUSES, Cause
-from harness.checks import examine
+from harness.checking.checks import examine
+from harness.checking.evidence import Evidence
+from harness.diagnosing.causes import CAUSES, Cause
+from harness.diagnosing.diagnosis import diagnose
 from harness.diagnosing.patterns import causes
-from harness.diagnosis import diagnose
-from harness.evidence import Evidence
 from harness.outcome import Shard
 from suites.meta.toy_evidence import evidence, outcome_of, truth
 

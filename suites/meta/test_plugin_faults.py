@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.execution import execute
+from harness.running.execution import execute
 from reference.case import Case
 from suites.meta.blind_subject import needed
 from suites.meta.test_plugin import CONFTEST

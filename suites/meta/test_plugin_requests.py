@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.execution import execute
+from harness.running.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from suites.markers import MARKERS

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.checks import CHECKS
+from harness.checking.checks import CHECKS
+from harness.checking.evidence import FAIL, PASS
 from harness.engines.engine import Engine
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
-from harness.evidence import FAIL, PASS
-from harness.execution import execute, execute_captured
 from harness.ledger import Event
 from harness.merging import merge
-from harness.proof import prove
+from harness.running.execution import execute, execute_captured
+from harness.running.proof import prove
 from parallel.subject import subject
 from reference.case import Case
 

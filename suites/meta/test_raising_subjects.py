@@ -11,9 +11,9 @@ from typing import NoReturn
 import pytest
 import torch
 
+from harness.diagnosing.tracebacks import last_frames, whole
 from harness.errors import RankRaised
-from harness.run import Request, run
-from harness.tracebacks import last_frames, whole
+from harness.running.run import Request, run
 from parallel.subject import subject
 from reference.case import Case
 from suites.meta.command_line import ONE, CommandLine, command_line

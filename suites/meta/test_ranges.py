@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import MachineError
-from harness.execution import execute
 from harness.ledger import OPS
-from harness.recorder import Recorder
 from harness.recording import ranges
 from harness.recording.ranges import DOMAIN, Ranges, open_domain
+from harness.recording.recorder import Recorder
+from harness.running.execution import execute
 from harness.witnesses.chosen import during
 from parallel.subject import subject
 from reference.case import Case

@@ -14,9 +14,9 @@ from harness.engines.engine import Program
 from harness.engines.processes.rank_program import run_rank
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
-from harness.execution import execute, execute_captured
 from harness.ledger import Event
 from harness.merging import Merged, merge
+from harness.running.execution import execute, execute_captured
 from parallel.subject import subject
 from reference.case import Case
 from suites.meta.toy_subjects import LoopEngine

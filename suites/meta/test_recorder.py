@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import COLUMNS, Call, Event
-from harness.recorder import Recorder
 from harness.recording.naming import axis_name
+from harness.recording.recorder import Recorder
 from parallel.subject import subject
 from reference.case import Case
 from suites import bench_workload as workload

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from harness.recorder import Recorder
+from harness.recording.recorder import Recorder
 from suites.meta.toy_calls import LEAVES, Block, Linear, Model, Speak, Voice, backward, forward, input_BD, record, told
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.diagnosing.repro import emit, shrunk
 from harness.engines.engine import Engine
-from harness.run import engine_named
+from harness.reproducing.repro import emit, shrunk
+from harness.running.run import engine_named
 from reference.case import Case
 from suites.meta.command_line import CommandLine
 from suites.mutants.planting import planted, replaced

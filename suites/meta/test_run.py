@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from harness import run as run_module
 from harness.errors import RequestError
-from harness.proof import prove
-from harness.run import Request, RunResult, engine_named, parse_cases, run
-from harness.trial import Reference
+from harness.running import run as run_module
+from harness.running.proof import prove
+from harness.running.run import Request, RunResult, engine_named, parse_cases, run
+from harness.running.trial import Reference
 from reference.case import Case
 from reports.frames import load
 from suites.meta.toy_subjects import LoopEngine

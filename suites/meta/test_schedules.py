@@ -14,11 +14,11 @@ from hypothesis import Phase, given, settings
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
+from harness.checking.evidence import FAIL
 from harness.engines.faults.races import Explored, Schedule
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, Raced
-from harness.evidence import FAIL
-from harness.proof import prove
+from harness.running.proof import prove
 from reference.case import Case
 from suites.meta import faulty_programs
 from suites.mutants.planting import planted, replaced

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.run import Request, RunResult, run
-from harness.second_process import Proved, prove_all
+from harness.running.run import Request, RunResult, run
+from harness.running.second_process import Proved, prove_all
 from reference import subject as dense
 from reference.case import Case
 

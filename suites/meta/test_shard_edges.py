@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from harness.checks import CHECKS, examine
-from harness.evidence import FAIL, PASS
-from harness.run import engine_named
-from harness.trial import Trial, recorded
+from harness.checking.checks import CHECKS, examine
+from harness.checking.evidence import FAIL, PASS
+from harness.running.run import engine_named
+from harness.running.trial import Trial, recorded
 from parallel.subject import subject as right
 from reference.case import Case
 from reference.covering import covering_cases

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checks import examine
+from harness.checking.checks import examine
+from harness.checking.evidence import Evidence
+from harness.diagnosing.diagnosis import ended
 from harness.diagnosing.six_lines import crash, explain, repeat_command
-from harness.diagnosis import ended
 from harness.errors import Desynchronised, Position, RankDied, RankRaised, ShardproofError, TimeLimit
-from harness.evidence import Evidence
 from suites.meta.toy_evidence import altered, case, events, evidence, outcome_of, truth, without
 
 W1 = "grad/layers.0.mlp.w1.weight"

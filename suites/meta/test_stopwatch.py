@@ -16,7 +16,7 @@ from harness.engines.calls import operators
 from harness.engines.calls.signature import call_of
 from harness.engines.interposer import Interposer
 from harness.ledger import Call, Event
-from harness.recorder import Recorder
+from harness.recording.recorder import Recorder
 from harness.recording.stopwatch import Stopwatch, stopwatch
 from harness.witnesses.measured import _Clock
 

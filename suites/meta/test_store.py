@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from harness import store as store_module
-from harness.environment import environment
+from harness.checking.evidence import Verdict, Worst
 from harness.errors import RequestError
-from harness.evidence import Verdict, Worst
 from harness.ledger import COLUMNS
-from harness.store import Store, safe_name
-from harness.summary import SUMMARY_COLUMNS, summarize
+from harness.running import store as store_module
+from harness.running.environment import environment
+from harness.running.store import Store, safe_name
+from harness.running.summary import SUMMARY_COLUMNS, summarize
 from reports.frames import load
 from suites.meta.toy_evidence import TERMS, events, without
 

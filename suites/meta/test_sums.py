@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.checking.evidence import Evidence
 from harness.diagnosing.sums import from_losses, from_norms, from_shares
 from harness.diagnosing.updates import from_start, from_updates
-from harness.evidence import Evidence
 from harness.merging import Outcomes
 from harness.outcome import localize
 from suites.meta.toy_evidence import case, evidence, outcome_of, truth

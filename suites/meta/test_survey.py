@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.checks import CHECKS
+from harness.checking.checks import CHECKS
 from harness.engines.threads.inproc import InprocEngine
-from harness.equivalence import UNREAD, proof_of
 from harness.errors import RequestError
-from harness.execution import execute
 from harness.faults import Fault, faults_of
+from harness.injecting.equivalence import UNREAD, proof_of
+from harness.injecting.survey import FaultResult, survey, unproved
 from harness.outcome import Shard
-from harness.survey import FaultResult, survey, unproved
-from harness.trial import Reference
+from harness.running.execution import execute
+from harness.running.trial import Reference
 from parallel.subject import subject
 from reference import subject as dense
 from reference.case import Case

@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs the extra `peers`")
 
-from harness.evidence import PASS
-from harness.execution import execute
+from harness.checking.evidence import PASS
 from harness.faults import faults_of
-from harness.proof import prove
-from harness.survey import survey, unproved
+from harness.injecting.survey import survey, unproved
+from harness.running.execution import execute
+from harness.running.proof import prove
 from reference.case import Case
 from suites.subjects import megatron
 

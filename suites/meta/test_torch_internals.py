@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import MachineError
-from harness.recorder import Recorder
+from harness.recording.recorder import Recorder
 from harness.torch_internals import autograd, lookup, memory, modes, probes, world
 from harness.torch_internals.lookup import Probe, found
 from reports import cli

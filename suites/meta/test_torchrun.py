@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 
 from harness.diagnosing.six_lines import repeat_command
-from harness.run import Request, run
+from harness.running.run import Request, run
 from reference.case import Case
 from reports import cli, frames
 

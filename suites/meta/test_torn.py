@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.evidence import Verdict
-from harness.store import Store
+from harness.checking.evidence import Verdict
+from harness.running.store import Store
 from reports.cli import main
 from reports.frames import load
 from reports.summary import headline

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.evidence import Verdict
-from harness.run import Request, run
-from harness.store import Store
+from harness.checking.evidence import Verdict
+from harness.running.run import Request, run
+from harness.running.store import Store
 from reports.frames import load
 from reports.unchecked import unchecked_notes
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.checking.evidence import PASS, UNKNOWN
 from harness.engines.engine import Engine
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
-from harness.evidence import PASS, UNKNOWN
 from harness.ledger import OTHER, Call
-from harness.proof import CaseResult, prove
-from harness.recorder import Recorder
+from harness.recording.recorder import Recorder
+from harness.running.proof import CaseResult, prove
 from reference.case import Case
 from suites.meta.unmapped_programs import SWAP, VOID, swapping, swaps, voiding
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.run import ENGINES
+from harness.running.run import ENGINES
 from reference.case import Case
 from reports import frames
 from reports import run as run_command

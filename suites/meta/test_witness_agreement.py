@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.evidence import FAIL, PASS
+from harness.checking.evidence import FAIL, PASS
 from harness.witnesses.agreement import agreement, finding
 from harness.witnesses.sighting import UNKNOWN
 from suites.meta.toy_sightings import EVENTS, LEDGER, TERMS, Seen, changed, doubled, dropped, swapped

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.checking.evidence import FAIL, PASS, UNKNOWN
 from harness.engines.processes.rank_program import Ended
 from harness.errors import MachineError
-from harness.evidence import FAIL, PASS, UNKNOWN
-from harness.run import parse_cases
+from harness.running.run import parse_cases
 from harness.witnesses import session as session_module
 from harness.witnesses.measured import Measured
 from harness.witnesses.nsys import command, database_of, nsys_path, on_gpus

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.evidence import FAIL
+from harness.checking.evidence import FAIL
 from harness.ledger import Event
 from harness.protocols import CaseLike
 from harness.witnesses.agreement import agreement, finding

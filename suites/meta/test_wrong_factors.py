@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
+from harness.checking.evidence import Evidence
 from harness.checking.numeric_checks import held
+from harness.checking.tolerance import FACTORS, kind_of, kind_rms
 from harness.engines.threads.inproc import InprocEngine
-from harness.evidence import Evidence
-from harness.judging import judged
 from harness.merging import Merged
-from harness.tolerance import FACTORS, kind_of, kind_rms
-from harness.trial import Trial, recorded, watched
+from harness.running.judging import judged
+from harness.running.trial import Trial, recorded, watched
 from parallel.subject import subject
 from reference.case import Case
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.ledger import Call, Event, Observer
-from harness.recorder import Recorder
+from harness.recording.recorder import Recorder
 
 __all__ = [
     "LEAVES",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.evidence import Evidence, Finding, gathered
+from harness.checking.evidence import Evidence, Finding, gathered
 from harness.ledger import Event, wire_bytes
 from harness.merging import Outcomes
 from harness.outcome import Shard, localize

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.checking.evidence import Verdict
 from harness.engines.threads.inproc import InprocEngine
-from harness.environment import environment
-from harness.evidence import Verdict
-from harness.execution import execute
-from harness.store import Store
-from harness.summary import summarize
+from harness.running.environment import environment
+from harness.running.execution import execute
+from harness.running.store import Store
+from harness.running.summary import summarize
 from reference.case import Case
 
 __all__ = ["CASE", "WAYS", "doubled", "gather", "right", "stored", "wider"]

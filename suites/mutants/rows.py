@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from harness.diagnosis import Diagnosis
+from harness.checking.evidence import FAIL
+from harness.diagnosing.diagnosis import Diagnosis
 from harness.engines.engine import Engine
-from harness.equivalence import UNCHANGED, UNREAD
-from harness.evidence import FAIL
 from harness.faults import Fault
-from harness.kill_matrix import AND_MORE, MISLEADING, NONE, RIGHT, Kill
-from harness.proof import CaseResult, prove
+from harness.injecting.equivalence import UNCHANGED, UNREAD
+from harness.injecting.kill_matrix import AND_MORE, MISLEADING, NONE, RIGHT, Kill
+from harness.injecting.survey import FaultResult, survey, unproved
 from harness.protocols import Subject
 from harness.resolve import resolve
-from harness.survey import FaultResult, survey, unproved
+from harness.running.proof import CaseResult, prove
 from reference.case import Case
 from suites.mutants.draws import showing
 from suites.mutants.mutant import OURS, Mutant
@@ -111,7 +111,7 @@ def right_place(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
 
 
 def cause_told(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
-    """What the diagnosis reports of the cause, one of `harness.kill_matrix.TOLD`, judged by the ids alone."""
+    """What the diagnosis reports of the cause, one of `harness.injecting.kill_matrix.TOLD`, judged by the ids alone."""
     named = [cause.id for cause in diagnosis.causes] if diagnosis else []
     accepted = set(mutant.cause.split("|"))
     if not named:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome import Shard
-from harness.trial import Reference
+from harness.running.trial import Reference
 from reference.case import Case
 
 with warnings.catch_warnings():

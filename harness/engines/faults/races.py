@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from harness.callers import caller_at
 from harness.engines.calls.arithmetic import Combine, Operands
 from harness.engines.calls.pending import Fault, Group, Meeting
 from harness.engines.calls.signature import Signature
@@ -34,7 +35,6 @@ from harness.engines.threads.rank_threads import Worker
 from harness.engines.threads.scheduler import Baton
 from harness.ledger import Observer
 from harness.merging import same_bits
-from harness.recording.callers import caller_at
 from harness.torch_internals.modes import unseen
 
 __all__ = ["Explored", "Schedule"]

@@ -26,10 +26,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from harness.callers import Caller, issued_at
 from harness.engines.calls.operators import Told
 from harness.engines.calls.signature import Signature
 from harness.engines.processes.waits import Waits
-from harness.recording.callers import Caller, issued_at
 
 __all__ = ["BOARD_BYTES", "Fact", "Reader", "Writer", "anonymous_file"]
 

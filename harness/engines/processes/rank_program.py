@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from harness.callers import raised_at
 from harness.engines.engine import Program
 from harness.errors import error_text
-from harness.recording.callers import raised_at
 from harness.torch_internals.redirect import redirected
 
 __all__ = ["Ended", "ended", "run_rank", "seeded", "world"]

@@ -23,12 +23,12 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from harness.callers import raised_at
 from harness.engines.engine import Program, Unwaited
 from harness.engines.interposer import Interposer
 from harness.engines.threads.rank_threads import Worker
 from harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
 from harness.ledger import Observer
-from harness.recording.callers import raised_at
 from harness.torch_internals.groups import fake_store
 
 __all__ = ["DryEngine"]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from harness.callers import Caller, issued_at
 from harness.engines.calls.arithmetic import Combine, Disagreement, Operands, perform, transfer
 from harness.engines.calls.pending import ANY, Fault, Group, Meeting, Post, SameRanks, mail_fault, tell_apart
 from harness.engines.calls.signature import Signature, call_of
@@ -28,7 +29,6 @@ from harness.engines.threads.rank_threads import Aborted
 from harness.engines.threads.scheduler import Baton
 from harness.errors import ranks_text
 from harness.ledger import Call, Observer
-from harness.recording.callers import Caller, issued_at
 from harness.torch_internals.groups import answers_torch
 
 __all__ = ["Exchange", "Work"]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from harness.callers import caller_of, issued_at, raised_at
 from harness.engines.calls.pending import ANY, Fault, Group, Meeting, Post
 from harness.engines.calls.signature import Signature, described, difference, field_words
 from harness.engines.threads.matcher import Exchange
 from harness.engines.threads.scheduler import Baton, State
 from harness.errors import Position, error_text, ranks_text
-from harness.recording.callers import caller_of, issued_at, raised_at
 
 __all__ = [
     "Cause",

@@ -95,7 +95,9 @@ class PoolEngine:
         if self._closed:
             raise RequestError("run: the engine is closed; legal: a new PoolEngine()")
         if observer is not None:
-            raise RequestError("observer: ranks are other processes; legal: harness.rank_task, which observes there")
+            raise RequestError(
+                "observer: ranks are other processes; legal: harness.running.rank_task, which observes there"
+            )
         if world_size < 1:
             raise RequestError(f"world_size {world_size}: must be at least 1; legal: 2")
         if not timeout_s > 0:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from harness.callers import is_user, shortened
 from harness.engines.processes import rank_program as rank_process
 from harness.engines.processes.flight_recorder import BOARD_BYTES
-from harness.recording.callers import is_user, shortened
 
 __all__ = ["Frame", "ask", "offer", "user_line"]
 

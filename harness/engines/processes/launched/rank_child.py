@@ -20,6 +20,7 @@ from queue import SimpleQueue
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from harness.callers import caller_of
 from harness.engines.interposer import Interposer
 from harness.engines.processes.exit_status import OUR_STATUS
 from harness.engines.processes.flight_recorder import Fact, Reader, Writer, anonymous_file
@@ -28,7 +29,6 @@ from harness.engines.processes.launched.environment import Launched
 from harness.engines.processes.rank_program import Ended, ended, seeded, world
 from harness.engines.processes.trace_matcher import WAITING_IN
 from harness.errors import error_text
-from harness.recording.callers import caller_of
 
 __all__ = ["NUMBER_BYTES", "Answer", "Order", "live"]
 

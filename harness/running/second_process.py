@@ -20,21 +20,21 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from harness.checking.evidence import Verdict
 from harness.diagnosing.errors_by_place import error_rows
-from harness.evidence import Verdict
-from harness.interrupts import interrupted_after
 from harness.ledger import Event
-from harness.proof import CaseResult
 from harness.resolve import resolve
-from harness.summary import SummaryRow, summarize
+from harness.running.interrupts import interrupted_after
+from harness.running.proof import CaseResult
+from harness.running.summary import SummaryRow, summarize
 
 __all__ = ["Proved", "SecondProcess", "proved", "prove_all", "serve"]
 
-_BOOT = "import sys; sys.path[:] = {path!r}; from harness.second_process import serve; serve({descriptor})"
+_BOOT = "import sys; sys.path[:] = {path!r}; from harness.running.second_process import serve; serve({descriptor})"
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 _HELD = 2
 """Cases that the second process has at a time: one in work and one to go on with."""
-_PROVE = "harness.run:prove_text"
+_PROVE = "harness.running.run:prove_text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,17 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.asking import Unanswered, orders, stated
+from harness.checking.evidence import Evidence, gathered
 from harness.checking.exact_checks import same_outcomes
-from harness.claims import left_out
-from harness.diagnosis import case_text
+from harness.checking.tolerance import is_state, kind_of
 from harness.engines.engine import Engine
 from harness.errors import RequestError, error_text
-from harness.evidence import Evidence, gathered
-from harness.execution import execute, execute_captured
-from harness.protocols import Axes, CaseLike, FactsLike, Subject, TermLike
+from harness.protocols import Axes, CaseLike, FactsLike, Subject, TermLike, case_text
 from harness.resolve import resolve
-from harness.tolerance import is_state, kind_of
+from harness.running.execution import execute, execute_captured
+from harness.subject import Unanswered, left_out, orders, stated
 
 __all__ = [
     "REFERENCE",

@@ -4,7 +4,7 @@
     for collective in unproved(results): print(collective.target, collective.why)
 
 A fault is killed when a check fails that passes without it (`run` when the ranks do not even finish). A fault that
-cannot be noticed has a proof (`harness.equivalence`); what is neither has survived. Times are seconds.
+cannot be noticed has a proof (`harness.injecting.equivalence`); what is neither has survived. Times are seconds.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 
 import torch
 
-from harness.asking import answered, offers
+from harness.checking.checks import CHECKS, Check
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding
 from harness.checking.exact_checks import same_outcomes
-from harness.checks import CHECKS, Check
 from harness.engines.engine import Engine
 from harness.engines.faults.disturbance import Disturbance
 from harness.engines.faults.touches import Touches
 from harness.engines.threads.intervention import Intervened, Intervention
-from harness.equivalence import RULES, UNCHANGED, UNREAD, UNTOUCHED, Rule, proof_of
 from harness.errors import MachineError, ProgramError, RequestError
-from harness.evidence import FAIL, PASS, Evidence, Finding
 from harness.faults import Fault, Place, Target, faults_of
-from harness.judging import judged
+from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, UNTOUCHED, Rule, proof_of
 from harness.ledger import Event
 from harness.merging import Outcomes
-from harness.proof import NEED_WATCHING
 from harness.protocols import CaseLike, Subject
-from harness.trial import REFERENCE, Reference, Trial, recorded, watched
+from harness.running.judging import judged
+from harness.running.proof import NEED_WATCHING
+from harness.running.trial import REFERENCE, Reference, Trial, recorded, watched
+from harness.subject import answered, offers
 
 __all__ = ["FaultResult", "Unproved", "survey", "unproved"]
 

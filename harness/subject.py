@@ -1,22 +1,45 @@
-"""The subject's own code asked under a guard: whatever it raises, or leaves with, is told in one sentence.
+"""What a subject provides: its program on a rank, and its optional attributes, each read in one place.
 
-`called` is its program on a rank; `answered` is for what it says of itself, its optional attributes (see
-`harness.protocols`).
+    modes, unchecked        what it claims and what it leaves out       `claims`, `claimed`, `left_out`
+    refuses                 cases that it does not support              `refusal`
+    expected                its closed form of a case                   `stated`
+    axes                    rank lists of its own rank order            `orders`, `named_axes`
+    activations, harmless   asked where they are used, by `answered` and `offers`
+
+All of it is the subject's own code: whatever it raises, or leaves with, becomes one sentence (Unanswered). The harness
+knows no modes: which there are is read from the case's own list, by name. `harness.protocols.Subject` states the types.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from harness.errors import RequestError, error_text
 from harness.protocols import Axes, CaseLike, Subject, TermLike, Value
+from harness.resolve import resolve
 
-__all__ = ["Unanswered", "answered", "called", "named_axes", "offers", "orders", "stated"]
+__all__ = [
+    "MODES",
+    "Claims",
+    "Unanswered",
+    "answered",
+    "called",
+    "claimed",
+    "claims",
+    "left_out",
+    "named_axes",
+    "offers",
+    "orders",
+    "refusal",
+    "stated",
+]
 
 T = TypeVar("T")
+MODES = "reference.rules:MODES"
 LEFT = "left with status 0 (sys.exit) and returned nothing"
 
 _TERM: Mapping[str, type] = {
@@ -27,6 +50,27 @@ _TERM: Mapping[str, type] = {
 
 class Unanswered(RequestError):
     """The subject's own words about itself failed; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claims:
+    """`modes` can be asked for, in the subject's order; `unknown` ones no case can have."""
+
+    subject: str
+    modes: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
+
+    def chosen(self, text: str) -> tuple[str, ...]:
+        """Those that an option names, comma separated, or "all". Raises RequestError for any other."""
+        if text == "all":
+            return self.modes
+        named = tuple(dict.fromkeys(text.split(",")))
+        if other := [mode for mode in named if mode not in self.modes]:
+            lacking = [mode for mode in other if mode in self.unknown]
+            rule = f"{self.subject} claims {', '.join((*self.modes, *self.unknown))}"
+            rule += f", and no case has the mode {', '.join(lacking)}" if lacking else ""
+            raise RequestError(f"modes={','.join(other)}: {rule}; legal: --modes all")
+        return named
 
 
 def called(subject: Subject, case: CaseLike, device: torch.device) -> Mapping[str, Value]:
@@ -115,3 +159,52 @@ def _lists(axis: str, said: Any, case: CaseLike) -> tuple[tuple[int, ...], ...]:
     if own and {len(ranks) for ranks in lists} != {len(ranks) for ranks in own}:
         raise ValueError(f"axis {axis}={said!r}: the case has groups of {len(own[0])} ranks; legal: {legal}")
     return lists
+
+
+def refusal(case: CaseLike, subject: Subject, name: str) -> str:
+    """Why the subject does not take this case, "" when it does. Raises RequestError when its own words fail."""
+    modes = claimed(subject, name)
+    if modes is not None and case.mode not in modes:
+        return f"{name} claims the modes {', '.join(modes) or 'none'}, not {case.mode}"
+    asked: Any = subject
+    return answered("refuses", lambda: str(asked.refuses(case) or "")) if offers(subject, "refuses") else ""
+
+
+def claims(subject: str) -> Claims:
+    """What this subject claims; all modes when it says nothing. Raises RequestError for what is no tuple of words, or
+    when no case can have any of them.
+    """
+    known: tuple[str, ...] = resolve(MODES)  # type: ignore[assignment]
+    said = claimed(resolve(subject), subject)
+    if said is None:
+        return Claims(subject=subject, modes=known)
+    words = tuple(dict.fromkeys(said))
+    modes = tuple(mode for mode in words if mode in known)
+    if not modes:
+        rule = "names no mode that a case can have"
+        raise RequestError(f"subject={subject}: modes={tuple(said)!r} {rule}; legal: {'|'.join(known)}")
+    return Claims(subject=subject, modes=modes, unknown=tuple(mode for mode in words if mode not in known))
+
+
+def claimed(found: object, subject: str) -> tuple[str, ...] | None:
+    """The words that the subject of this name has as its `modes`, None when it has none. Raises RequestError for what
+    is no tuple of words.
+    """
+    return _words(found, subject, "modes", "('tp',)")
+
+
+def left_out(found: object, subject: str) -> tuple[str, ...]:
+    """The patterns of names that the subject of this name declares as its `unchecked`, () when it has none. Raises
+    RequestError for what is no tuple of words.
+    """
+    return _words(found, subject, "unchecked", "('grad/*.bias',)") or ()
+
+
+def _words(found: object, subject: str, attribute: str, legal: str) -> tuple[str, ...] | None:
+    said = answered(attribute, lambda: getattr(found, attribute, None))
+    if said is None:
+        return None
+    if not isinstance(said, tuple | list) or not all(isinstance(word, str) for word in said):
+        rule = f"{attribute}={said!r} must be a tuple of words; legal: {attribute} = {legal}"
+        raise RequestError(f"subject={subject}: {rule}")
+    return tuple(said)

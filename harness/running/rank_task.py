@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.asking import Unanswered, answered, called, named_axes, offers
 from harness.engines.interposer import observing
 from harness.errors import RequestError, error_text
 from harness.ledger import Event
 from harness.outcome import Block, blocks, localize
 from harness.protocols import CaseLike, Subject
-from harness.recorder import Recorder
 from harness.recording.capture import Capture
 from harness.recording.overlap import Overlap, Place
 from harness.recording.ranges import attached
+from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
 from harness.recording.stopwatch import stopwatch
 from harness.resolve import resolve
+from harness.subject import Unanswered, answered, called, named_axes, offers
 
 __all__ = ["Localized", "RankReport", "RankTask", "perform", "placed", "rank_device", "sendable"]
 

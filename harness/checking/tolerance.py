@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.distance import MEASURES, Distance, Truth, distance, distance_from, ratio, real
+from harness.checking.distance import MEASURES, Distance, Truth, distance, distance_from, ratio, real
 
 __all__ = [
     "CEILING",

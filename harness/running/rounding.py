@@ -1,6 +1,6 @@
 """What rounding alone may have made of a result: control runs, steps from the subject's own states, Adam's slack.
 
-Each function adds to the evidence of a run what limits are made of (harness.tolerance); none of them judges.
+Each function adds to the evidence of a run what limits are made of (harness.checking.tolerance); none of them judges.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.evidence import Evidence
+from harness.checking.evidence import Evidence
+from harness.checking.tolerance import FLOAT64_CEILING, Measured, is_state, step_of
 from harness.resolve import resolve
-from harness.tolerance import FLOAT64_CEILING, Measured, is_state, step_of
-from harness.trial import Trial
+from harness.running.trial import Trial
 
 __all__ = ["control_run", "controlled", "doubtful", "stepwise"]
 

@@ -18,9 +18,9 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+from harness.callers import Caller
 from harness.ledger import Call, Event, shape_text, wire_bytes
 from harness.recording.attribution import Attribution, Site
-from harness.recording.callers import Caller
 from harness.recording.moments import Issued, phase, read, region
 from harness.recording.naming import axis_name
 from harness.recording.ranges import Ranges

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 
 from harness.checking.coverage import coverage
 from harness.checking.data_checks import data, tokens
+from harness.checking.evidence import UNKNOWN, Evidence, Finding
 from harness.checking.exact_checks import determinism, layout, parallelism, recording, replicas, waits
 from harness.checking.group_checks import groups
 from harness.checking.ledger_checks import ledger
 from harness.checking.numeric_checks import NUMERIC_KINDS, numeric
 from harness.checking.overlap_checks import overlap
 from harness.errors import error_text
-from harness.evidence import UNKNOWN, Evidence, Finding
 
 __all__ = ["CHECKS", "Check", "examine"]
 

@@ -15,21 +15,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.asking import Unanswered
-from harness.capacity import admit
-from harness.case_reader import read_case
-from harness.claims import claimed
+from harness.cases import read_case
+from harness.checking.evidence import FAIL, SKIP, UNKNOWN, Verdict
 from harness.diagnosing.errors_by_place import ERROR_COLUMNS
-from harness.diagnosis import case_text
 from harness.engines.engine import Engine
-from harness.environment import environment
 from harness.errors import RequestError
-from harness.evidence import FAIL, SKIP, UNKNOWN, Verdict
-from harness.proof import CaseResult, prove, skip_reason, with_traceback
-from harness.protocols import CaseLike, Subject
+from harness.protocols import CaseLike, Subject, case_text
 from harness.resolve import resolve
-from harness.second_process import Proved, SecondProcess, prove_all, proved
-from harness.store import Store
+from harness.running.capacity import admit
+from harness.running.environment import environment
+from harness.running.proof import CaseResult, prove, with_traceback
+from harness.running.second_process import Proved, SecondProcess, prove_all, proved
+from harness.running.store import Store
+from harness.subject import Unanswered, claimed, refusal
 from harness.torch_internals.lookup import untested
 from harness.witnesses.witnessing import CHECK, Witnesses, witnesses
 
@@ -208,7 +206,7 @@ def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Wit
 def _takes(case: CaseLike, subject: Subject, name: str) -> bool:
     """Whether the subject takes the case; one that cannot tell is not run, and its verdict says so."""
     try:
-        return not skip_reason(case, subject, name)
+        return not refusal(case, subject, name)
     except Unanswered:
         return False
 

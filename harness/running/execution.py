@@ -13,18 +13,18 @@ from typing import Protocol
 
 import torch
 
-from harness.asking import Unanswered, answered, called, named_axes, offers
 from harness.engines.engine import Engine, Unwaited
 from harness.ledger import Event, Observer
 from harness.outcome import localize
 from harness.protocols import CaseLike, Subject
-from harness.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
-from harness.recorder import Recorder
 from harness.recording.capture import Capture
 from harness.recording.overlap import Overlap, Place
 from harness.recording.ranges import attached
+from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
 from harness.recording.stopwatch import stopwatch
+from harness.running.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
+from harness.subject import Unanswered, answered, called, named_axes, offers
 
 __all__ = ["Execution", "execute", "execute_captured"]
 

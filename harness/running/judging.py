@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from harness.checking.checks import CHECKS, Check, examine
+from harness.checking.evidence import Evidence, Finding
 from harness.checking.numeric_checks import NUMERIC_KINDS
-from harness.checks import CHECKS, Check, examine
-from harness.evidence import Evidence, Finding
-from harness.rounding import control_run, controlled, doubtful, stepwise
-from harness.tolerance import CONTROL_FACTOR, Measured, distance, is_state, step_of
-from harness.trial import Trial
+from harness.checking.tolerance import CONTROL_FACTOR, Measured, distance, is_state, step_of
+from harness.running.rounding import control_run, controlled, doubtful, stepwise
+from harness.running.trial import Trial
 
 __all__ = ["CONDITIONED", "judged"]
 

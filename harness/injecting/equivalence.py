@@ -1,10 +1,10 @@
 """Faults that cannot be noticed, because the program they make computes the same: rules, each with its proof in words.
 
 A rule speaks of the fault alone; so does what a subject knows of its own mathematics (`subject.harmless`). Three more
-proofs need a run and are made by `harness.survey`: every disturbed call left the very bits that it leaves undisturbed
-(UNCHANGED); all other calls did, and all that the subject returns has the same bits (UNREAD); nobody looked at a late
-value before it came (UNTOUCHED). They hold for the case that was run. That no check failed proves nothing and is
-nowhere taken for a proof.
+proofs need a run and are made by `harness.injecting.survey`: every disturbed call left the very bits that it leaves
+undisturbed (UNCHANGED); all other calls did, and all that the subject returns has the same bits (UNREAD); nobody looked
+at a late value before it came (UNTOUCHED). They hold for the case that was run. That no check failed proves nothing and
+is nowhere taken for a proof.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from harness.checking.tolerance import Measured
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.merging import Merged, Outcomes, against, merge
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike
-from harness.tolerance import Measured
 
 __all__ = ["FAIL", "PASS", "SKIP", "UNKNOWN", "Evidence", "Finding", "Verdict", "Worst", "gathered", "split_axes"]
 

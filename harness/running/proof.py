@@ -9,29 +9,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
-from harness.asking import Unanswered, answered, offers
-from harness.checks import CHECKS, Check, examine
-from harness.claims import claimed
+from harness.checking.checks import CHECKS, Check, examine
+from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
+from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
 from harness.diagnosing.six_lines import NO_OUTCOME, crash, tell
-from harness.diagnosis import Diagnosis, diagnose, ended
+from harness.diagnosing.tracebacks import whole
 from harness.engines.engine import Engine
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, RequestError
-from harness.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
-from harness.judging import judged
 from harness.ledger import Event
 from harness.predicting.dry_proof import DRY_CHECKS, dry_evidence
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
-from harness.store import Store
-from harness.tracebacks import whole
-from harness.trial import REFERENCE, Reference, Trial, explained, recorded, watched
+from harness.running.judging import judged
+from harness.running.store import Store
+from harness.running.trial import REFERENCE, Reference, Trial, explained, recorded, watched
+from harness.subject import Unanswered, refusal
 
-__all__ = ["NEED_WATCHING", "CaseResult", "prove", "skip_reason", "with_traceback"]
+__all__ = ["NEED_WATCHING", "CaseResult", "prove", "with_traceback"]
 
 _UNDECIDED = (NoNumbers, NotComputed)
 """Programs that an engine could not run to their end, and that may well be right."""
@@ -115,7 +113,7 @@ def prove(
         name=subject if isinstance(subject, str) else "",
     )
     try:
-        verdict, reason = SKIP, skip_reason(case, found, name)
+        verdict, reason = SKIP, refusal(case, found, name)
     except Unanswered as problem:
         verdict, reason = UNKNOWN, str(problem)
     if reason:
@@ -138,15 +136,6 @@ def with_traceback(verdicts: tuple[Verdict, ...], case: str, traceback: str, sto
     file = store.attach("tracebacks", case, traceback)
     where = f"{NO_OUTCOME}; the whole traceback is in {file} of the run folder"
     return tuple(replace(one, message=one.message.replace(NO_OUTCOME, where)) for one in verdicts)
-
-
-def skip_reason(case: CaseLike, subject: Subject, name: str) -> str:
-    """Why the subject does not take this case, "" when it does. Raises RequestError when its own words fail."""
-    modes = claimed(subject, name)
-    if modes is not None and case.mode not in modes:
-        return f"{name} claims the modes {', '.join(modes) or 'none'}, not {case.mode}"
-    asked: Any = subject
-    return answered("refuses", lambda: str(asked.refuses(case) or "")) if offers(subject, "refuses") else ""
 
 
 def _name_of(subject: Subject) -> str:

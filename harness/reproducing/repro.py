@@ -20,21 +20,21 @@ from typing import Any
 
 from torch import Tensor
 
+from harness.checking.checks import CHECKS
+from harness.checking.evidence import Evidence
 from harness.checking.numeric_checks import NUMERIC_KINDS, held
-from harness.checks import CHECKS
-from harness.diagnosing import repro_script
+from harness.checking.tolerance import kind_of, kind_rms, least_rms, own_share
 from harness.diagnosing.places import timeline
 from harness.diagnosing.six_lines import repeat_command
-from harness.diagnosis import case_text
 from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError
-from harness.evidence import Evidence
-from harness.judging import judged
-from harness.proof import CaseResult, prove, skip_reason
-from harness.protocols import CaseLike, Subject
+from harness.protocols import CaseLike, Subject, case_text
+from harness.reproducing import repro_script
 from harness.resolve import resolve
-from harness.tolerance import kind_of, kind_rms, least_rms, own_share
-from harness.trial import Trial, recorded
+from harness.running.judging import judged
+from harness.running.proof import CaseResult, prove
+from harness.running.trial import Trial, recorded
+from harness.subject import refusal
 
 __all__ = ["Failure", "emit", "shown_name", "shrunk"]
 
@@ -111,7 +111,7 @@ def _with(case: CaseLike, words: Mapping[str, int]) -> CaseLike | None:
 def _failing(case: CaseLike, subject: str | Subject, engine: Engine) -> str | None:
     """The returned tensor that fails in one run of the case, "" when the subject raises; None when nothing fails."""
     found: Any = resolve(subject) if isinstance(subject, str) else subject
-    if skip_reason(case, found, ""):
+    if refusal(case, found, ""):
         return None
     trial = Trial(case=case, subject=found, engine=engine)
     try:

@@ -9,9 +9,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from harness.diagnosis import case_text
 from harness.errors import RequestError
-from harness.protocols import CaseLike
+from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
 
 __all__ = ["CULPRIT", "FIRST_BATCH", "PARTS", "admit", "memory_bytes"]

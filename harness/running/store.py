@@ -24,10 +24,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from harness.checking.evidence import Verdict
 from harness.errors import RequestError
-from harness.evidence import Verdict
 from harness.ledger import COLUMNS, Event
-from harness.summary import COUNTS, SUMMARY_COLUMNS, SummaryRow
+from harness.running.summary import COUNTS, SUMMARY_COLUMNS, SummaryRow
 
 __all__ = ["LARGEST_LEDGER", "Store", "file_of", "safe_name"]
 

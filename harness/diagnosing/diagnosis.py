@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from harness.causes import Cause
+from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.ledger_checks import Difference, differences, module_order
+from harness.diagnosing.causes import Cause
 from harness.diagnosing.first import First, first_place
 from harness.diagnosing.likely import likely
 from harness.diagnosing.places import place_of, timeline, wrong_ranks
 from harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError
-from harness.evidence import FAIL, Evidence, Finding
-from harness.protocols import CaseLike
 
-__all__ = ["Diagnosis", "Explanation", "First", "case_text", "diagnose", "ended", "explained"]
+__all__ = ["Diagnosis", "Explanation", "First", "diagnose", "ended", "explained"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +35,6 @@ class Diagnosis:
     region: str
     first: First
     causes: tuple[Cause, ...]
-
-
-def case_text(case: CaseLike) -> str:
-    """The case's one line; never empty, so that it can stand in a table and behind `shardproof run`."""
-    return str(case) or f"mode={case.mode}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import traceback
 
+from harness.callers import is_user, shortened
 from harness.errors import RankRaised, ShardproofError
-from harness.recording.callers import is_user, shortened
 
 __all__ = ["last_frames", "whole"]
 
