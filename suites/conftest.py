@@ -15,18 +15,23 @@ from harness.errors import RequestError
 from harness.running.run import seconds
 from harness.subject import claims
 from reference.case import Case
+from shardproof.options import add_options, option_path, option_value
+from shardproof.pytest_plugin import ENGINE_OPENED
 from suites import known_failures, step_summary
 from suites.ledger_gate import LedgerGate
 from suites.markers import MARKERS, OF_THE_SUITES
 from suites.necessity import Collective, collectives
-from suites.options import asked, path_asked
-from suites.plugin import ENGINE_OPENED
 from suites.profiles import ONE_CASE, register
 from suites.prover import Prover, chosen_modes
 from suites.request import check, header
 from suites.scope import is_ours, leaves_out
 
 _COUNTED = ("passed", "failed", "error", "xfailed", "skipped")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add our options, which the plugin adds only where the suites are named as modules."""
+    add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job behind `&`; children would ignore it too
         signal.signal(signal.SIGINT, signal.default_int_handler)
     register()
-    settings.load_profile(ONE_CASE if asked(config, "case") else _profile(config))
+    settings.load_profile(ONE_CASE if option_value(config, "case") else _profile(config))
 
 
 def _refuse_wrong(config: pytest.Config) -> None:
@@ -77,22 +82,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _modes(config: pytest.Config) -> Sequence[str]:
-    if text := asked(config, "case"):
+    if text := option_value(config, "case"):
         return [Case.parse(text).mode]
-    return chosen_modes(asked(config, "subject"), asked(config, "modes"))
+    return chosen_modes(option_value(config, "subject"), option_value(config, "modes"))
 
 
 def _collectives(config: pytest.Config) -> list[Collective]:
     """What --faults disturbs; one a mode, to be deselected or skipped, where nothing is to be disturbed."""
     modes = _modes(config)
-    if not asked(config, "faults") or asked(config, "engine") != "inproc":
+    if not option_value(config, "faults") or option_value(config, "engine") != "inproc":
         return [Collective(mode=mode) for mode in modes]
-    text = asked(config, "case")
+    text = option_value(config, "case")
     quick = not text and _profile(config) == "quick"
     try:
         only = Case.parse(text) if text else None
-        timeout_s = seconds(asked(config, "case_timeout"), "case-timeout")
-        return list(collectives(asked(config, "subject"), modes, quick=quick, only=only, timeout_s=timeout_s))
+        timeout_s = seconds(option_value(config, "case_timeout"), "case-timeout")
+        return list(collectives(option_value(config, "subject"), modes, quick=quick, only=only, timeout_s=timeout_s))
     except RequestError as problem:
         raise pytest.Collector.CollectError(str(problem)) from problem
 
@@ -102,14 +107,14 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     """Let known failures fail, and stale ones too; skip what cannot be sent to ranks in other processes, and what
     cannot prove the one case; leave out the faults that nobody asked for, and what cannot speak of the subject.
     """
-    if not asked(config, "faults"):
+    if not option_value(config, "faults"):
         _deselect(config, items, "faults")
-    if (engine := asked(config, "engine")) != "inproc":
+    if (engine := option_value(config, "engine")) != "inproc":
         _skip(items, "inproc", f"engine {engine}: planted code and closures are not sent to ranks")
-    if text := asked(config, "case"):
+    if text := option_value(config, "case"):
         _skip(items, "own_cases", f"has cases of its own, none of them {text!r}")
-    if path := path_asked(config, "known_failures"):
-        claimed = claims(asked(config, "subject")).modes
+    if path := option_path(config, "known_failures"):
+        claimed = claims(option_value(config, "subject")).modes
         known_failures.mark(session, items, known_failures.read(path), claimed, _modes(config))
     if not is_ours(config):
         _deselect(config, items, "ours")
@@ -151,10 +156,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def prover(request: pytest.FixtureRequest) -> Iterator[Prover]:
     """Proves cases of the subject under test, on one engine for the whole session."""
     config = request.config
-    out = path_asked(config, "run_dir")
-    words = {name: asked(config, name) for name in ("subject", "worlds", "device", "engine", "case")}
+    out = option_path(config, "run_dir")
+    words = {name: option_value(config, name) for name in ("subject", "worlds", "device", "engine", "case")}
     config.stash[ENGINE_OPENED] = True
-    timeout_s = seconds(asked(config, "case_timeout"), "case-timeout")
+    timeout_s = seconds(option_value(config, "case_timeout"), "case-timeout")
     with Prover.on(**words, out=out, command=config.invocation_params.args, timeout_s=timeout_s) as prover:
         yield prover
 
@@ -162,10 +167,10 @@ def prover(request: pytest.FixtureRequest) -> Iterator[Prover]:
 @pytest.fixture(scope="session")
 def ledger_gate(request: pytest.FixtureRequest, prover: Prover) -> LedgerGate:
     """Holds cases of the subject under test against the ledgers of --ledger-baseline."""
-    folder = path_asked(request.config, "ledger_baseline")
+    folder = option_path(request.config, "ledger_baseline")
     if folder is None:
         pytest.skip("needs --ledger-baseline DIR")
-    update = bool(asked(request.config, "update_ledgers"))
+    update = bool(option_value(request.config, "update_ledgers"))
     return LedgerGate(
         folder=folder, subject=prover.subject, engine=prover.engine, update=update, timeout_s=prover.timeout_s
     )

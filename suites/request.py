@@ -1,4 +1,5 @@
-"""What a session was asked, held against its rules before anything is collected: one sentence for what breaks one.
+"""The options of a session, checked before anything is collected: one sentence for what breaks a rule.
+
 And the session's line in pytest's report.
 
 check(config)     raises pytest.UsageError, with which pytest ends with exit status 4
@@ -16,8 +17,8 @@ from hypothesis.errors import InvalidArgument
 from harness.errors import RequestError
 from harness.running.run import known_engine, parse_cases, seconds
 from harness.subject import claims
+from shardproof.options import OPTIONS, option_path, option_value
 from suites import known_failures
-from suites.options import OPTIONS, asked, path_asked
 from suites.profiles import PROFILES
 from suites.profiles import register as register_profiles
 from suites.prover import chosen_modes, world_sizes
@@ -29,14 +30,14 @@ def check(config: pytest.Config) -> None:
     """Refuse a wrong option."""
     try:
         for option in OPTIONS:
-            asked(config, option.name)
-        known_engine(asked(config, "engine"))
-        world_sizes(asked(config, "worlds"))
-        seconds(asked(config, "case_timeout"), "case-timeout")
+            option_value(config, option.name)
+        known_engine(option_value(config, "engine"))
+        world_sizes(option_value(config, "worlds"))
+        seconds(option_value(config, "case_timeout"), "case-timeout")
         _check_device(config)
-        if text := asked(config, "case"):
+        if text := option_value(config, "case"):
             parse_cases([text])
-        chosen_modes(asked(config, "subject"), asked(config, "modes"))
+        chosen_modes(option_value(config, "subject"), option_value(config, "modes"))
         _check_profile(config)
         _check_files(config)
     except RequestError as problem:
@@ -45,19 +46,19 @@ def check(config: pytest.Config) -> None:
 
 def header(config: pytest.Config) -> str:
     """One line: who is under test, where and how deep; and what of it cannot be."""
-    words = [f"{name} {asked(config, name)}" for name in ("subject", "modes", "worlds", "engine")]
-    unknown = claims(asked(config, "subject")).unknown
+    words = [f"{name} {option_value(config, name)}" for name in ("subject", "modes", "worlds", "engine")]
+    unknown = claims(option_value(config, "subject")).unknown
     words += [f"without {mode}, which no case can have" for mode in unknown]
-    if (path := path_asked(config, "known_failures")) and not path.exists():
-        words.append(f"no known failures, since {asked(config, 'known_failures')} is not there")
+    if (path := option_path(config, "known_failures")) and not path.exists():
+        words.append(f"no known failures, since {option_value(config, 'known_failures')} is not there")
     return "shardproof: " + ", ".join(words)
 
 
 def _check_device(config: pytest.Config) -> None:
-    device = asked(config, "device")
+    device = option_value(config, "device")
     if device not in ("cpu", "cuda"):
         raise RequestError(f"device={device}: must be cpu or cuda; legal: --device cpu")
-    if device == "cuda" and asked(config, "faults"):
+    if device == "cuda" and option_value(config, "faults"):
         raise RequestError(f"device={device}: faults are applied on the CPU; legal: --faults with --device cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
@@ -75,9 +76,9 @@ def _check_profile(config: pytest.Config) -> None:
 
 def _check_files(config: pytest.Config) -> None:
     """What is to be read can be read, what is to be written can be written."""
-    if path := path_asked(config, "known_failures"):
+    if path := option_path(config, "known_failures"):
         known_failures.read(path)
-    if path := path_asked(config, "run_dir"):
+    if path := option_path(config, "run_dir"):
         try:
             path.mkdir(parents=True, exist_ok=True)
             writable = os.access(path, os.W_OK | os.X_OK)
@@ -85,9 +86,9 @@ def _check_files(config: pytest.Config) -> None:
             writable = False
         if not writable:
             raise RequestError(f"run-dir={path}: cannot be written; legal: a folder with write permission")
-    if asked(config, "update_ledgers") and not asked(config, "ledger_baseline"):
+    if option_value(config, "update_ledgers") and not option_value(config, "ledger_baseline"):
         raise RequestError("update-ledgers: needs the folder to write; legal: --ledger-baseline ledgers")
-    path = path_asked(config, "ledger_baseline")
-    if path and not path.is_dir() and not asked(config, "update_ledgers"):
+    path = option_path(config, "ledger_baseline")
+    if path and not path.is_dir() and not option_value(config, "update_ledgers"):
         store = "pytest --pyargs suites.test_ledger --ledger-baseline DIR --update-ledgers"
         raise RequestError(f"ledger-baseline={path}: no ledgers are stored there; legal: store them once with {store}")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from suites.options import OPTIONS, asked
+from shardproof.options import OPTIONS, option_value
 
-__all__ = ["is_ours", "leaves_out", "named_late"]
+__all__ = ["is_ours", "leaves_out"]
 
 SUITES = Path(__file__).resolve().parent
 META = SUITES / "meta"
@@ -21,7 +21,7 @@ _OURS = next(option.default for option in OPTIONS if option.name == "subject")
 
 def is_ours(config: pytest.Config) -> bool:
     """Whether the subject under test is our own implementation."""
-    return asked(config, "subject") == _OURS
+    return option_value(config, "subject") == _OURS
 
 
 def leaves_out(path: Path, config: pytest.Config) -> bool:
@@ -29,14 +29,8 @@ def leaves_out(path: Path, config: pytest.Config) -> bool:
     if path.resolve() != META:
         return False
     elsewhere = config.rootpath.resolve() != SUITES.parent
-    wanted = is_ours(config) and not asked(config, "case") and not elsewhere
+    wanted = is_ours(config) and not option_value(config, "case") and not elsewhere
     return not wanted and not any(_names(config, word, META) for word in config.args)
-
-
-def named_late(config: pytest.Config) -> bool:
-    """Whether the suites are named by module: then pytest finds their conftest only while it collects."""
-    late = config.pluginmanager.get_plugin(str(SUITES / "conftest.py")) is None
-    return late and any(_names(config, word, SUITES) for word in config.args)
 
 
 def _names(config: pytest.Config, word: str, folder: Path) -> bool:

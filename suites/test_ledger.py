@@ -8,16 +8,20 @@ import pytest
 
 from reference.case import Case
 from reports.run import default_cases
+from shardproof.options import option_path, option_value
 from suites.ledger_gate import LedgerGate, file_of
-from suites.options import asked, path_asked
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test a case, of --case one; none without stored ledgers."""
     if "text" in metafunc.fixturenames:
-        gated = bool(asked(metafunc.config, "ledger_baseline"))
-        only = asked(metafunc.config, "case")
-        cases = (only,) if only else default_cases(asked(metafunc.config, "subject"), asked(metafunc.config, "modes"))
+        gated = bool(option_value(metafunc.config, "ledger_baseline"))
+        only = option_value(metafunc.config, "case")
+        cases = (
+            (only,)
+            if only
+            else default_cases(option_value(metafunc.config, "subject"), option_value(metafunc.config, "modes"))
+        )
         metafunc.parametrize("text", cases if gated else ())
 
 
@@ -26,12 +30,12 @@ def test_the_ledger_is_the_stored_one(ledger_gate: LedgerGate, text: str) -> Non
 
 
 def test_no_stored_ledger_is_left_over(pytestconfig: pytest.Config) -> None:
-    folder = path_asked(pytestconfig, "ledger_baseline")
-    if folder is None or asked(pytestconfig, "modes") != "all" or asked(pytestconfig, "case"):
+    folder = option_path(pytestconfig, "ledger_baseline")
+    if folder is None or option_value(pytestconfig, "modes") != "all" or option_value(pytestconfig, "case"):
         pytest.skip("needs --ledger-baseline and all default cases")
-    files = {file_of(str(Case.parse(text))) for text in default_cases(asked(pytestconfig, "subject"), "all")}
+    files = {file_of(str(Case.parse(text))) for text in default_cases(option_value(pytestconfig, "subject"), "all")}
     left: list[Path] = [path for path in sorted(folder.glob("*.csv")) if path.name not in files]
-    if asked(pytestconfig, "update_ledgers"):
+    if option_value(pytestconfig, "update_ledgers"):
         for path in left:
             path.unlink()
         return

@@ -15,7 +15,8 @@ ROOMS = {
     "harness": {"harness"},
     "parallel": {"parallel", "reference"},
     "reports": {"reports", "harness"},
-    "suites": {"suites", "reports", "parallel", "harness", "reference"},
+    "shardproof": {"shardproof", "reports", "parallel", "harness", "reference"},
+    "suites": {"suites", "shardproof", "reports", "parallel", "harness", "reference"},
 }
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 

@@ -16,11 +16,12 @@ from harness.errors import RequestError
 from reference.case import Case
 from reports import cli
 from reports.frames import load
-from suites import plugin, step_summary
+from shardproof import pytest_plugin
+from shardproof.options import OPTIONS
+from suites import step_summary
 from suites.known_failures import Known, read
 from suites.ledger_gate import LedgerGate, file_of
 from suites.meta.toy_traffic import CASE
-from suites.options import OPTIONS
 from suites.prover import Prover
 
 pytest_plugins = ("pytester",)
@@ -83,11 +84,13 @@ def test_workers_leave_a_core_to_every_rank_that_is_a_process(
     monkeypatch: pytest.MonkeyPatch, engine: str | None, worlds: str, workers: int | None
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    options = {"engine": engine, "worlds": worlds}
+    options = {"shardproof_engine": engine, "shardproof_worlds": worlds}
     config: Any = SimpleNamespace(
-        getoption=lambda name, default=None: options.get(name, default), getini=lambda name: "inproc"
+        option=SimpleNamespace(**options),
+        getoption=lambda name, default=None: options.get(name, default),
+        getini=lambda name: "inproc",
     )
-    assert plugin.pytest_xdist_auto_num_workers(config) == workers
+    assert pytest_plugin.pytest_xdist_auto_num_workers(config) == workers
 
 
 # Known failures

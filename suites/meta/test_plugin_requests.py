@@ -171,7 +171,7 @@ def test_here_they_are_collected_unless_something_else_is_asked(words: dict[str,
         rootpath=options["rootpath"],
         args=options["args"],
         invocation_params=SimpleNamespace(dir=ROOT),
-        getoption=lambda name, default=None: options.get(name, default),
+        getoption=lambda name, default=None: options.get(name.removeprefix("shardproof_"), default),
         getini=lambda name: "",
     )
     assert leaves_out(META, config) is left_out

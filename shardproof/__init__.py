@@ -1,0 +1,97 @@
+"""shardproof: proves that parallel training computes what the dense model computes, and accounts for every byte.
+
+    import shardproof
+
+    result = shardproof.prove("mode=tp tp=2", "my_module:subject")
+
+Users import these names and no others; the folders behind them may change. Each is imported when it is first used, so
+that `import shardproof` costs nothing.
+
+    a subject       Shard, Term, phase, region
+    the dense model full_parameter, parameter_shapes, micro_batch, train_dense
+    a proof         Case, prove, run, RequestError, ShardproofError
+    a run folder    load, headline, traffic, side_by_side, snapshot, compare
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from shardproof.rooms import check
+
+if TYPE_CHECKING:
+    from harness.errors import RequestError, ShardproofError
+    from harness.outcome import Shard
+    from harness.recording.moments import phase, region
+    from parallel.expectation import Term
+    from reference.batches import micro_batch
+    from reference.case import Case
+    from reference.parameters import full as full_parameter
+    from reference.parameters import shapes as parameter_shapes
+    from reference.training import train as train_dense
+    from reports.comparison import compare
+    from reports.frames import load
+    from reports.modes import side_by_side
+    from reports.snapshot import snapshot
+    from reports.summary import headline, traffic
+    from shardproof.proving import prove, run
+
+__all__ = [
+    "Case",
+    "RequestError",
+    "Shard",
+    "ShardproofError",
+    "Term",
+    "compare",
+    "full_parameter",
+    "headline",
+    "load",
+    "micro_batch",
+    "parameter_shapes",
+    "phase",
+    "prove",
+    "region",
+    "run",
+    "side_by_side",
+    "snapshot",
+    "traffic",
+    "train_dense",
+]
+
+_PLACES = {
+    "Case": "reference.case:Case",
+    "RequestError": "harness.errors:RequestError",
+    "Shard": "harness.outcome:Shard",
+    "ShardproofError": "harness.errors:ShardproofError",
+    "Term": "parallel.expectation:Term",
+    "compare": "reports.comparison:compare",
+    "full_parameter": "reference.parameters:full",
+    "headline": "reports.summary:headline",
+    "load": "reports.frames:load",
+    "micro_batch": "reference.batches:micro_batch",
+    "parameter_shapes": "reference.parameters:shapes",
+    "phase": "harness.recording.moments:phase",
+    "prove": "shardproof.proving:prove",
+    "region": "harness.recording.moments:region",
+    "run": "shardproof.proving:run",
+    "side_by_side": "reports.modes:side_by_side",
+    "snapshot": "reports.snapshot:snapshot",
+    "traffic": "reports.summary:traffic",
+    "train_dense": "reference.training:train",
+}
+"""Name -> where it is; the imports above say the same to type checkers, and a test compares the two."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a name when it is first used. Raises ImportError when another package stands in the place of ours."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'shardproof' has no attribute {name!r}; it has {', '.join(__all__)}")
+    check()
+    module, _, attribute = _PLACES[name].partition(":")
+    found = globals()[name] = getattr(import_module(module), attribute)
+    return found
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

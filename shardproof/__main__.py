@@ -1,0 +1,34 @@
+"""The command: `shardproof ...` and `python -m shardproof ...`. Its words and exit statuses are in `reports.cli`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from shardproof.rooms import ROOMS, ShadowedError, check
+
+__all__ = ["main"]
+
+_WRONG_REQUEST = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command of these words (default: the process's own) and return its exit status.
+
+    Subjects are searched in the working directory first, so packages there may take the place of ours: status 2.
+    """
+    try:
+        check(os.getcwd())
+    except ShadowedError as problem:
+        print(f"shardproof: {problem}", file=sys.stderr)
+        return _WRONG_REQUEST
+    for room in ROOMS:  # before the working directory is searched: a plain folder there hides an editable install
+        import_module(room)
+    status: int = import_module("reports.cli").main(arguments)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

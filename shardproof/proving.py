@@ -1,0 +1,67 @@
+"""`prove` and `run` as users call them: a case as text, an engine by its word; the rest is the harness's own.
+
+`prove` runs one case and returns its verdicts, `run` any number of cases and writes a run folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from harness.cases import read_case
+from harness.engines.engine import Engine
+from harness.protocols import CaseLike, Subject
+from harness.running import proof
+from harness.running import run as running
+from harness.running.proof import CaseResult
+from harness.running.run import Request, RunResult, engine_named
+
+__all__ = ["prove", "run"]
+
+
+def prove(
+    case: str | CaseLike,
+    subject: str | Subject,
+    engine: str | Engine = "inproc",
+    *,
+    device: str = "cpu",
+    timeout_s: float = 60.0,
+) -> CaseResult:
+    """Run one case on a subject, a callable or its name "module:object", and check it against the dense model.
+
+    `engine`: a word of `shardproof run --engine`, or an open engine, which stays open. `result.verdict` is the worst of
+    `result.verdicts`; `result.events` is the ledger. Nothing is written. Raises RequestError when the case, the subject
+    or the engine is wrong; whatever the subject does wrong is a failed verdict.
+    """
+    known = read_case(case) if isinstance(case, str) else case
+    with engine_named(engine) if isinstance(engine, str) else nullcontext(engine) as opened:
+        return proof.prove(known, subject, opened, device=device, timeout_s=timeout_s)
+
+
+def run(
+    cases: Sequence[str],
+    subject: str,
+    *,
+    engine: str = "inproc",
+    device: str = "cpu",
+    out: str | Path = "runs",
+    timeout_s: float = 60.0,
+) -> RunResult:
+    """Run cases on the subject of this name, check each against the dense model and write a run folder below `out`.
+
+    `result.path` is the folder, for `load` and `shardproof show`; `result.exit_status` that of `shardproof run`. Raises
+    RequestError before anything runs when a case, the subject, the engine or the folder is wrong.
+    """
+    return running.run(
+        Request(
+            cases=tuple(cases),
+            subject=subject,
+            engine=engine,
+            device=device,
+            out=Path(out),
+            timeout_s=timeout_s,
+            command=tuple(sys.argv),
+        )
+    )

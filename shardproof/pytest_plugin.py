@@ -1,0 +1,130 @@
+"""The pytest plugin: points the suites at a subject and sets how many cases they draw.
+
+    pytest --pyargs suites --subject my.module:subject --modes tp,tp-sp --worlds 2,3 --hypothesis-profile deep
+    torchrun --nproc-per-node 4 -m pytest --pyargs suites --engine torchrun
+
+Under torchrun every process runs this command: rank 0's session draws, checks and reports; the others collect nothing,
+serve rank 0 and end with it.
+
+It is loaded in every pytest session of its environment. There it adds names to the ini file, and nothing more unless
+the suites are named as modules: no option, no import. What the suites need is in their conftest, which pytest may find
+as late as it collects. Options are in `shardproof.options`, profiles in `suites.profiles`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from shardproof.options import add_ini_values, add_options, are_added, given, option_value
+from shardproof.rooms import HOME, ShadowedError, check, foreign
+
+__all__ = ["ENGINE_OPENED", "SUITES", "names_suites"]
+
+SUITES = HOME / "suites"
+ENGINE_OPENED = pytest.StashKey[bool]()
+"""Set in a session's config once its engine has been opened."""
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Our words of the ini file; our options only where the suites are named, for others may have a `--device` too."""
+    add_ini_values(parser)
+    config: Any = pluginmanager.get_plugin("pytestconfig")
+    if _named(config) and (not foreign("suites") or _wanted(config)):
+        add_options(parser)
+
+
+def _named(config: pytest.Config) -> bool:
+    """Whether this session names the suites as modules."""
+    known = config.known_args_namespace
+    return bool(known.pyargs) and any(names_suites(word) for word in known.file_or_dir)
+
+
+def names_suites(word: str) -> bool:
+    """Whether an argument of `pytest --pyargs` is the package of the suites, or something in it."""
+    return f"{word.partition('::')[0]}.".startswith("suites.")
+
+
+def _wanted(config: pytest.Config) -> bool:
+    """Whether a session that names another package `suites` means ours: it has a subject."""
+    words = [*config.invocation_params.args, os.environ.get("PYTEST_ADDOPTS", "")]
+    return any("--subject" in str(word) for word in words)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Under torchrun, serve rank 0's session instead of having one."""
+    if not are_added(config):
+        return None
+    try:
+        check()
+    except ShadowedError as problem:
+        raise pytest.UsageError(str(problem)) from problem
+    if option_value(config, "engine") != "torchrun":
+        return None
+    if config.getoption("numprocesses", None):
+        raise pytest.UsageError("engine=torchrun: rank 0's session is the only one that draws; legal: without -n")
+    from harness.engines.processes.launched.torchrun import serve, serves  # noqa: PLC0415  (torch: only if needed)
+    from harness.errors import ShardproofError  # noqa: PLC0415
+
+    try:
+        return serve() if serves() else None
+    except ShardproofError as problem:
+        raise pytest.UsageError(str(problem)) from problem
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let the ranks go that this session was launched with and had no use for."""
+    if not are_added(config) or config.stash.get(ENGINE_OPENED, False):
+        return
+    if option_value(config, "engine") == "torchrun":
+        from harness.engines.processes.launched.torchrun import dismiss, serves  # noqa: PLC0415
+        from harness.errors import ShardproofError  # noqa: PLC0415
+
+        with contextlib.suppress(ShardproofError):  # no launcher: the session has reported that already
+            if not serves():
+                dismiss()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Register our profiles before hypothesis looks for the one of its option; refuse a wrong request."""
+    if not are_added(config):
+        return
+    if config.getoption("hypothesis_profile", None):
+        import_module("suites.profiles").register()
+    if _found_late(config) or given(config):
+        import_module("suites.request").check(config)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """The session's line, where the conftest of the suites comes too late to print it."""
+    if not _found_late(config):
+        return None
+    header: str = import_module("suites.request").header(config)
+    return header
+
+
+def _found_late(config: pytest.Config) -> bool:
+    """Whether pytest finds the conftest of the suites only while it collects, as where they are named by module."""
+    late = config.pluginmanager.get_plugin(str(SUITES / "conftest.py")) is None
+    return late and are_added(config) and _named(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """`-n auto`: as many workers as find a core for every rank that computes at the same time.
+
+    The ranks of the in-process engine take turns, so a worker needs one core and xdist's own answer holds (None). An
+    engine whose ranks are processes needs as many cores for a worker as its largest world has ranks.
+    """
+    if not are_added(config) or option_value(config, "engine") in ("inproc", "dry"):
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # A word that is no number is refused where world sizes are read, with its rule.
+    largest = max((int(word) for word in option_value(config, "worlds").split(",") if word.isdecimal()), default=1)
+    return max(1, cores // largest)
