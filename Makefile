@@ -29,7 +29,7 @@ witnesses: $(READY)      ## every mode on 4 processes: recorder, torch profiler,
 	    $(foreach mode,$(INTERNEVO),"preset=tiny-internlm2 mode=$(mode) tp=4 kv_heads=4 steps=3")
 
 compat:                  ## torch 2.11 to 2.14 on Python 3.12, once on 3.11 and 3.13, each in .compat/; COMPAT_ARGS="--only 3.12:2.14"
-	$(PYTHON) -m suites.compat $(COMPAT_ARGS)
+	$(PYTHON) -m bench.compat $(COMPAT_ARGS)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

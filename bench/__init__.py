@@ -1,1 +1,1 @@
-"""Campaigns and measurements of the product itself; none of it is shipped."""
+"""Campaigns as commands: speed, costs, false alarms, broken programs, other versions of torch, two commits."""

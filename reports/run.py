@@ -46,9 +46,9 @@ FIRST_BATCH = "reference.batches:micro_batch"
 VARIANT_WORDS = "reference.variants:words"
 COVERING_CASES = "reference.covering:covering_cases"
 PLAIN_CASES = "reference.covering:plain_cases"
-BENCH = "suites.bench:main"
-FAULT_TABLE = "suites.fault_table:main"
-COST_TABLE = "suites.cost_table:main"
+BENCH = "bench.performance:main"
+FAULT_TABLE = "bench.fault_table:main"
+COST_TABLE = "bench.cost_table:main"
 
 
 def main(arguments: argparse.Namespace) -> int:

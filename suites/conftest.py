@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Generator, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -19,13 +17,15 @@ from shardproof.options import add_options, option_path, option_value
 from shardproof.pytest_plugin import ENGINE_OPENED
 from suites import known_failures, step_summary
 from suites.ledger_gate import LedgerGate
-from suites.markers import MARKERS, OF_THE_SUITES
 from suites.necessity import Collective, collectives
 from suites.profiles import ONE_CASE, register
 from suites.prover import Prover, chosen_modes
 from suites.request import check, header
-from suites.scope import is_ours, leaves_out
 
+_MARKERS = (
+    "inproc: runs what cannot be sent to other processes, so ranks must be threads of this one",
+    "faults: disturbs the subject's collectives; deselected without --faults",
+)
 _COUNTED = ("passed", "failed", "error", "xfailed", "skipped")
 
 
@@ -36,13 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Know our markers, refuse a wrong request, load the profile `quick`, unless hypothesis was told another one."""
-    known = config.getini("markers")
-    for words in (*MARKERS, *OF_THE_SUITES):
-        if words not in known:
-            config.addinivalue_line("markers", words)
+    for words in _MARKERS:
+        config.addinivalue_line("markers", words)
     _refuse_wrong(config)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job behind `&`; children would ignore it too
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     register()
     settings.load_profile(ONE_CASE if option_value(config, "case") else _profile(config))
 
@@ -66,11 +62,6 @@ def _profile(config: pytest.Config) -> str:
 def pytest_report_header(config: pytest.Config) -> str:
     """One line: who is under test."""
     return header(config)
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the tests of the tools to those who make them."""
-    return True if leaves_out(collection_path, config) else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -104,20 +95,16 @@ def _collectives(config: pytest.Config) -> list[Collective]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let known failures fail, and stale ones too; skip what cannot be sent to ranks in other processes, and what
-    cannot prove the one case; leave out the faults that nobody asked for, and what cannot speak of the subject.
+    """Let known failures fail, and stale ones too; skip what cannot be sent to ranks in other processes; leave out
+    the faults unless --faults is given.
     """
     if not option_value(config, "faults"):
         _deselect(config, items, "faults")
     if (engine := option_value(config, "engine")) != "inproc":
         _skip(items, "inproc", f"engine {engine}: planted code and closures are not sent to ranks")
-    if text := option_value(config, "case"):
-        _skip(items, "own_cases", f"has cases of its own, none of them {text!r}")
     if path := option_path(config, "known_failures"):
         claimed = claims(option_value(config, "subject")).modes
         known_failures.mark(session, items, known_failures.read(path), claimed, _modes(config))
-    if not is_ours(config):
-        _deselect(config, items, "ours")
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:

@@ -1,11 +1,28 @@
-"""What all tests share: one torch thread, so that times and sums do not depend on the machine's cores."""
+"""What all tests share: the hypothesis profile, one torch thread, our packages for child processes, and a prover."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+from suites.profiles import register
+from suites.prover import Prover
+from tests import ROOT
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw as many cases as in the profile `quick`, unless another is named; let child processes import the tests."""
+    register()
+    settings.load_profile(config.getoption("hypothesis_profile", None) or "quick")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job behind `&`; children would ignore it too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), *filter(None, inherited)]))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -15,3 +32,10 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def prover() -> Iterator[Prover]:
+    """Proves cases of our own implementation, whatever subject the suites of this session are about."""
+    with Prover.on("parallel.subject:subject", "2,3,4,6") as prover:
+        yield prover

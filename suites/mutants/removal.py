@@ -21,7 +21,7 @@ __all__ = ["Site", "sites", "source_without", "without"]
 _RAW = "parallel.collectives"
 _APART = (_RAW, "parallel.deviations", "parallel.scaled")
 """The collectives themselves; the wrong mathematics of the variants, which is there to be caught; and loss scaling, a
-subject of its own (tests/test_scaled.py)."""
+subject of its own (tests/parallel/test_scaled.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -269,6 +269,6 @@ BOUNDARIES = (
         changes=(_linear("        if wants_x:\n", "        if wants_x and wants_weight:\n"),),
         equivalent="No word of a case freezes a weight: every parameter of the model is trained, so wants_weight is "
         "true in every call and the two conditions agree. Who calls `column_linear` with a frozen weight is held by "
-        "tests/test_parallel_linear.py.",
+        "tests/parallel/test_parallel_linear.py.",
     ),
 )

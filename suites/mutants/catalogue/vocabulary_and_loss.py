@@ -180,7 +180,7 @@ VOCABULARY_AND_LOSS = (
         changes=_loss("(place >= real)", "(place >= columns)"),
         equivalent="A label is IGNORED, which is negative, or an id below the true vocabulary. On a rank `real` is how "
         "many of its columns lie below the true vocabulary, so no label less `first` falls in [real, columns): the two "
-        "conditions agree on every label. tests/test_parallel_loss.py covers labels of other values.",
+        "conditions agree on every label. tests/parallel/test_parallel_loss.py covers labels of other values.",
     ),
     Mutant(
         name="sequence-group-in-the-vocabulary-loss",

@@ -1,0 +1,235 @@
+"""Quiet when right: proves many generated cases of a subject that is right, and lists every verdict that says else.
+
+    python -m bench.clean --cases 10000 --part 1/2 --out DIR
+
+Every check is made on every case, and cases use every word of the case language (`suites.strategies.every_word`). An
+alarm is a verdict `fail`, or a run that ended with an error. A check that rounding leaves undecided in a low precision
+is no alarm: it is counted beside them, for it says nothing. A case whose dense model diverges cannot be judged and is
+counted apart. Cases are drawn by hypothesis from a seed, in equal shares for all modes; parts draw from seeds of their
+own, so that as many processes as the machine has cores share the work. `clean-*.csv` has one row a part,
+`alarms-*.jsonl` one line for every verdict that did not pass; both grow as it runs. Times are seconds, `resident_mib`
+is the memory held at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from rich.progress import Progress
+
+from harness.checking.evidence import UNKNOWN
+from harness.engines.threads.heap import resident_bytes
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import RequestError, ShardproofError
+from harness.running.proof import prove
+from reference.case import Case
+from suites.prover import chosen_modes
+from suites.strategies import every_word
+
+__all__ = ["Alarm", "Campaign", "Part", "campaign", "main"]
+
+SUBJECT = "parallel.subject:subject"
+DTYPES = ("any", "float64", "float32", "bfloat16", "float16")
+UNJUDGED = "unjudged"
+"""The verdict of a case whose dense model diverges."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What to draw: `number` of `parts` draws its share of `cases` in every mode.
+
+    `dtype` "any" and `steps` 0 are drawn too.
+    """
+
+    subject: str = SUBJECT
+    dtype: str = "any"
+    cases: int = 120
+    number: int = 1
+    parts: int = 1
+    first_seed: int = 0
+    steps: int = 0
+
+    def shares(self) -> dict[str, int]:
+        """Mode -> how many cases of it this part proves; the shares of all parts and modes add up to `cases`."""
+        modes = chosen_modes(self.subject, "all")
+        slots = [(mode, number) for number in range(1, self.parts + 1) for mode in modes]
+        whole, rest = divmod(self.cases, len(slots))
+        return {mode: whole + (place < rest) for place, (mode, number) in enumerate(slots) if number == self.number}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """A verdict on a right subject that is no pass: an alarm, or undecided."""
+
+    case: str
+    check: str
+    verdict: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """What a part came to: `refused` cases are those that the subject does not take, `unjudged` those whose dense model
+    diverges; `undecided` counts verdicts.
+    """
+
+    dtype: str
+    cases: int
+    refused: int
+    unjudged: int
+    alarms: int
+    undecided: int
+    seconds: float
+    resident_mib: int = 0
+
+
+def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
+    """After every mode: the part so far, and what did not pass in that mode."""
+    start_s = time.perf_counter()
+    proved = refused = unjudged = alarms = undecided = 0
+    with InprocEngine() as engine:
+        for mode, share in part.shares().items():
+            found: list[Alarm] = []
+            for case in _drawn(mode, share, part):
+                told = _alarms(case, part.subject, engine)
+                proved, refused = proved + (told is not None), refused + (told is None)
+                found += told or []
+            lost = sum(one.verdict == UNJUDGED for one in found)
+            unsure = sum(one.verdict == UNKNOWN and one.check != "run" for one in found)
+            proved, unjudged = proved - lost, unjudged + lost
+            alarms, undecided = alarms + len(found) - unsure - lost, undecided + unsure
+            yield (
+                Campaign(
+                    dtype=part.dtype,
+                    cases=proved,
+                    refused=refused,
+                    unjudged=unjudged,
+                    alarms=alarms,
+                    undecided=undecided,
+                    seconds=round(time.perf_counter() - start_s, 1),
+                    resident_mib=resident_bytes() // 2**20,
+                ),
+                found,
+            )
+
+
+def _drawn(mode: str, share: int, part: Part) -> list[Case]:
+    """So many cases of this mode, the same for the same part."""
+    drawn: list[Case] = []
+    fixed: dict[str, Any] = {} if part.dtype == "any" else {"dtype": part.dtype}
+    fixed |= {"steps": part.steps} if part.steps else {}
+    if share:
+
+        @seed(part.first_seed * 1000 + part.number)
+        @settings(
+            max_examples=share, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=_ALL
+        )
+        @given(case=every_word(mode, **fixed))
+        def draw(case: Case) -> None:
+            drawn.append(case)
+
+        draw()
+    return drawn
+
+
+def _alarms(case: Case, subject: str, engine: InprocEngine) -> list[Alarm] | None:
+    """What did not pass of one case; None when the subject does not take it."""
+    try:
+        result = prove(case, subject, engine)
+    except RequestError as error:
+        verdict = UNJUDGED if "the dense model diverges" in str(error) else UNKNOWN
+        return [Alarm(case=str(case), check="run", verdict=verdict, message=str(error))]
+    except ShardproofError as error:
+        return [Alarm(case=str(case), check="run", verdict="unknown", message=str(error))]
+    if result.skipped:
+        return None
+    return [
+        Alarm(case=str(case), check=verdict.check, verdict=verdict.verdict, message=verdict.message)
+        for verdict in result.verdicts
+        if verdict.verdict != "pass"
+    ]
+
+
+_ALL = tuple(HealthCheck)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one part and write what it came to. Exit status: 0 no alarm, 1 an alarm, 2 the request was wrong."""
+    asked = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    try:
+        part = _part(asked)
+        so_far = _written(part, Path(asked.out))
+    except RequestError as error:
+        print(f"bench.clean: {error}", file=sys.stderr)
+        return error.exit_status
+    told = f"{so_far.cases} cases in {so_far.dtype} dtype, {so_far.alarms} false alarms"
+    told += f", {so_far.undecided} verdicts undecided, {so_far.unjudged} cases not judged (the dense model diverges)"
+    print(f"{told}, {so_far.seconds:.0f} s, {so_far.resident_mib} MiB")
+    return 1 if so_far.alarms else 0
+
+
+def _written(part: Part, out: Path) -> Campaign:
+    """The part, run; its row and its alarms are on disk after every mode."""
+    out.mkdir(parents=True, exist_ok=True)
+    stem = f"{part.dtype}-{part.number}-of-{part.parts}"
+    so_far = Campaign(dtype=part.dtype, cases=0, refused=0, unjudged=0, alarms=0, undecided=0, seconds=0.0)
+    with Progress(transient=True) as progress, (out / f"alarms-{stem}.jsonl").open("w") as alarms:
+        task = progress.add_task(f"{part.dtype}, part {part.number} of {part.parts}", total=sum(part.shares().values()))
+        for so_far, found in campaign(part):
+            alarms.writelines(json.dumps(asdict(alarm)) + "\n" for alarm in found)
+            alarms.flush()
+            with (out / f"clean-{stem}.csv").open("w", newline="") as table:
+                rows = csv.writer(table)
+                rows.writerow([field.name for field in fields(Campaign)])
+                rows.writerow(astuple(so_far))
+            progress.update(task, completed=so_far.cases + so_far.refused + so_far.unjudged)
+    return so_far
+
+
+def _part(asked: argparse.Namespace) -> Part:
+    number, _, parts = asked.part.partition("/")
+    if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
+        raise RequestError(f"part={asked.part}: must be a number of how many, from 1; legal: --part 1/2")
+    for word, count, least, legal in (("cases", asked.cases, 1, 120), ("steps", asked.steps, 0, 2)):
+        if count < least:
+            raise RequestError(f"{word}={count}: must be at least {least}; legal: --{word} {legal}")
+    return Part(
+        subject=asked.subject,
+        dtype=asked.dtype,
+        cases=asked.cases,
+        number=int(number),
+        parts=int(parts),
+        first_seed=asked.seed,
+        steps=asked.steps,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.clean", description="Count false alarms on a right subject.")
+    parser.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"a right implementation ({SUBJECT})")
+    parser.add_argument("--cases", type=int, default=120, metavar="N", help="cases of all parts together (120)")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of every case, drawn when any (any)")
+    parser.add_argument("--steps", type=int, default=0, metavar="N", help="steps of every case, drawn when 0 (0)")
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="which of how many shares this process takes (1/1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other seeds draw other cases (0)")
+    parser.add_argument("--out", default="runs/clean", metavar="DIR", help="where the tables go (runs/clean)")
+    return parser
+
+
+if __name__ == "__main__":
+    gc.freeze()  # what is loaded now stays: collections between cases need not look through it
+    sys.exit(main())

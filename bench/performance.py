@@ -1,0 +1,232 @@
+"""The performance table: what the in-process engine and the recorder cost, measured here, side by side in one run.
+
+Machines are shared and noisy, so every number that is compared is a ratio of runs that took turns. The workload is
+`bench.workload`; an example is: draw weights, dense pass, all ranks, comparison with the dense pass.
+
+    engine / bare ranks      the engine's ranks over the same rank mathematics without a collective, by world size
+    recorded / unrecorded    the same ranks with a recorder over without one
+    at once / in turns       the concurrent engine over the other one, at a large shape
+    witnesses                recorder, nvtx, CommDebugMode, torch profiler, nsys over an unwatched step, on gloo
+    examples per second      in-process engine, pool engine (persistent gloo processes), processes spawned for each
+                             example
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass, fields
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.processes import pooled_example, spawned_example
+from bench.witnesses import measured
+from bench.workload import Sizes, data, dense, largest_error, rank_program, weights
+from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.threads.concurrent import ConcurrentEngine
+from harness.engines.threads.inproc import InprocEngine
+from harness.recording.recorder import Recorder
+
+__all__ = ["Row", "interleaved", "main", "measure"]
+
+ALLOWED_ERROR = 1e-12
+"""An example whose result is further from the dense pass than this would time something else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of `bench.csv`: a value, and its ratio to what it is held against.
+
+    `us_per_event`: what watching adds to every event, None where nothing is watched.
+    """
+
+    metric: str
+    value: float
+    unit: str
+    versus: str
+    ratio: float
+    us_per_event: float | None = None
+
+
+def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every run in every round; the runs take turns, so that the machine's mood meets all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start_s = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start_s)
+    return seconds
+
+
+def measure(*, rounds: int, spawns: int, worlds: Sequence[int] = (2, 4, 8)) -> list[Row]:
+    """All rows. `rounds` of the quick comparisons, `spawns` examples with processes spawned for each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with InprocEngine() as engine:
+            rows = [_engine_row(engine, world_size, rounds) for world_size in worlds]
+            rows.append(_recorder_row(engine, rounds))
+            rows.append(_concurrent_row(engine, max(rounds // 8, 1)))
+            for world_size in (2, 4):
+                rows += _example_rows(engine, world_size, rounds, spawns)
+        rows += _witness_rows(max(rounds // 4, 1))
+    finally:
+        torch.set_num_threads(threads)
+    return rows
+
+
+def _engine_row(engine: InprocEngine, world_size: int, rounds: int) -> Row:
+    sizes = Sizes()
+    full, (x, dy) = weights(sizes), data(sizes)
+    seconds = interleaved(
+        {
+            "bare": lambda: [
+                rank_program(rank, world_size, sizes, full, x, dy, comm=False) for rank in range(world_size)
+            ],
+            "engine": lambda: engine.run(rank_program, world_size, sizes, full, x, dy, world_size=world_size),
+        },
+        rounds,
+    )
+    best = {name: min(times) for name, times in seconds.items()}
+    return Row(
+        metric=f"engine, {world_size} ranks",
+        value=best["engine"] * 1e3,
+        unit="ms",
+        versus="bare ranks",
+        ratio=best["engine"] / best["bare"],
+    )
+
+
+def _recorder_row(engine: InprocEngine, rounds: int) -> Row:
+    """Recording on over off at two ranks; the ratio is the median of the rounds' own ratios."""
+    sizes = Sizes()
+    full, (x, dy) = weights(sizes), data(sizes)
+    recorder = Recorder("", "", 2, {"tp": ((0, 1),)})
+
+    def recorded(rank: int) -> object:
+        with recorder.on_rank(rank):
+            return rank_program(rank, 2, sizes, full, x, dy)
+
+    def on() -> None:
+        with recorder:
+            engine.run(recorded, world_size=2, observer=recorder)
+
+    def off() -> None:
+        engine.run(rank_program, 2, sizes, full, x, dy, world_size=2)
+
+    seconds = interleaved({"off": off, "on": on}, 3 * rounds)
+    ratios = [on_s / off_s for on_s, off_s in zip(seconds["on"], seconds["off"], strict=True)]
+    value = statistics.median(seconds["on"]) * 1e3
+    return Row(
+        metric="recording, 2 ranks", value=value, unit="ms", versus="not recording", ratio=statistics.median(ratios)
+    )
+
+
+def _concurrent_row(engine: InprocEngine, rounds: int) -> Row:
+    """Two ranks of a large shape at the same time, over two that take turns; as many processors as ranks halve it."""
+    sizes = Sizes(hidden=512, seq=256, ffn=2048)
+    full, (x, dy) = weights(sizes), data(sizes)
+    with ConcurrentEngine() as concurrent:
+        seconds = interleaved(
+            {
+                name: partial(each.run, rank_program, 2, sizes, full, x, dy, world_size=2)
+                for name, each in (("turns", engine), ("at once", concurrent))
+            },
+            rounds,
+        )
+    best = {name: min(times) for name, times in seconds.items()}
+    return Row(
+        metric="concurrent, 2 ranks, hidden 512",
+        value=best["at once"] * 1e3,
+        unit="ms",
+        versus="ranks in turns",
+        ratio=best["at once"] / best["turns"],
+    )
+
+
+def example(engine: InprocEngine, world_size: int, seed: int) -> None:
+    """One example in the engine. Raises RuntimeError when it is wrong."""
+    sizes = Sizes(seed=seed)
+    full, (x, dy) = weights(sizes), data(sizes)
+    truth = dense(sizes, full, x, dy)
+    passed = engine.run(rank_program, world_size, sizes, full, x, dy, world_size=world_size)
+    error = largest_error(passed, truth)
+    if not error < ALLOWED_ERROR:
+        raise RuntimeError(f"the example is wrong by {error:.1e}: its time means nothing")
+
+
+def _example_rows(engine: InprocEngine, world_size: int, rounds: int, spawns: int) -> list[Row]:
+    """Examples per second of three ways to run ranks; ratios are to spawning."""
+    with ExitStack() as stack:
+        pool = stack.enter_context(PoolEngine())
+        quick = interleaved(
+            {
+                "engine": lambda: example(engine, world_size, 0),
+                "pool": lambda: pooled_example(pool, world_size, 0, ALLOWED_ERROR),
+            },
+            rounds,
+        )
+    slow = [spawned_example(world_size, seed, ALLOWED_ERROR) for seed in range(spawns)]
+    rates = {name: 1 / statistics.median(times) for name, times in quick.items()}
+    spawned = 1 / statistics.median(slow)
+    rows = [
+        Row(metric=f"{name}, {world_size} ranks", value=rate, unit="examples/s", versus="spawn", ratio=rate / spawned)
+        for name, rate in rates.items()
+    ]
+    spawn = Row(metric=f"spawn, {world_size} ranks", value=spawned, unit="examples/s", versus="spawn", ratio=1.0)
+    return [*rows, spawn]
+
+
+def _witness_rows(rounds: int) -> list[Row]:
+    """What each witness costs a step at two ranks on gloo: by the clock, and by CPU time beside it."""
+    costs, missing = measured(rounds)
+    if missing:
+        Console(stderr=True).print(f"no row for nsys: {missing}")
+    rows = []
+    for cost in costs:
+        for clock, ratio, each in (("", cost.by_clock, cost.clock_us), (", CPU time", cost.by_cpu, cost.cpu_us)):
+            rows.append(
+                Row(
+                    metric=f"{cost.witness}, 2 gloo ranks{clock}",
+                    value=cost.seconds * 1e3,
+                    unit="ms",
+                    versus="unwatched step",
+                    ratio=ratio,
+                    us_per_event=each,
+                )
+            )
+    return rows
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Measure, print the table and write `bench.csv`: what `shardproof bench` calls. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="shardproof bench", description="What the engine and the recorder cost, measured here."
+    )
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of every comparison (40)")
+    parser.add_argument("--out", type=Path, default=Path("runs") / "bench", help="folder of bench.csv (runs/bench)")
+    options = parser.parse_args(arguments)
+    rows = measure(rounds=max(options.rounds, 1), spawns=2)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (options.out / "bench.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([field.name for field in fields(Row)])
+        writer.writerows(astuple(row) for row in rows)
+    titles = ("metric", "value", "unit", "versus", "ratio", "us an event")
+    table = Table(*titles, title="Measured here, side by side in one run")
+    for row in rows:
+        each = "" if row.us_per_event is None else f"{row.us_per_event:.0f}"
+        table.add_row(row.metric, f"{row.value:.2f}", row.unit, row.versus, f"{row.ratio:.2f}", each)
+    Console().print(table)
+    return 0

@@ -1,0 +1,222 @@
+"""What watching costs a step: two ranks on gloo train a small transformer, watched and unwatched in turns.
+
+    recording + nvtx   recorder and interposer; every range is drawn when a tool listens, so under nsys
+    CommDebugMode      torch.distributed.tensor.debug
+    torch profiler     CPU activities with shapes and stacks, as in a session
+
+Ratios are the medians of the rounds' own, on the slower rank: by the clock, and by the CPU time of the rank's thread,
+which waiting does not thin out. On a busy machine neither means much. Who has larger layers or fewer calls than CASE
+takes the microseconds an event: what watching adds to a step, over the events that a rank issues in it. Entering and
+leaving a witness is not timed. `python -m bench.witnesses FOLDER ROUNDS [WITNESS ...]` is the measured process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import multiprocessing
+from torch.distributed import FileStore
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
+
+from harness.engines.interposer import observing
+from harness.engines.processes.rank_program import world
+from harness.errors import MachineError
+from harness.recording.ranges import attached
+from harness.recording.recorder import Recorder
+from harness.witnesses.nsys import database_of, nsys_path
+from parallel.batch import deliver
+from parallel.mesh import Mesh
+from parallel.registry import MODES
+from parallel.training import set_up
+from reference.case import Case
+
+__all__ = ["CASE", "STEPS", "WITNESSES", "Cost", "cost_of", "measured", "micro_batch"]
+
+CASE = "mode=tp tp=2 layers=4 hidden=512 heads=8 kv_heads=8 ffn=2048 seq=512 batch=2 dtype=float32"
+"""A small transformer: four layers of 512 and sequences of 512, the shape of BERT-small (Turc et al. 2019)."""
+LIMIT_S = 900.0
+Pair = tuple[float, float]
+STEPS = 2
+"""Steps that are timed at a time."""
+RECORDING = "recording + nvtx"
+ONCE = "CommDebugMode"
+"""A second forward of a module inside of it raises IndexError (pytorch#191392)."""
+WITNESSES = (RECORDING, ONCE, "torch profiler")
+Spent = Mapping[str, list[tuple[float, float]]]
+"""By witness: seconds by the clock and of CPU, one pair a round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """One witness: seconds of a step, its ratios to the unwatched step by the clock and by CPU time of the thread.
+
+    `clock_us` and `cpu_us` are the microseconds that it adds to each event of a step.
+    """
+
+    witness: str
+    seconds: float
+    by_clock: float
+    by_cpu: float
+    clock_us: float
+    cpu_us: float
+
+
+def measured(rounds: int) -> tuple[list[Cost], str]:
+    """The costs, nsys among them, or why it is not."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words = [sys.executable, "-m", "bench.witnesses", name, str(rounds)]
+        subprocess.run(
+            [*words, *WITNESSES], check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        costs = [_cost(folder, witness) for witness in WITNESSES]
+        if nsys_path() is None:
+            return costs, "nsys is not on PATH"
+        try:
+            database_of([*words, RECORDING], folder, device="cpu", timeout_s=LIMIT_S, environment=os.environ)
+        except MachineError as error:
+            return costs, str(error)
+        return [*costs, replace(_cost(folder, RECORDING), witness="nsys")], ""
+
+
+def _cost(folder: Path, witness: str) -> Cost:
+    """The cost of a witness, from what the ranks left in a folder."""
+    left = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    return cost_of([rank["spent"] for rank in left], witness, left[0]["events"])
+
+
+def cost_of(ranks: Sequence[Spent], witness: str, events: int) -> Cost:
+    """What both ranks spent, as a cost; a rank issues so many events a step."""
+
+    def slower(name: str, which: int) -> list[float]:
+        return [max(one[which], other[which]) for one, other in zip(*(rank[name] for rank in ranks), strict=True)]
+
+    def pairs(which: int) -> list[tuple[float, float]]:
+        return list(zip(slower(witness, which), slower("off", which), strict=True))
+
+    def ratio(which: int) -> float:
+        return statistics.median(watched / off for watched, off in pairs(which))
+
+    def added_us(which: int) -> float:
+        return statistics.median(watched - off for watched, off in pairs(which)) / STEPS / events * 1e6
+
+    return Cost(
+        witness=witness,
+        seconds=statistics.median(slower(witness, 0)) / STEPS,
+        by_clock=ratio(0),
+        by_cpu=ratio(1),
+        clock_us=added_us(0),
+        cpu_us=added_us(1),
+    )
+
+
+def _rank(rank: int, folder: Path, rounds: int, witnesses: Sequence[str]) -> None:
+    """One rank: every witness in turns."""
+    case = Case.parse(CASE)
+    with world(rank, 2, FileStore(str(folder / f"store{os.getppid()}"), 2), LIMIT_S):
+        step = micro_batch(case)
+        for _ in range(3):
+            step()
+        spent: dict[str, list[Pair]] = {name: [] for name in ("off", *witnesses)}
+        for _ in range(rounds):
+            for name, pairs in spent.items():
+                pairs.append(_spent(step, partial(_watched, name, rank, case), once=name == ONCE))
+        left = {"spent": spent, "events": _events(step, rank, case)}
+    (folder / f"{rank}.json").write_text(json.dumps(left), encoding="utf-8")
+
+
+def _events(step: Callable[[], None], rank: int, case: Case) -> int:
+    """How many events this rank issues in a step."""
+    with Recorder("", case.mode, 2, case.axes) as recorder, observing(recorder), recorder.on_rank(rank):
+        step()
+    return len(recorder.events())
+
+
+def _spent(step: Callable[[], None], watched: Callable[[], AbstractContextManager[None]], *, once: bool) -> Pair:
+    """Seconds of STEPS steps under a witness, after one that is not timed; of one that bears a single forward, each
+    under a new one."""
+    if once:
+        pairs = [_under(watched, lambda: _seconds(step)) for _ in range(STEPS)]
+        return sum(clock for clock, _ in pairs), sum(cpu for _, cpu in pairs)
+
+    def several() -> Pair:
+        step()
+        return _seconds(step, STEPS)
+
+    return _under(watched, several)
+
+
+def _under(watched: Callable[[], AbstractContextManager[None]], spent: Callable[[], Pair]) -> Pair:
+    with watched():
+        return spent()
+
+
+def _seconds(step: Callable[[], None], times: int = 1) -> Pair:
+    start = time.perf_counter(), time.thread_time()
+    for _ in range(times):
+        step()
+    return time.perf_counter() - start[0], time.thread_time() - start[1]
+
+
+def micro_batch(case: Case) -> Callable[[], None]:
+    """Forward and backward of one micro-batch."""
+    device = torch.device("cpu")
+    rank = set_up(case, MODES[case.mode], Mesh.of(case), device)
+    batch = rank.parts.local(deliver(case, rank.mesh, 0, 0, device))
+
+    def step() -> None:
+        for parameter in rank.parameters.values():
+            parameter.grad = None
+        rank.parts.loss(rank.model(batch), rank.mode.laid_out(batch.labels)).sum().backward()
+
+    return step
+
+
+@contextmanager
+def _watched(name: str, rank: int, case: Case) -> Iterator[None]:
+    """The witness of this name around the body."""
+    with ExitStack() as watching:
+        if name == RECORDING:
+            recorder = watching.enter_context(Recorder("", case.mode, 2, case.axes, ranges=attached()))
+            watching.enter_context(observing(recorder))
+            watching.enter_context(recorder.on_rank(rank))
+        elif name == ONCE:
+            watching.enter_context(_counting())
+        elif name == "torch profiler":
+            watching.enter_context(profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=True))
+        yield
+
+
+@contextmanager
+def _counting() -> Iterator[None]:
+    with CommDebugMode():
+        yield
+
+
+def _main(folder: Path, rounds: int, witnesses: Sequence[str]) -> int:
+    start = multiprocessing.get_context("spawn")
+    ranks = [start.Process(target=_rank, args=(rank, folder, rounds, witnesses)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(LIMIT_S)
+        if process.is_alive():
+            process.kill()
+    return 0 if all(process.exitcode == 0 for process in ranks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(_main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or WITNESSES))

@@ -1,0 +1,6 @@
+"""Tests of ourselves, a folder for each room. Nothing here is shipped, and no file of the product imports from here."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+"""The repository."""

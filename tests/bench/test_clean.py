@@ -1,0 +1,89 @@
+"""The campaign that counts false alarms: shares, distinct valid cases, and that a wrong subject raises alarms."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bench.clean import Part, campaign, main
+from parallel.subject import subject as right
+from reference.case import Case
+from reference.rules import MODES, legal_words
+from suites.strategies import NOT_DRAWN, every_word
+
+
+def wrong(case: Case, device: torch.device) -> Mapping[str, object]:
+    """Ours, with the first loss a little too large."""
+    outcome = dict(right(case, device))
+    loss = outcome["loss/0"]
+    assert isinstance(loss, Tensor)
+    return outcome | {"loss/0": loss * (1 + 1e-6)}
+
+
+_ALL = tuple(HealthCheck)
+setattr(wrong, "modes", ("tp",))  # noqa: B010  (a function's attribute, as product.md asks of subjects)
+
+
+def test_shares_of_all_parts_add_up() -> None:
+    shares = [Part(cases=100, number=number, parts=3).shares() for number in (1, 2, 3)]
+    assert sum(sum(share.values()) for share in shares) == 100
+    assert all(set(share) == {"tp", "tp-sp", "mtp", "msp", "fsp", "isp"} for share in shares)
+    assert {count for share in shares for count in share.values()} == {5, 6}
+
+
+def test_a_right_subject_is_quiet(tmp_path: Path) -> None:
+    assert main(["--cases", "6", "--out", str(tmp_path)]) == 0
+    (row,) = csv.DictReader((tmp_path / "clean-any-1-of-1.csv").read_text().splitlines())
+    assert (row["cases"], row["refused"], row["alarms"]) == ("6", "0", "0")
+
+
+def test_a_wrong_subject_is_not(tmp_path: Path) -> None:
+    name = f"{__name__}:wrong"
+    assert main(["--subject", name, "--cases", "2", "--dtype", "float64", "--steps", "1", "--out", str(tmp_path)]) == 1
+    alarms = [json.loads(line) for line in (tmp_path / "alarms-float64-1-of-1.jsonl").read_text().splitlines()]
+    assert {alarm["check"] for alarm in alarms} == {"forward"}
+    assert len({alarm["case"] for alarm in alarms}) == 2
+
+
+def test_parts_draw_different_cases() -> None:
+    texts = []
+    for number in (1, 2):
+        part = Part(subject=f"{__name__}:wrong", cases=4, number=number, parts=2, dtype="float64", steps=1)
+        texts.append({alarm.case for _, found in campaign(part) for alarm in found})
+    assert len(texts[0]) == len(texts[1]) == 2
+    assert len(texts[0] | texts[1]) == 3  # the simplest case comes first whatever the seed
+
+
+@pytest.mark.parametrize("option", ["--part=0/2", "--part=x", "--cases=0", "--steps=-1"])
+def test_a_wrong_request_is_one_line(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([option, "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"bench.clean: {option.removeprefix('--')}") and told.count("\n") == 1
+
+
+def test_every_word_of_the_case_language_is_drawn_or_left_out_for_a_reason() -> None:
+    drawn: dict[str, set[object]] = {field.name: set() for field in fields(Case)}
+
+    @settings(max_examples=250, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=_ALL)
+    @seed(1)
+    @given(data=st.data())
+    def draw(data: st.DataObject) -> None:
+        mode = data.draw(st.sampled_from(MODES))
+        case = data.draw(every_word(mode))
+        for word, values in drawn.items():
+            values.add(getattr(case, word))
+
+    draw()
+    assert {word for word, values in drawn.items() if len(values) == 1} == set(NOT_DRAWN)
+    for word, legal in legal_words().items():
+        assert word in NOT_DRAWN or drawn[word] == set(legal), word
+    assert {1.0, 0.1} <= drawn["lr"] and {0.0, 1.0} <= drawn["clip"] and {1, 2, 3, 20} <= drawn["steps"]

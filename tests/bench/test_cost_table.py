@@ -1,0 +1,89 @@
+"""The cost table: a line is fitted as it was drawn, bad lines are refused, and predict reads what was measured."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from bench import cost_table
+from bench.cost_table import CALLS, Asked, CostRow, fitted, held_against, main, measured, written
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import MachineError
+from harness.predicting.cluster_presets import PRESETS
+from harness.predicting.clusters import read
+from harness.predicting.costs import route, seconds
+
+TINY = Asked(
+    worlds=(2,),
+    payloads=(64, 4096),
+    modes=("tp", "isp"),
+    step="mode={mode} tp=2 layers=1 hidden=16 heads=4 kv_heads=4 ffn=16 seq=8 batch=1 micro=1 dtype=float32",
+    rounds=2,
+)
+
+
+def test_a_line_is_fitted_as_it_was_drawn(tmp_path: Path) -> None:
+    cluster = fitted((4096, 2 * 30 + 4096 / 500), (4 << 20, 2 * 30 + (4 << 20) / 500), 5e9)
+    (link,) = cluster.links
+    assert (link.latency_us, link.bandwidth_gb_s) == pytest.approx((30, 0.5))
+    assert seconds("all_reduce", 1 << 20, route((0, 1), cluster)) == pytest.approx(60e-6 + (1 << 20) / 0.5e9)
+    file = tmp_path / "mine.toml"
+    file.write_text(written(cluster))
+    assert read(str(file), PRESETS) == cluster
+
+
+@pytest.mark.parametrize("large_us", [10.0, 100000.0])
+def test_times_that_are_no_line_upwards_are_refused(large_us: float) -> None:
+    with pytest.raises(MachineError, match="no latency and bandwidth fit that; repeat on a quieter machine"):
+        fitted((4096, 50.0), (8192, large_us), 5e9)
+
+
+def test_what_the_line_was_made_from_agrees_and_the_rest_is_predicted() -> None:
+    times = {
+        ("all_reduce", 2, 64): 21.0,
+        ("all_reduce", 2, 4096): 84.0,
+        ("all_gather", 2, 4096): 104.0,
+        ("tp", 2, 0): 9.0,
+    }
+    cluster = fitted((64, 21.0), (4096, 84.0), 5e9)
+    rows = {(row.what, row.payload_bytes): row for row in held_against(times, cluster, TINY)}
+    assert [row.ratio for row in rows.values() if row.fitted] == pytest.approx([1.0, 1.0])
+    gather = rows["all_gather", 4096]
+    assert not gather.fitted
+    assert gather.predicted_us == pytest.approx(10 + 2048 / 64)
+    assert rows["micro-batch, tp", 0].predicted_us > 0
+
+
+def test_every_call_and_step_is_timed() -> None:
+    with InprocEngine() as engine:
+        times, flops_per_s = measured(engine, TINY)
+    assert set(times) == {(op, 2, size) for op in CALLS for size in TINY.payloads} | {("tp", 2, 0), ("isp", 2, 0)}
+    assert min(times.values()) > 0 and flops_per_s > 0
+
+
+def test_the_command_writes_both_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = {("all_reduce", 2, size): 20 + size / 1e3 for size in cost_table.PAYLOADS} | {("tp-sp", 2, 0): 1e4}
+    monkeypatch.setattr(cost_table, "measured", lambda engine, asked: (times, 5e9))
+    assert main(["--out", str(tmp_path)]) == 0
+    assert "10 us a message, 1.00 GB/s, 5 GFLOP/s a rank" in " ".join(capsys.readouterr().out.split())
+    assert read(str(tmp_path / "cluster.toml"), PRESETS).links[0].latency_us == pytest.approx(10)
+    with (tmp_path / "costs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["fitted"] for row in rows] == ["True", "False", "False", "True", "False"]
+
+    monkeypatch.setattr(cost_table, "measured", lambda engine, asked: (dict.fromkeys(times, 7.0), 5e9))
+    assert main(["--out", str(tmp_path)]) == 3
+    assert "repeat on a quieter machine" in capsys.readouterr().err
+
+
+def test_the_error_is_the_same_for_half_and_for_twice() -> None:
+    cluster = fitted((64, 21.0), (4096, 84.0), 5e9)
+    rows = [
+        CostRow(what="all_gather", ranks=2, payload_bytes=64, measured_us=us, predicted_us=10.0, fitted=False)
+        for us in (5.0, 20.0)
+    ]
+    assert "calls of 2 ranks 2.00x" in cost_table.table(rows, cluster).note

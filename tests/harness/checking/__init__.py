@@ -1,0 +1,1 @@
+"""Tests of outcomes, tolerances and checks."""

@@ -1,0 +1,259 @@
+"""Every check passes on right evidence and fails on planted wrong evidence; broken checks are unknown, never a pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.checking.checks import CHECKS, examine
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from harness.engines.engine import Unwaited
+from harness.outcome import Shard, localize
+from reference.anchors import Facts
+from tests.harness.toy_evidence import case, events, evidence, named, outcome_of, truth
+
+W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"
+
+
+def with_wrong(name: str, tensor: Tensor) -> Evidence:
+    """Right evidence but for one tensor, equally wrong on both ranks."""
+    values = {**truth(), name: tensor}
+    return evidence(*(outcome_of(rank, values) for rank in range(2)))
+
+
+def test_right_evidence_passes_every_check() -> None:
+    findings = examine(evidence())
+    assert named(findings, PASS) == set(findings) == set(CHECKS) - {"waits", "overlap"}  # nothing asynchronous in it
+    assert all(not finding.unchecked for finding in findings.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("loss/0", "forward"),
+        ("loss/1", "forward"),
+        ("logits/1", "forward"),
+        ("act/layers.0.mlp.w1", "activations"),
+        ("act_grad/embedding", "activation_gradients"),
+        (f"grad/{W1}", "parameter_gradients"),
+        (f"grad/{BIAS}", "parameter_gradients"),
+        ("grad_norm/1", "gradient_norm"),
+        (f"param/{BIAS}", "update"),
+    ],
+)
+@pytest.mark.parametrize("how", ["one element", "all but zero", "nan"])
+def test_a_wrong_tensor_fails_its_check_and_no_other(name: str, check: str, how: str) -> None:
+    wrong = truth()[name].clone()
+    if how == "one element":
+        wrong.view(-1)[-1] += 1e-6
+    elif how == "nan":
+        wrong.view(-1)[0] = float("nan")
+    else:
+        wrong *= 1 + 1e-7
+    findings = examine(with_wrong(name, wrong))
+    assert named(findings, FAIL) == {check}
+    worst = findings[check].worst
+    assert worst is not None and worst.name == name and not worst.error <= worst.allowed
+
+
+def test_a_count_in_bfloat16_fails_tokens_alone_and_both_counts_are_named() -> None:
+    findings = examine(with_wrong("tokens/1", truth()["tokens/1"].bfloat16().long()))
+    assert named(findings, FAIL) == {"tokens"}
+    assert findings["tokens"].message == "tokens/1 is 264, and the dense model counts 263"
+
+
+def test_data_that_break_a_statement_fail_data_and_the_first_element_is_named() -> None:
+    found, must = torch.arange(12), torch.arange(12).index_fill(0, torch.tensor([7, 9]), -100)
+    facts = Facts(pairs={"labels": (found, must)}, reading="", unchecked=("rows 3-8",))
+    (finding,) = examine(evidence(facts=facts), {"data": CHECKS["data"]}).values()
+    assert (finding.verdict, finding.unchecked) == (FAIL, ("rows 3-8",))
+    assert finding.message.endswith("labels: element 7 is 7, must be -100; 2 of 12 elements differ")
+    assert "data" not in examine(evidence(facts=None)), "a reference that states nothing is not asked"
+
+
+def test_rounding_passes() -> None:
+    noisy = {name: tensor * (1 + 3e-14) for name, tensor in truth().items() if tensor.is_floating_point()}
+    findings = examine(evidence(*(outcome_of(rank, truth() | noisy) for rank in range(2))))
+    assert named(findings, PASS) == set(CHECKS) - {"waits", "overlap"}
+
+
+def test_each_check_says_what_it_did_not_see() -> None:
+    values = {name: tensor for name, tensor in truth().items() if name in ("loss/0", f"grad/{W1}")}
+    findings = examine(evidence(*(outcome_of(rank, values) | {"grad/typo": torch.ones(2)} for rank in range(2))))
+    assert set(findings["forward"].unchecked) == {"loss/1", "logits/0", "logits/1"}
+    assert "grad/typo" in findings["parameter_gradients"].unchecked
+    assert f"grad/{BIAS}" in findings["parameter_gradients"].unchecked
+    assert "param/" + W1 in findings["coverage"].unchecked
+    assert "update" not in findings and "gradient_norm" not in findings
+
+
+def test_a_name_that_the_truth_does_not_know_is_no_pass_and_the_nearest_one_is_told() -> None:
+    slip = {name.replace("param/", "params/"): tensor for name, tensor in truth().items()}
+    (finding,) = examine(
+        evidence(*(outcome_of(rank, slip) for rank in range(2))), {"coverage": CHECKS["coverage"]}
+    ).values()
+    assert finding.verdict == UNKNOWN
+    assert f"params/{BIAS} (param/{BIAS}?)" in finding.message and f"params/{BIAS}" in finding.unchecked
+    own = replace(evidence(), captured=(localize({"act/my_module": torch.ones(2)}),) * 2)
+    assert examine(own, {"coverage": CHECKS["coverage"]})["coverage"].verdict == PASS, "a module of its own"
+
+
+@pytest.mark.parametrize("returned", [{}, {"my_loss": torch.ones(())}])
+def test_a_subject_that_returns_nothing_checkable_fails(returned: dict[str, Any]) -> None:
+    findings = examine(evidence(returned, returned))
+    assert findings["coverage"].verdict == FAIL
+    assert findings["coverage"].message.startswith("nothing checkable: it returned")
+    assert not {"forward", "update"} & named(findings, PASS)
+
+
+def test_a_layout_flaw_is_said_before_numbers_and_keeps_the_tensor_out_of_them() -> None:
+    first, second = (outcome_of(rank, truth()) for rank in range(2))
+    second[f"grad/{W1}"] = first[f"grad/{W1}"]
+    findings = examine(evidence(first, second))
+    assert named(findings, FAIL) == {"merge"}
+    assert "omission" in findings["merge"].message
+    assert f"grad/{W1}" in findings["parameter_gradients"].unchecked
+    assert findings["replicas"].unchecked == (f"grad/{W1}",)
+
+
+def test_a_wrong_full_shape_fails_merge() -> None:
+    findings = examine(with_wrong("logits/0", torch.zeros(4, 3, 13, dtype=torch.float64)))
+    assert named(findings, FAIL) == {"merge"}
+    assert findings["merge"].message == (
+        "logits/0 has a flaw, shape: the full shape is (4, 3, 13), that of the dense model (4, 3, 12)"
+    )
+
+
+def test_replicas_that_differ_in_one_bit_fail_replicas_only() -> None:
+    first, second = (outcome_of(rank, truth()) for rank in range(2))
+    second[f"param/{BIAS}"] = second[f"param/{BIAS}"] * (1 + 2**-52)
+    findings = examine(evidence(first, second))
+    assert named(findings, FAIL) == {"replicas"}
+    assert findings["replicas"].ranks == (1,)
+    assert f"param/{BIAS}" in findings["update"].unchecked
+
+
+def test_a_truth_that_is_wrong_fails_the_right_subject() -> None:
+    """The oracle is sensitive: a subject held against another truth cannot pass."""
+    other = {name: tensor.flip(0) if tensor.dim() else tensor * 2 for name, tensor in truth().items()}
+    right = tuple(outcome_of(rank, truth()) for rank in range(2))
+    findings = examine(evidence(*right, truth=other))
+    assert named(findings, FAIL) == {
+        "tokens",
+        "forward",
+        "activations",
+        "activation_gradients",
+        "parameter_gradients",
+        "gradient_norm",
+        "update",
+    }
+
+
+def test_runs_that_differ_without_recording_are_not_deterministic() -> None:
+    other = [outcome_of(rank, {**truth(), "loss/0": truth()["loss/0"] + 1e-15}) for rank in range(2)]
+    third = [outcome_of(rank, {**truth(), "loss/0": truth()["loss/0"] + 2e-15}) for rank in range(2)]
+    shaky = evidence(repeat=other)
+    assert named(examine(shaky), FAIL) == {"determinism"}
+    shaky = replace(shaky, repeats=(*shaky.repeats, [localize(rank) for rank in third]))
+    findings = examine(shaky)
+    assert named(findings, FAIL) == {"determinism"}
+    assert findings["determinism"].message.startswith(
+        "loss/0 on rank 0 differs between two runs of the same case: in 1"
+    )
+
+
+def test_runs_that_differ_only_when_recorded_blame_the_recording() -> None:
+    plain = [outcome_of(rank, {**truth(), "loss/0": truth()["loss/0"] + 1e-15}) for rank in range(2)]
+    watched = evidence(repeat=plain)
+    watched = replace(watched, repeats=(watched.repeats[0], [localize(rank) for rank in plain]))
+    findings = examine(watched)
+    assert named(findings, FAIL) == {"recording"}
+    assert "differs between the recorded run and an unrecorded one" in findings["recording"].message
+
+
+def test_a_name_that_only_one_run_returns_is_no_determinism() -> None:
+    fewer = [outcome_of(rank, {k: v for k, v in truth().items() if k != "loss/1"}) for rank in range(2)]
+    findings = examine(evidence(repeat=fewer))
+    assert findings["determinism"].message.endswith("only one of the runs returned it")
+
+
+def test_a_split_that_moves_nothing_fails_although_every_number_is_right() -> None:
+    findings = examine(evidence(events=(), expectation=None))
+    assert named(findings, FAIL) == {"parallelism"}
+    assert findings["parallelism"].message == "no rank sent or received anything in a mesh of tp=2"
+    one_sided = tuple(event for event in events() if event.rank == 0)
+    assert examine(evidence(events=one_sided, expectation=None))["parallelism"].ranks == (1,)
+    alone = tuple(replace(event, group_size=1) for event in events())
+    assert examine(evidence(events=alone, expectation=None))["parallelism"].verdict == FAIL
+
+
+def test_ranks_that_hold_everything_in_full_fail_although_they_talk() -> None:
+    whole = {
+        name: Shard(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) if name.startswith("grad/") else tensor
+        for name, tensor in truth().items()
+    }
+    findings = examine(evidence(whole, whole))
+    assert named(findings, FAIL) == {"parallelism"}
+    assert "every rank holds the full tensor of all 4 shards" in findings["parallelism"].message
+
+
+def test_returning_only_full_tensors_leaves_local_shapes_unchecked() -> None:
+    findings = examine(evidence(truth(), truth()))
+    assert findings["parallelism"].verdict == PASS
+    assert findings["parallelism"].unchecked == ("local shapes: every tensor was returned in full",)
+
+
+def test_works_that_nobody_waits_for_fail_and_waited_ones_pass() -> None:
+    from_rank_one = tuple(
+        Unwaited(rank=1, op="all_gather", number=number, group="tp (0 1)", caller="model.py:9 in forward")
+        for number in range(3)
+    )
+    finding = examine(evidence(unwaited=from_rank_one))["waits"]
+    assert finding.verdict == FAIL and finding.ranks == (1,)
+    assert finding.message == (
+        "all_gather #0 of tp (0 1) at model.py:9 in forward was never waited for; 2 more like it"
+    )
+    started = tuple(replace(event, is_async=True) for event in events())
+    assert examine(evidence(events=started))["waits"].verdict == PASS
+    assert "waits" not in examine(evidence())
+
+
+def test_one_rank_has_no_parallelism_to_prove() -> None:
+    one = evidence(truth(), case=case("mode=tp tp=1"), events=(), expectation=None)
+    assert "parallelism" not in examine(one)
+    assert not named(examine(one), FAIL)
+
+
+def test_an_exception_inside_a_check_is_unknown_with_its_text() -> None:
+    def broken(_: Evidence) -> Finding:
+        raise ZeroDivisionError("no such thing")
+
+    findings = examine(evidence(), {"broken": broken, "merge": CHECKS["merge"]})
+    assert findings["broken"].verdict == UNKNOWN
+    assert findings["broken"].message == "the check itself failed: ZeroDivisionError: no such thing"
+    assert findings["merge"].verdict == PASS
+
+
+def test_low_precision_that_rounding_explains_is_unknown_not_a_pass() -> None:
+    wild = {name: tensor + torch.ones_like(tensor) for name, tensor in truth().items()}
+    bf16 = evidence(
+        *(outcome_of(rank, wild) for rank in range(2)), case=case("mode=tp tp=2 dtype=bfloat16"), controls=(wild,)
+    )
+    finding = examine(bf16)["parameter_gradients"]
+    assert finding.verdict == UNKNOWN
+    assert finding.message.endswith("rounding alone explains any error")
+
+
+def test_captured_activations_are_checked_like_returned_ones() -> None:
+    returned = {name: tensor for name, tensor in truth().items() if not name.startswith("act")}
+    captured = [localize({name: truth()[name] for name in truth() if name.startswith("act")}) for _ in range(2)]
+    ranks = tuple(outcome_of(rank, returned) for rank in range(2))
+    assert not {"activations", "activation_gradients"} & set(examine(evidence(*ranks)))
+    findings = examine(evidence(*ranks, captured=captured))
+    assert named(findings, PASS) == set(CHECKS) - {"waits", "overlap"}
+    captured[1] = localize({name: truth()[name] * 2 for name in truth() if name.startswith("act/")})
+    assert named(examine(evidence(*ranks, captured=captured)), FAIL) == {"merge", "replicas"}

@@ -1,0 +1,187 @@
+"""The ledger check: the exact multiset on every rank, the first difference by name, and the general laws."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness.checking.checks import examine
+from harness.checking.evidence import FAIL, PASS, Finding
+from harness.checking.laws import broken_laws
+from harness.checking.ledger_checks import differences, module_order
+from harness.ledger import Event
+from tests.harness.toy_evidence import MODULES, TERMS, Term, altered, events, evidence, without
+
+
+def judged(ledger: tuple[Event, ...], **changes: Any) -> Finding:
+    return examine(evidence(events=ledger, **changes))["ledger"]
+
+
+def first_message(ledger: tuple[Event, ...], terms: tuple[Term, ...] = TERMS) -> str:
+    return str(differences(ledger, terms, range(2), MODULES)[0])
+
+
+def test_the_expected_ledger_passes_and_counts_its_events() -> None:
+    finding = judged(events())
+    assert finding.verdict == PASS
+    assert finding.message == "20 events a rank, exactly as expected"
+
+
+def test_order_is_no_part_of_the_multiset() -> None:
+    assert differences(reversed(events()), TERMS, range(2)) == []
+
+
+@pytest.mark.parametrize("term", TERMS, ids=lambda term: f"{term.phase}-{term.region or 'none'}")
+def test_one_missing_call_is_named_with_module_and_phase(term: Term) -> None:
+    finding = judged(without(events(), phase=term.phase, region=term.region))
+    assert finding.verdict == FAIL
+    assert (finding.phase, finding.region) == (term.phase, term.region)
+    place = f"missing event in {term.phase} of {term.region or 'no module'} (1 call)"
+    assert finding.message.startswith(f"{place}: all_reduce {term.reduce_op} of {term.payload_bytes} B float64 over tp")
+
+
+@pytest.mark.parametrize("term", TERMS, ids=lambda term: f"{term.phase}-{term.region or 'none'}")
+def test_one_extra_call_is_named_with_module_and_phase(term: Term) -> None:
+    doubled = events() + tuple(
+        replace(event, call_index=99) for event in events((replace(term, calls=1),)) if event.rank == 1
+    )
+    finding = judged(doubled)
+    assert (finding.verdict, finding.phase, finding.region, finding.ranks) == (FAIL, term.phase, term.region, (1,))
+    assert finding.message.startswith("extra event in")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"op": "all_gather", "reduce_op": ""},
+        {"reduce_op": "avg"},
+        {"axis": "dp"},
+        {"group_size": 4},
+        {"dtype": "float32"},
+        {"payload_bytes": 768},
+        {"region": "layers.0.mlp.w1"},
+        {"phase": "backward"},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_each_field_of_one_event_counts(wrong: dict[str, Any]) -> None:
+    place = next(i for i, e in enumerate(events()) if e.region == "layers.0.mlp.w2" and e.rank == 1)
+    finding = judged(altered(events(), place, **wrong))
+    assert finding.verdict == FAIL
+    assert finding.message.startswith("wrong event in")
+    assert finding.worst is not None and finding.worst.error == 1
+    assert finding.ranks == (1,)
+
+
+def test_a_wrong_event_shows_both_sides_word_for_word() -> None:
+    place = next(i for i, e in enumerate(events()) if e.region == "layers.0.mlp.w2")
+    assert first_message(altered(events(), place, reduce_op="avg")) == (
+        "wrong event in forward of layers.0.mlp.w2 (1 call): all_reduce avg of 384 B float64 over tp (2 ranks); "
+        "expected all_reduce sum of 384 B float64 over tp (2 ranks)"
+    )
+    assert first_message(altered(events(), place, region="head")) == (
+        "wrong event in forward of head (1 call): all_reduce sum of 384 B float64 over tp (2 ranks); "
+        "expected all_reduce sum of 384 B float64 over tp (2 ranks) in forward of layers.0.mlp.w2"
+    )
+
+
+def test_equal_totals_do_not_hide_two_wrong_events() -> None:
+    """One call too large and one as much too small: calls and bytes agree in sum."""
+    ledger = altered(altered(events(), 0, payload_bytes=384 + 8), 1, payload_bytes=384 - 8)
+    assert sum(e.payload_bytes for e in ledger) == sum(e.payload_bytes for e in events())
+    assert judged(ledger).verdict == FAIL
+
+
+def test_the_first_difference_is_the_first_in_training_order() -> None:
+    ledger = without(without(events(), phase="backward", region="layers.0.mlp.w1"), phase="backward", region="head")
+    finding = judged(ledger)
+    assert finding.region == "head"  # backward meets the head first
+    assert finding.message.endswith("; 1 more lines differ")
+    assert judged(without(ledger, phase="forward", region="layers.0.mlp.w2")).region == "layers.0.mlp.w2"
+
+
+def test_modules_stand_in_forward_order_with_and_without_a_truth() -> None:
+    assert module_order(evidence())[: len(MODULES)] == MODULES
+    assert module_order(evidence(truth={"loss/0": evidence().truth["loss/0"]})) == ("embedding", "layers.0.mlp.w2")
+
+
+def test_an_empty_ledger_lacks_every_expected_event() -> None:
+    found = differences((), TERMS, range(2), MODULES)
+    assert [difference.line.region for difference in found][:2] == ["embedding", "layers.0.mlp.w2"]
+    assert {difference.kind for difference in found} == {"missing"}
+    assert all(difference.calls == 4 and difference.ranks == (0, 1) for difference in found)
+
+
+def test_an_empty_expectation_is_an_expectation() -> None:
+    assert judged((), expectation=()).verdict == PASS
+    assert judged(events(), expectation=()).verdict == FAIL
+
+
+def test_without_expectation_the_laws_are_checked_and_the_rest_is_said() -> None:
+    finding = judged(events(), expectation=None)
+    assert finding.verdict == PASS
+    assert finding.unchecked == ("closed form: the subject states no expectation",)
+    assert judged(altered(events(), 3, op="all_gather"), expectation=None).verdict == FAIL
+
+
+def laws_broken_by(ledger: tuple[Event, ...]) -> list[str]:
+    return [broken.message for broken in broken_laws(ledger)]
+
+
+def test_members_of_a_group_must_issue_the_same_sequence() -> None:
+    assert laws_broken_by(events()) == []
+    swapped = altered(altered(events(), 0, call_index=8), 8, call_index=0)  # rank 0 begins with the loss
+    assert laws_broken_by(swapped) == [
+        "the ranks of tp group [0, 1] part at its call 0: rank 0 issues all_reduce max of 64 B float64 in loss of no "
+        "module, rank 1 issues all_reduce sum of 384 B float64 in forward of embedding"
+    ]
+    shorter = tuple(event for event in events() if not (event.rank == 1 and event.call_index == 19))
+    assert "rank 1 issues nothing more" in laws_broken_by(shorter)[0]
+    finding = judged(swapped)
+    assert (finding.verdict, finding.ranks) == (FAIL, (0, 1))
+
+
+def test_groups_are_kept_apart_and_size_one_groups_are_free() -> None:
+    ledger = events(world_size=4)
+    lonely = tuple(
+        replace(event, op="broadcast", reduce_op="") if event.rank in (0, 1) and event.call_index == 0 else event
+        for event in ledger
+    )
+    assert broken_laws(lonely) == []
+    extra = replace(ledger[0], axis="pp", group_size=1, call_index=77)
+    assert broken_laws((*ledger, extra)) == []
+
+
+def test_what_is_sent_is_received() -> None:
+    move = Term(phase="forward", region="", op="send", reduce_op="", calls=1)
+    sends, receives = events((move,)), events((replace(move, op="recv"),))
+    assert laws_broken_by((sends[0], receives[1])) == []
+    assert laws_broken_by((sends[0],)) == ["tp group [0, 1] sends 1 messages of 384 B and receives 0 of 0 B"]
+    short = replace(receives[1], payload_bytes=8)
+    assert laws_broken_by((sends[0], short)) == ["tp group [0, 1] sends 1 messages of 384 B and receives 1 of 8 B"]
+
+
+def test_uneven_all_to_alls_are_lawful_and_uneven_reductions_are_not() -> None:
+    uneven = events((Term(phase="forward", region="", op="all_to_all", reduce_op="", calls=1),))
+    assert laws_broken_by((uneven[0], replace(uneven[1], payload_bytes=8))) == []
+    reduced = events((Term(phase="forward", region="", calls=1),))
+    assert len(laws_broken_by((reduced[0], replace(reduced[1], payload_bytes=8)))) == 1
+
+
+def test_moves_have_their_conjugates() -> None:
+    exchange = Term(phase="forward", region="layers.0.mlp", op="all_to_all", reduce_op="", calls=2)
+    scatter = replace(exchange, op="reduce_scatter", reduce_op="sum")
+    back, gather = replace(exchange, phase="backward"), replace(exchange, phase="backward", op="all_gather")
+    assert laws_broken_by(events((exchange, scatter, back, gather))) == []
+    assert laws_broken_by(events((exchange, scatter))) == []  # nothing goes backward: an evaluation
+    assert laws_broken_by(events((exchange, back, scatter, replace(gather, calls=1)))) == [
+        "2 reduce_scatters of 384 B float64 over tp in forward of layers.0.mlp have no all_gather of their gradients "
+        "in its backward"
+    ]
+    assert laws_broken_by(events((exchange, replace(back, calls=1)))) == [
+        "4 all-to-alls of 1536 B over tp go forward and 2 of 768 B backward: each must have its conjugate"
+    ]
+    tokens = replace(exchange, dtype="int64")
+    assert laws_broken_by(events((tokens, replace(gather, calls=1)))) == []  # indices have no gradient

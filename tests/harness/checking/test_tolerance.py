@@ -1,0 +1,193 @@
+"""Tolerances: every local or diffuse error is seen, honest rounding passes, nothing that is not finite ever does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from harness.checking.tolerance import FLOAT64_ALLOWED, Measured, distance, epsilon, kind_rms, least_rms, measure
+
+seeds = st.integers(0, 2**31)
+shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
+
+
+def drawn(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def right(value: Tensor, truth: Tensor, dtype: str = "float64", *controls: Tensor) -> bool:
+    return measure("x", value, truth, dtype=dtype, controls=controls).right
+
+
+@given(seeds, shapes, st.floats(-12, 12))
+def test_honest_float64_noise_passes_at_any_magnitude(seed: int, shape: tuple[int, ...], exponent: float) -> None:
+    truth = drawn(seed, shape) * 10.0**exponent
+    noise = drawn(seed + 1, shape) * 1e-13 * truth.abs().max()
+    assert right(truth + noise, truth)
+
+
+@given(seeds, st.integers(2, 4000), st.integers(0, 10**9))
+def test_one_wrong_row_of_a_big_tensor_fails(seed: int, rows: int, which: int) -> None:
+    truth = drawn(seed, (rows, 8))
+    value = truth.clone()
+    value[which % rows] = truth[(which + 1) % rows]
+    assert not right(value, truth)
+
+
+@given(seeds, shapes, st.integers(0, 10**9))
+def test_one_flipped_sign_fails(seed: int, shape: tuple[int, ...], which: int) -> None:
+    truth = drawn(seed, shape)
+    value = truth.clone().flatten()
+    value[which % value.numel()] *= -1
+    assert not right(value.reshape(shape), truth)
+
+
+@given(seeds, shapes, st.sampled_from([0.5, 2.0, 4.0, 1.01, -1.0, 0.0]))
+def test_wrong_factors_fail(seed: int, shape: tuple[int, ...], factor: float) -> None:
+    truth = drawn(seed, shape)
+    assert not right(truth * factor, truth)
+
+
+@given(seeds, shapes, st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 10**9), st.booleans())
+def test_nothing_that_is_not_finite_passes(
+    seed: int, shape: tuple[int, ...], bad: float, which: int, in_truth: bool
+) -> None:
+    clean = drawn(seed, shape)
+    spoiled = clean.clone().flatten()
+    spoiled[which % spoiled.numel()] = bad
+    spoiled = spoiled.reshape(shape)
+    assert not right(*((clean, spoiled) if in_truth else (spoiled, clean)))
+    assert not right(spoiled, spoiled)
+    for dtype in ("float32", "bfloat16"):
+        assert not right(spoiled, clean, dtype, spoiled)
+
+
+def test_a_truth_of_zeros_allows_zeros_only() -> None:
+    zeros = torch.zeros(3, 4, dtype=torch.float64)
+    assert right(zeros, zeros) and right(-zeros, zeros)
+    tiny = zeros.clone()
+    tiny[1, 1] = 1e-300
+    assert not right(tiny, zeros)
+
+
+def test_a_truth_that_is_zero_but_for_rounding_is_scaled_by_its_kind() -> None:
+    truth = {"grad/q.bias": drawn(1, (64,)), "grad/k.bias": drawn(2, (64,)) * 1e-17, "loss/0": torch.tensor(7.0)}
+    kind = kind_rms(truth)["grad"]
+    assert kind == pytest.approx(float(truth["grad/q.bias"].square().mean().div(2).sqrt()))
+    assert least_rms(truth["grad/k.bias"], kind) == kind
+    other_rounding = drawn(3, (64,)) * 1e-17
+    assert measure("k", other_rounding, truth["grad/k.bias"], dtype="float64", kind=kind).right
+    assert not measure("k", other_rounding, truth["grad/k.bias"], dtype="float64").right
+    wrong = drawn(3, (64,)) * 1e-8
+    assert not measure("k", wrong, truth["grad/k.bias"], dtype="float64", kind=kind).right
+    bf16_rounding = drawn(3, (64,)) * 0.5 * epsilon("bfloat16") * kind
+    assert measure("k", bf16_rounding, truth["grad/k.bias"], dtype="bfloat16", kind=kind).right
+
+
+def test_small_gradients_are_not_hidden_by_large_ones() -> None:
+    small, large = drawn(1, (8, 8)) * 1e-6, drawn(2, (100, 100))
+    kind = kind_rms({"grad/a": small, "grad/b": large})["grad"]
+    assert not measure("a", small * 1.001, small, dtype="float64", kind=kind).right
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_low_precision_sums_in_another_order_pass_and_a_lost_rank_fails(dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    x, w = drawn(1, (64, 512), kind), drawn(2, (512, 96), kind)
+    truth = x.double() @ w.double()
+
+    def summed(order: list[int]) -> Tensor:
+        total = x.chunk(4, 1)[order[0]] @ w.chunk(4)[order[0]]
+        for part in order[1:]:
+            total = total + x.chunk(4, 1)[part] @ w.chunk(4)[part]
+        return total
+
+    control = summed([3, 2, 1, 0])
+    honest = measure("y", summed([0, 1, 2, 3]), truth, dtype=dtype, controls=[control])
+    assert honest.right and honest.decidable
+    assert honest.epsilons == honest.error / epsilon(dtype)
+    assert not measure("y", summed([0, 1, 2]), truth, dtype=dtype, controls=[control]).right
+    one_row = summed([0, 1, 2, 3])
+    one_row[17] = one_row[18]
+    assert not measure("y", one_row, truth, dtype=dtype, controls=[control]).right
+
+
+def test_a_lucky_control_run_leaves_the_stated_floor() -> None:
+    truth = drawn(1, (50,))
+    lucky = measure("x", truth.float(), truth, dtype="float32", controls=[truth])
+    assert lucky.right
+    assert lucky.allowed in (4 * epsilon("float32"), 32 * epsilon("float32"))
+
+
+def test_an_element_that_stands_out_may_be_off_by_epsilons_of_its_own_size() -> None:
+    """Found by `bench.clean`: gradients of 1038 logits, of which the target's is 32 times the rms of all."""
+    truth = torch.full((4, 1024), 1e-3, dtype=torch.float64)
+    truth[:, 17] = -1.0
+    own, rms = torch.zeros_like(truth), float(truth.square().mean().sqrt())
+    own[2, 17] = epsilon("float32")
+    assert 3.9 * own.max() / rms > 100 * epsilon("float32"), "beyond the floor of the peak"
+    assert measure("g", truth + 3.9 * own, truth, dtype="float32", controls=[truth]).right
+    beyond = measure("g", truth + 4.1 * own, truth, dtype="float32", controls=[truth])
+    assert (beyond.measure, beyond.right) == ("peak", False)
+    assert not measure("g", truth + 2 * own.roll(1), truth, dtype="float32", controls=[truth]).right, "a small element"
+    assert not measure("g", truth + own / 10, truth, dtype="float64").right
+
+
+def test_where_rounding_explains_everything_nothing_is_proved() -> None:
+    truth = drawn(1, (50,))
+    hopeless = truth + drawn(2, (50,))
+    found = measure("x", hopeless, truth, dtype="bfloat16", controls=[hopeless])
+    assert found.right and not found.decidable and found.allowed > 0.5
+    assert not measure("x", truth * 100, truth, dtype="bfloat16", controls=[hopeless]).right
+
+
+def test_a_control_run_that_is_not_finite_allows_nothing_to_pass() -> None:
+    truth = drawn(1, (5,))
+    found = measure("x", truth.float(), truth, dtype="float32", controls=[torch.full((5,), math.nan)])
+    assert not (found.right and found.decidable)
+
+
+def test_integers_and_booleans_are_exact() -> None:
+    truth = torch.arange(6)
+    assert right(truth.clone(), truth)
+    assert not right(truth + torch.tensor([0, 0, 0, 0, 0, 1]), truth)
+    assert not right(torch.tensor([True, False]), torch.tensor([True, True]))
+
+
+def test_the_two_measures_see_different_errors() -> None:
+    truth = drawn(1, (1000, 10))
+    local = truth.clone()
+    local[3, 3] += 1
+    far = distance(local, truth)
+    assert far.peak > 100 * far.frobenius * 0.5
+    diffuse = distance(truth * (1 + 1e-6), truth)
+    assert diffuse.frobenius == pytest.approx(1e-6, rel=1e-6)
+    assert distance(torch.empty(0), torch.empty(0)).peak == 0
+    assert FLOAT64_ALLOWED == 1e-9
+
+
+@given(st.floats(-300, 300).map(lambda power: 10.0**power))
+def test_extreme_magnitudes_neither_vanish_nor_overflow(magnitude: float) -> None:
+    truth = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64) * magnitude
+    assert distance(truth * 2, truth).frobenius == pytest.approx(1.0)
+
+
+def test_what_a_kink_may_change_is_added_to_the_limit_of_the_control_run_as_it_is() -> None:
+    truth = torch.ones(100, dtype=torch.float64)
+    kink = torch.zeros_like(truth)
+    kink[7] = 0.5
+
+    def measured(value: Tensor, *kinks: Tensor) -> Measured:
+        return measure("grad/x", value, truth, dtype="bfloat16", controls=[truth * (1 + 2**-10)], kinks=kinks)
+
+    plain, moved = measured(truth + 0.9 * kink), measured(truth + 0.9 * kink, kink, 0 * kink)
+    assert not plain.right and moved.right and moved.decidable
+    floor = 32 * 2**-7
+    assert (plain.allowed, moved.allowed) == pytest.approx((floor, floor + 0.5))
+    assert not measured(truth + 2 * kink, kink).right
+    assert not measured(truth + 0.4, kink).right  # a diffuse error is no kink

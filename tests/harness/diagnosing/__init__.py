@@ -1,0 +1,1 @@
+"""Tests of diagnoses: first places, causes, six-line messages, stand-alone scripts."""

@@ -1,0 +1,167 @@
+"""A failure as a stand-alone script: it repeats what failed, is quiet once that is mended, and needs none of us."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.engines.engine import Engine
+from harness.reproducing.repro import emit, shrunk
+from harness.running.run import engine_named
+from reference.case import Case
+from suites.mutants.planting import planted, replaced
+from tests.harness.command_line import CommandLine
+
+LARGE = "mode=tp tp=2 dp=3 layers=2 heads=4 kv_heads=2 hidden=16 ffn=24 seq=16 batch=2 micro=2 steps=2 vocab=264"
+SMALL = "mode=tp tp=2 layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 batch=1 micro=1 steps=1 vocab=264"
+THIRD = """
+import torch
+import torch.distributed as dist
+from reference import subject as dense
+
+FACTOR = 2
+
+
+def subject(case, device):
+    outcome = dense.subject(case, device)
+    ones = torch.ones(())
+    dist.all_reduce(ones)
+    outcome["grad/final_norm.weight"] *= FACTOR * ones / case.world_size
+    return {name: value for name, value in outcome.items() if name.startswith(("loss/", "grad/"))}
+"""
+"""A subject of another house: it needs a process group, and doubles a gradient."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with engine_named("inproc") as engine:
+        yield engine
+
+
+@pytest.fixture
+def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return CommandLine(capsys)
+
+
+def started(script: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script as its header says, in its own folder."""
+    command = [sys.executable, script.name]
+    return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_script_repeats_the_failure_and_is_quiet_once_it_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
+    (tmp_path / "third.py").write_text(THIRD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = emit(Case.parse(f"{SMALL} micro=2"), "third:subject", engine)
+    assert text is not None
+    script = tmp_path / "repro.py"
+    script.write_text(text)
+    wrong = started(script)
+    assert wrong.returncode == 1, wrong.stderr
+    assert "grad/final_norm.weight: peak error" in wrong.stdout and ", allowed 1e-09\nreproduced" in wrong.stdout
+    (tmp_path / "third.py").write_text(THIRD.replace("FACTOR = 2", "FACTOR = 1"))
+    right = started(script)
+    assert (right.returncode, right.stdout.splitlines()[-1]) == (0, "not reproduced"), right.stderr
+    assert _imported(text) <= set(sys.stdlib_module_names) | {"torch"}
+    assert "shardproof run" in text and "case_text': ''" in text
+
+
+def _imported(text: str) -> set[str]:
+    """Top-level packages that a script imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(str(node.module).split(".")[0])
+    return names
+
+
+def test_a_failing_case_is_made_as_small_as_still_fails(engine: Engine) -> None:
+    bug = planted(replaced("parallel.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() / 2"))
+    failure = shrunk(Case.parse(LARGE), bug, engine)
+    assert failure is not None
+    case = failure.result.case
+    assert isinstance(case, Case)
+    assert (case.world_size, case.steps, case.micro, case.layers, case.batch, case.seq) == (2, 1, 1, 1, 1, 8)
+    assert failure.name.startswith("grad/")
+
+
+def test_what_needs_more_ranks_keeps_them(engine: Engine) -> None:
+    """Data ranks that are not summed need data ranks."""
+    bug = planted(replaced("parallel.training", "    for axis in mode.data_axes:\n", "    for axis in ():\n"))
+    failure = shrunk(Case.parse(f"{SMALL} dp=3"), bug, engine)
+    assert failure is not None
+    assert failure.result.case.world_size == 6
+
+
+def test_a_right_subject_gives_no_script(engine: Engine) -> None:
+    assert emit(Case.parse(SMALL), "parallel.subject:subject", engine) is None
+
+
+def raising(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Never finishes."""
+    raise ZeroDivisionError("no")
+
+
+def test_a_subject_that_raises_is_repeated_too(engine: Engine) -> None:
+    text = emit(Case.parse(SMALL), f"{__name__}:raising", engine)
+    assert text is not None and text.startswith(
+        '"""the subject does not finish when tests.harness.diagnosing.test_repro:raising'
+    )
+
+
+LEAVING = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+
+
+def subject(case, device):
+    if dist.get_rank() == 1:
+        sys.exit(3)
+    dist.all_reduce(torch.ones(()))
+    return {}
+"""
+"""Rank 0 waits for a rank that has left."""
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(3)", "os._exit(3)"])
+def test_a_script_does_not_wait_for_a_rank_that_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine, leave: str
+) -> None:
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = emit(Case.parse(SMALL), "leaving:subject", engine)
+    assert text is not None
+    script = tmp_path / "repro.py"
+    script.write_text(text)
+    (tmp_path / "leaving.py").write_text(LEAVING.replace("sys.exit(3)", leave))
+    start_s = time.monotonic()
+    assert started(script).returncode == 1
+    assert time.monotonic() - start_s < 40, "the limit of the script is 120 s, that of its group 60 s"
+
+
+def test_the_command_writes_the_script_of_our_own_subject(shardproof: CommandLine) -> None:
+    words = "mode=mtp tp=2 family=internlm2 vocab=264 layers=1 seq=8 head=gather"
+    status, out, err = shardproof("run", words, "--variant", "gathered-logits-loss", "--emit-repro", "repro.py")
+    assert status == 1, err
+    assert "repro.py repeats loss/0: run it with python repro.py" in " ".join(out.split()) and Path(
+        "repro.py"
+    ).read_text().startswith('"""loss/0 is wrong when')
+    status, out, _ = shardproof("run", words, "--emit-repro", "none.py")
+    assert status == 0
+    assert "none.py was not written: no case failed" in " ".join(out.split()) and not Path("none.py").exists()

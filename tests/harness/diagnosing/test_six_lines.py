@@ -1,0 +1,178 @@
+"""Failure messages word for word: six lines for every kind of failure, and the command that repeats it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.checking.checks import examine
+from harness.checking.evidence import Evidence
+from harness.diagnosing.diagnosis import ended
+from harness.diagnosing.six_lines import crash, explain, repeat_command
+from harness.errors import Desynchronised, Position, RankDied, RankRaised, ShardproofError, TimeLimit
+from tests.harness.toy_evidence import altered, case, events, evidence, outcome_of, truth, without
+
+W1 = "grad/layers.0.mlp.w1.weight"
+SUBJECT = "my.module:subject"
+
+
+def planted(**wrong: Tensor) -> Evidence:
+    values = {**truth(), **wrong}
+    return evidence(*(outcome_of(rank, values) for rank in range(2)))
+
+
+def message(seen: Evidence, check: str) -> str:
+    return explain(seen, examine(seen), check, SUBJECT)
+
+
+def test_a_wrong_gradient_in_six_lines() -> None:
+    seen = planted(**{W1: truth()[W1] * 2})
+    peak = float(truth()[W1].abs().max() / truth()[W1].square().mean().sqrt())
+    assert message(seen, "parameter_gradients") == "\n".join(
+        [
+            "what:   grad/layers.0.mlp.w1.weight differs from the dense model (check parameter_gradients)",
+            "where:  mode=tp, all 2 ranks, step 0, phase backward, module layers.0.mlp.w1, "
+            "tensor grad/layers.0.mlp.w1.weight",
+            f"error:  peak error {peak:.3g} ({peak / 2**-52:.3g} eps), allowed 1e-09 (4.5e+06 eps); "
+            "1 tensor of this check wrong",
+            "first:  backward of layers.0.mlp.w1 in step 0: grad/layers.0.mlp.w1.weight",
+            "causes: it is 2 x the truth, and micro=2: not divided by it, or multiplied once too often",
+            'repeat: shardproof run "seq=16" --subject my.module:subject',
+        ]
+    )
+
+
+def test_a_missing_collective_in_six_lines() -> None:
+    seen = evidence(events=without(events(), phase="forward", region="layers.0.mlp.w2"))
+    assert message(seen, "ledger") == "\n".join(
+        [
+            "what:   missing event in forward of layers.0.mlp.w2 (1 call): all_reduce sum of 384 B float64 over tp "
+            "(2 ranks) (check ledger)",
+            "where:  mode=tp, all 2 ranks, phase forward, module layers.0.mlp.w2",
+            "error:  1 event more or less than expected on a rank, allowed 0",
+            "first:  forward of layers.0.mlp.w2: in the ledger: missing event in forward of layers.0.mlp.w2 (1 call): "
+            "all_reduce sum of 384 B float64 over tp (2 ranks)",
+            "causes: the all_reduce over tp is left out: each rank keeps its partial sum",
+            'repeat: shardproof run "seq=16" --subject my.module:subject',
+        ]
+    )
+
+
+def test_replicas_that_hold_partial_sums_in_six_lines() -> None:
+    bias = "grad/layers.0.mlp.w2.bias"
+    first, second = (outcome_of(rank, truth()) for rank in range(2))
+    first[bias], second[bias] = truth()[bias] - 1.5, torch.full((6,), 1.5, dtype=torch.float64)
+    seen = evidence(first, second)
+    lines = message(seen, "replicas").splitlines()
+    assert lines[0].startswith(
+        "what:   grad/layers.0.mlp.w2.bias has a flaw, replica conflict: rank 1 differs from rank 0 in 6 of 6"
+    )
+    assert lines[1] == (
+        "where:  mode=tp, rank 1 of 2, step 0, phase backward, module layers.0.mlp.w2, tensor grad/layers.0.mlp.w2.bias"
+    )
+    assert lines[2] == "error:  compared exactly: nothing is allowed to differ"
+    assert lines[3] == "first:  grad_sync of layers.0.mlp.w2 in step 0: grad/layers.0.mlp.w2.bias"
+    assert lines[4] == (
+        "causes: the ranks' values add up to the truth over tp=2: each holds one partial sum, never reduced"
+    )
+
+
+STOOD = [
+    Position(rank=0, state="waits in", op="all_reduce", number=3, group="tp (0 1)", caller="model.py:7"),
+    Position(rank=1, state="raised"),
+]
+ENDS: list[tuple[ShardproofError, str, str, str]] = [
+    (
+        RankRaised("rank 1 raised ValueError: no", ranks=[1], positions=STOOD),
+        "the subject did not finish: rank 1 raised ValueError: no",
+        "the subject raised: the line above says where each rank stood",
+        "raised",
+    ),
+    (
+        Desynchronised("rank 1 ends without all_reduce #3", kind="skipped", ranks=[1], positions=STOOD),
+        "the subject did not finish: rank 1 ends without all_reduce #3",
+        "the ranks issued different calls, or not as many: the line above says where each stood",
+        "desynchronised",
+    ),
+    (
+        TimeLimit("no end after 60 s", ranks=[0], positions=STOOD),
+        "the machine failed: no end after 60 s",
+        "a rank that waits for ever, too little time, or a machine that failed",
+        "machine",
+    ),
+    (
+        RankDied("rank 1 ended with status 9", ranks=[1], positions=STOOD),
+        "the machine failed: rank 1 ended with status 9",
+        "a rank that waits for ever, too little time, or a machine that failed",
+        "machine",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "what", "why", "cause"), ENDS, ids=[type(row[0]).__name__ for row in ENDS])
+def test_a_case_without_an_outcome_in_six_lines(error: ShardproofError, what: str, why: str, cause: str) -> None:
+    assert crash(case(), SUBJECT, error, "--engine pool") == "\n".join(
+        [
+            f"what:   {what} (check run)",
+            "where:  mode=tp, 2 ranks",
+            "error:  nothing to compare: there is no outcome",
+            "first:  rank 0: waits in all_reduce #3 of tp (0 1), at model.py:7 | rank 1: raised",
+            f"causes: {why}",
+            'repeat: shardproof run "seq=16" --subject my.module:subject --engine pool',
+        ]
+    )
+    assert [told.id for told in ended(error).causes] == [cause]
+
+
+def test_a_split_that_moves_nothing_in_six_lines() -> None:
+    assert message(evidence(events=(), expectation=None), "parallelism") == "\n".join(
+        [
+            "what:   no rank sent or received anything in a mesh of tp=2 (check parallelism)",
+            "where:  mode=tp, all 2 ranks",
+            "error:  nothing to measure: this must never be",
+            "first:  no rank sent or received anything in a mesh of tp=2",
+            "causes: the split was done to a tensor that is not used, or undone by what followed it",
+            'repeat: shardproof run "seq=16" --subject my.module:subject',
+        ]
+    )
+
+
+def test_every_failure_has_six_labelled_lines() -> None:
+    seen = planted(**{name: tensor + 1 for name, tensor in truth().items()})
+    findings = examine(seen)
+    failed = [name for name, finding in findings.items() if finding.verdict == "fail"]
+    assert len(failed) == 7
+    for check in failed:
+        labels = [line.split(":")[0] for line in explain(seen, findings, check, SUBJECT).splitlines()]
+        assert labels == ["what", "where", "error", "first", "causes", "repeat"]
+
+
+def test_the_rank_whose_shard_is_wrong_is_named() -> None:
+    first, second = (outcome_of(rank, truth()) for rank in range(2))
+    second[W1].local.mul_(3)
+    lines = message(evidence(first, second), "parameter_gradients").splitlines()
+    assert lines[1].startswith("where:  mode=tp, rank 1 of 2, step 0")
+    assert lines[4] == "causes: only part 1 of 2 over tp is wrong: look at what that rank does alone"
+
+
+def test_nothing_is_guessed_where_no_pattern_fits() -> None:
+    seen = planted(**{W1: torch.randn(8, 6, generator=torch.Generator().manual_seed(99), dtype=torch.float64)})
+    assert message(seen, "parameter_gradients").splitlines()[4] == "causes: none of the known patterns fits"
+
+
+def test_tensor_and_ledger_are_both_told_when_both_are_wrong() -> None:
+    values = {**truth(), "loss/0": truth()["loss/0"] * 2}
+    seen = evidence(*(outcome_of(rank, values) for rank in range(2)), events=altered(events(), 0, reduce_op="avg"))
+    lines = message(seen, "forward").splitlines()
+    assert lines[3].startswith(
+        "first:  forward of embedding: loss/0; in the ledger: wrong event in forward of embedding"
+    )
+    assert lines[3].endswith("at model.py:7")
+    assert "averaged over tp where it must be summed: reduce_op avg instead of sum" in lines[4]
+
+
+def test_the_repeat_command_survives_a_shell() -> None:
+    assert repeat_command(case("mode=tp tp=2"), SUBJECT) == 'shardproof run "mode=tp" --subject my.module:subject'
+    odd = repeat_command(case("mode=tp data=$HOME/a"), "a:b; rm")
+    assert odd == "shardproof run 'data=$HOME/a' --subject 'a:b; rm'"

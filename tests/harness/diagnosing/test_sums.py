@@ -1,0 +1,208 @@
+"""Sums gone wrong, on hand-made shares: what a gradient counts, what a norm counts, what became of parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.checking.evidence import Evidence
+from harness.diagnosing.sums import from_losses, from_norms, from_shares
+from harness.diagnosing.updates import from_start, from_updates
+from harness.merging import Outcomes
+from harness.outcome import localize
+from tests.harness.toy_evidence import case, evidence, outcome_of, truth
+
+W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"
+TOKENS = torch.tensor([[3.0, 5.0], [4.0, 8.0]], dtype=torch.float64)
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+SHARES = {W1: drawn(2, 2, 8, 6), "tokens": TOKENS}
+
+
+def weighted(weights: Tensor) -> Tensor:
+    return (SHARES[W1] * weights[..., None, None]).sum((0, 1))
+
+
+def counting(*weights: Tensor) -> Evidence:
+    """Four ranks (tp=2, dp=2); every one's gradient counts the micro-batches so, or each data rank's as given."""
+    by_rank = [weights[0]] * 4 if len(weights) == 1 else [weights[rank // 2] for rank in range(4)]
+    true = {**truth(), W1: weighted(torch.ones(2, 2))}
+    outcomes: Outcomes = [localize({W1: weighted(w)}) for w in by_rank]
+    seen = evidence(case=case("mode=tp tp=2 dp=2 seq=16"), truth=true)
+    merged = {W1: weighted(by_rank[0])} if len(weights) == 1 else {}
+    return replace(seen, outcomes=outcomes, shares=SHARES, merged=replace(seen.merged, tensors=merged))
+
+
+LOCAL = TOKENS.sum() / TOKENS.sum(1)
+
+
+@pytest.mark.parametrize(
+    ("seen", "cause", "words"),
+    [
+        (counting(torch.tensor([[0.0, 1], [0, 1]])), "micro_missing", "micro-batch 0 of 2 is missing in it"),
+        (counting(torch.tensor([[1.0, 0], [1, 0]])), "micro_missing", "micro-batch 1 of 2 is missing in it"),
+        (counting(torch.tensor([[1.0, 0], [1, 1]])), "micro_missing", "some micro-batches of some data ranks"),
+        (counting(torch.tensor([[0.0, 0], [1, 1]])), "not_summed", "only data rank 1 of 2 is in it"),
+        (counting(torch.tensor([[0.25, 0.5]] * 2)), "unequal_shares", "its micro-batches count 0.25, 0.5, 0.25, 0.5"),
+        (counting(5 / TOKENS), "local_count", "every micro-batch is divided by its own tokens"),
+        (counting(LOCAL[:, None].expand(2, 2)), "local_count", "every data rank divides by the tokens that it counted"),
+        (
+            counting(LOCAL[0].expand(2, 2), LOCAL[1].expand(2, 2)),
+            "local_count",
+            "every data rank divides by the tokens that it counted",
+        ),
+        (
+            counting(torch.tensor([[1.0, 1], [0, 0]]), torch.tensor([[0.0, 0], [1, 1]])),
+            "not_summed",
+            "each data rank's own micro-batches alone are in it",
+        ),
+    ],
+)
+def test_what_a_gradient_counts_otherwise_is_told(seen: Evidence, cause: str, words: str) -> None:
+    (told,) = from_shares(seen, [W1])
+    assert told.id == cause and told.words.startswith(words)
+
+
+def test_replicas_apart_by_rounding_are_not_taken_for_a_count() -> None:
+    assert from_shares(counting(torch.ones(2, 2), torch.full((2, 2), 1 + 2.0**-40)), [W1]) == []
+    seen = counting(torch.tensor([[0.25, 0.5], [0.25, 0.5]]))
+    halved = replace(seen, shares={**SHARES, "tokens": torch.tensor([[6.0, 3.0], [6.0, 3.0]])})
+    assert [told.id for told in from_shares(halved, [W1])] == ["unequal_shares"]  # equal products are no division
+
+
+def test_what_is_no_sum_of_shares_tells_nothing() -> None:
+    assert from_shares(counting(torch.full((2, 2), 0.5)), [W1]) == []  # a factor, which is another pattern's
+    seen = counting(torch.ones(2, 2))
+    other = replace(seen, merged=replace(seen.merged, tensors={W1: drawn(8, 6, seed=9)}))
+    assert from_shares(other, [W1]) == []
+    assert from_shares(replace(seen, shares={}), [W1]) == []
+
+
+def square(name: str) -> float:
+    return float(truth()[name].square().sum())
+
+
+SPLIT = square(W1) + square("grad/layers.0.mlp.w2.weight")
+WHOLE = square(BIAS) + square("grad/embedding.tokens.weight")
+
+
+@pytest.mark.parametrize(
+    ("found", "cause", "words"),
+    [
+        (SPLIT + 2 * WHOLE, "norm_counts_replicas", "it counts what every rank holds whole once a rank, tp=2"),
+        (2 * SPLIT + WHOLE, "norm_counts_replicas", "it counts what is split over ranks once a rank, tp=2"),
+        (2 * (SPLIT + WHOLE), "norm_counts_replicas", "it counts everything once a rank, tp=2"),
+        ((SPLIT + WHOLE) / 2, "norm_counts_few", "it counts 1 of 2 ranks of tp in everything"),
+        (SPLIT, "norm_counts_few", "it leaves out what every rank holds whole"),
+        (WHOLE, "norm_counts_few", "it leaves out what is split over ranks"),
+        (SPLIT + WHOLE - square(BIAS), "norm_counts_few", f"it leaves out {BIAS}"),
+        (
+            SPLIT + WHOLE - square(BIAS) - square(W1),
+            "norm_counts_few",
+            "it leaves out grad/layers.*.mlp.w1.weight, grad/layers.*.mlp.w2.bias",
+        ),
+    ],
+)
+def test_what_a_norm_counts_otherwise_is_told(found: float, cause: str, words: str) -> None:
+    values = {**truth(), "grad_norm/0": torch.tensor(math.sqrt(found), dtype=torch.float64)}
+    seen = evidence(*(outcome_of(rank, values) for rank in range(2)))
+    (told,) = from_norms(seen, "grad_norm/0")
+    assert (told.id, told.words) == (cause, words)
+    assert from_norms(evidence(), "grad_norm/0") == []
+
+
+def test_norms_that_were_never_summed_are_told() -> None:
+    ranks = [outcome_of(rank, truth()) for rank in range(2)]
+    for rank in ranks:
+        mine = [value for name, value in rank.items() if name.startswith("grad/")]
+        parts = [value if isinstance(value, Tensor) else value.local for value in mine]
+        rank["grad_norm/0"] = torch.stack([part.square().sum() for part in parts]).sum().sqrt()
+    (told,) = from_norms(evidence(*ranks), "grad_norm/0")
+    assert told.id == "norm_counts_few" and told.words.endswith("it was never summed")
+
+
+def test_norms_of_parts_that_were_added_are_told() -> None:
+    ranks = [outcome_of(rank, truth()) for rank in range(2)]
+    names = [f"grad/layers.0.mlp.{leaf}.weight" for leaf in ("w1", "w2")]
+    split = [sum(float(rank[name].local.square().sum()) for name in names) for rank in ranks]
+    value = torch.tensor(math.sqrt(split[0] + WHOLE) + math.sqrt(split[1]), dtype=torch.float64)
+    (told,) = from_norms(evidence(*({**rank, "grad_norm/0": value} for rank in ranks)), "grad_norm/0")
+    assert told.id == "norm_of_norms"
+    assert told.words.startswith("it is the sum of the norms of the ranks' parts")
+
+
+def test_what_became_of_parameters_is_told() -> None:
+    name = "param/layers.0.mlp.w1.weight"
+    start = {name.replace("param", "start"): drawn(8, 6, seed=4)}
+
+    def causes(value: Tensor) -> list[str]:
+        seen = evidence(*(outcome_of(rank, {**truth(), name: value}) for rank in range(2)), shares=start)
+        return [told.id for told in from_updates(seen, [name])]
+
+    assert causes(start[name.replace("param", "start")]) == ["never_updated"]
+    assert causes(truth()[name] - 0.3 * truth()[W1]) == ["not_zeroed"]
+    assert causes(truth()[name] + drawn(8, 6, seed=5)) == []
+
+
+def test_updates_that_are_next_to_nothing_are_told() -> None:
+    name = "layers.0.mlp.w1.weight"
+    start, update = drawn(8, 6, seed=4), drawn(8, 6, seed=6)
+
+    def told(value: Tensor) -> list[str]:
+        ranks = (outcome_of(rank, {**truth(), f"param/{name}": value}) for rank in range(2))
+        seen = evidence(*ranks, shares={f"start/{name}": start}, alternatives={f"first_order/param/{name}": update})
+        return [cause.words for cause in from_updates(seen, [f"param/{name}"])]
+
+    (words,) = told(start + update / 1024)
+    assert words == "the updates are 0.000977 x the right ones: gradients that are divided once more before the step"
+    assert told(start + update / 2) == told(start - update / 1024) == told(start + drawn(8, 6, seed=8) / 1024) == []
+
+
+def test_a_weight_that_began_as_another_rank_part_is_told() -> None:
+    name, start = "layers.0.mlp.w1.weight", drawn(8, 6, seed=4)
+
+    def told(value: Tensor) -> list[tuple[str, str]]:
+        ranks = (outcome_of(rank, {**truth(), f"param/{name}": value}) for rank in range(2))
+        seen = evidence(*ranks, shares={f"start/{name}": start})
+        return [(cause.id, cause.words) for cause in from_start(seen, [f"param/{name}"])]
+
+    moved = 1e-2 * drawn(8, 6, seed=5)
+    words = f"param/{name} began with the wrong parts of 2 along dim 0 (tp): 1 in place of 0, 0 in place of 1"
+    assert told(start.roll(4, 0) + moved) == [("other_shard", words)]
+    assert told(start + moved) == told(drawn(8, 6, seed=6)) == []
+
+
+def test_parameters_that_alone_stay_where_they_were_are_named() -> None:
+    names = [f"param/layers.0.mlp.{leaf}.weight" for leaf in ("w1", "w2")]
+    start = drawn(8, 6, seed=4)
+    values = {names[0]: start, names[1]: truth()[names[1]] + 1}
+    shares = {names[0].replace("param", "start"): start, names[1].replace("param", "start"): drawn(6, 8, seed=4)}
+    seen = evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), shares=shares)
+    ((known, words),) = [(told.id, told.words) for told in from_updates(seen, names)]
+    assert (known, words) == ("never_updated", f"{names[0]}: as before the first step, others moved")
+
+
+@pytest.mark.parametrize(
+    ("by_data_rank", "cause", "words"),
+    [
+        ((3.0 / 8, 7.0 / 12), "local_count", "the loss is each data rank's own, over its own tokens"),
+        ((3.0 / 20, 7.0 / 20), "not_summed", "the loss is each data rank's own part of the sum over all"),
+        ((0.3,) * 2, "micro_missing", "the loss is that of the last micro-batch alone"),
+        ((0.7,) * 2, "", ""),
+    ],
+)
+def test_a_loss_that_is_only_reported_wrong_is_told(by_data_rank: tuple[float, ...], cause: str, words: str) -> None:
+    sums = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
+    true = {**truth(), "loss/0": torch.tensor(0.5, dtype=torch.float64)}  # (1 + 2 + 3 + 4) / 20 tokens
+    ranks = [{"loss/0": torch.tensor(by_data_rank[rank // 2], dtype=torch.float64)} for rank in range(4)]
+    shares = {"tokens": TOKENS, "loss": sums / TOKENS.sum()}
+    seen = evidence(*ranks, case=case("mode=tp tp=2 dp=2 seq=16"), truth=true, shares=shares)
+    assert [(told.id, told.words) for told in from_losses(seen, "loss/0")] == ([(cause, words)] if cause else [])

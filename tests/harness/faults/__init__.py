@@ -1,0 +1,1 @@
+"""Tests of disturbed collectives, of ranks that are out of step, and of races."""

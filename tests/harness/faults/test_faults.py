@@ -1,0 +1,277 @@
+"""Faults do what they say to every collective: expected values by hand; rank r of two brings [1, 2] + 2r."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.engines.faults.disturbance import Disturbed
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import Desynchronised, RequestError
+from harness.faults import Fault, Target, faults_of, targets_of
+from harness.ledger import Event
+from tests.harness.toy_subjects import LoopEngine
+from harness.recording.recorder import Recorder
+
+AXES = {"tp": ((0, 1),)}
+ON_FOUR = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
+gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    with InprocEngine() as engine:
+        yield engine
+
+
+def pair(rank: int) -> Tensor:
+    return torch.tensor([1.0, 2.0]) + 2 * rank
+
+
+def all_reduce(rank: int, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    x = pair(rank)
+    dist.all_reduce(x, op)
+    return x
+
+
+def largest(rank: int) -> Tensor:
+    return all_reduce(rank, dist.ReduceOp.MAX)
+
+
+def broadcast(rank: int) -> Tensor:
+    x = pair(rank)
+    dist.broadcast(x, 0)
+    return x
+
+
+def all_gather(rank: int) -> Tensor:
+    full = torch.zeros(4)
+    gather_flat(full, pair(rank))
+    return full
+
+
+def all_gather_list(rank: int) -> Tensor:
+    parts = [torch.zeros(2), torch.zeros(2)]
+    dist.all_gather(parts, pair(rank))
+    return torch.cat(parts)
+
+
+def reduce_scatter(rank: int) -> Tensor:
+    part = torch.zeros(1)
+    scatter_flat(part, pair(rank))
+    return part
+
+
+def exchange(rank: int) -> Tensor:
+    got = torch.zeros(2)
+    dist.all_to_all_single(got, pair(rank))
+    return got
+
+
+def message(rank: int) -> Tensor:
+    x = pair(rank)
+    dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+    return x
+
+
+def ledger(engine: InprocEngine, program: Callable[[int], Tensor], world_size: int = 2) -> list[Event]:
+    axes = AXES if world_size == 2 else ON_FOUR
+    with Recorder("", "tp", world_size, axes) as recorder:
+
+        def recorded(rank: int) -> Tensor:
+            with recorder.on_rank(rank):
+                return program(rank)
+
+        engine.run(recorded, world_size=world_size, observer=recorder)
+    return recorder.events()
+
+
+def outcomes(
+    engine: InprocEngine, program: Callable[[int], Tensor], kind: str, change: str = "", rank: int = -1
+) -> list[list[float]]:
+    """What the ranks return under the one fault of this kind and change."""
+    faults = faults_of(ledger(engine, program), AXES, kinds=(kind,), rank=rank)
+    (fault,) = (fault for fault in faults if fault.change == change)
+    found: list[list[float]] = [x.tolist() for x in Disturbed(engine, fault).run(program, world_size=2)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("program", "dropped"),
+    [
+        (all_reduce, [[1, 2], [3, 4]]),
+        (broadcast, [[1, 2], [3, 4]]),
+        (all_gather, [[1, 2, 1, 2], [3, 4, 3, 4]]),
+        (all_gather_list, [[1, 2, 1, 2], [3, 4, 3, 4]]),
+        (reduce_scatter, [[1], [4]]),
+        (exchange, [[1, 1], [4, 4]]),
+        (message, [[1, 2], [3, 4]]),
+    ],
+)
+def test_a_dropped_call_leaves_what_the_rank_has_alone(
+    engine: InprocEngine, program: Callable[[int], Tensor], dropped: list[list[float]]
+) -> None:
+    assert outcomes(engine, program, "drop") == dropped
+
+
+@pytest.mark.parametrize(
+    ("program", "doubled"),
+    [
+        (all_reduce, [[8, 12], [8, 12]]),
+        (largest, [[3, 4], [3, 4]]),
+        (broadcast, [[1, 2], [1, 2]]),
+        (all_gather, [[1, 2, 3, 4], [1, 2, 3, 4]]),
+        (reduce_scatter, [[8], [12]]),
+        (exchange, [[1, 2], [3, 4]]),
+    ],
+)
+def test_a_doubled_call_is_made_on_its_result_or_counts_twice(
+    engine: InprocEngine, program: Callable[[int], Tensor], doubled: list[list[float]]
+) -> None:
+    assert outcomes(engine, program, "double") == doubled
+
+
+def test_another_reduction(engine: InprocEngine) -> None:
+    assert outcomes(engine, all_reduce, "op", "avg") == [[2, 3]] * 2
+    assert outcomes(engine, all_reduce, "op", "max") == [[3, 4]] * 2
+    assert outcomes(engine, largest, "op", "min") == [[1, 2]] * 2
+    assert outcomes(engine, reduce_scatter, "op", "max") == [[3], [4]]
+
+
+def test_the_group_in_reverse_order(engine: InprocEngine) -> None:
+    assert outcomes(engine, all_gather, "group", "reversed") == [[3, 4, 1, 2]] * 2
+    assert outcomes(engine, reduce_scatter, "group", "reversed") == [[6], [4]]
+
+
+def test_poison_reaches_every_element(engine: InprocEngine) -> None:
+    assert all(math.isnan(value) for rank in outcomes(engine, all_gather, "poison") for value in rank)
+
+
+def test_one_rank_alone_may_be_spoiled(engine: InprocEngine) -> None:
+    assert outcomes(engine, all_reduce, "drop", rank=1) == [[4, 6], [3, 4]]
+
+
+def test_stale_is_the_call_before_and_zeros_for_a_call_that_is_made_once(engine: InprocEngine) -> None:
+    assert outcomes(engine, all_reduce, "stale") == [[0, 0], [0, 0]]
+
+    def thrice(rank: int) -> Tensor:
+        sums = [pair(rank) * scale for scale in (1, 10, 100)]
+        for x in sums:
+            dist.all_reduce(x)
+        return torch.cat(sums)
+
+    target = Target(
+        op="all_reduce",
+        reduce_op="sum",
+        axis="tp",
+        group_size=2,
+        dtype="float32",
+        phase="forward",
+        region="",
+        number=0,
+        calls=tuple((rank, call) for rank in (0, 1) for call in range(3)),
+    )
+    ranks = Disturbed(engine, Fault(kind="stale", target=target)).run(thrice, world_size=2)
+    assert [x.tolist() for x in ranks] == [[4, 6, 4, 6, 40, 60]] * 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_is_late_arrives_at_the_ranks_next_call_after_the_wait(engine: InprocEngine, is_async: bool) -> None:
+    def late(rank: int) -> Tensor:
+        x = pair(rank)
+        work = dist.all_reduce(x, async_op=is_async)
+        if work is not None:
+            dist.broadcast(torch.ones(1), 0)
+            work.wait()
+        at_once = x.clone()
+        dist.broadcast(torch.ones(1), 0)
+        return torch.cat([at_once, x])
+
+    (target,) = (target for target in targets_of(ledger(engine, late)) if target.op == "all_reduce")
+    ranks = Disturbed(engine, Fault(kind="delay", target=target)).run(late, world_size=2)
+    assert [x.tolist() for x in ranks] == [[1, 2, 4, 6], [3, 4, 4, 6]]
+
+
+def test_another_axis_means_other_ranks_and_the_ledger_stays_clean(engine: InprocEngine) -> None:
+    def over_tp(rank: int) -> Tensor:
+        group = [dist.new_group(list(ranks), group_desc="tp") for ranks in ON_FOUR["tp"]][rank // 2]
+        x = torch.tensor([10.0**rank])
+        dist.all_reduce(x, group=group)
+        return x
+
+    clean = ledger(engine, over_tp, 4)
+    by_change = {fault.change: fault for fault in faults_of(clean, ON_FOUR, kinds=("group",))}
+    assert set(by_change) == {"dp", "world"}
+    found = {
+        change: torch.cat(Disturbed(engine, fault).run(over_tp, world_size=4)).tolist()
+        for change, fault in by_change.items()
+    }
+    assert found == {"dp": [101, 1010, 101, 1010], "world": [1111] * 4}
+    with Recorder("", "tp", 4, ON_FOUR) as recorder:
+        Disturbed(engine, by_change["dp"]).run(
+            lambda rank: recorded(recorder, over_tp, rank), world_size=4, observer=recorder
+        )
+    assert [(e.rank, e.axis, e.group_size) for e in recorder.events()] == [
+        (e.rank, e.axis, e.group_size) for e in clean
+    ]
+
+
+def test_the_same_ranks_in_another_order_are_another_group_of_a_gather_and_not_of_a_sum(engine: InprocEngine) -> None:
+    def over_dp(rank: int) -> Tensor:
+        group = [dist.new_group(list(ranks), group_desc="dp") for ranks in ON_FOUR["dp"]][rank % 2]
+        x, parts = torch.ones(1), torch.zeros(2)
+        dist.all_reduce(x, group=group)
+        gather_flat(parts, x, group=group)
+        return parts
+
+    alone = {"dp": ON_FOUR["dp"]}  # (0, 2) and (1, 3); one rank later (1, 3) and (2, 0)
+    found = faults_of(ledger(engine, over_dp, 4), alone, kinds=("group",))
+    assert [(fault.target.op, fault.change) for fault in found] == [("all_reduce", "world"), ("all_gather", "shifted")]
+
+
+def recorded(recorder: Recorder, program: Callable[[int], Tensor], rank: int) -> Tensor:
+    with recorder.on_rank(rank):
+        return program(rank)
+
+
+def test_every_call_of_a_ledger_belongs_to_one_target(engine: InprocEngine) -> None:
+    def program(rank: int) -> Tensor:
+        broadcast(rank), all_reduce(rank), largest(rank), all_reduce(rank), message(rank)
+        return torch.zeros(1)
+
+    events = ledger(engine, program)
+    targets = targets_of(events)
+    assert sorted(call for target in targets for call in target.calls) == [(e.rank, e.call_index) for e in events]
+    assert [(t.op, t.reduce_op, t.number) for t in targets] == [
+        ("broadcast", "", 0),
+        ("all_reduce", "sum", 0),
+        ("all_reduce", "max", 0),
+        ("all_reduce", "sum", 1),
+        ("send", "", 0),
+        ("recv", "", 0),
+    ]
+
+
+def test_an_engine_that_takes_no_interventions_says_so(engine: InprocEngine) -> None:
+    fault = faults_of(ledger(engine, all_reduce), AXES)[0]
+    with pytest.raises(RequestError, match="engine=loop: takes no interventions; legal: inproc"):
+        Disturbed(LoopEngine(), fault)
+
+
+def test_a_fault_that_makes_ranks_part_is_told_like_any_other_parting(engine: InprocEngine) -> None:
+    def uneven(rank: int) -> Tensor:
+        group = [dist.new_group(list(ranks), group_desc="tp") for ranks in ON_FOUR["tp"]][rank // 2]
+        x = torch.ones(2 + rank // 2)
+        dist.all_reduce(x, group=group)
+        return x
+
+    faults = faults_of(ledger(engine, uneven, 4), ON_FOUR, kinds=("group",))
+    with pytest.raises(Desynchronised, match="by fault dp"):
+        Disturbed(engine, faults[0]).run(uneven, world_size=4)

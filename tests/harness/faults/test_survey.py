@@ -1,0 +1,153 @@
+"""A survey proves collectives necessary and names those that are not; what it calls equivalent is never noticed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.checking.checks import CHECKS
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import RequestError
+from harness.faults import Fault, faults_of
+from harness.injecting.equivalence import UNREAD, proof_of
+from harness.injecting.survey import FaultResult, survey, unproved
+from harness.outcome import Shard
+from harness.running.execution import execute
+from harness.running.trial import Reference
+from parallel.subject import subject
+from reference import subject as dense
+from reference.case import Case
+from tests.harness import toy_subjects
+
+TINY = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 steps=2 micro=2 batch=2"
+TP = Case.parse(f"mode=tp tp=2 {TINY}")
+DEAD = "dead traffic: no later call and nothing that is returned depends on the result"
+ISP = Case.parse(f"preset=tiny-internlm2 mode=isp tp=2 {TINY} vocab=264 steps=1 micro=1")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InprocEngine]:
+    with InprocEngine() as engine:
+        yield engine
+
+
+def faults(engine: InprocEngine, case: Case, *kinds: str, subject: Callable[..., Any] = subject) -> list[Fault]:
+    events = execute(case, subject, engine, text="").events
+    return list(faults_of(events, case.axes, kinds=kinds))
+
+
+def survivors(results: list[FaultResult]) -> list[str]:
+    return [str(result.fault) for result in results if result.survived]
+
+
+def test_every_fault_of_a_mode_is_killed_or_proved_equivalent(engine: InprocEngine) -> None:
+    events = execute(TP, subject, engine, text="").events
+    chosen = [fault for fault in faults_of(events, TP.axes) if fault.target.phase in {"loss", "backward"}]
+    assert {fault.kind for fault in chosen} == {"drop", "double", "op", "stale", "delay", "poison"}
+    results = survey(TP, subject, engine, faults=chosen, first_only=True)
+    assert survivors(results) == []
+    assert len([result for result in results if result.equivalent and subject.harmless(TP, result.fault)]) == 3
+    assert unproved(results) == []
+
+
+def test_what_is_proved_equivalent_is_never_killed(engine: InprocEngine) -> None:
+    everything = faults(engine, TP, "double", "op", "stale", "delay", "drop")
+    equivalent = [fault for fault in everything if proof_of(fault) or subject.harmless(TP, fault)]
+    assert {fault.kind for fault in equivalent} == {"double", "op", "stale"}
+    unspoken = functools.partial(subject.__call__)  # it knows nothing of its mathematics
+    assert not [str(r.fault) for r in survey(TP, unspoken, engine, faults=equivalent, rules=()) if r.killed]
+
+
+def test_the_gather_that_internevo_does_not_need_is_named_and_nothing_else(engine: InprocEngine) -> None:
+    gathers = [fault for fault in faults(engine, ISP, "drop", "poison") if fault.target.op == "all_gather"]
+    assert len(gathers) > 20
+    results = survey(ISP, subject, engine, faults=gathers, first_only=True)
+    found = [(str(collective.target), collective.why) for collective in unproved(results)]
+    assert found == [("all_gather wp backward embedding #0", DEAD)]
+
+
+def test_the_last_sum_of_a_recomputed_layer_is_dead_traffic(engine: InprocEngine) -> None:
+    case = TP.but(recompute="full")
+    sums = [f for f in faults(engine, case, "drop", "poison", "stale") if f.target.phase == "recompute"]
+    assert {fault.target.region for fault in sums} == {"layers.0.attention.wo", "layers.0.mlp.w2"}
+    results = survey(case, subject, engine, faults=sums, first_only=True)
+    assert survivors(results) == []
+    assert {result.fault.target.region for result in results if result.equivalent == UNREAD} == {"layers.0.mlp.w2"}
+    found = [(str(collective.target), collective.why) for collective in unproved(results)]
+    assert found == [("sum all_reduce tp recompute layers.0.mlp.w2 #0", DEAD)]
+
+
+def test_the_calls_of_the_metric_are_necessary_too(engine: InprocEngine) -> None:
+    case = ISP.but(mode="mtp", metric=True, steps=3, micro=2)  # enough tokens for every rank to hold a right one
+    chosen = [fault for fault in faults(engine, case, "drop") if fault.target.phase == "metric"]
+    assert len(chosen) == 8
+    results = survey(case, subject, engine, faults=chosen, first_only=True)
+    assert {result.killed_by for result in results} == {("forward",), ("replicas",)}
+
+
+def wasteful(case: Case, device: torch.device) -> dict[str, Any]:
+    """Our subject, and after it four collectives: one that everybody could do without, one whose result nobody sees,
+    one whose result is returned and looked at by no check, one that gives every rank what it has anyway times one.
+    """
+    outcome: dict[str, Any] = dict(subject(case, device))
+    loss = outcome["loss/0"].clone()
+    dist.all_reduce(loss, dist.ReduceOp.MAX)
+    unseen = torch.tensor([1.0 + dist.get_rank()])
+    dist.all_reduce(unseen, dist.ReduceOp.MIN)
+    unknown = torch.tensor([7 + dist.get_rank()])
+    dist.all_reduce(unknown, dist.ReduceOp.BAND)
+    own = Shard(local=unknown, offsets=(dist.get_rank(),), global_shape=(2,))
+    steps = torch.tensor([1.0])
+    dist.all_reduce(steps, dist.ReduceOp.PRODUCT)
+    return {**outcome, "loss/0": loss * steps, "log/own": own}
+
+
+def test_redundant_and_unseen_collectives_are_told_apart(engine: InprocEngine) -> None:
+    everything = faults(engine, TP, "drop", "poison", subject=wasteful)
+    chosen = [
+        f for f in everything if f.target.reduce_op in {"max", "min", "band", "product"} and f.target.phase != "loss"
+    ]
+    assert len(chosen) == 8
+    results = survey(TP, wasteful, engine, faults=chosen, first_only=True)
+    assert {c.target.reduce_op: c.why.partition(":")[0] for c in unproved(results)} == {
+        "max": "redundant",
+        "min": "dead traffic",
+        "band": "dead traffic or a blind spot",
+        "product": "redundant",
+    }
+
+
+def test_the_dense_model_is_computed_once(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = itertools.count()
+
+    def counted(case: Case, device: torch.device) -> dict[str, Tensor]:
+        next(asked)
+        return dense.truth(case, device)
+
+    monkeypatch.setattr(toy_subjects, "counted", counted, raising=False)
+    reference = Reference(truth="tests.harness.toy_subjects:counted")
+    chosen = faults(engine, TP, "drop")[:3]
+    results = survey(TP, subject, engine, faults=chosen, reference=reference, checks={"forward": CHECKS["forward"]})
+    assert [result.killed_by for result in results] == [("forward",)] * 3
+    assert next(asked) == 1
+
+
+def test_ranks_that_do_not_even_finish_are_noticed_by_the_run(engine: InprocEngine) -> None:
+    poisons = [fault for fault in faults(engine, TP, "poison") if fault.target.op == "broadcast"]
+    results = survey(TP, subject, engine, faults=poisons)
+    assert ("run",) in [result.killed_by for result in results]
+    assert all(result.killed for result in results)
+
+
+def test_a_subject_that_fails_undisturbed_is_refused(engine: InprocEngine) -> None:
+    with pytest.raises(RequestError, match="the subject does not finish undisturbed: rank 0 of 2 raised ZeroDivision"):
+        survey(TP.but(seed=13), toy_subjects.raising, engine)
+    with pytest.raises(RequestError, match="no check passes undisturbed"):
+        survey(TP, toy_subjects.empty, engine, checks={"coverage": CHECKS["coverage"]})

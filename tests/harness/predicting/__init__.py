@@ -1,0 +1,1 @@
+"""Tests of predicted bytes, times and memory."""

@@ -1,0 +1,85 @@
+"""A case that no machine can hold is refused before anything of it is allocated, and large ones still run on shapes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from harness.errors import RequestError
+from harness.running.capacity import admit, memory_bytes
+from harness.running.run import Request, run
+from reference.case import Case
+from reference.parameters import shapes
+from reference.size import culprit, parts
+from tests.harness.command_line import command_line
+
+GIB = 2**30
+VAST = (
+    *("seq=100000000000", "micro=999999999999", "layers=999999999", "steps=99999999999", "batch=99999999"),
+    *("vocab=99999999999", "layers=99999999999999999999999999999", "mode=isp preset=tiny-internlm2 seq=100000000000"),
+)
+
+
+@pytest.mark.parametrize("words", VAST)
+def test_a_vast_case_is_refused_naming_its_word_and_a_legal_value(words: str, tmp_path: Path) -> None:
+    key, _, value = words.rsplit(maxsplit=1)[-1].partition("=")
+    legal = f"; legal: {key}={getattr(Case(), key)}, --engine dry, or shardproof predict"
+    with pytest.raises(RequestError) as refused:
+        run(Request(cases=("seed=1", words), subject="parallel.subject:subject", out=tmp_path))
+    assert f": {key}={value}: dense model and data in float64 come to " in str(refused.value)
+    assert str(refused.value).endswith(legal)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_refuses_before_it_reads_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("reports.run._read_first", lambda cases: pytest.fail("data was read"))
+    status, out, err = command_line(tmp_path, monkeypatch, capsys)("run", "seq=100000000000")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+
+
+def test_the_sentence_has_the_numbers() -> None:
+    case = Case.parse("vocab=1024 tied=true")
+    with pytest.raises(RequestError) as refused:
+        admit([case], "inproc", limit_bytes=2**20)
+    # Weights: 1024 * 64 of tokens, 32 * 64 of positions, 128 of the last norm, and two blocks of 2 * 128 of norms,
+    # 96 * 65 of queries, keys and values, 64 * 65, 256 * 65 and 64 * 257; four times. Attention: 2 * 2 * 8 * 32 * 32.
+    # Logits: 64 * 1024. Data: 4 * 2 * 2 * 64.
+    head = "case 'vocab=1024': dense model and data in float64 come to 0.00537 GiB (weights and gradients 0.00463, "
+    tail = "attention 0.000244, logits 0.000488, data 7.63e-06), and this machine has 0.000977; legal: smaller sizes, "
+    assert str(refused.value) == head + tail + "--engine dry, or shardproof predict"
+
+
+@pytest.mark.parametrize("words", ["layers=5", "preset=tiny-internlm2 layers=3", "mode=isp preset=tiny-internlm2"])
+def test_weights_of_all_layers_are_counted_as_their_shapes_are(words: str) -> None:
+    case = Case.parse(words)
+    assert parts(case)["weights and gradients"] == 4 * sum(map(math.prod, shapes(case).values()))
+
+
+def test_shapes_alone_need_room_for_one_micro_batch() -> None:
+    vast = [Case.parse(words) for words in ("preset=llama3-405b mode=tp-sp tp=8 dp=2048", "micro=999999999999")]
+    admit(vast, "dry", limit_bytes=GIB)
+    with pytest.raises(RequestError, match=r"seq=100000000000: its first micro-batch comes to 5.96e\+03 GiB "):
+        admit([Case.parse("seq=100000000000")], "dry", limit_bytes=GIB)
+    with pytest.raises(RequestError, match=r"'preset=llama3-405b': dense model .*; legal: smaller sizes, --engine dry"):
+        admit([Case.parse("preset=llama3-405b")], "inproc", limit_bytes=64 * GIB)
+
+
+def test_no_word_is_blamed_that_another_one_needs() -> None:
+    case = Case.parse("tp=64 heads=64 kv_heads=64 hidden=1048576 ffn=1048576")
+    assert culprit(case, GIB) is None
+
+
+def test_a_usual_case_is_far_from_the_limit() -> None:
+    assert memory_bytes() > 2**28
+    admit([Case(), Case.parse("preset=tiny-internlm2 mode=isp tp=4 wp=2")], "inproc", limit_bytes=2**24)
+
+
+@pytest.mark.parametrize(("seed", "legal"), [("18446744073709551616", "seed=18446744073709551615"), ("-1", "seed=0")])
+def test_a_seed_that_no_generator_takes_is_refused(seed: str, legal: str) -> None:
+    with pytest.raises(ValueError, match=rf"^seed={seed}: must .*; legal: {legal}$"):
+        Case.parse(f"seed={seed}")
+    assert str(Case.parse(legal)) == (legal if legal != "seed=0" else "")

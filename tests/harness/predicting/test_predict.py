@@ -1,0 +1,276 @@
+"""Predictions: the closed form's bytes, the crossings of modes.md, depths that lie on a line, what the command says.
+
+The largest model on 16,384 ranks must be predicted in seconds on a laptop, its ledger equal to the closed form.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.engines.shapes.dry import DryEngine
+from harness.errors import RequestError
+from harness.predicting.cluster_presets import PRESETS
+from harness.predicting.clusters import Cluster, Device, Link
+from harness.predicting.dry_run import dry_run
+from harness.predicting.forecast import EQUAL, forecast, traffic
+from harness.predicting.states import mixed_adamw
+from parallel.subject import subject
+from reference.case import Case
+from reports.breakeven import crossings
+from reports.cli import main
+from reports.planning import candidates, growth
+from reports.prediction import predict
+
+CLUSTER = PRESETS["8xH100-NVLink-IB400"]
+MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
+TINY = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 dtype=bfloat16"
+
+
+@pytest.mark.slow
+def test_405_billion_parameters_on_16384_ranks_are_predicted_in_seconds() -> None:
+    """Ten seconds and 2 GB on a machine of its own; processor time, with room for neighbours that share the caches."""
+    words = "preset=llama3-405b mode=tp-sp tp=8 dp=2048"
+    command = [sys.executable, "-m", "reports.cli", "predict", words, "--json"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    (told,) = json.loads(done.stdout)
+    (row,) = told["candidates"]
+    assert (row["ranks"], row["ledger"]) == (16384, EQUAL)
+    case = Case.parse(words)
+    split = (case.layers * (2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248) + 2 * case.padded_vocab * 16384) // 8
+    norms = (2 * case.layers + 1) * 16384
+    kept = [row[f"{kind}_bytes"] for kind in ("parameters", "gradients", "optimizer")]
+    assert kept == [size * (split + norms) for size in (2, 4, 12)]
+    assert [change["fits"] for change in told["changes"]] == ["no", "yes", "yes"]
+    assert "it would fit with mode=isp wp=128 recompute=full (" in told["fastest"]
+    assert after.ru_maxrss < 2 * 2**20, "KiB; the largest of all children"
+    assert after.ru_utime - before.ru_utime < 20
+
+
+@pytest.mark.parametrize("claimed", ["tp-sp", "isp"])
+def test_a_deep_model_lies_on_the_line_through_two_shallow_ones(claimed: str) -> None:
+    case = Case.parse(f"{TINY} mode={claimed} tp=2 dp=3 layers=6 micro=3 optimizer=adamw recompute=full")
+    with DryEngine() as engine:
+        whole = forecast(case, subject, CLUSTER, engine, whole=True)
+        line = forecast(case, subject, CLUSTER, engine)
+    assert (whole.ledger, line.ledger, whole.depths, line.depths) == (EQUAL, EQUAL, (), (3, 5))
+    assert line.step_s == pytest.approx(whole.step_s, rel=1e-9)
+    assert line.flops == pytest.approx(whole.flops, rel=1e-9)
+    for phase, spent in whole.times.exposed_s.items():
+        assert line.times.exposed_s[phase] == pytest.approx(spent, rel=1e-9)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_memory_is_never_less_than_that_of_the_run_itself(optimizer: str) -> None:
+    case = Case.parse(f"{TINY} mode=tp-sp tp=2 dp=3 layers=6 micro=3 steps=2 optimizer={optimizer}")
+    with DryEngine() as engine:
+        memory = forecast(case, subject, CLUSTER, engine).memory
+        (itself,) = dry_run(case, subject, engine, (0,), text="").ranks
+    assert memory.parameters == pytest.approx(itself.parameter_bytes)
+    assert memory.gradients == pytest.approx(itself.gradient_bytes)
+    assert memory.optimizer == pytest.approx(itself.optimizer_bytes)
+    assert memory.saved == pytest.approx(itself.saved_bytes)
+    told = 32 * (case.steps - 1)  # scalars of the steps before: loss, norm and token count, and of what they were made
+    assert itself.peak_bytes <= memory.peak + told
+    assert memory.peak <= itself.peak_bytes + (itself.optimizer_bytes or 0.01 * itself.peak_bytes)
+
+
+def test_a_step_is_its_micro_batches_and_what_follows_once() -> None:
+    """On links without latency that move a byte a second, where products cost nothing, time is bytes on the wire."""
+    free = Device(name="d", memory_gib=1, peak_tflops={"bfloat16": 1e9}, efficiency=1)
+    slow = Link(name="l", ranks=0, latency_us=0, bandwidth_gb_s=1e-9)
+    cluster = Cluster(name="c", device=free, links=(slow,), algorithm="ring")
+    case = Case.parse(f"{TINY} mode=tp tp=2 dp=3 layers=2 micro=3 steps=2")
+    with DryEngine() as engine:
+        one = forecast(case, subject, cluster, engine)
+    sent = traffic(case, subject)
+    assert sent is not None and one.traffic == sent
+    assert sum(one.times.exposed_s.values()) == pytest.approx(sent.wire_bytes, abs=sent.calls)  # whole bytes each
+    assert one.tokens == case.tokens * 3 * 3
+    assert one.tokens_per_s_per_rank == pytest.approx(one.tokens / one.step_s / 6)
+
+
+@pytest.mark.parametrize(
+    "words", ["mode=isp tp=1 wp=1 dp=6", "mode=isp tp=2 wp=2 dp=3", "mode=mtp tp=1 dp=1", "mode=tp tp=1"]
+)
+def test_computing_takes_the_flops_of_all_micro_batches_whoever_talks(words: str) -> None:
+    """Two layers have 3 x 2 FLOPs a weight of a product and token, and 14 a pair of tokens and feature."""
+    case = Case.parse(f"{TINY} {words} layers=2 micro=3")
+    with DryEngine() as engine:
+        one = forecast(case, subject, CLUSTER, engine)
+    products = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 32) + 64 * 32
+    flops = 3 * (6 * products * case.tokens + 14 * 2 * case.batch * 8**2 * 32) / case.tp
+    assert one.flops == flops
+    assert one.times.compute_s == pytest.approx(flops / CLUSTER.device.flops_per_s("bfloat16"), rel=1e-9)
+
+
+def test_the_break_even_of_internlm2_7b_is_the_papers_formula() -> None:
+    """modes.md 2: T* = 3 Wl / ((2C + 4) h e) is 15,974 tokens beside MTP and MSP, 12,288 beside FSP."""
+    words = "preset=internlm2-7b tp=8 dtype=bfloat16"
+    cases = [Case.parse(f"{words} mode={mode}") for mode in ("mtp", "msp", "fsp", "isp")]
+    found = {row["other"]: row["tokens"] for row in crossings(growth(cases, subject)).to_dict("records")}
+    weights = 4096 * (4096 + 2 * 8 * 128) + 4096 * 4096 + 3 * 4096 * 14336
+    assert found["mtp"] == pytest.approx(3 * weights / (10 * 4096), rel=1e-9)
+    assert found["msp"] == pytest.approx(found["mtp"], rel=1e-9)
+    assert found["fsp"] == pytest.approx(3 * weights / (13 * 4096), rel=1e-9)
+    assert [round(found[mode]) for mode in ("mtp", "fsp")] == [15974, 12288]
+
+
+def test_a_text_without_a_mode_stands_for_all_of_them() -> None:
+    found = candidates("preset=internlm2-7b tp=16", subject)
+    assert [candidate.words for candidate in found] == [f"mode={mode}" for mode in MODES]
+    legal = [candidate.case.mode for candidate in found if candidate.case]
+    assert legal == ["isp"], "16 ranks cannot share 8 kv heads elsewhere"
+    assert "kv_heads=8: must be a multiple of tp=16 in mode=tp; legal: kv_heads=16" in found[0].reason
+    assert candidates("mode=all tp=4 kv_heads=4", subject)[0].text == "tp=4 kv_heads=4 dtype=bfloat16 mode=tp"
+    assert [c.words for c in candidates("preset=internlm2-7b tp=2", subject) if c.case] == [f"mode={m}" for m in MODES]
+    with pytest.raises(RequestError, match="kv_heads=2: must be a multiple of tp=8 in mode=tp"):
+        candidates("mode=tp tp=8", subject)
+
+
+def test_a_search_tries_the_meshes_of_a_world() -> None:
+    found = candidates("preset=internlm2-7b tp=3 mode=isp", subject, world=64, inner=4)
+    assert [candidate.words for candidate in found][:4] == [
+        "mode=isp tp=1 dp=64 wp=1",
+        "mode=isp tp=1 dp=64 wp=8",
+        "mode=isp tp=1 dp=64 wp=64",
+        "mode=isp tp=2 dp=32 wp=2",
+    ]
+    assert all(candidate.case is None or candidate.case.world_size == 64 for candidate in found)
+    with pytest.raises(RequestError, match="world=0: must be at least 1; legal: --world 8"):
+        candidates("mode=tp", subject, world=0)
+
+
+def test_the_fastest_is_told_among_those_that_fit() -> None:
+    tiny = Device(name="thimble", memory_gib=0.00001, peak_tflops={"bfloat16": 1})
+    with DryEngine() as engine:
+        told = predict(f"{TINY} tp=2 layers=2", subject, CLUSTER, engine)
+        none = predict(
+            f"{TINY} tp=2 layers=2 mode=tp", subject, Cluster(name="c", device=tiny, links=CLUSTER.links), engine
+        )
+    fastest = told.rows.sort_values("tokens_per_s_per_rank").iloc[-1]["words"]
+    assert told.fastest.startswith(f"fastest that fits into the 79.6 GiB of a H100 SXM 80GB: {fastest}: ")
+    assert told.rows["tokens_per_s"].is_monotonic_decreasing and told.rows.iloc[0]["words"] == fastest
+    assert (told.rows["tokens_per_s"] == told.rows["tokens_per_s_per_rank"] * 2).all() and told.changes.empty
+    assert set(told.rows["ledger"]) == {EQUAL} and set(told.rows["fits"]) == {"yes"}
+    assert none.fastest.startswith("nothing fits into the 1e-05 GiB of a thimble: ")
+    assert " mode=tp needs least, " in none.fastest and none.fastest.endswith("; no change that was tried fits")
+
+
+def test_without_words_parameters_are_bfloat16_and_adamw_trains_in_mixed_precision() -> None:
+    """By hand: hidden 32, 2 of 4 query and 1 of 2 kv heads, half of ffn and vocabulary, norms whole; 18 bytes each.
+
+    With 2 bytes of gradients and none of an optimizer the same program needs 2 + 12 bytes a parameter less.
+    """
+    words = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 mode=tp-sp tp=2 layers=2 micro=1"
+    trained = 2 * (32 * 16 + 2 * 32 * 8 + 16 * 32 + 3 * 32 * 16 + 2 * 32) + 32 + 2 * 32 * 32
+    with DryEngine() as engine:
+        usual = predict(words, subject, CLUSTER, engine)
+        said = predict(f"{words} dtype=bfloat16 optimizer=sgd micro=2", subject, CLUSTER, engine)
+    (row,), (plain,) = usual.rows.to_dict("records"), said.rows.to_dict("records")
+    kept = [row[f"{name}_bytes"] for name in ("parameters", "gradients", "optimizer")]
+    assert kept == [2 * trained, 4 * trained, 12 * trained] and sum(kept) == 18 * trained
+    assert [plain[f"{name}_bytes"] for name in ("parameters", "gradients", "optimizer")] == [2 * trained] * 2 + [0]
+    assert row["peak_bytes"] - plain["peak_bytes"] == (2 + 12) * trained
+    assert (row["ledger"], plain["ledger"]) == (EQUAL, EQUAL)
+    assert row["compute_s"] == pytest.approx(row["flops"] / CLUSTER.device.flops_per_s("bfloat16"))
+    assert "18 bytes a parameter (parameter 2, gradient 4, master 4, moments 8)" in usual.states and not said.states
+
+
+@pytest.mark.parametrize(("dtype", "together"), [("float16", 18), ("float32", 16), ("float64", 32)])
+def test_the_bytes_of_a_parameter_are_megatrons(dtype: str, together: int) -> None:
+    assert mixed_adamw(dtype).together == together
+    with pytest.raises(ValueError, match="dtype=int8: must be a floating-point dtype; legal: bfloat16"):
+        mixed_adamw("int8")
+
+
+def test_where_nothing_fits_changes_that_do_are_named_with_what_they_need() -> None:
+    """A device with room for the weights of the four-fold split, and for nothing that is saved without recompute."""
+    words = f"{TINY} hidden=64 ffn=256 layers=4 tp=1 dp=8 mode=tp batch=1"
+    small = Device(name="cup", memory_gib=0.0022, peak_tflops={"bfloat16": 1})
+    cluster = Cluster(name="c", device=small, links=CLUSTER.links)
+    with DryEngine() as engine:
+        told = predict(words, subject, cluster, engine)
+        found = {row["change"]: row for row in told.changes.to_dict("records")}
+        fitting = [change for change, row in found.items() if row["fits"] == "yes"]
+        for change in fitting:
+            if "distributed" not in change:
+                again = predict(f"{words} {change}", subject, cluster, engine).rows.iloc[0]
+                assert (again["fits"], again["peak_bytes"]) == ("yes", found[change]["peak_bytes"])
+                assert f"{change} ({again['peak_bytes'] / 2**30:.3g} GiB)" in told.fastest
+    assert any("mode=isp wp=" in change for change in fitting)
+    assert told.rows.iloc[0]["fits"] == "no"
+
+
+def test_the_command_repeats_itself_and_writes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["predict", f"{TINY} tp=2 layers=1", "--cluster", "laptop", "--json"]
+    assert main([*words, "--out", str(tmp_path)]) == 0
+    first = capsys.readouterr().out
+    assert main(words) == 0
+    assert capsys.readouterr().out == first
+    (folder,) = tmp_path.iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "ledger.csv",
+        "predict.csv",
+        "predict.html",
+        "predict.json",
+    ]
+    assert json.loads((folder / "predict.json").read_text()) == json.loads(first)
+    page = (folder / "predict.html").read_text()
+    assert "Break-even" in page and "<svg" in page and "http" not in page
+    assert any("not known" in line for line in json.loads(first)[0]["assumptions"])
+
+
+def test_the_table_says_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", f"{TINY} tp=2 layers=1 mode=fsp", "--cluster", "laptop"]) == 0
+    told = capsys.readouterr().out
+    assert "mode=fsp" in told and "equal" in told and "alpha-beta" in told and "the error is not known" in told
+
+
+@pytest.mark.parametrize("words", [["mode=tp tp=2", "--world", "4"], ["tp=4"]])
+def test_a_candidate_that_cannot_be_leaves_the_numbers_of_the_others_whole(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, *more = words
+    command = ["predict", f"{TINY} layers=1 {case}", *more]
+    assert main(command) == 0
+    assert "kv_heads=2: must be a multiple of tp=4" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    told = capsys.readouterr().out
+    rows = json.loads(told)[0]["candidates"]
+    assert {type(row["calls"]) for row in rows} == {type(row["ranks"]) for row in rows} == {int, type(None)}
+    assert {row["ranks"] for row in rows} == {4, None}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["predict", "mode=tp", "--cluster", "nowhere"], "cluster=nowhere: is neither a preset nor a file"),
+        (["predict", "mode=tq"], "mode=tq: is not a known word"),
+        (["predict", "mode=tp tp=2", "--subject", "a.b"], "must be written module:object"),
+        (["predict", "mode=tp", "--world", "x"], "invalid int value: 'x'"),
+    ],
+)
+def test_a_wrong_request_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error and error.count("\n") == 1
+
+
+def test_a_ledger_that_is_not_the_closed_form_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["predict", f"{TINY} tp=2 layers=1 mode=tp", "--subject", "tests.harness.shapes.test_dry:_surplus"]) == 1
+    )
+    assert "differs: extra event" in capsys.readouterr().out
+
+
+def test_a_subject_that_looks_at_numbers_cannot_be_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "mode=tp tp=2", "--subject", "tests.harness.shapes.test_dry:_reads"]) == 2
+    assert "cannot be run dry: rank 0 of 2 touched real data" in capsys.readouterr().err

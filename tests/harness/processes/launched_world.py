@@ -1,0 +1,72 @@
+"""What tests run under torchrun: rank 0 tries things on its engine and prints a line of JSON for each; the rest serve.
+
+torchrun --nproc-per-node 2 -m tests.harness.processes.launched_world raises is_killed world_size_3
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench import fault_programs
+from bench import parted_programs as faulty_programs
+from harness.engines.engine import Engine
+from harness.engines.processes.launched.torchrun import TorchrunEngine, serve, serves
+from harness.errors import ShardproofError
+
+LIMIT_S = 2.0
+
+
+def where(rank: int) -> tuple[int, int, str, str]:
+    """Which process this is, and what the environment says."""
+    return rank, os.getppid(), os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
+
+
+def forgets(rank: int) -> None:
+    """Nobody waits for the second call."""
+    for waited in (True, False):
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        if waited:
+            work.wait()
+
+
+def tried(engine: Engine, name: str) -> dict[str, Any]:
+    """One try: a program by its name, `world_size_N`, or `kills_N`, which ends the launched process of rank N."""
+    program: Any = getattr(fault_programs, name, None) or getattr(faulty_programs, name, globals().get(name))
+    word, _, number = name.rpartition("_")
+    program = program or where
+    if word == "kills":
+        os.kill(engine.run(where, world_size=2)[int(number)][1], 9)
+        program = fault_programs.goes_right
+    world_size = int(number) if word == "world_size" else 2
+    start_s = time.perf_counter()
+    told: dict[str, Any] = {"name": name}
+    try:
+        told["value"] = engine.run(program, world_size=world_size, timeout_s=LIMIT_S)
+        told["unwaited"] = [(work.rank, work.op, work.number) for work in engine.unwaited]
+    except ShardproofError as error:
+        told |= {"error": type(error).__name__, "message": str(error), "cause": type(error.__cause__).__name__}
+    return {**told, "seconds": time.perf_counter() - start_s}
+
+
+def main(names: Sequence[str]) -> int:
+    """Try these one after another, a right program after each but the last."""
+    if serves():
+        return serve()
+    with TorchrunEngine() as engine:
+        for name in names:
+            print(json.dumps(tried(engine, name)), flush=True)
+            if name != names[-1]:
+                print(json.dumps(tried(engine, "goes_right")), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,122 @@
+"""On a GPU: ranks of this process share one, ranks of their own take one each; `pytest -m gpu` is the one command.
+
+Times are of CUDA events. The ranks' mathematics is that of the CPU, so float64 has the same limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.threads.inproc import InprocEngine
+from harness.ledger import Call
+from harness.recording.recorder import Recorder
+from harness.recording.stopwatch import stopwatch
+from harness.running.execution import execute
+from harness.running.proof import prove
+from harness.running.run import Request, run
+from harness.witnesses.witnessing import witnesses
+from parallel.subject import subject
+from reference.case import Case
+from reports.experiment import EXPERIMENTS
+from tests.harness.processes.test_torchrun import TINY, torchrun
+
+GPUS = torch.cuda.device_count()
+NAME = "parallel.subject:subject"
+FOUR = "kv_heads=4 layers=1 dtype=float64"
+MODES = {mode: f"mode={mode} tp=4 {FOUR} seq=24" for mode in ("tp", "tp-sp")}
+MODES |= {mode: f"preset=tiny-internlm2 mode={mode} tp=4 {FOUR}" for mode in ("mtp", "msp", "fsp")}
+MODES |= {"isp": f"preset=tiny-internlm2 mode=isp tp=2 dp=2 wp=4 {FOUR}"}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: nothing can be tried on one here"),
+]
+SEVERAL = pytest.mark.skipif(GPUS < 2, reason=f"{GPUS} CUDA devices: NCCL needs one a rank, so two")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InprocEngine]:
+    with InprocEngine() as made:
+        yield made
+
+
+@pytest.mark.parametrize("text", MODES.values(), ids=MODES)
+def test_four_ranks_share_one_gpu(engine: InprocEngine, text: str) -> None:
+    result = prove(Case.parse(text), NAME, engine, device="cuda")
+    assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
+
+
+def test_a_calls_duration_is_the_streams_and_not_that_of_the_enqueue() -> None:
+    call = Call(
+        op="all_reduce",
+        reduce_op="sum",
+        group=(0,),
+        group_desc="tp",
+        dtype="float32",
+        shapes=((1,),),
+        payload_bytes=4,
+        is_async=False,
+        device="cuda",
+    )
+    with Recorder("", "tp", 1, {}, stopwatch=stopwatch("cuda")) as recorder, recorder.on_rank(0):
+        for sleeps in (0, 1):
+            ticket = recorder.issued(0, call)
+            if sleeps:
+                torch.cuda._sleep(100_000_000)  # cycles: above 30 ms at any clock
+            recorder.completed(0, ticket)
+    quick, slow = recorder.events()
+    assert slow.duration_us > 30_000 > quick.duration_us
+    assert slow.start_us < 1_000_000
+
+
+def test_watching_changes_no_bit(engine: InprocEngine) -> None:
+    case = Case.parse(MODES["tp-sp"])
+    runs = [execute(case, subject, engine, text="", record=record, device="cuda") for record in (False, True)]
+    assert runs[1].events and all(event.duration_us > 0 for event in runs[1].events if not event.is_async)
+    for plain, watched in zip(runs[0].outcomes, runs[1].outcomes, strict=True):
+        for name, blocks in plain.items():
+            assert all(torch.equal(one.local, other.local) for one, other in zip(blocks, watched[name], strict=True))
+
+
+@pytest.mark.slow
+def test_the_published_experiment_at_its_real_size(tmp_path: Path) -> None:
+    experiment = EXPERIMENTS["gpt3-857m-tp4"]
+    request = Request(cases=(experiment.full,), subject=experiment.subject, device="cuda", out=tmp_path)
+    assert run(request).exit_status == 0
+
+
+@SEVERAL
+@pytest.mark.parametrize("text", ["mode=tp tp=2 layers=1 dtype=float64", "preset=tiny-internlm2 mode=isp tp=2 wp=2"])
+def test_a_case_is_proved_on_nccl(text: str) -> None:
+    with PoolEngine() as pool:
+        result = prove(Case.parse(text), NAME, pool, device="cuda")
+    assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
+    assert result.evidence is not None
+    assert all(event.duration_us > 0 for event in result.evidence.events if event.op not in {"send", "recv", "barrier"})
+
+
+@SEVERAL
+@pytest.mark.parametrize("tool", ["torch", "nsys"])
+def test_every_witness_sees_what_the_recorder_saw_on_nccl(tool: str, tmp_path: Path) -> None:
+    case = Case.parse("mode=tp-sp tp=2 layers=1 dtype=float64")
+    told = witnesses([case], NAME, (tool,), tmp_path, device="cuda", timeout_s=120.0)
+    if tool not in told.sessions:
+        pytest.skip("; ".join(told.notes))
+    with PoolEngine() as pool:
+        result = prove(case, NAME, pool, device="cuda")
+    assert result.evidence is not None
+    said = told.told(case, result.evidence.events, None)
+    assert said.verdict.verdict == "pass", said.verdict.message
+
+
+@SEVERAL
+def test_torchrun_proves_a_case_on_nccl(tmp_path: Path) -> None:
+    command = ("-m", "reports.cli", "run", TINY, "--engine", "torchrun", "--device", "cuda", "--out", "there")
+    ((status, out, err),) = torchrun(tmp_path, 1, 2, *command)
+    assert status == 0, err
+    assert "pass" in out

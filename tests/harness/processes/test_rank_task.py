@@ -1,0 +1,113 @@
+"""Ranks in other processes: a task and its report survive pickling, and say what a run in this process says."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from harness.engines.engine import Program
+from harness.engines.processes.rank_program import run_rank
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import RequestError
+from harness.ledger import Event
+from harness.merging import Merged, merge
+from harness.running.execution import execute, execute_captured
+from parallel.subject import subject
+from reference.case import Case
+from tests.harness.toy_subjects import LoopEngine
+
+CASE = Case.parse("mode=tp tp=1 layers=1 dtype=float64 metric=true")
+
+
+class OneProcess(LoopEngine):
+    """A remote engine of one rank, which is this process on gloo; everything goes through pickle."""
+
+    name = "one"
+    remote = True
+
+    def run(self, program: Program, *args: Any, world_size: int, seed: int = 0, **words: Any) -> list[Any]:
+        """The result of the one rank; an exception of it is raised."""
+        sent, given = pickle.loads(pickle.dumps((program, args)))
+        store = torch._C._distributed_c10d.HashStore()
+        ended = run_rank(sent, given, rank=0, world_size=world_size, store=store, seed=seed, timeout_s=10)
+        if ended.error is not None:
+            raise ended.error
+        return [pickle.loads(pickle.dumps(ended.value))]
+
+
+@pytest.mark.parametrize("name", ["", "parallel.subject:subject"], ids=["pickled", "named"])
+def test_a_recorded_run_is_the_same_as_in_this_process(name: str) -> None:
+    with InprocEngine() as inproc:
+        here = execute(CASE, subject, inproc, text="x")
+    there = execute(CASE, subject, OneProcess(), text="x", name=name)
+    assert here.events and [untimed(event) for event in there.events] == [untimed(event) for event in here.events]
+    assert same(merge(here.outcomes), merge(there.outcomes))
+
+
+def test_a_watched_run_is_the_same_as_in_this_process() -> None:
+    with InprocEngine() as inproc:
+        here = execute_captured(CASE, subject, inproc)
+    there = execute_captured(CASE, subject, OneProcess())
+    assert here.captured[0] and same(merge(here.captured), merge(there.captured))
+    assert there.saved_bytes == here.saved_bytes and there.saved_bytes[0] > 0
+    assert not there.events
+
+
+def test_a_subject_that_cannot_be_sent_is_a_wrong_request() -> None:
+    with pytest.raises(RequestError, match="subject .*<lambda>: cannot be sent to .*; legal: name it module:object"):
+        execute(CASE, lambda case, device: {}, OneProcess(), text="")
+
+
+def test_what_a_rank_raises_comes_with_its_traceback_even_when_it_cannot_be_pickled() -> None:
+    class Odd(Exception):
+        pass
+
+    def fails(error: Exception) -> Callable[[int], None]:
+        def program(rank: int) -> None:
+            raise error
+
+        return program
+
+    for error, kind in ((KeyError("weight"), KeyError), (Odd("weight"), RuntimeError)):
+        store = torch._C._distributed_c10d.HashStore()
+        found = run_rank(fails(error), (), rank=0, world_size=1, store=store, seed=0, timeout_s=10)
+        assert type(found.error) is kind and "weight" in found.detail
+        assert "raise error" in "".join(found.error.__notes__)
+        assert "test_rank_task.py" in found.caller and not torch.distributed.is_initialized()
+
+
+def test_a_program_that_initialises_torch_itself_gets_the_world_that_exists() -> None:
+    def program(rank: int) -> list[str]:
+        said = []
+        torch.distributed.init_process_group("gloo", world_size=1)
+        wrong: tuple[dict[str, Any], ...] = ({"world_size": 2}, {"rank": 1}, {})
+        for words in wrong:
+            try:
+                torch.distributed.init_process_group("gloo", **words)
+            except ValueError as error:
+                said.append(str(error))
+        return said
+
+    store = torch._C._distributed_c10d.HashStore()
+    found = run_rank(program, (), rank=0, world_size=1, store=store, seed=0, timeout_s=10)
+    of = "the engine runs this process as rank 0 of 1"
+    assert found.value == [
+        f"init_process_group world_size=2: {of}; legal: world_size=1, or leave it out",
+        f"init_process_group rank=1: {of}; legal: rank=0, or leave it out",
+        "trying to initialize the default process group twice!",
+    ]
+
+
+def untimed(event: Event) -> Event:
+    return replace(event, start_us=0.0, duration_us=0.0)
+
+
+def same(one: Merged, other: Merged) -> bool:
+    return one.tensors.keys() == other.tensors.keys() and all(
+        torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items()
+    )

@@ -1,0 +1,183 @@
+"""The torchrun engine under real launchers: one node, two nodes (two agents on this machine), and SLURM's environment.
+
+A start costs seconds, so each launch serves several questions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from harness.diagnosing.six_lines import repeat_command
+from harness.running.run import Request, run
+from reference.case import Case
+from reports import cli, frames
+from tests import ROOT
+
+LIMIT_S = 120.0
+TINY = "mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8 micro=1 steps=1"
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_", "GROUP_")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Ours, without what another launcher may have left there."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    return {**ours, "OMP_NUM_THREADS": "1", **more}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launched(commands: Sequence[Sequence[str]], folder: Path, **more: str) -> list[tuple[int, str, str]]:
+    """Start these commands of Python together; status, stdout and stderr of each."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    own = [{name: value.format(rank=rank) for name, value in more.items()} for rank in range(len(commands))]
+    started = [
+        subprocess.Popen([sys.executable, "-m", *words], cwd=folder, env=environment(**own[rank]), **pipes)
+        for rank, words in enumerate(commands)
+    ]
+    try:
+        printed = [process.communicate(timeout=LIMIT_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(started, printed, strict=True)]
+
+
+def torchrun(folder: Path, nodes: int, ranks: int, *words: str) -> list[tuple[int, str, str]]:
+    """torchrun once a node, all on this machine."""
+    port = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    size = ("--nnodes", str(nodes), "--nproc-per-node", str(ranks))
+    return launched(
+        [("torch.distributed.run", *size, "--node-rank", str(node), *port, *words) for node in range(nodes)], folder
+    )
+
+
+def slurm(folder: Path, ranks: int, *words: str) -> list[tuple[int, str, str]]:
+    """The command as srun starts it."""
+    job = {"SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}", "SLURM_NTASKS": str(ranks)}
+    job |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(free_port())}
+    return launched([words] * ranks, folder, **job)
+
+
+def ledger(run: Path) -> pd.DataFrame:
+    """A run's ledger without what differs from run to run."""
+    return (
+        frames.load(run).ledger.drop(columns=["start_us", "duration_us", "caller"]).astype(str).reset_index(drop=True)
+    )
+
+
+def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
+    command = ("-m", "reports.cli", "run", TINY, "--engine", "torchrun", "--out", "there")
+    first, second = torchrun(tmp_path, 2, 1, *command)
+    assert first[0] == second[0] == 0, first[2] + second[2]
+    assert "pass" in first[1] and "[1/1] pass" in first[2]
+    assert second[1] == "" and "shardproof" not in second[2]
+    run(Request(cases=(TINY,), subject="parallel.subject:subject", out=tmp_path / "here"))
+    there = ledger(tmp_path / "there" / "latest")
+    assert set(there["rank"]) == {"0", "1"}
+    pd.testing.assert_frame_equal(there, ledger(tmp_path / "here" / "latest"))
+
+
+def test_what_goes_wrong_is_told_and_the_world_goes_on(tmp_path: Path) -> None:
+    names = ("where", "raises", "skips", "dtypes_differ", "forgets", "is_killed", "hangs", "world_size_3", "kills_1")
+    ((status, out, err),) = torchrun(tmp_path, 1, 2, "-m", "tests.harness.processes.launched_world", *names)
+    rows = [json.loads(line) for line in out.splitlines()]
+    told = {row["name"]: row for row in rows if row["name"] != "goes_right"}
+    assert set(told) == set(names), err
+    between = [row for row in rows if row["name"] == "goes_right"]
+    assert [row.get("value") for row in between] == [[2.0, 2.0]] * (len(names) - 1), "usable after everything"
+
+    assert (told["raises"]["error"], told["raises"]["cause"]) == ("RankRaised", "ValueError")
+    first, *positions = told["raises"]["message"].splitlines()
+    assert first.startswith("rank 1 of 2 raised ValueError: bad layer, at ") and "fault_programs.py:" in first
+    assert positions[0].startswith("  rank 0: waits in all_reduce #1 of world (0 1): sum float32 3, at ")
+    assert positions[1].startswith("  rank 1: raised: ValueError: bad layer, at ")
+    assert told["raises"]["seconds"] < 2
+
+    assert told["skips"]["error"] == told["dtypes_differ"]["error"] == "Desynchronised", "gloo would not tell"
+    skipped = "rank 1 has finished, but rank 0 waits for it in all_reduce #1 of world (0 1)"
+    assert told["skips"]["message"].splitlines()[0] == skipped
+    parted = "ranks disagree in call #0 of world (0 1): the dtype is int32 on rank 1, float32 on rank 0"
+    assert told["dtypes_differ"]["message"].splitlines()[0] == parted
+
+    assert told["forgets"]["unwaited"] == [[0, "all_reduce", 1], [1, "all_reduce", 1]]
+    assert told["where"]["unwaited"] == []
+
+    assert told["is_killed"]["error"] == "RankDied"
+    assert told["is_killed"]["message"].startswith("rank 1 of 2 died: killed by SIGKILL")
+    assert told["is_killed"]["seconds"] < 2
+
+    assert told["hangs"]["error"] == "TimeLimit"
+    assert "no end within 2 s: rank 1 runs at" in told["hangs"]["message"] and "in hangs" in told["hangs"]["message"]
+    assert told["hangs"]["seconds"] < 6
+
+    assert told["world_size_3"]["error"] == "RequestError"
+    assert (
+        "world_size 3: must be from 1 to 2, the number of processes that were launched"
+        in (told["world_size_3"]["message"])
+    )
+    assert [row[2:] for row in told["where"]["value"]] == [["2", "0"], ["2", "1"]]
+
+    assert told["kills_1"]["error"] == "RankDied"
+    assert told["kills_1"]["message"].startswith("rank 1 of 2 died: its launched process is gone")
+    assert status == 1, "torchrun's own word for a world that lost a process"
+
+
+def test_slurm_serves_as_launcher_and_rank_0_keeps_its_status(tmp_path: Path) -> None:
+    words = ("reports.cli", "run", TINY, "--variant", "isp-average", "--engine", "torchrun")
+    (status, _, err), other = slurm(tmp_path, 2, *words)
+    assert status == 2 and "isp-average" in err, "a wrong request, before anything ran"
+    assert other == (0, "", "")
+
+
+def test_only_rank_0s_session_draws(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("20 CPU seconds: --hypothesis-profile deep")
+    suites = str(ROOT / "suites" / "test_forward.py")
+    words = ("pytest", suites, "-q", "-p", "no:cacheprovider", "--engine", "torchrun", "--modes", "tp", "-k", "logits")
+    (status, out, err), other = slurm(tmp_path, 2, *words, "--hypothesis-seed=1")
+    assert status == 0, out + err
+    assert "1 passed" in out
+    assert other == (0, "", "")
+
+
+def test_a_wrong_request_of_a_session_lets_the_serving_ranks_end(tmp_path: Path) -> None:
+    words = ("pytest", "--pyargs", "suites.test_forward", "--engine", "torchrun", "--worlds", "1")
+    (status, out, err), other = slurm(tmp_path, 2, *words)
+    assert (status, out) == (4, "")
+    assert err == "ERROR: worlds=1: must be whole numbers above 1, comma separated; legal: --worlds 2,3\n\n"
+    assert other == (0, "", "")
+
+
+def test_a_failure_says_how_to_launch_it_again() -> None:
+    case = Case.parse(TINY)
+    command = repeat_command(case, "parallel.subject:subject", "--engine torchrun")
+    assert command.startswith('torchrun --nproc-per-node 2 -m reports.cli run "') and command.endswith(
+        "--subject parallel.subject:subject --engine torchrun"
+    )
+    assert repeat_command(case, "parallel.subject:subject").startswith('shardproof run "')
+
+
+def test_without_a_launcher_the_line_to_type_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+        monkeypatch.delenv(name)
+    assert cli.main(["run", TINY, "--engine", "torchrun"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("shardproof run: engine=torchrun: RANK is not set")
+    assert "legal: torchrun --nnodes 1 --nproc-per-node 2 -m reports.cli run" in printed.err

@@ -1,0 +1,1 @@
+"""Tests of the recorder: calls, phases, regions, ranges, activations."""

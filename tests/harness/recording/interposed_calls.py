@@ -1,0 +1,258 @@
+"""Every way to communicate that torch offers, as scenarios that two gloo ranks run under the interposer.
+
+A scenario is a function of the rank. Tensors are float32 of four elements unless said. Run as a program of its own,
+since its imports are many and are done once for all ranks:  python -m tests.harness.recording.interposed_calls FOLDER
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import pickle
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_group
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.engines.interposer import Interposer
+from harness.recording.recorder import Recorder
+from parallel.subject import subject
+from reference.case import Case
+
+__all__ = ["RANKS", "SCENARIOS", "run"]
+
+RANKS = 2
+
+
+def x4() -> Tensor:
+    """Four ones."""
+    return torch.ones(4)
+
+
+def reductions(rank: int) -> None:
+    """all_reduce: plain, asynchronous, of another op, of bfloat16, in a group of one, of a view of a bucket."""
+    dist.all_reduce(x4())
+    work = dist.all_reduce(x4(), op=dist.ReduceOp.MAX, async_op=True)
+    work.wait()
+    dist.all_reduce(x4().bfloat16(), op=dist.ReduceOp.PRODUCT)
+    alone = [dist.new_group([other], group_desc=f"alone{other}") for other in range(RANKS)]
+    dist.all_reduce(x4(), group=alone[rank])
+    dist.all_reduce(torch.ones(1000)[2:12])
+
+
+def rooted(rank: int) -> None:
+    """broadcast, reduce, gather, scatter, with root 1."""
+    dist.broadcast(x4(), src=1)
+    dist.reduce(x4(), dst=1, op=dist.ReduceOp.MIN)
+    parts = [x4() for _ in range(RANKS)] if rank == 1 else None
+    dist.gather(x4(), parts, dst=1)
+    dist.scatter(x4(), parts, src=1)
+
+
+def gathers(rank: int) -> None:
+    """all_gather and reduce_scatter, as lists and as single tensors."""
+    dist.all_gather([x4() for _ in range(RANKS)], x4())
+    dist.all_gather_into_tensor(torch.empty(8), x4())
+    dist.reduce_scatter(x4(), [x4() for _ in range(RANKS)])
+    dist.reduce_scatter_tensor(x4(), torch.ones(8))
+
+
+def exchanges(rank: int) -> None:
+    """all_to_all, single, uneven and as lists."""
+    dist.all_to_all_single(x4(), x4())
+    sends, receives = ([1, 3], [1, 2]) if rank == 0 else ([2, 2], [3, 2])
+    dist.all_to_all_single(torch.empty(sum(receives)), x4(), receives, sends)
+    dist.all_to_all([x4() for _ in range(RANKS)], [x4() for _ in range(RANKS)])
+
+
+def messages(rank: int) -> None:
+    """send and recv: blocking, not blocking, from anybody, as a batch."""
+    other = 1 - rank
+    if rank == 0:
+        dist.send(x4(), dst=1)
+        dist.isend(x4(), dst=1).wait()  # type: ignore[union-attr]
+        dist.send(x4(), dst=1)
+    else:
+        dist.recv(x4(), src=0)
+        dist.irecv(x4(), src=0).wait()  # type: ignore[union-attr]
+        dist.recv(x4())
+    batch = [dist.P2POp(dist.isend, x4(), other), dist.P2POp(dist.irecv, x4(), other)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+
+
+def barriers(rank: int) -> None:
+    """barrier, monitored_barrier."""
+    dist.barrier()
+    dist.monitored_barrier()
+
+
+def coalesced(rank: int) -> None:
+    """Several tensors in one call: two APIs."""
+    dist.all_reduce_coalesced([x4(), torch.ones(2, 3)])
+    with _coalescing_manager():
+        dist.all_reduce(x4())
+        dist.all_reduce(torch.ones(2))
+    with _coalescing_manager():
+        dist.all_gather_into_tensor(torch.empty(8), x4())
+        dist.all_gather_into_tensor(torch.empty(4), torch.ones(2))
+
+
+def objects(rank: int) -> None:
+    """Collectives of Python objects: a size, then the bytes."""
+    dist.all_gather_object([None] * RANKS, "abc")
+    dist.broadcast_object_list(["abc"], src=0)
+
+
+def functionals(rank: int) -> None:
+    """Functional collectives, with and without autograd, in place, and issued as operators."""
+    world = _get_default_group()
+    functional.all_reduce(x4(), "sum", world).sum()
+    functional.all_gather_tensor(x4(), 0, world).sum()
+    functional.reduce_scatter_tensor(torch.ones(8), "max", 0, world).sum()
+    functional.all_to_all_single(x4(), None, None, world).sum()
+    functional.broadcast(x4(), 0, world).sum()
+    for reduced in functional.all_reduce_coalesced([x4(), torch.ones(2)], "sum", world):
+        reduced.sum()
+    leaf = torch.ones(8, requires_grad=True)
+    functional.reduce_scatter_tensor_autograd(leaf, "sum", 0, world).sum().backward()
+    torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional.all_reduce_(x4(), "sum", _get_default_group().group_name)
+    )
+
+
+def elsewhere(rank: int) -> None:
+    """From another thread, in inference mode, on the group object itself."""
+    thread = threading.Thread(target=dist.all_reduce, args=(x4(),))
+    thread.start()
+    thread.join()
+    with torch.inference_mode():
+        dist.all_reduce(x4())
+    _get_default_group().allreduce([x4()]).wait()
+
+
+def ddp(rank: int) -> list[Tensor]:
+    """Three steps of DDP: its reducer is C++."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def fsdp(rank: int) -> None:
+    """One step of FSDP2, every layer its own group of parameters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    optimizer.step()
+
+
+def dtensor(rank: int) -> None:
+    """DTensor redistribution, and the norm of a sharded tensor."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    sharded = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
+    sharded.redistribute(mesh, [Replicate()]).to_local().sum()
+    cast(DTensor, sharded.sum()).full_tensor()
+
+
+def zero(rank: int) -> None:
+    """An optimizer that communicates in its step."""
+    model = nn.Linear(4, 4)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def pipelining(rank: int) -> None:
+    """GPipe of two stages and two micro-batches: shapes first, then activations and gradients."""
+    stage = PipelineStage(nn.Linear(4, 4), rank, RANKS, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda output, target: (output - target).sum())
+    if rank == 0:
+        schedule.step(torch.ones(2, 4))
+    else:
+        schedule.step(target=torch.ones(2, 4))
+
+
+def compiled(rank: int) -> None:
+    """A compiled function that communicates."""
+    compiled_sum = torch.compile(
+        lambda x: functional.all_reduce(x * 2, "sum", _get_default_group()) + 1, backend="aot_eager"
+    )
+    for _call in range(2):
+        compiled_sum(x4())
+
+
+def training(rank: int) -> None:
+    """Our own subject, which runs on every engine, on a case with every phase."""
+    subject(Case.parse("mode=tp-sp recompute=full metric=true"), torch.device("cpu"))
+
+
+SCENARIOS: dict[str, Callable[[int], Any]] = {
+    scenario.__name__: scenario
+    for scenario in (
+        reductions, rooted, gathers, exchanges, messages, barriers, coalesced, objects, functionals, elsewhere,
+        ddp, fsdp, dtensor, zero, pipelining, compiled, training,
+    )
+}  # fmt: skip
+
+
+def run(folder: Path) -> None:
+    """Run every scenario on forked ranks; what rank r saw is pickled to `folder/rank<r>`.
+
+    By scenario: its events; "bare" and "ddp results": DDP's parameters unrecorded and recorded; "after": events of
+    calls made when the interposer was gone. Raises RuntimeError when a rank does not end well.
+    """
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_rank, args=(rank, folder)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise RuntimeError(f"exit codes of the ranks: {[process.exitcode for process in ranks]}")
+
+
+def _rank(rank: int, folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = torch._C._distributed_c10d.FileStore(str(folder / "store"), RANKS)
+    limit = datetime.timedelta(seconds=30)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    results: dict[str, Any] = {"bare": ddp(rank)}
+    for name, scenario in SCENARIOS.items():
+        with Recorder("", "tp", RANKS, {"tp": ((0, 1),)}) as recorder, recorder.on_rank(rank), Interposer(recorder):
+            outcome = scenario(rank)
+        results[name] = recorder.events()
+        if name == "ddp":
+            results["ddp results"] = outcome
+    reductions(rank)
+    results["after"] = recorder.events()[len(results[name]) :]
+    (folder / f"rank{rank}").write_bytes(pickle.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))

@@ -1,0 +1,227 @@
+"""Phase, step and micro-batch of calls, inferred from outside: the right answer on training programs of every shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.recording.attribution import phase, region
+from tests.harness.recording.toy_calls import Linear, Model, Speak, Voice, backward, forward, input_BD, record, told
+from harness.recording.recorder import Recorder
+
+
+class Loss(nn.Module):
+    """A loss without parameters that communicates in an autograd Function, as vocabulary-parallel losses do."""
+
+    def __init__(self, voice: Voice) -> None:
+        super().__init__()
+        self.voice = voice
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """[B, D] to a scalar."""
+        spoken: Tensor = Speak.apply(x_BD, self.voice)
+        return spoken.sum()
+
+
+class Metric(nn.Module):
+    """Counts without gradients, as torchmetrics does: once directly, once in an autograd Function."""
+
+    def __init__(self, voice: Voice) -> None:
+        super().__init__()
+        self.voice = voice
+
+    def forward(self, x_BD: Tensor) -> None:
+        """Two calls."""
+        with torch.no_grad():
+            self.voice.say()
+            Speak.apply(x_BD, self.voice)
+
+
+def test_training_steps_of_several_micro_batches_are_told_apart() -> None:
+    def program(voice: Voice) -> None:
+        class Talkative(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                voice.say()
+                return super().step(closure)
+
+        model, loss, metric = Model(voice), Loss(voice), Metric(voice)
+        optimizer = Talkative(model.parameters(), lr=0.1)
+        voice.say("broadcast")
+        for _step in range(2):
+            for _micro in range(2):
+                voice.say("broadcast")
+                y_BD = model(input_BD())
+                value = loss(y_BD)
+                voice.say()
+                metric(y_BD)
+                value.backward()
+            voice.say("all_reduce")
+            optimizer.step()
+        voice.say("all_reduce")
+
+    expected = [(0, 0, "data", "")]
+    for step in range(2):
+        for micro in range(2):
+            expected += [(step, micro, "data", ""), *forward(step, micro)]
+            expected += [(step, micro, "loss", "")] * 2 + [(step, micro, "metric", "")] * 2
+            expected += [(step, micro, "backward", ""), *backward(step, micro)]
+        expected += [(step, 1, "grad_sync", ""), (step, 1, "step", "")]
+    assert told(record(program)) == [*expected, (1, 1, "metric", "")]
+
+
+def test_an_evaluation_without_gradients_has_a_loss_and_no_metric() -> None:
+    def program(voice: Voice) -> None:
+        model, loss, direct = Model(voice), Loss(voice), Metric(voice)
+        with torch.no_grad():
+            y_BD = model(input_BD())
+            loss(y_BD)
+            direct(y_BD)
+
+    assert told(record(program)) == [*forward(), *[(0, 0, "loss", "")] * 3]
+
+
+def test_gradients_that_no_optimizer_follows_are_synchronised_at_the_end() -> None:
+    def program(voice: Voice) -> None:
+        Model(voice)(input_BD()).sum().backward()
+        voice.say()
+
+    assert told(record(program))[-1] == (0, 0, "grad_sync", "")
+
+
+def test_a_backward_without_any_call_is_seen_too() -> None:
+    def program(voice: Voice) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _step in range(2):
+            voice.say()
+            value = model(torch.ones(2, 4)).sum()
+            voice.say()
+            value.backward()
+            voice.say()
+            optimizer.step()
+
+    assert [site[:3] for site in told(record(program))] == [
+        (step, 0, kind) for step in range(2) for kind in ("data", "loss", "grad_sync")
+    ]
+
+
+def test_without_any_forward_every_call_is_data() -> None:
+    def program(voice: Voice) -> None:
+        voice.say()
+        voice.say("barrier")
+
+    assert told(record(program)) == [(0, 0, "data", "")] * 2
+
+
+def test_two_optimizers_make_one_step() -> None:
+    def program(voice: Voice) -> None:
+        model = Model(voice)
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model.layers]
+        for _step in range(2):
+            model(input_BD()).sum().backward()
+            for optimizer in optimizers:
+                voice.say()
+                optimizer.step()
+
+    expected = [
+        site for step in range(2) for site in [*forward(step), *backward(step), *[(step, 0, "grad_sync", "")] * 2]
+    ]
+    assert told(record(program)) == expected
+
+
+def test_a_closure_runs_forward_and_backward_inside_the_step() -> None:
+    def program(voice: Voice) -> None:
+        model = Model(voice)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def closure() -> Any:
+            value = model(input_BD()).sum()
+            value.backward()
+            voice.say()
+            return value
+
+        optimizer.step(closure)
+
+    assert told(record(program)) == [*forward(), *backward(), (0, 0, "step", "")]
+
+
+def test_a_step_that_calls_its_bases_step_ends_when_itself_ends() -> None:
+    def program(voice: Voice) -> None:
+        class Gathering(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                super().step(closure)
+                voice.say("all_gather")
+
+        model = Model(voice)
+        torch.optim.SGD(model.parameters(), lr=0.1)  # from now on torch tells of SGD's own steps too
+        optimizer = Gathering(model.parameters(), lr=0.1)
+        for _step in range(2):
+            model(input_BD()).sum().backward()
+            optimizer.step()
+            voice.say()
+
+    expected = [*forward(), *backward(), (0, 0, "step", ""), (1, 0, "data", "")]
+    assert told(record(program)) == [*expected, *forward(1), *backward(1), (1, 0, "step", ""), (1, 0, "metric", "")]
+
+
+def test_an_optimizer_that_raised_is_not_in_its_step_forever() -> None:
+    def program(voice: Voice) -> None:
+        model = Model(voice)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def raising() -> float:
+            raise KeyError("closure")
+
+        with pytest.raises(KeyError):
+            optimizer.step(raising)
+        model(input_BD()).sum().backward()
+        optimizer.step()
+        voice.say()
+
+    sites = told(record(program))
+    assert sites[:4] == forward()
+    assert sites[-1][2] == "metric"
+
+
+def test_a_raising_forward_leaves_nothing_behind() -> None:
+    class Raising(nn.Module):
+        def forward(self, x_BD: Tensor) -> Tensor:
+            raise KeyError(x_BD)
+
+    def program(voice: Voice) -> None:
+        model = nn.Sequential(Linear(voice), Raising())
+        for _ in range(2):
+            with pytest.raises(KeyError):
+                model(input_BD())
+        voice.say()
+
+    assert told(record(program)) == [(0, 0, "forward", "0"), (0, 1, "forward", "0"), (0, 1, "loss", "")]
+
+
+def test_user_code_may_say_phase_and_region_itself() -> None:
+    def program(voice: Voice) -> None:
+        model = Model(voice)
+        with phase("data"):
+            model(input_BD())
+            voice.say()
+        with Recorder.region("layers.1"), Recorder.phase("grad_sync"):
+            voice.say()
+            with phase("step"):
+                voice.say()
+        with region("head"):
+            voice.say()
+        model(input_BD())
+
+    sites = told(record(program))
+    assert sites[:4] == [(0, 0, "data", leaf) for _, _, _, leaf in forward()]
+    assert sites[4:8] == [
+        (0, 1, "data", ""),
+        (0, 0, "grad_sync", "layers.1"),
+        (0, 0, "step", "layers.1"),
+        (0, 0, "loss", "head"),
+    ]
+    with pytest.raises(ValueError, match="phase 'sync' must be one of .*grad_sync"), phase("sync"):
+        pass

@@ -1,0 +1,265 @@
+"""The interposer on real backends: every way to communicate is seen once, as what it is, and nothing else changes."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.engines.interposer import Interposer
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import MachineError
+from harness.ledger import PHASES, Call, Event
+from harness.recording.recorder import Recorder
+from parallel.subject import subject
+from reference.case import Case
+from tests import ROOT
+
+Said = tuple[str, str, int, str, str, int, bool]
+"""Op, reduce op, group size, dtype, shape, payload bytes, asynchronous."""
+
+
+def said(event: Event) -> Said:
+    return (
+        event.op,
+        event.reduce_op,
+        event.group_size,
+        event.dtype,
+        event.shape,
+        event.payload_bytes,
+        event.is_async,
+    )
+
+
+def call(
+    op: str,
+    reduce_op: str = "",
+    shape: str = "4",
+    payload: int = 16,
+    *,
+    dtype: str = "float32",
+    size: int = 2,
+    later: bool = False,
+) -> Said:
+    return op, reduce_op, size, dtype, shape, payload, later
+
+
+EXPECTED: dict[str, list[Said]] = {
+    "reductions": [
+        call("all_reduce", "sum"),
+        call("all_reduce", "max", later=True),
+        call("all_reduce", "product", payload=8, dtype="bfloat16"),
+        call("all_reduce", "sum", size=1),
+        call("all_reduce", "sum", "10", 40),
+    ],
+    "rooted": [call("broadcast"), call("reduce", "min"), call("gather"), call("scatter")],
+    "gathers": [
+        call("all_gather", "", "4+4", 32),
+        call("all_gather", "", "8", 32),
+        call("reduce_scatter", "sum", "4+4", 32),
+        call("reduce_scatter", "sum", "8", 32),
+    ],
+    "exchanges": [call("all_to_all"), call("all_to_all"), call("all_to_all", "", "4+4", 32)],
+    "barriers": [call("barrier", "", "", 0, dtype="")] * 2,
+    "coalesced": [
+        call("all_reduce", "sum", "4+2x3", 40),
+        call("all_reduce", "sum", "4+2", 24),
+        call("all_gather", "", "8+4", 48),
+    ],
+    "objects": [
+        call("all_gather", "", "1+1", 16, dtype="int64"),
+        call("all_gather", "", "18+18", 36, dtype="uint8"),
+        call("broadcast", "", "1", 8, dtype="int64"),
+        call("broadcast", "", "18", 18, dtype="uint8"),
+    ],
+    "functionals": [
+        call("all_reduce", "sum", later=True),
+        call("all_gather", "", "8", 32, later=True),
+        call("reduce_scatter", "max", "8", 32, later=True),
+        call("all_to_all", later=True),
+        call("broadcast", later=True),
+        call("all_reduce", "sum", "4+2", 24, later=True),
+        call("reduce_scatter", "sum", "8", 32, later=True),
+        call("all_gather", "", "8", 32, later=True),
+        call("all_reduce", "sum", later=True),
+    ],
+    "elsewhere": [call("all_reduce", "sum"), call("all_reduce", "sum"), call("all_reduce", "sum", later=True)],
+    "dtensor": [call("all_gather", "", "4x4", 64, later=True), call("all_reduce", "sum", "", 4, later=True)],
+    "zero": [call("broadcast", "", "4x4", 64, later=True), call("broadcast", later=True)],
+    "compiled": [call("all_reduce", "sum", later=True)] * 2,
+}
+"""What both ranks must be seen to do, where they do the same; worked out from the scenarios by hand."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two gloo ranks saw."""
+    folder = tmp_path_factory.mktemp("interposed")
+    command = [sys.executable, "-m", "tests.harness.recording.interposed_calls", str(folder)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("scenario", EXPECTED)
+def test_every_call_is_seen_once_as_what_it_is(ranks: list[dict[str, Any]], scenario: str) -> None:
+    for results in ranks:
+        assert [said(event) for event in results[scenario]] == EXPECTED[scenario]
+
+
+def test_messages_are_told_apart_as_blocking_and_not(ranks: list[dict[str, Any]]) -> None:
+    batch = [call("send", later=True), call("recv", later=True)]
+    for results, op in zip(ranks, ("send", "recv"), strict=True):
+        assert [said(e) for e in results["messages"]] == [call(op), call(op, later=True), call(op), *batch]
+
+
+def test_the_group_is_named_by_its_axis_or_its_ranks(ranks: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(ranks):
+        assert [e.axis for e in results["reductions"]] == ["tp", "tp", "tp", str(rank), "tp"]
+        assert [e.wire_bytes for e in results["reductions"]] == [16, 16, 8, 0, 40]
+        assert {e.axis for e in results["dtensor"]} == {"tp"}
+
+
+def test_callers_are_lines_of_user_code(ranks: list[dict[str, Any]]) -> None:
+    source = Path(__file__).with_name("interposed_calls.py").read_text().splitlines()
+    for event in ranks[0]["gathers"]:
+        file, _, line = event.caller.rpartition(":")
+        assert file.endswith("interposed_calls.py")
+        assert event.op in source[int(line) - 1]
+
+
+def test_a_synchronous_collective_has_a_duration_and_an_asynchronous_one_has_none(ranks: list[dict[str, Any]]) -> None:
+    for event in ranks[0]["reductions"] + ranks[0]["functionals"]:
+        assert (event.duration_us > 0) is not event.is_async
+    starts = [event.start_us for event in ranks[0]["reductions"]]
+    assert starts == sorted(starts)
+    assert starts[0] > 0
+
+
+def test_ddp_is_seen_in_its_constructor_and_in_its_reducer(ranks: list[dict[str, Any]]) -> None:
+    events = ranks[0]["ddp"]
+    assert [(e.step, e.phase, e.region, e.op, e.dtype, e.payload_bytes) for e in events] == [
+        (0, "data", "", "all_gather", "int64", 16),
+        (0, "data", "", "broadcast", "int64", 96),
+        (0, "data", "", "broadcast", "float32", 120),
+        (0, "backward", "0", "all_reduce", "float32", 120),
+        (1, "forward", "", "broadcast", "int32", 20),
+        (1, "forward", "", "broadcast", "int32", 4),
+        (1, "backward", "0", "all_reduce", "float32", 120),
+        (2, "backward", "0", "all_reduce", "float32", 120),
+    ]
+
+
+def test_fsdp_is_seen_where_its_layers_are(ranks: list[dict[str, Any]]) -> None:
+    """A layer's weights for backward are fetched ahead, in the backward of the layer before."""
+    for results in ranks:
+        assert [(e.phase, e.region, e.op, e.payload_bytes) for e in results["fsdp"]] == [
+            ("forward", "0", "all_gather", 80),
+            ("forward", "1", "all_gather", 80),
+            ("backward", "1", "all_gather", 80),
+            ("backward", "1", "all_gather", 80),
+            ("backward", "1", "reduce_scatter", 80),
+            ("backward", "0", "reduce_scatter", 80),
+        ]
+
+
+def test_an_optimizer_that_communicates_does_so_in_its_step(ranks: list[dict[str, Any]]) -> None:
+    assert {e.phase for e in ranks[0]["zero"]} == {"step"}
+
+
+def test_what_a_pipeline_sends_is_received(ranks: list[dict[str, Any]]) -> None:
+    for sender, receiver in (ranks, ranks[::-1]):
+        sent = [said(e)[2:6] for e in sender["pipelining"] if e.op == "send"]
+        assert sent == [said(e)[2:6] for e in receiver["pipelining"] if e.op == "recv"]
+    floats = [e for results in ranks for e in results["pipelining"] if e.dtype == "float32"]
+    assert [e.op for e in floats] == ["send", "send", "recv", "recv", "recv", "recv", "send", "send"]
+
+
+def test_both_ways_to_record_give_the_same_ledger(ranks: list[dict[str, Any]]) -> None:
+    """The interposer on gloo processes, and the in-process engine's own group."""
+
+    def program(rank: int) -> None:
+        with recorder.on_rank(rank):
+            subject(Case.parse("mode=tp-sp recompute=full metric=true"), torch.device("cpu"))
+
+    with InprocEngine() as engine, Recorder("", "tp", 2, {"tp": ((0, 1),)}) as recorder:
+        engine.run(program, world_size=2, observer=recorder)
+    inproc = [untimed(event) for event in recorder.events()]
+    gloo = [untimed(event) for results in ranks for event in results["training"]]
+    assert gloo == inproc
+    assert {event.phase for event in inproc} == set(PHASES) - {"step"}
+
+
+def untimed(event: Event) -> Event:
+    """The event without its times."""
+    return replace(event, start_us=0.0, duration_us=0.0)
+
+
+def test_recording_changes_no_bit_of_ddp(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        pairs = list(zip(results["bare"], results["ddp results"], strict=True))
+        assert len(pairs) == 4
+        assert all(torch.equal(bare, recorded) for bare, recorded in pairs)
+
+
+def test_when_it_is_left_nothing_is_seen_any_more(ranks: list[dict[str, Any]]) -> None:
+    assert [results["after"] for results in ranks] == [[], []]
+
+
+class Deaf:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def issued(self, rank: int, told: Call) -> int:
+        """Keep it."""
+        self.calls.append(told)
+        return len(self.calls) - 1
+
+    def completed(self, rank: int, ticket: int) -> None:
+        """Not needed."""
+
+
+def test_two_interposers_at_once_are_refused_and_the_first_goes_on() -> None:
+    observer = Deaf()
+    with Interposer(observer):
+        with pytest.raises(MachineError, match="has a kernel at BackendSelect already.*leave the other one first"):
+            Interposer(Deaf()).__enter__()
+        one_call()
+    one_call()
+    assert len(observer.calls) == 1
+    with Interposer(observer):
+        one_call()
+    assert len(observer.calls) == 2
+
+
+def test_a_torch_that_tells_no_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.engines.interposer.operator_names", lambda _namespace: [])
+    with pytest.raises(MachineError, match="torch .*blind: no operators of c10d are known"):
+        Interposer(Deaf()).__enter__()
+
+
+def test_an_interposer_that_reads_arguments_wrongly_fails_its_own_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    def storage(argument: Any) -> list[torch.Tensor]:
+        return [tensor.new_empty(tensor.untyped_storage().nbytes() // 4) for tensor in argument]
+
+    monkeypatch.setattr("harness.engines.calls.operators.tensors_in", storage)
+    with pytest.raises(MachineError, match="probe all_reduce of 12 bytes was seen as .*32"):
+        Interposer(Deaf()).__enter__()
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect")
+
+
+def one_call() -> None:
+    """An all_reduce in a private group of one rank."""
+    group = dist.ProcessGroup(torch._C._distributed_c10d.HashStore(), 0, 1)
+    fake = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 1)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, fake)
+    group.allreduce([torch.ones(4)]).wait()

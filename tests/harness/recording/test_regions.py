@@ -1,0 +1,290 @@
+"""The module path of calls, inferred from outside: checkpointing, threads, wrappers, hooks, hidden modules."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from harness.recording.recorder import Recorder
+from tests.harness.recording.toy_calls import (
+    LEAVES,
+    Block,
+    Linear,
+    Model,
+    Speak,
+    Voice,
+    backward,
+    forward,
+    input_BD,
+    record,
+    told,
+)
+
+
+def checkpointed(*, reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
+    def around(module: nn.Module, x_BD: Tensor) -> Tensor:
+        again: Tensor = checkpoint(module, x_BD, use_reentrant=reentrant)
+        return again
+
+    return around
+
+
+def in_layers(way: str, microbatch: int = 0) -> list[tuple[int, int, str, str]]:
+    """What backward does in each layer, the last layer first: "Ra" recomputes a, "Bb" is backward of b."""
+    kinds = {"R": "recompute", "B": "backward"}
+    words = [(kinds[word[0]], word[1]) for word in way.split()]
+    return [(0, microbatch, kind, f"layers.{layer}.{name}") for layer in (1, 0) for kind, name in words]
+
+
+@pytest.mark.parametrize(("reentrant", "way"), [(True, "Ra Rb Bb Ba"), (False, "Bb Ra Ba")])
+def test_checkpointed_layers_are_recomputed_where_they_are(reentrant: bool, way: str) -> None:
+    """The flavour that is not reentrant recomputes when a node asks for what it saved, and only as far as needed."""
+
+    def program(voice: Voice) -> None:
+        model = Model(voice, checkpointed(reentrant=reentrant))
+        for _micro in range(2):
+            model(input_BD()).sum().backward()
+
+    sites = told(record(program))
+    assert sites == [site for micro in range(2) for site in forward(0, micro) + in_layers(way, micro)]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("outer", "inner", "way"),
+    [
+        (False, False, "Bb Ra Ba"),
+        (True, False, "Ra Rb Bb Ba"),
+        (False, True, "Ra Rb Rb Bb Ra Ba"),
+        (True, True, "Ra Rb Rb Bb Ra Ba"),
+    ],
+)
+def test_nested_checkpoints_keep_their_regions(outer: bool, inner: bool, way: str) -> None:
+    def program(voice: Voice) -> None:
+        model = Model(voice, checkpointed(reentrant=outer), checkpointed(reentrant=inner))
+        model(input_BD()).sum().backward()
+
+    assert told(record(program)) == forward() + in_layers(way)
+
+
+def test_a_plain_function_that_is_checkpointed_is_recomputed_in_its_module() -> None:
+    class Core(nn.Module):
+        def __init__(self, voice: Voice) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4))
+            self.voice = voice
+
+        def _core(self, x_BD: Tensor) -> Tensor:
+            return Speak.apply(x_BD, self.voice) * 2  # type: ignore[no-any-return]
+
+        def forward(self, x_BD: Tensor) -> Any:
+            return checkpoint(self._core, x_BD @ self.weight, use_reentrant=True)
+
+    def program(voice: Voice) -> None:
+        nn.Sequential(Core(voice), Core(voice))(input_BD()).sum().backward()
+
+    assert told(record(program))[2:] == [(0, 0, kind, name) for name in "10" for kind in ("recompute", "backward")]
+
+
+def test_micro_batches_whose_graphs_live_together_are_told_apart_in_backward() -> None:
+    def program(voice: Voice) -> None:
+        model = Model(voice)
+        losses = [model(input_BD()).sum() for _micro in range(3)]
+        for micro in (2, 0, 1):
+            losses[micro].backward()
+
+    sites = told(record(program))
+    assert sites[:12] == forward(0, 0) + forward(0, 1) + forward(0, 2)
+    assert sites[12:] == backward(0, 2) + backward(0, 0) + backward(0, 1)
+
+
+def test_a_module_called_twice_is_the_region_both_times() -> None:
+    class Twice(nn.Module):
+        def __init__(self, voice: Voice) -> None:
+            super().__init__()
+            self.shared, self.other = Linear(voice), Linear(voice)
+
+        def forward(self, x_BD: Tensor) -> Any:
+            return self.shared(self.other(self.shared(x_BD)))
+
+    sites = told(record(lambda voice: Twice(voice)(input_BD()).sum().backward()))
+    assert [site[3] for site in sites] == ["shared", "other", "shared", "shared", "other", "shared"]
+
+
+def test_every_rank_thread_has_its_own_numbers_and_modules() -> None:
+    def program(recorder: Recorder, rank: int, meet: threading.Barrier) -> None:
+        with recorder.on_rank(rank):
+            voice = Voice(recorder, rank)
+            for _ in range(10 * rank):
+                input_BD() * 2  # ranks' sequence numbers differ
+            model = Model(voice)
+            for _step in range(2):
+                meet.wait(10)
+                y_BD = model(input_BD())
+                meet.wait(10)
+                y_BD.sum().backward()
+
+    meet = threading.Barrier(3)
+    with Recorder("", "tp", 3, {}) as recorder:
+        threads = [threading.Thread(target=program, args=(recorder, rank, meet)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    events = recorder.events()
+    assert [e.rank for e in events] == [0] * 16 + [1] * 16 + [2] * 16
+    for rank in range(3):
+        sites = told([e for e in events if e.rank == rank])
+        assert sites == forward() + backward() + forward(0, 1) + backward(0, 1)
+
+
+def test_backward_in_another_thread_finds_what_its_forward_made_and_what_it_made_itself() -> None:
+    """As autograd does for a device: its thread runs nodes of the program's thread, and recomputes nodes of its own."""
+
+    def program(voice: Voice) -> None:
+        for _ in range(100):
+            input_BD() * 2  # the program's numbers run ahead of the other thread's
+        model = Model(voice, checkpointed(reentrant=True))
+        with ThreadPoolExecutor(1) as thread:
+            for _micro in range(2):
+                thread.submit(model(input_BD()).sum().backward).result(20)
+
+    sites = told(record(program))
+    for micro in range(2):
+        got = [site for site in sites if site[1] == micro]
+        assert got[:4] == forward(0, micro)
+        assert [site for site in got if site[2] == "backward"] == backward(0, micro)
+        assert [site[3] for site in got if site[2] == "recompute"] == [*LEAVES[2:], *LEAVES[:2]]
+
+
+def test_backward_in_another_thread_finds_the_forward_of_an_output_that_nobody_can_look_into() -> None:
+    class Box:
+        __slots__ = ("y_BD",)
+        y_BD: Tensor
+
+    class Boxing(nn.Module):
+        def __init__(self, voice: Voice) -> None:
+            super().__init__()
+            self.inner = Linear(voice)
+
+        def forward(self, x_BD: Tensor) -> Box:
+            box = Box()
+            box.y_BD = self.inner(x_BD)
+            return box
+
+    def program(voice: Voice) -> None:
+        value = Boxing(voice)(input_BD()).y_BD.sum()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(value.backward).result(20)
+
+    assert told(record(program)) == [(0, 0, "forward", "inner"), (0, 0, "backward", "inner")]
+
+
+def test_a_worker_thread_belongs_to_what_the_rank_is_doing() -> None:
+    class Threaded(nn.Module):
+        def __init__(self, voice: Voice) -> None:
+            super().__init__()
+            self.block = Block(voice)
+            self.voice = voice
+
+        def forward(self, x_BD: Tensor) -> Any:
+            for work in (self.voice.say, lambda: self.block(x_BD)):
+                thread = threading.Thread(target=work)
+                thread.start()
+                thread.join(20)
+            return x_BD
+
+    def program(voice: Voice) -> None:
+        model = Threaded(voice)
+        for _micro in range(2):
+            model(input_BD())
+
+    sites = told(record(program))
+    assert sites == [(0, micro, "forward", name) for micro in range(2) for name in ("", "block.a", "block.b")]
+
+
+class Wrapper(nn.Module):
+    """Holds a model as DDP does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x_BD: Tensor) -> Any:
+        """[B, D] to [B, D]."""
+        return self.module(x_BD)
+
+
+def wrapped_layers(voice: Voice) -> nn.Module:
+    model = Model(voice)
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(layer)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda voice: Wrapper(Wrapper(Model(voice))), wrapped_layers, lambda voice: Wrapper(wrapped_layers(voice))],
+    ids=["ddp", "checkpoint", "both"],
+)
+def test_wrappers_leave_no_trace_in_the_path(make: Callable[[Voice], nn.Module]) -> None:
+    sites = told(record(lambda voice: make(voice)(input_BD())))
+    assert sites == forward()
+
+
+def test_a_models_own_child_called_module_keeps_its_name() -> None:
+    class Odd(nn.Module):
+        def __init__(self, voice: Voice) -> None:
+            super().__init__()
+            self.module, self.head = Linear(voice), Linear(voice)
+
+        def forward(self, x_BD: Tensor) -> Any:
+            return self.head(self.module(x_BD))
+
+    assert [site[3] for site in told(record(lambda voice: Odd(voice)(input_BD())))] == ["module", "head"]
+
+
+def test_a_module_hook_belongs_to_its_module_as_in_tensor_parallel_plans() -> None:
+    def program(voice: Voice) -> None:
+        model = Model(voice)
+        model.layers[0].register_forward_pre_hook(lambda _m, args: (Speak.apply(args[0], voice),))
+        model.layers[0].register_forward_hook(lambda _m, _a, output: Speak.apply(output, voice))
+        model(input_BD()).sum().backward()
+
+    regions = [site[3] for site in told(record(program))]
+    way = ["layers.0", "layers.0.a", "layers.0.b", "layers.0", "layers.1.a", "layers.1.b"]
+    assert regions == way + way[::-1]
+
+
+def test_a_module_held_outside_the_tree_counts_as_its_caller() -> None:
+    class Hiding(nn.Module):
+        def __init__(self, voice: Voice) -> None:
+            super().__init__()
+            self.seen = Linear(voice)
+            self.hidden = [Linear(voice)]
+
+        def forward(self, x_BD: Tensor) -> Any:
+            return self.hidden[0](self.seen(x_BD))
+
+    sites = told(record(lambda voice: nn.Sequential(Hiding(voice))(input_BD()).sum().backward()))
+    assert [site[3] for site in sites] == ["0.seen", "0", "0", "0.seen"]
+
+
+def test_a_call_on_a_gradient_belongs_to_the_parameters_module() -> None:
+    def program(voice: Voice) -> None:
+        model = Model(voice)
+        losses = [model(input_BD()).sum() for _micro in range(2)]
+        weight = model.get_parameter("layers.0.b.weight")
+        weight.register_post_accumulate_grad_hook(lambda _p: voice.say("reduce_scatter"))
+        losses[0].backward()
+
+    events = [e for e in record(program) if e.op == "reduce_scatter"]
+    assert told(events) == [(0, 0, "backward", "layers.0.b")]

@@ -1,0 +1,1 @@
+"""Tests of a run: requests, subjects, cases, verdicts, the run folder, interruptions."""

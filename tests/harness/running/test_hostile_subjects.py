@@ -1,0 +1,219 @@
+"""Whatever a subject's own code does, its case gets a verdict in words and the cases after it run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import RequestError, error_text
+from harness.resolve import resolve
+from harness.running.proof import CaseResult, prove
+from harness.running.rank_task import RankTask, perform
+from harness.running.run import Request, run
+from harness.subject import Unanswered, answered, stated
+from reference import subject as dense
+from reference.case import Case
+
+CASE = Case.parse("layers=1 hidden=16 heads=2 ffn=16 seq=8 micro=1 steps=1")
+HERE = __name__
+
+
+class Silent(BaseException):
+    """An exception that does not even say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def leaving(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Rank 1 leaves as if all were well, and rank 0 waits for it."""
+    if dist.is_initialized() and dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+    sys.exit(0)
+
+
+def silent(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Raises what cannot be printed, for one seed."""
+    if case.seed:
+        return dense.subject(case, device)
+    raise Silent
+
+
+def talkative(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Raises in several lines, the first of them empty."""
+    raise ValueError("\none\ntwo")
+
+
+class Speaking:
+    """Right, and says of itself what it is told to."""
+
+    def __init__(self, **said: object) -> None:
+        vars(self).update(said)
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        """The dense model."""
+        return dense.subject(case, device)
+
+
+class Closed:
+    """Right, and raises when it is asked whether it says anything of itself."""
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        """The dense model, after a module that can be captured."""
+        torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+        return dense.subject(case, device)
+
+    def __getattr__(self, name: str) -> object:
+        raise (AttributeError if name.startswith("__") else RuntimeError)(f"no {name} here")
+
+
+class Unsaid(Closed):
+    """The same, and takes every case."""
+
+    modes = refuses = None
+
+
+def raising(*_: object) -> str:
+    """Fails for seed 0, whatever is asked."""
+    raise RuntimeError("broke")
+
+
+def leaves(*_: object) -> object:
+    """Leaves the whole program."""
+    sys.exit(0)
+
+
+number_for_modes = Speaking(modes=7)
+broken_refusal = Speaking(refuses=lambda case: "" if case.seed else raising())
+
+
+@pytest.fixture
+def engine() -> Iterator[InprocEngine]:
+    with InprocEngine() as made:
+        yield made
+
+
+def told(engine: InprocEngine, subject: Callable[..., Any]) -> CaseResult:
+    return prove(CASE, subject, engine, timeout_s=20)
+
+
+def what(result: CaseResult) -> str:
+    (verdict,) = result.verdicts
+    assert (verdict.check, verdict.verdict) == ("run", "fail")
+    return verdict.message.splitlines()[0].removeprefix("what:   the subject did not finish: ")
+
+
+def test_sys_exit_without_an_outcome_is_a_failure_that_names_it(engine: InprocEngine) -> None:
+    line = what(told(engine, leaving))
+    assert line.startswith(
+        "rank 1 of 2 raised SystemExit: left with status 0 (sys.exit) and returned nothing, at tests/harness/running/"
+    )
+    assert line.endswith(" in leaving (check run)")
+
+
+def test_sys_exit_on_a_rank_in_another_process_is_raised_with_words() -> None:
+    for task in (RankTask(case=CASE, subject=leaving, device="cpu", record=record) for record in (False, True)):
+        with pytest.raises(SystemExit, match=r"^left with status 0 \(sys\.exit\) and returned nothing$"):
+            perform(1, task)
+
+
+def test_an_exception_without_words_ends_one_case_and_not_the_run(tmp_path: Path) -> None:
+    result = run(Request(cases=(str(CASE), f"{CASE} seed=1"), subject=f"{HERE}:silent", out=tmp_path))
+    first, *others = result.verdicts
+    assert "raised Silent: (what it says cannot be read: its __str__ raised RuntimeError)" in first.message
+    assert result.exit_status == 1 and {verdict.case for verdict in others} == {f"{CASE} seed=1"}
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("one"), "ValueError: one"),
+        (ValueError("one\n\n"), "ValueError: one"),
+        (ValueError("\none\ntwo"), "ValueError: one ..."),
+        (ValueError(), "ValueError"),
+        (ValueError("half \ud800"), r"ValueError: half \ud800"),
+    ],
+)
+def test_lines_that_are_left_out_of_an_exception_are_marked(error: Exception, text: str) -> None:
+    assert error_text(error) == text
+
+
+def test_a_failure_marks_lines_that_are_left_out(engine: InprocEngine) -> None:
+    assert what(told(engine, talkative)).startswith("rank 0 of 2 raised ValueError: one ..., at ")
+
+
+def test_modes_that_are_no_words_are_one_sentence_before_anything_is_stored(tmp_path: Path) -> None:
+    request = Request(cases=(str(CASE),), subject=f"{HERE}:number_for_modes", out=tmp_path)
+    with pytest.raises(RequestError, match=r": modes=7 must be a tuple of words; legal: modes = \('tp',\)$"):
+        run(request)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refusal_that_raises_is_unknown_and_the_next_case_runs(tmp_path: Path) -> None:
+    result = run(Request(cases=(str(CASE), f"{CASE} seed=1"), subject=f"{HERE}:broken_refusal", out=tmp_path))
+    first, *others = result.verdicts
+    assert (first.check, first.verdict) == ("supported", "unknown")
+    assert first.message == "subject.refuses failed: RuntimeError: broke"
+    assert result.exit_status == 1 and any(verdict.check == "forward" for verdict in others)
+
+
+@pytest.mark.parametrize(
+    ("expected", "why"),
+    [
+        (lambda case: [1, 2], "TypeError: int has no phase of type str, so it is no term; a term has phase, "),
+        (lambda case: 3, "TypeError: 'int' object is not iterable"),
+        (leaves, "SystemExit: 0"),
+        (7, "TypeError: 'int' object is not callable"),
+    ],
+)
+def test_a_closed_form_that_is_none_leaves_the_expectation_unknown(
+    engine: InprocEngine, tmp_path: Path, expected: object, why: str
+) -> None:
+    result = told(engine, Speaking(expected=expected))
+    (unknown,) = [verdict for verdict in result.verdicts if verdict.check == "expectation"]
+    assert unknown.verdict == "unknown" and unknown.message.startswith(f"subject.expected failed: {why}")
+    assert result.expectation is None
+
+
+@pytest.mark.parametrize("activations", [raising, leaves, 7])
+def test_activations_that_fail_leave_activations_unknown(engine: InprocEngine, activations: object) -> None:
+    def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
+        torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+        return dense.subject(case, device)
+
+    subject.activations = activations  # type: ignore[attr-defined]
+    (unknown,) = [verdict for verdict in told(engine, subject).verdicts if verdict.check == "activations"]
+    assert unknown.verdict == "unknown" and unknown.message.startswith("subject.activations failed: ")
+
+
+def test_a_stated_closed_form_is_handed_on() -> None:
+    assert stated(CASE, dense.subject) is None
+    ours: Any = resolve("parallel.subject:subject")
+    assert stated(CASE, ours) == tuple(ours.expected(CASE))
+
+
+def test_an_interruption_by_the_user_is_no_answer() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answered("expected", interrupted)
+    with pytest.raises(Unanswered, match=r"^subject\.harmless failed: Silent: \(what it says cannot be read"):
+        answered("harmless", lambda: silent(CASE, torch.device("cpu")))
+
+
+def test_attributes_that_raise_when_they_are_read_are_told_where_they_are_asked(engine: InprocEngine) -> None:
+    (verdict,) = told(engine, Closed()).verdicts
+    assert (verdict.verdict, verdict.message) == ("unknown", "subject.modes failed: RuntimeError: no modes here")
+    unknown = {verdict.check: verdict.message for verdict in told(engine, Unsaid()).verdicts}
+    assert unknown["expectation"] == "subject.expected failed: RuntimeError: no expected here"
+    assert unknown["activations"] == "subject.activations failed: RuntimeError: no activations here"
+    assert unknown["coverage"] == "subject.unchecked failed: RuntimeError: no unchecked here"

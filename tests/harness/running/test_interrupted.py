@@ -1,0 +1,87 @@
+"""Ctrl-C, as a real signal to a real process: what was finished is stored and printed, and the exit status is 130."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.running.interrupts import interrupted_after
+from reports.frames import load
+from tests import ROOT
+
+TWO_LAYERS = "mode=tp tp=1 layers=2 hidden=16 heads=2 vocab=24 seq=8"
+_RUN = [sys.executable, "-m", "reports.cli", "run", "--subject"]
+_DEFAULT_RUN = """
+import sys, reports.run
+subject, *cases = sys.argv[1:]
+reports.run.default_cases = lambda *_, **__: tuple(cases)
+from reports.cli import main
+sys.exit(main(["run", "--subject", subject]))
+"""
+
+
+def interrupted(folder: Path, command: list[str]) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a command that gets a SIGINT, with its whole group, once its slow part runs."""
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        try:
+            until_s = time.monotonic() + 60
+            while not (folder / "started").exists() and process.poll() is None and time.monotonic() < until_s:
+                time.sleep(0.05)
+            time.sleep(0.3)
+            os.killpg(process.pid, signal.SIGINT)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert (folder / "started").exists(), err
+    return process.returncode, out, err
+
+
+def test_the_cases_finished_before_are_stored_and_printed(tmp_path: Path) -> None:
+    cases = [TWO_LAYERS, f"{TWO_LAYERS} seed=1", f"{TWO_LAYERS} seed=2"]
+    status, out, err = interrupted(tmp_path, [*_RUN, "tests.harness.running.interrupted:slow_second", *cases])
+    assert status == 130
+    assert "interrupted" in err and "Traceback" not in err
+    rows = [line for line in out.splitlines() if line.startswith("tp ")]
+    assert len(rows) == 1 and " pass " in rows[0] + " "
+    assert "2 of 3 cases have no verdict: the run was stopped before them" in out
+    assert load(tmp_path / "runs" / "latest").verdicts["case"].nunique() == 1
+
+
+def test_a_run_is_reported_whole_when_its_script_is_interrupted(tmp_path: Path) -> None:
+    command = [*_RUN, "tests.harness.running.interrupted:slow_shrink", TWO_LAYERS, "--emit-repro", "repro.py"]
+    status, out, err = interrupted(tmp_path, command)
+    assert status == 130 and "Traceback" not in err
+    assert "\nwhat:" in out and "note: repro.py was not written: interrupted" in out
+    assert (tmp_path / "runs" / "latest" / "report.html").exists() and not (tmp_path / "repro.py").exists()
+
+
+def test_both_processes_of_the_default_run_are_interrupted(tmp_path: Path) -> None:
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("one processor: no second process")
+    cases = [f"{TWO_LAYERS} seed={seed}" for seed in (2, 1, 3, 4, 5, 6)]  # the first two are the second process's
+    command = [sys.executable, "-c", _DEFAULT_RUN, "tests.harness.running.interrupted:slow_second", *cases]
+    status, out, err = interrupted(tmp_path, command)
+    assert status == 130 and "Traceback" not in err
+    verdicts = load(tmp_path / "runs" / "latest").verdicts
+    finished = verdicts["case"].nunique()
+    assert 1 <= finished <= 5 and set(verdicts["verdict"]) == {"pass"}
+    assert len([line for line in out.splitlines() if line.startswith("tp ")]) == finished
+    assert not Path(f"/proc/{(tmp_path / 'started').read_text()}").exists(), "the second process is still there"
+
+
+def test_a_signal_while_a_case_is_stored_comes_after_it() -> None:
+    stored = []
+    with pytest.raises(KeyboardInterrupt), interrupted_after():
+        signal.raise_signal(signal.SIGINT)
+        stored.append("all of it")
+    assert stored == ["all of it"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,108 @@
+"""Subjects that raise or end their process: the last frames in the message, the traceback in a file, exit status 1."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+
+from harness.diagnosing.tracebacks import last_frames, whole
+from harness.errors import RankRaised
+from harness.running.run import Request, run
+from parallel.subject import subject
+from reference.case import Case
+from tests.harness.command_line import ONE, CommandLine, command_line
+
+ME = "tests.harness.running.test_raising_subjects:"
+SMALL = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
+
+
+def failing(case: Case, device: torch.device) -> object:
+    """Rank 1 ends in the way that the seed says, three calls below."""
+    if torch.distributed.get_rank() == case.world_size - 1:
+        _in_a_layer(case.seed)
+    return subject(case, device)
+
+
+def alone(case: Case, device: torch.device) -> None:
+    """Raises without torch.distributed."""
+    _in_a_layer(1)
+
+
+def _in_a_layer(seed: int) -> None:
+    _in_a_linear(seed)
+
+
+def _in_a_linear(seed: int) -> NoReturn:
+    if seed == 2:
+        os._exit(3)
+    if seed in (3, 4):
+        os.kill(os.getpid(), signal.SIGSEGV if seed == 3 else signal.SIGKILL)
+    raise ValueError("bad layer")
+
+
+def test_the_last_frames_are_in_the_message_and_the_traceback_in_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shardproof: CommandLine = command_line(tmp_path, monkeypatch, capsys)
+    status, out, _ = shardproof("run", ONE, "--subject", f"{ME}alone", "--timeout", "30")
+    assert status == 1
+    (first,) = [line for line in out.splitlines() if line.startswith("first:")]
+    here = r"\S*test_raising_subjects.py:\d+ in "
+    assert re.search(
+        rf"{here}_in_a_linear: raise ValueError\(.*, called from {here}_in_a_layer: _in_a_linear\(seed\), "
+        rf"called from {here}alone: _in_a_layer\(1\)",
+        first,
+    )
+    (named,) = re.findall(r"the whole traceback is in (\S+) of the run folder", out)
+    text = (tmp_path / "runs" / "latest" / named).read_text()
+    assert text.startswith("Traceback (most recent call last):") and "ValueError: bad layer" in text
+    assert "--timeout 30" in out, "repeated as it was run"
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "nan", "inf", "ten", "1e9"])
+@pytest.mark.parametrize("command", ["run", "faults"])
+def test_seconds_that_are_none_are_refused(
+    command: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = command_line(tmp_path, monkeypatch, capsys).refused(command, f"--timeout={word}")
+    assert f"timeout={word}: must be a number of seconds above 0 and at most 604800; legal: --timeout 60" in told
+
+
+def test_what_a_subject_does_to_its_process_is_its_failure_and_a_kill_is_the_machines(tmp_path: Path) -> None:
+    cases = tuple(f"{SMALL} seed={seed}" for seed in (1, 2, 3, 4))
+    result = run(Request(cases=cases, subject=f"{ME}failing", engine="pool", out=tmp_path))
+    assert [(verdict.check, verdict.verdict) for verdict in result.verdicts] == [("run", "fail")] * 3 + [
+        ("run", "unknown")
+    ]
+    assert result.exit_status == 1
+    raised, left, crashed, killed = (verdict.message for verdict in result.verdicts)
+    assert "in _in_a_linear: raise ValueError(" in raised and ", called from " in raised
+    (named,) = re.findall(r"the whole traceback is in (\S+) of the run folder", raised)
+    assert "in _in_a_layer" in (result.path / named).read_text()
+    assert left.startswith("what:   the subject did not finish: rank 1 of 2 died: its process ended with exit status 3")
+    assert crashed.startswith("what:   the subject did not finish: rank 1 of 2 died: killed by SIGSEGV")
+    assert killed.startswith("what:   the machine failed: rank 1 of 2 died: killed by SIGKILL")
+    assert "causes: the subject ended the process of a rank: a crash in native code, or os._exit" in left
+    only = run(Request(cases=cases[3:], subject=f"{ME}failing", engine="pool", out=tmp_path))
+    assert only.exit_status == 3
+
+
+def test_frames_are_those_of_the_last_exception_and_of_the_users_code() -> None:
+    try:
+        try:
+            _in_a_layer(0)
+        except ValueError:
+            torch.ones(2).view(3), "\ud800"
+    except RuntimeError as problem:
+        error = RankRaised("rank 0 raised", ranks=(0,), positions=())
+        error.__cause__ = problem
+    text = whole(error)
+    assert "During handling of the above exception" in text
+    assert re.fullmatch(r"\S+:\d+ in test_frames_\w+: torch.ones\(2\).view\(3\), .*", last_frames(text))
+    assert last_frames("") == whole(RankRaised("", ranks=(), positions=())) == ""

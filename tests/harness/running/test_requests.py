@@ -1,0 +1,209 @@
+"""What may be asked: one message for every wrong request, before anything runs, and the cases that run unasked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallel.subject import subject
+from reference.case import Case
+from reference.rules import MODES
+from reports import cli
+from reports import run as run_command
+from tests.harness.command_line import ONE, TOY, CommandLine, command_line
+
+ahead = SimpleNamespace(modes=("ep", "tp", "cp"))
+"""Claims modes that the words of a case lack."""
+
+
+@pytest.fixture
+def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return command_line(tmp_path, monkeypatch, capsys)
+
+
+# Wrong requests: one message that names key, value, rule and something legal
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("mode=tp colour=red", ["colour=red", "is not a word", "mode"]),
+        ("mode=zeta", ["mode=zeta", "is not a known word", "tp|tp-sp"]),
+        ("tp=two", ["tp=two", "must be a whole number", "tp=1"]),
+        ("tp=3", ["ffn=256", "must be a multiple of tp=3", "ffn=258"]),
+        ("mode=msp tp=4 kv_heads=4 seq=30", ["seq=30", "splits it over tp=4", "seq=32"]),
+        ("nonsense", ["nonsense", "is not a word"]),
+    ],
+)
+def test_a_case_that_cannot_be_is_refused_with_its_rule(shardproof: CommandLine, case: str, words: list[str]) -> None:
+    message = shardproof.refused("run", ONE, case)
+    for word in words:
+        assert word in message
+    assert "legal:" in message
+    assert not Path("runs").exists(), "before anything runs"
+
+
+def test_a_wrong_word_is_refused_before_torch_is_loaded() -> None:
+    program = "import sys; from reports.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", program, "run", "colour=red"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout == ""
+    assert done.stderr.startswith("shardproof run: case 'colour=red': colour=red: is not a word of the case language")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_colon", "must be written module:object; legal: parallel.subject:subject"),
+        ("nowhere.at.all:subject", "there is no module 'nowhere'"),
+        (f"{TOY}rihgt", "has no 'rihgt'; legal: tests.harness.toy_subjects:right"),
+    ],
+)
+def test_a_subject_that_cannot_be_found_is_refused(shardproof: CommandLine, name: str, words: str) -> None:
+    assert words in shardproof.refused("run", "--subject", name)
+    assert words in shardproof.refused("run", ONE, "--subject", name)
+
+
+@pytest.mark.parametrize("harm", ["missing", "empty", "not text", "a space"])
+def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, tmp_path: Path, harm: str) -> None:
+    path = tmp_path / {"a space": "a b.txt"}.get(harm, "corpus.jsonl")
+    content = {"empty": b"", "not text": b"\xff\xfe{}\n", "a space": b"words"}.get(harm)
+    if content is not None:
+        path.write_bytes(content)
+    message = shardproof.refused("run", ONE, "--data", str(path), "--subject", f"{TOY}right")
+    assert f"data={path}" in message
+    assert "legal:" in message
+    assert shardproof.refused("run", f"{ONE} data={tmp_path}/nowhere.txt").count("nowhere.txt") >= 1
+    assert not Path("runs").exists(), "before anything runs"
+
+
+def test_modes_choose_among_what_the_subject_claims(shardproof: CommandLine) -> None:
+    message = shardproof.refused("run", "--modes", "tp-sp,zeta", "--subject", f"{TOY}limited")
+    assert f"modes=zeta: {TOY}limited claims tp-sp; legal: --modes all" in message
+    message = shardproof.refused("run", ONE, "--modes", "tp")
+    assert "modes=tp" in message and "legal: mode= in the case" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "required: COMMAND"),
+        (("explain", "a", "b"), "invalid choice: 'explain' (choose from"),
+        (("run", "--engine", "steam"), "invalid choice: 'steam' (choose from"),
+        (("run", "--device", "tpu"), "invalid choice: 'tpu' (choose from"),
+        (("run", "--profile", "torch,vtune"), "profile=vtune: is not a witness; legal: torch,nsys"),
+        (("run", "--profile", "nsys", "--engine", "dry"), "profile: dry ranks have shapes and no times"),
+        (("run", ONE, "--profile-steps", "0:1"), "profile-steps=0:1: chooses among the steps that --profile watches"),
+        (("run", ONE, "--profile", "nsys", "--profile-steps", "1"), "profile-steps=1: must be FIRST:END, steps from"),
+        (("run", "--profile", ","), "profile=,: names no witness; legal: torch,nsys"),
+        (
+            ("run", f"{ONE} steps=4", "--profile", "torch", "--profile-steps", "3:3"),
+            "profile-steps=3:3: holds no step, for END is not included; legal: 0:4",
+        ),
+        (
+            ("run", f"{ONE} steps=4", f"{ONE} steps=3", "--profile", "torch", "--profile-steps", "2:4"),
+            "has 3 steps, counted from 0; legal: 0:3",
+        ),
+        (("run", "--preset-experiment", "gpt5"), "preset-experiment=gpt5: is not known; legal: gpt3-857m-tp4"),
+        (("run", "--mode", "tp"), "unrecognized arguments: --mode"),
+        (("bench", "--fast"), "unrecognized arguments: --fast"),
+        (("show", "a", "b"), "unrecognized arguments: b"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_does_not_exist_is_refused_with_what_does(
+    shardproof: CommandLine, words: tuple[str, ...], said: str
+) -> None:
+    assert said in shardproof.refused(*words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_device_that_is_not_here_is_refused(shardproof: CommandLine) -> None:
+    assert "device=cuda: this machine offers no CUDA device; legal: --device cpu" in shardproof.refused(
+        "run", "--device", "cuda"
+    )
+
+
+def test_a_folder_that_cannot_be_written_is_refused(shardproof: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = shardproof.refused("run", ONE, "--subject", f"{TOY}right", "--out", "file")
+    assert f"out={tmp_path}/file: the run folder cannot be written" in message
+
+
+@pytest.mark.parametrize("file", [".", "nowhere/repro.py", "file/repro.py", "x" * 300, "pipe"])
+def test_a_script_that_cannot_be_written_is_refused_before_anything_runs(
+    shardproof: CommandLine, tmp_path: Path, file: str
+) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    message = shardproof.refused("run", ONE, "--subject", f"{TOY}wrong", "--emit-repro", file)
+    assert f"emit-repro={file}: cannot be written (" in message
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("run", ""), "case"),
+        (("run", ONE, " "), "case"),
+        (("predict", ""), "case"),
+        (("run", "--profile", ""), "profile"),
+        (("run", "--profile", "torch", "--profile-steps", ""), "profile-steps"),
+        (("run", "--variant", ""), "variant"),
+        (("run", "--data", ""), "data"),
+        (("run", "--emit-repro", ""), "emit-repro"),
+        (("run", "--preset-experiment", ""), "preset-experiment"),
+        (("run", "--out", ""), "out"),
+        (("predict", "mode=tp", "--out", ""), "out"),
+        (("bench", "--out", ""), "out"),
+        (("show", ""), "run"),
+        (("page", "-o", ""), "-o"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_an_empty_word_chooses_nothing(shardproof: CommandLine, words: tuple[str, ...], name: str) -> None:
+    assert f"{name}='': is empty; legal: a word, or leave it out" in shardproof.refused(*words)
+    assert not Path("runs").exists()
+
+
+# Without a case
+
+
+def test_without_a_case_every_claimed_mode_runs_on_two_and_four_ranks() -> None:
+    cases = [Case.parse(text) for text in run_command.default_cases(f"{TOY}right", "all")]
+    by_mode = {mode: {case.world_size for case in cases if case.mode == mode} for mode in MODES}
+    assert by_mode == dict.fromkeys(MODES, {2, 4})
+    assert all(case.data == "" for case in cases), "real text: the sources of Python"
+    assert {case.optimizer for case in cases} == {"sgd"}, "plain words, for it has no refuses"
+    ours = [Case.parse(text) for text in run_command.default_cases("parallel.subject:subject", "tp")]
+    assert {case.optimizer for case in ours} == {"sgd", "adamw"}
+    assert {case.world_size for case in map(Case.parse, run_command.default_cases(f"{TOY}right", "tp", deep=True))} == {
+        *(2, 4, 8)
+    }
+
+
+def test_modes_narrow_the_default_cases() -> None:
+    chosen = run_command.default_cases("parallel.subject:subject", "tp,tp-sp")
+    assert list(dict.fromkeys(Case.parse(text).mode for text in chosen)) == ["tp", "tp-sp"]
+
+
+def test_a_claimed_mode_that_no_case_can_have_is_left_out_and_named(
+    shardproof: CommandLine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "tests.harness.running.test_requests:ahead"
+    assert {Case.parse(text).mode for text in run_command.default_cases(name, "all")} == {"tp"}
+    status, _, err = shardproof("run", "--subject", name, "--engine", "dry")
+    assert status == 2, "what the harness makes of a subject that cannot be called"
+    assert f"note: {name} claims ep, cp, which no case can have: left out\n" in err
+
+
+def test_every_mode_that_our_subject_claims_has_default_cases() -> None:
+    cases = run_command.default_cases(cli.SUBJECT, "all")
+    assert {Case.parse(text).mode for text in cases} == set(subject.modes)
+    assert not [reason for text in cases if (reason := subject.refuses(Case.parse(text)))]

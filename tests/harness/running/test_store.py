@@ -1,0 +1,218 @@
+"""The run folder: readable at any moment, safe names, no run overwritten, one clear error when it cannot be written."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.checking.evidence import Verdict, Worst
+from harness.errors import RequestError
+from harness.ledger import COLUMNS
+from harness.running import store as store_module
+from harness.running.environment import environment
+from harness.running.store import Store, safe_name
+from harness.running.summary import SUMMARY_COLUMNS, summarize
+from reports.frames import load
+from tests.harness.toy_evidence import TERMS, events, without
+
+CASE = "mode=tp"
+
+
+def opened(out: Path, subject: str = "parallel.subject:subject") -> Store:
+    return Store(out, subject, environment(["shardproof", "run"], {"subject": subject}))
+
+
+def finished(store: Store, ledger: Any = None, verdict: str = "pass") -> None:
+    ledger = events() if ledger is None else ledger
+    worst = Worst(name="loss/0", error=float("inf"), allowed=1e-9, epsilons=float("nan"))
+    verdicts = [Verdict(case=CASE, check="forward", verdict=verdict, worst=worst, message="a\nb", unchecked=("x",))]
+    store.add(CASE, ledger, summarize(CASE, "tp", 2, ledger, TERMS), verdicts, {"truth": 0.25, "recorded": 1.5})
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_folder_holds_the_contracts_files_and_columns(tmp_path: Path) -> None:
+    store = opened(tmp_path / "runs")
+    store.plan([{"case": CASE, "mode": "tp", "world_size": 2}])
+    finished(store)
+    store.close()
+    names = {"env.json", "cases.jsonl", "ledger.csv", "summary.csv", "verdicts.jsonl", "timings.csv", "memory.csv"}
+    assert {path.name for path in store.path.iterdir()} == names
+    assert (tmp_path / "runs" / "latest").resolve() == store.path.resolve()
+    ledger = table(store.path / "ledger.csv")
+    assert tuple(ledger[0]) == COLUMNS and len(ledger) == 40
+    assert ledger[0]["region"] == "embedding" and ledger[0]["is_async"] == "False"
+    env = json.loads((store.path / "env.json").read_text())
+    assert env["command"] == ["shardproof", "run"]
+    assert {"python", "torch", "shardproof"} <= set(env["versions"])
+    (verdict,) = map(json.loads, (store.path / "verdicts.jsonl").read_text().splitlines())
+    assert verdict == {
+        "case": CASE,
+        "check": "forward",
+        "verdict": "pass",
+        "worst": {"name": "loss/0", "error": "inf", "allowed": 1e-9, "epsilons": "nan"},
+        "message": "a\nb",
+        "unchecked": ["x"],
+        "of": 1,
+    }
+    assert table(store.path / "timings.csv")[1] == {"case": CASE, "part": "recorded", "seconds": "1.500000"}
+
+
+def test_the_reports_read_what_the_store_writes(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.plan([{"case": CASE, "mode": "tp", "world_size": 2}])
+    finished(store)
+    store.close()
+    run = load(tmp_path / "latest")
+    assert run.notes == ()
+    assert len(run.ledger) == 40 and len(run.verdicts) == 1
+    assert run.summary["calls"].sum() == 20
+
+
+def test_the_summary_holds_one_rank_beside_the_expectation() -> None:
+    rows = summarize(CASE, "tp", 2, events(), TERMS)
+    assert [(r.phase, r.op, r.calls, r.payload_bytes, r.wire_bytes) for r in rows] == [
+        ("forward", "all_reduce", 8, 3072, 3072),
+        ("loss", "all_reduce", 4, 256, 256),
+        ("backward", "all_reduce", 8, 3072, 3072),
+    ]
+    assert [(r.expected_calls, r.expected_payload_bytes) for r in rows] == [(8, 3072), (4, 256), (8, 3072)]
+    assert all(r.min_calls is None for r in rows)
+    none = summarize(CASE, "tp", 2, events(), None)
+    assert {r.expected_calls for r in none} == {None}
+
+
+def test_the_summary_shows_lacking_surplus_and_uneven_events() -> None:
+    lost = tuple(event for event in events() if event.phase != "loss")
+    lacking = [row for row in summarize(CASE, "tp", 2, lost, TERMS) if row.phase == "loss"]
+    assert [(row.calls, row.expected_calls) for row in lacking] == [(0, 4)]
+    (surplus,) = summarize(CASE, "tp", 2, without(events(), phase="x")[:1], ())
+    assert (surplus.calls, surplus.expected_calls, surplus.min_calls) == (1, 0, 0)
+
+
+def test_min_columns_appear_when_ranks_differ_and_only_then(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    finished(store)
+    assert tuple(table(store.path / "summary.csv")[0]) == SUMMARY_COLUMNS
+    finished(store, tuple(event for event in events() if event.rank == 0 or event.phase != "forward"))
+    rows = table(store.path / "summary.csv")
+    assert tuple(rows[0]) == (*SUMMARY_COLUMNS, "min_calls", "min_payload_bytes", "min_wire_bytes")
+    assert [row["min_calls"] for row in rows] == ["", "", "", "0", "", ""]
+    finished(store)
+    assert len(table(store.path / "summary.csv")) == 9
+
+
+def test_a_large_ledger_is_packed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "LARGEST_LEDGER", 1000)
+    store = opened(tmp_path)
+    finished(store)
+    store.close()
+    assert not (store.path / "ledger.csv").exists()
+    with gzip.open(store.path / "ledger.csv.gz", "rt", newline="") as file:
+        assert len(list(csv.DictReader(file))) == 40
+    assert store_module.LARGEST_LEDGER == 1000
+
+
+def test_two_runs_in_one_second_have_two_folders(tmp_path: Path) -> None:
+    stores = [opened(tmp_path) for _ in range(4)]
+    assert len({store.path for store in stores}) == 4
+    assert (tmp_path / "latest").resolve() == stores[-1].path.resolve()
+
+
+@pytest.mark.parametrize(
+    "subject", ["../../etc:passwd", "a b/c:d\ne", "", "--out", "x" * 500, "\u00fcml:\u00e4ut", ".hidden:x", "a:b"]
+)
+def test_any_subject_name_gives_a_safe_folder(tmp_path: Path, subject: str) -> None:
+    name = safe_name(subject)
+    assert name and len(name) <= 80 and name.isascii()
+    assert name[0] not in "-." and "/" not in name and name != ".."
+    store = opened(tmp_path / "runs", subject)
+    assert store.path.parent == tmp_path / "runs"
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_a_place_that_cannot_hold_a_run_is_one_clear_error(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    with pytest.raises(RequestError, match=r"out=.*file: the run folder cannot be written \(File exists\); legal:"):
+        opened(taken)
+    with pytest.raises(RequestError, match="Not a directory"):
+        opened(taken / "below")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_place_is_one_clear_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(RequestError, match="Permission denied"):
+        opened(tmp_path / "runs")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    (store.path / "verdicts.jsonl").unlink()
+    (store.path / "verdicts.jsonl").symlink_to("/dev/full")
+    with pytest.raises(RequestError, match="No space left on device"):
+        finished(store)
+    assert len(table(store.path / "ledger.csv")) == 40
+
+
+def test_an_error_of_the_system_keeps_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(RequestError, match="Read-only file system"):
+        opened(tmp_path / "runs")
+
+
+def test_a_place_without_links_loses_the_link_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest" / "precious").touch()
+    store = opened(tmp_path)
+    assert (tmp_path / "latest" / "precious").exists()
+    assert len(store.notes) == 1 and "does not point to this run" in store.notes[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["latest", store.path.name])
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from tests.harness.running.test_store import CASE, finished, opened
+store = opened(Path(sys.argv[1]))
+store.plan([{"case": CASE, "mode": "tp", "world_size": 2}])
+print(store.path, flush=True)
+while True:
+    finished(store)
+"""
+
+
+def test_a_run_that_is_killed_leaves_a_readable_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WRITER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        path = Path(writer.stdout.readline().strip())
+        deadline = time.monotonic() + 30
+        while (path / "verdicts.jsonl").stat().st_size < 2000 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        writer.send_signal(signal.SIGKILL)
+    assert writer.returncode == -signal.SIGKILL
+    run = load(path)
+    assert len(run.verdicts) >= 5
+    assert len(run.ledger) >= 40 * len(run.verdicts)  # verdicts come last: theirs are complete cases
+    assert run.env["command"] == ["shardproof", "run"]
+    assert len(run.summary) >= 3 * len(run.verdicts)

@@ -1,0 +1,116 @@
+"""Operators of torch that shardproof does not know: recorded by their schemas, and unknown where they are issued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.checking.evidence import PASS, UNKNOWN
+from harness.engines.engine import Engine
+from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.shapes.dry import DryEngine
+from harness.engines.threads.inproc import InprocEngine
+from harness.ledger import OTHER, Call
+from harness.recording.recorder import Recorder
+from harness.running.proof import CaseResult, prove
+from reference.case import Case
+from tests.harness.shapes.unmapped_programs import SWAP, VOID, swapping, swaps, voiding
+
+_CASES = (Case.parse("preset=tiny-internlm2 mode=mtp tp=2"), Case.parse("mode=tp tp=2"))
+
+
+@pytest.fixture(scope="module", params=[InprocEngine, PoolEngine], ids=["inproc", "pool"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with request.param() as made:
+        yield made
+
+
+class Kept:
+    """Keeps calls by rank."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, list[Call]] = {}
+        self.ended: list[tuple[int, int]] = []
+
+    def issued(self, rank: int, call: Call) -> int:
+        """Keep it."""
+        mine = self.calls.setdefault(rank, [])
+        mine.append(call)
+        return len(mine) - 1
+
+    def completed(self, rank: int, ticket: int) -> None:
+        """Keep which."""
+        self.ended.append((rank, ticket))
+
+
+def test_the_schema_tells_group_and_payload() -> None:
+    kept = Kept()
+    with InprocEngine() as threads:
+        assert threads.run(swaps, world_size=2, observer=kept) == [3.0, 3.0]
+    for rank in range(2):
+        other, inner = kept.calls[rank]
+        assert (other.op, other.operator, other.group, other.dtype) == (OTHER, f"c10d::{SWAP}", (0, 1), "float64")
+        assert (other.shapes, other.payload_bytes, other.is_async) == (((3,), (2,)), (3 + 2) * 8, False)
+        assert (inner.op, inner.operator, inner.payload_bytes) == ("all_reduce", "", 3 * 8)
+    assert sorted(kept.ended) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_only_the_case_that_issues_it_is_unknown_and_its_message_names_it(engine: Engine) -> None:
+    one, other = (prove(case, swapping, engine=engine) for case in _CASES)
+    ledger = verdict_of(one, "ledger")
+    assert ledger[0] == UNKNOWN and f"c10d::{SWAP}" in ledger[1] and "unmapped_programs.py" in ledger[1]
+    numbers = {verdict.check: verdict.verdict for verdict in one.verdicts if verdict.check != "ledger"}
+    assert set(numbers.values()) == {PASS} and one.verdict == UNKNOWN
+    assert other.verdict == PASS
+
+
+def test_an_operator_that_threads_cannot_compute_is_unknown_by_name_and_the_next_case_runs() -> None:
+    with InprocEngine() as engine:
+        one, other = (prove(case, voiding, engine=engine) for case in _CASES)
+    verdict, message = verdict_of(one, "run")
+    assert verdict == UNKNOWN and not one.machine
+    assert f"c10d::{VOID}" in message and "legal: --engine pool" in message
+    assert other.verdict == PASS
+
+
+def test_a_dry_rank_records_it() -> None:
+    recorder = Recorder("", "tp", 2, {"tp": ((0, 1),)})
+
+    def program(rank: int) -> None:
+        with recorder.on_rank(rank):
+            swaps(rank)
+
+    with recorder, DryEngine() as engine:
+        engine.run(program, world_size=2, observer=recorder)
+    assert [(event.op, event.axis, event.payload_bytes, event.operator) for event in recorder.events()] == [
+        (OTHER, "tp", 40, f"c10d::{SWAP}"),
+        ("all_reduce", "tp", 24, ""),
+    ] * 2
+
+
+def gathers(rank: int) -> list[float]:
+    """gather_single to rank 1 as torch 2.14 calls it, by the method of the group."""
+    group, options = dist.group.WORLD, dist.GatherOptions()
+    options.rootRank, options.asyncOp = 1, False
+    mine, whole = torch.full((2, 2), rank + 1.0), torch.zeros(4 if rank == 1 else 0, 2)
+    if hasattr(dist, "gather_single"):
+        dist.gather_single(mine, whole if rank == 1 else None, dst=1)
+    else:
+        group.gather_single(whole, mine, options)  # type: ignore[union-attr]
+    return whole.flatten().tolist()
+
+
+def test_a_gather_into_one_tensor_is_a_gather() -> None:
+    kept = Kept()
+    with InprocEngine() as engine:
+        assert engine.run(gathers, world_size=2, observer=kept) == [[], [1.0] * 4 + [2.0] * 4]
+    for calls in kept.calls.values():
+        assert [(call.op, call.peer, call.payload_bytes) for call in calls] == [("gather", 1, 16)]
+
+
+def verdict_of(result: CaseResult, check: str) -> tuple[str, str]:
+    """Verdict and message of a check."""
+    return next((v.verdict, v.message) for v in result.verdicts if v.check == check)

@@ -1,0 +1,1 @@
+"""Tests of the engine whose ranks are threads of this process."""

@@ -1,0 +1,275 @@
+"""Ranks that raise, hang, or misuse the in-process engine: one error of the right branch, and the engine goes on."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import MachineError, RankRaised, RequestError, TimeLimit
+
+LIMIT_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InprocEngine]:
+    with InprocEngine() as made:
+        with pytest.raises(RankRaised):
+            made.run(raises_in_backward, world_size=2)  # the first backward of a process imports much
+        yield made
+
+
+def usable(engine: InprocEngine) -> bool:
+    """The engine runs a right program after whatever came before."""
+
+    def program(rank: int) -> float:
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    return engine.run(program, world_size=3) == [3, 3, 3]
+
+
+class Exploding(torch.autograd.Function):
+    """Identity forward; backward raises on the last rank and reduces on the others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """x."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """The sum of the gradients, or an error."""
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ArithmeticError("no gradient today")
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+def raises(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("bad shape\nsecond line")
+    dist.all_reduce(torch.ones(2))
+
+
+def raises_in_backward(rank: int) -> None:
+    Exploding.apply(torch.ones(2).requires_grad_()).backward(torch.ones(2))
+
+
+def raises_in_a_hook_of_ddp(rank: int) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    if rank == 1:
+        model.module.weight.register_hook(_explode)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def _explode(gradient: Tensor) -> Tensor:
+    raise ArithmeticError("no gradient today")
+
+
+def raised(engine: InprocEngine, program: Any, world_size: int = 3) -> tuple[RankRaised, float]:
+    took: list[float] = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        with pytest.raises(RankRaised) as problem:
+            engine.run(program, world_size=world_size)
+        took.append(time.perf_counter() - start_s)
+    return problem.value, min(took)
+
+
+def test_a_raising_rank_ends_the_run_with_its_own_exception_as_the_cause(engine: InprocEngine) -> None:
+    error, took_s = raised(engine, raises)
+    first = raises.__code__.co_firstlineno
+    where = __file__[__file__.rfind("tests") :]
+    assert str(error) == (
+        f"rank 1 of 3 raised ValueError: bad shape ..., at {where}:{first + 2} in raises\n"
+        f"  rank 0: waits in all_reduce #0 of world (0 1 2): sum float32 2, at {where}:{first + 3} in raises\n"
+        f"  rank 1: raised: ValueError: bad shape ..., at {where}:{first + 2} in raises\n"
+        f"  rank 2: waits in all_reduce #0 of world (0 1 2): sum float32 2, at {where}:{first + 3} in raises"
+    )
+    cause = error.__cause__
+    assert type(cause) is ValueError and cause.args == ("bad shape\nsecond line",)
+    traceback = cause.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    assert traceback is not None and traceback.tb_frame.f_code is raises.__code__
+    assert error.ranks == (1,) and error.exit_status == 1
+    assert took_s < LIMIT_S and usable(engine)
+
+
+@pytest.mark.parametrize(
+    ("program", "function"), [(raises_in_backward, "backward"), (raises_in_a_hook_of_ddp, "_explode")]
+)
+def test_a_rank_that_raises_in_backward(engine: InprocEngine, program: Any, function: str) -> None:
+    error, took_s = raised(engine, program, world_size=2)
+    assert type(error.__cause__) is ArithmeticError and str(error.__cause__) == "no gradient today"
+    assert error.cause.startswith("rank 1 of 2 raised ArithmeticError: no gradient today, at ")
+    assert error.cause.endswith(f" in {function}") and error.ranks == (1,)
+    assert error.positions[0].op == "all_reduce" and error.positions[0].state == "waits in"
+    assert took_s < LIMIT_S and usable(engine)
+
+
+def test_all_ranks_that_raise_are_listed(engine: InprocEngine) -> None:
+    def program(rank: int) -> None:
+        raise KeyError(rank)
+
+    error, _ = raised(engine, program)
+    assert error.ranks == (0, 1, 2) and error.cause.startswith("rank 0 of 3 raised KeyError: 0, at ")
+
+
+def test_a_rank_that_swallows_everything_cannot_swallow_the_end(engine: InprocEngine) -> None:
+    def program(rank: int) -> str:
+        for _ in range(2):
+            try:
+                raises(rank)
+            except Exception:
+                seen.append(rank)
+                raise
+            except BaseException:
+                if rank == 1:
+                    raise
+        return "went on"
+
+    seen: list[int] = []
+    error, took_s = raised(engine, program)
+    assert error.ranks == (1,) and took_s < LIMIT_S and usable(engine)
+    assert set(seen) == {1}
+
+
+def test_leaving_by_sys_exit_is_an_end_when_it_says_success_and_a_failure_otherwise(engine: InprocEngine) -> None:
+    assert engine.run(lambda rank: sys.exit(0) if rank else "end", world_size=2) == ["end", None]
+    error, _ = raised(engine, lambda rank: sys.exit(3), 1)
+    assert isinstance(error.__cause__, SystemExit) and error.__cause__.code == 3
+
+
+def test_a_rank_that_loops_forever_ends_at_the_time_limit_with_its_line(engine: InprocEngine) -> None:
+    def program(rank: int) -> None:
+        dist.barrier()
+        while rank == 1:
+            pass
+        dist.barrier()
+
+    start_s = time.perf_counter()
+    with pytest.raises(TimeLimit) as problem:
+        engine.run(program, world_size=3, timeout_s=0.2)
+    assert 0.2 <= time.perf_counter() - start_s < 1.0
+    error = problem.value
+    first = program.__code__.co_firstlineno
+    assert error.cause.startswith("no end within 0.2 s: rank 1 runs at ")
+    assert error.cause.endswith((f":{first + 2} in program", f":{first + 3} in program"))
+    assert error.ranks == (1,) and error.abandoned == () and error.exit_status == 3
+    assert [position.state for position in error.positions] == ["waits in", "runs", "waits in"]
+    assert isinstance(error, MachineError) and usable(engine)
+
+
+def test_a_rank_that_is_stuck_in_native_code_is_abandoned_and_named(engine: InprocEngine) -> None:
+    released = threading.Event()
+
+    def program(rank: int) -> None:
+        if rank == 0:
+            released.wait(30)
+        dist.barrier()
+
+    with pytest.raises(TimeLimit) as problem:
+        engine.run(program, world_size=2, timeout_s=0.1)
+    error = problem.value
+    assert error.abandoned == (0,)
+    assert error.cause.endswith("; rank 0 is in native code and could not be interrupted: thread abandoned")
+    assert usable(engine)
+    released.set()
+    assert usable(engine)
+
+
+def test_a_fault_is_told_even_when_another_rank_never_comes_back(engine: InprocEngine) -> None:
+    def program(rank: int) -> None:
+        if rank == 0:
+            raise ValueError("the root cause")
+        while True:
+            pass
+
+    error, took_s = raised(engine, program, world_size=2)
+    assert error.cause.startswith("rank 0 of 2 raised ValueError: the root cause, at ")
+    assert error.positions[1].state == "runs" and took_s < 1.0 and usable(engine)
+
+
+def test_an_interrupt_of_the_caller_ends_the_ranks(engine: InprocEngine) -> None:
+    before = threading.active_count()
+    main = threading.main_thread().ident or 0
+
+    def program(rank: int) -> None:
+        if rank == 0:
+            signal.pthread_kill(main, signal.SIGINT)
+        while True:
+            pass
+
+    start_s = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(program, world_size=2, timeout_s=20)
+    assert time.perf_counter() - start_s < 5
+    assert usable(engine) and threading.active_count() <= before + 3
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({"world_size": 0}, "world_size 0: must be at least 1; legal: 2"),
+        ({"world_size": 2, "timeout_s": 0}, "timeout_s 0: must be above 0; legal: 60"),
+    ],
+)
+def test_wrong_requests(engine: InprocEngine, words: dict[str, Any], text: str) -> None:
+    with pytest.raises(RequestError) as problem:
+        engine.run(raises, **words)
+    assert str(problem.value) == text and problem.value.exit_status == 2
+
+
+def test_a_closed_engine_refuses_and_a_run_within_a_run_too(engine: InprocEngine) -> None:
+    closed = InprocEngine()
+    closed.close()
+    with pytest.raises(RequestError, match="run: the engine is closed; legal: a new InprocEngine()"):
+        closed.run(raises, world_size=1)
+    error, _ = raised(engine, lambda rank: engine.run(raises, world_size=1), world_size=1)
+    assert isinstance(error.__cause__, RequestError)
+    text = "run: another in-process run is active in this process; legal: one run at a time"
+    assert str(error.__cause__) == text and usable(engine)
+
+
+def test_an_unknown_module_to_keep_per_rank_is_a_wrong_request() -> None:
+    with pytest.raises(RequestError, match="per_rank_modules 'no.such': must be a module that can be imported"):
+        InprocEngine(per_rank_modules=("no.such",))
+
+
+def test_calls_from_other_threads_and_after_the_run_are_refused(engine: InprocEngine) -> None:
+    def program(rank: int) -> Any:
+        refused: list[str] = []
+        group = dist.group.WORLD
+
+        def call() -> None:
+            try:
+                group.barrier()  # type: ignore[union-attr]
+            except RuntimeError as problem:
+                refused.append(str(problem))
+
+        thread = threading.Thread(target=call, name="helper")
+        thread.start()
+        thread.join()
+        return refused, group
+
+    ((refused, group),) = engine.run(program, world_size=1)
+    rule = "the in-process engine takes calls from the rank's own thread only, while the run lasts"
+    assert refused == [f"barrier on rank 0: {rule}; this is thread 'helper'"]
+    with pytest.raises(RuntimeError, match="takes calls from the rank's own thread only, while the run lasts"):
+        group.barrier()
+    error, _ = raised(engine, lambda rank: group.barrier(), world_size=1)
+    assert type(error.__cause__) is RuntimeError

@@ -1,0 +1,1 @@
+"""Tests of the recorder against the torch profiler and Nsight Systems."""

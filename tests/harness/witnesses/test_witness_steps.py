@@ -1,0 +1,134 @@
+"""Chosen steps of a run: witnesses see these alone. An event planted there fails, one planted elsewhere passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from harness.checking.evidence import FAIL, PASS, UNKNOWN
+from harness.errors import MachineError
+from harness.running.run import parse_cases
+from harness.witnesses.chosen import during, step_ends, terms_of
+from harness.witnesses.nsys import nsys_path
+from harness.witnesses.witnessing import witnesses
+from tests.harness.witnesses.stepped_subject import CALLS, subject, uneven
+
+NAME = "tests.harness.witnesses.stepped_subject:subject"
+NSYS = pytest.mark.skipif(nsys_path() is None, reason="nsys is not on PATH (Debian: nsight-systems, non-free)")
+CHOSEN = range(1, 3)
+EXPECTED = subject.expected  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("tool", ["torch", pytest.param("nsys", marks=NSYS)])
+def test_an_extra_collective_counts_in_a_chosen_step_and_in_no_other(tool: str, tmp_path: Path) -> None:
+    clean, inside, before, after = cases = parse_cases([f"mode=tp tp=2 steps=4 seed={n}" for n in (9, 2, 0, 3)])
+    seen = witnesses(cases, NAME, (tool,), tmp_path, device="cpu", timeout_s=60.0, steps=CHOSEN)
+    assert tool in seen.sessions, seen.notes
+    for case in (clean, before, after):
+        told = seen.told(case, (), EXPECTED(case), EXPECTED).verdict
+        assert told.verdict == PASS, told.message
+        events = 2 * CALLS * len(CHOSEN)
+        assert told.message == f"ledger, {tool}, closed_form agree on {events} events of 2 ranks in steps 1:3"
+    told = seen.told(inside, (), EXPECTED(inside), EXPECTED).verdict
+    assert told.verdict == FAIL
+    # It follows the broadcast of step 2, the second that is watched: calls 0 to 5 of step 1, then 6 and 7.
+    assert told.message.splitlines()[0] == (
+        f"what:   event {CALLS + 1} of rank 0: the ledger has data broadcast of 32 B over 0,1; "
+        "closed_form saw nothing; 1 more event differs (check witnesses)"
+    )
+    assert told.message.splitlines()[-1].endswith(f"--profile {tool} --profile-steps 1:3")
+
+    # A closed form that knows no single steps is not held against some.
+    told = seen.told(clean, (), list(uneven(clean)), uneven).verdict
+    assert told.verdict == PASS
+    assert told.message.endswith(
+        "the closed form was not asked: the closed form does not tell which step has what: "
+        "1 data broadcast in no module in 4 steps, and 1 in one"
+    )
+    assert told.unchecked == ("closed form of the chosen steps",)
+
+
+def test_steps_that_the_program_does_not_have_are_told(tmp_path: Path) -> None:
+    (case,) = parse_cases(["mode=tp tp=2 steps=2"])
+    name = "tests.harness.witnesses.viewed_subject:subject"  # one step, whatever the case says
+    seen = witnesses([case], name, ("torch",), tmp_path, device="cpu", timeout_s=60.0, steps=range(1, 2))
+    told = seen.told(case, (), None).verdict
+    assert told.verdict == UNKNOWN
+    assert "steps 1:2 cannot be watched: the program ends 1 of them, as its optimizers tell" in told.message
+
+
+class Run:
+    """A toy run of steps with two optimizers that tells what happens, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def __call__(self) -> None:
+        """Run."""
+        model = nn.Linear(2, 2)
+        optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+        for step in range(4):
+            self.told.append(f"data {step}")
+            model(torch.ones(1, 2)).sum().backward()
+            for optimizer in optimizers:
+                self.told.append(f"update {step}")
+                optimizer.step()
+        self.told.append("metric")
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Tell of both ends of the body."""
+        self.told.append("[")
+        yield
+        self.told.append("]")
+
+
+def step(number: int) -> list[str]:
+    return [f"data {number}", f"update {number}", f"update {number}"]
+
+
+@pytest.mark.parametrize("chosen", [range(1), range(1, 3), range(2, 4), range(4)])
+def test_a_stretch_begins_and_ends_with_its_steps_whatever_the_number_of_optimizers(chosen: range) -> None:
+    run = Run()
+    ends = step_ends(0, run)
+    assert ends == (2, 4, 6, 8)
+    run.told.clear()
+    with during(chosen, ends, run.marked):
+        run()
+    every = [*step(0), *step(1), *step(2), *step(3)]
+    first, last = 3 * chosen.start, 3 * chosen.stop
+    inside, after = every[first:last], every[last:]
+    end = [*after, "metric"] if after else []
+    assert run.told == [*every[:first], "[", *inside, *([] if after else ["metric"]), "]", *end]
+
+
+def test_more_steps_than_the_program_has_are_refused() -> None:
+    fewer = pytest.raises(MachineError, match="steps 1:5 cannot be watched: the program ends 4 of them")
+    with fewer, during(range(1, 5), (1, 2, 3, 4), Run().marked):
+        pass
+
+
+def test_the_closed_form_of_chosen_steps_is_as_many_times_that_of_one_step() -> None:
+    (case,) = parse_cases(["mode=tp tp=2 steps=4"])
+    terms, why = terms_of(CHOSEN, case, EXPECTED(case), EXPECTED)
+    assert terms is not None and not why
+    assert [(term.phase, term.calls) for term in terms] == [
+        ("data", 2),
+        *[("forward", 2)] * 2,
+        *[("backward", 2)] * 2,
+        ("step", 2),
+    ]
+    assert terms_of(CHOSEN, case, EXPECTED(case), None)[0] is None
+
+    def broken(_case: object) -> object:
+        raise ValueError("no")
+
+    assert terms_of(CHOSEN, case, EXPECTED(case), broken) == (
+        None,
+        "the closed form of one step failed: ValueError: no",
+    )

@@ -1,0 +1,1 @@
+"""Tests of the implementation in `parallel`, part by part."""

@@ -1,0 +1,1 @@
+"""Tests of the modes of `parallel`: expectations, tables, variants, planted bugs."""

@@ -1,0 +1,66 @@
+"""Census of replicated parameters: those summed over the weight axis are exactly those whose gradients need it.
+
+Which need it is found by experiment, not from the mode's own list: without the sum, ranks disagree on their gradients.
+Which are summed is read from the ledger's bytes. That would have caught bugs.md B-01 to B-12 as one property.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from harness.merging import merge
+from harness.protocols import Subject
+from harness.running.execution import Execution, execute
+from parallel.registry import MODES
+from parallel.subject import subject
+from reference.case import Case
+from reference.parameters import shapes
+from suites.mutants.planting import planted, replaced
+from suites.prover import Prover
+
+SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 vocab=264 steps=1 micro=1 tp=2"
+WORDS = ("bias=true qk_norm=true positions=learned norm=layernorm", "bias=false positions=rope norm=rmsnorm dp=3")
+SUMMED = "if mode.partial(rank.case, name)]"
+NORM_AND_LOSS = (8, 16)
+"""Bytes of the calls beside gradients in grad_sync: the squared norm, the loss with its token count."""
+
+
+def ran(prover: Prover, case: Case, run: Subject) -> Execution:
+    """One recorded run."""
+    return execute(case, run, prover.engine, text=str(case))
+
+
+def torn(run: Execution) -> set[str]:
+    """Parameters on whose gradients ranks disagree."""
+    flaws = merge(run.outcomes).flaws
+    return {flaw.name.removeprefix("grad/") for flaw in flaws if flaw.name.startswith("grad/")}
+
+
+def summed_bytes(run: Execution, axis: str) -> int:
+    """Bytes of gradients that rank 0 sums over this axis between backward and step."""
+    mine = [e for e in run.events if (e.rank, e.phase, e.op, e.axis) == (0, "grad_sync", "all_reduce", axis)]
+    sizes = [event.payload_bytes for event in mine]
+    for size in NORM_AND_LOSS[:1]:
+        sizes.remove(size)  # the squared norm is always there, once a step
+    return sum(sizes)
+
+
+@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_set_that_is_summed_is_the_set_that_must_be(prover: Prover, mode: str, words: str) -> None:
+    case = Case.parse(f"mode={mode} {SIZES} {words}")
+    weight_axis = MODES[mode].weight_axis
+    must = torn(ran(prover, case, planted(replaced("parallel.training", SUMMED, "if False]"))))
+    right = ran(prover, case, subject)
+    assert torn(right) == set()
+    assert summed_bytes(right, weight_axis) == sum(8 * math.prod(shapes(case)[name]) for name in must)
+
+
+def test_one_parameter_forgotten_parts_the_two_sets(prover: Prover) -> None:
+    case = Case.parse(f"mode=tp-sp {SIZES} {WORDS[0]}")
+    forgotten = planted(replaced("parallel.training", SUMMED, SUMMED[:-1] + " and name != 'final_norm.weight']"))
+    wrong, right = ran(prover, case, forgotten), ran(prover, case, subject)
+    assert torn(wrong) == {"final_norm.weight"}
+    assert summed_bytes(right, "tp") - summed_bytes(wrong, "tp") == 8 * 16

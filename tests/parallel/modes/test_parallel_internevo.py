@@ -1,0 +1,276 @@
+"""The modes mtp, msp and fsp: proved against the dense model, and their calls against modes.md, table and recorder."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from harness.engines.engine import Engine
+from harness.outcome import localize
+from harness.running.proof import prove
+from harness.running.run import engine_named
+from parallel.batch import deliver
+from parallel.mesh import Mesh
+from parallel.registry import MODES
+from parallel.subject import subject
+from parallel.training import set_up
+from reference.case import Case
+from suites.mutants.planting import planted, replaced
+from suites.strategies import cases
+from tests.parallel.modes.mode_tables import Line, promised, rows
+from tests.parallel.ranks import CPU, on_ranks
+
+INTERNEVO = ("mtp", "msp", "fsp")
+EVO = "family=internlm2 vocab=264"
+COLUMNS = {2: "fuse_mlp=true", 3: "", 4: "fuse_qkv=false fuse_mlp=true", 5: "fuse_qkv=false"}
+"""Column linears a layer -> the words that give them."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with engine_named("inproc") as engine:
+        yield engine
+
+
+def _proves(case: Case, engine: Engine) -> dict[str, float]:
+    """Every check passes, ledger = closed form among them; returns the largest error of each."""
+    result = prove(case, "parallel.subject:subject", engine)
+    assert {v.check for v in result.verdicts} >= {"forward", "parameter_gradients", "replicas", "ledger", "activations"}
+    for verdict in result.verdicts:
+        assert verdict.verdict == "pass", verdict.message
+    return {verdict.check: verdict.worst.error for verdict in result.verdicts if verdict.worst is not None}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"mode=mtp {EVO} tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=32 seq=6 batch=3 packed=true recompute=full",
+        f"mode=msp {EVO} tp=3 dp=2 heads=6 kv_heads=3 hidden=24 ffn=48 seq=6 batch=3 micro=3 qk_norm=true",
+        f"mode=fsp {EVO} tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=32 seq=6 batch=2 packed=true recompute=full",
+        "mode=mtp tp=3 heads=6 kv_heads=3 hidden=24 ffn=48 seq=7 tied=false embedding=hidden head=gather qk_norm=true",
+        "mode=msp tp=2 heads=4 hidden=16 ffn=32 seq=8 tied=false embedding=hidden label_smoothing=0.1 clip=0.05",
+        "mode=fsp tp=2 heads=4 hidden=16 ffn=32 seq=8 batch=3 optimizer=adamw lr=0.01 recompute=selective",
+        "mode=msp tp=4 heads=4 kv_heads=4 hidden=16 ffn=32 seq=8 positions=rope fuse_qkv=false cross_entropy=fused",
+        "mode=fsp tp=2 heads=4 hidden=16 ffn=32 seq=8 head=gather overlap=false delivery=tensors dtype=bfloat16 lr=0.1",
+        "mode=mtp tp=1 dp=2 heads=4 hidden=16 ffn=32 seq=8 layers=1",
+    ],
+)
+def test_a_case_is_proved(words: str, engine: Engine) -> None:
+    """In float64 errors stay below 1e-12, where Adam does not amplify them."""
+    case = Case.parse(words)
+    errors = _proves(case, engine)
+    assert {"forward", "update"} <= set(errors)
+    if case.dtype == "float64" and case.optimizer == "sgd":
+        assert max(errors.values()) <= 1e-12, errors
+
+
+@pytest.mark.parametrize("name", INTERNEVO)
+@settings(max_examples=3, deadline=None)
+@given(data=st.data())
+def test_any_drawn_case_is_proved(name: str, engine: Engine, data: st.DataObject) -> None:
+    head = data.draw(st.sampled_from(("parallel", "gather")))
+    _proves(data.draw(cases(name, worlds=(2, 3, 6), head=head)), engine)
+
+
+PLANTED = {
+    "norm gradients stay partial": (
+        "msp",
+        "parallel.modes.msp",
+        ("return tensor.sequence_partial(name)", "return False"),
+        "replicas",
+    ),
+    "msp gathers again in backward": ("msp", "parallel.modes.msp", (", keep=True", ""), "ledger"),
+    "fsp keeps what it gathered": (
+        "fsp",
+        "parallel.modes.fsp",
+        ("sequence_split=True),\n    expected", "sequence_split=True, keep=True),\n    expected"),
+        "ledger",
+    ),
+    "columns of the embedding change places": (
+        "mtp",
+        "parallel.embedding",
+        ("pairs.gather_from(columns, self.region.axis)", "pairs.gather_from(columns, self.region.axis).flip(-1)"),
+        "activations",
+    ),
+    "gathered logits are taken for a part": (
+        "mtp head=gather",
+        "parallel.tensor",
+        ('axis if case.head == "parallel" else', 'axis if case.head != "exchange" else'),
+        "ledger",
+    ),
+}
+"""Bug -> (words, module, (text, wrong text), the check that must fail)."""
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(bug: str, engine: Engine) -> None:
+    words, module, (old, new), check = PLANTED[bug]
+    case = Case.parse(f"mode={words} {EVO} tp=2 layers=1 steps=1 heads=4 kv_heads=2 hidden=16 ffn=32 seq=8")
+    result = prove(case, planted(replaced(module, old, new)), engine)
+    assert check in {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"}
+
+
+def _expected(case: Case, *without: str) -> Counter[Line]:
+    found: Counter[Line] = Counter()
+    for term in subject.expected(case):
+        if term.phase not in without:
+            found[(term.phase, term.region, term.op, term.axis, term.payload_bytes)] += term.calls
+    return found
+
+
+def _docstring(mode: str) -> str:
+    text = importlib.import_module(f"parallel.modes.{mode}").__doc__
+    assert text
+    return text
+
+
+@pytest.mark.parametrize("name", INTERNEVO)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_table_promises_what_the_closed_form_expects(name: str, data: st.DataObject) -> None:
+    head = data.draw(st.sampled_from(("parallel", "gather")))
+    case = data.draw(cases(name, label_smoothing=0.0, head=head))
+    assert promised(_docstring(name), case, MODES[name]) == _expected(case, "data", "metric")
+
+
+@pytest.mark.parametrize("name", INTERNEVO)
+def test_every_row_of_a_table_is_used(name: str) -> None:
+    """A row that no case meets would promise nothing."""
+    words = f"mode={name} tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=16 qk_norm=true"
+    forms = [
+        f"{words} tied=false embedding=hidden head=gather",
+        f"{words} positions=rope cross_entropy=fused",
+        f"{words} fuse_mlp=true activation=swiglu",
+    ]
+    head = "tensor|layout|forward|backward|bytes\n"
+    for row in rows(_docstring(name)):
+        tensor = " ".join((row.tensor, *row.conditions))
+        table = f"{head}{tensor}||{','.join(row.forward) or '-'}|{','.join(row.backward) or '-'}|{row.bytes}"
+        assert any(promised(table, Case.parse(form), MODES[name]) for form in forms), row
+
+
+def _per_layer(case: Case) -> dict[str, dict[str, int]]:
+    """Phase -> op -> calls of one layer and micro-batch; asserts that each carries one whole activation."""
+    found: dict[str, dict[str, int]] = {}
+    for term in subject.expected(case):
+        if term.region.startswith("layers."):
+            assert term.payload_bytes == case.tokens * case.hidden * 2
+            ops = found.setdefault(term.phase, {})
+            ops[term.op] = ops.get(term.op, 0) + term.calls
+    runs = case.layers * case.micro * case.steps
+    assert all(calls % runs == 0 for ops in found.values() for calls in ops.values())
+    return {phase: {op: calls // runs for op, calls in ops.items()} for phase, ops in found.items()}
+
+
+@pytest.mark.parametrize(("columns", "recompute"), list(product(COLUMNS, ("none", "selective", "full"))))
+def test_counts_of_a_layer_are_the_literature_s(columns: int, recompute: str) -> None:
+    """modes.md section 2, every payload A; overlap moves calls and changes none."""
+    for mode, packed in product(INTERNEVO, ("true", "false")):
+        words = f"preset=internlm2-7b mode={mode} tp=8 dp=4 layers=3 dtype=bfloat16 micro=3 batch=2 packed={packed}"
+        case = Case.parse(f"{words} recompute={recompute} {COLUMNS[columns]}")
+        gathers = {"mtp": 0, "msp": 2, "fsp": 2 + columns}[mode]
+        forward = {"all_reduce": 2} if mode == "mtp" else {"all_gather": columns, "reduce_scatter": 2}
+        backward = {"all_reduce": columns} if mode == "mtp" else {"all_gather": gathers, "reduce_scatter": columns}
+        expected = {"forward": forward, "backward": backward}
+        assert _per_layer(case) == (expected | {"recompute": forward} if recompute == "full" else expected)
+        assert _expected(case.but(overlap=False)) == _expected(case)
+
+
+@pytest.mark.parametrize("name", INTERNEVO)
+def test_outside_the_layers_calls_are_the_literature_s(name: str) -> None:
+    """modes.md 3.3, 3.4, 3.7: embedding, head, loss, and 2L+1 norm gradients of [h], uncoalesced, summed."""
+    case = Case.parse(f"preset=internlm2-7b mode={name} tp=8 layers=3 steps=1 micro=1 dtype=bfloat16")
+    whole, one, width = case.tokens * 4096 * 2, case.tokens * 4, 4096 * 2
+    outside: Counter[tuple[str, str, str, str, int]] = Counter()
+    for t in subject.expected(case):
+        if not t.region.startswith("layers."):
+            outside[(t.phase, t.region, t.op, t.reduce_op, t.payload_bytes)] += t.calls
+    expected = {
+        ("forward", "embedding", "all_gather", "", whole): 1,
+        ("loss", "", "all_reduce", "max", one): 1,
+        ("loss", "", "all_reduce", "sum", one): 2,
+        ("grad_sync", "", "all_reduce", "sum", 4): 1,
+    }
+    if name == "mtp":
+        expected |= {("backward", "head", "all_reduce", "sum", whole): 1}
+    else:
+        expected |= {
+            ("backward", "embedding", "all_gather", "", whole): 1,
+            ("forward", "head", "all_gather", "", whole): 1,
+            ("backward", "head", "reduce_scatter", "sum", whole): 1,
+            ("grad_sync", "", "all_reduce", "sum", width): 2 * 3 + 1,
+        }
+    if name == "fsp":
+        expected |= {("backward", "head", "all_gather", "", whole): 1}
+    assert outside == expected
+
+
+@pytest.mark.parametrize("name", ["msp", "fsp"])
+def test_biases_of_norms_and_rows_are_summed_one_by_one_too(name: str) -> None:
+    case = Case.parse(f"mode={name} tp=2 layers=3 steps=1 tied=false qk_norm=true")
+    summed = Counter(t.payload_bytes for t in subject.expected(case) for _ in range(t.calls) if t.phase == "grad_sync")
+    norms, rows_ = 2 * (2 * case.layers + 1), 2 * case.layers
+    assert summed == {case.hidden * 8: norms + rows_, case.head_dim * 8: 4 * case.layers, 8: 1}
+
+
+def test_fsp_gathers_once_more_a_column_linear_and_once_more_for_the_head() -> None:
+    for columns, words in COLUMNS.items():
+        case = Case.parse(f"mode=msp {EVO} layers=3 micro=3 steps=1 {words}")
+        msp, fsp = _expected(case), _expected(case.but(mode="fsp"))
+        more = fsp - msp
+        assert not msp - fsp
+        assert {(phase, op, axis, size) for phase, _, op, axis, size in more} == {
+            ("backward", "all_gather", "tp", case.tokens * case.hidden * 8)
+        }
+        assert sum(calls for line, calls in more.items() if line[1] != "head") == columns * 3 * 3
+        assert sum(calls for line, calls in more.items() if line[1] == "head") == 3
+
+
+@pytest.mark.parametrize("words", ["packed=true batch=3", "recompute=full batch=2 qk_norm=true"])
+def test_msp_and_fsp_give_the_same_bits(words: str) -> None:
+    case = Case.parse(f"mode=msp {EVO} tp=2 heads=4 kv_heads=2 hidden=16 ffn=32 seq=8 {words}")
+    msp, fsp = (on_ranks(2, lambda _, c=c: localize(subject(c, CPU))) for c in (case, case.but(mode="fsp")))
+    for kept, gathered in zip(msp, fsp, strict=True):
+        assert set(kept) == set(gathered) and {"loss/0", "logits/0"} <= set(kept)
+        for name, blocks in kept.items():
+            assert all(torch.equal(a.local, b.local) for a, b in zip(blocks, gathered[name], strict=True)), name
+
+
+def _saved_bytes(case: Case) -> list[int]:
+    """By rank, bytes of distinct tensors that autograd keeps for the backward of the first micro-batch, no weights."""
+
+    def program(rank: int) -> int:
+        state, kept = set_up(case, MODES[case.mode], Mesh.of(case), CPU), {}
+        own = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
+
+        def pack(x: Tensor) -> Tensor:
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = (storage.nbytes(), x)  # held, so that no address comes twice
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            state.model(deliver(case, state.mesh, 0, 0, CPU))
+        return sum(size for size, _ in kept.values())
+
+    return on_ranks(case.world_size, program)
+
+
+def test_fsp_keeps_a_share_of_the_inputs_that_msp_keeps() -> None:
+    """A column linear's saved input: A under msp, A/p under fsp; what else is saved is the same under both.
+
+    w1 and w3 gather the same tensor, so msp keeps two copies; fsp's slices are the norm's output, kept once.
+    """
+    case = Case.parse(f"mode=msp {EVO} tp=4 layers=2 heads=4 kv_heads=4 hidden=16 ffn=32 seq=8 batch=1")
+    whole = case.tokens * case.hidden * 8
+    columns, norms = 3 * case.layers + 1, 2 * case.layers + 1
+    for msp, fsp in zip(_saved_bytes(case), _saved_bytes(case.but(mode="fsp")), strict=True):
+        assert msp - fsp == columns * whole - norms * whole // 4

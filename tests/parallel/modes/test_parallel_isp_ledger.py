@@ -1,0 +1,199 @@
+"""The calls of isp: what ranks issue is the closed form, the closed form is modes.md's, and the table says the same.
+
+Three accounts of one thing, written apart: the recorder watches, `subject.expected` computes, the docstring is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+
+from harness.engines.threads.inproc import InprocEngine
+from harness.running.execution import execute
+from parallel.subject import subject
+from reference.case import Case
+from suites.strategies import cases
+from tests.parallel.modes.isp_table import promised
+
+Line = tuple[str, str, str, str, str, int, str, int]
+"""(phase, region, op, reduce_op, axis, group size, dtype, payload bytes)."""
+
+EVO = "mode=isp family=internlm2 vocab=264 heads=4 kv_heads=2 hidden=16 ffn=24 seq=4 steps=1 batch=1"
+LINEARS = {
+    2: "fuse_mlp=true",
+    3: "",
+    4: "fuse_qkv=false fuse_mlp=true",
+    5: "fuse_qkv=false",
+}
+"""Column linears a layer -> the words that give them."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InprocEngine]:
+    with InprocEngine() as engine:
+        yield engine
+
+
+def _expected(case: Case) -> Counter[Line]:
+    found: Counter[Line] = Counter()
+    for t in subject.expected(case):
+        key = (t.phase, t.region, t.op, t.reduce_op, t.axis, t.group_size, t.dtype, t.payload_bytes)
+        found[key] += t.calls
+    return found
+
+
+def _agree(case: Case, engine: InprocEngine) -> None:
+    """Every rank issues exactly the closed form, and waits for all of it."""
+    run = execute(case, subject, engine, text=str(case))
+    issued: dict[int, Counter[Line]] = {rank: Counter() for rank in range(case.world_size)}
+    for e in run.events:
+        key = (e.phase, e.region, e.op, e.reduce_op, e.axis, e.group_size, e.dtype, e.payload_bytes)
+        issued[e.rank][key] += 1
+    expected = _expected(case)
+    for found in issued.values():
+        assert found - expected == Counter() and expected - found == Counter()
+    assert run.unwaited == ()
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("overlap", ["true", "false"])
+@pytest.mark.parametrize("columns", LINEARS)
+def test_ranks_issue_the_closed_form(columns: int, overlap: str, recompute: str, engine: InprocEngine) -> None:
+    """Three layers, so that a first, an inner and a last one are among them; biases and several micro-batches."""
+    words = f"tp=2 layers=3 micro=2 bias=true overlap={overlap} recompute={recompute} {LINEARS[columns]}"
+    _agree(Case.parse(f"{EVO} {words}"), engine)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("overlap", ["true", "false"])
+@pytest.mark.parametrize("columns", [2, 5])
+def test_ranks_issue_the_closed_form_fused(columns: int, overlap: str, recompute: str, engine: InprocEngine) -> None:
+    words = f"tp=2 layers=3 micro=3 bias=true fuse_weights=true overlap={overlap} recompute={recompute}"
+    _agree(Case.parse(f"{EVO} {words} {LINEARS[columns]}"), engine)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tp=4 wp=2 heads=8 head=local",
+        "tp=2 dp=2 wp=4 head=gather packed=true batch=2",
+        "tp=2 dp=3 wp=3 hidden=48 vocab=258 qk_norm=true cross_entropy=fused label_smoothing=0.1",
+        "tp=1 dp=4 wp=2 embedding=vocab steps=2",
+        "tp=2 wp=1 dp=2 fuse_weights=true",
+        "tp=1 wp=1",
+        "tp=2 family=gpt delivery=tensors vocab=100",
+        "tp=2 family=gpt tied=false embedding=hidden delivery=flat vocab=100 dtype=bfloat16 lr=0.1",
+    ],
+)
+def test_ranks_issue_the_closed_form_on_meshes_and_with_every_form_of_the_head(
+    words: str, engine: InprocEngine
+) -> None:
+    _agree(Case.parse(f"{EVO} {words}"), engine)
+
+
+@settings(max_examples=5, deadline=None)
+@given(case=cases("isp", worlds=(2, 3, 4), metric=False))
+def test_any_drawn_case_issues_the_closed_form(case: Case, engine: InprocEngine) -> None:
+    _agree(case, engine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases("isp", label_smoothing=0.0))
+def test_the_table_promises_the_closed_form(case: Case) -> None:
+    """By phase, op, axis and bytes; which linear starts a gather is told by the recorder's regions above."""
+    expected: Counter[tuple[str, str, str, int]] = Counter()
+    for (phase, _, op, _, axis, _, _, size), calls in _expected(case).items():
+        if phase not in ("data", "metric"):
+            expected[(phase, op, axis, size)] += calls
+    assert promised(case) == expected
+
+
+def _per_layer(case: Case) -> dict[tuple[str, str], tuple[int, int]]:
+    """(phase, op) -> (calls, bytes) of one layer and micro-batch, the rest of the model left out."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for t in subject.expected(case):
+        if t.region.startswith("layers."):
+            calls, size = found.get((t.phase, t.op), (0, 0))
+            found[(t.phase, t.op)] = (calls + t.calls, size + t.calls * t.payload_bytes)
+    runs = case.layers * case.micro * case.steps
+    assert all(calls % runs == 0 and size % runs == 0 for calls, size in found.values())
+    return {key: (calls // runs, size // runs) for key, (calls, size) in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("columns", "overlap", "recompute"), list(product(LINEARS, (True, False), ("none", "selective", "full")))
+)
+def test_counts_and_bytes_of_a_layer_are_the_literature_s(columns: int, overlap: bool, recompute: str) -> None:
+    """modes.md section 2: weight AG C+2 forward and backward, RS C+2, A2A 3 each way; recompute adds A2A 3 and, without
+    overlap, AG C+2. Bytes: Wl = e*[h(h+2*kv*d) + h*h + 3*h*f] and A2A (T/sp)*e*(h + 2*max(kv,sp)*d + h)."""
+    words = f"preset=internlm2-7b mode=isp tp=16 wp=8 dp=4 layers=4 dtype=bfloat16 {LINEARS[columns]}"
+    case = Case.parse(words).but(overlap=overlap, recompute=recompute)
+    h, kv, d, f = 4096, 8, 128, 14336
+    weights = (columns + 2, 2 * (h * (h + 2 * kv * d) + h * h + 3 * h * f))
+    heads = (3, case.tokens // 16 * 2 * (h + 2 * 16 * d + h))
+    expected = {
+        ("forward", "all_gather"): weights,
+        ("forward", "all_to_all"): heads,
+        ("backward", "all_gather"): weights,
+        ("backward", "reduce_scatter"): weights,
+        ("backward", "all_to_all"): heads,
+    }
+    if recompute == "full":
+        expected[("recompute", "all_to_all")] = heads
+        if not overlap:
+            expected[("recompute", "all_gather")] = weights
+    assert _per_layer(case) == expected
+    fused = _per_layer(case.but(fuse_weights=True))
+    assert {key: calls for key, (calls, _) in fused.items() if key[1] != "all_to_all"} == {
+        ("forward", "all_gather"): 1,
+        ("backward", "all_gather"): 1,
+        ("backward", "reduce_scatter"): 1,
+    }
+    assert fused[("backward", "reduce_scatter")][1] == weights[1]
+
+
+def test_a_bias_costs_three_calls_of_its_length() -> None:
+    """modes.md 3.6: one extra AG + AG + RS per biased linear, [out] elements."""
+    case = Case.parse(f"{EVO} tp=2 layers=1 micro=1 overlap=false")
+    plain, biased = _per_layer(case), _per_layer(case.but(bias=True))
+    outputs = 16 + 2 * 2 * 4 + 16 + 24 + 24 + 16
+    for key in (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter")):
+        assert biased[key] == (plain[key][0] + 5, plain[key][1] + 8 * outputs)
+
+
+def test_whole_parameters_are_summed_one_by_one_and_shards_once() -> None:
+    """modes.md 3.7: 2L+1 norm gradients over wp, uncoalesced; everything in one buffer over wdp."""
+    case = Case.parse(f"{EVO} tp=2 dp=2 wp=2 layers=3 qk_norm=true")
+    found = Counter(
+        (t.axis, t.payload_bytes) for t in subject.expected(case) for _ in range(t.calls) if t.op == "all_reduce"
+    )
+    assert found[("wp", 16 * 8)] == 2 * 3 + 1
+    assert found[("wp", 4 * 8)] == 2 * 3
+    split = 2 * 264 * 16 + 3 * (32 * 16 + 16 * 16 + 3 * 24 * 16)
+    assert found[("wdp", (split // 2 + 7 * 16 + 6 * 4) * 8)] == 1
+    assert sum(calls for (axis, _), calls in found.items() if axis == "wdp") == 1
+
+
+def test_head_and_embedding_bytes() -> None:
+    """modes.md 3.3, 3.4: V*h*e for both tables, (T/sp)*V*e a rank for the exchange, T*V*e for the gather."""
+    case = Case.parse(f"{EVO} tp=2 layers=1 micro=1")
+    table, tokens = 264 * 16 * 8, case.tokens
+    for head, extra in (
+        (
+            "exchange",
+            {("forward", "all_to_all", tokens // 2 * 264 * 8), ("backward", "all_to_all", tokens // 2 * 264 * 8)},
+        ),
+        ("gather", {("forward", "all_gather", tokens * 264 * 8)}),
+        ("local", set()),
+    ):
+        terms = [t for t in subject.expected(case.but(head=head)) if t.region in ("embedding", "head")]
+        sent = Counter((t.region, t.phase, t.op, t.payload_bytes) for t in terms)
+        each = {("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter")}
+        tables = {(region, phase, op, table) for region in ("embedding", "head") for phase, op in each}
+        assert set(sent) == tables | {("head", *line) for line in extra}
+        assert all(t.calls == 1 for t in terms) and math.prod(sent.values()) == 1

@@ -1,0 +1,129 @@
+"""Variants: each is refused where it cannot show, fails wherever it can, and the failure names its cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from harness.engines.engine import Engine
+from harness.merging import merge
+from harness.outcome import localize
+from harness.running.proof import prove
+from harness.running.run import engine_named
+from parallel.deviations import smoothed_by_parts
+from parallel.mesh import Axis
+from parallel.subject import subject
+from parallel.variants import DEVIATING
+from reference import subject as dense
+from reference.case import Case, CaseError
+from reference.variants import VARIANTS, words
+from suites.strategies import cases
+from tests.parallel.ranks import CPU, along_tp, numbers, on_ranks
+
+AVERAGED = "averaged over tp where it must be summed"
+FLAT = "it holds the right numbers as if flat memory were its"
+TOLD = {
+    "norm-average": ("parameter_gradients", AVERAGED),
+    "isp-average": ("parameter_gradients", "averaged over it where it must be summed"),
+    "scrambled-embedding": ("parameter_gradients", FLAT),
+    "gathered-logits-loss": ("forward", "logits that are gathered already were fed to the vocabulary-parallel loss"),
+    "flat-dim1": ("activations", FLAT),
+    "label-smoothing-local": ("replicas", "the logits are right and the loss differs between ranks"),
+}
+"""Variant -> the check that fails for sure, and what its likely causes say."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with engine_named("inproc") as engine:
+        yield engine
+
+
+def test_every_variant_has_a_replacement_and_a_cause() -> None:
+    assert set(VARIANTS) == set(DEVIATING) == set(TOLD)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@settings(max_examples=2, deadline=None, phases=(Phase.generate,))
+@given(data=st.data())
+def test_a_variant_fails_and_its_cause_is_named(name: str, engine: Engine, data: st.DataObject) -> None:
+    """Every drawn case that can show it fails, so the first one does."""
+    mode = data.draw(st.sampled_from(VARIANTS[name].modes))
+    case = data.draw(cases(mode, worlds=(2, 3, 6), **words(name)))
+    result = prove(case, "parallel.subject:subject", engine)
+    check, told = TOLD[name]
+    failed = {v.check: v.message for v in result.verdicts if v.verdict == "fail"}
+    assert check in failed, (str(case), sorted(failed))
+    (causes,) = [line for line in failed[check].splitlines() if line.startswith("causes:")]
+    assert told in causes, failed[check]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_without_the_word_the_same_case_is_right(name: str) -> None:
+    """What the variant changes is what makes it wrong: the word alone is between right and wrong."""
+    mode = VARIANTS[name].modes[0]
+    text = f"mode={mode} family=internlm2 vocab=264 tp=2 layers=1 steps=1 micro=1 seq=8 heads=4 kv_heads=2 hidden=16"
+    case = Case.parse(f"{text} ffn=32").but(**words(name))
+    truth = dense.subject(case, CPU)
+    for found, right in ((case, False), (case.but(variant=""), True)):
+        merged = merge(on_ranks(2, lambda _, c=found: localize(subject(c, CPU))))
+        errors = [float((value - truth[key]).abs().max()) for key, value in merged.tensors.items()]
+        assert (max(errors) < 1e-9 and merged.flaws == ()) is right
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("variant=G1", "is not a known variant"),
+        ("mode=tp variant=norm-average", "is a deviation of mode=msp|fsp, not of mode=tp"),
+        ("mode=msp tp=1 variant=norm-average", "shows with tp above 1 only"),
+        ("mode=isp embedding=vocab variant=scrambled-embedding", "shows with embedding=hidden only"),
+        ("mode=isp tied=false wp=1 variant=scrambled-embedding", "shows with wp above 1 only"),
+        ("mode=mtp variant=gathered-logits-loss", "shows with head=gather only"),
+        ("mode=fsp tied=false batch=1 variant=flat-dim1", "shows with batch above 1 only"),
+        ("mode=fsp family=internlm2 vocab=264 packed=true variant=flat-dim1", "shows with packed=false only"),
+        ("mode=tp variant=label-smoothing-local", "shows with label_smoothing above 0 only"),
+    ],
+)
+def test_a_case_that_cannot_show_a_variant_is_refused(text: str, rule: str) -> None:
+    with pytest.raises(CaseError) as caught:
+        Case.parse(text)
+    assert (caught.value.key, caught.value.rule) == ("variant", rule)
+    legal = [f"variant={name}" for name in caught.value.legal.split()] if "G1" in text else [caught.value.legal]
+    assert legal == [f"variant={name}" for name in VARIANTS] or Case.parse(f"{text} {legal[0]}").variant == ""
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_its_words_make_every_mode_that_has_it_show_it(name: str) -> None:
+    for mode in VARIANTS[name].modes:
+        for family in ("gpt", "internlm2 vocab=264", "llama vocab=264"):
+            case = Case.parse(f"mode={mode} tp=2 family={family}").but(**words(name))
+            assert case.variant == name and Case.parse(str(case)) == case
+
+
+def test_an_unknown_variant_has_no_words() -> None:
+    with pytest.raises(ValueError, match="variant=E7: is not a known variant; legal: norm-average isp-average"):
+        words("E7")
+
+
+def test_smoothing_by_parts_is_smoothing_where_one_rank_has_it_all() -> None:
+    """Its mathematics is the right one on a group of one; on two ranks every rank has another loss."""
+    logits, labels = numbers(5, 8), torch.tensor([1, 7, 3, 0, 5])
+    spread = 0.1 / 7
+    right = functional.cross_entropy(logits, labels, reduction="none", label_smoothing=8 * spread)
+
+    def program(axis: Axis) -> Tensor:
+        own = logits.chunk(axis.size, -1)[axis.rank]
+        return smoothed_by_parts(own, labels, axis, vocab=8, smoothing=0.1)
+
+    (alone,) = along_tp(1, program)
+    torch.testing.assert_close(alone, right)
+    first, second = along_tp(2, program)
+    assert not torch.allclose(first, second)
+    assert not torch.allclose(first, right)

@@ -1,0 +1,265 @@
+"""Every tensor shape that InternEvo's page "Data Load and Procedure" prints for the forward pass, on a real run.
+
+The page's words stand on the left (micro_bsz, seq_len, sp_size ...), what ranks really held on the right: module inputs
+and outputs by forward hooks, q, k, v, kv and context where attention hands them over. Corrections (modes.md 7, 000):
+
+    9    the token table is cut too, and is checked with the others
+    10   what is gathered after attention is the context
+    11   with sp > num_kv_attention_heads every rank gets one kv head, not kv // sp = 0
+    6, 7 logits [1, T, V] are [1, T, V/tp] unless they are gathered; isp's [1, T/sp, V] is the page's own time's
+         (head=local), now they are exchanged to [1, T, V/sp]
+    8    linears have no bias here: the page prints both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from parallel import pairs, ulysses
+from parallel.attention import Attention, Core
+from parallel.batch import deliver
+from parallel.mesh import Axis, Mesh
+from parallel.registry import MODES
+from parallel.training import set_up
+from reference.case import Case
+from reference.presets import mlp_width
+from tests.parallel.ranks import CPU, on_ranks
+
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+
+MICRO_BSZ, SEQ_LEN, HIDDEN, HEADS, VOCAB, RATIO, MULTIPLE_OF = 2, 12, 48, 8, 264, 3.5, 16
+DIM, FFN = HIDDEN // HEADS, MULTIPLE_OF * ((int(HIDDEN * RATIO) + MULTIPLE_OF - 1) // MULTIPLE_OF)
+TOKENS = MICRO_BSZ * SEQ_LEN
+COMMON = (
+    f"family=internlm2 layers=1 packed=true batch={MICRO_BSZ} seq={SEQ_LEN} hidden={HIDDEN} heads={HEADS} "
+    f"ffn={FFN} vocab={VOCAB} steps=1 micro=1"
+)
+
+
+class _Unflattened(TorchFunctionMode):
+    """Notes what the fused qkv is viewed as: the one shape on the page that no module hands over."""
+
+    def __init__(self, notes: Shapes) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is Tensor.unflatten and (args[0].dim(), found.dim()) == (3, 5):
+            self.notes["qkv by group"] = tuple(found.shape)
+        return found
+
+
+@contextmanager
+def _hooked(model: nn.Module, notes: Shapes) -> Iterator[None]:
+    """Notes every module's first input and its output, and what attention's exchange gets, gives and hands its core."""
+
+    def note(name: str, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        notes[f"{name} in"], notes[f"{name} out"] = tuple(getattr(args[0], "shape", ())), tuple(output.shape)
+
+    hooks = [m.register_forward_hook(partial(note, name)) for name, m in model.named_modules() if name]
+    attention = model.get_submodule("layers.0.attention")
+    assert isinstance(attention, Attention)
+    attention.exchange = partial(_noted_exchange, notes, attention.exchange)
+    try:
+        with _Unflattened(notes):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _noted_exchange(notes: Shapes, exchange: Any, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def noted_core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        context = core(q, k, v)
+        notes.update({"core q": tuple(q.shape), "core kv": tuple(torch.stack((k, v), 2).shape)})
+        notes["core context"] = tuple(context.shape)
+        return context
+
+    notes.update({"q": tuple(q.shape), "k": tuple(k.shape), "v": tuple(v.shape)})
+    notes["kv"] = tuple(torch.stack((k, v), 2).shape)
+    context: Tensor = exchange(noted_core, q, k, v)
+    notes["context"] = tuple(context.shape)
+    return context
+
+
+def _run(case: Case) -> list[Shapes]:
+    """By rank: the shapes of parameters and of everything noted in the forward of one micro-batch."""
+
+    def program(rank: int) -> Shapes:
+        state, notes = set_up(case, MODES[case.mode], Mesh.of(case), CPU), {}
+        notes |= {name: tuple(parameter.shape) for name, parameter in state.model.named_parameters()}
+        batch = state.parts.local(deliver(case, state.mesh, 0, 0, CPU))
+        with _hooked(state.model, notes):
+            state.model(batch)
+        return {**notes, "input_ids": tuple(batch.tokens.shape), "label": tuple(batch.labels.shape)}
+
+    return on_ranks(case.world_size, program)
+
+
+def _holds(case: Case, expected: Shapes) -> None:
+    for rank, found in enumerate(_run(case)):
+        assert {name: found.get(name) for name in expected} == expected, rank
+
+
+def _module_outputs(tokens: int, columns: Shapes, hidden: Shape) -> Shapes:
+    """Names of module outputs: column linears' by name, and everything that is hidden states."""
+    layer = ("attention_norm", "attention.wo", "attention", "mlp_norm", "mlp.w2", "mlp")
+    names = ["embedding", *(f"layers.0.{name}" for name in layer), "layers.0", "final_norm"]
+    return {f"{name} out": hidden for name in names} | {
+        f"layers.0.{name} out": (1, tokens, *shape) for name, shape in columns.items()
+    }
+
+
+def test_the_width_of_the_mlp_is_the_page_s() -> None:
+    assert mlp_width(HIDDEN, RATIO, MULTIPLE_OF) == FFN == 176
+
+
+@pytest.mark.parametrize("head", ["parallel", "gather"])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", ["mtp", "msp", "fsp"])
+def test_shapes_of_tensor_parallelism(name: str, tp: int, head: str) -> None:
+    """The page's section "Data Procedure in MTP/MSP/FSP parallelism", and its partition of weights."""
+    kv = 4
+    qkv = HIDDEN + 2 * HIDDEN // HEADS * kv
+    hidden = (1, TOKENS if name == "mtp" else TOKENS // tp, HIDDEN)
+    heads = (1, TOKENS, HEADS // tp, DIM)
+    pair = (1, TOKENS, 2, kv // tp, DIM)
+    expected: Shapes = {
+        "embedding.tokens.weight": (VOCAB, HIDDEN // tp),
+        "layers.0.attention.wqkv.weight": (qkv // tp, HIDDEN),
+        "layers.0.attention.wo.weight": (HIDDEN, HIDDEN // tp),
+        "layers.0.mlp.w1.weight": (FFN // tp, HIDDEN),
+        "layers.0.mlp.w3.weight": (FFN // tp, HIDDEN),
+        "layers.0.mlp.w2.weight": (HIDDEN, FFN // tp),
+        "layers.0.attention_norm.weight": (HIDDEN,),
+        "layers.0.mlp_norm.weight": (HIDDEN,),
+        "final_norm.weight": (HIDDEN,),
+        "head.weight": (VOCAB // tp, HIDDEN),
+        "input_ids": (1, TOKENS),
+        "embedding in": (1, TOKENS),
+        "label": (1, TOKENS),
+        "qkv by group": (1, TOKENS, kv // tp, HEADS // kv + 2, DIM),
+        "q": heads,
+        "k": (1, TOKENS, kv // tp, DIM),
+        "v": (1, TOKENS, kv // tp, DIM),
+        "kv": pair,
+        "core q": heads,
+        "core kv": pair,
+        "core context": heads,
+        "context": heads,
+        "layers.0.attention.wo in": (1, TOKENS, HIDDEN // tp),
+        "head in": hidden,
+        "head out": (1, TOKENS, VOCAB // tp if head == "parallel" else VOCAB),
+    }
+    columns = {"attention.wqkv": (qkv // tp,), "mlp.w1": (FFN // tp,), "mlp.w3": (FFN // tp,)}
+    expected |= _module_outputs(TOKENS, columns, hidden)
+    _holds(Case.parse(f"mode={name} tp={tp} kv_heads={kv} head={head} {COMMON}"), expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kv", "head"),
+    [("tp=2 wp=2", 4, "exchange"), ("tp=2 dp=2 wp=4", 2, "local"), ("tp=4 wp=2", 2, "gather"), ("tp=4", 1, "exchange")],
+)
+def test_shapes_of_weight_parallelism(mesh: str, kv: int, head: str) -> None:
+    """The page's section "Data Procedure in ISP parallelism"; tp is its sp_size, and wp_size another number."""
+    case = Case.parse(f"mode=isp {mesh} kv_heads={kv} head={head} {COMMON}")
+    sp, wp = case.tp, case.wp
+    qkv, own = HIDDEN + 2 * HIDDEN // HEADS * kv, TOKENS // sp
+    hidden = (1, own, HIDDEN)
+    logits = {"exchange": (1, TOKENS, VOCAB // sp), "local": (1, own, VOCAB), "gather": (1, TOKENS, VOCAB)}
+    expected: Shapes = {
+        "embedding.tokens.weight": (VOCAB, HIDDEN // wp),
+        "layers.0.attention.wqkv.weight": (qkv // wp, HIDDEN),
+        "layers.0.attention.wo.weight": (HIDDEN // wp, HIDDEN),
+        "layers.0.mlp.w1.weight": (FFN // wp, HIDDEN),
+        "layers.0.mlp.w3.weight": (FFN // wp, HIDDEN),
+        "layers.0.mlp.w2.weight": (HIDDEN // wp, FFN),
+        "layers.0.attention_norm.weight": (HIDDEN,),
+        "layers.0.mlp_norm.weight": (HIDDEN,),
+        "final_norm.weight": (HIDDEN,),
+        "head.weight": (VOCAB // wp, HIDDEN),
+        "input_ids": (1, own),
+        "embedding in": (1, own),
+        "label": (1, TOKENS),
+        "qkv by group": (1, own, kv, HEADS // kv + 2, DIM),
+        "q": (1, own, HEADS, DIM),
+        "k": (1, own, kv, DIM),
+        "v": (1, own, kv, DIM),
+        "kv": (1, own, 2, kv, DIM),
+        "core q": (1, TOKENS, HEADS // sp, DIM),
+        "core kv": (1, TOKENS, 2, max(kv, sp) // sp, DIM),
+        "core context": (1, TOKENS, HEADS // sp, DIM),
+        "context": (1, own, HEADS, DIM),
+        "layers.0.attention.wo in": (1, own, HIDDEN),
+        "head in": hidden,
+        "head out": logits[head],
+    }
+    columns = {"attention.wqkv": (qkv,), "mlp.w1": (FFN,), "mlp.w3": (FFN,)}
+    expected |= _module_outputs(own, columns, hidden)
+    _holds(case, expected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """One all-to-all as one rank starts it."""
+
+    rank: int
+    before: Shape
+    after: Shape
+
+
+def test_what_isp_sends_around_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three all-to-alls: q and kv scatter heads and gather the sequence, the context goes back the other way."""
+    sent: list[_Sent] = []
+
+    def noting(start: Callable[..., Any], finish: Callable[[Any], Tensor]) -> Callable[..., Any]:
+        def noted(x: Tensor, axis: Axis, **dims: int) -> Any:
+            result = start(x, axis, **dims)
+            after = tuple(finish(result).shape)
+            sent.append(_Sent(rank=dist.get_rank(), before=tuple(x.shape), after=after))
+            return result
+
+        return noted
+
+    class _Waited:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+        def wait(self) -> Tensor:
+            return self.value
+
+    started = ulysses.start_all_to_all
+    monkeypatch.setattr(
+        ulysses, "start_all_to_all", noting(lambda *a, **k: _Waited(started(*a, **k).wait()), _Waited.wait)
+    )
+    monkeypatch.setattr(pairs, "_all_to_all", noting(pairs._all_to_all, lambda x: x))
+    _run(Case.parse(f"mode=isp tp=4 wp=2 kv_heads=2 head=local {COMMON}"))
+    own = TOKENS // 4
+    for rank in range(4):
+        assert [(call.before, call.after) for call in sent if call.rank == rank] == [
+            ((1, own, HEADS, DIM), (1, TOKENS, HEADS // 4, DIM)),
+            ((1, own, 2, 4, DIM), (1, TOKENS, 2, 1, DIM)),
+            ((1, TOKENS, HEADS // 4, DIM), (1, own, HEADS, DIM)),
+        ]
+
+
+def test_unpacked_data_have_a_row_a_sequence() -> None:
+    """The page's shapes are those of packs; unpacked, micro_bsz * seq_len is micro_bsz rows of seq_len."""
+    case = Case.parse(f"mode=msp tp=2 kv_heads=4 {COMMON} packed=false")
+    for found in _run(case):
+        assert found["input_ids"] == found["label"] == (MICRO_BSZ, SEQ_LEN)
+        assert found["embedding out"] == found["final_norm out"] == (MICRO_BSZ, SEQ_LEN // 2, HIDDEN)
+        assert found["core q"] == (MICRO_BSZ, SEQ_LEN, HEADS // 2, DIM)
+        assert found["head out"] == (MICRO_BSZ, SEQ_LEN, VOCAB // 2)

@@ -1,0 +1,124 @@
+"""Batches to the ranks: who reads, what is sent, and that every rank of a data rank ends with the same batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel import batch as delivery
+from parallel.batch import Delivered, deliver, hidden_pairs
+from parallel.mesh import Mesh
+from reference import layers
+from reference.batches import Batch, micro_batch
+from reference.case import Case
+from tests.parallel.ranks import CPU, Calls, on_ranks
+
+TP, DP = 3, 2
+BASE = Case.parse(f"tp={TP} dp={DP} heads=6 kv_heads=3 hidden=12 ffn=12 seq=7 batch=2 vocab=40")
+
+
+def _delivered(case: Case, calls: Calls | None = None) -> list[Delivered]:
+    return on_ranks(case.world_size, lambda rank: deliver(case, Mesh.of(case), 1, case.micro - 1, CPU), observer=calls)
+
+
+@pytest.mark.parametrize("words", ["delivery=tensors", "delivery=flat", "delivery=local"])
+@pytest.mark.parametrize("mask", [True, False])
+def test_every_rank_holds_its_data_ranks_micro_batch(words: str, mask: bool) -> None:
+    case = BASE.but(delivery=words.partition("=")[2], attention_mask=mask)
+    for rank, found in enumerate(_delivered(case)):
+        truth = micro_batch(case, 1, case.micro - 1, rank // TP)
+        for mine, expected in (
+            (found.tokens, truth.tokens),
+            (found.labels, truth.labels),
+            (found.loss_mask, truth.loss_mask),
+            (found.positions, truth.positions),
+        ):
+            assert mine.dtype == expected.dtype
+            assert torch.equal(mine, expected)
+        if mask and case.delivery != "local":
+            assert found.attention_mask is not None
+            assert found.attention_mask.shape == (case.batch, 1, case.seq, case.seq)
+            assert torch.equal(found.attention_mask[1, 0], ~layers.visible(case.seq, None, CPU))
+        else:
+            assert found.attention_mask is None
+
+
+N, MASK = BASE.tokens, BASE.batch * BASE.seq**2
+SENT = {
+    ("tensors", True): [(8 * N, "int64"), (8 * N, "int64"), (4 * N, "float32"), (MASK, "bool"), (8 * N, "int64")],
+    ("tensors", False): [(8 * N, "int64"), (8 * N, "int64"), (4 * N, "float32"), (8 * N, "int64")],
+    ("flat", True): [(8 * 25, "int64"), (8 * (4 * N + MASK), "int64")],
+    ("flat", False): [(8 * 20, "int64"), (8 * 4 * N, "int64")],
+}
+
+
+@pytest.mark.parametrize(("form", "expected"), SENT.items())
+@pytest.mark.parametrize("tp", [1, TP])
+def test_the_broadcasts_are_megatrons_on_any_number_of_ranks(
+    form: tuple[str, bool], expected: list[tuple[int, str]], tp: int
+) -> None:
+    case, calls = BASE.but(delivery=form[0], attention_mask=form[1], tp=tp), Calls()
+    _delivered(case, calls)
+    for rank in range(case.world_size):
+        assert [(call.payload_bytes, call.dtype) for call in calls.by_rank[rank]] == expected
+        assert {(call.op, len(call.group)) for call in calls.by_rank[rank]} == {("broadcast", tp)}
+
+
+def test_local_delivery_sends_nothing() -> None:
+    calls = Calls()
+    _delivered(BASE.but(delivery="local"), calls)
+    assert calls.by_rank == {}
+
+
+@pytest.mark.parametrize(("words", "readers"), [("tensors", {0, 3}), ("flat", {0, 3}), ("local", set(range(6)))])
+def test_only_the_first_rank_of_tp_reads_what_is_broadcast(
+    words: str, readers: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, read = BASE.but(delivery=words), set()
+
+    def program(rank: int) -> Delivered:
+        mesh = Mesh.of(case)
+
+        def noted(case: Case, step: int, micro: int, dp_rank: int) -> Batch:
+            read.add((mesh.axis("tp").rank, dp_rank))
+            return micro_batch(case, step, micro, dp_rank)
+
+        monkeypatch.setattr(delivery, "micro_batch", noted)
+        return deliver(case, mesh, 0, 0, CPU)
+
+    on_ranks(case.world_size, program)
+    assert {dp_rank * TP + tp_rank for tp_rank, dp_rank in read} == readers
+
+
+def test_a_fractional_loss_mask_survives_the_flat_int64_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BASE.but(delivery="flat")
+    odd = torch.tensor([0.1, -2.5, 3e-41, 1e30] * 4, dtype=torch.float32)[: case.tokens].view(case.batch, case.seq)
+
+    def weighted(case: Case, step: int, micro: int, dp_rank: int) -> Batch:
+        plain = micro_batch(case, step, micro, dp_rank)
+        return Batch(
+            tokens=plain.tokens,
+            labels=plain.labels,
+            positions=plain.positions,
+            loss_mask=odd,
+            cu_seqlens=None,
+            max_seqlen=plain.max_seqlen,
+        )
+
+    monkeypatch.setattr(delivery, "micro_batch", weighted)
+    for found in _delivered(case):
+        assert torch.equal(found.loss_mask, odd)
+
+
+def test_packed_rows_hide_other_sentences() -> None:
+    case = Case.parse("mode=tp tp=2 family=internlm2 packed=true vocab=264 seq=8 batch=3")
+    for found in _delivered(case):
+        truth = micro_batch(case, 1, case.micro - 1, 0)
+        assert found.tokens.shape == (1, 24)
+        assert found.attention_mask is not None
+        assert torch.equal(found.attention_mask[0, 0], ~layers.visible(24, truth.cu_seqlens, CPU))
+
+
+def test_hidden_pairs_of_a_written_example() -> None:
+    hidden = hidden_pairs(4, torch.tensor([0, 1, 4]), CPU)[0, 0].int().tolist()
+    assert hidden == [[0, 1, 1, 1], [1, 0, 1, 1], [1, 0, 0, 1], [1, 0, 0, 0]]

@@ -1,0 +1,74 @@
+"""Round trips: parameters to ranks and back, a batch to ranks and back. Exact, for every drawn case of every mode."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from harness.merging import merge
+from harness.outcome import localize
+from parallel.batch import Delivered, deliver
+from parallel.layout import Placement, gather, pieces, shard
+from parallel.mesh import Mesh, axis_rank, axis_size
+from parallel.registry import MODES
+from reference.batches import micro_batch
+from reference.case import Case
+from suites.prover import Prover
+
+CPU = torch.device("cpu")
+
+
+def laid_out(case: Case) -> dict[str, tuple[Placement, str]]:
+    """Every parameter's place and the axis that it lies on (any axis will do for what is whole)."""
+    mode = MODES[case.mode]
+    return {name: (place, place.axis or mode.weight_axis) for name, place in mode.placements(case).items()}
+
+
+def numbered(shape: tuple[int, ...]) -> Tensor:
+    """A tensor whose elements are all different."""
+    return torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(data=st.data())
+def test_parameters_come_back_from_their_ranks(prover: Prover, mode: str, data: st.DataObject) -> None:
+    case = prover.drawn(data, mode)
+    ranks: list[dict[str, Any]] = [{} for _ in range(case.world_size)]
+    for name, (place, axis) in laid_out(case).items():
+        full, parts = numbered(place.shape), axis_size(case, axis)
+        locals_ = [shard(full, place, index=index, parts=parts) for index in range(parts)]
+        assert torch.equal(gather(locals_, place), full)
+        for rank, outcome in enumerate(ranks):
+            index = axis_rank(case, axis, rank)
+            outcome[name] = pieces(locals_[index], place, index=index, parts=parts)
+    merged = merge([localize(outcome) for outcome in ranks])
+    assert merged.flaws == ()
+    for name, (place, _) in laid_out(case).items():
+        assert torch.equal(merged.tensors[name], numbered(place.shape))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(data=st.data())
+def test_a_batch_comes_back_from_its_ranks(prover: Prover, mode: str, data: st.DataObject) -> None:
+    """Every rank gets its data rank's micro-batch whole; what it then cuts of the tokens makes them whole again."""
+    case = prover.drawn(data, mode)
+    last = case.micro - 1
+
+    def program(rank: int) -> tuple[Delivered, Tensor]:
+        mesh = Mesh.of(case)
+        batch = deliver(case, mesh, 0, last, CPU)
+        return batch, MODES[mode].parts(case, mesh, CPU).local(batch).tokens
+
+    for rank, (batch, own) in enumerate(prover.engine.run(program, world_size=case.world_size)):
+        sent = micro_batch(case, 0, last, axis_rank(case, "dp", rank))
+        for name in ("tokens", "labels", "positions", "loss_mask"):
+            assert torch.equal(getattr(batch, name), getattr(sent, name)), name
+        first = axis_rank(case, "tp", rank) * own.shape[1] if own.shape != sent.tokens.shape else 0
+        assert torch.equal(own, sent.tokens[:, first : first + own.shape[1]])
+        assert own.shape[1] in (sent.tokens.shape[1], sent.tokens.shape[1] // case.tp)

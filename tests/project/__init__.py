@@ -1,0 +1,1 @@
+"""Tests of the repository: its rules, its documents, its recipe for CI."""

@@ -1,0 +1,142 @@
+"""docs/ci.md as it stands, in an empty repository: its two files, the wheel in its variable, every step of its job.
+
+The steps run as GitHub runs them, each by `bash -e`. The wheel is installed into a virtual environment that sees what
+is installed here, but not the shardproof that is: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import ROOT
+
+ROOMS = ("bench", "harness", "parallel", "reference", "reports", "suites")
+PAGE, RECIPE = ROOT / "docs" / "ci.md", ROOT / "docs" / "shardproof.yml"
+FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or parameter_gradients'"
+"""One example of a few properties: what is tested here is the recipe."""
+LONGEST_S = 400
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of what it is made of."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    words = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *words, "-w", out, source], check=True, timeout=LONGEST_S)
+    (found,) = out.iterdir()
+    return found
+
+
+def test_the_wheel_holds_every_file_of_every_room(wheel: Path) -> None:
+    files = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()}
+    assert {name for name in files if "__pycache__" not in name} <= set(zipfile.ZipFile(wheel).namelist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The job of the recipe in a repository: its environment, and its steps that are commands, by name."""
+
+    folder: Path
+    env: dict[str, str]
+    steps: dict[str, str]
+
+    def run(self, name: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """One step of this name."""
+        return subprocess.run(
+            ["bash", "--noprofile", "--norc", "-e", "-c", self.steps[name]],
+            cwd=self.folder,
+            env=self.env | env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LONGEST_S,
+        )
+
+
+def job(folder: Path, variables: dict[str, str], environment: Path) -> Job:
+    """The page's job in the repository `folder`, with these repository variables, on this virtual environment."""
+    recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
+    asked = {name: re.fullmatch(r"\$\{\{ vars\.(\w+) \}\}", text) for name, text in recipe["env"].items()}
+    words = {n: variables.get(found[1], "") if (found := asked[n]) else text for n, text in recipe["env"].items()}
+    inherited = {name: os.environ[name] for name in ("HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
+    plain = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTEST_ADDOPTS": FEW}
+    path = os.pathsep.join([str(environment / "bin"), os.environ["PATH"]])
+    steps = {step["name"]: step["run"] for step in recipe["jobs"]["prove"]["steps"] if "run" in step}
+    return Job(folder=folder, env=inherited | plain | words | {"PATH": path}, steps=steps)
+
+
+def fresh_environment(folder: Path) -> Path:
+    """A virtual environment with pip and all that is installed here, but for shardproof."""
+    venv.create(folder, symlinks=True)
+    seen = folder / "seen"
+    seen.mkdir()
+    for place in dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")):
+        for path in Path(place).iterdir():
+            if "shardproof" not in path.name:
+                (seen / path.name).symlink_to(path)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (folder / "lib" / version / "site-packages" / "seen.pth").write_text(f"{seen}\n")
+    return folder
+
+
+def written_by_the_reader(folder: Path) -> None:
+    """An empty repository, and what the page says to write there."""
+    subprocess.run(["git", "init", "--quiet", folder], check=True)
+    page = PAGE.read_text()
+    ((example, name),) = re.findall(r"copy \[(examples/\w+\.py)\].*?to `([\w/]+\.py)`", page, flags=re.S)
+    (folder / name).parent.mkdir()
+    shutil.copy(PAGE.parent / example, folder / name)
+    (folder / ".github" / "workflows").mkdir(parents=True)
+    shutil.copy(RECIPE, folder / ".github" / "workflows")
+
+
+@pytest.mark.slow
+def test_every_step_passes_on_first_use_and_the_gates_hold_from_then_on(wheel: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "repository"
+    written_by_the_reader(folder)
+    found = job(folder, {"SHARDPROOF": str(wheel)}, fresh_environment(tmp_path / "environment"))
+    install, prove, run = found.steps
+    unset = found.run(install, SHARDPROOF="")
+    assert unset.returncode != 0
+    assert "SHARDPROOF: set the repository variable SHARDPROOF to a wheel or a git address" in unset.stderr
+    for step in (install, prove, run):
+        done = found.run(step)
+        assert done.returncode == 0, f"{step}\n{done.stdout}\n{done.stderr}"
+        assert (step == install) is ("was stored for the first time" not in done.stdout)
+    steps = yaml.safe_load(RECIPE.read_text())["jobs"]["prove"]["steps"]
+    (uploaded,) = [step["with"]["path"].split() for step in steps if "upload-artifact" in step.get("uses", "")]
+    assert all((folder / path).exists() for path in uploaded)
+    subject = folder / "my_package" / "my_module.py"
+    more = "        import torch.distributed as dist\n        dist.barrier()\n"
+    text = subject.read_text().replace(
+        "    with implicit_replication():\n", "    with implicit_replication():\n" + more
+    )
+    assert more in text
+    subject.write_text(text)
+    compared = found.run(run)
+    assert compared.returncode == 1 and "breach: " in compared.stdout, compared.stdout + compared.stderr
+
+
+def test_the_page_spells_out_no_host_and_names_the_recipes_own_words() -> None:
+    text = PAGE.read_text() + RECIPE.read_text()
+    assert not re.findall(r"\w+://|\b[\w-]+\.(?:org|com|io|net)\b", text)
+    recipe = yaml.safe_load(RECIPE.read_text())
+    assert all(f"`{word}`" in PAGE.read_text() for word in ("SHARDPROOF", "TORCH_INDEX", "ledgers/", "baselines/"))
+    assert recipe["env"]["SUBJECT"] == "my_package.my_module:subject"

@@ -1,0 +1,1 @@
+"""Tests of the dense model and its data."""

@@ -1,0 +1,220 @@
+"""Micro-batches: distinct for every data rank, uneven where a mean could hide an error, a pure function of the case."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reference import readers
+from reference.batches import micro_batch
+from reference.case import Case
+from reference.corpus import documents
+from reference.packing import IGNORED
+from tests.reference.data.batch_forms import FORMS, all_batches, equal, every_form, valid
+
+
+@every_form
+def test_shapes_and_dtypes_are_those_of_the_contract(form: str) -> None:
+    case = Case.parse(FORMS[form])
+    shape = (1, 64) if case.packed else (2, 32)
+    for _, batch in all_batches(case):
+        for tensor in (batch.tokens, batch.labels, batch.positions):
+            assert tensor.shape == shape
+            assert tensor.dtype == torch.int64
+        assert batch.loss_mask.shape == shape
+        assert batch.loss_mask.dtype == torch.float32
+        assert set(batch.loss_mask.unique().tolist()) == {0.0, 1.0}
+        assert 0 <= batch.tokens.min() <= batch.tokens.max() < case.vocab
+        assert batch.labels.max() < case.vocab
+        assert batch.positions.max() < batch.max_seqlen <= case.seq
+
+
+@every_form
+def test_tokens_are_a_view_that_is_not_contiguous_when_there_are_rows(form: str) -> None:
+    case = Case.parse(FORMS[form])
+    assert not micro_batch(case, 0, 0, 0).tokens.is_contiguous()
+    assert micro_batch(case.but(batch=1), 0, 0, 0).tokens.is_contiguous()
+    narrow = case.but(seq=1, batch=2, tp=1, mode="mtp" if case.family != "gpt" else "tp")
+    assert not micro_batch(narrow, 0, 0, 0).tokens.is_contiguous()
+
+
+@every_form
+def test_data_differ_between_ranks_micro_batches_steps_and_rows(form: str) -> None:
+    case = Case.parse(FORMS[form])
+    batches = dict(all_batches(case))
+    seen = {tuple(batch.tokens.flatten().tolist()) for batch in batches.values()}
+    assert len(seen) == len(batches) == 12
+    if not case.packed:
+        rows = [tuple(row) for batch in batches.values() for row in batch.tokens.tolist()]
+        assert len(set(rows)) == len(rows)
+
+
+@every_form
+def test_a_batch_follows_from_the_case_alone(form: str) -> None:
+    case = Case.parse(FORMS[form])
+    state = torch.random.get_rng_state()
+    first = micro_batch(case, 1, 1, 2)
+    assert torch.equal(torch.random.get_rng_state(), state), "the callers' random numbers are their own"
+    torch.manual_seed(99)
+    first.tokens.add(1)
+    assert equal(first, micro_batch(Case.parse(str(case)), 1, 1, 2))
+    assert equal(first, micro_batch(case.but(tp=1, layers=1, dtype="float32", steps=9), 1, 1, 2))
+    assert not equal(first, micro_batch(case.but(seed=1), 1, 1, 2))
+
+
+@every_form
+def test_writing_into_a_batch_does_not_reach_the_next(form: str) -> None:
+    case = Case.parse(FORMS[form])
+    before = micro_batch(case, 0, 0, 0)
+    spoiled = micro_batch(case, 0, 0, 0)
+    for tensor in (spoiled.tokens, spoiled.labels, spoiled.positions, spoiled.loss_mask):
+        tensor.fill_(7)
+    assert equal(before, micro_batch(case, 0, 0, 0))
+
+
+def test_full_rows_are_consecutive_text_and_labels_the_next_tokens() -> None:
+    case = Case.parse(f"dp=2 micro=2 steps=2 seed=4 data={__file__}")  # data that a user names stay as they are
+    text = torch.cat(documents(case)).tolist()
+    follow = dict(all_batches(case))
+    stream = [token for batch in follow.values() for token in batch.tokens.flatten().tolist()]
+    starts = [at for at in range(len(text)) if text[at : at + len(stream)] == stream]
+    assert len(starts) == 1, "steps, micro-batches, data ranks and rows follow each other in the corpus"
+    after = text[starts[0] + 1 : starts[0] + 1 + len(stream)]
+    labels = [label for batch in follow.values() for label in batch.labels.flatten().tolist()]
+    assert all(label in (IGNORED, token) for label, token in zip(labels, after, strict=True))
+    assert sum(label == IGNORED for label in labels) < len(labels) / 4
+    assert micro_batch(case, 0, 0, 0).positions.tolist() == [[*range(32)]] * 2
+
+
+def test_packed_rows_are_partitioned_by_cu_seqlens_and_positions_restart() -> None:
+    case = Case.parse(FORMS["packed"])
+    lengths = []
+    for _, batch in all_batches(case):
+        assert batch.cu_seqlens is not None
+        assert batch.cu_seqlens.dtype == torch.int64
+        borders = batch.cu_seqlens.tolist()
+        assert borders[0] == 0
+        assert borders[-1] == case.tokens
+        pairs = list(pairwise(borders))
+        assert batch.positions[0].tolist() == [place for start, stop in pairs for place in range(stop - start)]
+        assert batch.max_seqlen == max(stop - start for start, stop in pairs)
+        lengths += [stop - start for start, stop in pairs]
+        for at, label in enumerate(batch.labels[0, :-1].tolist()):
+            assert label in (IGNORED, int(batch.tokens[0, at + 1]))
+    assert len(set(lengths)) > 5
+    assert max(lengths) <= case.seq
+
+
+def test_packed_sentence_ends_are_not_learned() -> None:
+    """A border where the text goes on is a cut: two sentences of one micro-batch, so nothing is learned across it."""
+    case = Case.parse(FORMS["packed"] + " steps=40")
+    across = [
+        int(batch.labels[0, int(border) - 1]) != IGNORED
+        for _, batch in all_batches(case)
+        if batch.cu_seqlens is not None
+        for border in batch.cu_seqlens[1:-1]
+    ]
+    # only a piece longer than seq is cut without an end of a sentence: lengths run to 5/4 of seq, and few reach it
+    assert 0 < sum(across) < len(across) / 5
+
+
+def test_unpacked_sentences_are_rows_filled_with_padding() -> None:
+    case = Case.parse(FORMS["sentences"])
+    lengths = []
+    for _, batch in all_batches(case):
+        assert batch.cu_seqlens is None
+        assert batch.max_seqlen == case.seq
+        assert batch.positions.tolist() == [[*range(case.seq)]] * case.batch
+        for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True):
+            length = case.seq - tokens[::-1].index(next(token for token in reversed(tokens) if token))
+            lengths.append(length)
+            assert tokens[length:] == [0] * (case.seq - length)
+            assert labels[length:] == [IGNORED] * (case.seq - length)
+            assert all(label in (IGNORED, after) for label, after in zip(labels, tokens[1:length], strict=False))
+    assert len(set(lengths)) > 5
+
+
+def test_opt_and_llama_take_their_form_from_the_family() -> None:
+    opt = micro_batch(Case.parse("family=opt vocab=258"), 0, 0, 0)
+    llama = [batch for _, batch in all_batches(Case.parse("family=llama vocab=264 steps=4"))]
+    assert (opt.tokens == 0).sum() == 1, "the first id of a shard, and no padding"
+    assert any((batch.tokens == 0).sum() > 1 for batch in llama)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 32, 64])
+@every_form
+def test_a_short_corpus_is_read_in_laps(tmp_path: Path, form: str, count: int) -> None:
+    file = tmp_path / "short.jsonl"
+    file.write_text(json.dumps({"tokens": list(range(1, count + 1))}))
+    case = Case.parse(f"{FORMS[form]} data={file}")
+    seen = set()
+    for _, batch in all_batches(case):
+        assert set(batch.tokens.flatten().tolist()) <= set(range(count + 1))
+        assert valid(batch).sum() >= 1
+        seen |= {tuple(row) for row in batch.tokens.tolist()}
+    assert form == "sentences" or len(seen) == min(count, 12 if case.packed else 24)
+
+
+def test_a_device_is_honoured() -> None:
+    batch = micro_batch(Case.parse(FORMS["packed"]), 0, 0, 0, device="meta")
+    assert batch.cu_seqlens is not None
+    tensors = (batch.tokens, batch.labels, batch.positions, batch.loss_mask, batch.cu_seqlens)
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert not batch.tokens.is_contiguous()
+
+
+@every_form
+def test_the_callers_defaults_change_nothing(tmp_path: Path, form: str) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("To be, or not to be, that is the question. " * 40)
+    plain = micro_batch(Case.parse(f"{FORMS[form]} data={tmp_path / 'a.txt'}"), 0, 0, 0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            changed = micro_batch(Case.parse(f"{FORMS[form]} data={tmp_path / 'b.txt'}"), 0, 0, 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert changed.loss_mask.dtype == torch.float32
+    assert equal(plain, changed)
+
+
+def test_a_micro_batch_that_is_not_there_is_refused_by_name() -> None:
+    case = Case.parse("dp=2 micro=3")
+    with pytest.raises(ValueError, match=r"dp_rank=2: must lie in \[0, 2\); legal: dp_rank=0"):
+        micro_batch(case, 0, 0, 2)
+    with pytest.raises(ValueError, match=r"micro=3: must lie in \[0, 3\)"):
+        micro_batch(case, 0, 3, 0)
+    with pytest.raises(ValueError, match=r"step=-1: must lie in \[0, inf\)"):
+        micro_batch(case, -1, 0, 0)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the tensor operations inside its block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@every_form
+@pytest.mark.parametrize("seq", [32, 2048])
+def test_a_micro_batch_is_a_few_operations_and_reads_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, seq: int
+) -> None:
+    """At 2 to 4 us an operation: the budget of 0.5 ms, counted because clocks of shared machines are no proof."""
+    file = tmp_path / "a.txt"
+    file.write_text("To be, or not to be, that is the question. " * 400)
+    case = Case.parse(f"{FORMS[form]} data={file} seq={seq}")
+    micro_batch(case, 0, 0, 0)
+    monkeypatch.setattr(readers, "load", None)
+    with Operations() as operations:
+        micro_batch(case, 1, 0, 0)
+    assert operations.count <= 130

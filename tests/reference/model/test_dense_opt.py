@@ -1,0 +1,92 @@
+"""The dense OPT is OPT: logits, loss and every gradient equal Hugging Face's on the same weights, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from reference.case import Case
+from reference.parameters import shapes
+from reference.subject import weights
+from tests.reference.model.dense_run import CPU, dense_run, ignored_labels, largest_difference
+from tests.reference.model.double_torch import DoubleTorch
+from tests.reference.model.drawn_batches import rows
+
+transformers = pytest.importorskip("transformers", reason="the extra `peers` is not installed")
+modeling_opt = pytest.importorskip("transformers.models.opt.modeling_opt")
+pytestmark = pytest.mark.peers
+
+ALLOWED = 1e-10
+OFFSET = 2
+"""Rows that Hugging Face's position table has before position 0."""
+
+
+def hugging_face(case: Case) -> torch.nn.Module:
+    config = transformers.OPTConfig(
+        vocab_size=case.vocab,
+        hidden_size=case.hidden,
+        num_hidden_layers=case.layers,
+        ffn_dim=case.ffn,
+        max_position_embeddings=case.seq,
+        do_layer_norm_before=True,
+        num_attention_heads=case.heads,
+        activation_function="relu",
+        dropout=0.0,
+        layerdrop=0.0,
+        attention_dropout=0.0,
+        tie_word_embeddings=case.tied,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation="eager",
+    )
+    return transformers.OPTForCausalLM(config).double()
+
+
+def renamed(case: Case, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our tensors (weights or gradients) under OPT's names; positions get the rows that nobody uses, zeros."""
+    stem = "model.decoder."
+    names = {"embedding.tokens": stem + "embed_tokens", "embedding.positions": stem + "embed_positions"}
+    names |= {"final_norm": stem + "final_layer_norm"}
+    parts = {"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}
+    parts |= {
+        "attention.wq": "self_attn.q_proj",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+    }
+    parts |= {"attention.wo": "self_attn.out_proj", "mlp.w1": "fc1", "mlp.w2": "fc2"}
+    for layer in range(case.layers):
+        names |= {f"layers.{layer}.{part}": f"{stem}layers.{layer}.{theirs}" for part, theirs in parts.items()}
+    theirs = {}
+    for name, value in ours.items():
+        module, _, leaf = name.rpartition(".")
+        theirs[f"{names[module]}.{leaf}"] = value
+    theirs[stem + "embed_positions.weight"] = functional.pad(ours["embedding.positions.weight"], (0, 0, OFFSET, 0))
+    return theirs
+
+
+def test_dense_opt_equals_hugging_face_opt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_opt, "torch", DoubleTorch())
+    case = Case.parse("family=opt tp=1 fuse_qkv=false hidden=24 heads=4 ffn=40 vocab=61 seq=9 batch=3 seed=6")
+    batch = rows(case, seed=case.seed)
+    model = hugging_face(case)
+    missing, unexpected = model.load_state_dict(renamed(case, weights(case, CPU)), strict=False)
+    assert unexpected == [] and missing == ["lm_head.weight"]
+
+    logits = model(batch.tokens, attention_mask=torch.ones_like(batch.tokens)).logits
+    loss = functional.cross_entropy(logits.flatten(0, 1), ignored_labels(batch).flatten())
+    loss.backward()
+
+    found = dense_run(case, batch)
+    assert largest_difference(found.logits, logits) < ALLOWED
+    assert abs(found.loss - loss.detach()) < ALLOWED
+    gradients = renamed(case, found.gradients)
+    right = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert len(right) == len(shapes(case)) and gradients.keys() == right.keys()
+    for name, gradient in right.items():
+        if name.endswith("k_proj.bias"):  # adds the same to every score of a query: the gradient is 0
+            assert gradients[name].abs().max() < ALLOWED and gradient.abs().max() < ALLOWED
+        else:
+            assert largest_difference(gradients[name], gradient) < ALLOWED, name

@@ -1,0 +1,1 @@
+"""Tests of the dense model with a bug read into it."""

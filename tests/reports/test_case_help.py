@@ -1,0 +1,48 @@
+"""`shardproof help case` lists every word of the case language, as the case class declares and checks it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from reference.case import Case, CaseError
+from reference.words import Meaning
+from reports import case_help
+from tests import ROOT
+from tests.harness.command_line import CommandLine, command_line
+
+PAGE = ROOT / "docs" / "case.md"
+LISTED = [word for word in Case.meanings() if "|" in word.legal and word.legal != "true|false"]
+
+
+@pytest.fixture
+def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return command_line(tmp_path, monkeypatch, capsys)
+
+
+def test_every_word_has_a_meaning_and_legal_values() -> None:
+    words = Case.meanings()
+    assert [word.name for word in words] == [field.name for field in dataclasses.fields(Case)]
+    assert all(word.meaning and word.legal and word.group for word in words)
+
+
+@pytest.mark.parametrize("word", LISTED, ids=lambda word: word.name)
+def test_the_listed_values_are_those_that_the_case_names_when_it_refuses_one(word: Meaning) -> None:
+    with pytest.raises(CaseError) as refused:
+        Case.parse(f"{word.name}=no-such-value")
+    assert set(refused.value.legal.replace("|", " ").split()) == set(word.legal.split("|"))
+
+
+def test_the_page_in_docs_is_what_the_command_prints(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("help", "case", "--markdown")
+    assert status == 0
+    assert out == PAGE.read_text()
+
+
+def test_a_terminal_gets_every_word_in_its_width(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("help", "case")
+    assert status == 0
+    assert all(f"\n  {word.name}={word.default}" in out for word in Case.meanings())
+    assert max(len(line) for line in case_help.text(100).splitlines()) <= 100

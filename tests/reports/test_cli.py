@@ -1,0 +1,268 @@
+"""The commands: what a run prints and leaves behind, its exit statuses, and a stored run told again."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.resolve import resolve
+from harness.running.run import ENGINES
+from reference.case import Case
+from reports import cli, frames, show
+from reports import run as run_command
+from tests.harness.command_line import ONE, TOY, CommandLine, command_line
+from tests.harness.toy_subjects import right
+from tests.reports import sample_run
+
+
+def interrupting(case: Case, device: torch.device) -> Mapping[str, Tensor]:
+    """The user presses Ctrl-C in the second case."""
+    if case.seed == 1:
+        raise KeyboardInterrupt
+    return right(case, device)
+
+
+@pytest.fixture
+def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return command_line(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return sample_run.write(tmp_path / "stored", failing=True)
+
+
+# What a run says and leaves
+
+
+def test_a_right_subject_ends_with_zero_one_table_and_a_complete_folder(shardproof: CommandLine) -> None:
+    status, out, err = shardproof("run", ONE, "--subject", f"{TOY}right")
+    assert status == 0
+    assert out.count("verdict") == 1, "one table"
+    row = next(line for line in out.splitlines() if line.startswith("tp "))
+    assert row.split()[1] == "1" and " pass " in row
+    assert err.startswith("[1/1] pass    mode=tp ranks=1 tp=1 layers=1 "), "tp is the default mode"
+    latest = Path("runs/latest")
+    names = {path.name for path in latest.iterdir()}
+    assert names == {
+        "env.json",
+        "cases.jsonl",
+        "ledger.csv",
+        "summary.csv",
+        "verdicts.jsonl",
+        "timings.csv",
+        "memory.csv",
+        "report.html",
+    }
+    assert latest.resolve().name in out, "says where it is"
+    assert frames.load(latest).notes == ()
+    assert "1 pass" in (latest / "report.html").read_text()
+
+
+def test_a_failed_check_ends_with_one_and_prints_six_lines(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("run", ONE, "--subject", f"{TOY}wrong")
+    assert status == 1
+    for label in ("what:", "where:", "error:", "first:", "causes:", "repeat:"):
+        assert f"\n{label}" in out
+    assert f"--subject {TOY}wrong" in out, "the command that repeats it"
+    assert "What went wrong" in Path("runs/latest/report.html").read_text()
+
+
+def test_what_a_subject_did_not_return_is_told_beside_the_table(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("run", ONE, "--subject", f"{TOY}losses_only")
+    assert status == 0
+    assert re.search(r"note: \d+ of \d+ tensors of the truth were returned; not returned, so not checked: ", out)
+
+
+def test_a_machine_that_fails_ends_with_three(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("run", f"{ONE} seed=13", "--subject", f"{TOY}dying")
+    assert status == 3
+    assert "the machine failed: rank 0 ended with status 9" in out
+
+
+def test_what_could_not_be_decided_is_told_with_its_check(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("run", ONE, "--subject", f"{TOY}broken_expectation")
+    assert status == 1
+    assert f"\nunknown (expectation): {Case.parse(ONE)}\nsubject.expected failed: KeyError" in out
+    assert f"\nunknown (expectation): {Case.parse(ONE)}\n" in shardproof("show")[1]
+
+
+def test_ranks_may_run_at_the_same_time(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("run", ONE, "--engine", "inproc-concurrent")
+    assert status == 0 and " pass " in out
+    assert set(cli.ENGINES) == set(ENGINES), "what the harness has"
+
+
+def test_help_writes_a_percentage_as_it_is_typed(shardproof: CommandLine) -> None:
+    assert shardproof("compare", "--help")[1].endswith("--fail time:10%\n")
+
+
+def test_a_subject_that_takes_no_case_ends_with_two_and_its_reason(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("run", "mode=msp tp=1 delivery=local", "--subject", f"{TOY}limited")
+    assert status == 2
+    assert "skip" in out
+    assert "claims the modes" in out
+
+
+def test_every_argument_is_one_case(shardproof: CommandLine) -> None:
+    status, out, err = shardproof("run", ONE, f"{ONE} seed=3", "--subject", f"{TOY}right", "--out", "elsewhere")
+    assert status == 0
+    assert "[2/2]" in err
+    assert list(frames.load("elsewhere/latest").cases["case"]) == [str(Case.parse(t)) for t in (ONE, f"{ONE} seed=3")]
+
+
+def test_data_goes_to_every_case(shardproof: CommandLine, tmp_path: Path) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_text("We hold these truths to be self-evident. " * 40)
+    status, _, _ = shardproof("run", ONE, f"{ONE} seed=3", "--data", str(text), "--subject", f"{TOY}right")
+    assert status == 0
+    assert all(f"data={text}" in case for case in frames.load("runs/latest").cases["case"])
+
+
+def test_json_is_one_object_and_nothing_else_on_stdout(shardproof: CommandLine) -> None:
+    status, out, err = shardproof("run", ONE, f"{ONE} seed=3", "--subject", f"{TOY}wrong", "--json")
+    result = json.loads(out)
+    assert status == result["exit_status"] == 1
+    assert "[2/2]" in err, "progress goes elsewhere"
+    first, _ = result["cases"]
+    assert (first["case"], first["mode"], first["ranks"], first["verdict"]) == (str(Case.parse(ONE)), "tp", 1, "fail")
+    assert first["worst_error"] > first["worst_allowed"] > 0
+    assert {failure["verdict"] for failure in result["failures"]} == {"fail"}
+    assert all(failure["message"].startswith("what:") for failure in result["failures"])
+    assert Path(result["run"]).is_dir()
+
+
+def test_the_ci_page_gets_the_table(shardproof: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
+    shardproof("run", ONE, "--subject", f"{TOY}right")
+    assert "| tp | 1 |" in Path("summary.md").read_text()
+
+
+def test_ctrl_c_ends_with_130_and_leaves_what_was_finished(shardproof: CommandLine) -> None:
+    status, out, err = shardproof("run", ONE, f"{ONE} seed=1", "--subject", "tests.reports.test_cli:interrupting")
+    assert status == 130
+    assert "Traceback" not in out + err
+    assert "shardproof: interrupted" in err
+    assert out.count("\ntp ") == 1 and "  (`shardproof show` prints all tables)" in out, "report.html is not there"
+    run = frames.load("runs/latest")
+    assert set(run.verdicts["case"]) == {str(Case.parse(ONE))}
+    assert run.notes == ("1 of 2 cases have no verdict: the run was stopped before them",)
+    assert shardproof("page")[0] == 0
+
+
+# The benchmarks
+
+
+def measured(arguments: list[str]) -> int:
+    """Stands for the benchmarks: says what it was given and fails."""
+    print("measured", arguments)
+    return 1
+
+
+def test_bench_hands_over_to_the_benchmarks(shardproof: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(resolve(run_command.BENCH)), "the real ones are where the command looks"
+    monkeypatch.setattr(run_command, "BENCH", "tests.reports.test_cli:measured")
+    assert shardproof("bench") == (1, "measured []\n", "")
+    assert shardproof("bench", "--out", "there") == (1, "measured ['--out', 'there']\n", "")
+    assert callable(resolve(run_command.FAULT_TABLE))
+    monkeypatch.setattr(run_command, "FAULT_TABLE", "tests.reports.test_cli:measured")
+    assert shardproof("bench", "--faults", "--out", "there") == (1, "measured ['--out', 'there']\n", "")
+
+
+# A stored run again
+
+
+def test_show_prints_the_tables_and_the_failures(shardproof: CommandLine, folder: Path) -> None:
+    status, out, _ = shardproof("show", str(folder))
+    assert status == 0
+    assert "reduce_scatter" in out and "expected MiB" in out
+    assert sample_run.MESSAGE in out
+
+
+def test_show_tells_what_a_killed_run_lacks(shardproof: CommandLine, folder: Path) -> None:
+    (folder / "summary.csv").unlink()
+    status, out, _ = shardproof("show", str(folder))
+    assert status == 0
+    assert "note: summary.csv lacks 2 of the ledger's cases" in out
+
+
+@pytest.mark.parametrize("command", ["show", "page"])
+def test_a_folder_that_is_no_run_is_refused(shardproof: CommandLine, folder: Path, command: str) -> None:
+    assert "run runs/latest: no such folder" in shardproof.refused(command)
+    (folder / "verdicts.jsonl").write_text("[1]\n")
+    assert "verdicts.jsonl, line 1" in shardproof.refused(command, str(folder))
+
+
+def test_page_writes_where_it_is_told(shardproof: CommandLine, folder: Path, tmp_path: Path) -> None:
+    status, out, _ = shardproof("page", str(folder))
+    assert (status, out) == (0, f"{folder}/report.html\n")
+    assert shardproof("page", str(folder), "-o", "my.html")[0] == 0
+    assert (tmp_path / "my.html").read_text() == (folder / "report.html").read_text()
+    assert "-o nowhere/my.html: cannot be written" in shardproof.refused("page", str(folder), "-o", "nowhere/my.html")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("show", "LONG"),
+        ("page", "LONG"),
+        ("trace", "LONG"),
+        ("compare", "LONG"),
+        ("compare", "LONG", "FOLDER"),
+        ("compare", "FOLDER", "LONG"),
+    ],
+    ids=" ".join,
+)
+def test_a_name_too_long_for_a_file_is_one_sentence(
+    shardproof: CommandLine, folder: Path, words: tuple[str, ...]
+) -> None:
+    message = shardproof.refused(*(word.replace("LONG", "x" * 5000).replace("FOLDER", str(folder)) for word in words))
+    assert f"run {'x' * 80}... (5,000 characters): cannot be looked at (File name too long); legal: a fol" in message
+
+
+def test_a_baseline_has_a_name_that_a_folder_can_have(shardproof: CommandLine, folder: Path) -> None:
+    message = shardproof.refused("compare", str(folder), "--save-baseline", "x" * 400)
+    assert "(400 characters): must be a name of at most 100 letters, digits, dots, dashes; legal: main" in message
+    assert "cannot be written (File name" in shardproof("compare", str(folder), "--save-baseline", "m", *_LONG)[2]
+    assert "is neither a preset nor a file" in shardproof.refused("predict", "mode=tp", "--cluster", "x" * 5000)
+
+
+_LONG = ("--baselines", "x" * 5000)
+
+
+# The program itself
+
+
+def test_a_bug_of_ours_is_told_as_one_and_is_no_failed_check(
+    shardproof: CommandLine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(show, "show_run", lambda *_: 1 / 0)
+    status, _, err = shardproof("show", str(folder))
+    assert status == 3
+    assert "ZeroDivisionError" in err and "a bug in shardproof" in err
+
+
+def test_help_waits_for_neither_torch_nor_pandas() -> None:
+    code = (
+        "import sys; from reports import cli; cli.main(['run', '--help']); print({'torch', 'pandas'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("set()\n")
+    assert "--subject" in done.stdout
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback(folder: Path) -> None:
+    command = [sys.executable, "-m", "reports.cli", "show", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.wait(60) == 141
+        assert process.stderr.read() == ""

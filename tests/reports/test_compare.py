@@ -1,0 +1,241 @@
+"""Two runs told apart: every planted change is one fact at its place, equal runs are equal, limits hold or break."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from harness.errors import RequestError
+from reports.baselines import side
+from reports.comparison import Comparison, compare
+from reports.frames import load
+from reports.limits import breaches, limits
+from tests.harness.command_line import CommandLine, command_line
+from tests.reports import sample_run
+from tests.reports.slowed import MODULE
+from tests.reports.slowed import stored as stored_slowed
+from tests.reports.toy_traffic import WAYS, stored
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("runs")
+    return {way: stored(out, way) for way in (*WAYS, "again")}
+
+
+def held(runs: dict[str, Path], way: str, *fail: str) -> Comparison:
+    return compare(side(str(runs["right"])), side(str(runs[way])), limits(fail))
+
+
+# What the issue asks to be shown: 3 steps of 2 micro-batches on 2 ranks; an activation is 4 x 16 float32, 256 bytes
+
+
+def test_two_runs_of_one_program_are_equal(runs: dict[str, Path]) -> None:
+    found = held(runs, "again", "events:0", "calls:0", "bytes:0", "memory:0")
+    assert (len(found.events), found.breaches) == (0, ())
+    assert list(found.traffic["calls"]) == list(found.traffic["new_calls"]) == [12, 12]
+    assert list(found.traffic["payload_bytes"]) == [12 * 256] * 2
+
+
+@pytest.mark.parametrize(
+    ("way", "fact"),
+    [
+        ("gather", ("new", "backward", "layers.1", "all_gather", 0, 6, 0, 6 * 512)),
+        ("doubled", ("changed", "forward", "layers.0", "all_reduce", 6, 6, 6 * 256, 6 * 512)),
+        ("wider", ("changed", "backward", "layers.0", "all_reduce", 6, 6, 6 * 256, 6 * 512)),
+    ],
+)
+def test_a_change_is_one_fact_in_its_module(runs: dict[str, Path], way: str, fact: tuple[object, ...]) -> None:
+    found = held(runs, way)
+    (row,) = found.events.to_dict("records")
+    names = ("kind", "phase", "region", "op", "base_calls", "new_calls", "base_payload_bytes", "new_payload_bytes")
+    assert tuple(row[name] for name in names) == fact
+    assert (row["ranks"], row["steps"], row["microbatches"]) == ("0..1", "0..2", "0..1")
+    assert len(found.breaches) == 1
+
+
+def test_a_fact_says_what_changed_and_nothing_else(runs: dict[str, Path]) -> None:
+    def told(way: str) -> str:
+        return str(held(runs, way).events["what"].item())
+
+    assert told("gather") == "all_gather of float32 8x16, 512 bytes"
+    assert told("doubled") == "shape 4x16 -> 8x16, payload_bytes 256 -> 512"
+    assert told("wider") == "dtype float32 -> float64, payload_bytes 256 -> 512"
+    back = compare(side(str(runs["gather"])), side(str(runs["right"])))
+    assert list(back.events["kind"]) == ["gone"]
+
+
+def test_one_event_on_one_rank_is_told_with_its_rank(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(runs["right"], tmp_path / "run")
+    lines = (folder / "ledger.csv").read_text().splitlines(keepends=True)
+    place = next(n for n, line in enumerate(lines) if ",backward,layers.0," in line and ",2,1,2,1," in line)
+    lines[place] = lines[place].replace(",sum,", ",max,")
+    (folder / "ledger.csv").write_text("".join(lines))
+    (fact,) = compare(side(str(runs["right"])), side(str(folder))).events.to_dict("records")
+    assert (fact["kind"], fact["what"]) == ("changed", "reduce_op sum -> max")
+    assert (fact["ranks"], fact["steps"], fact["microbatches"], fact["new_calls"]) == ("1", "2", "1", 1)
+
+
+# Limits
+
+
+def test_limits_count_what_they_name(runs: dict[str, Path]) -> None:
+    assert held(runs, "wider", "calls:0").breaches == ()
+    assert len(held(runs, "wider", "bytes:0").breaches) == 1
+    assert len(held(runs, "gather", "calls:0", "bytes:0").breaches) == 2
+    assert held(runs, "gather", "calls:6", "bytes:3072", "calls:25%", "bytes:50%").breaches == ()
+    assert len(held(runs, "gather", "calls:5", "bytes:3071", "calls:24.9%", "bytes:49.9%").breaches) == 4
+    assert held(runs, "wider", "bytes:24%").breaches[0].startswith("bytes:24%: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["bytes", "weight:0", "bytes:-1", "bytes:much", "time:5", "wall:1e3%", "events:1", ":", "time:%", "calls:0%%"],
+)
+def test_a_limit_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match=f"fail={text}.*; legal: ") as caught:
+        limits([text])
+    assert "\n" not in str(caught.value)
+
+
+def test_memory_has_a_limit(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(runs["right"], tmp_path / "run")
+    (folder / "memory.csv").write_text((folder / "memory.csv").read_text().replace(",1,1000", ",1,1100"))
+    base, new = side(str(runs["right"])), side(str(folder))
+    assert compare(base, new, limits(["memory:10%"])).breaches == ()
+    assert "1,000 -> 1,100 saved bytes" in compare(base, new, limits(["memory:99"])).breaches[0]
+
+
+# Times
+
+
+def test_a_ledger_whose_calls_take_longer_breaks_the_limit_of_time(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(runs["right"], tmp_path / "run")
+    ledger = pd.read_csv(folder / "ledger.csv", keep_default_na=False)
+    ledger.loc[ledger["phase"] == "backward", "duration_us"] *= 1.3
+    ledger.to_csv(folder / "ledger.csv", index=False)
+    base, new = side(str(runs["right"])), side(str(folder))
+    found = compare(base, new, limits(["time:10%"]))
+    (breach,) = found.breaches
+    assert breach.startswith("time:10%: tp backward: ") and "mostly in layers." in breach
+    (spent,) = found.times.query("phase == 'backward' and measure == 'in calls'").to_dict("records")
+    assert [spent[name] for name in ("ratio", "low", "high")] == pytest.approx([1.3] * 3, rel=1e-4)
+    assert compare(base, new, limits(["events:0"])).breaches == ()
+    assert any("tp backward" in breach for breach in compare(base, new, limits(["wall:20%"])).breaches)
+
+
+def test_work_in_one_module_is_told_with_its_phase_and_module(tmp_path: Path) -> None:
+    sizes = "layers=2 hidden=16 heads=2 kv_heads=2 ffn=32 vocab=24 seq=8"
+    case = (f"mode=tp tp=2 steps=8 lr=0.01 {sizes}",)
+    base, slow = (stored_slowed(tmp_path / str(work_us), case, work_us)[0] for work_us in (0, 20_000))
+    found = compare(base, slow, limits(["events:0", "time:100%"]))
+    assert any("tp backward: " in breach and f"mostly in {MODULE}" in breach for breach in found.breaches)
+
+
+def test_where_both_measures_say_slower_the_one_that_knows_the_module_is_told() -> None:
+    names = ["mode", "phase", "measure", "beside", "ratio", "low", "clock_ratio", "clock_low", "mostly"]
+    rows = [("tp", "backward", measure, "forward", 1.3, 1.2, 1.3, 1.2, where) for measure, where in
+            (("in calls", "head"), ("elapsed", "layers.1"))]  # fmt: skip
+    nothing = pd.DataFrame()
+    (told,) = breaches(limits(["time:10%"]), nothing, nothing, nothing, pd.DataFrame(rows, columns=names))
+    assert told == "time:10%: tp backward: 1.30 times as slow (elapsed) beside forward, mostly in layers.1"
+
+
+# Other cases, other versions
+
+
+def renamed(path: Path, to: Path, case: str, mode: str = "tp") -> Path:
+    folder = shutil.copytree(path, to)
+    old = load(folder).cases["case"].item()
+    for file in folder.iterdir():
+        file.write_text(file.read_text().replace(old, case).replace(f"{case},tp,", f"{case},{mode},"))
+    (folder / "cases.jsonl").write_text(json.dumps({"case": case, "mode": mode, "world_size": 2}) + "\n")
+    return folder
+
+
+def test_other_cases_are_compared_after_saying_so(runs: dict[str, Path], tmp_path: Path) -> None:
+    other = renamed(runs["right"], tmp_path / "other", "mode=isp tp=2", "isp")
+    found = compare(side(str(runs["right"])), side(str(other)))
+    assert any(note.startswith("different cases are compared: ") for note in found.notes)
+    assert len(found.events) == 0
+
+
+def test_other_versions_are_told_first(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(runs["right"], tmp_path / "run")
+    env = json.loads((folder / "env.json").read_text())
+    env["versions"]["torch"], env["machine"]["cores"] = "2.99", 512
+    (folder / "env.json").write_text(json.dumps(env))
+    notes = compare(side(str(runs["right"])), side(str(folder))).notes
+    assert any("different versions are compared: torch" in note and "2.99" in note for note in notes)
+    assert any("different machines are compared: cores" in note for note in notes)
+
+
+def test_a_case_that_the_new_run_lacks_breaks_the_comparison(tmp_path: Path) -> None:
+    base = side(str(sample_run.write(tmp_path / "base")))
+    folder = sample_run.write(tmp_path / "new")
+    for name in ("cases.jsonl", "ledger.csv"):
+        lines = (folder / name).read_text().splitlines(keepends=True)
+        (folder / name).write_text("".join(line for line in lines if "tp-sp" not in line))
+    found = compare(base, side(str(folder)))
+    assert found.breaches == (f"case {sample_run.TP_SP}: is in {base.name} and not in {folder}",)
+    assert compare(side(str(folder)), base).breaches == (), "a case more is no breach, and a note"
+    assert any("not compared" in note for note in compare(side(str(folder)), base).notes)
+
+
+def test_a_run_that_lost_its_ledger_lacks_every_event(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(runs["right"], tmp_path / "run")
+    (folder / "ledger.csv").unlink()
+    base, new = side(str(runs["right"])), side(str(folder))
+    gone, fresh = compare(base, new), compare(new, base)
+    assert set(gone.events["kind"]) == {"gone"} and set(fresh.events["kind"]) == {"new"}
+    assert list(gone.traffic["calls"]) == list(fresh.traffic["new_calls"]) == [12, 12]
+    assert any("ledger.csv is missing" in note for note in gone.notes) and gone.breaches
+
+
+def test_nothing_in_common_is_a_wrong_request(tmp_path: Path, runs: dict[str, Path]) -> None:
+    with pytest.raises(RequestError, match="has no case in common"):
+        compare(
+            side(str(sample_run.write(tmp_path / "run"))), side(str(renamed(runs["right"], tmp_path / "x", "q", "isp")))
+        )
+
+
+# The command
+
+
+@pytest.fixture
+def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return command_line(tmp_path, monkeypatch, capsys)
+
+
+def test_the_command_says_what_and_where_and_ends_with_one(shardproof: CommandLine, runs: dict[str, Path]) -> None:
+    assert shardproof("compare", str(runs["right"]), "--save-baseline", "main")[0] == 0
+    status, out, _ = shardproof("compare", "main", str(runs["gather"]))
+    assert status == 1
+    row = next(line for line in out.splitlines() if line.startswith("new "))
+    assert row.split()[:5] == ["new", "tp", "backward", "layers.1", "all_gather"]
+    assert "breach: events:0: tp backward layers.1: new all_gather: all_gather of float32 8x16, 512 bytes" in out
+    status, out, _ = shardproof("compare", "main", str(runs["again"]))
+    assert (status, "no limit is broken: events:0" in out) == (0, True)
+
+
+def test_json_holds_the_whole_comparison(shardproof: CommandLine, runs: dict[str, Path]) -> None:
+    status, out, _ = shardproof("compare", str(runs["right"]), str(runs["wider"]), "--json")
+    found = json.loads(out)
+    assert status == 1
+    assert found["limits"] == ["events:0"] and len(found["breaches"]) == 1
+    assert found["events"][0]["region"] == "layers.0"
+
+
+def test_one_run_alone_shows_its_modes_side_by_side(shardproof: CommandLine, tmp_path: Path) -> None:
+    folder = sample_run.write(tmp_path / "run")
+    status, out, _ = shardproof("compare", str(folder))
+    assert status == 0
+    rows = [line.split() for line in out.splitlines() if line.startswith(("tp  ", "tp-sp "))]
+    # tp: 3 + 1 + 2 activations of 4 kB, all-reduced on two ranks; tp-sp: 2 + 2 + 4, half of it on the wire
+    assert [row[:3] for row in rows] == [["tp", "2", "tp=2"], ["tp-sp", "2", "tp=2"]]
+    assert rows[0][3:10] == ["0.012", "0.004", "0.008", "0.023", "0.023", "0.023", "1.50"]
+    assert rows[1][4:11] == ["0.016", "0.000", "0.016", "0.031", "0.031", "0.016", "1.00"]

@@ -1,0 +1,72 @@
+"""`shardproof run` without arguments, as users see it: the README's table, and a page with the figures of its summary.
+
+One run for all of these tests. What needs a browser is skipped where no Chromium is installed.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from reports.cli import main
+from reports.frames import load
+from tests.project.test_readme import FIRST_SCREEN, table_rows
+from tests.reports.page_figures import compared
+from tests.reports.test_page_in_a_browser import CHROMIUM, SCHEMES, audited, browse, needs_axe
+
+pytestmark = pytest.mark.slow
+CASES = 59
+
+
+@pytest.fixture(scope="module")
+def printed() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, printed: io.StringIO) -> Path:
+    """The folder of the run, its page in it."""
+    out = tmp_path_factory.mktemp("default")
+    with redirect_stdout(printed):
+        assert main(["run", "--out", str(out)]) == 0
+    return out / "latest"
+
+
+def test_the_readmes_table_is_what_a_run_prints(folder: Path, printed: io.StringIO) -> None:
+    rows = table_rows(printed.getvalue())
+    assert rows == table_rows("\n".join(FIRST_SCREEN))
+    assert sum(int(row[2]) for row in rows) == len(load(folder).cases) == CASES
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; apt-get install chromium")
+def test_in_a_browser_all_figures_of_the_page_are_those_of_the_summary(folder: Path) -> None:
+    done = browse((folder / "report.html").resolve().as_uri(), 1400, "--dump-dom")
+    assert "CONSOLE" not in done.stderr
+    assert not re.search(r"net::ERR|Failed to load", done.stderr)
+    found = compared(done.stdout, folder)
+    assert found.apart == ()
+    assert found.figures["cases"] == 3 * CASES + 1
+    assert found.figures["modes"] > 200 and found.figures["traffic"] > 1000
+    assert found.figures["modules"] == 5 * 12 and found.figures["bars"] > 200
+
+
+@needs_axe
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; apt-get install chromium")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_axe_finds_nothing_to_mend(folder: Path, tmp_path: Path, scheme: str) -> None:
+    assert audited((folder / "report.html").read_text(), tmp_path / "axe.html", scheme) == []
+
+
+def test_a_figure_that_is_not_the_summarys_is_found(folder: Path) -> None:
+    html = (folder / "report.html").read_text()
+    begin, end = html.index('<section id="traffic">'), html.index('<section id="modules">')
+    cells = list(re.compile(r'<td class="number">([\d,]*\d)(\.\d+)?</td>').finditer(html, begin, end))
+    assert len(cells) > 500
+    for cell in cells[:: len(cells) // 7]:
+        assert compared(f"{html[: cell.start(1)]}7{html[cell.start(1) :]}", folder).apart
+    bar = re.search(r'<rect x="[\d.]+" width="(\d+)[\d.]+" height="10"', html)
+    assert bar and compared(f"{html[: bar.end(1)]}7{html[bar.end(1) :]}", folder).apart

@@ -1,0 +1,292 @@
+"""Run folders become frames: complete ones exactly, killed ones with a note, hostile ones with one clear error."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from harness.checking.evidence import Verdict, Worst
+from harness.ledger import COLUMNS
+from harness.running.store import Store
+from harness.running.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
+from harness.running.summary import summarize
+from reports.frames import SUMMARY_COLUMNS, RunFolderError, load
+from tests.reports import sample_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return sample_run.write(tmp_path / "run")
+
+
+def test_a_complete_run_loads_without_a_note_and_without_loss(folder: Path) -> None:
+    run = load(folder)
+    assert run.notes == ()
+    assert tuple(run.ledger.columns) == COLUMNS
+    written = [event for case, calls in sample_run.CALLS.items() for event in sample_run.events(case, calls)]
+    assert len(run.ledger) == len(written) == 28
+    first, read = written[5], run.ledger.iloc[5]
+    for name in COLUMNS:
+        assert read[name] == getattr(first, name), name
+    assert list(run.cases["case"]) == [sample_run.TP, sample_run.TP_SP]
+    assert run.env["torch"] == "2.13.0"
+    assert run.timings["seconds"].sum() == 0.5
+    assert list(run.memory["saved_bytes"]) == [4096, 8192] * 2
+
+
+def test_words_with_an_order_are_ordered_categoricals(folder: Path) -> None:
+    ledger = load(folder).ledger
+    for name in ("mode", "phase", "op", "axis"):
+        assert ledger[name].cat.ordered, name
+    assert ledger["phase"].min() == "forward"
+    assert ledger["phase"].max() == "backward", "by time and not by the alphabet"
+
+
+def test_an_unknown_mode_and_a_rank_list_for_an_axis_sort_behind_the_known(folder: Path) -> None:
+    text = (folder / "ledger.csv").read_text().replace(",tp-sp,", ",zeta,").replace(",tp,2,", ',"[0, 1]",2,')
+    (folder / "ledger.csv").write_text(text)
+    ledger = load(folder).ledger
+    assert ledger["mode"].max() == "zeta"
+    assert set(ledger["axis"]) == {"[0, 1]"}
+
+
+def test_text_that_looks_like_a_missing_value_stays_text(folder: Path) -> None:
+    path = folder / "ledger.csv"
+    path.write_text(path.read_text().replace("layers.0.mlp.w1", "NA"))
+    assert set(load(folder).ledger["region"]) == {"layers.0.attention.wo", "layers.0.attention.wqkv", "", "NA"}
+
+
+def test_a_packed_ledger_reads_like_a_plain_one(folder: Path) -> None:
+    plain = load(folder).ledger
+    data = (folder / "ledger.csv").read_bytes()
+    (folder / "ledger.csv").unlink()
+    half = len(data) // 2
+    (folder / "ledger.csv.gz").write_bytes(gzip.compress(data[:half]) + gzip.compress(data[half:]))
+    assert load(folder).ledger.equals(plain)
+
+
+def test_verdicts_are_flat_and_a_missing_worst_is_no_number(folder: Path) -> None:
+    line = sample_run.verdict(sample_run.TP, "ledger", error=None)
+    with (folder / "verdicts.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    verdicts = load(folder).verdicts
+    assert verdicts["worst_error"].iloc[0] == 2e-16
+    assert verdicts["worst_allowed"].iloc[0] == 1e-9
+    assert verdicts.iloc[-1]["check"] == "ledger"
+    assert verdicts["worst_error"].isna().sum() == 1
+
+
+def test_no_expectation_is_not_zero(tmp_path: Path) -> None:
+    run = load(sample_run.write(tmp_path / "run", expected=False))
+    assert run.summary["expected_calls"].isna().all()
+    assert run.notes == ()
+
+
+# What the harness writes
+
+
+def stored(out: Path, cases: Sequence[str]) -> Path:
+    """A folder written by the harness: both cases planned, the given ones finished."""
+    store = Store(out, "my_pkg.tp:subject", {"versions": {"torch": "2.13.0"}, "command": ["shardproof", "run"]})
+    store.plan({"case": case, "mode": case.split()[0][5:], "world_size": 2} for case in sample_run.CALLS)
+    for case in cases:
+        events = sample_run.events(case, sample_run.CALLS[case])
+        worst = Worst(name="grad/w", error=float("inf"), allowed=1e-9, epsilons=float("inf"))
+        verdict = Verdict(case=case, check="forward", verdict="fail", worst=worst, message="m", unchecked=("a", "b"))
+        rows = summarize(case, events[0].mode, 2, events, None)
+        store.add(case, events, rows, [verdict], {"ranks": 0.5, "checks": 0.25})
+    store.close()
+    return store.path
+
+
+def test_a_folder_that_the_harness_wrote_loads_without_a_note(tmp_path: Path) -> None:
+    folder = stored(tmp_path, list(sample_run.CALLS))
+    run = load(tmp_path / "latest")
+    assert run.notes == ()
+    assert (folder / "ledger.csv").read_text() == (sample_run.write(tmp_path / "hand") / "ledger.csv").read_text()
+    assert run.summary["payload_bytes"].sum() == 14 * sample_run.ACTIVATION_BYTES
+    assert run.summary["expected_calls"].isna().all()
+    assert list(run.verdicts["worst_error"]) == [float("inf")] * 2
+    assert list(run.verdicts["unchecked"]) == ["a; b"] * 2
+    assert run.timings["seconds"].sum() == 1.5
+
+
+def test_a_folder_that_the_harness_had_to_leave_loads_with_notes(tmp_path: Path) -> None:
+    folder = stored(tmp_path, [sample_run.TP])
+    event = sample_run.row(sample_run.events(sample_run.TP_SP, sample_run.CALLS[sample_run.TP_SP])[0])
+    with (folder / "ledger.csv").open("a") as file:
+        file.write(",".join(map(str, event)) + "\n" + "mode=tp-sp tp=2 seq=64,tp-sp,2,")
+    run = load(folder)
+    assert list(run.summary["case"].unique()) == [sample_run.TP, sample_run.TP_SP]
+    assert len(run.notes) == 3
+    assert "ledger.csv: its last line was cut" in run.notes[0]
+    assert "summary.csv lacks 1 of" in run.notes[1]
+    assert "1 of 2 cases have no verdict" in run.notes[2]
+
+
+def test_reports_and_harness_agree_on_the_columns_of_the_summary() -> None:
+    assert SUMMARY_COLUMNS == HARNESS_COLUMNS
+
+
+# A killed run
+
+
+def test_a_line_cut_in_its_middle_is_left_out_with_a_note(folder: Path) -> None:
+    path = folder / "ledger.csv"
+    whole = len(load(folder).ledger)
+    path.write_bytes(path.read_bytes()[:-30])
+    run = load(folder)
+    assert len(run.ledger) == whole - 1
+    assert any("ledger.csv" in note and "cut" in note for note in run.notes)
+
+
+def test_an_archive_cut_at_its_end_gives_what_came_before(folder: Path) -> None:
+    data = gzip.compress((folder / "ledger.csv").read_bytes() * 1)
+    (folder / "ledger.csv").unlink()
+    (folder / "ledger.csv.gz").write_bytes(data[: len(data) * 2 // 3])
+    run = load(folder)
+    assert 0 < len(run.ledger) < 28
+    assert any("archive is cut" in note for note in run.notes)
+
+
+def test_a_missing_summary_is_made_from_the_ledger_without_expectation(folder: Path) -> None:
+    complete = load(folder).summary
+    (folder / "summary.csv").unlink()
+    run = load(folder)
+    keys = ["case", "phase", "op"]
+    made, written = (frame.sort_values(keys).reset_index(drop=True) for frame in (run.summary, complete))
+    for name in (*keys, "calls", "payload_bytes", "wire_bytes"):
+        assert list(made[name]) == list(written[name]), name
+    assert made["expected_calls"].isna().all()
+    assert any("summary.csv lacks 2 of" in note for note in run.notes)
+
+
+def test_a_case_that_the_summary_lacks_is_added_up_from_the_ledger(folder: Path) -> None:
+    complete = load(folder).summary
+    lines = (folder / "summary.csv").read_text().splitlines(keepends=True)
+    (folder / "summary.csv").write_text("".join(line for line in lines if "tp-sp" not in line))
+    made = load(folder).summary
+    assert list(made["calls"]) == [3, 1, 2, 4, 2, 2], "three lines of the file, then phases of the ledger by name"
+    assert made["payload_bytes"].sum() == complete["payload_bytes"].sum()
+    assert list(made["expected_calls"].isna()) == [False] * 3 + [True] * 3
+
+
+def test_the_minimum_over_ranks_may_be_absent_from_a_row(folder: Path) -> None:
+    header, first, *rows = (folder / "summary.csv").read_text().splitlines()
+    wide = [f"{header},min_calls,min_payload_bytes,min_wire_bytes", f"{first},1,4096,2048", *(f"{r},,," for r in rows)]
+    (folder / "summary.csv").write_text("\n".join(wide) + "\n")
+    least = load(folder).summary["min_calls"]
+    assert least[0] == 1
+    assert least[1:].isna().all()
+
+
+def test_a_run_killed_before_its_first_event_loads_empty_with_notes(tmp_path: Path) -> None:
+    (tmp_path / "env.json").write_text("{}")
+    run = load(tmp_path)
+    assert len(run.cases) == len(run.ledger) == len(run.summary) == len(run.verdicts) == 0
+    assert [note.split()[0] for note in run.notes] == ["cases.jsonl", "ledger.csv", "summary.csv", "verdicts.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["ledger.csv", "summary.csv", "timings.csv", "verdicts.jsonl", "cases.jsonl"])
+def test_a_file_created_and_never_filled_is_a_note_and_no_error(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(b"case,mo" if name.endswith("csv") else b'{"case": ')
+    assert any(name in note for note in load(folder).notes)
+
+
+def test_cases_without_a_verdict_are_told(folder: Path) -> None:
+    lines = (folder / "verdicts.jsonl").read_text().splitlines(keepends=True)
+    (folder / "verdicts.jsonl").write_text("".join(line for line in lines if "tp-sp" not in line))
+    assert any("1 of 2 cases have no verdict" in note for note in load(folder).notes)
+
+
+def test_cases_of_another_program_have_no_mode_and_no_size(folder: Path) -> None:
+    (folder / "cases.jsonl").write_text('{"case": 1}\n{"case": "mode=tp tp=2", "mode": null, "world_size": "two"}\n')
+    cases = load(folder).cases
+    assert list(cases["case"]) == ["1", "mode=tp tp=2"]
+    assert list(cases["mode"]) == ["", ""] and cases["world_size"].isna().all()
+
+
+# A folder that no run wrote
+
+
+def test_a_missing_folder_is_one_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"nowhere: no such folder; legal: .*runs/latest"):
+        load(tmp_path / "nowhere")
+
+
+def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="no such folder"):
+        load(tmp_path / "file")
+
+
+def test_an_unrelated_folder_is_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"neither env\.json nor cases\.jsonl"):
+        load(tmp_path)
+
+
+def _junk(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00\x01\n" * 3)
+
+
+def _wrong_columns(path: Path) -> None:
+    path.write_text("a,b\n1,2\n")
+
+
+def _words_for_numbers(path: Path) -> None:
+    path.write_text(path.read_text().replace(",2,", ",two,"))
+
+
+def _ragged(path: Path) -> None:
+    path.write_text(path.read_text() + "x," * 40 + "\n")
+
+
+def _not_json(path: Path) -> None:
+    path.write_text("not json\n" + path.read_text())
+
+
+def _list_for_object(path: Path) -> None:
+    path.write_text("[1]\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("ledger.csv", _junk),
+        ("ledger.csv", _wrong_columns),
+        ("ledger.csv", _words_for_numbers),
+        ("ledger.csv", _ragged),
+        ("summary.csv", _wrong_columns),
+        ("summary.csv", _words_for_numbers),
+        ("verdicts.jsonl", _not_json),
+        ("verdicts.jsonl", _list_for_object),
+        ("cases.jsonl", _not_json),
+        ("cases.jsonl", _junk),
+        ("env.json", _not_json),
+        ("env.json", _list_for_object),
+        ("env.json", _junk),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__.strip("_"),
+)
+def test_a_hostile_file_is_one_error_that_names_it(folder: Path, name: str, harm: Callable[[Path], None]) -> None:
+    harm(folder / name)
+    with pytest.raises(RunFolderError, match=name.replace(".", r"\.")) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value).strip()
+
+
+def test_an_archive_that_is_none_is_one_error(folder: Path) -> None:
+    (folder / "ledger.csv").rename(folder / "ledger.csv.gz")
+    with pytest.raises(RunFolderError, match=r"ledger\.csv\.gz"):
+        load(folder)
+
+
+def test_a_verdict_whose_worst_is_no_object_is_one_error(folder: Path) -> None:
+    line = sample_run.verdict(sample_run.TP, "forward") | {"worst": [1, 2]}
+    (folder / "verdicts.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(RunFolderError, match="worst"):
+        load(folder)

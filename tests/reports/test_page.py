@@ -1,0 +1,249 @@
+"""The page: self-contained, small, complete, and nothing that a run wrote can break out of it. Plots alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from reports import page, plots, tables
+from reports.frames import Run, in_order, load
+from reports.modules import by_module, tree
+from reports.timeline import last_micro_batch, timeline
+from tests.reports import sample_run
+
+VOID = {"meta", "br", "hr", "img", "link", "input", "path", "use", "rect", "line", "circle"}
+
+
+class Structure(HTMLParser):
+    """Tags in order, ids, and whether every tag that opens also closes."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.targets: list[str] = []
+        self.scripts = 0
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note the tag, its id and its links."""
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "srcset", "action", "data"):
+                self.targets.append(value or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """A tag that closes itself."""
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        """Only the tag opened last may close."""
+        if tag not in VOID:
+            assert self.open and self.open.pop() == tag, f"</{tag}> closes something else"
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return load(sample_run.write(tmp_path_factory.mktemp("page") / "run", failing=True))
+
+
+@pytest.fixture(scope="module")
+def html(failing: Run) -> str:
+    return page.render(failing)
+
+
+def test_nothing_is_loaded_from_outside(html: str) -> None:
+    assert "http://" not in html
+    assert "https://" not in html
+    assert all(target.startswith("#") for target in Structure(html).targets)
+    assert not re.search(r"@import|url\((?!#)", html)
+    assert "<script" not in html
+
+
+def test_every_tag_closes_and_ids_are_unique(html: str) -> None:
+    structure = Structure(html)
+    assert structure.open == []
+    assert len(structure.ids) == len(set(structure.ids))
+
+
+def test_links_inside_the_page_lead_somewhere(html: str) -> None:
+    structure = Structure(html)
+    assert {target[1:] for target in structure.targets} <= set(structure.ids)
+
+
+def test_the_page_tells_the_whole_run(html: str) -> None:
+    sections = {"cases", "failures", "modes", "traffic", "modules", "timelines", "verdicts", "environment"}
+    assert sections <= set(Structure(html).ids)
+    assert "1 pass, 1 fail" in html
+    assert "0.012 / 1e-09" in html
+    assert "2.13.0" in html
+    assert "logits/0 and 2 more" in html, "what nobody checked is said"
+    for line in sample_run.MESSAGE.replace("<b>", "&lt;b&gt;").replace('"', "&#34;").splitlines():
+        assert line in html, "all six lines"
+    assert Structure(html).tags.count("table") == 1 + 1 + 1 + 2 + 2 + 1 + 1, (
+        "a map, cases, side by side, 2 modes, 2 cases, verdicts, ..."
+    )
+
+
+def test_the_page_of_a_passing_run_has_no_failures(tmp_path: Path) -> None:
+    html = page.render(load(sample_run.write(tmp_path / "run")))
+    assert "What went wrong" not in html
+    assert "2 pass" in html
+
+
+def test_nothing_a_run_wrote_becomes_markup(failing: Run) -> None:
+    bomb = "</pre><script>alert(1)</script><img src=x onerror=y>"
+    hostile = dataclasses.replace(
+        failing,
+        verdicts=failing.verdicts.assign(message=bomb, check=bomb, worst_name=bomb),
+        env={bomb: bomb},
+        notes=(bomb,),
+        cases=failing.cases.assign(case=failing.cases["case"] + bomb),
+        summary=failing.summary.assign(case=failing.summary["case"] + bomb),
+    )
+    html = page.render(hostile)
+    assert "<script" not in html
+    assert "<img" not in html
+    assert Structure(html).open == []
+
+
+def test_a_thousand_cases_stay_under_a_megabyte(failing: Run) -> None:
+    def many(frame: pd.DataFrame) -> pd.DataFrame:
+        return pd.concat([frame.assign(case=f"mode=tp tp=2 seed={seed}") for seed in range(600)], ignore_index=True)
+
+    verdicts = many(failing.verdicts.assign(verdict="fail", message=sample_run.MESSAGE))
+    big = dataclasses.replace(
+        failing, cases=many(failing.cases), summary=many(failing.summary), verdicts=verdicts, ledger=failing.ledger
+    )
+    html = page.render(big)
+    assert len(html.encode()) < 2**20
+    assert "all of them stand in verdicts.jsonl" in html
+    assert "more stand in verdicts.jsonl" in html
+
+
+def test_a_run_killed_at_once_has_a_page_with_its_notes(tmp_path: Path) -> None:
+    (tmp_path / "env.json").write_text("{}")
+    html = page.write(load(tmp_path), tmp_path / "report.html").read_text()
+    assert "ledger.csv is missing" in html
+    assert Structure(html).open == []
+
+
+# Modules, timeline, kill matrix
+
+
+def test_modules_unfold_and_add_up(failing: Run) -> None:
+    lines = by_module(failing)
+    (outside, layer) = sorted(tree(lines[lines["mode"] == "tp"]), key=lambda node: node.name != "outside modules")
+    assert (outside.name, outside.calls, outside.other_bytes) == ("outside modules", 1, 4096)
+    assert (layer.name, layer.calls, layer.payload_bytes) == ("layers.0", 5, 5 * 4096)
+    assert [(part.name, part.calls) for part in layer.parts] == [("attention.wo", 3), ("mlp.w1", 2)]
+    assert (layer.forward_bytes, layer.backward_bytes, layer.other_bytes) == (3 * 4096, 2 * 4096, 0)
+
+
+def test_many_layers_are_one() -> None:
+    rows = [("tp", "forward", f"layers.{n}.mlp.{w}", 1, 8) for n in range(100) for w in ("w1", "w2")]
+    (node,) = tree(pd.DataFrame(rows, columns=["mode", "phase", "region", "calls", "payload_bytes"]))
+    assert (node.name, node.calls, node.payload_bytes) == ("layers.*.mlp", 200, 1600)
+    assert [part.name for part in node.parts] == ["w1", "w2"]
+
+
+def test_the_timeline_draws_every_call_of_the_last_micro_batch(failing: Run) -> None:
+    calls = last_micro_batch(failing.ledger[failing.ledger["case"] == sample_run.TP])
+    svg = timeline(calls, "a <b>")
+    assert sum(path.count("z") for path in re.findall(r'd="([^"]*)"', svg)) == len(calls) == 12
+    assert "rank 0" in svg and "rank 1" in svg and "a &lt;b&gt;: 12 calls on 2 ranks in 0.512 ms" in svg
+    assert Structure(svg).open == []
+    assert timeline(calls.iloc[:0], "none") == ""
+
+
+def test_a_kill_matrix_is_shown_when_it_is_there(tmp_path: Path) -> None:
+    folder = sample_run.write(tmp_path / "run")
+    columns = "name,kind,stands_for,mode,phase,region,killed_by,killed,equivalent,seconds,region_right,cause_right"
+    rows = "drop,fault,issue 1,tp,forward,layers.0,ledger forward,True,False,1.0,True,True\n"
+    rows += "late,fault,issue 2,tp,backward,layers.1,,False,False,1.0,,\n"
+    (folder / "kill_matrix.csv").write_text(f"{columns}\n{rows}")
+    html = page.render(load(folder))
+    assert "1 of 2 planted bugs were noticed" in html
+    assert html.index(">late<") < html.index(">drop<"), "what survived comes first"
+
+
+# Everybody can read it
+
+
+def test_figures_of_the_page_are_those_of_the_summary(failing: Run, html: str) -> None:
+    section = html[html.index('<section id="traffic">') : html.index("Case by case")]
+    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", section)]
+    shown = {(row[0], *row[2:5]): (row[5], row[7]) for row in cells if row}
+    for row in failing.summary.to_dict("records"):
+        size = tables.mebibytes(row["payload_bytes"])
+        assert shown[row["mode"], row["phase"], row["op"], row["axis"]] == (f"{row['calls']:,}", size)
+    assert len(shown) == len(failing.summary)
+
+
+def test_tables_and_drawings_have_names_and_headers(html: str) -> None:
+    assert html.count('role="region" tabindex="0" aria-label="') == len(re.findall("<table[ >]", html))
+    assert 'aria-label=""' not in html
+    assert not re.search(r"<th(?! scope)[ >]", html)
+    assert html.count("<svg") == html.count('<svg role="img" aria-label="')
+    levels = [int(level) for level in re.findall(r"<h([1-6])", html)]
+    assert levels[0] == 1 and all(after - before <= 1 for before, after in pairwise(levels)), "no level is left out"
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_can_be_told_from_the_paper(html: str, scheme: int) -> None:
+    colours = dict(re.findall(r"--([\w-]+): (#\w{6})", re.findall(r":root \{(.*?)\}", html, re.DOTALL)[scheme]))
+    for name in ("ink", "quiet", "good", "bad", "open", "focus"):
+        for ground in ("paper", "band"):
+            assert contrast(colours[name], colours[ground]) >= 4.5, f"{name} on {ground}"
+    for heat in ("ok", "1", "2", "3", "4"):
+        assert contrast(colours["ink"], colours[f"heat-{heat}"]) >= 4.5, f"a cell's text on heat-{heat}"
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2 contrast of two colours."""
+
+    def light(colour: str) -> float:
+        parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    darker, lighter = sorted((light(one), light(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_every_crossing_is_marked_and_named() -> None:
+    rows = [(mode, t, c + s * t) for mode, c, s in (("mtp", 0, 5), ("isp", 1e6, 1)) for t in (1000, 1000000)]
+    growth = in_order(pd.DataFrame(rows, columns=["mode", "tokens", "wire_bytes"]))
+    crossings = pd.DataFrame([("isp", "mtp", 250000.0, 1.25e6)], columns=["mode", "other", "tokens", "wire_bytes"])
+    svg = plots.break_even(growth, crossings, 'a <title> & "more"')
+    assert "T* = 250,000: isp below mtp" in svg
+    assert 'aria-label="a &lt;title> &amp; &quot;more&quot;"' in svg
+    assert "T*" not in plots.break_even(growth, crossings.iloc[:0], "none")
+    assert Structure(svg).open == []
+
+
+def test_a_run_with_growth_shows_break_even_in_table_and_plot(failing: Run) -> None:
+    event = failing.ledger[failing.ledger["region"] == "layers.0.attention.wo"].head(1)
+    cases, ledger = [], []
+    for mode, constant, slope in (("mtp", 0, 50), ("isp", 10000, 10)):
+        for tokens in (100, 400):
+            text = f"mode={mode} tp=2 seq={tokens}"
+            cases.append({"case": text, "mode": mode, "world_size": 2, "tokens": tokens, "micro": 1, "steps": 1})
+            ledger.append(event.assign(case=text, wire_bytes=constant + slope * tokens))
+    grown = dataclasses.replace(failing, cases=in_order(pd.DataFrame(cases)), ledger=pd.concat(ledger))
+    html = page.render(grown)
+    assert "T* = 250: isp below mtp" in html
+    assert "cheaper beyond T*" in html

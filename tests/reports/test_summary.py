@@ -1,0 +1,239 @@
+"""The headline, the traffic beside its expectation and the break-even: numbers added up by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from reports import breakeven, summary, tables
+from reports.frames import Run, in_order, load
+from tests.reports import sample_run
+from tests.reports.sample_run import ACTIVATION_BYTES, TP, TP_SP
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return load(sample_run.write(tmp_path / "run"))
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> Run:
+    return load(sample_run.write(tmp_path / "failing", failing=True))
+
+
+def test_the_headline_counts_what_one_rank_does(run: Run) -> None:
+    tp, tp_sp = summary.headline(run).to_dict("records")
+    assert (tp["mode"], tp["ranks"], tp["forward_calls"], tp["backward_calls"]) == ("tp", 2, 3, 2)
+    assert tp["payload_bytes"] == tp["expected_payload_bytes"] == 6 * ACTIVATION_BYTES
+    assert (tp_sp["forward_calls"], tp_sp["backward_calls"]) == (4, 4)
+    assert tp_sp["payload_bytes"] == 8 * ACTIVATION_BYTES
+    assert (tp["verdict"], tp_sp["verdict"]) == ("pass", "pass")
+    assert (tp_sp["case"], tp_sp["words"]) == (TP_SP, "tp=2 seq=64"), "mode has its own column"
+
+
+def test_the_headline_shows_the_rank_that_saves_most(run: Run) -> None:
+    assert list(summary.headline(run)["saved_bytes"]) == [2 * ACTIVATION_BYTES] * 2
+    assert tables.headline_table(summary.headline(run)).rows[0][5] == "0.008"
+
+
+def test_what_nobody_measured_is_not_zero(run: Run) -> None:
+    (run.path / "memory.csv").unlink()
+    headline = summary.headline(load(run.path))
+    assert headline["saved_bytes"].isna().all()
+    assert tables.headline_table(headline).rows[0][5] == "-"
+
+
+def test_the_headline_shows_the_check_closest_to_its_limit(failing: Run) -> None:
+    tp, tp_sp = summary.headline(failing).to_dict("records")
+    assert (tp["worst_error"], tp["worst_allowed"], tp["verdict"]) == (1.2e-2, 1e-9, "fail")
+    assert (tp_sp["worst_error"], tp_sp["worst_allowed"], tp_sp["verdict"]) == (2e-16, 1e-9, "pass")
+
+
+def test_an_error_where_none_is_allowed_is_the_worst_of_all(failing: Run) -> None:
+    exact = failing.verdicts.assign(case=TP_SP, worst_error=[1e-30, 9, 9, 9, 9, 9, 9], worst_allowed=[0.0, *[1e3] * 6])
+    row = summary.headline(dataclasses.replace(failing, verdicts=exact)).to_dict("records")[1]
+    assert (row["worst_error"], row["worst_allowed"]) == (1e-30, 0.0)
+
+
+def test_a_count_of_wrong_events_is_no_error_of_a_tensor(run: Run) -> None:
+    lost = run.verdicts.iloc[:1].assign(check="ledger", verdict="fail", worst_error=3.0, worst_allowed=0.0)
+    row = summary.headline(dataclasses.replace(run, verdicts=pd.concat([run.verdicts, lost]))).to_dict("records")[0]
+    assert (row["worst_error"], row["verdict"]) == (2e-16, "fail")
+
+
+def test_a_case_without_verdict_is_unknown_and_never_a_pass(run: Run) -> None:
+    silent = dataclasses.replace(run, verdicts=run.verdicts.iloc[:0])
+    assert list(summary.headline(silent)["verdict"]) == ["unknown", "unknown"]
+
+
+@pytest.mark.parametrize(
+    ("words", "worst"),
+    [
+        (["pass", "unknown", "fail"], "fail"),
+        (["pass", "unknown"], "unknown"),
+        (["pass", "skip"], "skip"),
+        (["pass", "a new word"], "a new word"),
+        ([], "unknown"),
+    ],
+)
+def test_a_case_is_as_good_as_its_worst_check(words: list[str], worst: str) -> None:
+    assert summary.overall(pd.DataFrame({"verdict": words})) == worst
+
+
+def test_failures_come_first(failing: Run) -> None:
+    assert summary.worst_first(failing.verdicts)["verdict"].iloc[0] == "fail"
+    assert failing.verdicts["verdict"].iloc[-1] == "fail", "in the run it was the last"
+
+
+def test_without_expectation_nothing_is_claimed(tmp_path: Path) -> None:
+    run = load(sample_run.write(tmp_path / "run", expected=False))
+    assert summary.headline(run)["expected_payload_bytes"].isna().all()
+    assert set(summary.traffic(run)["agrees"]) == {""}
+    assert set(summary.traffic(run)["expected_calls"].isna()) == {True}
+
+
+def test_traffic_adds_up_by_mode_phase_op_and_axis(run: Run) -> None:
+    traffic = summary.traffic(run)
+    lines = {(r["mode"], r["phase"], r["op"], r["axis"]): r for r in traffic.to_dict("records")}
+    assert len(lines) == len(traffic) == 6
+    line = lines["tp-sp", "backward", "all_gather", "tp"]
+    assert (line["calls"], line["expected_calls"]) == (4, 4)
+    assert line["payload_bytes"] == 4 * ACTIVATION_BYTES
+    assert line["wire_bytes"] == 2 * ACTIVATION_BYTES, "half of the output comes from the other rank"
+    assert set(traffic["agrees"]) == {"yes"}
+    assert list(traffic["phase"])[:3] == ["forward", "loss", "backward"], "in the order of a step"
+
+
+def test_two_errors_that_cancel_in_the_sum_do_not_agree(run: Run) -> None:
+    lines = run.summary[run.summary["case"] == TP].head(1)
+    one, two = (
+        lines.assign(calls=lines["calls"] + 1),
+        lines.assign(case="mode=tp tp=2 seed=1", calls=lines["calls"] - 1),
+    )
+    cases = pd.concat([run.cases, run.cases.head(1).assign(case="mode=tp tp=2 seed=1")])
+    traffic = summary.traffic(dataclasses.replace(run, cases=cases, summary=pd.concat([one, two])))
+    assert list(traffic["calls"]) == list(traffic["expected_calls"]) == [6]
+    assert list(traffic["agrees"]) == ["no"]
+
+
+def test_ranks_that_differ_do_not_agree(run: Run) -> None:
+    lines = run.summary.assign(min_calls=run.summary["calls"] - 1)
+    assert set(summary.traffic(dataclasses.replace(run, summary=lines))["agrees"]) == {"no"}
+
+
+def test_cases_on_other_numbers_of_ranks_are_never_added_up(run: Run) -> None:
+    alone = summary.traffic(run)
+    wide, text = run.cases.head(1).assign(case="mode=tp tp=4", world_size=4), {"case": "mode=tp tp=4"}
+    lines = run.summary[run.summary["case"] == TP].assign(**text)
+    both = dataclasses.replace(run, cases=pd.concat([run.cases, wide]), summary=pd.concat([run.summary, lines]))
+    traffic = summary.traffic(both)
+    assert traffic[traffic["ranks"] == 2].reset_index(drop=True).equals(alone)
+    assert list(traffic.loc[traffic["ranks"] == 4, "calls"]) == [3, 1, 2]
+
+
+def test_words_that_all_cases_share_are_said_once(run: Run) -> None:
+    table = tables.headline_table(summary.headline(run))
+    assert [row[-1] for row in table.rows] == ["-", "seq=64"]
+    assert table.note.endswith("every case: tp=2")
+    alone = tables.headline_table(summary.headline(run).head(1))
+    assert [row[-1] for row in alone.rows] == ["tp=2"], "one case keeps its words"
+
+
+def test_the_title_claims_no_more_than_was_compared(run: Run) -> None:
+    headline = summary.headline(run)
+    silent = headline.assign(worst_error=float("nan"))
+    crashed = silent.assign(expected_payload_bytes=pd.array([pd.NA] * len(silent), dtype="Int64"))
+    titles = [tables.headline_table(frame).title for frame in (headline, silent, crashed)]
+    assert titles == ["Every case against the dense model", "Every case against its expected ledger", "Every case"]
+
+
+# Numbers as text
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0.000"), (12, "<0.001"), (4096, "0.004"), (2**20, "1.000"), (5 * 2**30, "5,120.0"), (pd.NA, "-")],
+)
+def test_bytes_are_written_in_mib_and_some_traffic_never_reads_as_none(size_bytes: object, text: str) -> None:
+    assert tables.mebibytes(size_bytes) == text
+
+
+@pytest.mark.parametrize(("error", "text"), [(0.0, "0"), (2.134e-16, "2.1e-16"), (float("nan"), "-"), (None, "-")])
+def test_errors_are_written_short_and_nothing_is_not_zero(error: object, text: str) -> None:
+    assert tables.small(error) == text
+
+
+def test_a_row_that_does_not_fit_its_headers_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs 2 cells"):
+        tables.Table(title="", headers=("a", "b"), rows=(("1",),))
+
+
+# Break-even: isp sends 1000 bytes of weights and 1 byte a token, mtp 5 bytes a token: T* = 1000 / (5 - 1) = 250
+
+
+def _growth(**lines: tuple[float, float]) -> pd.DataFrame:
+    rows = [(mode, t, constant + slope * t) for mode, (constant, slope) in lines.items() for t in (100, 200, 400)]
+    return in_order(pd.DataFrame(rows, columns=["mode", "tokens", "wire_bytes"]))
+
+
+def test_the_crossing_is_where_the_lines_meet() -> None:
+    (crossing,) = breakeven.crossings(_growth(mtp=(0, 5), isp=(1000, 1))).to_dict("records")
+    assert (crossing["mode"], crossing["other"]) == ("isp", "mtp")
+    assert crossing["tokens"] == pytest.approx(250)
+    assert crossing["wire_bytes"] == pytest.approx(1250)
+
+
+def test_lines_that_never_cross_give_no_crossing() -> None:
+    parallel = breakeven.crossings(_growth(mtp=(0, 5), msp=(0, 5)))
+    apart = breakeven.crossings(_growth(mtp=(1000, 5), msp=(0, 4)))
+    from_zero = breakeven.crossings(_growth(mtp=(0, 5), fsp=(0, 6.5)))
+    assert len(parallel) == len(apart) == len(from_zero) == 0
+
+
+def _grown(run: Run, names: dict[str, dict[int, int]]) -> Run:
+    """A run of these modes at these tokens, each with one forward call in a layer and one elsewhere."""
+    event = run.ledger[run.ledger["region"] == "layers.0.attention.wo"].head(1)
+    cases, ledger = [], []
+    for mode, sizes in names.items():
+        for tokens, sent in sizes.items():
+            text = f"mode={mode} tp=2 seq={tokens}"
+            cases.append({"case": text, "mode": mode, "world_size": 2, "tokens": tokens, "micro": 2, "steps": 1})
+            ledger.append(event.assign(case=text, wire_bytes=sent))
+            ledger.append(event.assign(case=text, wire_bytes=10, region="head"))
+            ledger.append(event.assign(case=text, wire_bytes=7, op="all_to_all"))
+    return dataclasses.replace(run, cases=in_order(pd.DataFrame(cases)), ledger=pd.concat(ledger))
+
+
+def test_growth_is_measured_a_micro_batch_with_and_without_what_lies_outside_the_layers(run: Run) -> None:
+    grown = _grown(run, {"mtp": {100: 1000, 200: 2000}, "isp": {100: 1600, 200: 1800}})
+    layers = breakeven.growth(grown)
+    assert list(layers["wire_bytes"]) == [500, 1000, 800, 900], "two micro-batches; isp sorts behind mtp"
+    assert list(breakeven.growth(grown, "all")["wire_bytes"]) == [508.5, 1008.5, 808.5, 908.5]
+    compared = breakeven.compared(grown)
+    assert list(compared["counted"]) == ["layers", "all"]
+    assert list(compared["tokens"]) == pytest.approx([175, 175])
+
+
+def test_modes_are_compared_across_the_words_that_they_bring_with_them_and_no_others(run: Run) -> None:
+    grown = _grown(run, {"mtp": {100: 1000, 200: 2000}, "isp": {100: 1600, 200: 1800}})
+
+    def also(word: str) -> int:
+        cases = grown.cases.assign(case=[c + word * ("isp" in c) for c in grown.cases["case"]])
+        return len(breakeven.growth(dataclasses.replace(grown, cases=cases)))
+
+    assert also(" head=exchange") == 4
+    assert also(" layers=9") == 0, "another model"
+
+
+def test_one_size_or_one_mode_is_no_growth(run: Run) -> None:
+    assert len(breakeven.growth(run)) == 0
+    assert len(breakeven.growth(_grown(run, {"mtp": {100: 1, 200: 2}, "isp": {100: 1}}))) == 0
+    assert len(breakeven.compared(run)) == 0
+
+
+def test_an_unknown_way_to_count_is_refused(run: Run) -> None:
+    with pytest.raises(ValueError, match="legal: layers, all"):
+        breakeven.growth(run, "some")

@@ -1,0 +1,1 @@
+"""Tests of the pytest plugin, the suites and the catalogue of mutants."""

@@ -1,0 +1,86 @@
+"""A kill matrix without a run, for the tests of `shardproof faults`, and a small subject of somebody else.
+
+The seam is that of `suites.killing`; its rows are made by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.injecting.kill_matrix import Kill
+from parallel.subject import ParallelSubject
+from suites.mutants.rows import Killed
+
+__all__ = ["INTERRUPTED", "OURS", "kill", "kills", "planned", "theirs", "unspoken"]
+
+OURS = "parallel.subject:subject"
+INTERRUPTED = "tests.harness.toy_subjects:right"
+"""The subject whose matrix somebody interrupts after two rows."""
+theirs = ParallelSubject(modes=("tp",))
+"""A subject that claims one mode and is not the one whose source is mutated."""
+
+
+class _Unspoken:
+    """The same as somebody may write it who says neither what is refused nor what is harmless."""
+
+    modes = theirs.modes
+    __call__ = staticmethod(theirs.__call__)
+
+
+unspoken = _Unspoken()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    row: Kill
+    rows: int = 1
+
+
+def kill(
+    name: str,
+    *killed_by: str,
+    mode: str = "tp",
+    equivalent: str = "",
+    seconds: float = 0.5,
+    right: str = "",
+    held_back: bool = False,
+) -> Kill:
+    """A row with the fields that a test speaks of."""
+    return Kill(
+        name=name,
+        kind="mutant",
+        stands_for="B-01",
+        mode=mode,
+        phase="backward",
+        region="head",
+        killed_by=killed_by,
+        equivalent=equivalent,
+        seconds=seconds,
+        region_right=right,
+        cause_right=right,
+        held_back=held_back,
+        cause_told={"yes": "right", "no": "misleading"}.get(right, ""),
+    )
+
+
+def planned(subject: str, *, quick: bool, only: str = "", timeout_s: float = 60.0) -> list[_Plan]:
+    """Four rows, the last one a survivor unless it must be quick; of held-back mutants two others."""
+    if only == "held-back":
+        rows = [kill("secret", "replicas", right="no", held_back=True), kill("d", "merge", right="yes", held_back=True)]
+        return [_Plan(row=row) for row in rows]
+    rows = [
+        kill("a", "replicas", "ledger", right="yes"),
+        kill("a", "replicas", mode="msp", seconds=1.5, right="no"),
+        kill("b", equivalent="nobody draws"),
+    ]
+    return [_Plan(row=row) for row in (rows if quick else [*rows, kill("c")])]
+
+
+def kills(plans: Sequence[_Plan], subject: str, *, processes: int) -> Iterator[Killed]:
+    """The rows as planned."""
+    for number, plan in enumerate(plans):
+        if subject == INTERRUPTED and number == 2:
+            raise KeyboardInterrupt
+        unmissed = "redundant" if plan.row.equivalent else ""
+        yield Killed(row=plan.row, case="tp=2", told="backward of head", unmissed=unmissed)

@@ -1,0 +1,179 @@
+"""`shardproof faults`: columns and figures of the matrix, exit status, interrupted runs, wrong requests, its plan."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.diagnosing.causes import Cause
+from harness.diagnosing.diagnosis import ended
+from harness.errors import MachineError, RequestError
+from harness.injecting.kill_matrix import COLUMNS, figures, killed_alone
+from reports import faults
+from reports.cli import main
+from suites import killing
+from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
+from suites.mutants.held_back import HELD_BACK
+from suites.mutants.rows import cause_told
+from tests.suites import planned_kills
+from tests.suites.planned_kills import INTERRUPTED, kill
+
+CONTRACT = (
+    "name kind stands_for mode phase region killed_by killed equivalent seconds region_right cause_right "
+    "held_back cause_told"
+)
+
+
+A_ROW = "a,mutant,B-01,tp,backward,head,replicas ledger"
+
+
+@pytest.fixture(autouse=True)
+def without_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows made by hand in place of hundreds of runs."""
+    monkeypatch.setattr(faults, "KILLING", planned_kills.__name__)
+
+
+def matrix(out: Path) -> list[dict[str, str]]:
+    with (out / "latest" / "kill_matrix.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_columns_are_the_contracts() -> None:
+    assert " ".join(COLUMNS) == CONTRACT
+
+
+def test_a_survivor_ends_with_one_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert "survived: c in mode=tp (B-01)" in told.out
+    assert re.search(r"Collectives that no check proves necessary.*tp +b +redundant", told.out, re.DOTALL)
+    assert told.err.splitlines()[-1] == "[4/4] survived mode=tp c"
+    assert [row["killed"] for row in matrix(tmp_path)] == ["yes", "yes", "no", "no"]
+    assert matrix(tmp_path)[0] == dict(zip(COLUMNS, f"{A_ROW},yes,no,0.500,yes,yes,no,right".split(","), strict=True))
+
+
+def test_equivalents_do_not_count_and_their_proofs_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--quick", "--json", "--out", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["rows"], told["killed"], told["equivalent"], told["survivors"]) == (3, [2, 2], 1, [])
+    assert told["median_s"] == 1.0
+    assert told["region_right"] == [1, 2]
+    assert told["unmissed"] == [["tp", "b", "redundant"]]
+    assert told["checks"]["replicas"] == {"kills": 2, "alone": 1}
+    details = [json.loads(line) for line in (tmp_path / "latest" / "kills.jsonl").read_text().splitlines()]
+    assert [detail["equivalent"] for detail in details] == ["", "", "nobody draws"]
+
+
+def test_of_held_back_mutants_totals_alone_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither what is printed nor what is written says which of them was given which place or cause."""
+    assert main(["faults", "--held-back", "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    written = "".join((tmp_path / "latest" / name).read_text() for name in ("kill_matrix.csv", "kills.jsonl"))
+    assert "secret" not in told.out + told.err + written and "backward" not in told.out + told.err + written
+    assert re.search(r"Figures of the held-back.*cause right.*1 of 2 .*misleading +1 of 2", told.out, re.DOTALL)
+    assert [(row["name"], row["held_back"], row["cause_told"]) for row in matrix(tmp_path)] == [
+        ("held-back", "yes", "misleading"),
+        ("held-back", "yes", "right"),
+    ]
+    assert main(["faults", "--held-back", "--json", "--out", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["held_back"]["cause_right"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("reported", "answer"),
+    [
+        ("", "none"),
+        ("averaged", "right"),
+        ("stale averaged", "misleading"),
+        ("averaged summed_twice", "right"),
+        ("averaged stale", "right and more"),
+        ("stale", "misleading"),
+    ],
+)
+def test_a_cause_is_right_when_the_first_one_reported_is(reported: str, answer: str) -> None:
+    mutant = dataclasses.replace(MUTANTS[0], cause="averaged|summed_twice")
+    causes = tuple(Cause(id=word, words="") for word in reported.split())
+    diagnosis = dataclasses.replace(ended(MachineError("", ranks=(), positions=())), causes=causes)
+    assert cause_told(mutant, diagnosis) == answer
+    nothing_fits = dataclasses.replace(mutant, cause="")
+    assert cause_told(nothing_fits, diagnosis) == ("misleading" if causes else "none")
+
+
+def test_an_interrupted_run_leaves_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--subject", INTERRUPTED, "--out", str(tmp_path)]) == 130
+    assert [row["mode"] for row in matrix(tmp_path)] == ["tp", "msp"]
+    assert "finished rows are in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--subject", "no.such:thing"], "there is no module 'no'"),
+        (["--subject", "parallel.subject"], "must be written module:object"),
+        (["--out", "/proc/nowhere"], "the run folder cannot be written"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_a_wrong_request_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", *words]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told and len(told.strip().splitlines()) == 1
+
+
+def test_figures_over_nothing_are_no_division() -> None:
+    assert figures([]).killed == (0, 0) and figures([]).median_s == 0.0
+    assert faults.figure_table(figures([])).rows[0][2] == "-"
+
+
+def test_what_a_check_kills_alone_is_counted() -> None:
+    rows = [kill("x", "ledger"), kill("y", "ledger", "waits"), kill("z", "waits")]
+    assert killed_alone(rows, ("ledger", "waits", "merge")) == {
+        "ledger": (2, 1, "x"),
+        "waits": (2, 1, "z"),
+        "merge": (0, 0, ""),
+    }
+
+
+def test_another_subject_gets_the_faults_of_its_collectives_and_no_mutant() -> None:
+    plans = killing.planned("tests.suites.planned_kills:theirs", quick=True)
+    assert {plan.mode for plan in plans} == {"tp"}
+    assert all(plan.faults and not plan.name for plan in plans)
+    few = [dataclasses.replace(plans[0], faults=plans[0].faults[:3])]
+    rows = [killed.row for killed in killing.kills(few, "tests.suites.planned_kills:theirs")]
+    assert [row.kind for row in rows] == ["fault"] * 3
+    assert all(row.killed or row.equivalent for row in rows), rows
+
+
+def test_what_options_add_is_disturbed_where_the_subject_says_what_it_refuses() -> None:
+    def added(subject: str) -> set[str]:
+        plans = killing.planned(f"tests.suites.planned_kills:{subject}", quick=False)
+        assert len({fault for plan in plans for fault in plan.faults}) == sum(plan.rows for plan in plans)
+        return {fault.target.phase for plan in plans[1:] for fault in plan.faults} & {"metric", "recompute"}
+
+    assert added("theirs") == {"metric", "recompute"}
+    assert added("unspoken") == set()
+
+
+def test_the_faults_of_one_collective_stay_together() -> None:
+    plans = killing.planned("tests.suites.planned_kills:theirs", quick=False)
+    targets = [{fault.target for fault in plan.faults} for plan in plans]
+    assert sum(map(len, targets)) == len(set().union(*targets))
+
+
+def test_ours_gets_a_row_for_every_mutant_and_variant() -> None:
+    known = {"open": (*MUTANTS, *VARIANT_ROWS), "held-back": HELD_BACK, "": (*MUTANTS, *VARIANT_ROWS, *HELD_BACK)}
+    for only, rows in known.items():
+        assert {plan.name for plan in killing.planted(quick=True, only=only)} == {row.name for row in rows}
+        every = [(row.name, mode) for row in rows for mode in sorted(row.modes)]
+        assert [(plan.name, plan.mode) for plan in killing.planted(quick=False, only=only)] == every
+
+
+def test_a_subject_that_takes_no_case_is_a_wrong_request() -> None:
+    with pytest.raises(RequestError, match="takes none of the cases whose collectives would be disturbed"):
+        killing.planned("tests.harness.toy_subjects:right", quick=True)

@@ -1,0 +1,237 @@
+"""The pytest plugin in CI: options, ini twins, known failures, ledgers as gates, run folders, what CI reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import RequestError
+from reference.case import Case
+from reports import cli
+from reports.frames import load
+from shardproof import pytest_plugin
+from shardproof.options import OPTIONS
+from suites import step_summary
+from suites.known_failures import Known, read
+from suites.ledger_gate import LedgerGate, file_of
+from suites.prover import Prover
+from tests import ROOT
+from tests.reports.toy_traffic import CASE
+
+pytest_plugins = ("pytester",)
+
+CONFTEST = "from suites.conftest import *  # noqa: F403"
+TWO = """
+def test_right(mode): assert mode
+def test_wrong(mode): assert mode == "tp", "what:   grad differs"
+"""
+
+
+@pytest.fixture
+def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+    """A session of its own, with the conftest of the suites and two tests a mode."""
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(test_two=TWO)
+    plain = ("-p", "no:xdist", "-p", "no:cacheprovider", "--modes", "tp,isp")
+    return lambda *words: pytester.runpytest_inprocess(*plain, *words)
+
+
+# Options
+
+
+def test_every_option_has_its_twin_in_the_ini_file(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile("def test_it(mode, pytestconfig): print(mode)")
+    pytester.makeini("[pytest]\nshardproof_modes = isp,tp\nshardproof_worlds = 2,3")
+    result = pytester.runpytest_inprocess("-p", "no:xdist", "-v", "-p", "no:cacheprovider")
+    result.stdout.fnmatch_lines(
+        ["shardproof: subject parallel.subject:subject, modes isp,tp, worlds 2,3, engine inproc"]
+    )
+    result.assert_outcomes(passed=2)
+    over = pytester.runpytest_inprocess("-p", "no:xdist", "--modes", "msp", "-p", "no:cacheprovider")
+    over.assert_outcomes(passed=1)
+
+
+def test_the_contracts_options_are_there() -> None:
+    words = {option.word for option in OPTIONS}
+    assert {"subject", "modes", "worlds", "device", "known-failures", "run-dir"} <= words
+    assert {"ledger-baseline", "update-ledgers"} <= words
+
+
+def test_the_page_on_ci_names_options_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    docs = ROOT / "docs"
+    text = (docs / "ci.md").read_text() + (docs / "shardproof.yml").read_text()
+    for command in ("run", "compare"):
+        cli.main([command, "--help"])
+    offered = {*re.findall(r"--[a-z-]+", capsys.readouterr().out), *(f"--{option.word}" for option in OPTIONS)}
+    offered |= {"--pyargs", "--junitxml", "--extra-index-url", "--hypothesis-profile"}
+    assert set(re.findall(r"--[a-z-]+", text)) <= offered
+
+
+@pytest.mark.parametrize(
+    ("engine", "worlds", "workers"),
+    [(None, "2,6", None), ("inproc", "2,6", None), ("pool", "2,3,4", 4), ("torchrun", "6", 2), ("pool", "64", 1)],
+)
+def test_workers_leave_a_core_to_every_rank_that_is_a_process(
+    monkeypatch: pytest.MonkeyPatch, engine: str | None, worlds: str, workers: int | None
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    options = {"shardproof_engine": engine, "shardproof_worlds": worlds}
+    config: Any = SimpleNamespace(
+        option=SimpleNamespace(**options),
+        getoption=lambda name, default=None: options.get(name, default),
+        getini=lambda name: "inproc",
+    )
+    assert pytest_plugin.pytest_xdist_auto_num_workers(config) == workers
+
+
+# Known failures
+
+
+def known(folder: Path, *entries: tuple[str, str]) -> str:
+    text = "".join(f'[[failure]]\ntest = "{test}"\nreason = "{reason}"\n' for test, reason in entries)
+    (folder / "known.toml").write_text(text)
+    return "--known-failures=known.toml"
+
+
+def test_a_known_failure_may_fail(inner: Callable[..., pytest.RunResult], pytester: pytest.Pytester) -> None:
+    option = known(pytester.path, ("test_two.py::test_wrong[isp]", "issue 12"))
+    result = inner(option, "-rx")
+    assert result.ret == 0
+    result.assert_outcomes(passed=3, xfailed=1)
+    result.stdout.fnmatch_lines(["XFAIL test_two.py::test_wrong?isp? - issue 12*"])
+
+
+def test_a_stale_entry_fails(inner: Callable[..., pytest.RunResult], pytester: pytest.Pytester) -> None:
+    result = inner(known(pytester.path, ("test_two.py::test_*", "issue 12")))
+    result.assert_outcomes(failed=3, xfailed=1)
+    result = inner(known(pytester.path, ("test_two.py::test_gone[isp]", "issue 12")))
+    result.assert_outcomes(passed=3, failed=2)
+    result.stdout.fnmatch_lines(["*known failure test_two.py::test_gone?isp?: no such test is left; legal: remove*"])
+    result = inner(known(pytester.path, ("test_two.py::test_gone", "x")), "test_two.py::test_right[tp]")
+    result.assert_outcomes(passed=1)
+
+
+def test_an_entry_means_the_end_of_an_id() -> None:
+    entry = Known(test="test_forward.py::test_activations[isp]", reason="r")
+    assert entry.means("suites/test_forward.py::test_activations[isp]")
+    assert not entry.means("suites/my_test_forward.py::test_activations[isp]")
+    assert not entry.means("suites/test_forward.py::test_activations[i]"), "no character class"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[[failure]]\ntest = 'a'", "[[failure]]\ntest='a'\nreason=' '", "a = 1", "[", "failure = 'x'", "failure = [1]"],
+)
+def test_a_file_that_gives_no_reason_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "known.toml"
+    path.write_text(text)
+    with pytest.raises(RequestError, match="known-failures=.*legal: "):
+        read(path)
+    assert read(tmp_path / "nowhere.toml") == ()
+
+
+def test_a_file_that_is_not_there_is_empty_and_a_wrong_one_ends_the_session(
+    inner: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+) -> None:
+    result = inner("--known-failures=nowhere.toml")
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(["shardproof: *, no known failures, since nowhere.toml is not there"])
+    result = inner(known(pytester.path, ("", "issue 12")))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: known-failures=*known.toml: *must have a test and a reason*"])
+
+
+def test_a_mode_that_is_not_asked_for_makes_no_entry_stale(
+    inner: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+) -> None:
+    tests = ("test_wrong[isp]", "test_wrong[isp-max all_reduce]", "test_wrong[mode=isp tp=2]")
+    option = known(pytester.path, *((f"test_two.py::{name}", "issue 12") for name in tests))
+    inner("--modes", "tp", option).assert_outcomes(passed=2)
+    assert inner(option, "--modes", "tp,isp").parseoutcomes()["failed"] == 2, "here those two are stale"
+    inner(option, "--modes", "tp-sp").assert_outcomes(passed=1, failed=1)
+    option = known(pytester.path, ("test_two.py::test_gone[tp-sp]", "issue 12"))
+    inner(option, "--modes", "tp").assert_outcomes(passed=2)
+    inner(option, "--modes", "tp-sp").assert_outcomes(passed=1, failed=2)
+
+
+# What CI reads
+
+
+def test_junit_and_the_step_summary_hold_the_message(
+    inner: Callable[..., pytest.RunResult], pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "summary.md"))
+    inner("--junitxml=junit.xml").assert_outcomes(passed=3, failed=1)
+    (failure,) = ElementTree.parse(pytester.path / "junit.xml").getroot().iter("failure")
+    assert "what:   grad differs" in str(failure.get("message"))
+    page = (pytester.path / "summary.md").read_text()
+    assert page.startswith("### shardproof: 3 passed, 1 failed\n")
+    assert "<summary>test_two.py::test_wrong[isp]</summary>" in page and "what:   grad differs" in page
+
+
+def test_a_step_summary_stays_within_what_github_shows() -> None:
+    text = step_summary.told({"failed": 500}, [("test", "x" * 10_000)] * 500, "about")
+    assert len(text.encode()) < 2**20
+    assert text.endswith("more failures are in the log.\n")
+
+
+# Ledgers as gates
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("ledgers")
+    with InprocEngine() as engine:
+        yield lambda way="right", update=False: LedgerGate(
+            folder=folder, subject=f"tests.reports.toy_traffic:{way}", engine=engine, update=update
+        )
+
+
+def test_a_ledger_gate_fails_with_the_difference(gate: Any) -> None:
+    text = str(CASE)
+    with pytest.raises(AssertionError, match="no ledger is stored for .*--update-ledgers"):
+        gate().holds(text)
+    gate(update=True).holds(text)
+    gate().holds(text)
+    with pytest.raises(AssertionError, match=r"new +tp +backward +layers\.1 +all_gather") as caught:
+        gate("gather").holds(text)
+    assert "--update-ledgers" in str(caught.value)
+    path = gate().folder / file_of(text)
+    stored = path.read_bytes()
+    gate(update=True).holds(text)
+    assert path.read_bytes() == stored, "an equal ledger leaves no diff"
+    path.write_bytes(stored[:-5])
+    with pytest.raises(RequestError, match="is cut"):
+        gate().holds(text)
+
+
+def test_files_of_cases_differ() -> None:
+    texts = ["mode=tp tp=2", "mode=tp tp=2 seed=1", "x" * 200, "x" * 201]
+    assert len({file_of(text) for text in texts}) == 4
+    assert all(len(file_of(text)) < 80 for text in texts)
+
+
+# Run folders
+
+
+def test_a_run_folder_keeps_what_was_proved_once(tmp_path: Path) -> None:
+    case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1")
+    with Prover.on("parallel.subject:subject", "2", out=tmp_path) as prover:
+        prover.holds(case, "ledger")
+        prover.holds(case, "forward")
+    run = load(tmp_path / "latest")
+    assert run.notes == ()
+    assert list(run.verdicts["check"]) == ["ledger", "forward"]
+    assert len(run.cases) == 1
+    assert not run.ledger.duplicated(["case", "rank", "call_index"]).any()
+    assert (run.summary["calls"] == run.summary["expected_calls"]).all()

@@ -1,0 +1,165 @@
+"""What a session of the suites was asked: refused at its start, told in its head, about no more than its subject."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from harness.engines.threads.inproc import InprocEngine
+from harness.running.execution import execute
+from parallel.subject import subject
+from reference.case import Case
+from tests import ROOT
+
+pytest_plugins = ("pytester",)
+
+CASE = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
+THEIRS = "tests.reports.toy_traffic:right"
+ahead = SimpleNamespace(modes=("tp", "ep"))
+number = SimpleNamespace(modes=7)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    """What torch loads when it first computes stays loaded, see `test_plugin_faults`."""
+    with InprocEngine() as engine:
+        execute(Case.parse(CASE), subject, engine, text=CASE)
+
+
+@pytest.fixture
+def outside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+    """A session of its own that names the suites as modules, in a folder that is not ours."""
+    for name in ("GITHUB_STEP_SUMMARY", "PYTEST_ADDOPTS"):
+        monkeypatch.delenv(name, raising=False)
+    plain = ("-p", "no:cacheprovider", "--pyargs")
+    return lambda *words: pytester.runpytest_inprocess(*plain, *words)
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--engine foo", "engine=foo: is not a known engine; legal: inproc pool inproc-concurrent torchrun dry"),
+        ("--engine foo -n 2", "engine=foo: is not a known engine; legal: inproc pool inproc-concurrent torchrun dry"),
+        ("--worlds 1,x", "worlds=1,x: must be whole numbers above 1, comma separated; legal: --worlds 2,3"),
+        ("--device tpu", "device=tpu: must be cpu or cuda; legal: --device cpu"),
+        ("--device cuda", "device=cuda: this machine offers no CUDA device; legal: --device cpu"),
+        ("--case mode=qq", "case 'mode=qq': mode=qq: is not a known word; legal: tp|tp-sp|mtp|msp|fsp|isp"),
+        ("--subject here", "name 'here': must be written module:object; legal: parallel.subject:subject"),
+        ("--known-failures bad.toml -n 2", "known-failures=*bad.toml: cannot be read (no TOML: *"),
+        ("--hypothesis-profile huge -n 2", "hypothesis-profile=huge: is not a profile; legal: quick default deep"),
+        ("--run-dir bad.toml -n 2", "run-dir=*bad.toml: cannot be written; legal: a folder with write permission"),
+        ("--ledger-baseline here", "ledger-baseline=*here: no ledgers are stored there; legal: store them once with *"),
+        ("--update-ledgers", "update-ledgers: needs the folder to write; legal: --ledger-baseline ledgers"),
+        ("--case-timeout no", "case-timeout=no: must be a number of seconds above 0 and at most 604800; legal: *"),
+        ("--modes tp,zz", "modes=zz: parallel.subject:subject claims tp, tp-sp, mtp, msp, fsp, isp; legal: *"),
+        (f"--subject {__name__}:number", f"subject={__name__}:number: modes=7 must be a tuple of words; legal: *"),
+        (f"--subject {__name__}:ahead --modes ep", "modes=ep: *:ahead claims tp, ep, and no case has the mode ep; *"),
+    ],
+)
+def test_a_wrong_request_ends_the_session_with_one_sentence(
+    outside: Callable[..., pytest.RunResult],
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    message: str,
+) -> None:
+    (pytester.path / "bad.toml").write_text("[")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = outside("suites.test_forward", *words.split())
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in result.errlines if line.startswith("ERROR")] == result.errlines[:1]
+    result.stderr.fnmatch_lines([f"ERROR: {message.replace('[', '[[]')}"])
+    assert result.outlines == [], "nothing was collected"
+
+
+def test_a_wrong_ini_file_is_refused_as_well(
+    outside: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+) -> None:
+    pytester.makeini("[pytest]\nshardproof_worlds = 1")
+    result = outside("suites.test_forward")
+    assert (result.ret, result.outlines) == (pytest.ExitCode.USAGE_ERROR, [])
+    pytester.makeini("[pytest]\nshardproof_faults = maybe")
+    result = outside("suites.test_forward")
+    assert (result.ret, result.outlines) == (pytest.ExitCode.USAGE_ERROR, [])
+    assert result.errlines[0] == "ERROR: shardproof_faults: invalid truth value 'maybe'; legal: true or false"
+    pytester.makeini("[pytest]\nshardproof_worlds = 1")
+    pytester.makepyfile("def test_it(): pass")
+    assert pytester.runpytest_inprocess("-p", "no:cacheprovider").ret == pytest.ExitCode.OK, (
+        "a session that is not ours"
+    )
+
+
+def test_what_is_found_wrong_while_collecting_is_one_sentence(pytester: pytest.Pytester) -> None:
+    """A conftest below the folder is met by every worker of xdist, which reports equal sentences of them once."""
+    pytester.makeini("[pytest]\nshardproof_worlds = 1")
+    folder = pytester.mkpydir("below").joinpath("deep")
+    folder.mkdir()
+    (folder / "conftest.py").write_text("from suites.conftest import *  # noqa: F403")
+    (folder / "test_it.py").write_text("def test_it(): pass")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(errors=1)
+    told = [line for line in result.outlines if "worlds=1" in line and not line.startswith("ERROR")]
+    assert told == ["worlds=1: must be whole numbers above 1, comma separated; legal: --worlds 2,3"]
+
+
+def test_a_mode_that_no_case_can_have_is_left_out_and_told(outside: Callable[..., pytest.RunResult]) -> None:
+    result = outside("suites.test_forward", "--co", "-q", "--subject", f"{__name__}:ahead")
+    assert [line for line in result.outlines if "::" in line] == [
+        "::test_losses_and_logits[tp]",
+        "::test_activations[tp]",
+    ]
+    told = outside("suites.test_forward", "--co", "--subject", f"{__name__}:ahead").outlines
+    assert [line for line in told if line.startswith("shardproof:")] == [
+        f"shardproof: subject {__name__}:ahead, modes all, worlds 2,3,4,6, engine inproc, "
+        "without ep, which no case can have"
+    ]
+
+
+# What it is about
+
+
+def collected(result: pytest.RunResult) -> set[str]:
+    """The modules of the tests that a session with --co -q has found."""
+    assert result.ret == pytest.ExitCode.OK, result.outlines
+    return {line.partition("::")[0].removesuffix(".py") for line in result.outlines if "::" in line}
+
+
+def test_the_suites_are_the_same_tests_for_every_subject(outside: Callable[..., pytest.RunResult]) -> None:
+    ours, theirs = (collected(outside("suites", "--co", "-q", *words)) for words in ((), ("--subject", THEIRS)))
+    assert ours == theirs == {path.stem for path in (ROOT / "suites").glob("test_*.py")} - {"test_faults"}
+
+
+# From any folder
+
+
+def test_a_known_failure_is_known_when_its_file_is_named_as_a_module(tmp_path: Path) -> None:
+    names = ("test_activations[tp]", "test_gone")
+    text = "".join(f'[[failure]]\ntest = "test_forward.py::{name}"\nreason = "issue 12"\n' for name in names)
+    (tmp_path / "known.toml").write_text(text)
+    words = (
+        "--pyargs",
+        "suites.test_forward",
+        "--case",
+        CASE,
+        "--known-failures",
+        "known.toml",
+        "-p",
+        "no:cacheprovider",
+    )
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "GITHUB_STEP_SUMMARY")}
+    env["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert "FAILED ::test_activations[tp] - [XPASS(strict)] issue 12" in done.stdout
+    assert "known failure test_forward.py::test_gone: no such test is left" in done.stdout
+    assert "2 failed, 1 passed" in done.stdout
