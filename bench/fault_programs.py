@@ -1,6 +1,6 @@
-"""Programs that go wrong on rank 1, each in one way, and one that goes right: what the fault table runs on an engine.
+"""Programs that go wrong, each in one way, and one that goes right: what the fault table runs on an engine.
 
-Programs whose ranks disagree about a call are in `bench.parted_programs`.
+First those in which rank 1 ends, waits or raises; then those whose ranks disagree about a call. Two or three ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["exits", "goes_right", "hangs", "is_killed", "loops_forever", "raises", "raises_in_backward"]
+__all__ = [
+    "dtypes_differ",
+    "exits",
+    "goes_right",
+    "groups_cross",
+    "hangs",
+    "is_killed",
+    "loops_forever",
+    "numels_differ",
+    "orders_differ",
+    "raises",
+    "raises_in_backward",
+    "reduce_ops_differ",
+    "roots_differ",
+    "shapes_differ",
+    "skips",
+    "splits_differ",
+]
 
 ASLEEP_S = 20.0
 """How long the hanging rank sleeps: far beyond the limit of a run, yet not for ever where it cannot be ended."""
@@ -88,3 +105,50 @@ def loops_forever(rank: int) -> None:
     while rank == 1:
         pass
     _sum()
+
+
+def _ones(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+def skips(rank: int) -> None:
+    dist.all_reduce(_ones(3))
+    if rank != 1:
+        dist.all_reduce(_ones(3))
+
+
+def orders_differ(rank: int) -> None:
+    calls = [lambda: dist.all_reduce(_ones(4)), lambda: dist.broadcast(_ones(4), src=0)]
+    for call in reversed(calls) if rank == 2 else calls:
+        call()
+
+
+def numels_differ(rank: int) -> None:
+    dist.all_reduce(_ones(4 if rank == 1 else 3))
+
+
+def shapes_differ(rank: int) -> None:
+    dist.all_reduce(_ones(2, 3) if rank == 1 else _ones(3, 2))
+
+
+def dtypes_differ(rank: int) -> None:
+    dist.all_reduce(_ones(3).int() if rank == 1 else _ones(3))
+
+
+def reduce_ops_differ(rank: int) -> None:
+    dist.all_reduce(_ones(3), op=dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
+
+
+def roots_differ(rank: int) -> None:
+    dist.broadcast(_ones(3), src=1 if rank == 1 else 0)
+
+
+def splits_differ(rank: int) -> None:
+    sends, receives = [[1, 3], [2, 2]][rank], [[1, 2], [4, 2]][rank]
+    dist.all_to_all_single(_ones(sum(receives)), _ones(sum(sends)), receives, sends)
+
+
+def groups_cross(rank: int) -> None:
+    one, other = dist.new_group([0, 1], group_desc="one"), dist.new_group([0, 1], group_desc="other")
+    for group in (one, other) if rank == 0 else (other, one):
+        dist.all_reduce(_ones(1), group=group)

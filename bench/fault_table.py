@@ -20,8 +20,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from bench import fault_programs as alone
-from bench import parted_programs as parted
+from bench import fault_programs as programs
 from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError
 from harness.resolve import resolve
@@ -52,21 +51,21 @@ class Fault:
 
 
 FAULTS = (
-    Fault(name="a rank raises", program=alone.raises, says="rank 1 of 3 raised ValueError: bad layer"),
-    Fault(name="raises in backward", program=alone.raises_in_backward, says="raised ValueError: bad gradient"),
-    Fault(name="os._exit", program=alone.exits, says="9", fatal=True),
-    Fault(name="SIGKILL", program=alone.is_killed, says="SIGKILL", fatal=True),
-    Fault(name="hangs in native code", program=alone.hangs, says="rank 1", clock=True),
-    Fault(name="loops forever", program=alone.loops_forever, says="rank 1", clock=True),
-    Fault(name="skips a collective", program=parted.skips, says="rank 1"),
-    Fault(name="wrong order", program=parted.orders_differ, says="the op is"),
-    Fault(name="other numel", program=parted.numels_differ, says="the shape is 4 on rank 1"),
-    Fault(name="same numel, other shape", program=parted.shapes_differ, says="the shape is 2x3 on rank 1"),
-    Fault(name="other dtype", program=parted.dtypes_differ, says="the dtype is int32 on rank 1"),
-    Fault(name="other reduce op", program=parted.reduce_ops_differ, says="the reduce op is max on rank 1"),
-    Fault(name="other broadcast root", program=parted.roots_differ, says="the root is 1 on rank 1"),
-    Fault(name="all-to-all splits", program=parted.splits_differ, says="all_to_all", world_size=2),
-    Fault(name="two groups crossed", program=parted.groups_cross, says="all_reduce #0 of", world_size=2),
+    Fault(name="a rank raises", program=programs.raises, says="rank 1 of 3 raised ValueError: bad layer"),
+    Fault(name="raises in backward", program=programs.raises_in_backward, says="raised ValueError: bad gradient"),
+    Fault(name="os._exit", program=programs.exits, says="9", fatal=True),
+    Fault(name="SIGKILL", program=programs.is_killed, says="SIGKILL", fatal=True),
+    Fault(name="hangs in native code", program=programs.hangs, says="rank 1", clock=True),
+    Fault(name="loops forever", program=programs.loops_forever, says="rank 1", clock=True),
+    Fault(name="skips a collective", program=programs.skips, says="rank 1"),
+    Fault(name="wrong order", program=programs.orders_differ, says="the op is"),
+    Fault(name="other numel", program=programs.numels_differ, says="the shape is 4 on rank 1"),
+    Fault(name="same numel, other shape", program=programs.shapes_differ, says="the shape is 2x3 on rank 1"),
+    Fault(name="other dtype", program=programs.dtypes_differ, says="the dtype is int32 on rank 1"),
+    Fault(name="other reduce op", program=programs.reduce_ops_differ, says="the reduce op is max on rank 1"),
+    Fault(name="other broadcast root", program=programs.roots_differ, says="the root is 1 on rank 1"),
+    Fault(name="all-to-all splits", program=programs.splits_differ, says="all_to_all", world_size=2),
+    Fault(name="two groups crossed", program=programs.groups_cross, says="all_reduce #0 of", world_size=2),
 )
 """Every row of the table."""
 
@@ -94,7 +93,7 @@ def measured(names: Sequence[str], faults: Sequence[Fault]) -> list[Seen]:
     for name in names:
         with engine_named(name) as engine:
             for world_size in (2, 3):
-                engine.run(alone.goes_right, world_size=world_size)  # the first backward of a process imports much
+                engine.run(programs.goes_right, world_size=world_size)  # the first backward of a process imports much
             rows += [
                 _fatal(name, fault) if fault.fatal and name == "inproc" else seen(engine, fault) for fault in faults
             ]
@@ -113,7 +112,7 @@ def seen(engine: Engine, fault: Fault) -> Seen:
             text, detected = str(error), fault.says in str(error)
         row = _row(engine.name, fault, detected, time.perf_counter() - start_s, text)
         best = row if best is None or (row.detected, -row.ms) > (best.detected, -best.ms) else best
-    after = engine.run(alone.goes_right, world_size=fault.world_size)
+    after = engine.run(programs.goes_right, world_size=fault.world_size)
     if after != [fault.world_size] * fault.world_size or best is None:
         raise RuntimeError(f"engine {engine.name} is not usable after {fault.name!r}: {after}")
     return best
@@ -138,7 +137,7 @@ def _alone(program: str, name: str, world_size: int = 3) -> int:
     """Run one program and end as it ends: what `_fatal` starts."""
     found: Any = resolve(program)
     with engine_named(name) as engine:
-        engine.run(alone.goes_right, world_size=world_size)
+        engine.run(programs.goes_right, world_size=world_size)
         print("begins", flush=True)
         engine.run(found, world_size=world_size, timeout_s=LIMIT_S)
     return 0

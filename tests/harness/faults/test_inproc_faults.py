@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import parted_programs as faulty
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, ProgramError
+from tests import ROOT
+from tests.harness.faults import faulty_programs as faulty
 
 LIMIT_S = 0.05
 Program = Callable[[int], Any]
@@ -170,9 +172,10 @@ def test_ranks_out_of_step_end_in_one_error_within_50_ms(engine: InprocEngine, c
     for position in error.positions:
         if position.state == "waits in":
             assert position.op and position.number >= 0 and position.group
-            found = re.search(r"faulty_programs\.py:(\d+) in (\S+)$", position.caller)
-            first = case.program.__code__.co_firstlineno
-            assert found and first < int(found[1]) < first + 8 and found[2] in {case.program.__name__, "<lambda>"}
+            found = re.search(r"(\w+)\.py:(\d+) in (\S+)$", position.caller)
+            first, file = case.program.__code__.co_firstlineno, Path(case.program.__code__.co_filename).stem
+            assert found and found[1] == file and first < int(found[2]) < first + 8
+            assert found[3] in {case.program.__name__, "<lambda>"}
         else:
             assert position.state == "finished"
     assert took_s < LIMIT_S
@@ -193,7 +196,7 @@ def test_a_mismatch_is_told_even_when_another_rank_never_comes_back(engine: Inpr
 
 def test_the_whole_message_word_for_word(engine: InprocEngine) -> None:
     error, _ = caught(engine, faulty.reduce_ops_differ, 3)
-    at = f"at {_file()}:{faulty.reduce_ops_differ.__code__.co_firstlineno + 1} in reduce_ops_differ"
+    at = f"at {_place(faulty.reduce_ops_differ, 1)} in reduce_ops_differ"
     assert str(error) == (
         "ranks disagree in call #0 of world (0 1 2): the reduce op is max on rank 1, sum on ranks 0 2\n"
         f"  rank 0: waits in all_reduce #0 of world (0 1 2): sum float32 3, {at}\n"
@@ -201,14 +204,15 @@ def test_the_whole_message_word_for_word(engine: InprocEngine) -> None:
         f"  rank 2: waits in all_reduce #0 of world (0 1 2): sum float32 3, {at}"
     )
     error, _ = caught(engine, faulty.tags_differ, 2)
-    line, end = f"at {_file()}:{faulty.tags_differ.__code__.co_firstlineno + 2}", "in tags_differ"
-    other = f"at {_file()}:{faulty.tags_differ.__code__.co_firstlineno + 4}"
+    line, end = f"at {_place(faulty.tags_differ, 2)}", "in tags_differ"
+    other = f"at {_place(faulty.tags_differ, 4)}"
     assert str(error).splitlines()[1:] == [
         f"  rank 0: waits in send #0 of world (0 1): float32 3 to rank 1 tag 7, {line} {end}",
         f"  rank 1: waits in recv #0 of world (0 1): float32 3 from rank 0 tag 8, {other} {end}",
     ]
 
 
-def _file() -> str:
-    name = faulty.__file__
-    return name[name.rfind("suites") :]
+def _place(program: Program, line: int) -> str:
+    """A line of a program, as positions name it."""
+    code = program.__code__
+    return f"{Path(code.co_filename).relative_to(ROOT)}:{code.co_firstlineno + line}"

@@ -14,7 +14,6 @@ from hypothesis import Phase, given, settings
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
-from bench import parted_programs as faulty_programs
 from harness.checking.evidence import FAIL
 from harness.engines.faults.races import Explored, Schedule
 from harness.engines.threads.inproc import InprocEngine
@@ -23,6 +22,7 @@ from harness.running.proof import prove
 from reference.case import Case
 from suites.mutants.planting import planted, replaced
 from suites.strategies import schedules
+from tests.harness.faults import faulty_programs
 
 gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 EARLY = Schedule(early=(True,) * 9)

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from bench import fault_programs
-from bench import parted_programs as faulty_programs
 from harness.engines.engine import Engine
 from harness.engines.processes.launched.torchrun import TorchrunEngine, serve, serves
 from harness.errors import ShardproofError
+from tests.harness.faults import faulty_programs
 
 LIMIT_S = 2.0
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from bench import parted_programs as faulty
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import (
@@ -18,6 +18,7 @@ from harness.errors import (
     RequestError,
     TimeLimit,
 )
+from tests.harness.faults import faulty_programs as faulty
 from tests.harness.faults.test_inproc_faults import CASES, Case
 from tests.harness.processes.pool_programs import (
     calls_then,
@@ -55,7 +56,7 @@ def test_ranks_out_of_step_are_told_as_by_the_in_process_engine(engine: PoolEngi
     for position in error.positions:
         assert position.state in {"waits in", "passed", "finished", "runs"}
         if position.op:
-            assert "faulty_programs.py:" in position.caller
+            assert Path(case.program.__code__.co_filename).name in position.caller
 
 
 @pytest.mark.parametrize("others", ["calls", "ends"])

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import parted_programs as faulty_programs
 from harness.checking.evidence import PASS
 from harness.checking.exact_checks import same_outcomes
 from harness.engines.engine import Engine
@@ -29,6 +28,7 @@ from harness.running.proof import prove
 from harness.running.run import engine_named
 from parallel.subject import subject
 from reference.case import Case
+from tests.harness.faults import faulty_programs
 
 SMALL = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 batch=2 steps=1"
 EVO = f"preset=tiny-internlm2 {SMALL} vocab=264"

@@ -1,4 +1,4 @@
-"""Programs whose ranks are out of step, each in one way; run on two or three ranks."""
+"""Programs whose ranks are out of step, each in one way: those of the fault table, and more. Two or three ranks."""
 
 from __future__ import annotations
 
@@ -8,27 +8,55 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
+from bench.fault_programs import (
+    dtypes_differ,
+    groups_cross,
+    numels_differ,
+    orders_differ,
+    reduce_ops_differ,
+    roots_differ,
+    shapes_differ,
+    skips,
+    splits_differ,
+)
+
+__all__ = [
+    "alike_groups_cross",
+    "both_send_first",
+    "dtypes_differ",
+    "forms_differ",
+    "functional_differs",
+    "groups_cross",
+    "groups_differ",
+    "later_messages_differ",
+    "lives_differ",
+    "messages_differ",
+    "never_waits_alone",
+    "nobody_sends",
+    "numels_differ",
+    "one_ends_two_wait",
+    "ops_differ",
+    "orders_differ",
+    "reduce_ops_differ",
+    "roots_differ",
+    "sends_into_the_void",
+    "shapes_differ",
+    "skips",
+    "skips_in_the_middle",
+    "splits_differ",
+    "tags_differ",
+    "unnamed_groups_cross",
+]
+
 
 def ones(*shape: int) -> Tensor:
     return torch.ones(shape)
-
-
-def skips(rank: int) -> None:
-    dist.all_reduce(ones(3))
-    if rank != 1:
-        dist.all_reduce(ones(3))
 
 
 def skips_in_the_middle(rank: int) -> None:
     if rank != 1:
         dist.all_reduce(ones(3))
     dist.all_reduce(ones(2))
-
-
-def orders_differ(rank: int) -> None:
-    calls = [lambda: dist.all_reduce(ones(4)), lambda: dist.broadcast(ones(4), src=0)]
-    for call in reversed(calls) if rank == 2 else calls:
-        call()
 
 
 def ops_differ(rank: int) -> None:
@@ -38,42 +66,11 @@ def ops_differ(rank: int) -> None:
         dist.all_reduce(ones(1))
 
 
-def numels_differ(rank: int) -> None:
-    dist.all_reduce(ones(4 if rank == 1 else 3))
-
-
-def shapes_differ(rank: int) -> None:
-    dist.all_reduce(ones(2, 3) if rank == 1 else ones(3, 2))
-
-
-def dtypes_differ(rank: int) -> None:
-    dist.all_reduce(ones(3).int() if rank == 1 else ones(3))
-
-
-def reduce_ops_differ(rank: int) -> None:
-    dist.all_reduce(ones(3), op=dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
-
-
-def roots_differ(rank: int) -> None:
-    dist.broadcast(ones(3), src=1 if rank == 1 else 0)
-
-
 def forms_differ(rank: int) -> None:
     if rank == 1:
         dist.all_gather([ones(2), ones(2), ones(2)], ones(2))
     else:
         getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(ones(6), ones(2))
-
-
-def splits_differ(rank: int) -> None:
-    sends, receives = [[1, 3], [2, 2]][rank], [[1, 2], [4, 2]][rank]
-    dist.all_to_all_single(ones(sum(receives)), ones(sum(sends)), receives, sends)
-
-
-def groups_cross(rank: int) -> None:
-    one, other = dist.new_group([0, 1], group_desc="one"), dist.new_group([0, 1], group_desc="other")
-    for group in (one, other) if rank == 0 else (other, one):
-        dist.all_reduce(ones(1), group=group)
 
 
 def unnamed_groups_cross(rank: int) -> None:
