@@ -7,9 +7,9 @@ import math
 import pytest
 from torch import Tensor
 
-from tests.harness.toy_evidence import case, evidence, outcome_of, truth
 from harness.checking.checks import CHECKS, examine
 from harness.diagnosing.diagnosis import explained
+from tests.harness.toy_evidence import case, evidence, outcome_of, truth
 
 W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"
 ACT, NORM = "act/layers.0.mlp.w2", "grad_norm/0"

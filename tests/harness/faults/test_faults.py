@@ -16,8 +16,8 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, RequestError
 from harness.faults import Fault, Target, faults_of, targets_of
 from harness.ledger import Event
-from tests.harness.toy_subjects import LoopEngine
 from harness.recording.recorder import Recorder
+from tests.harness.toy_subjects import LoopEngine
 
 AXES = {"tp": ((0, 1),)}
 ON_FOUR = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}

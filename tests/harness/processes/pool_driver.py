@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from harness.engines.engine import Program
-from tests.harness.processes.pool_programs import answers_at_length, asks_the_store, family, forever
 from harness.engines.processes.forked.pool import PoolEngine
+from tests.harness.processes.pool_programs import answers_at_length, asks_the_store, family, forever
 
 __all__ = ["main"]
 

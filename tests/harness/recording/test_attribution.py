@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.recording.attribution import phase, region
-from tests.harness.recording.toy_calls import Linear, Model, Speak, Voice, backward, forward, input_BD, record, told
 from harness.recording.recorder import Recorder
+from tests.harness.recording.toy_calls import Linear, Model, Speak, Voice, backward, forward, input_BD, record, told
 
 
 class Loss(nn.Module):
