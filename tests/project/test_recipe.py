@@ -23,7 +23,7 @@ import yaml
 
 from tests import ROOT
 
-ROOMS = ("bench", "harness", "parallel", "reference", "reports", "suites")
+ROOMS = ("bench", "harness", "parallel", "reference", "reports", "shardproof", "suites")
 PAGE, RECIPE = ROOT / "docs" / "ci.md", ROOT / "docs" / "shardproof.yml"
 FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or parameter_gradients'"
 """One example of a few properties: what is tested here is the recipe."""
