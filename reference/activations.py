@@ -22,24 +22,32 @@ __all__ = ["observe"]
 
 
 def observe(
-    case: Case, weights: Mapping[str, Tensor], *, feed: Feed = micro_batch, arithmetic: Arithmetic = PLAIN
+    case: Case,
+    weights: Mapping[str, Tensor],
+    *,
+    feed: Feed = micro_batch,
+    arithmetic: Arithmetic = PLAIN,
+    gradients: bool = True,
 ) -> dict[str, Tensor]:
-    """The activations and activation gradients of these full weights, on their device and in their dtype."""
+    """The activations of these full weights, on their device and in their dtype, and their gradients if wanted."""
     device = next(iter(weights.values())).device
     rows: dict[str, list[Tensor]] = {}
     for data_rank in range(case.dp):
         batch = feed(case, 0, 0, data_rank, device=device)
-        for name, tensor in _observe_one(case, weights, batch, arithmetic).items():
+        for name, tensor in _observe_one(case, weights, batch, arithmetic, gradients).items():
             rows.setdefault(name, []).append(tensor)
     return {name: torch.cat(tensors) for name, tensors in rows.items()}
 
 
-def _observe_one(case: Case, weights: Mapping[str, Tensor], batch: Batch, arithmetic: Arithmetic) -> dict[str, Tensor]:
+def _observe_one(
+    case: Case, weights: Mapping[str, Tensor], batch: Batch, arithmetic: Arithmetic, gradients: bool
+) -> dict[str, Tensor]:
     outputs: dict[str, Tensor] = {}
-    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    leaves = {name: weight.detach().requires_grad_(gradients) for name, weight in weights.items()}
     logits = decoder.logits(case, leaves, batch, tap=outputs.__setitem__, arithmetic=arithmetic)
-    summed, _ = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
-    gradients = torch.autograd.grad(summed, list(outputs.values()))
     acts = {f"act/{name}": output.detach().flatten(2) for name, output in outputs.items()}
-    act_grads = {f"act_grad/{name}": gradient.flatten(2) for name, gradient in zip(outputs, gradients, strict=True)}
-    return acts | act_grads
+    if not gradients:
+        return acts
+    summed, _ = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
+    slopes = torch.autograd.grad(summed, list(outputs.values()))
+    return acts | {f"act_grad/{name}": slope.flatten(2) for name, slope in zip(outputs, slopes, strict=True)}

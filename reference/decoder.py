@@ -22,17 +22,24 @@ Tap = Callable[[str, Tensor], None]
 """Called with every module's dotted name and output tensor, in the order of the forward pass."""
 
 
+def _join(branch: str, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
+    return x_BSH + y_BSH
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
     """How the sums of linears and norms are taken; the control run takes the same sums in another order.
 
-    Another `attention` core is a what-if's, another `activate` that of a relu whose kink lies elsewhere.
+    Another `activate` may be that of a relu whose kink lies elsewhere; the others are there for what-ifs. `join` adds
+    what a branch, "attention" or "mlp", returns to the hidden states that entered it.
     """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.linear
     norm: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.norm
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = layers.attention
     activate: Callable[[str, Tensor, Tensor | None], Tensor] = layers.activate
+    rotate: Callable[[Tensor, Tensor], Tensor] = layers.rotate
+    join: Callable[[str, Tensor, Tensor], Tensor] = _join
 
 
 PLAIN = Arithmetic()
@@ -71,9 +78,10 @@ class _Pass:
         return self._told(name, x_BSH)
 
     def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
-        x_BSH = x_BSH + self.attention(f"{name}.attention", self.norm(f"{name}.attention_norm", x_BSH), visible_SS)
-        x_BSH = x_BSH + self.mlp(f"{name}.mlp", self.norm(f"{name}.mlp_norm", x_BSH))
-        return self._told(name, x_BSH)
+        y_BSH = self.attention(f"{name}.attention", self.norm(f"{name}.attention_norm", x_BSH), visible_SS)
+        x_BSH = self.arithmetic.join("attention", x_BSH, y_BSH)
+        y_BSH = self.mlp(f"{name}.mlp", self.norm(f"{name}.mlp_norm", x_BSH))
+        return self._told(name, self.arithmetic.join("mlp", x_BSH, y_BSH))
 
     def attention(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
         heads, kv_heads = self.case.heads, self.case.kv_heads
@@ -86,8 +94,8 @@ class _Pass:
         if self.case.qk_norm:
             q_BSND, k_BSKD = self.norm(f"{name}.q_norm", q_BSND), self.norm(f"{name}.k_norm", k_BSKD)
         if self.case.positions == "rope":
-            q_BSND = layers.rotate(q_BSND, self.batch.positions)
-            k_BSKD = layers.rotate(k_BSKD, self.batch.positions)
+            q_BSND = self.arithmetic.rotate(q_BSND, self.batch.positions)
+            k_BSKD = self.arithmetic.rotate(k_BSKD, self.batch.positions)
         context_BSE = self.arithmetic.attention(q_BSND, k_BSKD, v_BSKD, visible_SS)
         return self._told(name, self.linear(f"{name}.wo", context_BSE))
 

@@ -129,6 +129,12 @@ def _losses(case: Case, logits_BSV: Tensor, batch: Batch) -> Iterator[tuple[str,
         yield "padding_counted", _cross_entropy(logits_BSV, batch.labels, smoothing, vocab, padding), right
     if smoothing:
         yield "smoothing_missing", _cross_entropy(logits_BSV, batch.labels, 0.0, vocab), right
+        share = smoothing * (vocab - 1) / vocab
+        yield "smoothing_over_all.label", _cross_entropy(logits_BSV, batch.labels, share, vocab), right
+        yield "smoothing_over_all.count", _cross_entropy(logits_BSV, batch.labels, smoothing, vocab + 1), right
+        if case.padded_vocab > vocab:
+            padded = _cross_entropy(logits_BSV, batch.labels, smoothing, case.padded_vocab)
+            yield "smoothing_over_all.padding", padded, right
         for parts in _parts(case):
             loss = _cross_entropy(logits_BSV, batch.labels, smoothing, case.padded_vocab // parts)
             yield f"smoothing_by_part.{parts}", loss, right

@@ -47,7 +47,7 @@ class Reference:
     `slack` truth, control and kinks take states=mapping too, the subject's states from which their steps begin.
     `control` and `control_activations` take parts=n too, the number of partial sums in place of their own choice.
     The others are asked when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes of
-    data or weights that are read otherwise (see `reference.what_ifs`) and of other rules of the steps.
+    data or weights that are read otherwise (see `reference.what_ifs`), of other rules of the steps and of the modules.
     """
 
     truth: str = "reference.subject:truth"
@@ -60,6 +60,7 @@ class Reference:
     shares: str = "reference.shares:shares"
     alternatives: str = "reference.what_ifs:alternatives"
     trainings: str = "reference.what_if_training:trainings"
+    rules: str = "reference.what_if_rules:rules"
 
 
 REFERENCE = Reference(kinks="reference.kinks:kinks", slack="reference.adam:slack", anchors="reference.anchors:anchors")
@@ -210,6 +211,8 @@ def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evide
             shares = trial.dense(trial.reference.shares, part="explained")
         if kinds & {"act", "logits", "loss", "grad"}:
             what_if |= trial.dense(trial.reference.alternatives, part="explained")
+        if "act" in kinds:
+            what_if |= trial.dense(trial.reference.rules, part="explained")
         if "param" in kinds:
             what_if |= trial.dense(trial.reference.trainings, part="explained")
     except Exception as problem:  # the failure stands; less of it is explained, and that is said

@@ -11,10 +11,13 @@ from suites.mutants.catalogue.exposed import EXPOSED
 from suites.mutants.catalogue.factors import FACTORS
 from suites.mutants.catalogue.groups import GROUPS
 from suites.mutants.catalogue.layouts import LAYOUTS
+from suites.mutants.catalogue.model_rules import MODEL_RULES
 from suites.mutants.catalogue.norms_and_clip import NORMS_AND_CLIP
 from suites.mutants.catalogue.optimizer_and_loop import OPTIMIZER_AND_LOOP
+from suites.mutants.catalogue.optimizer_rules import OPTIMIZER_RULES
 from suites.mutants.catalogue.overlap_and_buffers import OVERLAP_AND_BUFFERS
 from suites.mutants.catalogue.reductions import REDUCTIONS
+from suites.mutants.catalogue.reports import REPORTS
 from suites.mutants.catalogue.shared_data import SHARED_DATA
 from suites.mutants.catalogue.steps_and_counts import STEPS_AND_COUNTS
 from suites.mutants.catalogue.variants import VARIANT_ROWS
@@ -36,6 +39,9 @@ FAMILIES: dict[str, tuple[Mutant, ...]] = {
     "shared_data": SHARED_DATA,
     "optimizer_and_loop": OPTIMIZER_AND_LOOP,
     "steps_and_counts": STEPS_AND_COUNTS,
+    "model_rules": MODEL_RULES,
+    "optimizer_rules": OPTIMIZER_RULES,
+    "reports": REPORTS,
 }
 """File of the catalogue -> its mutants."""
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for family in FAMILIES.values() for mutant in family)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from suites.mutants.mutant import TENSOR, Change, Mutant, everywhere
 
-__all__ = ["VOCABULARY_AND_LOSS"]
+__all__ = ["PARALLEL", "VOCABULARY_AND_LOSS"]
 
-_PARALLEL = everywhere("head=parallel", TENSOR) | {"isp": "head=exchange"}
+PARALLEL = everywhere("head=parallel", TENSOR) | {"isp": "head=exchange"}
 """Modes -> words with which the loss runs over a split vocabulary."""
 _TABLES = everywhere("", ("tp", "tp-sp")) | everywhere("embedding=vocab", ("mtp", "msp", "fsp"))
 _COUNTED = "return loss_mask * (labels != IGNORED)"
@@ -34,7 +34,7 @@ VOCABULARY_AND_LOSS = (
     Mutant(
         name="label-smoothing-by-parts",
         stands_for="B-74: Megatron #7452-1, the mean of label smoothing is taken over one rank's part",
-        modes=_PARALLEL,
+        modes=PARALLEL,
         condition="label_smoothing>0",
         changes=_loss("terms = _summed(terms, axis, fused)", "terms = _summed(terms[:2], axis, fused) + terms[2:]"),
         kills="replicas",
@@ -45,7 +45,7 @@ VOCABULARY_AND_LOSS = (
     Mutant(
         name="label-smoothing-counts-one-part",
         stands_for="B-74: Megatron #737, smoothing divided by the classes of one rank (decision S1)",
-        modes=_PARALLEL,
+        modes=PARALLEL,
         condition="label_smoothing>0",
         changes=_loss("spread = smoothing / (vocab - 1)", "spread = smoothing / (columns - 1)"),
         kills="forward",
@@ -103,7 +103,7 @@ VOCABULARY_AND_LOSS = (
         Mutant(
             name=f"label-range-{name}",
             stands_for="B-76: the range of columns that a rank looks for labels in is one column off",
-            modes=_PARALLEL,
+            modes=PARALLEL,
             changes=_loss(_LABELS, new),
             kills="forward",
             phase="loss",
@@ -120,7 +120,7 @@ VOCABULARY_AND_LOSS = (
     Mutant(
         name="last-token-out-of-the-softmax",
         stands_for="B-80: the last real column of the vocabulary is taken for padding",
-        modes=_PARALLEL,
+        modes=PARALLEL,
         changes=_loss("real = max(0, min(columns, vocab - first))", "real = max(0, min(columns, vocab - 1 - first))"),
         kills="forward",
         phase="loss",
@@ -165,7 +165,7 @@ VOCABULARY_AND_LOSS = (
     Mutant(
         name="padded-columns-count",
         stands_for="B-80: Megatron #1754, #445, padded rows of the vocabulary take part in the softmax",
-        modes=_PARALLEL,
+        modes=PARALLEL,
         condition="padding>0",
         changes=_loss("x[..., real:] = -torch.inf", "pass"),
         kills="forward",
@@ -176,7 +176,7 @@ VOCABULARY_AND_LOSS = (
     Mutant(
         name="sentinel-meets-padding",
         stands_for="B-77: apple CCE #59, the sign for a target elsewhere matches a padded column",
-        modes=_PARALLEL,
+        modes=PARALLEL,
         changes=_loss("(place >= real)", "(place >= columns)"),
         equivalent="A label is IGNORED, which is negative, or an id below the true vocabulary. On a rank `real` is how "
         "many of its columns lie below the true vocabulary, so no label less `first` falls in [real, columns): the two "

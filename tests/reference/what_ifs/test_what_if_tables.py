@@ -74,6 +74,11 @@ def test_losses_under_other_rules_of_what_counts() -> None:
     spread = 0.1 / (case.padded_vocab // 2 - 1)
     by_part = x.exp().sum(-1).log() - (1 - 0.1 - spread) * hits(x) - spread * x.sum(-1)
     close(found["smoothing_by_part.2/loss/0"], mean(by_part))
+    torchs = functional.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", label_smoothing=0.1)
+    close(found["smoothing_over_all.label/loss/0"], mean(torchs))
+    for reading, classes in (("count", case.vocab), ("padding", case.padded_vocab - 1)):
+        wide = x.exp().sum(-1).log() - (1 - 0.1 - 0.1 / classes) * hits(x) - 0.1 / classes * x.sum(-1)
+        close(found[f"smoothing_over_all.{reading}/loss/0"], mean(wide))
     plain = case.but(label_smoothing=0.0)
     found, padding = alternatives(plain, CPU), case.padded_vocab - case.vocab
     log = functional.pad(logits, (0, padding)).log_softmax(-1)

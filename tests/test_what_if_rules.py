@@ -1,0 +1,159 @@
+"""What-ifs of the modules: each beside torch's own functions on what truth's own activations say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from reference import layers
+from reference import subject as dense
+from reference.batches import micro_batch
+from reference.case import Case
+from reference.parameters import full
+from reference.what_if_rules import rules
+
+CPU = torch.device("cpu")
+SIZES = "layers=1 hidden=16 heads=4 kv_heads=2 ffn=12 seq=8 vocab=264 batch=2 micro=1 steps=1 fuse_qkv=false bias=true"
+ROPE = Case.parse(f"mode=tp tp=1 {SIZES} positions=rope norm=layernorm activation=gelu")
+LEARNED = Case.parse(f"mode=tp tp=1 {SIZES} positions=learned norm=rmsnorm activation=swiglu fuse_mlp=false")
+WO, W2, FIRST_NORM = "act/layers.0.attention.wo", "act/layers.0.mlp.w2", "act/layers.0.attention_norm"
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def weight(case: Case, name: str) -> Tensor:
+    return full(case, name).double()
+
+
+def projected(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [B, S, heads, D] before rotation."""
+    acts = dense.true_activations(case, CPU)
+    q, k, v = (acts[f"act/layers.0.attention.{leaf}"].unflatten(-1, (-1, case.head_dim)) for leaf in ("wq", "wk", "wv"))
+    return q, k, v
+
+
+def attended(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, seen: Tensor | None = None
+) -> Tensor:
+    """The output of attention by torch's own core; causal unless `seen` says what is visible."""
+    group = case.heads // case.kv_heads
+    k, v = (x.repeat_interleave(group, 2) if x.shape[2] == case.kv_heads else x for x in (k, v))
+    causal = torch.ones(case.seq, case.seq, dtype=torch.bool).tril()
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = causal if seen is None else seen
+    context = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2).flatten(2)
+    return functional.linear(
+        context, weight(case, "layers.0.attention.wo.weight"), weight(case, "layers.0.attention.wo.bias")
+    )
+
+
+@pytest.fixture(scope="module")
+def rope() -> dict[str, Tensor]:
+    return rules(ROPE, CPU)
+
+
+@pytest.fixture(scope="module")
+def learned() -> dict[str, Tensor]:
+    return rules(LEARNED, CPU)
+
+
+def test_only_activations_that_another_rule_reaches_are_told(rope: dict[str, Tensor]) -> None:
+    assert {name.split("/")[1] for name in rope} == {"act"}
+    assert not any(name.startswith("positions_") for name in rope)  # rotary scores depend on differences alone
+
+
+def test_scores_and_what_is_seen(learned: dict[str, Tensor]) -> None:
+    q, k, v = projected(LEARNED)
+    dim, every = LEARNED.head_dim, torch.ones(LEARNED.seq, LEARNED.seq, dtype=torch.bool)
+    close(learned[f"scores_scaled.width/{WO}"], attended(LEARNED, q, k, v, scale=1 / dim))
+    close(learned[f"scores_scaled.not/{WO}"], attended(LEARNED, q, k, v, scale=1.0))
+    close(learned[f"scores_scaled.hidden/{WO}"], attended(LEARNED, q, k, v, scale=LEARNED.hidden**-0.5))
+    close(learned[f"later_seen.all/{WO}"], attended(LEARNED, q, k, v, seen=every))
+    close(learned[f"later_seen.one/{WO}"], attended(LEARNED, q, k, v, seen=every.tril(1)))
+    in_turn = [x.repeat(1, 1, 2, 1) for x in (k, v)]
+    close(learned[f"kv_order.repeated1/{WO}"], attended(LEARNED, q, *in_turn))
+
+
+def test_rotations(rope: dict[str, Tensor]) -> None:
+    q, k, v = projected(ROPE)
+    places = micro_batch(ROPE, 0, 0, 0).positions
+
+    def turned(x: Tensor, base: float, sign: float, *, pairs: bool) -> Tensor:
+        """By complex numbers: pair i is one number, turned by its angle."""
+        half = x.shape[-1] // 2
+        angle = sign * places[..., None] / base ** (torch.arange(half, dtype=torch.float64) / half)
+        turn = torch.polar(torch.ones_like(angle), angle)[:, :, None]
+        apart = x.unflatten(-1, (half, 2)) if pairs else torch.stack(x.chunk(2, -1), -1)
+        found = torch.view_as_real(torch.view_as_complex(apart.contiguous()) * turn)
+        return found.flatten(-2) if pairs else torch.cat(found.unbind(-1), -1)
+
+    for reading, base, sign, pairs in (
+        ("pairs", layers.ROTARY_BASE, 1.0, True),
+        ("backwards", layers.ROTARY_BASE, -1.0, False),
+        ("base500000", 500_000.0, 1.0, False),
+    ):
+        q_turned, k_turned = (turned(x, base, sign, pairs=pairs) for x in (q, k))
+        close(rope[f"rotated_otherwise.{reading}/{WO}"], attended(ROPE, q_turned, k_turned, v))
+
+
+def test_norms(rope: dict[str, Tensor], learned: dict[str, Tensor]) -> None:
+    x = dense.true_activations(ROPE, CPU)["act/embedding"]
+    w, b = (weight(ROPE, f"layers.0.attention_norm.{kind}") for kind in ("weight", "bias"))
+    close(rope[f"other_epsilon.0.001/{FIRST_NORM}"], functional.layer_norm(x, x.shape[-1:], w, b, 1e-3))
+    close(rope[f"normed_otherwise.left_out/{FIRST_NORM}"], x)
+    close(rope[f"normed_otherwise.unweighted/{FIRST_NORM}"], functional.layer_norm(x, x.shape[-1:], None, b, 1e-5))
+    close(rope[f"normed_otherwise.other_centre/{FIRST_NORM}"], functional.rms_norm(x, x.shape[-1:], w, 1e-5) + b)
+    x = dense.true_activations(LEARNED, CPU)["act/embedding"]
+    w = weight(LEARNED, "layers.0.attention_norm.weight")
+    close(learned[f"normed_otherwise.weight_less_one/{FIRST_NORM}"], functional.rms_norm(x, x.shape[-1:], 1 + w, 1e-5))
+    close(
+        learned[f"normed_otherwise.other_centre/{FIRST_NORM}"],
+        functional.layer_norm(x, x.shape[-1:], w, None, 1e-5),
+    )
+
+
+def test_norms_over_heads_alone() -> None:
+    case = LEARNED.but(qk_norm=True)
+    found, (q, k, v) = rules(case, CPU), projected(case)
+    close(found[f"normed_otherwise.heads_left_out/{WO}"], attended(case, q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("reading", "nonlinearity"),
+    [
+        ("gelu_by_erf", functional.gelu),
+        ("relu", torch.relu),
+        ("relu_squared", lambda x: torch.relu(x) ** 2),
+        ("gelu_by_sigmoid", lambda x: x * torch.sigmoid(1.702 * x)),
+    ],
+)
+def test_nonlinearities(
+    rope: dict[str, Tensor], learned: dict[str, Tensor], reading: str, nonlinearity: Callable[[Tensor], Tensor]
+) -> None:
+    for case, found in ((ROPE, rope), (LEARNED, learned)):
+        acts = dense.true_activations(case, CPU)
+        inner = nonlinearity(acts["act/layers.0.mlp.w1"])
+        if case is LEARNED:
+            inner = inner * acts["act/layers.0.mlp.w3"]
+        w, b = (weight(case, f"layers.0.mlp.w2.{kind}") for kind in ("weight", "bias"))
+        close(found[f"other_activation.{reading}/{W2}"], functional.linear(inner, w, b))
+
+
+def test_residuals_and_positions(learned: dict[str, Tensor]) -> None:
+    acts = dense.true_activations(LEARNED, CPU)
+    close(learned["term_missing.mlp/act/layers.0"], acts["act/layers.0.mlp"])
+    alone, w = acts["act/layers.0.attention"], weight(LEARNED, "layers.0.mlp_norm.weight")
+    for reading in ("attention", "attention_mlp"):
+        normed = functional.rms_norm(alone, alone.shape[-1:], w, 1e-5)
+        close(learned[f"term_missing.{reading}/act/layers.0.mlp_norm"], normed)
+    batch, table = micro_batch(LEARNED, 0, 0, 0), weight(LEARNED, "embedding.positions.weight")
+    tokens = weight(LEARNED, "embedding.tokens.weight")[batch.tokens]
+    close(learned["positions_missing.table/act/embedding"], tokens)
+    close(learned["positions_shifted.1/act/embedding"], tokens + table[[1, 2, 3, 4, 5, 6, 7, 7]])
+    close(learned["positions_shifted.-1/act/embedding"], tokens + table[[0, 0, 1, 2, 3, 4, 5, 6]])
