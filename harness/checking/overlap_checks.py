@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding
-from harness.checking.ledger_checks import Line, line_of
+from harness.differences import EventKey, key_of
 from harness.ledger import Event
 
 __all__ = ["overlap"]
@@ -18,15 +18,15 @@ __all__ = ["overlap"]
 
 def overlap(evidence: Evidence) -> Finding | None:
     """Whether as many calls as promised are hidden on every rank; a call that is missing is told by the ledger."""
-    promised: Counter[Line] = Counter()
+    promised: Counter[EventKey] = Counter()
     for term in evidence.expectation or ():
         if getattr(term, "hidden", False):
-            promised[line_of(term)] += term.calls
+            promised[key_of(term)] += term.calls
     if not promised or evidence.hidden is None:
         return None
-    issued: dict[tuple[int, Line], list[Event]] = defaultdict(list)
+    issued: dict[tuple[int, EventKey], list[Event]] = defaultdict(list)
     for event in evidence.events:
-        if (line := line_of(event)) in promised:
+        if (line := key_of(event)) in promised:
             issued[event.rank, line].append(event)
     exposed: list[Event] = []
     for (_, line), events in issued.items():
@@ -40,7 +40,7 @@ def overlap(evidence: Evidence) -> Finding | None:
     where = f"{first.phase} of {first.region or 'no module'} at {first.caller}"
     message = (
         f"{of_rank} of {promised.total()} calls of rank {first.rank} that should travel behind a product do not: the "
-        f"first is {line_of(first)} in {where}, with no product between its issue and its wait"
+        f"first is {key_of(first)} in {where}, with no product between its issue and its wait"
     )
     return Finding(
         verdict=FAIL,

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.checking.evidence import FAIL, Evidence, Finding
-from harness.checking.ledger_checks import Difference, differences, module_order
-from harness.diagnosing.causes import Cause
+from harness.checking.ledger_checks import module_order
 from harness.diagnosing.first import First, first_place
 from harness.diagnosing.likely import likely
-from harness.diagnosing.places import place_of, timeline, wrong_ranks
+from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.places import place_of, timeline, wrong_ranks
+from harness.differences import Difference, differences
 from harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError
 
 __all__ = ["Diagnosis", "Explanation", "First", "diagnose", "ended", "explained"]

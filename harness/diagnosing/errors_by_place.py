@@ -11,7 +11,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.numeric_checks import NUMERIC_KINDS, held
 from harness.checking.tolerance import kind_of, kind_rms
 from harness.diagnosing.first import First
-from harness.diagnosing.places import place_of, timeline
+from harness.diagnosing.rules.places import place_of, timeline
 
 __all__ = ["ERROR_COLUMNS", "error_rows"]
 

@@ -1,6 +1,6 @@
 """The first place where it went wrong: phase, module and step, from wrong tensors and from the ledger.
 
-Names are looked through in the order in which training computes (`harness.diagnosing.places.timeline`); the first wrong
+Names are looked through in the order in which training computes (`rules.places.timeline`); the first wrong
 one tells the place by its kind:
 
     act/M          module M, forward: its inputs came earlier and were right
@@ -24,10 +24,11 @@ from dataclasses import dataclass
 
 from harness.checking.evidence import Evidence
 from harness.checking.group_checks import strays
-from harness.checking.ledger_checks import Difference, module_order
+from harness.checking.ledger_checks import module_order
 from harness.checking.tolerance import is_state, kind_of
-from harness.diagnosing.patterns import explains
-from harness.diagnosing.places import blocks_of, place_of
+from harness.diagnosing.rules.patterns import explains
+from harness.diagnosing.rules.places import blocks_of, place_of
+from harness.differences import Difference
 from harness.engines.engine import Unwaited
 from harness.ledger import PHASES, Event
 

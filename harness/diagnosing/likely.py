@@ -21,19 +21,19 @@ from torch import Tensor
 
 from harness.checking.evidence import FAIL, Evidence, Finding, split_axes
 from harness.checking.group_checks import lists_text, strays
-from harness.checking.ledger_checks import Difference, Line
 from harness.checking.tolerance import is_state, kind_of
-from harness.diagnosing.causes import Cause
-from harness.diagnosing.factors import from_factor
-from harness.diagnosing.layouts import from_flaws
-from harness.diagnosing.losses import from_parts, more_classes
-from harness.diagnosing.offsets import from_offsets
-from harness.diagnosing.patterns import causes, drift, explains, not_finite, partial_sums
-from harness.diagnosing.places import blocks_of, comparable, wrong_ranks
-from harness.diagnosing.steps import from_states
-from harness.diagnosing.sums import from_counts, from_losses, from_norms, from_shares
-from harness.diagnosing.updates import from_start, from_updates
-from harness.diagnosing.what_ifs import what_if
+from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.factors import from_factor
+from harness.diagnosing.rules.layouts import from_flaws
+from harness.diagnosing.rules.losses import from_parts, more_classes
+from harness.diagnosing.rules.offsets import from_offsets
+from harness.diagnosing.rules.patterns import causes, drift, explains, not_finite, partial_sums
+from harness.diagnosing.rules.places import blocks_of, comparable, wrong_ranks
+from harness.diagnosing.rules.steps import from_states
+from harness.diagnosing.rules.sums import from_counts, from_losses, from_norms, from_shares
+from harness.diagnosing.rules.updates import from_start, from_updates
+from harness.diagnosing.rules.what_ifs import what_if
+from harness.differences import Difference, EventKey
 
 __all__ = ["likely"]
 
@@ -258,7 +258,7 @@ def _blame(parted: Difference) -> Cause:
     return Cause(id=known, words=f"{meaning}: " + ", ".join(told))
 
 
-def _changed(expected: Line, found: Line) -> str:
+def _changed(expected: EventKey, found: EventKey) -> str:
     """The cause of a call that is made otherwise: what weighs most of that which changed."""
     if (expected.axis, expected.group_size) != (found.axis, found.group_size):
         return "wrong_group"

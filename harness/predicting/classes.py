@@ -1,4 +1,4 @@
-"""Which ranks stand for all: one of every distinct place on the mesh, and whether those that meet say the same.
+"""Which ranks stand for all in a dry run: one of every distinct place on the mesh.
 
 A rank's place is, along every axis of more than one rank, the first, the last or a middle one: that is where programs
 treat ranks differently. Ranks of one place are expected to do the same; nobody looks at the others of a class.
@@ -6,14 +6,9 @@ treat ranks differently. Ranks of one place are expected to do the same; nobody 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Mapping
 
-from harness.checking.laws import Broken, same_sequence
-from harness.ledger import Event
-
-__all__ = ["MOST_RANKS", "parted", "representatives", "sequences"]
+__all__ = ["MOST_RANKS", "representatives"]
 
 MOST_RANKS = 9
 """Ranks that are run at most: all places of a mesh of two axes."""
@@ -46,30 +41,3 @@ def _places(axes: Axes, world_size: int) -> list[tuple[str, ...]]:
                     where = "first" if index == 0 else "last" if index == len(ranks) - 1 else "middle"
                     places[rank] = (*places[rank], where)
     return places
-
-
-def parted(events: Iterable[Event], axes: Axes) -> list[Broken]:
-    """Where ranks of one group that were run issue different calls in it, or in another order."""
-    by_rank = _by_rank(events)
-    broken = []
-    for axis, lists in axes.items():
-        calls = {rank: [event for event in mine if event.axis == axis] for rank, mine in by_rank.items()}
-        for ranks in lists:
-            run = tuple(rank for rank in ranks if rank in by_rank)
-            if len(run) > 1:
-                broken += same_sequence(axis, run, calls)
-    return broken
-
-
-def sequences(events: Iterable[Event]) -> list[tuple[int, ...]]:
-    """The ranks that were run, those together that issue the same calls in the same order, by their lowest rank."""
-    classes: dict[tuple[object, ...], list[int]] = {}
-    for rank, mine in _by_rank(events).items():
-        said = tuple((e.axis, e.group_size, e.op, e.reduce_op, e.dtype, e.payload_bytes) for e in mine)
-        classes.setdefault(said, []).append(rank)
-    return [tuple(ranks) for ranks in classes.values()]
-
-
-def _by_rank(events: Iterable[Event]) -> dict[int, Sequence[Event]]:
-    ordered = sorted(events, key=attrgetter("rank", "call_index"))
-    return {rank: list(mine) for rank, mine in groupby(ordered, key=attrgetter("rank"))}

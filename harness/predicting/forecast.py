@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from harness.checking.ledger_checks import differences
+from harness.differences import differences
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import NotComputed
 from harness.ledger import Event, unmapped, wire_bytes

@@ -24,7 +24,7 @@ from harness.checking.checks import CHECKS
 from harness.checking.evidence import Evidence
 from harness.checking.numeric_checks import NUMERIC_KINDS, held
 from harness.checking.tolerance import kind_of, kind_rms, least_rms, own_share
-from harness.diagnosing.places import timeline
+from harness.diagnosing.rules.places import timeline
 from harness.diagnosing.six_lines import repeat_command
 from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError

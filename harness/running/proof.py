@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from harness.checking.checks import CHECKS, Check, examine
+from harness.checking.dry_checks import DRY_CHECKS
 from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
 from harness.diagnosing.six_lines import NO_OUTCOME, crash, tell
@@ -21,9 +22,9 @@ from harness.engines.engine import Engine
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, RequestError
 from harness.ledger import Event
-from harness.predicting.dry_proof import DRY_CHECKS, dry_evidence
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.resolve import resolve
+from harness.running.dry_trial import dry_evidence
 from harness.running.judging import judged
 from harness.running.store import Store
 from harness.running.trial import REFERENCE, Reference, Trial, explained, recorded, watched

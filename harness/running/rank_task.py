@@ -7,7 +7,6 @@ outcome and activations are placed there, because a DTensor knows its place only
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.engines.devices import rank_device
 from harness.engines.interposer import observing
 from harness.errors import RequestError, error_text
 from harness.ledger import Event
@@ -32,7 +32,7 @@ from harness.recording.stopwatch import stopwatch
 from harness.resolve import resolve
 from harness.subject import Unanswered, answered, called, named_axes, offers
 
-__all__ = ["Localized", "RankReport", "RankTask", "perform", "placed", "rank_device", "sendable"]
+__all__ = ["Localized", "RankReport", "RankTask", "perform", "placed", "sendable"]
 
 _SAME_CLOCK_S = 3600.0
 """A task that seems older, or of the future, comes from a machine with another clock: its times begin here."""
@@ -140,15 +140,3 @@ def _watched(rank: int, task: RankTask, subject: Subject, device: torch.device) 
         saved_bytes=saved.peak_bytes(rank),
         hidden=frozenset() if hiding is None else frozenset(hiding.hidden),
     )
-
-
-def rank_device(name: str, rank: int) -> torch.device:
-    """This rank's device: a GPU of its own on cuda. Raises RequestError when this machine has too few."""
-    if name != "cuda":
-        return torch.device(name)
-    count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", rank))
-    if local >= count:
-        rule = f"every rank needs a GPU of its own, rank {local} finds {count} on this machine"
-        raise RequestError(f"device=cuda: {rule}; legal: --device cpu, or at most {count} ranks")
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)

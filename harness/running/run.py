@@ -27,9 +27,9 @@ from harness.running.environment import environment
 from harness.running.proof import CaseResult, prove, with_traceback
 from harness.running.second_process import Proved, SecondProcess, prove_all, proved
 from harness.running.store import Store
+from harness.running.witnessing import CHECK, Witnesses, witnesses
 from harness.subject import Unanswered, claimed, refusal
 from harness.torch_internals.lookup import untested
-from harness.witnesses.witnessing import CHECK, Witnesses, witnesses
 
 __all__ = [
     "ENGINES",

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from harness.checking.evidence import FAIL, PASS, Finding, Worst
+from harness.differences import EventKey, key_of
 from harness.ledger import Event
 from harness.protocols import TermLike
 from harness.witnesses.sighting import UNKNOWN, Sighting, in_words
 
-__all__ = ["AGREES", "CLOSED_FORM", "MISSING", "NOT_ASKED", "Agreement", "Row", "agreement", "finding"]
+__all__ = ["AGREES", "CLOSED_FORM", "MISSING", "NOT_ASKED", "Agreement", "Row", "agreement"]
 
 AGREES, MISSING, NOT_ASKED = "=", "missing", "-"
 CLOSED_FORM = "closed_form"
@@ -100,34 +100,6 @@ def agreement(
     )
 
 
-def finding(agreed: Agreement, steps: str = "") -> Finding:
-    """The verdict: a failure names the first event on which the witnesses part; nothing seen at all is no agreement.
-
-    `steps` are the chosen ones as they were asked for, "" for all.
-    """
-    ranks = len({row.rank for row in agreed.rows})
-    within = f" in steps {steps}" if steps else ""
-    if not agreed.rows:
-        return Finding(verdict=FAIL, message=f"no witness saw any event{within}: nothing was witnessed")
-    broken = agreed.broken
-    names = ", ".join(("ledger", *agreed.witnesses))
-    if broken:
-        others = len(broken) - 1
-        more = f"; {others} more event{'s differ' if others > 1 else ' differs'}" if others else ""
-        first = broken[0].recorded
-        return Finding(
-            verdict=FAIL,
-            message=f"{broken[0]}{more}",
-            worst=Worst(name=f"witnesses of {names}", error=float(len(broken)), allowed=0.0, epsilons=0.0),
-            ranks=tuple(sorted({row.rank for row in broken})),
-            phase=first.phase if first else "",
-            region=first.region if first else "",
-        )
-    left = [f"{count} fields that {witness} does not tell" for witness, count in agreed.open_fields.items() if count]
-    message = f"{names} agree on {len(agreed.rows)} events of {ranks} ranks{within}"
-    return Finding(verdict=PASS, message=message, unchecked=tuple(left))
-
-
 def _of(rank: int, seen: Sequence[Sighting]) -> list[Sighting]:
     return sorted((s for s in seen if s.rank == rank), key=lambda s: s.index)
 
@@ -166,23 +138,19 @@ def _open(seen: Sighting) -> int:
     return (len(seen.groups) != 1) + (seen.payload_bytes == UNKNOWN) + (not seen.phase)
 
 
-def _key(entry: Event | TermLike) -> tuple[object, ...]:
-    return entry.phase, entry.region, entry.op, entry.reduce_op, entry.axis, entry.dtype, entry.payload_bytes
-
-
 def _covered(
     recorded: Sequence[Sighting], events: Sequence[Event], terms: Sequence[TermLike], ranks: Sequence[int]
 ) -> tuple[dict[tuple[int, int], str], list[Row]]:
     """The closed form's word on every event, and the calls it states that nobody recorded."""
     words: dict[tuple[int, int], str] = {}
-    left: dict[int, Counter[tuple[object, ...]]] = {}
+    left: dict[int, Counter[EventKey]] = {}
     for rank in ranks:
         left[rank] = Counter()
         for term in terms:
-            left[rank][_key(term)] += term.calls
+            left[rank][key_of(term)] += term.calls
     told = sorted(events, key=lambda event: (event.rank, event.call_index))
     for seen, event in zip(recorded, told, strict=True):
-        key = _key(event)
+        key = key_of(event)
         words[seen.rank, seen.index] = AGREES if left[seen.rank][key] > 0 else MISSING
         left[seen.rank][key] -= 1
     last = Counter(seen.rank for seen in recorded)
@@ -192,7 +160,8 @@ def _covered(
             index=last[rank],
             recorded=None,
             words={
-                CLOSED_FORM: f"{calls} more {key[0]} {key[2]} of {key[6]} B over {key[4]} in {key[1] or 'no module'}"
+                CLOSED_FORM: f"{calls} more {key.phase} {key.op} of {key.payload_bytes} B over {key.axis} in "
+                f"{key.region or 'no module'}"
             },
         )
         for rank, keys in left.items()

@@ -1,4 +1,4 @@
-"""The process of a profiling session: `python -m harness.witnesses.child FOLDER` runs the cases of FOLDER/job.json.
+"""The process of a profiling session: `python -m harness.witnesses.child FOLDER` runs the cases of FOLDER/job.pickle.
 
 It stands between the command and the ranks so that a tool can be put around it. Ranks are spawned, one set of processes
 for all cases of a world size, and end in good order: a tool loses what a killed process saw last. Every rank leaves
@@ -7,21 +7,18 @@ FOLDER/<case>/rank<r>.pickle, an `Ended`. Exit status 0 when every rank came to 
 
 from __future__ import annotations
 
-import json
 import pickle
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from torch import multiprocessing
 from torch.distributed import FileStore, PrefixStore
 
 from harness.engines.processes.rank_program import run_rank
-from harness.protocols import CaseLike, case_text
-from harness.running.rank_task import RankTask
-from harness.running.run import parse_cases
+from harness.protocols import CaseLike
 from harness.witnesses.measured import Measurement, measure
+from harness.witnesses.session import SessionRequest
 
 __all__ = ["main"]
 
@@ -31,16 +28,17 @@ START_S = 60.0
 
 def main(folder: Path) -> int:
     """Run the job; 1 when a rank did not come to its end in time."""
-    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    left = folder / "job.pickle"
+    job: SessionRequest = pickle.loads(left.read_bytes())
+    left.unlink()
     by_world: dict[int, list[int]] = {}
-    cases = parse_cases(job["cases"])
-    for index, case in enumerate(cases):
+    for index, case in enumerate(job.cases):
         by_world.setdefault(case.world_size, []).append(index)
     start = multiprocessing.get_context("spawn")
     ended_well = True
     for world_size, indices in by_world.items():
-        limit_s = time.monotonic() + START_S + job["timeout_s"] * len(indices)
-        chosen = [(index, cases[index]) for index in indices]
+        limit_s = time.monotonic() + START_S + job.timeout_s * len(indices)
+        chosen = [(index, job.cases[index]) for index in indices]
         ranks = [
             start.Process(target=_rank, args=(rank, world_size, folder, job, chosen)) for rank in range(world_size)
         ]
@@ -56,17 +54,19 @@ def main(folder: Path) -> int:
     return 0 if ended_well else 1
 
 
-def _rank(rank: int, world_size: int, folder: Path, job: dict[str, Any], cases: list[tuple[int, CaseLike]]) -> None:
+def _rank(rank: int, world_size: int, folder: Path, job: SessionRequest, cases: list[tuple[int, CaseLike]]) -> None:
     """All cases of one world size on one rank."""
     store = FileStore(str(folder / f"store{world_size}"), world_size)
     for index, case in cases:
         measurement = Measurement(
-            task=RankTask(case=case, subject=job["subject"], device=job["device"], text=case_text(case)),
-            tool=job["tool"],
+            case=case,
+            subject=job.subject,
+            device=job.device,
+            tool=job.tool,
             folder=str(folder / str(index)),
-            warmup=job["warmup"],
-            repeats=job["repeats"],
-            steps=None if job["steps"] is None else range(*job["steps"]),
+            warmup=job.warmup,
+            repeats=job.repeats,
+            steps=job.steps,
         )
         own = PrefixStore(f"case{index}", store)
         end = run_rank(
@@ -76,7 +76,7 @@ def _rank(rank: int, world_size: int, folder: Path, job: dict[str, Any], cases: 
             world_size=world_size,
             store=own,
             seed=case.seed,
-            timeout_s=job["timeout_s"],
+            timeout_s=job.timeout_s,
         )
         (folder / str(index) / f"rank{rank}.pickle").write_bytes(pickle.dumps(end))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from harness.checking.ledger_checks import Line, line_of
+from harness.differences import EventKey, key_of
 from harness.errors import MachineError, error_text
 from harness.protocols import CaseLike, TermLike
 from harness.recording.attribution import Attribution
@@ -27,7 +27,7 @@ __all__ = ["Stated", "during", "step_ends", "steps_text", "terms_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stated(Line):
+class Stated(EventKey):
     """A line of a closed form (harness.protocols.TermLike) for some steps."""
 
     calls: int
@@ -108,8 +108,8 @@ def terms_of(
     return tuple(Stated(**asdict(line), calls=calls * len(steps)) for line, calls in one.items()), ""
 
 
-def _calls(terms: Iterable[TermLike]) -> Counter[Line]:
-    calls: Counter[Line] = Counter()
+def _calls(terms: Iterable[TermLike]) -> Counter[EventKey]:
+    calls: Counter[EventKey] = Counter()
     for term in terms:
-        calls[line_of(term)] += term.calls
+        calls[key_of(term)] += term.calls
     return calls

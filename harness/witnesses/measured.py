@@ -21,16 +21,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.engines.devices import rank_device
 from harness.engines.interposer import observing
 from harness.errors import MachineError
 from harness.ledger import Call, Event
 from harness.outcome import Block, localize
-from harness.protocols import Subject
+from harness.protocols import CaseLike, Subject, case_text
 from harness.recording.ranges import Ranges, open_domain
 from harness.recording.recorder import Recorder
 from harness.recording.stopwatch import Stopwatch, stopwatch
 from harness.resolve import resolve
-from harness.running.rank_task import RankTask, rank_device
 from harness.subject import named_axes
 from harness.witnesses.chosen import during, step_ends
 from harness.witnesses.switches import Tracing, captured
@@ -45,7 +45,9 @@ class Measurement:
     """What is measured, in words that can be pickled; `folder` takes what the witness leaves, `steps` are the chosen
     ones, None for all."""
 
-    task: RankTask
+    case: CaseLike
+    subject: str
+    device: str
     tool: str
     folder: str
     warmup: int = 1
@@ -69,9 +71,8 @@ class Measured:
 
 def measure(rank: int, measurement: Measurement) -> Measured:
     """Run the subject on this rank as the measurement says; torch.distributed is initialised."""
-    task = measurement.task
-    subject: Any = resolve(task.subject) if isinstance(task.subject, str) else task.subject
-    program = _Program(subject, task, rank_device(task.device, rank), rank, measurement.steps)
+    subject: Any = resolve(measurement.subject)
+    program = _Program(subject, rank_device(measurement.device, rank), rank, measurement)
     for _ in range(measurement.warmup):
         program.run()
     program.learn()
@@ -94,14 +95,14 @@ def measure(rank: int, measurement: Measurement) -> Measured:
 class _Program:
     """The subject on this rank, as often as it is run, and the stretch of a run that counts: chosen steps, or all."""
 
-    def __init__(self, subject: Subject, task: RankTask, device: torch.device, rank: int, steps: range | None) -> None:
-        self.device = device
-        self.subject, self._task, self._rank, self._steps = subject, task, rank, steps
+    def __init__(self, subject: Subject, device: torch.device, rank: int, measurement: Measurement) -> None:
+        self.subject, self.device = subject, device
+        self._case, self._rank, self._steps = measurement.case, rank, measurement.steps
         self._ends: tuple[int, ...] = ()
 
     def run(self) -> Mapping[str, Any]:
         """One run."""
-        return self.subject(self._task.case, self.device)
+        return self.subject(self._case, self.device)
 
     def learn(self) -> None:
         """See in one run more where steps end, if that matters."""
@@ -121,7 +122,7 @@ class _Program:
             with make(), clock.running():
                 yield
 
-        torch.manual_seed(self._task.case.seed)
+        torch.manual_seed(self._case.seed)
         with self.counting(stretch):
             outcome = self.run()
         if not clock.ran:
@@ -163,7 +164,7 @@ class _Count:
 
 
 def _watched(rank: int, measurement: Measurement, program: _Program) -> tuple[tuple[Event, ...], range, float, str]:
-    task, count = measurement.task, _Count()
+    case, count = measurement.case, _Count()
     ranges = Ranges(open_domain(), waiting=True) if measurement.tool == "nsys" else None
     seen = list[tuple[int, int]]()
     tracing = Tracing(rank, program.device)
@@ -183,7 +184,7 @@ def _watched(rank: int, measurement: Measurement, program: _Program) -> tuple[tu
     with ExitStack() as watching:
         recorder = watching.enter_context(
             Recorder(
-                *(task.text, task.case.mode, task.case.world_size, named_axes(task.case, program.subject)),
+                *(case_text(case), case.mode, case.world_size, named_axes(case, program.subject)),
                 ranges=ranges,
                 stopwatch=stopwatch(program.device),
             )

@@ -6,7 +6,6 @@ stays here. What it leaves is read and reconciled: the recorder's ledger of that
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
@@ -26,7 +25,7 @@ from harness.witnesses.nsys import database_of
 from harness.witnesses.sighting import Sighting
 from harness.witnesses.torch_trace import read_traces
 
-__all__ = ["Job", "Session", "hold"]
+__all__ = ["SessionRequest", "Session", "hold"]
 
 LIMIT_S = 60.0
 """Start of the processes and of the tool, beside the time of the cases."""
@@ -37,7 +36,7 @@ _ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SessionRequest:
     """What a session runs: the subject by name, the cases, one tool, how often each runs before and unwatched, and
     the steps that are watched and timed, None for whole runs."""
 
@@ -67,7 +66,7 @@ class Session:
         return tuple(rank for rank, measured in enumerate(self.ranks) if measured.plain != measured.watched)
 
 
-def hold(job: Job, folder: Path) -> dict[str, Session]:
+def hold(job: SessionRequest, folder: Path) -> dict[str, Session]:
     """Hold the session, in a folder that it makes; sessions by the text of their case.
 
     Raises MachineError, in one sentence, when the tool is missing, broken, or lost what it saw.
@@ -75,11 +74,8 @@ def hold(job: Job, folder: Path) -> dict[str, Session]:
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(len(job.cases)):
         (folder / str(index)).mkdir(exist_ok=True)
+    (folder / "job.pickle").write_bytes(pickle.dumps(job))
     texts = [case_text(case) for case in job.cases]
-    words: dict[str, object] = {"subject": job.subject, "cases": texts, "tool": job.tool, "device": job.device}
-    words |= {"warmup": job.warmup, "repeats": job.repeats, "timeout_s": job.timeout_s}
-    words["steps"] = None if job.steps is None else [job.steps.start, job.steps.stop]
-    (folder / "job.json").write_text(json.dumps(words), encoding="utf-8")
     program = [sys.executable, "-m", "harness.witnesses.child", str(folder)]
     worlds = len({case.world_size for case in job.cases})
     limit_s = LIMIT_S * (1 + worlds) + job.timeout_s * len(job.cases)
@@ -101,7 +97,7 @@ def _environment() -> Mapping[str, str]:
     return {**os.environ, **_ENVIRONMENT}
 
 
-def _session(job: Job, folder: Path, case: CaseLike, seen: Sequence[Sighting] | None) -> Session:
+def _session(job: SessionRequest, folder: Path, case: CaseLike, seen: Sequence[Sighting] | None) -> Session:
     ranks = []
     for rank in range(case.world_size):
         left = folder / f"rank{rank}.pickle"

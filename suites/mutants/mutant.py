@@ -62,7 +62,7 @@ class Mutant:
     alone       no other check may fail: this mutant shows that `kills` is needed
     phase       of the first place where it goes wrong; several possible ones are separated by "|"
     region      module of that place, with * and ? as in file names, "|" as above; "" is no module
-    cause       ids of harness.diagnosing.causes that are right to report, "|" as above; "" when any cause would mislead
+    cause       ids that are right to report (harness.diagnosing.rules.causes), "|" as above; "" when all would mislead
     equivalent  why no outcome and no ledger of any legal case can differ, for a mutant that cannot be killed
     held_back   kept from whoever writes rules of diagnosis (suites.mutants.held_back sets it)
     """

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checking.ledger_checks import Difference, differences
+from harness.differences import Difference, differences
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Event
 from harness.recording.recorder import Recorder

@@ -56,6 +56,11 @@ def test_a_file_is_read_in_one_sitting(path: Path) -> None:
     assert not long, "functions are at most 60 lines"
 
 
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES if path.is_relative_to(ROOT / "harness")}))
+def test_a_room_of_the_harness_is_seen_at_a_glance(folder: Path) -> None:
+    assert len(list(folder.glob("*.py"))) <= 16, "no more than 16 files at one level"
+
+
 def test_imports_follow_the_direction_of_the_house() -> None:
     wrong = [
         f"{module} imports {target}"

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from harness.checking.checks import CHECKS
-from harness.diagnosing.causes import CAUSES
+from harness.diagnosing.rules.causes import CAUSES
 from harness.ledger import PHASES
 from reference.case import Case
 from reference.rules import MODES

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.diagnosing.causes import Cause
 from harness.diagnosing.diagnosis import ended
+from harness.diagnosing.rules.causes import Cause
 from harness.errors import MachineError, RequestError
 from harness.injecting.kill_matrix import COLUMNS, figures, killed_alone
 from reports import faults

@@ -10,7 +10,8 @@ import pytest
 from harness.checking.checks import examine
 from harness.checking.evidence import FAIL, PASS, Finding
 from harness.checking.laws import broken_laws
-from harness.checking.ledger_checks import differences, module_order
+from harness.checking.ledger_checks import module_order
+from harness.differences import differences
 from harness.ledger import Event
 from tests.harness.toy_evidence import MODULES, TERMS, Term, altered, events, evidence, without
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.diagnosing.places import place_of
+from harness.diagnosing.rules.places import place_of
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.running.proof import CaseResult, prove

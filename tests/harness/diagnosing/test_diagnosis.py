@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import First, diagnose
-from harness.diagnosing.places import place_of, timeline
+from harness.diagnosing.rules.places import place_of, timeline
 from harness.diagnosing.six_lines import explain
 from tests.harness.toy_evidence import TERMS, altered, events, evidence, outcome_of, truth, without
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.diagnosing.offsets import from_offsets
+from harness.diagnosing.rules.offsets import from_offsets
 from harness.outcome import Shard
 from tests.harness.toy_evidence import evidence, outcome_of, truth
 

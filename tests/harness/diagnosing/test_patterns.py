@@ -10,9 +10,9 @@ from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
-from harness.diagnosing.causes import CAUSES, Cause
 from harness.diagnosing.diagnosis import diagnose
-from harness.diagnosing.patterns import causes
+from harness.diagnosing.rules.causes import CAUSES, Cause
+from harness.diagnosing.rules.patterns import causes
 from harness.outcome import Shard
 from tests.harness.toy_evidence import evidence, outcome_of, truth
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.diagnosing.sums import from_losses, from_norms, from_shares
-from harness.diagnosing.updates import from_start, from_updates
+from harness.diagnosing.rules.sums import from_losses, from_norms, from_shares
+from harness.diagnosing.rules.updates import from_start, from_updates
 from harness.merging import Outcomes
 from harness.outcome import localize
 from tests.harness.toy_evidence import case, evidence, outcome_of, truth

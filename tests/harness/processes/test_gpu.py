@@ -19,7 +19,7 @@ from harness.recording.stopwatch import stopwatch
 from harness.running.execution import execute
 from harness.running.proof import prove
 from harness.running.run import Request, run
-from harness.witnesses.witnessing import witnesses
+from harness.running.witnessing import witnesses
 from parallel.subject import subject
 from reference.case import Case
 from reports.experiment import EXPERIMENTS

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checking.ledger_checks import differences
+from harness.differences import differences
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import NoNumbers, RankRaised, RequestError, TimeLimit

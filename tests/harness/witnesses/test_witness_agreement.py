@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from harness.checking.evidence import FAIL, PASS
-from harness.witnesses.agreement import agreement, finding
+from harness.checking.witness_checks import finding
+from harness.witnesses.agreement import agreement
 from harness.witnesses.sighting import UNKNOWN
 from tests.harness.witnesses.toy_sightings import EVENTS, LEDGER, TERMS, Seen, changed, doubled, dropped, swapped
 

@@ -14,11 +14,11 @@ from harness.checking.evidence import FAIL, PASS, UNKNOWN
 from harness.engines.processes.rank_program import Ended
 from harness.errors import MachineError
 from harness.running.run import parse_cases
+from harness.running.witnessing import Witnesses, witnesses
 from harness.witnesses import session as session_module
 from harness.witnesses.measured import Measured
 from harness.witnesses.nsys import command, database_of, nsys_path, on_gpus
-from harness.witnesses.session import Job, Session, hold
-from harness.witnesses.witnessing import Witnesses, witnesses
+from harness.witnesses.session import Session, SessionRequest, hold
 from tests.harness.witnesses.viewed_subject import subject
 
 NAME = "tests.harness.witnesses.viewed_subject:subject"
@@ -95,7 +95,7 @@ def test_a_broken_nsys_is_one_sentence_with_its_last_words(tmp_path: Path, monke
 
 def test_a_rank_that_failed_or_left_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = parse_cases(["mode=tp tp=2"])
-    job = Job(subject=NAME, cases=(case,), tool="torch")
+    job = SessionRequest(subject=NAME, cases=(case,), tool="torch")
     monkeypatch.setattr(session_module, "_run", lambda *_: None)
     (session,) = hold(job, tmp_path).values()
     assert session.problem.startswith("rank 0 left no result")

@@ -13,9 +13,9 @@ from torch import nn
 from harness.checking.evidence import FAIL, PASS, UNKNOWN
 from harness.errors import MachineError
 from harness.running.run import parse_cases
+from harness.running.witnessing import witnesses
 from harness.witnesses.chosen import during, step_ends, terms_of
 from harness.witnesses.nsys import nsys_path
-from harness.witnesses.witnessing import witnesses
 from tests.harness.witnesses.stepped_subject import CALLS, subject, uneven
 
 NAME = "tests.harness.witnesses.stepped_subject:subject"

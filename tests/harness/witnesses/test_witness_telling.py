@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from harness.checking.evidence import FAIL
+from harness.checking.witness_checks import finding
+from harness.diagnosing.witness_lines import diagnosed, in_six_lines
 from harness.ledger import Event
 from harness.protocols import CaseLike
-from harness.witnesses.agreement import agreement, finding
+from harness.running.witnessing import Told, Witnesses
+from harness.witnesses.agreement import agreement
 from harness.witnesses.measured import Measured
 from harness.witnesses.session import Session
 from harness.witnesses.sighting import Sighting
-from harness.witnesses.telling import diagnosed, in_six_lines
-from harness.witnesses.witnessing import Told, Witnesses
 from reference.case import Case
 from tests.harness.witnesses.toy_sightings import EVENTS, LEDGER, TERMS, Term, changed, doubled, dropped
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from harness.checking.ledger_checks import differences
+from harness.differences import differences
 from harness.engines.threads.inproc import InprocEngine
 from harness.merging import merge
 from harness.running.execution import execute

@@ -2,7 +2,7 @@
 
 Every pattern is tested on the numbers, none is guessed from names; what fits none gets no cause. Tensors are full ones
 of equal shape; `axes` are the mesh axes that split something, name -> size. Patterns as listed by real bugs: rows in
-another order, collectives on flat memory, a neighbour's shard. Factors are those of `harness.diagnosing.factors`.
+another order, collectives on flat memory, a neighbour's shard. Factors are those of `harness.diagnosing.rules.factors`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from harness.diagnosing.causes import Cause
+from harness.diagnosing.rules.causes import Cause
 from harness.errors import ranks_text
 
 __all__ = ["causes", "drift", "explains", "not_finite", "partial_sums", "same", "share_left"]

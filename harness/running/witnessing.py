@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from harness.checking.evidence import FAIL, UNKNOWN, Finding, Verdict
+from harness.checking.witness_checks import CHECK, finding, qualified, undisturbed, unseen
 from harness.diagnosing.diagnosis import Diagnosis
+from harness.diagnosing.witness_lines import diagnosed, in_six_lines
 from harness.errors import MachineError
 from harness.ledger import Event, unmapped
 from harness.protocols import CaseLike, TermLike, case_text
-from harness.witnesses.agreement import NOT_ASKED, Agreement, agreement, finding
+from harness.witnesses.agreement import NOT_ASKED, Agreement, agreement
 from harness.witnesses.chosen import steps_text, terms_of
 from harness.witnesses.nsys import on_gpus
-from harness.witnesses.session import Job, Session, hold
+from harness.witnesses.session import Session, SessionRequest, hold
 from harness.witnesses.sighting import Sighting, group_text, of_ledger
-from harness.witnesses.telling import CHECK, diagnosed, in_six_lines
 from harness.witnesses.timing import spread, timed
 
 __all__ = ["CHECK", "INDEPENDENCE", "Told", "Witnesses", "witnesses"]
@@ -85,7 +86,7 @@ class Witnesses:
         good = {tool: session for tool, session in held.items() if not session.problem}
         recorded = [e for session in list(good.values())[:1] for measured in session.ranks for e in measured.events]
         if not recorded:
-            return _told(Finding(verdict=UNKNOWN, message=_nothing(held, self.notes)), text, {})
+            return _told(Finding(verdict=UNKNOWN, message=unseen(held, self.notes)), text, {})
         recorded = self._chosen(recorded)
         if names := unmapped(recorded):
             why = f"operator {names} of torch is not known to this release of shardproof, nor are its rows in a trace"
@@ -103,10 +104,10 @@ class Witnesses:
             "collectives.csv": _collectives(text, good, recorded, case),
             "sessions.csv": list(_sessions(text, good, steps)),
         }
-        found = _undisturbed(finding(agreed, steps), good)
+        found = undisturbed(finding(agreed, steps), good)
         if found.verdict == FAIL:
             return self._failed(found, agreed, case, tables, good)
-        return _told(_qualified(found, held, untold), text, tables)
+        return _told(qualified(found, held, untold), text, tables)
 
     def _chosen(self, events: Sequence[Event]) -> list[Event]:
         return [event for event in events if self.steps is None or event.step in self.steps]
@@ -143,7 +144,9 @@ def witnesses(
     """
     sessions, notes = {}, [INDEPENDENCE, *([on_gpus()] if device == "cpu" else [])] if "nsys" in tools else []
     for tool in tools if cases else ():
-        job = Job(subject=subject, cases=tuple(cases), tool=tool, device=device, timeout_s=timeout_s, steps=steps)
+        job = SessionRequest(
+            subject=subject, cases=tuple(cases), tool=tool, device=device, timeout_s=timeout_s, steps=steps
+        )
         try:
             sessions[tool] = hold(job, folder / tool)
         except MachineError as error:
@@ -152,17 +155,6 @@ def witnesses(
     return Witnesses(
         sessions=sessions, notes=tuple(notes), subject=subject, steps=steps, options=" ".join(words).strip()
     )
-
-
-def _qualified(found: Finding, held: Mapping[str, Session], untold: str) -> Finding:
-    """A finding that is no failure, with what could not be asked: a tool that is missing leaves it open."""
-    if untold:
-        message = f"{found.message}; the closed form was not asked: {untold}"
-        found = replace(found, message=message, unchecked=(*found.unchecked, "closed form of the chosen steps"))
-    problems = tuple(f"{tool}: {session.problem}" for tool, session in held.items() if session.problem)
-    if not problems:
-        return found
-    return replace(found, verdict=UNKNOWN, message=f"{found.message}; {'; '.join(problems)}")
 
 
 def _told(found: Finding, text: str, tables: Mapping[str, Rows]) -> Told:
@@ -177,21 +169,6 @@ def _told(found: Finding, text: str, tables: Mapping[str, Rows]) -> Told:
         ),
         tables={name: (_COLUMNS[name], rows) for name, rows in tables.items() if rows},
     )
-
-
-def _nothing(held: Mapping[str, Session], notes: Sequence[str]) -> str:
-    reasons = [session.problem for session in held.values()] or [note for note in notes if note.startswith("witness ")]
-    return f"nothing was witnessed: {'; '.join(reasons) or 'no session was held'}"
-
-
-def _undisturbed(found: Finding, sessions: Mapping[str, Session]) -> Finding:
-    """A witness that changes a bit of the outcome is a failure, whatever it saw."""
-    for tool, session in sessions.items():
-        if session.disturbed:
-            ranks = ",".join(map(str, session.disturbed))
-            message = f"the outcome of rank {ranks} is not the same bit for bit when the recorder and {tool} watch"
-            return Finding(verdict=FAIL, message=message, ranks=session.disturbed)
-    return found
 
 
 def _place(text: str, seen: Sighting | None, rank: int, index: int) -> tuple[object, ...]:

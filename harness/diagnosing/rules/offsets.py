@@ -11,8 +11,8 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.tolerance import kind_of
-from harness.diagnosing.causes import Cause
-from harness.diagnosing.places import blocks_of
+from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.places import blocks_of
 
 __all__ = ["from_offsets"]
 

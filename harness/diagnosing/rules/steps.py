@@ -14,8 +14,8 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.tolerance import kind_of, step_of
-from harness.diagnosing.causes import Cause
-from harness.diagnosing.factors import meaning_of
+from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.factors import meaning_of
 
 __all__ = ["from_states"]
 

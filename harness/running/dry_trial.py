@@ -1,29 +1,18 @@
-"""What a dry run can prove: that the ledger is the expected one, and that ranks which meet say the same.
-
-Numbers cannot be checked, for there are none: every verdict of a dry run says so. Sizes are GiB in messages.
-"""
+"""The evidence of a dry run: calls and memory of the ranks that stand for all. Sizes are GiB in messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from harness.checking.checks import CHECKS, Check
-from harness.checking.evidence import FAIL, PASS, Evidence, Finding, gathered
-from harness.checking.exact_checks import waits
-from harness.checking.group_checks import groups
-from harness.checking.ledger_checks import ledger
-from harness.checking.overlap_checks import overlap
+from harness.checking.evidence import Evidence, gathered
 from harness.engines.engine import Unwaited
 from harness.engines.shapes.dry import DryEngine
-from harness.errors import ranks_text
 from harness.ledger import Event
 from harness.merging import Outcomes
-from harness.predicting.classes import parted, representatives, sequences
+from harness.predicting.classes import representatives
 from harness.predicting.dry_run import DryRank, DryRun, dry_run
 from harness.predicting.meter import hidden
 from harness.running.trial import Trial, expectation_of, orders_of
 
-__all__ = ["DRY_CHECKS", "dry_evidence"]
+__all__ = ["dry_evidence"]
 
 _NOBODY: Outcomes = ()
 
@@ -51,30 +40,6 @@ def dry_evidence(trial: Trial, engine: DryEngine) -> Evidence:
         hidden=frozenset((rank.rank, ticket) for rank in run.ranks for ticket in hidden(rank.stretches)),
         notes=(_memory(run), *_left_out(len(ranks), places, case.world_size)),
     )
-
-
-def order(evidence: Evidence) -> Finding:
-    """Whether ranks that share a group issue the same calls in it in the same order, and which ranks are alike."""
-    broken = parted(evidence.events, evidence.case.axes)
-    unchecked = tuple(f"{name}: the dry engine has shapes and no numbers" for name in CHECKS if name not in DRY_CHECKS)
-    if broken:
-        first = broken[0]
-        return Finding(verdict=FAIL, message=first.message, ranks=first.ranks, phase=first.phase, region=first.region)
-    alike = sequences(evidence.events) or [evidence.ran]
-    classes = " | ".join(ranks_text(ranks) for ranks in alike)
-    said = f"{len(evidence.ran)} of {evidence.case.world_size} ranks run, in {len(alike)} class(es) of equal sequences"
-    message = f"{said}: {classes}; " + "; ".join(evidence.notes[:1])
-    return Finding(verdict=PASS, message=message, unchecked=(*unchecked, *evidence.notes[1:]))
-
-
-DRY_CHECKS: Mapping[str, Check] = {
-    "ledger": ledger,
-    "groups": groups,
-    "order": order,
-    "waits": waits,
-    "overlap": overlap,
-}
-"""Name -> check that a dry run can answer."""
 
 
 def _unwaited(rank: DryRank, event: Event) -> Unwaited:

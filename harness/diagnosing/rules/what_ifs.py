@@ -13,8 +13,8 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.tolerance import kind_of
-from harness.diagnosing.causes import Cause
-from harness.diagnosing.patterns import explains
+from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.patterns import explains
 
 __all__ = ["WHAT_IF", "what_if"]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 
 from harness.checking.evidence import Evidence, split_axes
-from harness.checking.ledger_checks import Difference
 from harness.checking.tolerance import kind_of
-from harness.diagnosing.causes import Cause
-from harness.diagnosing.patterns import same, share_left
-from harness.diagnosing.places import blocks_of
+from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.patterns import same, share_left
+from harness.diagnosing.rules.places import blocks_of
+from harness.differences import Difference
 
 __all__ = ["from_parts", "more_classes"]
 

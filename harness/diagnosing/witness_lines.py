@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from harness.checking.evidence import Finding
-from harness.diagnosing.causes import Cause
+from harness.checking.witness_checks import CHECK
 from harness.diagnosing.diagnosis import Diagnosis
 from harness.diagnosing.first import First
+from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.six_lines import place, repeat_command, where, written
 from harness.protocols import CaseLike
 from harness.witnesses.agreement import AGREES, CLOSED_FORM, NOT_ASKED, Agreement, Row
 
-__all__ = ["CHECK", "diagnosed", "in_six_lines"]
+__all__ = ["diagnosed", "in_six_lines"]
 
-CHECK = "witnesses"
 _WHO = {
     "recorder": "the recorder",
     "torch": "the torch profiler",

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.tolerance import kind_of
-from harness.diagnosing.causes import Cause
-from harness.diagnosing.patterns import explains
+from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.patterns import explains
 
 __all__ = ["from_start", "from_updates"]
 

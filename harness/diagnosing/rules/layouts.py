@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from harness.checking.evidence import Evidence, split_axes
-from harness.diagnosing.causes import Cause
-from harness.diagnosing.places import blocks_of
+from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.places import blocks_of
 from harness.outcome import Block
 
 __all__ = ["from_flaws"]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.tolerance import kind_of
-from harness.diagnosing.causes import Cause
-from harness.diagnosing.patterns import explains, share_left
-from harness.diagnosing.places import blocks_of
+from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.patterns import explains, share_left
+from harness.diagnosing.rules.places import blocks_of
 
 __all__ = ["factor_of", "from_factor", "meaning_of"]
 
