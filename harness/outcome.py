@@ -9,32 +9,21 @@ like `torch.chunk`, `_StridedShard` cuts every one of its `split_factor` pieces)
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
+from harness import shard
+from harness.shard import check_inside
 from harness.torch_internals.groups import waited
 
-__all__ = ["Block", "Shard", "blocks", "localize"]
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One rank's block of a full tensor: `full[offsets : offsets + local.shape] == local`.
-
-    Raises ValueError when the block does not lie inside `global_shape`.
-    """
-
-    local: Tensor
-    offsets: tuple[int, ...]
-    global_shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        _inside(tuple(self.local.shape), tuple(self.offsets), tuple(self.global_shape))
+__all__ = ["Block", "blocks", "localize"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +42,7 @@ class Block:
     reduce_op: str = ""
 
     def __post_init__(self) -> None:
-        _inside(tuple(self.local.shape), self.offsets, self.global_shape)
+        check_inside(tuple(self.local.shape), self.offsets, self.global_shape)
 
     @property
     def region(self) -> tuple[tuple[int, int], ...]:
@@ -149,20 +138,6 @@ def _word(what: torch.layout | torch.dtype) -> str:
     return str(what).removeprefix("torch.")
 
 
-def _inside(local: tuple[int, ...], offsets: tuple[int, ...], full: tuple[int, ...]) -> None:
-    if not len(local) == len(offsets) == len(full):
-        raise ValueError(
-            f"offsets={offsets} and global_shape={full} must have as many entries as local.shape={local} has dims; "
-            f"legal: offsets={(0,) * len(local)}, global_shape={local}"
-        )
-    for n, o, size in zip(local, offsets, full, strict=True):
-        if o < 0 or o + n > size:
-            raise ValueError(
-                f"offsets={offsets} with local.shape={local} must lie inside global_shape={full}; "
-                f"legal: offsets={tuple(max(0, s - n) for n, s in zip(local, full, strict=True))}"
-            )
-
-
 def _of_dtensor(value: DTensor) -> tuple[Block, ...]:
     """The blocks of this rank from the DTensor's spec alone: no collective is issued."""
     mesh, full = value.device_mesh, tuple(value.shape)
@@ -220,3 +195,13 @@ def _starts(indices: list[int]) -> list[tuple[int, int, int]]:
         return [(0, 0, 0)]
     firsts = [p for p, i in enumerate(indices) if p == 0 or indices[p - 1] + 1 != i]
     return [(p, q - p, indices[p]) for p, q in zip(firsts, [*firsts[1:], len(indices)], strict=True)]
+
+
+if not TYPE_CHECKING:  # which would find every name here
+
+    def __getattr__(name: str) -> object:
+        """The former place of `Shard`, for one release; with a DeprecationWarning that names the new one."""
+        if name != "Shard":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.Shard is now shardproof.Shard", DeprecationWarning, stacklevel=2)
+        return shard.Shard

@@ -22,8 +22,8 @@ from shardproof.rooms import check
 
 if TYPE_CHECKING:
     from harness.errors import RequestError, ShardproofError
-    from harness.outcome import Shard
-    from harness.recording.moments import phase, region
+    from harness.recording.annotations import phase, region
+    from harness.shard import Shard
     from parallel.expectation import Term
     from reference.batches import micro_batch
     from reference.case import Case
@@ -62,7 +62,7 @@ __all__ = [
 _PLACES = {
     "Case": "reference.case:Case",
     "RequestError": "harness.errors:RequestError",
-    "Shard": "harness.outcome:Shard",
+    "Shard": "harness.shard:Shard",
     "ShardproofError": "harness.errors:ShardproofError",
     "Term": "parallel.expectation:Term",
     "compare": "reports.comparison:compare",
@@ -71,9 +71,9 @@ _PLACES = {
     "load": "reports.frames:load",
     "micro_batch": "reference.batches:micro_batch",
     "parameter_shapes": "reference.parameters:shapes",
-    "phase": "harness.recording.moments:phase",
+    "phase": "harness.recording.annotations:phase",
     "prove": "shardproof.proving:prove",
-    "region": "harness.recording.moments:region",
+    "region": "harness.recording.annotations:region",
     "run": "shardproof.proving:run",
     "side_by_side": "reports.modes:side_by_side",
     "snapshot": "reports.snapshot:snapshot",
@@ -83,14 +83,16 @@ _PLACES = {
 """Name -> where it is; the imports above say the same to type checkers, and a test compares the two."""
 
 
-def __getattr__(name: str) -> object:
-    """Import a name when it is first used. Raises ImportError when another package stands in the place of ours."""
-    if name not in _PLACES:
-        raise AttributeError(f"module 'shardproof' has no attribute {name!r}; it has {', '.join(__all__)}")
-    check()
-    module, _, attribute = _PLACES[name].partition(":")
-    found = globals()[name] = getattr(import_module(module), attribute)
-    return found
+if not TYPE_CHECKING:  # which would find every name here
+
+    def __getattr__(name: str) -> object:
+        """Import a name when it is first used. Raises ImportError when another package stands in the place of ours."""
+        if name not in _PLACES:
+            raise AttributeError(f"module 'shardproof' has no attribute {name!r}; it has {', '.join(__all__)}")
+        check()
+        module, _, attribute = _PLACES[name].partition(":")
+        found = globals()[name] = getattr(import_module(module), attribute)
+        return found
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,9 @@
-"""Where a collective call belongs: step, micro-batch, phase and module path, told from what happened around it.
+"""Where a collective call belongs: step, micro-batch, phase and module path, inferred from what happened around it.
 
-Input: the moments of one rank in order (harness.recording.moments): modules entered and left, optimizer steps,
-gradients arriving at outputs, calls. Output: one Site a call. Nothing here touches the program: a backward call finds
-its module by the sequence number that autograd gave the running node when the forward made it, since these numbers grow
-along the forward of a thread and the forward of every module spans a stretch of them.
+Input: the observations of one rank in order: modules entered and left, optimizer steps, gradients arriving at outputs,
+calls. Output: one Site a call. Nothing here touches the program: a backward call finds its module by the sequence
+number that autograd gave the running node when the forward made it, since these numbers grow along the forward of a
+thread and the forward of every module spans a stretch of them.
 
 A call made outside of modules, optimizer and backward is loss when a model's forward was the last thing that happened.
 Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step; at the end of the run
@@ -17,7 +17,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from harness.recording.moments import (
+from harness.recording.naming import Paths
+from harness.recording.observations import (
     LEAF,
     OUTSIDE,
     Arrived,
@@ -25,15 +26,12 @@ from harness.recording.moments import (
     Entered,
     Issued,
     Left,
-    Moment,
+    Observation,
     Stepped,
     Stepping,
-    phase,
-    region,
 )
-from harness.recording.naming import Paths
 
-__all__ = ["Attribution", "Site", "phase", "region"]
+__all__ = ["Attribution", "Site"]
 
 
 class Site(NamedTuple):
@@ -75,7 +73,7 @@ class _Lane:
 
 
 class Attribution:
-    """The sites of one rank's calls, from its moments in order; `sites` maps tickets to sites."""
+    """The sites of one rank's calls, from its observations in order; `sites` maps tickets to sites."""
 
     def __init__(self) -> None:
         self.sites: dict[int, Site] = {}
@@ -91,23 +89,23 @@ class Attribution:
         self._made_in: dict[int, int] = {}
 
     @classmethod
-    def of(cls, moments: Iterable[Moment]) -> Attribution:
+    def of(cls, observations: Iterable[Observation]) -> Attribution:
         """Read a whole run: its end settles what is open, and all its models are known from the start."""
-        moments = list(moments)
+        observations = list(observations)
         attribution = cls()
-        for moment in moments:
-            if isinstance(moment, Entered) and moment.outermost:
-                attribution.paths.add(moment.module)
-            elif isinstance(moment, Arrived):
-                attribution._made_in[moment.task] = moment.made_in
-        for moment in moments:
-            attribution.feed(moment)
+        for seen in observations:
+            if isinstance(seen, Entered) and seen.outermost:
+                attribution.paths.add(seen.module)
+            elif isinstance(seen, Arrived):
+                attribution._made_in[seen.task] = seen.made_in
+        for seen in observations:
+            attribution.feed(seen)
         attribution._settle("")
         return attribution
 
-    def feed(self, moment: Moment) -> None:
-        """Take the next moment of the rank."""
-        _FEED[type(moment)](self, self._lane(moment.lane), moment)
+    def feed(self, seen: Observation) -> None:
+        """Take the next observation of the rank."""
+        _FEED[type(seen)](self, self._lane(seen.lane), seen)
 
     def current(self, lane: int) -> Site:
         """What is going on in a lane; the phase is "" between a backward or a step and what follows it."""
@@ -142,94 +140,94 @@ class Attribution:
                 return made
         return (lane.latest or self._here(""))._replace(region="")
 
-    def _entered(self, lane: _Lane, moment: Entered) -> None:
-        above = self._above(lane, moment.task)
+    def _entered(self, lane: _Lane, seen: Entered) -> None:
+        above = self._above(lane, seen.task)
         counts = False
-        if moment.task != OUTSIDE and (above is None or above.task != moment.task):
+        if seen.task != OUTSIDE and (above is None or above.task != seen.task):
             self._since = "inside"
-            made = self._made(lane, moment.task, moment.node)
-            site = made._replace(phase="recompute", region=self.paths.module(moment.module, made.region))
+            made = self._made(lane, seen.task, seen.node)
+            site = made._replace(phase="recompute", region=self.paths.module(seen.module, made.region))
         elif above is None or above.steps:
-            counts = next(moment.module.parameters(), None) is not None
+            counts = next(seen.module.parameters(), None) is not None
             if counts:
-                self._forward(moment)
+                self._forward(seen)
             # A module without parameters has no phase of its own: its calls are settled like those around it.
-            site = self._here("forward" if counts else "", self.paths.module(moment.module, ""))
+            site = self._here("forward" if counts else "", self.paths.module(seen.module, ""))
         else:
             step, microbatch, phase, region = above.site
-            site = Site(step, microbatch, phase, self.paths.module(moment.module, region))
-        lane.frames.append(_Frame(site, moment.task, counts))
-        lane.mark(moment.number, site)
+            site = Site(step, microbatch, phase, self.paths.module(seen.module, region))
+        lane.frames.append(_Frame(site, seen.task, counts))
+        lane.mark(seen.number, site)
 
-    def _forward(self, moment: Entered) -> None:
+    def _forward(self, seen: Entered) -> None:
         """A model's forward begins: a new step after an optimizer step, the next micro-batch of this model."""
-        self.paths.add(moment.module)
+        self.paths.add(seen.module)
         if self._stepped_since:
             self.step += 1
             self._stepped_since = False
             self._counts.clear()
-        self.microbatch = self._counts.get(id(moment.module), 0)
-        self._counts[id(moment.module)] = self.microbatch + 1
-        self._gradients_on = moment.grad
+        self.microbatch = self._counts.get(id(seen.module), 0)
+        self._counts[id(seen.module)] = self.microbatch + 1
+        self._gradients_on = seen.grad
         self._since = "entered"
         self._settle("data")
 
-    def _left(self, lane: _Lane, moment: Left) -> None:
+    def _left(self, lane: _Lane, seen: Left) -> None:
         frame = lane.frames.pop()
         if frame.counts:
             self._since = "forward"
-        lane.mark(moment.number, lane.frames[-1].site if lane.frames else frame.site._replace(region=""))
+        lane.mark(seen.number, lane.frames[-1].site if lane.frames else frame.site._replace(region=""))
 
-    def _arrived(self, lane: _Lane, moment: Arrived) -> None:
+    def _arrived(self, lane: _Lane, seen: Arrived) -> None:
         self._since = "inside"
-        self._made_in[moment.task] = moment.made_in
-        self._made(lane, moment.task, moment.node)
+        self._made_in[seen.task] = seen.made_in
+        self._made(lane, seen.task, seen.node)
 
-    def _ended(self, _lane: _Lane, _moment: Ended) -> None:
+    def _ended(self, _lane: _Lane, _seen: Ended) -> None:
         self._since = "backward"
 
-    def _stepping(self, lane: _Lane, moment: Stepping) -> None:
+    def _stepping(self, lane: _Lane, seen: Stepping) -> None:
         self._settle("grad_sync")
         steps = [place for place, frame in enumerate(lane.frames) if frame.steps]
-        if len(steps) > moment.depth:
-            del lane.frames[steps[moment.depth] :]  # a step that raised, so that it never ended
-        lane.frames.append(_Frame(self._here("step"), moment.task, steps=True))
+        if len(steps) > seen.depth:
+            del lane.frames[steps[seen.depth] :]  # a step that raised, so that it never ended
+        lane.frames.append(_Frame(self._here("step"), seen.task, steps=True))
 
-    def _stepped(self, lane: _Lane, _moment: Stepped) -> None:
+    def _stepped(self, lane: _Lane, _seen: Stepped) -> None:
         lane.frames.pop()
         self._since = "stepped"
         self._stepped_since = True
 
-    def _issued(self, lane: _Lane, moment: Issued) -> None:
-        said_phase, said_region = moment.override
-        above = self._above(lane, moment.task)
-        if above is not None and above.task == moment.task:
+    def _issued(self, lane: _Lane, seen: Issued) -> None:
+        said_phase, said_region = seen.override
+        above = self._above(lane, seen.task)
+        if above is not None and above.task == seen.task:
             site = above.site
-        elif moment.task != OUTSIDE:
-            site = self._in_backward(lane, moment)
+        elif seen.task != OUTSIDE:
+            site = self._in_backward(lane, seen)
         else:
             site = self._here("")
-        if moment.task == OUTSIDE and self._since == "inside":
+        if seen.task == OUTSIDE and self._since == "inside":
             self._since = "backward"
-        if not site.phase and moment.quiet and self._gradients_on:
+        if not site.phase and seen.quiet and self._gradients_on:
             site = site._replace(phase="metric")
         elif not site.phase and self._since == "forward":
             site = site._replace(phase="loss")
         if not site.phase or (said_phase == "data" and site.phase == "loss"):
-            self._pending.append((moment.ticket, site._replace(phase=said_phase or ""), self._since))
+            self._pending.append((seen.ticket, site._replace(phase=said_phase or ""), self._since))
         if said_phase:
             site = site._replace(phase=said_phase)
-        self.sites[moment.ticket] = site if said_region is None else site._replace(region=said_region)
+        self.sites[seen.ticket] = site if said_region is None else site._replace(region=said_region)
 
-    def _in_backward(self, lane: _Lane, moment: Issued) -> Site:
+    def _in_backward(self, lane: _Lane, seen: Issued) -> Site:
         self._since = "inside"
-        site = self._made(lane, moment.task, moment.node)
-        if not site.region and moment.outer != OUTSIDE:
+        site = self._made(lane, seen.task, seen.node)
+        if not site.region and seen.outer != OUTSIDE:
             # Made by a plain function that was run again: it stands where the node that ran it stands.
-            site = self._lanes[0].made(moment.outer) or site
-        if moment.node == LEAF:
-            site = site._replace(region=self.paths.parameter(moment.parameter))
-        return site._replace(phase="recompute" if moment.again else "backward")
+            site = self._lanes[0].made(seen.outer) or site
+        if seen.node == LEAF:
+            site = site._replace(region=self.paths.parameter(seen.parameter))
+        return site._replace(phase="recompute" if seen.again else "backward")
 
     def _settle(self, by: str) -> None:
         """What follows has come, "" for the end: name the phase of what waited. Data belongs to the coming batch."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.recording.attribution import Attribution
-from harness.recording.moments import read
+from harness.recording.observations import read
 from harness.recording.watch import Emit, Lane, Watch
 
 __all__ = ["Capture"]

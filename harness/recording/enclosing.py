@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 from torch.utils import checkpoint
 
 from harness.callers import issued_at
-from harness.recording.moments import OUTSIDE
+from harness.recording.observations import OUTSIDE
 from harness.torch_internals.autograd import BACKWARD, STEP, function_context, number_of
 
 __all__ = ["around", "quiet_since", "steps_around"]

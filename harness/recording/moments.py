@@ -1,156 +1,17 @@
-"""The moments of a rank that tell where its calls belong, and the words with which a subject may say so itself.
-
-Moments are recorded as plain tuples `(kind, *fields)`, which cost a tenth of a microsecond, and read back as the named
-ones below when the run is over. A lane is a thread of the rank: 0 is the one that runs the rank's program.
-
-    with phase("grad_sync"), region("layers.0"):     # optional, in user code: overrides what would be inferred
-        dist.all_reduce(buffer)
-"""
+"""The former place of `phase` and `region`, for one release: they are `shardproof.phase` and `shardproof.region`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+import warnings
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from harness.recording import annotations as _annotations
 
-from harness.ledger import PHASES
+if not TYPE_CHECKING:  # which would find every name here
 
-__all__ = [
-    "LEAF",
-    "OUTSIDE",
-    "Arrived",
-    "Ended",
-    "Entered",
-    "Issued",
-    "Left",
-    "Moment",
-    "Override",
-    "Stepped",
-    "Stepping",
-    "overridden",
-    "phase",
-    "read",
-    "region",
-]
-
-OUTSIDE = -1
-"""The graph task when no backward runs, and the node number when no node runs."""
-LEAF = 2**64 - 1
-"""The sequence number that autograd gives to every AccumulateGrad node."""
-
-Override = tuple[str | None, str | None]
-"""Phase and region that the subject said itself, None where it said nothing."""
-
-
-class Entered(NamedTuple):
-    """A module's call began; `outermost` when none was going on in this lane.
-
-    `number`: the sequence number that the next autograd node of this thread will get. `task`: the graph task that runs
-    in this thread. `node`: the number of the node that runs in it. `grad`: gradients were on, told of outermost ones.
-    """
-
-    lane: int
-    number: int
-    task: int
-    node: int
-    module: nn.Module
-    outermost: bool
-    grad: bool
-
-
-class Left(NamedTuple):
-    """The module entered last in this lane returned or raised."""
-
-    lane: int
-    number: int
-
-
-class Arrived(NamedTuple):
-    """Backward reached the output of an outermost module: the node of that number, made in lane `made_in`."""
-
-    lane: int
-    task: int
-    node: int
-    made_in: int
-
-
-class Ended(NamedTuple):
-    """The backward that arrived is over; told only while ranges are drawn."""
-
-    lane: int
-    task: int
-
-
-class Stepping(NamedTuple):
-    """An optimizer step began inside of `depth` others: an optimizer's step may call that of its base or of another."""
-
-    lane: int
-    task: int
-    depth: int
-
-
-class Stepped(NamedTuple):
-    """The optimizer step ended."""
-
-    lane: int
-
-
-class Issued(NamedTuple):
-    """A collective was issued; `ticket` is its index on the rank, `call` and `caller` what the recorder keeps of it.
-
-    `parameter`: whose gradient accumulates, when a leaf's node runs. `quiet`: gradients are off inside an outermost
-    module without parameters. `again`: activation checkpointing runs a plain function again. `outer`: the number of the
-    node that started this backward inside of another one.
-    """
-
-    lane: int
-    task: int
-    node: int
-    parameter: Tensor | None
-    quiet: bool
-    again: bool
-    outer: int
-    override: Override
-    ticket: int
-    started_s: float
-    call: Any
-    caller: Any
-
-
-Moment = Entered | Left | Arrived | Ended | Stepping | Stepped | Issued
-
-
-def read(plain: tuple[Any, ...]) -> Moment:
-    """The moment that was recorded as a plain tuple, its kind first."""
-    moment: Moment = plain[0]._make(plain[1:])
-    return moment
-
-
-_OVERRIDE: ContextVar[Override] = ContextVar("shardproof_override", default=(None, None))
-overridden = _OVERRIDE.get
-"""What the subject says about the calls of this thread right now."""
-
-
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Say the phase of the calls made inside, instead of having it inferred. Raises ValueError for an unknown phase."""
-    if name not in PHASES:
-        raise ValueError(f"phase {name!r} must be one of the ledger's phases, such as 'grad_sync': {' '.join(PHASES)}")
-    token = _OVERRIDE.set((name, overridden()[1]))
-    try:
-        yield
-    finally:
-        _OVERRIDE.reset(token)
-
-
-@contextmanager
-def region(path: str) -> Iterator[None]:
-    """Say the module path of the calls made inside, instead of having it inferred."""
-    token = _OVERRIDE.set((overridden()[0], path))
-    try:
-        yield
-    finally:
-        _OVERRIDE.reset(token)
+    def __getattr__(name: str) -> object:
+        """The function of this name, with a DeprecationWarning that names its new place."""
+        if name not in ("phase", "region"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.{name} is now shardproof.{name}", DeprecationWarning, stacklevel=2)
+        return getattr(_annotations, name)

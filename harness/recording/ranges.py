@@ -29,7 +29,7 @@ import nvtx
 from harness.errors import MachineError
 from harness.ledger import Call
 from harness.recording.attribution import Attribution, Site
-from harness.recording.moments import Entered, Issued, Left, Moment, Stepped
+from harness.recording.observations import Entered, Issued, Left, Observation, Stepped
 
 __all__ = ["DOMAIN", "RangeDomain", "Ranges", "attached", "open_domain"]
 
@@ -127,8 +127,8 @@ class Ranges:
         self._ranks: dict[int, _Drawing] = {}
         self._facts: dict[int, dict[str, Any]] = {}
 
-    def of(self, rank: int) -> Callable[[Moment], None]:
-        """The function that draws a rank's moments."""
+    def of(self, rank: int) -> Callable[[Observation], None]:
+        """The function that draws a rank's observations."""
         return self._ranks.setdefault(rank, _Drawing(self._domain)).draw
 
     def completed(self, rank: int, ticket: int) -> None:
@@ -169,22 +169,22 @@ class _Drawing:
         self._lane_of: dict[int, int] = {}
         self._known: dict[tuple[str, str, int | None], Any] = {}
 
-    def draw(self, moment: Moment) -> None:
-        """Draw one moment."""
-        above = self._attribution.current(moment.lane).region if isinstance(moment, Entered) else ""
-        if isinstance(moment, Left):
-            self._leave(moment.lane)
-        self._attribution.feed(moment)
+    def draw(self, seen: Observation) -> None:
+        """Draw one observation."""
+        above = self._attribution.current(seen.lane).region if isinstance(seen, Entered) else ""
+        if isinstance(seen, Left):
+            self._leave(seen.lane)
+        self._attribution.feed(seen)
         if not self.draws:
-            if isinstance(moment, Entered):
-                self._pushed.setdefault(moment.lane, []).append(_HIDDEN)
+            if isinstance(seen, Entered):
+                self._pushed.setdefault(seen.lane, []).append(_HIDDEN)
             return
-        site = self._follow(moment.lane)
-        if isinstance(moment, Entered):
-            self._enter(moment.lane, site.region, above)
-        elif isinstance(moment, Issued):
-            self._call(moment)
-        elif isinstance(moment, Stepped) and self._step is not None:
+        site = self._follow(seen.lane)
+        if isinstance(seen, Entered):
+            self._enter(seen.lane, site.region, above)
+        elif isinstance(seen, Issued):
+            self._call(seen)
+        elif isinstance(seen, Stepped) and self._step is not None:
             self._domain.end_range(self._step)
             self._step = None
 
@@ -247,10 +247,10 @@ class _Drawing:
             if innermost in {_DRAWN, _HIDDEN}:
                 return
 
-    def _call(self, moment: Issued) -> None:
+    def _call(self, seen: Issued) -> None:
         self.calls += 1
-        call: Call = moment.call
-        site = self._attribution.sites[moment.ticket]
+        call: Call = seen.call
+        site = self._attribution.sites[seen.ticket]
         if site.phase:  # what the call itself tells: metric, or the subject's own word
             self._switch(site.phase)
         category = f"{call.op} {','.join(map(str, call.group))}"
@@ -259,5 +259,5 @@ class _Drawing:
             self._domain.mark(says)
             return
         self._domain.push_range(says)
-        self._pushed.setdefault(moment.lane, []).append(moment.ticket)
-        self._lane_of[moment.ticket] = moment.lane
+        self._pushed.setdefault(seen.lane, []).append(seen.ticket)
+        self._lane_of[seen.ticket] = seen.lane

@@ -20,9 +20,10 @@ from typing import Any, Self
 
 from harness.callers import Caller
 from harness.ledger import Call, Event, shape_text, wire_bytes
+from harness.recording.annotations import phase, region
 from harness.recording.attribution import Attribution, Site
-from harness.recording.moments import Issued, phase, read, region
 from harness.recording.naming import axis_name
+from harness.recording.observations import Issued, read
 from harness.recording.ranges import Ranges
 from harness.recording.stopwatch import Mark, Stopwatch
 from harness.recording.watch import Emit, Watch
@@ -31,10 +32,10 @@ __all__ = ["Recorder"]
 
 
 class _Track:
-    """What one rank has told so far: its moments as plain tuples, when its calls ended, and their marks on a device."""
+    """What is recorded of one rank: observations as plain tuples, when its calls ended, their marks on a device."""
 
     def __init__(self) -> None:
-        self.moments: list[tuple[Any, ...]] = []
+        self.observations: list[tuple[Any, ...]] = []
         self.ended_s: dict[int, float] = {}
         self.begun: dict[int, Mark] = {}
         self.ended: dict[int, Mark] = {}
@@ -43,10 +44,10 @@ class _Track:
 class Recorder:
     """Observes the calls of a run (harness.ledger.Observer); `events()` gives the ledger.
 
-    `axes` maps a mesh axis to the rank lists of its groups. With `ranges`, every moment is drawn as nvtx ranges too.
+    `axes` maps a mesh axis to the rank lists of its groups. With `ranges`, they are drawn as nvtx ranges too.
     Times begin at `origin_s`, of time.perf_counter, where several recorders share a clock; else when it is entered.
     `stopwatch` is that of the device which the ranks of this process compute on, None for the host's clock.
-    Subjects may say what they know better: `with recorder.phase("grad_sync"), recorder.region("layers.0"): ...`.
+    A subject may state both itself: `with recorder.phase("grad_sync"), recorder.region("layers.0"): ...`.
     """
 
     phase = staticmethod(phase)
@@ -119,8 +120,8 @@ class Recorder:
         return self._tracks.setdefault(rank, _Track()) if track is None else track
 
     def _emit(self, rank: int) -> Emit:
-        """Where a rank's moments go: kept, and drawn when ranges are wanted."""
-        keep = self._track(rank).moments.append
+        """Where a rank's observations go: kept, and drawn when ranges are wanted."""
+        keep = self._track(rank).observations.append
         if self._ranges is None:
             return keep
         draw = self._ranges.of(rank)
@@ -132,24 +133,24 @@ class Recorder:
         return emit
 
     def _events(self, rank: int, track: _Track) -> Iterator[Event]:
-        moments = [read(plain) for plain in list(track.moments)]
-        sites, axes = Attribution.of(moments).sites, dict[tuple[tuple[int, ...], str], str]()
-        issued = sorted((m for m in moments if isinstance(m, Issued)), key=lambda m: m.ticket)
-        for moment in issued:
-            group = moment.call.group, moment.call.group_desc
+        observations = [read(plain) for plain in list(track.observations)]
+        sites, axes = Attribution.of(observations).sites, dict[tuple[tuple[int, ...], str], str]()
+        issued = sorted((seen for seen in observations if isinstance(seen, Issued)), key=lambda seen: seen.ticket)
+        for seen in issued:
+            group = seen.call.group, seen.call.group_desc
             if group not in axes:
                 axes[group] = axis_name(*group, self._axes, self._world_size)
-            yield self._event(rank, moment, sites[moment.ticket], axes[group], self._span_s(track, moment))
+            yield self._event(rank, seen, sites[seen.ticket], axes[group], self._span_s(track, seen))
 
-    def _span_s(self, track: _Track, moment: Issued) -> tuple[float, float]:
+    def _span_s(self, track: _Track, seen: Issued) -> tuple[float, float]:
         """When a call started and how long it took: on its device where that was marked, else for the host."""
-        begun, ended = track.begun.get(moment.ticket), track.ended.get(moment.ticket)
+        begun, ended = track.begun.get(seen.ticket), track.ended.get(seen.ticket)
         if self._stopwatch is None or begun is None:
-            return moment.started_s, track.ended_s.get(moment.ticket, moment.started_s) - moment.started_s
+            return seen.started_s, track.ended_s.get(seen.ticket, seen.started_s) - seen.started_s
         return self._stopwatch.host_s(begun), 0.0 if ended is None else self._stopwatch.us(begun, ended) / 1e6
 
-    def _event(self, rank: int, moment: Issued, site: Site, axis: str, span_s: tuple[float, float]) -> Event:
-        call: Call = moment.call
+    def _event(self, rank: int, seen: Issued, site: Site, axis: str, span_s: tuple[float, float]) -> Event:
+        call: Call = seen.call
         return Event(
             case=self._case,
             mode=self._mode,
@@ -168,10 +169,10 @@ class Recorder:
             payload_bytes=call.payload_bytes,
             wire_bytes=wire_bytes(call.op, call.payload_bytes, len(call.group)),
             is_async=call.is_async,
-            call_index=moment.ticket,
+            call_index=seen.ticket,
             start_us=round((span_s[0] - self._start_s) * 1e6, 3),
             duration_us=round(span_s[1] * 1e6, 3),
-            caller="" if moment.caller is None else Caller(*moment.caller).place,
+            caller="" if seen.caller is None else Caller(*seen.caller).place,
             group=call.group,
             operator=call.operator,
         )

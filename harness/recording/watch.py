@@ -1,4 +1,4 @@
-"""Watches modules, optimizers and backward from outside and tells the moments of every rank.
+"""Watches modules, optimizers and backward from outside and records what every rank's program does.
 
 For as long as it is entered, `nn.Module._call_impl` is wrapped: global forward hooks cost three times as much a call
 and end before a module's own forward hooks run, where DTensor's plans communicate; wrapping `__call__` itself makes
@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from harness.recording.annotations import overridden
 from harness.recording.enclosing import around, quiet_since, steps_around
-from harness.recording.moments import (
+from harness.recording.observations import (
     LEAF,
     OUTSIDE,
     Arrived,
@@ -38,7 +39,6 @@ from harness.recording.moments import (
     Left,
     Stepped,
     Stepping,
-    overridden,
 )
 from harness.torch_internals.autograd import (
     called_by,
@@ -63,7 +63,7 @@ _now_s = time.perf_counter
 
 
 class Lane:
-    """One thread of one rank: where its moments go, and what module is outermost in it."""
+    """One thread of one rank: where its observations go, and what module is outermost in it."""
 
     __slots__ = ("bare", "depth", "emit", "number", "on_output", "outer", "rank", "tickets")
 
@@ -105,7 +105,7 @@ class Lane:
 
 
 class Watch:
-    """Tells every moment of every rank to `emit(rank)`, a function that takes plain tuples (moments.read).
+    """Passes every observation of every rank to `emit(rank)`, a function that takes plain tuples (observations.read).
 
     `on_output(lane, module, output)`, when given, gets the output of every module call before its Left is told. With
     `ends`, the end of every backward is told too.

@@ -20,7 +20,7 @@ from harness.differences import EventKey, key_of
 from harness.errors import MachineError, error_text
 from harness.protocols import CaseLike, TermLike
 from harness.recording.attribution import Attribution
-from harness.recording.moments import Stepped, read
+from harness.recording.observations import Stepped, read
 from harness.recording.watch import Watch
 
 __all__ = ["Stated", "during", "step_ends", "steps_text", "terms_of"]
@@ -44,11 +44,11 @@ def step_ends(rank: int, program: Callable[[], object]) -> tuple[int, ...]:
 
     def emit(plain: tuple[Any, ...]) -> None:
         nonlocal taken
-        moment, before = read(plain), attribution.step
-        attribution.feed(moment)
+        seen, before = read(plain), attribution.step
+        attribution.feed(seen)
         if attribution.step > before:
             ends.append(taken)
-        taken += isinstance(moment, Stepped)
+        taken += isinstance(seen, Stepped)
 
     with Watch(lambda _rank: emit) as watch, watch.on_rank(rank):
         program()

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.outcome import Shard
 from harness.running.trial import Reference
+from harness.shard import Shard
 from reference.case import Case
 
 with warnings.catch_warnings():

@@ -16,7 +16,8 @@ from torch import Tensor
 from harness.checking.evidence import Evidence, Finding, gathered
 from harness.ledger import Event, wire_bytes
 from harness.merging import Outcomes
-from harness.outcome import Shard, localize
+from harness.outcome import localize
+from harness.shard import Shard
 from reference.anchors import Facts
 from reference.case import Case
 

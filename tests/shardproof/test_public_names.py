@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from shardproof.rooms import ROOMS
 
 HEAVY = {*ROOMS, "torch", "numpy", "pandas", "matplotlib", "rich", "hypothesis", "pytest"}
 TINY = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
-LIGHT = ("Case", "RequestError", "ShardproofError")
+LIGHT = ("Case", "RequestError", "Shard", "ShardproofError", "phase", "region")
 
 
 def loaded_by(program: str) -> set[str]:
@@ -27,7 +28,7 @@ def loaded_by(program: str) -> set[str]:
 def typed_names() -> dict[str, str]:
     """What type checkers read: name -> module:attribute, of the imports under TYPE_CHECKING."""
     tree = ast.parse(Path(str(shardproof.__file__)).read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    block = next(node for node in tree.body if isinstance(node, ast.If))
     return {
         alias.asname or alias.name: f"{node.module}:{alias.name}"
         for node in block.body
@@ -62,7 +63,7 @@ def test_words_need_no_torch(name: str) -> None:
 
 
 def test_a_name_is_the_object_of_its_module() -> None:
-    from harness.outcome import Shard  # noqa: PLC0415  (beside the lazy one)
+    from harness.shard import Shard  # noqa: PLC0415  (beside the lazy one)
 
     assert shardproof.Shard is Shard is vars(shardproof)["Shard"], "looked up once"
 
@@ -78,3 +79,14 @@ def test_a_case_is_proved_and_run_by_words(tmp_path: Path) -> None:
         shardproof.prove("mode=zz", "parallel.subject:subject")
     with pytest.raises(shardproof.RequestError, match="engine=steam: is not a known engine"):
         shardproof.run([TINY], "parallel.subject:subject", engine="steam", out=tmp_path)
+
+
+@pytest.mark.parametrize("former", ["harness.outcome:Shard", "harness.recording.moments:phase"])
+def test_a_former_place_forwards_and_names_the_new_one(former: str) -> None:
+    module, _, name = former.partition(":")
+    with pytest.warns(DeprecationWarning, match=f"^{module}.{name} is now shardproof.{name}$") as warned:
+        found = getattr(import_module(module), name)
+    assert found is getattr(shardproof, name)
+    assert Path(warned[0].filename) == Path(__file__), "the line that is to be changed"
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
+        getattr(import_module(module), "nothing")  # noqa: B009

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.outcome import Shard
+from harness.shard import Shard
 from reference import subject as dense
 from reference.case import Case
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
 from harness.engines.engine import Unwaited
-from harness.outcome import Shard, localize
+from harness.outcome import localize
+from harness.shard import Shard
 from reference.anchors import Facts
 from tests.harness.toy_evidence import case, events, evidence, named, outcome_of, truth
 

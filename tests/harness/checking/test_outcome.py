@@ -15,7 +15,8 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from harness.merging import against, differing, merge, same_bits
-from harness.outcome import Block, Shard, blocks, localize
+from harness.outcome import Block, blocks, localize
+from harness.shard import Shard
 
 
 def merged_from(*outcomes: Mapping[str, object]) -> tuple[Mapping[str, Tensor], list[tuple[str, str]]]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from harness.merging import same_bits
-from harness.outcome import Shard, blocks, localize
+from harness.outcome import blocks, localize
+from harness.shard import Shard
 
 FULL = torch.arange(24, dtype=torch.float64).reshape(6, 4)
 

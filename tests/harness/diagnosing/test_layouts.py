@@ -16,7 +16,8 @@ from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import Diagnosis, diagnose
 from harness.merging import differing, merge
-from harness.outcome import Shard, localize
+from harness.outcome import localize
+from harness.shard import Shard
 from tests.harness.toy_evidence import evidence, outcome_of, truth
 
 NAME = "grad/layers.0.mlp.w2.bias"

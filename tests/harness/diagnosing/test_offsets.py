@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from harness.diagnosing.rules.offsets import from_offsets
-from harness.outcome import Shard
+from harness.shard import Shard
 from tests.harness.toy_evidence import evidence, outcome_of, truth
 
 W1 = "grad/layers.0.mlp.w1.weight"

@@ -13,7 +13,7 @@ from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import diagnose
 from harness.diagnosing.rules.causes import CAUSES, Cause
 from harness.diagnosing.rules.patterns import causes
-from harness.outcome import Shard
+from harness.shard import Shard
 from tests.harness.toy_evidence import evidence, outcome_of, truth
 
 

@@ -18,9 +18,9 @@ from harness.errors import RequestError
 from harness.faults import Fault, faults_of
 from harness.injecting.equivalence import UNREAD, proof_of
 from harness.injecting.survey import FaultResult, survey, unproved
-from harness.outcome import Shard
 from harness.running.execution import execute
 from harness.running.trial import Reference
+from harness.shard import Shard
 from parallel.subject import subject
 from reference import subject as dense
 from reference.case import Case
