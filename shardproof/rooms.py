@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["HOME", "ROOMS", "ShadowedError", "check", "foreign"]
 
-ROOMS = ("reference", "parallel", "harness", "reports", "suites")
+ROOMS = ("reference", "parallel", "harness", "reports", "suites", "bench")
 HOME = Path(__file__).resolve().parents[1]
 """The folder in which `shardproof` and the folders behind it lie side by side."""
 

@@ -15,6 +15,7 @@ from suites.prover import Prover
 from tests import ROOT
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis looks for the profile of its option
 def pytest_configure(config: pytest.Config) -> None:
     """Draw as many cases as in the profile `quick`, unless another is named; let child processes import the tests."""
     register()
