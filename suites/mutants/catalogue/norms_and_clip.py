@@ -115,7 +115,7 @@ NORMS_AND_CLIP = (
         kills="update|replicas",
         phase="step",
         region="*",
-        cause="",
+        cause="clipped_otherwise",
     ),
     Mutant(
         name="clipped-by-own-norm",
@@ -128,7 +128,7 @@ NORMS_AND_CLIP = (
         kills="update|replicas",
         phase="step",
         region="*",
-        cause="",
+        cause="clipped_otherwise",
     ),
     Mutant(
         name="clip-scales-up",

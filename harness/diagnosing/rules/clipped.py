@@ -1,0 +1,79 @@
+"""Clipping by another rule than the norm of all gradients: element by element, tensor by tensor, rank by rank.
+
+Looked for in plain steps along the gradient, where what a step moved is a number times the gradient: there the factor
+of every element, block and rank shows. Only cases that clip are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from harness.checking.evidence import Evidence
+from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.moved import Moved, before_step, of_kind, times
+from harness.diagnosing.rules.patterns import explains
+from harness.diagnosing.rules.places import blocks_of
+
+__all__ = ["by_block", "by_element"]
+
+APART = 1e-3
+"""Factors are different ones beyond this share of themselves."""
+SAME = 1e-9
+"""What a block moved is right within this share of it."""
+SEEN = 1e-3
+"""Elements below this share of the largest tell no factor."""
+
+
+def by_element(evidence: Evidence, state: Moved, step: int) -> list[Cause]:
+    """Whether every element is limited by itself: a factor on the small ones, one size for the large ones."""
+    got, right = state.got, state.right
+    seen = right.abs() >= SEEN * right.abs().max()
+    if not getattr(evidence.case, "clip", 0.0) or not bool(seen.any()):
+        return []
+    factor, largest = float((got[seen] / right[seen]).max()), float(got.abs().max())
+    guess = (factor * right).clamp(-largest, largest)
+    limited = int(((factor * right).abs() > largest).sum())
+    if factor <= 0 or not 1 < limited < len(got) or not explains(guess, got, right):
+        return []
+    words = f"in step {step} no element moves further than {largest:.3g}: each is limited, and not their norm"
+    return [Cause(id="clipped_otherwise", words=words)]
+
+
+def by_block(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Cause]:
+    """Whether what each rank holds of each parameter has moved by a factor of its own."""
+    if not getattr(evidence.case, "clip", 0.0):
+        return []
+    factors: dict[tuple[str, int], float] = {}
+    for name, parameter in of_kind(evidence, wrong, "param", step):
+        before = before_step(evidence, "param", step, parameter)
+        for rank, blocks in blocks_of(evidence, name).items() if before is not None else ():
+            for block in blocks:
+                cut = tuple(slice(a, b) for a, b in block.region)
+                then = before.double()[cut].flatten() if before is not None else None
+                if then is None or not then.numel():
+                    continue
+                got, right = block.local.double().flatten() - then, evidence.truth[name].double()[cut].flatten() - then
+                near = float((got - right).norm()) <= SAME * float(right.norm())
+                factor = 1.0 if near else times(got, right)
+                if factor is None or factor <= 0:
+                    return []
+                factors[parameter, rank] = factor
+    if not factors or _alike(factors.values()):
+        return []
+    each = "each rank's own" if _by(factors, 1) else "every tensor's own" if _by(factors, 0) else "of each rank's parts"
+    low, high = min(factors.values()), max(factors.values())
+    words = f"in step {step} factors are {each}, from {low:.3g} to {high:.3g}: clipped by other norms than that of all"
+    return [Cause(id="clipped_otherwise", words=words)]
+
+
+def _by(factors: Mapping[tuple[str, int], float], place: int) -> bool:
+    """Whether all factors of one rank (1), or of one parameter (0), are alike."""
+    groups: dict[object, list[float]] = {}
+    for key, factor in factors.items():
+        groups.setdefault(key[place], []).append(factor)
+    return all(_alike(group) for group in groups.values())
+
+
+def _alike(factors: Iterable[float]) -> bool:
+    known = list(factors)
+    return max(known) - min(known) <= APART * max(known)
