@@ -1,8 +1,8 @@
 """What one step of the optimizer did wrong, where a subject returns its state after every step.
 
 The truth of such a state is the dense model's step from the subject's own state before it, so that what is wrong is
-this step's alone: its moments (`harness.diagnosing.rules.moments`), or the parameters' update, which is fitted by the right
-one and the parameters before: got = x right + y before. Tested on numbers, as everywhere.
+this step's alone: its moments (`moments` beside this file), or the parameters' update, which is fitted by the right one
+and the parameters before: got = x right + y before. Tested on numbers, as everywhere.
 """
 
 from __future__ import annotations
