@@ -40,7 +40,8 @@ class Moved:
 
     def apart(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Elements of all parameters -> those of each."""
-        return flat.split(list(self.sizes))
+        parts: tuple[Tensor, ...] = flat.split(list(self.sizes))
+        return parts
 
     @property
     def got(self) -> Tensor:
