@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 
 from harness.ledger import COLUMNS, OPS, PHASES, Event
+from harness.run_folder import SCHEMA
 from reports.files import RunFolderError, csv_table, json_lines, json_object, looking, shown
 
 __all__ = ["AXES", "MODES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
@@ -84,6 +85,7 @@ def load(run: str | Path) -> Run:
     if not known:
         raise RunFolderError(f"run {shown(path)}: neither env.json nor cases.jsonl in it, so it is no run folder")
     notes: list[str] = []
+    env = _env(path, notes)
     cases = _cases(path / "cases.jsonl", notes)
     ledger = _ledger(path, notes)
     summary = _summary(path / "summary.csv", ledger, notes)
@@ -103,7 +105,7 @@ def load(run: str | Path) -> Run:
         verdicts=_with_mode(verdicts, cases),
         timings=_with_mode(timings, cases),
         memory=memory,
-        env=_env(path / "env.json", notes),
+        env=env,
         notes=tuple(notes),
     )
 
@@ -126,11 +128,22 @@ def _with_mode(frame: pd.DataFrame, cases: pd.DataFrame) -> pd.DataFrame:
     return in_order(frame.assign(mode=[str(modes.get(case, "")) for case in frame["case"]]))
 
 
-def _env(path: Path, notes: list[str]) -> dict[str, Any]:
+def _env(run: Path, notes: list[str]) -> dict[str, Any]:
+    """The object of env.json. Raises RunFolderError when a later release wrote the folder in a layout of its own."""
+    path = run / "env.json"
     if not path.is_file():
         notes.append("env.json is missing: versions and machine are unknown")
         return {}
-    return json_object(path)
+    env = json_object(path)
+    schema = env.get("schema", 1)
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
+        raise RunFolderError(f"{path}: schema={schema!r} must be a whole number above 0; legal: {SCHEMA}")
+    if schema > SCHEMA:
+        rule = f"the layout of the folder, and this release reads 1 to {SCHEMA}"
+        raise RunFolderError(
+            f"{path}: schema={schema} is {rule}; legal: a newer shardproof (pip install -U shardproof)"
+        )
+    return env
 
 
 def _cases(path: Path, notes: list[str]) -> pd.DataFrame:

@@ -27,6 +27,7 @@ from pathlib import Path
 from harness.checking.evidence import Verdict
 from harness.errors import RequestError
 from harness.ledger import COLUMNS, Event
+from harness.run_folder import SCHEMA
 from harness.running.summary import COUNTS, SUMMARY_COLUMNS, SummaryRow
 
 __all__ = ["LARGEST_LEDGER", "Store", "file_of", "safe_name"]
@@ -46,7 +47,7 @@ class Store:
         with _writing(out):
             out.mkdir(parents=True, exist_ok=True)
             self.path = _new_folder(out, subject)
-            self._append("env.json", json.dumps(_plain(environment), indent=2) + "\n")
+            self._append("env.json", json.dumps(_plain({"schema": SCHEMA, **environment}), indent=2) + "\n")
             self._append("ledger.csv", _csv([COLUMNS]))
             self._append("summary.csv", _csv([SUMMARY_COLUMNS]))
             self._append("timings.csv", _csv([("case", "part", "seconds")]))

@@ -19,6 +19,7 @@ import pytest
 from harness.checking.evidence import Verdict, Worst
 from harness.errors import RequestError
 from harness.ledger import COLUMNS
+from harness.run_folder import SCHEMA
 from harness.running import store as store_module
 from harness.running.environment import environment
 from harness.running.store import Store, safe_name
@@ -57,7 +58,7 @@ def test_a_run_folder_holds_the_contracts_files_and_columns(tmp_path: Path) -> N
     assert tuple(ledger[0]) == COLUMNS and len(ledger) == 40
     assert ledger[0]["region"] == "embedding" and ledger[0]["is_async"] == "False"
     env = json.loads((store.path / "env.json").read_text())
-    assert env["command"] == ["shardproof", "run"]
+    assert env["command"] == ["shardproof", "run"] and env["schema"] == SCHEMA
     assert {"python", "torch", "shardproof"} <= set(env["versions"])
     (verdict,) = map(json.loads, (store.path / "verdicts.jsonl").read_text().splitlines())
     assert verdict == {
