@@ -140,9 +140,7 @@ def _env(run: Path, notes: list[str]) -> dict[str, Any]:
         raise RunFolderError(f"{path}: schema={schema!r} must be a whole number above 0; legal: {SCHEMA}")
     if schema > SCHEMA:
         rule = f"the layout of the folder, and this release reads 1 to {SCHEMA}"
-        raise RunFolderError(
-            f"{path}: schema={schema} is {rule}; legal: a newer shardproof (pip install -U shardproof)"
-        )
+        raise RunFolderError(f"{path}: schema={schema} is {rule}; legal: upgrade shardproof")
     return env
 
 

@@ -13,7 +13,7 @@ from reports.frames import RunFolderError, load
 from tests.harness.command_line import CommandLine, command_line
 
 FORMER = Path(__file__).parent / "run_of_schema_1"
-"""Written before folders had a number, by `shardproof run` with a case of mode=tp and one of mode=isp with a variant."""
+"""Written before folders had a number, by `shardproof run` with a case of mode=tp and a variant of mode=isp."""
 
 
 @pytest.fixture
