@@ -53,7 +53,8 @@ def _run(linear: nn.Module, x: Tensor, gradient: Tensor) -> Result:
     x = x.clone().requires_grad_()
     y = linear(x)
     (y * gradient).sum().backward()
-    return Result(y=y.detach(), x=_grad(x), weight=linear.weight.grad, bias=linear.bias.grad)
+    gradients = {name: parameter.grad for name, parameter in linear.named_parameters()}
+    return Result(y=y.detach(), x=_grad(x), weight=gradients.get("weight"), bias=gradients.get("bias"))
 
 
 def _column(axis: Axis, region: Region, *, gather_output: bool = False) -> ColumnLinear:
@@ -223,7 +224,12 @@ def test_the_saved_input_is_the_whole_sequence_only_when_kept(keep: bool, rows: 
         saved: list[int] = []
         linear = _column(axis, Region(axis=axis, sequence_dim=0, keep=keep))
         x = own_slice(X, axis, dim=0).requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape[0]) or t, lambda t: t):
+
+        def keep_length(tensor: Tensor) -> Tensor:
+            saved.append(tensor.shape[0])
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep_length, lambda tensor: tensor):
             linear(x)
         return [length for length in saved if length != OUT // axis.size]
 

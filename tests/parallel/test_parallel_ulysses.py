@@ -20,7 +20,7 @@ from tests.parallel.ranks import Calls, along_tp, numbers
 def _run(axis: Axis, full: list[Tensor], hidden_B1SS: Tensor | None) -> list[Tensor]:
     """Context and the gradients of q, k, v of this rank's tokens, when the context's gradient is its own cosine."""
     q, k, v = (own_slice(x, axis, dim=1).clone().requires_grad_() for x in full)
-    context = by_all_to_all(axis)(lambda *heads: core_attention(*heads, hidden_B1SS), q, k, v)
+    context = by_all_to_all(axis)(lambda q, k, v: core_attention(q, k, v, hidden_B1SS), q, k, v)
     return [context.detach(), *torch.autograd.grad(context, (q, k, v), context.detach().cos())]
 
 

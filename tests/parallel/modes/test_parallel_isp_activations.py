@@ -6,6 +6,8 @@ Also how calls are issued: prefetched gathers and reduce-scatters are asynchrono
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -56,10 +58,10 @@ def _shapes(case: Case) -> list[dict[str, tuple[int, ...]]]:
         found: dict[str, tuple[int, ...]] = {}
         for name, module in state.model.named_modules():
             module.register_forward_hook(lambda _m, _i, y, name=name: found.update({name: tuple(y.shape)}))
-        attention = state.model.layers[0].attention
+        attention: Any = state.model.get_submodule("layers.0.attention")
         exchange = attention.exchange
 
-        def watched(core: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def watched(core: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             def inner(*heads: Tensor) -> Tensor:
                 found.update({f"{name} own": tuple(x.shape) for name, x in zip("qkv", heads, strict=True)})
                 context = core(*heads)
@@ -67,7 +69,7 @@ def _shapes(case: Case) -> list[dict[str, tuple[int, ...]]]:
                 return context
 
             found.update({name: tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))})
-            context = exchange(inner, q, k, v)
+            context: Tensor = exchange(inner, q, k, v)
             found["context"] = tuple(context.shape)
             return context
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def test_every_variant_has_a_replacement_and_a_cause() -> None:
 def test_a_variant_fails_and_its_cause_is_named(name: str, engine: Engine, data: st.DataObject) -> None:
     """Every drawn case that can show it fails, so the first one does."""
     mode = data.draw(st.sampled_from(VARIANTS[name].modes))
-    case = data.draw(cases(mode, worlds=(2, 3, 6), **words(name)))
+    shown: dict[str, Any] = words(name)
+    case = data.draw(cases(mode, worlds=(2, 3, 6), **shown))
     result = prove(case, "parallel.subject:subject", engine)
     check, told = TOLD[name]
     failed = {v.check: v.message for v in result.verdicts if v.verdict == "fail"}

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parallel import pairs, ulysses
+from parallel import collectives, pairs, ulysses
 from parallel.attention import Attention, Core
 from parallel.batch import deliver
 from parallel.mesh import Axis, Mesh
@@ -98,8 +98,8 @@ def _run(case: Case) -> list[Shapes]:
     """By rank: the shapes of parameters and of everything noted in the forward of one micro-batch."""
 
     def program(rank: int) -> Shapes:
-        state, notes = set_up(case, MODES[case.mode], Mesh.of(case), CPU), {}
-        notes |= {name: tuple(parameter.shape) for name, parameter in state.model.named_parameters()}
+        state = set_up(case, MODES[case.mode], Mesh.of(case), CPU)
+        notes: Shapes = {name: tuple(parameter.shape) for name, parameter in state.model.named_parameters()}
         batch = state.parts.local(deliver(case, state.mesh, 0, 0, CPU))
         with _hooked(state.model, notes):
             state.model(batch)
@@ -163,7 +163,7 @@ def test_shapes_of_tensor_parallelism(name: str, tp: int, head: str) -> None:
         "head in": hidden,
         "head out": (1, TOKENS, VOCAB // tp if head == "parallel" else VOCAB),
     }
-    columns = {"attention.wqkv": (qkv // tp,), "mlp.w1": (FFN // tp,), "mlp.w3": (FFN // tp,)}
+    columns: Shapes = {"attention.wqkv": (qkv // tp,), "mlp.w1": (FFN // tp,), "mlp.w3": (FFN // tp,)}
     expected |= _module_outputs(TOKENS, columns, hidden)
     _holds(Case.parse(f"mode={name} tp={tp} kv_heads={kv} head={head} {COMMON}"), expected)
 
@@ -206,7 +206,7 @@ def test_shapes_of_weight_parallelism(mesh: str, kv: int, head: str) -> None:
         "head in": hidden,
         "head out": logits[head],
     }
-    columns = {"attention.wqkv": (qkv,), "mlp.w1": (FFN,), "mlp.w3": (FFN,)}
+    columns: Shapes = {"attention.wqkv": (qkv,), "mlp.w1": (FFN,), "mlp.w3": (FFN,)}
     expected |= _module_outputs(own, columns, hidden)
     _holds(case, expected)
 
@@ -240,11 +240,11 @@ def test_what_isp_sends_around_attention(monkeypatch: pytest.MonkeyPatch) -> Non
         def wait(self) -> Tensor:
             return self.value
 
-    started = ulysses.start_all_to_all
+    started, moved = collectives.start_all_to_all, collectives.all_to_all
     monkeypatch.setattr(
         ulysses, "start_all_to_all", noting(lambda *a, **k: _Waited(started(*a, **k).wait()), _Waited.wait)
     )
-    monkeypatch.setattr(pairs, "_all_to_all", noting(pairs._all_to_all, lambda x: x))
+    monkeypatch.setattr(pairs, "_all_to_all", noting(moved, lambda x: x))
     _run(Case.parse(f"mode=isp tp=4 wp=2 kv_heads=2 head=local {COMMON}"))
     own = TOKENS // 4
     for rank in range(4):

@@ -36,9 +36,9 @@ def all_drawn(mode: str) -> list[Case]:
     values["wp"] = NUMBERS["wp"] if mode == "isp" else (1,)
     found = []
     for _ in range(DRAWS):
-        words = {word: source.choice(known) for word, known in values.items()}
+        words: dict[str, Any] = {**SHARED, **{word: source.choice(known) for word, known in values.items()}}
         try:
-            found.append(Case(mode=mode, **SHARED, **words))
+            found.append(Case(mode=mode, **words))
         except CaseError:
             continue
     return found

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def broken(case: Case) -> list[str]:
 @settings(max_examples=25, deadline=None)
 @given(case=models(), dp=st.integers(1, 3), micro=st.integers(1, 3), steps=st.integers(1, 3), packed=st.booleans())
 def test_every_statement_holds_for_every_case(case: Case, dp: int, micro: int, steps: int, packed: bool) -> None:
-    form = {"packed": True, "positions": "rope", "delivery": "local"} if packed else {}
+    form: dict[str, Any] = {"packed": True, "positions": "rope", "delivery": "local"} if packed else {}
     assert broken(case.but(dp=dp, micro=micro, steps=steps, **form)) == []
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import sysconfig
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -126,7 +127,7 @@ def test_internevo_files_are_those_of_its_own_tools(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_meta_rows_are_read_in_every_plain_form(tmp_path: Path, dtype: type, order: str) -> None:
+def test_meta_rows_are_read_in_every_plain_form(tmp_path: Path, dtype: type, order: Literal["C", "F"]) -> None:
     path = tmp_path / "x.bin"
     write_internevo(path, [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4])])
     np.save(tmp_path / "x.npy", np.array([(0, 2), (19, 1), (35, 1)], dtype=dtype, order=order))

@@ -11,7 +11,7 @@ from reference.presets import FAMILIES
 
 
 @st.composite
-def models(draw: st.DrawFn, **fixed: Any) -> Case:
+def models(draw: st.DrawFn, /, **fixed: Any) -> Case:
     """A small model on one rank; `fixed` words override what would be drawn."""
     kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     head_dim = draw(st.sampled_from((4, 6)))

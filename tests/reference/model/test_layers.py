@@ -53,7 +53,11 @@ def test_attention_equals_torch_on_every_sentence(kv_heads: int, group: int, len
     found = layers.attention(q, k, v, layers.visible(total, cu_seqlens, torch.device("cpu")))
     pieces = [
         functional.scaled_dot_product_attention(
-            *(x[:, start:end].transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+            q[:, start:end].transpose(1, 2),
+            k[:, start:end].transpose(1, 2),
+            v[:, start:end].transpose(1, 2),
+            is_causal=True,
+            enable_gqa=True,
         )
         for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
     ]

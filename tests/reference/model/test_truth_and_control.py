@@ -27,7 +27,7 @@ def epsilons(found: dict[str, Tensor], true: dict[str, Tensor], dtype: str, kind
     """The largest relative distance of one kind of tensors, in epsilons of the dtype."""
     eps = torch.finfo(getattr(torch, dtype)).eps
     distances = [(found[n].double() - t).norm() / t.norm() for n, t in true.items() if n.startswith(kind)]
-    return max(distances).item() / eps
+    return float(max(distances)) / eps
 
 
 @pytest.mark.parametrize("parts", [2, 3, 7])
