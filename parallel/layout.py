@@ -35,6 +35,10 @@ class Placement:
 
     `blocks` are the lengths along `dim` of the sub-parameters (none: one block, the whole dim); their sum exceeds
     `shape[dim]` by the padding. A cut falls on multiples of `unit` only (rows of one kv group).
+
+    `held` replaces equal shares: for every rank of the axis, the ranges of elements along `dim` that it holds, in the
+    order in which they lie there (shares may differ, and an element may lie on several ranks). `blocks` and `unit` have
+    no meaning then.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +46,7 @@ class Placement:
     dim: int = 0
     blocks: tuple[int, ...] = ()
     unit: int = 1
+    held: tuple[tuple[range, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.dim < len(self.shape):
@@ -51,6 +56,12 @@ class Placement:
                 f"blocks={self.blocks}: must cover the {self.shape[self.dim]} elements of dim {self.dim}; "
                 f"legal: blocks={(self.shape[self.dim],)}"
             )
+        for part in itertools.chain.from_iterable(self.held):
+            if part.step != 1 or not 0 <= part.start <= part.stop <= self.shape[self.dim]:
+                raise ValueError(
+                    f"held={part}: must be a range of dim {self.dim} in steps of 1; "
+                    f"legal: {range(self.shape[self.dim])}"
+                )
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -58,11 +69,14 @@ class Placement:
         return self.blocks or (self.shape[self.dim],)
 
 
-def local_shape(place: Placement, *, parts: int) -> tuple[int, ...]:
-    """Shape of one rank's local tensor, padding included. Raises ValueError when the cut is impossible."""
+def local_shape(place: Placement, *, parts: int, index: int = 0) -> tuple[int, ...]:
+    """Shape of the local tensor of rank `index` of `parts`, padding included; without `held` all ranks have the same.
+
+    Raises ValueError when the cut is impossible.
+    """
     if not place.axis:
         return place.shape
-    width = sum(_widths(place, parts))
+    width = _width(place, index, parts)
     return (*place.shape[: place.dim], width, *place.shape[place.dim + 1 :])
 
 
@@ -73,7 +87,7 @@ def shard(full: Tensor, place: Placement, *, index: int, parts: int) -> Tensor:
     if not place.axis:
         return full.clone()
     runs = [full.narrow(place.dim, start, length) for start, length in _runs(place, index, parts)]
-    missing = sum(_widths(place, parts)) - sum(run.shape[place.dim] for run in runs)
+    missing = _width(place, index, parts) - sum(run.shape[place.dim] for run in runs)
     padding = full.new_zeros((*place.shape[: place.dim], missing, *place.shape[place.dim + 1 :]))
     return torch.cat([*runs, padding], place.dim)
 
@@ -128,8 +142,21 @@ def _widths(place: Placement, parts: int) -> list[int]:
     return [length // parts for length in place.lengths]
 
 
+def _width(place: Placement, index: int, parts: int) -> int:
+    """Elements along `dim` of one rank's local tensor, padding included."""
+    return sum(map(len, _held(place, index, parts))) if place.held else sum(_widths(place, parts))
+
+
+def _held(place: Placement, index: int, parts: int) -> tuple[range, ...]:
+    if len(place.held) != parts:
+        raise ValueError(f"parts={parts}: held says what {len(place.held)} ranks hold; legal: {len(place.held)}")
+    return place.held[index]
+
+
 def _runs(place: Placement, index: int, parts: int) -> list[tuple[int, int]]:
     """(start, length) of this rank's real elements along `dim`, one run a block, padding left out."""
+    if place.held:
+        return [(part.start, len(part)) for part in _held(place, index, parts)]
     end = place.shape[place.dim]
     starts = itertools.accumulate(place.lengths, initial=0)
     runs = []

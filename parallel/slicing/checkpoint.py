@@ -1,0 +1,109 @@
+"""A checkpoint in files of safetensors: every tensor that a slice knows is cut for all ranks and put together again.
+
+Only the tensors of one slice of one layer are in memory at a time. The library reads the files, so any dtype of torch
+is fine; bits are compared, not numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.slicing.errors import SliceError
+from parallel.slicing.laws import inverse, same_bits
+from parallel.slicing.slices import Slice, slices
+from parallel.slicing.strided import placed
+from parallel.slicing.words import Sliced
+
+__all__ = ["Checked", "check"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A checkpoint under a slice.
+
+    times      slice -> how many tensors of the checkpoint it cut (one a layer); 0: the checkpoint has none
+    wrong      names of those that were not the same after cutting and joining
+    left_out   names of tensors of the checkpoint that no slice is about
+    """
+
+    times: dict[str, int]
+    wrong: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def check(sliced: Sliced, files: Sequence[str]) -> Checked:
+    """Cut and join all tensors of these files. Raises SliceError for files that cannot be read, for shapes that are
+    not those of the words, and for a checkpoint without any of the slice's tensors.
+    """
+    times: dict[str, int] = {}
+    wrong: list[str] = []
+    with ExitStack() as stack:
+        tensors = _opened(files, stack)
+        known: set[str] = set()
+        for one in slices(sliced):
+            found = list(_prefixes(one, tensors))
+            times[one.name] = len(found)
+            for prefix in found:
+                names = [prefix + source for source in one.sources]
+                known.update(names)
+                whole = _whole(one, names, [tensors[name].get_tensor(name) for name in names])
+                parts = [placed(whole, one.place, rank=rank, ranks=sliced.tp) for rank in range(sliced.tp)]
+                if not same_bits(inverse([part for part in parts if part is not None], one.place), whole):
+                    wrong.append(prefix + one.name)
+        left_out = sorted(set(tensors) - known)
+    if not any(times.values()):
+        rule = f"has no tensor of family={sliced.family}, such as {slices(sliced)[0].sources[0]}"
+        raise SliceError("check", " ".join(files), rule, "family= of the model in the file")
+    return Checked(times=times, wrong=tuple(wrong), left_out=tuple(left_out))
+
+
+def _opened(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
+    """Tensor name -> the open file that has it."""
+    try:
+        library = importlib.import_module("safetensors")
+    except ImportError:
+        rule = "is read by the package safetensors, which is not installed"
+        raise SliceError("check", files[0], rule, "pip install 'shardproof[checkpoints]'") from None
+    tensors: dict[str, Any] = {}
+    for file in files:
+        if not Path(file).is_file():
+            raise SliceError("check", file, "is no file", "check=model.safetensors")
+        try:
+            opened = stack.enter_context(library.safe_open(file, framework="pt"))
+        except (OSError, library.SafetensorError) as problem:
+            raise SliceError("check", file, f"is no file of safetensors: {problem}", "model.safetensors") from None
+        tensors |= dict.fromkeys(opened.keys(), opened)
+    return tensors
+
+
+def _prefixes(one: Slice, tensors: dict[str, Any]) -> Iterator[str]:
+    """What stands before the names of a slice's sources, once for each layer that has them."""
+    first = one.sources[0]
+    for name in tensors:
+        if name == first or name.endswith(f".{first}"):
+            prefix = name.removesuffix(first)
+            for source in one.sources[1:]:
+                if prefix + source not in tensors:
+                    rule = f"has no {source} beside it, and {one.name} is made of {', '.join(one.sources)}"
+                    raise SliceError("check", name, rule, "a whole checkpoint, every one of its files")
+            yield prefix
+
+
+def _whole(one: Slice, names: list[str], sources: list[Tensor]) -> Tensor:
+    """The tensor of a slice from its sources, end to end, transposed where it is."""
+    whole = sources[0] if len(sources) == 1 else torch.cat(sources)
+    whole = whole.t().contiguous() if one.transposed and whole.dim() == 2 else whole
+    if tuple(whole.shape) != one.place.shape:
+        rule = f"has the shape {tuple(whole.shape)} as {one.name}, and the words of the slice say {one.place.shape}"
+        raise SliceError(
+            "check", " + ".join(names), rule, "hidden, heads, ffn, vocab, positions of the model in the file"
+        )
+    return whole

@@ -1,0 +1,11 @@
+"""The error of a slice that cannot be."""
+
+from __future__ import annotations
+
+from reference.rules import CaseError
+
+__all__ = ["SliceError"]
+
+
+class SliceError(CaseError):
+    """A slice that cannot be: a ValueError that names the key, the value, the rule and a legal value."""

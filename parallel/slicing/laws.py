@@ -1,0 +1,104 @@
+"""What holds for every right slice, checked on the elements that ranks hold, and the exact inverse.
+
+    broken(...)   the laws that a slice of a dim breaks, in words: every element is held, and once but for copies that
+                  are declared; a rank holds whole heads; its query heads meet their key and value head; its part of a
+                  fused weight is again a weight of the same order, with fewer heads
+    inverse(...)  the whole tensor from all parts; copies must be equal bit for bit
+
+The laws know nothing of how a slice was computed, so that what another system cuts can be held against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parallel.layout import Placement, gather, pieces
+from parallel.slicing.errors import SliceError
+from parallel.slicing.heads import ORDERS, Heads
+from parallel.slicing.held import Held, Ranges, times_held
+
+__all__ = ["broken", "copies", "inverse", "same_bits", "separated"]
+
+
+def copies(held: Held, length: int) -> int:
+    """How many elements are held more than once, each counted as often as it is held too many times."""
+    return sum(max(times - 1, 0) for times in times_held(held, length))
+
+
+def broken(
+    held: Held, length: int, *, heads: Heads | None = None, order: str = "", unit: int = 1, copied: int = 0
+) -> list[str]:
+    """The laws that this slice of a dim of `length` elements breaks; none for a right one.
+
+    `heads` and `order`: the dim is that of a fused weight. `unit`: elements of a head, of a weight of query, key or value
+    alone. `copied`: how many elements are meant to be held once too often.
+    """
+    times = times_held(held, length)
+    found = []
+    if lost := times.count(0):
+        found.append(f"{lost} of {length} elements are held by no rank, the first is {times.index(0)}")
+    if copies(held, length) != copied:
+        found.append(f"{copies(held, length)} elements are held more than once, {copied} are meant to be")
+    cuts = [cut for own in held for part in own for cut in (part.start, part.stop) if cut % unit]
+    if cuts:
+        found.append(f"the cut at element {cuts[0]} falls inside a head of {unit}")
+    if heads is not None:
+        found += [f"rank {rank}: {law}" for rank, own in enumerate(held) for law in separated(own, heads, order)]
+    return found
+
+
+def separated(own: Ranges, heads: Heads, order: str) -> list[str]:
+    """What keeps one rank's part of a fused weight from being a weight of the same order with fewer heads."""
+    rows = [row for part in own for row in part]
+    size = heads.size
+    units = [rows[start : start + size] for start in range(0, len(rows), size)]
+    if any(unit[0] % size or unit != list(range(unit[0], unit[0] + size)) for unit in units):
+        return [f"holds a part of a head: its {len(rows)} rows are not whole heads of {size}"]
+    whole = ORDERS[order](heads.query, heads.kv)
+    real = [whole[unit[0] // size] for unit in units]
+    query, key, value = (sum(part == own for own, _ in real) for part in "qkv")
+    if key != value or bool(key) != bool(query) or (key and query % key):
+        return [f"holds {query} query heads, {key} key heads and {value} value heads, which share nothing evenly"]
+    if not key:
+        return []
+    try:
+        slots = ORDERS[order](query, key)
+    except SliceError as problem:
+        return [str(problem)]
+    held = dict(zip(slots, real, strict=True))
+    for (part, number), (found, _) in held.items():
+        if part != found:
+            return [f"takes a head of {found} for its {part} head {number}"]
+    for (part, number), (_, head) in held.items():
+        partner = held["k", number * key // query if part == "q" else number][1]
+        if part == "q" and head // heads.group != partner:
+            return [f"query head {head} meets key head {partner}"]
+        if part == "v" and head != partner:
+            return [f"value head {head} meets key head {partner}"]
+    return []
+
+
+def inverse(parts: Sequence[Tensor], place: Placement) -> Tensor:
+    """The whole tensor from the parts of all ranks, in their order.
+
+    Raises SliceError when parts that hold the same elements differ, or some elements lie on no rank.
+    """
+    if place.axis and (lost := times_held(place.held, place.shape[place.dim]).count(0)):
+        raise SliceError("held", f"{lost} elements", "lie on no rank", "parts that hold every element")
+    whole = gather(parts, place)
+    for rank, part in enumerate(parts):
+        for piece in pieces(part, place, index=rank, parts=len(parts)):
+            box = tuple(slice(at, at + n) for at, n in zip(piece.offsets, piece.local.shape, strict=True))
+            if not same_bits(whole[box], piece.local):
+                raise SliceError("parts", f"rank {rank}", "differs from another rank's copy", "equal copies")
+    return whole
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits, NaN and the sign of zero included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))

@@ -1,0 +1,214 @@
+"""Every tensor of a model, and what each rank holds of it: by AutoTP, or by the container of kernel injection.
+
+    slices(sliced)    the tensors of one layer (all layers are alike), then those outside of the layers
+
+A row linear's bias is whole on every rank and added once, after the sum over the ranks. Source: DeepSpeed 0.19.8
+`module_inject/auto_tp.py`, `layers.py`, `containers/opt.py`, `containers/base.py` (modes.md 8, experts.md 27).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallel.layout import Placement
+from parallel.slicing.errors import SliceError
+from parallel.slicing.families import Linear
+from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows, shared_qk_rows
+from parallel.slicing.held import Held, beside, in_turn
+from parallel.slicing.laws import broken
+from parallel.slicing.sizes import nonempty, shard_sizes
+from parallel.slicing.strided import plain, strided
+from parallel.slicing.words import Sliced
+
+__all__ = ["Slice", "slices"]
+
+Shape = tuple[int, ...]
+_WHOLE = "whole"
+_AFTER = "whole; added once, after the sum"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """One tensor.
+
+    name        as it is called where it is cut
+    sources     the tensors of a checkpoint that it is made of, end to end along their first dim
+    transposed  it is the transpose of that: [in, out]
+    place       its whole shape, and the elements of one dim that every rank holds
+    rule        in words
+    heads       of a fused query/key/value weight, with `order`; None for any other tensor
+    unit        elements of a head in the cut dim of a weight of query, key, value or context alone; else 1
+    copied      elements of the cut dim that lie on a rank more than one, counted for each such rank
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    place: Placement
+    rule: str
+    transposed: bool = False
+    heads: Heads | None = None
+    order: str = ""
+    unit: int = 1
+    copied: int = 0
+
+    @property
+    def broken(self) -> list[str]:
+        """The laws that this slice breaks, in words (`parallel.slicing.laws`); none."""
+        if not self.place.axis:
+            return []
+        length = self.place.shape[self.place.dim]
+        words = {"unit": self.unit, "copied": self.copied}
+        return broken(self.place.held, length, heads=self.heads, order=self.order, **words)
+
+
+def slices(sliced: Sliced) -> tuple[Slice, ...]:
+    """All tensors of this model and what each rank holds. Raises SliceError for a cut that cannot be."""
+    layer = _container(sliced) if sliced.path == "container" else _autotp(sliced)
+    return (*layer, *_outer(sliced))
+
+
+def _whole(name: str, shape: Shape, rule: str = _WHOLE) -> Slice:
+    return Slice(name=name, sources=(name,), place=Placement(shape=shape), rule=rule)
+
+
+def _held(shape: Shape, dim: int, held: Held) -> Placement:
+    return Placement(shape=shape, axis="tp", dim=dim, held=held)
+
+
+def _autotp(sliced: Sliced) -> Iterator[Slice]:
+    for linear in sliced.architecture.linears:
+        held, rule = _cut(sliced, linear)
+        rows = linear.role not in ("out", "down")
+        shape = _shape(sliced, linear.role)
+        fused = linear.role == "qkv"
+        names = [f"{linear.name}.weight"] + ([f"{linear.name}.bias"] if sliced.bias and linear.biased else [])
+        for name in names:
+            if name.endswith("bias") and not rows:
+                yield _whole(name, shape[:1], _AFTER)
+                continue
+            yield Slice(
+                name=name,
+                sources=(name,),
+                place=_held(shape if name.endswith("weight") else shape[:1], int(not rows), held),
+                rule=rule,
+                heads=sliced.attention if fused else None,
+                order=sliced.architecture.order if fused else "",
+                unit=sliced.head_dim if linear.role in ("q", "k", "v", "value", "out") else 1,
+                copied=_copied(sliced, linear.role),
+            )
+    yield from _norms(sliced)
+
+
+def _shape(sliced: Sliced, role: str) -> Shape:
+    heads, hidden = sliced.attention, sliced.hidden
+    query, kv = heads.query * heads.size, heads.kv * heads.size
+    rows = {"q": query, "value": query, "k": kv, "v": kv, "qkv": heads.fused, "up": sliced.ffn}
+    if role in ("out", "down"):
+        return (hidden, query if role == "out" else sliced.ffn)
+    return (2 * sliced.ffn if role == "gate_up" else rows[role], hidden)
+
+
+def _cut(sliced: Sliced, linear: Linear) -> tuple[Held, str]:
+    """What every rank holds of a linear's rows (of its columns for out and down), and the rule in words."""
+    heads, tp, spare = sliced.attention, sliced.tp, sliced.spare
+    shared = any(other.role == "value" for other in sliced.architecture.linears)
+    match linear.role:
+        case "value" | "out" if shared:
+            return shared_qk_rows(heads, tp), "its value heads: one for two query heads, in both halves"
+        case "q":
+            return query_rows(heads, tp, spare=spare), "its query heads"
+        case "out":
+            return query_rows(heads, tp, spare=spare), "columns of its query heads; outputs are summed"
+        case "k" | "v":
+            return kv_rows(heads, tp, spare=spare), "its kv heads"
+        case "qkv":
+            order = sliced.architecture.order
+            return fused_rows(heads, tp, order, spare=spare), f"its heads, in the order {order!r}"
+    sizes = _inner(sliced, linear.name)
+    if linear.role == "gate_up":
+        return beside(in_turn(sizes), in_turn(sizes, first=sliced.ffn)), "its features of gate and of up"
+    return in_turn(sizes), "its features" if linear.role == "up" else "columns of its features; outputs are summed"
+
+
+def _copied(sliced: Sliced, role: str) -> int:
+    """Rows of kv heads that more than one rank holds."""
+    times = {"k": 1, "v": 1, "qkv": 2}.get(role, 0)
+    missing = sliced.tp - sliced.kv_heads if sliced.spare == "replicate" else 0
+    return times * max(missing, 0) * sliced.head_dim
+
+
+def _inner(sliced: Sliced, name: str) -> tuple[int, ...]:
+    """The inner features of every rank, for the linear of this name."""
+    sizes = shard_sizes(sliced.ffn, sliced.tp, kv_heads=sliced.kv_heads, grain=sliced.grain, name=name)
+    return sizes if sliced.spare == "empty" else nonempty(sizes, "ffn", sliced.ffn)
+
+
+def _container(sliced: Sliced) -> Iterator[Slice]:
+    """The tensors of kernel injection, [in, out]; a container asks for equal shares."""
+    tp, hidden, heads, ffn = sliced.tp, sliced.hidden, sliced.attention, sliced.ffn
+    for key, value in (("heads", heads.query), ("kv_heads", heads.kv), ("ffn", ffn)):
+        if value % tp:
+            rule = f"must be a multiple of tp={tp}: a container gives every rank an equal share"
+            raise SliceError(key, value, rule, f"{key}={-(-value // tp) * tp}, or path=autotp")
+    by_role: dict[str, list[str]] = {}
+    for linear in sliced.architecture.linears:
+        by_role.setdefault("qkv" if linear.role in ("q", "k", "v") else linear.role, []).append(linear.name)
+    query, kv = heads.query * heads.size, heads.kv * heads.size
+    # A gated family names gate before up, as its forward pass uses them; the container has up before gate.
+    up = by_role["up"][::-1]
+    for name, linears, width, parts in (
+        ("attn_qkv", by_role["qkv"], 0, (query, kv, kv)),
+        ("attn_o", by_role["out"], query, ()),
+        ("inter_", up, 0, (ffn,) * len(up)),
+        ("output_", by_role["down"], ffn, ()),
+    ):
+        if parts:
+            yield from _columns(sliced, name, linears, parts)
+            continue
+        place = plain((width, hidden), (width // tp, hidden), ranks=tp)
+        sources = (f"{linears[0]}.weight", f"{linears[0]}.bias")
+        rule = "rows of its part of the input; outputs are summed"
+        unit = heads.size if name == "attn_o" else 1
+        yield Slice(name=f"{name}w", sources=sources[:1], place=place, rule=rule, transposed=True, unit=unit)
+        if sliced.bias:
+            whole = plain((hidden,), (hidden,), ranks=tp)
+            yield Slice(name=f"{name}b", sources=sources[1:], place=whole, rule=_AFTER)
+    yield from _norms(sliced)
+
+
+def _columns(sliced: Sliced, name: str, linears: list[str], parts: tuple[int, ...]) -> Iterator[Slice]:
+    """A container's weight [in, out] of which every rank holds its piece of each part of the output, and its bias."""
+    tp, hidden, out = sliced.tp, sliced.hidden, sum(parts)
+    pieces = " + ".join(str(length // tp) for length in parts)
+    rule = f"columns: its piece of each part, {pieces}" if len(parts) > 1 else f"columns: its piece of {pieces}"
+    for leaf, src, dst in (("weight", (hidden, out), (hidden, out // tp)), ("bias", (out,), (out // tp,))):
+        if leaf == "weight" or sliced.bias:
+            yield Slice(
+                name=f"{name}{leaf[0]}",
+                sources=tuple(f"{linear}.{leaf}" for linear in linears),
+                place=strided(src, dst, ranks=tp, parts=parts),
+                rule=rule,
+                transposed=leaf == "weight",
+                heads=sliced.attention if name == "attn_qkv" else None,
+                order="blocks" if name == "attn_qkv" else "",
+            )
+
+
+def _norms(sliced: Sliced) -> Iterator[Slice]:
+    for norm in sliced.architecture.norms:
+        for leaf in ("weight", "bias") if sliced.architecture.norm_bias else ("weight",):
+            yield _whole(f"{norm}.{leaf}", (sliced.hidden,))
+
+
+def _outer(sliced: Sliced) -> Iterator[Slice]:
+    """Embeddings, the last norm, and the head."""
+    for name, words in sliced.architecture.outer:
+        yield _whole(name, tuple(getattr(sliced, word) for word in words))
+    total, dim = (sliced.hidden, 1) if sliced.head == "sum" else (sliced.vocab, 0)
+    head = sliced.architecture.head
+    sizes = shard_sizes(total, sliced.tp, grain=sliced.grain, name="lm_head")
+    sizes = sizes if sliced.spare == "empty" else nonempty(sizes, "hidden" if dim else "vocab", total)
+    rule = "columns; logits are summed" if dim else "rows; logits are gathered"
+    place = _held((sliced.vocab, sliced.hidden), dim, in_turn(sizes))
+    yield Slice(name=f"{head}.weight", sources=(f"{head}.weight",), place=place, rule=rule)
