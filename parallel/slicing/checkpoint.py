@@ -86,15 +86,17 @@ def _opened(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
 
 def _prefixes(one: Slice, tensors: dict[str, Any]) -> Iterator[str]:
     """What stands before the names of a slice's sources, once for each layer that has them."""
-    first = one.sources[0]
-    for name in tensors:
-        if name == first or name.endswith(f".{first}"):
-            prefix = name.removesuffix(first)
-            for source in one.sources[1:]:
-                if prefix + source not in tensors:
-                    rule = f"has no {source} beside it, and {one.name} is made of {', '.join(one.sources)}"
-                    raise SliceError("check", name, rule, "a whole checkpoint, every one of its files")
-            yield prefix
+    found = (name.removesuffix(source) for source in one.sources for name in tensors if _ends(name, source))
+    for prefix in dict.fromkeys(found):
+        for source in one.sources:
+            if prefix + source not in tensors:
+                rule = f"is missing, and {one.name} is made of {', '.join(one.sources)}"
+                raise SliceError("check", prefix + source, rule, "a whole checkpoint, every one of its files")
+        yield prefix
+
+
+def _ends(name: str, source: str) -> bool:
+    return name == source or name.endswith(f".{source}")
 
 
 def _whole(one: Slice, names: list[str], sources: list[Tensor]) -> Tensor:

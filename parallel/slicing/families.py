@@ -39,7 +39,7 @@ class Family:
     linears    of a layer, in the order of the forward pass
     norms      of a layer, whole; each has a bias where `norm_bias`
     outer      whole parameters outside of the layers, with their shapes in words of the slice
-    head       the head's name; its weight is [vocab, hidden]
+    head       the head's name; its weight is [vocab, hidden], and its bias, if any (`head_bias`), [vocab]
     order      of a fused query/key/value weight
     bias       whether its linears have biases unless told otherwise
     gated      whether its MLP has a gate
@@ -52,6 +52,7 @@ class Family:
     outer: tuple[tuple[str, tuple[str, ...]], ...]
     norm_bias: bool = False
     head: str = "lm_head"
+    head_bias: bool = False
     order: str = "blocks"
     bias: bool = False
     gated: bool = False
@@ -111,6 +112,8 @@ FAMILIES: dict[str, Family] = {
         norms=_LLAMA_NORMS,
         outer=(
             ("transformer.word_embeddings.weight", _TABLE),
+            ("transformer.word_embeddings_layernorm.weight", ("hidden",)),
+            ("transformer.word_embeddings_layernorm.bias", ("hidden",)),
             ("transformer.ln_f.weight", ("hidden",)),
             ("transformer.ln_f.bias", ("hidden",)),
         ),
@@ -171,6 +174,7 @@ FAMILIES: dict[str, Family] = {
             ("transformer.ln_f.bias", ("hidden",)),
         ),
         norm_bias=True,
+        head_bias=True,
         order="codegen",
         bias=True,
         vocab=51200,

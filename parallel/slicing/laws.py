@@ -2,7 +2,8 @@
 
     broken(...)   the laws that a slice of a dim breaks, in words: every element is held, and once but for copies that
                   are declared; a rank holds whole heads; its query heads meet their key and value head; its part of a
-                  fused weight is again a weight of the same order, with fewer heads
+                  fused weight is again a weight of the same order, with fewer heads; and these are the heads whose
+                  columns of the output projection it holds
     inverse(...)  the whole tensor from all parts; copies must be equal bit for bit
 
 The laws know nothing of how a slice was computed, so that what another system cuts can be held against them.
@@ -29,13 +30,24 @@ def copies(held: Held, length: int) -> int:
 
 
 def broken(
-    held: Held, length: int, *, heads: Heads | None = None, order: str = "", unit: int = 1, copied: int = 0
+    held: Held,
+    length: int,
+    *,
+    heads: Heads | None = None,
+    order: str = "",
+    context: Held = (),
+    unit: int = 1,
+    copied: int = 0,
 ) -> list[str]:
     """The laws that this slice of a dim of `length` elements breaks; none for a right one.
 
-    `heads` and `order`: the dim is that of a fused weight. `unit`: elements of a head, of a weight of query, key or value
-    alone. `copied`: how many elements are meant to be held once too often.
+    `heads` and `order`: the dim is that of a fused weight, and `context` what the ranks hold of the output projection's
+    columns. `unit`: elements of a head, of a weight of query, key or value alone. `copied`: how many elements are meant
+    to be held once too often.
     """
+    beyond = [part.stop for own in held for part in own if part.stop > length]
+    if beyond:
+        return [f"element {max(beyond) - 1} is held, and there are {length}"]
     times = times_held(held, length)
     found = []
     if lost := times.count(0):
@@ -46,12 +58,16 @@ def broken(
     if cuts:
         found.append(f"the cut at element {cuts[0]} falls inside a head of {unit}")
     if heads is not None:
-        found += [f"rank {rank}: {law}" for rank, own in enumerate(held) for law in separated(own, heads, order)]
+        for rank, own in enumerate(held):
+            columns = context[rank] if context else ()
+            found += [f"rank {rank}: {law}" for law in separated(own, heads, order, columns)]
     return found
 
 
-def separated(own: Ranges, heads: Heads, order: str) -> list[str]:
-    """What keeps one rank's part of a fused weight from being a weight of the same order with fewer heads."""
+def separated(own: Ranges, heads: Heads, order: str, columns: Ranges) -> list[str]:
+    """What keeps one rank's part of a fused weight from being a weight of the same order with fewer heads, namely those
+    of these columns of the output projection.
+    """
     rows = [row for part in own for row in part]
     size = heads.size
     units = [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -78,7 +94,15 @@ def separated(own: Ranges, heads: Heads, order: str) -> list[str]:
             return [f"query head {head} meets key head {partner}"]
         if part == "v" and head != partner:
             return [f"value head {head} meets key head {partner}"]
+    mine = [held["q", number][1] for number in range(query)]
+    theirs = [column // size for part in columns for column in part][::size]
+    if mine != theirs:
+        return [f"its query heads are {_list(mine)}, its columns of the output projection those of {_list(theirs)}"]
     return []
+
+
+def _list(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers)) or "none"
 
 
 def inverse(parts: Sequence[Tensor], place: Placement) -> Tensor:

@@ -37,7 +37,8 @@ class Slice:
     transposed  it is the transpose of that: [in, out]
     place       its whole shape, and the elements of one dim that every rank holds
     rule        in words
-    heads       of a fused query/key/value weight, with `order`; None for any other tensor
+    heads       of a fused query/key/value weight, with `order` and the columns of the output projection that the ranks
+                hold (`context`); None for any other tensor
     unit        elements of a head in the cut dim of a weight of query, key, value or context alone; else 1
     copied      elements of the cut dim that lie on a rank more than one, counted for each such rank
     """
@@ -49,6 +50,7 @@ class Slice:
     transposed: bool = False
     heads: Heads | None = None
     order: str = ""
+    context: Held = ()
     unit: int = 1
     copied: int = 0
 
@@ -58,8 +60,15 @@ class Slice:
         if not self.place.axis:
             return []
         length = self.place.shape[self.place.dim]
-        words = {"unit": self.unit, "copied": self.copied}
-        return broken(self.place.held, length, heads=self.heads, order=self.order, **words)
+        return broken(
+            self.place.held,
+            length,
+            heads=self.heads,
+            order=self.order,
+            context=self.context,
+            unit=self.unit,
+            copied=self.copied,
+        )
 
 
 def slices(sliced: Sliced) -> tuple[Slice, ...]:
@@ -94,6 +103,7 @@ def _autotp(sliced: Sliced) -> Iterator[Slice]:
                 rule=rule,
                 heads=sliced.attention if fused else None,
                 order=sliced.architecture.order if fused else "",
+                context=query_rows(sliced.attention, sliced.tp, spare=sliced.spare) if fused else (),
                 unit=sliced.head_dim if linear.role in ("q", "k", "v", "value", "out") else 1,
                 copied=_copied(sliced, linear.role),
             )
@@ -192,6 +202,7 @@ def _columns(sliced: Sliced, name: str, linears: list[str], parts: tuple[int, ..
                 transposed=leaf == "weight",
                 heads=sliced.attention if name == "attn_qkv" else None,
                 order="blocks" if name == "attn_qkv" else "",
+                context=query_rows(sliced.attention, tp) if name == "attn_qkv" else (),
             )
 
 
@@ -212,3 +223,9 @@ def _outer(sliced: Sliced) -> Iterator[Slice]:
     rule = "columns; logits are summed" if dim else "rows; logits are gathered"
     place = _held((sliced.vocab, sliced.hidden), dim, in_turn(sizes))
     yield Slice(name=f"{head}.weight", sources=(f"{head}.weight",), place=place, rule=rule)
+    if sliced.architecture.head_bias and dim:
+        yield _whole(f"{head}.bias", (sliced.vocab,), _AFTER)
+    elif sliced.architecture.head_bias:
+        yield Slice(
+            name=f"{head}.bias", sources=(f"{head}.bias",), place=_held((sliced.vocab,), 0, place.held), rule=rule
+        )

@@ -14,7 +14,7 @@ from parallel.slicing.errors import SliceError
 from parallel.slicing.families import FAMILIES, Family
 from parallel.slicing.heads import SPARE, Heads
 from reference.presets import PRESETS, mlp_width
-from reference.rules import read
+from reference.rules import CaseError, read
 from reference.words import Meaning, described, word
 
 __all__ = ["CONTAINERS", "PATHS", "Sliced"]
@@ -93,7 +93,10 @@ class Sliced:
             key, equals, value = said.partition("=")
             if not equals or key not in _TYPES:
                 raise SliceError(key, value or said, "is not a word of a slice", "one of " + " ".join(_TYPES))
-            words[key] = read(key, value, _TYPES[key])
+            try:
+                words[key] = read(key, value, _TYPES[key])
+            except CaseError as problem:
+                raise SliceError(problem.key, problem.value, problem.rule, problem.legal) from None
         return cls(**_filled(words))
 
     @classmethod
@@ -104,11 +107,13 @@ class Sliced:
 
 _TYPES: dict[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Sliced)}
 
+_OF_PRESETS = ("family", "hidden", "heads", "kv_heads", "ffn", "vocab", "bias")
+
 
 def _filled(words: dict[str, Any]) -> dict[str, Any]:
     """The words, those of their preset, and what follows from them."""
     if words.get("preset") in _KNOWN["preset"]:
-        named = {key: value for key, value in PRESETS[words["preset"]].items() if key in _TYPES}
+        named = {key: PRESETS[words["preset"]][key] for key in _OF_PRESETS}
         words = {**named, **words}
     values: dict[str, Any] = {"family": "opt", "hidden": 768, "heads": 12, **words}
     family = FAMILIES.get(values["family"], FAMILIES["opt"])

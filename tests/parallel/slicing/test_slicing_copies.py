@@ -1,0 +1,147 @@
+"""The two copies, the scales of quantised weights, and inverses: exact, or refused with the rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parallel.layout import Placement
+from parallel.slicing.deviations import whole_scales
+from parallel.slicing.errors import SliceError
+from parallel.slicing.heads import Heads, fused_rows
+from parallel.slicing.held import Held, in_turn
+from parallel.slicing.laws import inverse, same_bits
+from parallel.slicing.strided import equal_parts, placed, plain, scales, strided
+from tests.parallel.slicing.drawn_slices import DTYPES, drawn, heads_and_ranks, round_trip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.sampled_from(("in-out", "out-in")),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+)
+def test_strided_and_plain_copies_have_exact_inverses(
+    ranks: int, pieces: list[int], orientation: str, bias: bool, given_buffer: bool, dtype: torch.dtype
+) -> None:
+    """Parts of any lengths; buffers given or made; the result is in the buffer given."""
+    parts, inner = [piece * ranks for piece in pieces], 3 * ranks
+    out = sum(parts)
+    dim = int(orientation == "in-out" and not bias)
+    src = (out,) if bias else (inner, out) if dim else (out, inner)
+    dst = tuple(size // ranks if at == dim else size for at, size in enumerate(src))
+    places = [strided(src, dst, ranks=ranks, parts=parts, orientation=orientation)]
+    places += [plain(src, dst, ranks=ranks, orientation=orientation)]
+    if not bias:
+        rows = tuple(size // ranks if at == 1 - dim else size for at, size in enumerate(src))
+        places += [plain(src, rows, ranks=ranks, orientation=orientation)]
+        assert places[-1].dim == 1 - dim or ranks == 1
+    whole = drawn(src, dtype, out)
+    for place in places:
+        found = []
+        for rank in range(ranks):
+            into = torch.empty(whole.numel() // ranks, dtype=dtype) if given_buffer else None
+            part = placed(whole, place, rank=rank, ranks=ranks, into=into)
+            assert part is not None
+            assert into is None or part.data_ptr() == into.data_ptr()
+            found.append(part)
+        assert same_bits(inverse(found, place), whole)
+    first = placed(whole, places[0], rank=0, ranks=ranks)
+    blocks = whole.split(parts, dim)
+    assert first is not None and same_bits(first, torch.cat([block.chunk(ranks, dim)[0] for block in blocks], dim))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "ranks", "message"),
+    [
+        ((4, 6), (4, 9), 2, "dst=(4, 9): is larger than src=(4, 6): slicing cuts and never merges"),
+        ((4, 7), (4, 3), 2, "dst=(4, 3): times ranks=2 is not the 7 of dim 1: the rest would be lost"),
+        ((7,), (3,), 2, "dst=(3,): times ranks=2 is not the 7 of dim 0: the rest would be lost"),
+        ((4, 6), (2, 3), 2, "dst=(2, 3): must differ from src=(4, 6) in one dim alone"),
+        ((4, 6), (6,), 2, "dst=(6,): must differ from src=(4, 6) in one dim alone"),
+        ((2, 2, 2), (2, 2, 1), 2, "shape=(2, 2, 2): must be that of a weight [2 dims] or a bias [1 dim]"),
+    ],
+)
+def test_a_copy_that_would_lose_or_merge_is_refused(
+    src: tuple[int, ...], dst: tuple[int, ...], ranks: int, message: str
+) -> None:
+    with pytest.raises(SliceError) as caught:
+        plain(src, dst, ranks=ranks)
+    assert str(caught.value).startswith(message)
+
+
+def test_parts_and_buffers_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(SliceError, match="num_splits=3: must divide the 13 output features"):
+        equal_parts(13, 3)
+    with pytest.raises(SliceError, match=r"parts=\(6, 6, 4\): must each be a multiple of ranks=4; legal: \(8, 8, 4\)"):
+        strided((4, 16), (4, 4), ranks=4, parts=(6, 6, 4))
+    with pytest.raises(SliceError, match=r"parts=\(6, 6\): must sum to the 18 output features"):
+        strided((4, 18), (4, 9), ranks=2, parts=(6, 6))
+    place = plain((4, 6), (4, 3), ranks=2)
+    with pytest.raises(SliceError, match=r"into=\(5,\): must hold 12 elements"):
+        placed(torch.ones(4, 6), place, rank=0, ranks=2, into=torch.empty(5))
+    assert placed(None, place, rank=0, ranks=2) is None
+    with pytest.raises(SliceError, match="orientation=rows: is not a known word; legal: in-out|out-in"):
+        plain((4, 6), (4, 3), ranks=2, orientation="rows")
+
+
+@settings(max_examples=150, deadline=None)
+@given(heads_and_ranks(), st.sampled_from((1, 2, 3)), st.integers(0, 2), st.booleans())
+def test_dequantising_commutes_with_slicing(
+    drawn_: tuple[Heads, int], column_blocks: int, rows: int, transposed: bool
+) -> None:
+    """One scale of the whole weight, one a head, or one a row; and blocks of columns, which every rank needs."""
+    heads, ranks = drawn_
+    held = fused_rows(heads, ranks, "blocks")
+    count = (1, heads.query + 2 * heads.kv, heads.fused)[rows]
+    shape, grid = (heads.fused, 6), (count, column_blocks)
+    shape, grid = (shape[::-1], grid[::-1]) if transposed else (shape, grid)
+    place = Placement(shape=shape, axis="tp", dim=int(transposed), held=held)
+    weight, scale = drawn(shape, torch.int8, 3), torch.rand(grid, dtype=torch.float64)
+
+    def dequantised(weight: Tensor, scale: Tensor) -> Tensor:
+        for dim, size in enumerate(weight.shape):
+            blocks = scale.shape[dim]
+            scale = scale.repeat_interleave(size // blocks if blocks else 1, dim)
+        return weight.to(torch.float64) * scale
+
+    lies = scales(place, grid)
+    right = dequantised(weight, scale)
+    assert torch.equal(round_trip(scale, lies, ranks), scale)
+    for rank in range(ranks):
+        own, own_scale = placed(weight, place, rank=rank, ranks=ranks), placed(scale, lies, rank=rank, ranks=ranks)
+        expected = placed(right, place, rank=rank, ranks=ranks)
+        assert own is not None and own_scale is not None and expected is not None
+        assert torch.equal(dequantised(own, own_scale), expected)
+    if rows and ranks > 1:
+        wrong = placed(scale, whole_scales(place, grid), rank=1, ranks=ranks)
+        assert wrong is not None and wrong.shape != placed(scale, lies, rank=1, ranks=ranks).shape  # type: ignore[union-attr]
+
+
+def test_a_cut_inside_a_block_of_scales_is_refused() -> None:
+    place = plain((6, 4), (3, 4), ranks=2, orientation="out-in")
+    with pytest.raises(SliceError, match=r"grid=\(2, 3\): must divide the weight \(6, 4\) into equal blocks"):
+        scales(place, (2, 3))
+    with pytest.raises(SliceError, match=r"has blocks of 2 in dim 0, and a cut at 0..3 falls inside one"):
+        scales(place, (3, 1))
+
+
+def test_an_inverse_of_parts_that_disagree_or_leave_a_gap_is_refused() -> None:
+    copies: Held = ((range(0, 2), range(4, 5)), (range(2, 5),))
+    place = Placement(shape=(5,), axis="tp", held=copies)
+    good = [torch.tensor([0, 1, 4]), torch.tensor([2, 3, 4])]
+    assert inverse(good, place).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(SliceError, match="differs from another rank's copy"):
+        inverse([good[0], torch.tensor([2, 3, 9])], place)
+    gap = Placement(shape=(5,), axis="tp", held=in_turn([2, 2]))
+    with pytest.raises(SliceError, match="1 elements: lie on no rank"):
+        inverse([torch.tensor([0, 1]), torch.tensor([2, 3])], gap)
+    whole = Placement(shape=(2,))
+    with pytest.raises(SliceError, match="differs from another rank's copy"):
+        inverse([torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])], whole)

@@ -1,0 +1,154 @@
+"""DeepSpeed's own functions cut as ours wherever they are right; where they are wrong they cut as the deviation says.
+
+Thousands of inputs drawn from a seed. Rows are numbered, so that equal results mean the same rows in the same order.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.layout import Placement
+from parallel.slicing.errors import SliceError
+from parallel.slicing.heads import Heads, fused_rows, shared_qk_rows
+from parallel.slicing.sizes import shard_sizes
+from parallel.slicing.strided import equal_parts, placed, plain, strided
+from tests.parallel.slicing.deepspeed_copies import Named, copied, imported, numbered, parts_of, same
+
+deepspeed = imported()
+pytestmark = pytest.mark.peers
+DRAWS = 1500
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
+BLOCKS = ("GLMBlock", "MPTBlock", "MptBlock", "BaichuanLayer", "QWenBlock", "SomeDecoderLayer")
+GROUPS = ("BloomBlock", "FalconDecoderLayer", "GPTNeoXLayer")
+
+
+def ours_placed(whole: Tensor, place: Placement, ranks: int) -> list[Tensor]:
+    found = [placed(whole, place, rank=rank, ranks=ranks) for rank in range(ranks)]
+    return [part for part in found if part is not None]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("orientation", ["in-out", "out-in"])
+def test_strided_copy(orientation: str, bias: bool) -> None:
+    source = random.Random(f"strided {orientation} {bias}")
+    for _ in range(DRAWS):
+        ranks, splits = source.randint(2, 5), source.randint(1, 4)
+        out, inner = ranks * splits * source.randint(1, 4), source.randint(1, 5)
+        dim = 1 if orientation == "in-out" and not bias else 0
+        src = (out,) if bias else (inner, out) if dim else (out, inner)
+        dst = tuple(size // ranks if at == dim else size for at, size in enumerate(src))
+        whole = numbered(src, source.choice(DTYPES))
+        allocate = source.random() < 0.5
+        theirs = copied(
+            deepspeed, "strided_copy", whole, dst, ranks, orientation, num_splits=splits, allocate_tensor=allocate
+        )
+        place = strided(src, dst, ranks=ranks, parts=equal_parts(out, splits), orientation=orientation)
+        assert same(ours_placed(whole, place, ranks), theirs), (src, dst, ranks, splits)
+
+
+@pytest.mark.parametrize("cut", ["outputs", "inputs", "bias"])
+@pytest.mark.parametrize("orientation", ["in-out", "out-in"])
+def test_copy(orientation: str, cut: str) -> None:
+    source = random.Random(f"copy {orientation} {cut}")
+    for _ in range(DRAWS):
+        ranks = source.randint(2, 5)
+        long, other = ranks * source.randint(1, 4), source.randint(1, 5)
+        dim = 0 if cut == "bias" else int((orientation == "in-out") == (cut == "outputs"))
+        src = (long,) if cut == "bias" else (other, long) if dim else (long, other)
+        dst = tuple(size // ranks if at == dim else size for at, size in enumerate(src))
+        whole = numbered(src, source.choice(DTYPES))
+        theirs = copied(deepspeed, "copy", whole, dst, ranks, orientation, allocate_tensor=source.random() < 0.5)
+        assert same(ours_placed(whole, plain(src, dst, ranks=ranks, orientation=orientation), ranks), theirs)
+
+
+@pytest.mark.parametrize("call", ["strided_copy", "copy"])
+def test_what_is_whole_is_whole_and_a_merge_is_refused(call: str) -> None:
+    words = {"num_splits": 3} if call == "strided_copy" else {}
+    for src in ((4, 6), (6,)):
+        whole = numbered(src)
+        assert same([whole, whole], copied(deepspeed, call, whole, src, 2, "in-out", **words))
+        assert same([whole, whole], ours_placed(whole, plain(src, src, ranks=2), 2))
+    replace = deepspeed.slicing(mp_size=2)
+    assert getattr(replace, call)(torch.empty(4, 6), None, **words) is None
+    with pytest.raises(AssertionError, match="Merging tensors is not allowed"):
+        copied(deepspeed, call, numbered((4, 6)), (4, 9), 2, "in-out", **words)
+    with pytest.raises(SliceError, match="slicing cuts and never merges"):
+        plain((4, 6), (4, 9), ranks=2)
+
+
+def test_sizes() -> None:
+    source = random.Random("sizes")
+    names = ("", "fc1", "self_attn.q_proj", "mlp.down_proj", "lm_head", "embed_out", "block.w2", "mlp.dense_h_to_4h")
+    for _ in range(2 * DRAWS):
+        total, ranks, grain = source.randint(1, 300), source.randint(1, 9), source.choice((1, 1, 2, 16, 64))
+        kv_heads, name = source.choice((None, source.randint(1, 16))), source.choice(names)
+        meta = deepspeed.meta(num_kv_heads=kv_heads, tp_grain_size=grain)
+        theirs = deepspeed.sizes(total, ranks, meta, name or None)
+        assert shard_sizes(total, ranks, kv_heads=kv_heads, grain=grain, name=name) == tuple(theirs)
+
+
+def fused(name: str, heads: Heads, ranks: int, whole: Tensor, n_embd: int | None = None) -> list[Tensor]:
+    meta = deepspeed.meta(
+        num_kv_heads=heads.kv, num_attention_heads=heads.query, n_embd=n_embd or heads.query * heads.size
+    )
+    return [deepspeed.fused(Named(name), whole, ranks, rank, meta) for rank in range(ranks)]
+
+
+def drawn_heads(source: random.Random, *, grouped: bool) -> tuple[Heads, int]:
+    ranks = source.randint(2, 5)
+    kv = source.randint(ranks, ranks + 6)
+    return Heads(query=kv * (source.randint(1, 4) if grouped else 1), kv=kv, size=source.randint(1, 4)), ranks
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, *GROUPS, "Phi3DecoderLayer"])
+def test_fused_weights(name: str) -> None:
+    """Blocks with as many key as query heads, or two of them; groups and Phi-3 with any."""
+    source = random.Random(name)
+    order = "groups" if name in GROUPS else "blocks"
+    for _ in range(DRAWS // 2):
+        heads, ranks = drawn_heads(source, grouped=order == "groups" or name.startswith("Phi3"))
+        if order == "blocks" and source.random() < 0.3:
+            heads, ranks = Heads(query=2 * source.randint(1, 5), kv=2, size=heads.size), 2
+        columns = heads.query * heads.size if name.startswith("Phi3") else 2
+        bias = source.random() < 0.3 and not name.startswith("Phi3")
+        whole = numbered((heads.fused,) if bias else (heads.fused, columns))
+        theirs = fused(name, heads, ranks, whole)
+        assert same(parts_of(whole, fused_rows(heads, ranks, order)), theirs), (heads, ranks)
+
+
+def test_codegen() -> None:
+    source = random.Random("codegen")
+    for _ in range(DRAWS // 2):
+        ranks = source.randint(2, 5)
+        count = 4 * ranks * source.randint(1, 3)
+        heads = Heads(query=count, kv=count, size=source.randint(1, 4))
+        whole = numbered((heads.fused, 2))
+        assert same(parts_of(whole, fused_rows(heads, ranks, "codegen")), fused("CodeGenBlock", heads, ranks, whole))
+    with pytest.raises(AssertionError, match="num_kv_heads"):
+        fused("CodeGenBlock", Heads(query=4, kv=4, size=1), 2, numbered((12, 2)))
+    with pytest.raises(SliceError, match="multiple of the 4 blocks of CodeGen"):
+        fused_rows(Heads(query=4, kv=4, size=1), 2, "codegen")
+
+
+def test_one_kv_head_for_all() -> None:
+    """BigCode: the kv head is whole on every rank; queries are shared evenly when the meta counts query heads."""
+    source = random.Random("bigcode")
+    for _ in range(DRAWS // 2):
+        ranks = source.randint(2, 5)
+        heads = Heads(query=ranks * source.randint(1, 4), kv=1, size=source.randint(1, 4))
+        whole = numbered((heads.fused, 2))
+        meta = deepspeed.meta(num_kv_heads=heads.query, n_embd=heads.query * heads.size)
+        theirs = [deepspeed.fused(Named("GPTBigCodeBlock"), whole, ranks, rank, meta) for rank in range(ranks)]
+        assert same(parts_of(whole, fused_rows(heads, ranks, "blocks", spare="replicate")), theirs)
+
+
+def test_shared_query_and_key_heads() -> None:
+    for ranks in range(1, 6):
+        for pairs in range(1, 6):
+            heads = Heads(query=2 * ranks * pairs, kv=2 * ranks * pairs, size=1)
+            held = [[row for part in own for row in part] for own in shared_qk_rows(heads, ranks)]
+            assert held == [deepspeed.shared(heads.query, ranks, rank) for rank in range(ranks)]

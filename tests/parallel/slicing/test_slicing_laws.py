@@ -1,0 +1,195 @@
+"""Slices of generated shapes keep their laws: exact inverses, every element once, heads that meet, or a refusal."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel.layout import Placement
+from parallel.slicing.deviations import DEVIATIONS
+from parallel.slicing.errors import SliceError
+from parallel.slicing.heads import ORDERS, Heads, fused_rows, kv_rows, query_rows, shared_qk_rows, shares
+from parallel.slicing.held import in_turn, times_held, widths
+from parallel.slicing.laws import broken, same_bits
+from parallel.slicing.sizes import even_shares, shard_sizes
+from tests.parallel.slicing.drawn_slices import DTYPES, drawn, few_heads_and_ranks, heads_and_ranks, round_trip
+
+
+@settings(max_examples=400, deadline=None)
+@given(heads_and_ranks(), st.sampled_from(sorted(ORDERS)), st.booleans(), st.booleans(), st.sampled_from(DTYPES))
+def test_a_fused_weight_is_cut_exactly(
+    drawn_: tuple[Heads, int], order: str, transposed: bool, bias: bool, dtype: torch.dtype
+) -> None:
+    """inverse(slice(w)) == w bit for bit; every row once; a rank's part is a weight of its own heads."""
+    heads, ranks = drawn_
+    if order == "codegen":
+        heads = Heads(query=4 * ranks * heads.group, kv=4 * ranks * heads.group, size=heads.size)
+    held = fused_rows(heads, ranks, order)
+    assert broken(held, heads.fused, heads=heads, order=order, context=query_rows(heads, ranks)) == []
+    assert set(times_held(held, heads.fused)) == {1}
+    assert sum(widths(held)) == heads.fused
+    shape = (heads.fused,) if bias else (3, heads.fused) if transposed else (heads.fused, 3)
+    place = Placement(shape=shape, axis="tp", dim=int(transposed and not bias), held=held)
+    whole = drawn(shape, dtype, heads.fused)
+    assert same_bits(round_trip(whole, place, ranks), whole)
+
+
+@settings(max_examples=200, deadline=None)
+@given(heads_and_ranks())
+def test_query_heads_and_their_kv_head_are_on_one_rank(drawn_: tuple[Heads, int]) -> None:
+    heads, ranks = drawn_
+    for share, query, kv in zip(shares(heads, ranks), query_rows(heads, ranks), kv_rows(heads, ranks), strict=True):
+        assert {head // heads.group for head in share.query} == set(share.kv)
+        assert [row for part in query for row in part] == list(
+            range(share.query.start * heads.size, share.query.stop * heads.size)
+        )
+        assert [row for part in kv for row in part] == list(
+            range(share.kv.start * heads.size, share.kv.stop * heads.size)
+        )
+    assert broken(query_rows(heads, ranks), heads.query * heads.size, unit=heads.size) == []
+    assert broken(kv_rows(heads, ranks), heads.kv * heads.size, unit=heads.size) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(few_heads_and_ranks(), st.sampled_from(("blocks", "groups")))
+def test_fewer_kv_heads_than_ranks_are_a_choice(drawn_: tuple[Heads, int], order: str) -> None:
+    heads, ranks = drawn_
+    with pytest.raises(
+        SliceError, match=f"kv_heads={heads.kv}: leaves a rank of tp={ranks} without a head; legal: tp="
+    ):
+        fused_rows(heads, ranks, order)
+    empty = fused_rows(heads, ranks, order, spare="empty")
+    assert widths(empty)[heads.kv :] == (0,) * (ranks - heads.kv)
+    context = query_rows(heads, ranks, spare="empty")
+    assert broken(empty, heads.fused, heads=heads, order=order, context=context) == []
+    if ranks % heads.kv == 0 and heads.group % (ranks // heads.kv) == 0:
+        copies = fused_rows(heads, ranks, order, spare="replicate")
+        extra = 2 * (ranks - heads.kv) * heads.size
+        context = query_rows(heads, ranks, spare="replicate")
+        assert broken(copies, heads.fused, heads=heads, order=order, context=context, copied=extra) == []
+        assert broken(copies, heads.fused, heads=heads, order=order, context=context)[0].startswith(
+            f"{extra} elements are held more"
+        )
+        assert len(set(widths(copies))) == 1
+        place = Placement(shape=(heads.fused, 2), axis="tp", held=copies)
+        whole = drawn((heads.fused, 2), torch.float32, 7)
+        assert same_bits(round_trip(whole, place, ranks), whole)
+    else:
+        with pytest.raises(SliceError, match="cannot be copied"):
+            fused_rows(heads, ranks, order, spare="replicate")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 200),
+    st.integers(1, 9),
+    st.none() | st.integers(1, 12),
+    st.integers(1, 40),
+    st.sampled_from(("fc1", "mlp.down_proj", "lm_head", "model.lm_head", "self_attn.w1proj")),
+)
+def test_sizes_sum_to_the_dim(total: int, ranks: int, kv_heads: int | None, grain: int, name: str) -> None:
+    sizes = shard_sizes(total, ranks, kv_heads=kv_heads, grain=grain, name=name)
+    assert len(sizes) == ranks and sum(sizes) == total and min(sizes) >= 0
+    if kv_heads and total % kv_heads == 0 and name in ("fc1", "self_attn.w1proj"):
+        assert {size % (total // kv_heads) for size in sizes} == {0}
+    elif total >= grain:
+        assert {size % grain for size in sizes[:-1]} <= {0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "sizes"),
+    [
+        ({"total": 10, "ranks": 4}, (3, 3, 2, 2)),
+        ({"total": 16, "ranks": 4, "kv_heads": 2}, (8, 8, 0, 0)),
+        ({"total": 12, "ranks": 2, "kv_heads": 3}, (8, 4)),
+        ({"total": 12, "ranks": 2, "kv_heads": 3, "name": "mlp.up_proj"}, (6, 6)),
+        ({"total": 18, "ranks": 4, "grain": 4}, (4, 4, 4, 6)),
+        ({"total": 3, "ranks": 4, "grain": 4}, (1, 1, 1, 0)),
+        ({"total": 64, "ranks": 3, "kv_heads": 8}, (24, 24, 16)),
+        ({"total": 64, "ranks": 3, "kv_heads": 8, "name": "lm_head"}, (22, 21, 21)),
+        ({"total": 64, "ranks": 3, "kv_heads": 8, "name": "model.lm_head"}, (22, 21, 21)),
+        ({"total": 65, "ranks": 2, "grain": 16}, (32, 33)),
+        ({"total": 200, "ranks": 3, "grain": 64}, (64, 64, 72)),
+        ({"total": 96, "ranks": 5, "kv_heads": 6, "grain": 64}, (32, 16, 16, 16, 16)),
+    ],
+)
+def test_sizes_worked_out_by_hand(asked: dict[str, object], sizes: tuple[int, ...]) -> None:
+    """modes.md 8.2, experts.md 27.3; the head is known by the last part of its name, unlike in DeepSpeed."""
+    assert shard_sizes(**asked) == sizes  # type: ignore[arg-type]
+
+
+def test_codegen_rows_worked_out_by_hand() -> None:
+    """experts.md 27.4: 24 rows of 8 heads on 2 ranks."""
+    held = fused_rows(Heads(query=8, kv=8, size=1), 2, "codegen")
+    rows = [[row for part in own for row in part] for own in held]
+    assert rows == [[0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11], [12, 14, 16, 13, 15, 17, 18, 20, 22, 19, 21, 23]]
+
+
+def test_grouped_queries_in_blocks_worked_out_by_hand() -> None:
+    """modes.md 8.1: heads 8, kv 2 on 2 ranks: 0-3, 8, 10 and 4-7, 9, 11."""
+    held = fused_rows(Heads(query=8, kv=2, size=1), 2, "blocks")
+    assert held == ((range(4), range(8, 9), range(10, 11)), (range(4, 8), range(9, 10), range(11, 12)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
+def test_shared_query_and_key_heads(ranks: int, pairs: int, size: int) -> None:
+    heads = Heads(query=2 * ranks * pairs, kv=2 * ranks * pairs, size=size)
+    held = shared_qk_rows(heads, ranks)
+    assert broken(held, heads.query * size, unit=size) == []
+    with pytest.raises(SliceError, match="an even number for each of tp="):
+        shared_qk_rows(Heads(query=heads.query + 1, kv=heads.query + 1, size=size), ranks)
+
+
+@pytest.mark.parametrize("name", DEVIATIONS)
+def test_a_deviation_breaks_a_law_wherever_it_is_wrong(name: str) -> None:
+    """Of all small heads and ranks."""
+    wrong = 0
+    for ranks, kv, group, size in product(range(2, 7), range(1, 13), range(1, 5), range(1, 6)):
+        heads = Heads(query=kv * group, kv=kv, size=size)
+        if DEVIATIONS[name].needs(heads, ranks):
+            wrong += 1
+            assert laws_broken(name, heads, ranks), (heads, ranks)
+    assert wrong > 20
+
+
+def laws_broken(name: str, heads: Heads, ranks: int) -> list[str]:
+    """By a deviation whose output projection is cut by heads, as DeepSpeed's is."""
+    deviation = DEVIATIONS[name]
+    held = deviation.held(heads, ranks)
+    if not deviation.order:
+        return broken(held, heads.query * heads.size, unit=heads.size)
+    context = query_rows(heads, ranks, spare="empty")
+    return broken(held, heads.fused, heads=heads, order=deviation.order, context=context)
+
+
+def test_each_deviation_is_seen_by_the_law_that_is_meant_for_it() -> None:
+    told = {
+        "grouped-thirds": (Heads(query=8, kv=2, size=1), 2, "heads, which share nothing evenly"),
+        "decoder-layer-thirds": (
+            Heads(query=6, kv=6, size=1),
+            2,
+            "rank 0: its query heads are 0 2 4, its columns of the output projection those of 0 1 2",
+        ),
+        "container-size": (Heads(query=8, kv=1, size=8), 4, "16 of 80 elements are held by no rank"),
+        "half-heads": (Heads(query=12, kv=2, size=8), 4, "holds a part of a head"),
+        "dropped-remainder": (Heads(query=7, kv=7, size=1), 2, "1 of 21 elements are held by no rank"),
+        "queries-by-features": (Heads(query=3, kv=3, size=4), 2, "falls inside a head of 4"),
+        "odd-shared-heads": (Heads(query=6, kv=6, size=1), 2, "elements are held more than once"),
+    }
+    assert told.keys() == DEVIATIONS.keys()
+    for name, (heads, ranks, words) in told.items():
+        assert DEVIATIONS[name].needs(heads, ranks), name
+        assert any(words in law for law in laws_broken(name, heads, ranks)), name
+
+
+def test_an_element_beyond_the_dim_is_seen() -> None:
+    assert broken(in_turn([3, 3]), 5) == ["element 5 is held, and there are 5"]
+
+
+def test_even_shares_are_the_first_ranks_one_more() -> None:
+    assert even_shares(10, 4) == (3, 3, 2, 2)

@@ -1,0 +1,139 @@
+"""The words of a slice: what is refused, what follows from what, and that every family's slices keep their laws."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from parallel.slicing.errors import SliceError
+from parallel.slicing.families import FAMILIES, ROLES
+from parallel.slicing.held import widths
+from parallel.slicing.laws import inverse, same_bits
+from parallel.slicing.slices import Slice, slices
+from parallel.slicing.strided import placed
+from parallel.slicing.words import Sliced
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "family=gpt5",
+            "family=gpt5: is not a known word; legal: opt|llama|yuan|phi3|bloom|falcon|glm|qwen|mpt|codegen|",
+        ),
+        ("mode=tp", "mode=tp: is not a word of a slice; legal: one of preset family hidden heads"),
+        ("heads", "heads=heads: is not a word of a slice"),
+        ("hidden=x", "hidden=x: must be a whole number; legal: hidden=1"),
+        ("tp=0", "tp=0: must be at least 1; legal: tp=1"),
+        ("heads=0", "heads=0: must divide hidden=768 unless head_dim is given"),
+        ("heads=10", "heads=10: must divide hidden=768 unless head_dim is given"),
+        ("heads=12 kv_heads=5", "kv_heads=5: must divide heads=12"),
+        ("family=bloom path=container", "path=container: has no container of family=bloom; legal: path=autotp"),
+        ("family=opt spare=empty", "spare=empty: is a choice of path=autotp; legal: spare=refuse"),
+        ("family=opt path=autotp tp=16", "kv_heads=12: leaves a rank of tp=16 without a head; legal: tp=12, or spare="),
+        ("family=llama ffn=2 tp=4", "ffn=2: leaves rank 2 of 4 with nothing; legal: ffn=4"),
+        ("preset=gpt3-857m", "preset=gpt3-857m: is not a known word; legal: llama3-8b|llama3-70b|llama3-405b|opt-125m"),
+        (
+            "family=codegen heads=4 hidden=16 tp=2",
+            "heads=2: on a rank must be equal to kv_heads and a multiple of the 4",
+        ),
+        ("family=yuan heads=6 hidden=24 tp=2", "heads=6: must be kv_heads and an even number for each of tp=2"),
+        ("bias=maybe", "bias=maybe: must be true or false"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_rule(text: str, message: str) -> None:
+    with pytest.raises(SliceError) as caught:
+        slices(Sliced.parse(text))
+    assert str(caught.value).startswith(message)
+    assert "; legal: " in str(caught.value)
+
+
+def test_what_follows_from_what() -> None:
+    opt = Sliced.parse("family=opt hidden=768 heads=12 tp=2")
+    assert (opt.kv_heads, opt.head_dim, opt.ffn, opt.vocab, opt.bias, opt.path) == (
+        12,
+        64,
+        3072,
+        50272,
+        True,
+        "container",
+    )
+    llama = Sliced.parse("preset=llama3-8b tp=8")
+    assert (llama.hidden, llama.heads, llama.kv_heads, llama.ffn, llama.path) == (4096, 32, 8, 14336, "autotp")
+    assert not llama.bias
+    bigcode = Sliced.parse("family=bigcode hidden=64 heads=8 tp=4")
+    assert (bigcode.kv_heads, bigcode.spare) == (1, "replicate")
+    assert Sliced.parse("preset=opt-125m tp=4").attention.fused == 2304
+    assert [word.name for word in Sliced.meanings()][:3] == ["preset", "family", "hidden"]
+
+
+def shapes(family: str, tp: int) -> str:
+    """Small sizes that this family can cut."""
+    heads = {"codegen": 4 * tp, "yuan": 2 * tp}.get(family, 2 * tp if family == "bigcode" else tp + 1)
+    return (
+        f"family={family} hidden={4 * heads} heads={heads} ffn={8 * tp + 3} vocab=37 positions=11 tp={tp} path=autotp"
+    )
+
+
+def round_trip(one: Slice, tp: int) -> None:
+    whole = torch.randn(one.place.shape)
+    parts = [placed(whole, one.place, rank=rank, ranks=tp) for rank in range(tp)]
+    assert same_bits(inverse([part for part in parts if part is not None], one.place), whole), one.name
+
+
+@pytest.mark.parametrize(("family", "head"), list(product(FAMILIES, ("sum", "gather"))))
+def test_every_family_keeps_its_laws(family: str, head: str) -> None:
+    for tp in (1, 2, 3, 4):
+        model = Sliced.parse(f"{shapes(family, tp)} head={head}")
+        found = slices(model)
+        assert len({one.name for one in found}) == len(found)
+        for one in found:
+            assert one.broken == [], (one.name, one.broken)
+            round_trip(one, tp)
+        by_role = {
+            linear.role: one
+            for linear in FAMILIES[family].linears
+            for one in found
+            if one.name == f"{linear.name}.weight"
+        }
+        inner = widths(by_role["down"].place.held)
+        ups = [by_role[role] for role in ("up", "gate_up") if role in by_role]
+        assert ups
+        for up in ups:
+            assert widths(up.place.held) == tuple(width * (1 + ("gate_up" in by_role)) for width in inner)
+        assert sum(inner) == model.ffn
+
+
+def test_a_bias_follows_its_rows_or_is_added_once() -> None:
+    found = {one.name: one for one in slices(Sliced.parse("family=opt heads=12 tp=5 path=autotp"))}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "fc1"):
+        assert found[f"{name}.bias"].place.held == found[f"{name}.weight"].place.held
+        assert widths(found[f"{name}.bias"].place.held)[0] > widths(found[f"{name}.bias"].place.held)[-1]
+    for name in ("self_attn.out_proj", "fc2"):
+        assert found[f"{name}.weight"].place.dim == 1
+        assert found[f"{name}.bias"].place.axis == "" and "added once" in found[f"{name}.bias"].rule
+
+
+def test_kv_heads_that_are_copied_are_counted() -> None:
+    found = {
+        one.name: one for one in slices(Sliced.parse("family=llama hidden=64 heads=8 kv_heads=2 tp=4 spare=replicate"))
+    }
+    assert found["self_attn.k_proj.weight"].copied == 2 * 8 and found["self_attn.q_proj.weight"].copied == 0
+    assert all(one.broken == [] for one in found.values())
+    bigcode = slices(Sliced.parse("family=bigcode hidden=64 heads=8 tp=4"))[0]
+    assert bigcode.copied == 2 * 3 * 8 and widths(bigcode.place.held) == (32, 32, 32, 32)
+
+
+def test_ranks_without_a_head_are_a_choice() -> None:
+    found = {
+        one.name: one for one in slices(Sliced.parse("family=llama hidden=64 heads=8 kv_heads=2 tp=4 spare=empty"))
+    }
+    assert widths(found["self_attn.q_proj.weight"].place.held) == (32, 32, 0, 0)
+    assert all(one.broken == [] for one in found.values())
+
+
+def test_every_role_is_used_and_known() -> None:
+    roles = {linear.role for family in FAMILIES.values() for linear in family.linears}
+    assert roles == set(ROLES)
