@@ -1,4 +1,4 @@
-"""The interface of every engine: one way to run a program on all ranks, the driver always outside of the ranks.
+"""The interface of every engine: one way to run a program on all ranks, driven from outside the ranks.
 
 Engines differ in what a rank is (a thread here, a process of a pool, a torchrun worker, one rank on meta tensors) and
 agree on everything that the rest of the harness sees: results by rank, the observer's calls, the errors.
@@ -11,12 +11,30 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from harness.errors import RequestError
 from harness.ledger import Observer
 
-__all__ = ["Engine", "Program", "Unwaited"]
+__all__ = ["Closable", "Engine", "Program", "RunRequest", "Unwaited"]
 
 Program = Callable[..., Any]
 """`program(rank, *args)`, called once on every rank with torch.distributed initialised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """One run of a program. Raises RequestError for a world without ranks, or a time limit (s) that is not positive."""
+
+    program: Program
+    args: tuple[Any, ...]
+    world_size: int
+    seed: int
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise RequestError(f"world_size {self.world_size}: must be at least 1; legal: 2")
+        if not self.timeout_s > 0:
+            raise RequestError(f"timeout_s {self.timeout_s}: must be above 0; legal: 60")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +58,12 @@ class Engine(Protocol):
 
     @property
     def remote(self) -> bool:
-        """Whether ranks live in other processes: programs and results are pickled, and nobody is observed from here."""
+        """Whether ranks live in other processes: programs and results are pickled, and no observer is called here."""
         ...
 
     @property
     def unwaited(self) -> tuple[Unwaited, ...]:
-        """The works of the last run that nobody waited for, by rank, in the order of issue."""
+        """The works of the last run that were never waited for, by rank, in the order of issue."""
         ...
 
     def run(
@@ -59,14 +77,14 @@ class Engine(Protocol):
     ) -> list[Any]:
         """The results of `program(rank, *args)` by rank.
 
-        Every rank starts with its random streams at `seed`. A remote engine takes no observer: one is made inside of
-        every rank (harness.running.rank_task). Raises RequestError (exit status 2), ProgramError (1) or
+        Every rank starts with its random streams at `seed`. A remote engine takes no observer:
+        harness.running.rank_task makes one inside every rank. Raises RequestError (exit status 2), ProgramError (1) or
         MachineError (3); the engine stays usable.
         """
         ...
 
     def close(self) -> None:
-        """Give back what the engine holds; a closed engine refuses to run."""
+        """Release what the engine holds; a closed engine refuses to run."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -74,3 +92,31 @@ class Engine(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
+
+
+class Closable:
+    """What every engine shares: a context that closes it once, after which it refuses to run."""
+
+    _closed = False
+
+    def close(self) -> None:
+        """Release what the engine holds, and refuse further runs."""
+        if not self._closed:
+            self._closed = True
+            self._release()
+
+    def _release(self) -> None:
+        """What an engine holds from run to run, if anything."""
+
+    def _require_open(self) -> None:
+        """Raises RequestError when the engine is closed."""
+        if self._closed:
+            raise RequestError(f"run: the engine is closed; legal: a new {type(self).__name__}()")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

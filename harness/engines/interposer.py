@@ -1,15 +1,14 @@
-"""Sees every collective on real backends (gloo, NCCL, fake): a kernel for each `c10d::` operator at key BackendSelect.
+"""Observes every collective on real backends (gloo, NCCL, fake): a kernel of each `c10d::` operator at BackendSelect.
 
 That key is in every call's key set, above the backends and below autograd and the modes, and c10d has no kernel there.
 So in-place and functional calls, DDP's reducer, FSDP2, DTensor, point-to-point and object calls of any thread pass
-here, each once, and nothing on the way to other operators is touched. Not seen: calls made on a `Backend` object
-itself, symmetric memory, CUDA graph replays. Calls are sent on with `redispatch`; the boxed variant deadlocks against
-gloo's mutex.
+here, each once, and other operators are not affected. Not observed: calls made on a `Backend` object itself, symmetric
+memory, CUDA graph replays. Calls are passed on with `redispatch`; the boxed variant deadlocks against gloo's mutex.
 
 A synchronous collective on CPU is waited for here, where its caller would wait next, so that its duration is true; on a
-GPU nothing waits, and what is told is told in the order of a stream. The completion of an asynchronous call is told on
-a GPU alone, by its future, whose callback runs at once in a stream that waits for the collective; not tried, since it
-was written without a GPU. That of send and recv is not told: a second wait for gloo's message would wait for a second
+GPU nothing waits, and completions are in the order of a stream. The completion of an asynchronous call is observed on a
+GPU alone, by its future, whose callback runs at once in a stream that waits for the collective; not tried, since it was
+written without a GPU. That of send and recv is not observed: a second wait for gloo's message would wait for a second
 message.
 """
 
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engines.calls.operators import MESSAGES, Told, communicates, reader, tensors_in
+from harness.engines.calls.operators import MESSAGES, OperatorCall, communicates, reader, tensors_in
 from harness.errors import MachineError
 from harness.ledger import OTHER, Call, Observer
 from harness.torch_internals.groups import fake_group
@@ -37,13 +36,13 @@ __all__ = ["CallLog", "Interposer", "observing"]
 
 _KEY = "BackendSelect"
 _UNFOLLOWED = (*MESSAGES, OTHER)
-"""Ops whose works nobody waits for here: a message is there once, and of other operators nothing is known."""
+"""Ops whose works are not waited for here: a message arrives once, and of other operators nothing is known."""
 
 
 class CallLog(Protocol):
-    """Whoever needs more of a call than the ledger does: an engine that compares ranks."""
+    """For an engine that needs more of a call than the ledger has, to compare ranks."""
 
-    def entered(self, told: Told) -> None:
+    def entered(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
         ...
 
@@ -52,18 +51,19 @@ class CallLog(Protocol):
         ...
 
     def follow(self, work: Any, outputs: Sequence[Tensor], waited: Callable[[], None]) -> dist.Work:
-        """The work of the call entered last, an asynchronous one; what comes back is given to the program.
+        """The work to give to the program in place of `work`, that of the asynchronous call entered last.
 
-        `outputs` are the tensors that the operator returns beside the work; `waited` hears its first wait.
+        `outputs` are the tensors that the operator returns beside the work; `waited` is to be called at its first wait.
         """
         ...
 
 
 class Interposer:
-    """While entered, tells the observer of every call that this process issues through the dispatcher.
+    """While entered, the observers get every call that this process issues through the dispatcher.
 
-    An operator that is not known here is told as op `other`, from its schema. Raises MachineError when someone else
-    sits at the key already, or when a probe call is not seen: a blind recorder must not pass for a silent program.
+    An operator that is not known here is reported as op `other`, from its schema. Raises MachineError when another
+    kernel is at the key already, or when a probe call is not observed: a blind recorder must not pass for a silent
+    program.
     """
 
     def __init__(self, *observers: Observer, log: CallLog | None = None) -> None:
@@ -77,8 +77,8 @@ class Interposer:
         with ExitStack() as installed:
             self._add = installed.enter_context(kernels("c10d", _KEY))
             self._names = set()
-            self.look_for_more()
-            self._prove()
+            self.add_operators()
+            self._probe()
             token = _ENTERED.set(self)
             installed.callback(_ENTERED.reset, token)
             self._installed = installed.pop_all()
@@ -89,8 +89,8 @@ class Interposer:
     ) -> None:
         self._installed.close()
 
-    def look_for_more(self) -> None:
-        """See the operators of c10d too that were registered since: a library that was imported may bring its own."""
+    def add_operators(self) -> None:
+        """Observe operators of c10d too that were registered since, by an imported library. Raises MachineError."""
         operators = {name: getattr(torch.ops.c10d, name) for name in _operators() if name not in self._names}
         fresh = {name: overloads.default for name, overloads in operators.items() if hasattr(overloads, "default")}
         fresh = {name: operator for name, operator in fresh.items() if communicates(operator)}
@@ -107,8 +107,8 @@ class Interposer:
         self._names |= fresh.keys()
 
     @contextmanager
-    def telling(self, *observers: Observer) -> Iterator[None]:
-        """These observers are told too, until the body ends."""
+    def also_observed_by(self, *observers: Observer) -> Iterator[None]:
+        """These observers get the calls too, until the body ends."""
         before = self._observers
         self._observers = (*before, *observers)
         try:
@@ -120,10 +120,10 @@ class Interposer:
         read = reader(name, operator)
 
         def kernel(keys: Any, *arguments: Any) -> Any:
-            told = read(arguments)
-            rank, call, log = told.rank, told.call, self._log
+            issued = read(arguments)
+            rank, call, log = issued.rank, issued.call, self._log
             if log is not None:
-                log.entered(told)
+                log.entered(issued)
             tickets = [(observer, observer.issued(rank, call)) for observer in self._observers]
             result = operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
             if not call.is_async and call.op not in _UNFOLLOWED:
@@ -140,8 +140,8 @@ class Interposer:
 
         return kernel
 
-    def _prove(self) -> None:
-        """Issue one call in a private group of one rank, and see that it is told right."""
+    def _probe(self) -> None:
+        """Issue one call in a private group of one rank. Raises MachineError unless it is observed as issued."""
         probe, watched, log = _Probe(), self._observers, self._log
         self._observers, self._log = (probe,), None
         try:
@@ -151,25 +151,25 @@ class Interposer:
             group.allreduce([torch.zeros(8)[2:5]], options)
         finally:
             self._observers, self._log = watched, log
-        said = [(c.op, c.reduce_op, c.group, c.dtype, c.shapes, c.payload_bytes, c.is_async) for c in probe.calls]
-        if said != [("all_reduce", "max", (0,), "float32", ((3,),), 12, False)]:
-            raise _blind(f"a probe all_reduce of 12 bytes was seen as {said}")
+        observed = [(c.op, c.reduce_op, c.group, c.dtype, c.shapes, c.payload_bytes, c.is_async) for c in probe.calls]
+        if observed != [("all_reduce", "max", (0,), "float32", ((3,),), 12, False)]:
+            raise _blind(f"a probe all_reduce of 12 bytes was seen as {observed}")
 
 
 _ENTERED: ContextVar[Interposer | None] = ContextVar("shardproof_interposer", default=None)
-"""The interposer that was entered around the running code: there is one kernel a process, but many may listen."""
+"""The interposer that was entered around the running code: one kernel a process, for any number of observers."""
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Tell the observer of every call in the body: by the interposer that is entered here, else by one of its own."""
+    """The observer gets every call in the body: from the interposer that is entered here, else from one of its own."""
     entered = _ENTERED.get()
-    with Interposer(observer) if entered is None else entered.telling(observer):
+    with Interposer(observer) if entered is None else entered.also_observed_by(observer):
         yield
 
 
 class _Probe:
-    """Keeps the calls that it is told of."""
+    """Keeps the calls that it observes."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -192,7 +192,7 @@ def _blind(why: str) -> MachineError:
 
 
 def _operators() -> list[str]:
-    """The operators of c10d. Raises MachineError when torch tells none."""
+    """The operators of c10d. Raises MachineError when torch lists none."""
     names = operator_names("c10d")
     if not names:
         raise _blind("no operators of c10d are known")
@@ -205,10 +205,10 @@ def _completed(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
 
 
 def _waited(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
-    """Tell those observers that want to know when the program waits for an asynchronous call."""
+    """The program waits for an asynchronous call: notify those observers that have a method for it."""
     for observer, ticket in tickets:
-        if (hear := getattr(observer, "waited", None)) is not None:
-            hear(rank, ticket)
+        if (notify := getattr(observer, "waited", None)) is not None:
+            notify(rank, ticket)
 
 
 def _wait(result: Any) -> None:
@@ -219,13 +219,13 @@ def _wait(result: Any) -> None:
             dist.Work.unbox(part).wait()
 
 
-def _when_done(result: Any, tell: Callable[[], None]) -> None:
-    """Tell when the work in an operator's result is done, if its backend has a future of it."""
+def _when_done(result: Any, notify: Callable[[], None]) -> None:
+    """Notify when the work in an operator's result is done, if its backend has a future of it."""
     parts = result if isinstance(result, tuple) else (result,)
     for part in parts:
         if isinstance(part, torch.ScriptObject):
             with suppress(RuntimeError):
-                dist.Work.unbox(part).get_future().add_done_callback(lambda _future: tell())
+                dist.Work.unbox(part).get_future().add_done_callback(lambda _future: notify())
 
 
 def _replaced(result: Any, follow: Callable[[Any, Sequence[Tensor]], dist.Work]) -> Any:

@@ -2,7 +2,7 @@
 
 It stands between the command and the ranks so that a tool can be put around it. Ranks are spawned, one set of processes
 for all cases of a world size, and end in good order: a tool loses what a killed process saw last. Every rank leaves
-FOLDER/<case>/rank<r>.pickle, an `Ended`. Exit status 0 when every rank came to its end.
+FOLDER/<case>/rank<r>.pickle, a `RankResult`. Exit status 0 when every rank came to its end.
 """
 
 from __future__ import annotations

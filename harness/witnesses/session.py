@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.engines.processes.rank_program import Ended
+from harness.engines.processes.rank_program import RankResult
 from harness.errors import MachineError, error_text
 from harness.protocols import CaseLike, case_text
 from harness.witnesses.chosen import steps_text
@@ -105,7 +105,7 @@ def _session(job: SessionRequest, folder: Path, case: CaseLike, seen: Sequence[S
             return Session(
                 tool=job.tool, folder=folder, problem=f"rank {rank} left no result; its words are in {folder.parent}"
             )
-        end: Ended = pickle.loads(left.read_bytes())
+        end: RankResult = pickle.loads(left.read_bytes())
         left.unlink()
         if not isinstance(end.value, Measured):
             why = error_text(end.error) if end.error else "its program left early"

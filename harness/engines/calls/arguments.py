@@ -1,7 +1,7 @@
-"""The arguments of torch's process group methods: read, and judged as far as one rank alone can.
+"""The arguments of torch's process group methods: read, and checked as far as one rank alone can.
 
 A wrong argument is a ValueError in the rank's own code, as with gloo and NCCL; it names the value, the rule and a legal
-value. What only two ranks together can judge is compared when they meet.
+value. What takes two ranks to check is compared when their calls are matched.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ def checked(tensors: Any) -> list[Tensor]:
 
 
 def form_of(tensors: Sequence[Tensor]) -> str:
-    """How tensors are handed over, when not as one list a rank."""
+    """How tensors are passed, when not as one list a rank."""
     return "single" if len(tensors) == 1 else "coalesced"
 
 
 def reduction(opts: Any, tensors: list[Tensor]) -> tuple[str, Sequence[Tensor]]:
-    """The reduce op's name and the tensors to reduce: the given list itself, or copies scaled by a factor."""
+    """The reduce op's name and the tensors to reduce: the given list itself, or copies scaled by a factor.
+
+    Raises ValueError for a reduce op that the dtype does not have.
+    """
     given = getattr(opts, "reduceOp", opts)
     name = "sum" if given is None else REDUCE_OPS[int(getattr(given, "op", given))]
     if name in _ANY_DTYPE:

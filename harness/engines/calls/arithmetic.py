@@ -2,7 +2,7 @@
 
 `members` holds one Operands a rank, in group-rank order. Reductions add in rank order, in the tensors' own dtype, once:
 every rank gets the same bits. Tensor by tensor, all inputs are read before an output is written: ranks may share them.
-Works on any dtype and on meta tensors. A size that ranks tell each other in pairs is checked here: Disagreement.
+Works on any dtype and on meta tensors. The sizes of an all_to_all are compared here, in pairs: Disagreement.
 
 Nothing here is seen by autograd, dispatch modes or function modes of the rank that happens to run it. Versions of the
 outputs are counted up all the same, so that autograd refuses a tensor that was saved for backward and then overwritten;
@@ -50,7 +50,7 @@ class Operands(NamedTuple):
 
 
 class Disagreement(Exception):
-    """Two ranks of one call expect different sizes of each other: group ranks `ranks`, said in words."""
+    """Two ranks of one call expect different sizes of each other: group ranks `ranks`, and a text for both."""
 
     def __init__(self, ranks: tuple[int, int], words: str) -> None:
         self.ranks = ranks
@@ -132,7 +132,7 @@ def reduce_scatter_lists(members: Sequence[Operands], reduce_op: str, root: int)
 
 
 def all_to_all(members: Sequence[Operands], reduce_op: str, root: int) -> None:
-    """outputs[s] of rank r = inputs[r] of rank s."""
+    """outputs[s] of rank r = inputs[r] of rank s. Raises Disagreement when the shapes differ."""
     for receiver, member in enumerate(members):
         for sender, output in enumerate(member.outputs):
             sent = members[sender].inputs[receiver]
@@ -144,7 +144,7 @@ def all_to_all(members: Sequence[Operands], reduce_op: str, root: int) -> None:
 
 
 def all_to_all_single(members: Sequence[Operands], reduce_op: str, root: int) -> None:
-    """Rows [block r] of rank s's input go to rows [block s] of rank r's output."""
+    """Rows [block r] of rank s's input go to rows [block s] of rank r's output. Raises Disagreement on other counts."""
     blocks = [member.inputs[0].split(list(member.input_rows)) for member in members]
     for receiver, member in enumerate(members):
         for sender, expected in enumerate(member.output_rows):

@@ -1,4 +1,4 @@
-"""The operators of c10d read: what each says, from its arguments, in the ledger's words.
+"""The operators of c10d: the call that each issues, read from its arguments, in the ledger's words.
 
 Source: the schemas of the `c10d::` operators of torch 2.11 to 2.14. Group, root and peer are group ranks there. An
 operator that is not in OPERATORS is read from its schema alone: the group, and all its tensors as the payload.
@@ -22,20 +22,20 @@ from harness.ledger import OTHER, Call
 from harness.torch_internals.operators import arguments_of
 from harness.torch_internals.world import ranks_of
 
-__all__ = ["MESSAGES", "OPERATORS", "Operator", "Told", "communicates", "reader", "tensors_in"]
+__all__ = ["MESSAGES", "OPERATORS", "Operator", "OperatorCall", "communicates", "reader", "tensors_in"]
 
 MESSAGES = ("send", "recv")
 
 
-class Told(NamedTuple):
-    """One call as the operator's arguments tell it. `group` is torch's name of the group, `tag` a message's, else 0.
+class OperatorCall(NamedTuple):
+    """One call, read from its operator's arguments. `group` is torch's name of the group, `tag` that of a message.
 
     `sends` and `expects`: what an all_to_all sends to and expects from every rank of the group, rows or shapes.
     """
 
     rank: int
     call: Call
-    said: Signature
+    signature: Signature
     group: str
     tag: int
     sends: tuple[Any, ...] = ()
@@ -43,7 +43,7 @@ class Told(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """What an operator is in the ledger, and which of its arguments are the payload, the peer, and what must agree."""
+    """The ledger's op of an operator; which arguments are the payload, the peer, and the tensors that must agree."""
 
     op: str
     payload: str = ""
@@ -75,11 +75,11 @@ OPERATORS = {
     "barrier": Operator("barrier"),
     "monitored_barrier_": Operator("barrier"),
 }
-"""Payload and what must agree are the same tensors unless `agree` is given; `form` is told by the number of tensors."""
+"""What must agree is the payload unless `agree` is given; `form` follows from the number of tensors."""
 
 
-def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], Told]:
-    """A function from an operator's arguments to what they tell."""
+def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
+    """A function from an operator's arguments to the call."""
     if name not in OPERATORS:
         return _from_schema(name, operator)
     described = OPERATORS[name]
@@ -91,7 +91,7 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], Told]:
 
     exchanged = _shapes_exchanged if described.form == "list" else _rows_exchanged
 
-    def read(arguments: Sequence[Any]) -> Told:
+    def read(arguments: Sequence[Any]) -> OperatorCall:
         group = dist.ProcessGroup.unbox(arguments[group_at])
         ranks = ranks_of(group)
         payload = tensors_in(arguments[payload_at]) if payload_at >= 0 else []
@@ -104,12 +104,12 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], Told]:
         agreeing = tensors_in(arguments[agree_at]) if agree_at >= 0 else payload
         shapes = shapes_of(agreeing) if op != "all_to_all" else _free_of_rows(described.form, payload)
         root = arguments[peer_at] if rooted else -1
-        said = Signature(op, described.form or form_of(agreeing), reduce_op, root, dtype_text(payload), shapes)
+        signature = Signature(op, described.form or form_of(agreeing), reduce_op, root, dtype_text(payload), shapes)
         peer = ranks[arguments[peer_at]] if peer_at >= 0 else -1
-        call = call_of(said, payload, ranks, group.group_desc, peer, is_async)
+        call = call_of(signature, payload, ranks, group.group_desc, peer, is_async)
         tag = arguments[tag_at] if tag_at >= 0 else 0
         sends, expects = exchanged(arguments, len(ranks)) if op == "all_to_all" else ((), ())
-        return Told(ranks[group.rank()], call, said, group.group_name, tag, sends, expects)
+        return OperatorCall(ranks[group.rank()], call, signature, group.group_name, tag, sends, expects)
 
     return read
 
@@ -137,24 +137,26 @@ def communicates(operator: Any) -> bool:
     return any(argument.kind == "group" for argument in arguments_of(operator))
 
 
-def _from_schema(name: str, operator: Any) -> Callable[[Sequence[Any]], Told]:
+def _from_schema(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
     """A reader of an operator that is not known here. Ranks need not agree in anything but its name, its `form`."""
     described = arguments_of(operator)
     places = {argument.name: i for i, argument in enumerate(described)}
     group_at = next(i for i, argument in enumerate(described) if argument.kind == "group")
     tensors_at = [i for i, argument in enumerate(described) if argument.kind == "tensors"]
     async_at = places.get("async_op", -1)
-    said = Signature(OTHER, name, "", -1, "", ())
+    signature = Signature(OTHER, name, "", -1, "", ())
 
-    def read(arguments: Sequence[Any]) -> Told:
+    def read(arguments: Sequence[Any]) -> OperatorCall:
         group = dist.ProcessGroup.unbox(arguments[group_at])
         ranks = ranks_of(group)
         given = [arguments[i] for i in tensors_at if i < len(arguments) and arguments[i] is not None]
         payload = [tensor for argument in given for tensor in tensors_in(argument)]
         is_async = async_at >= 0 and (len(arguments) <= async_at or bool(arguments[async_at]))
-        read_as = said._replace(dtype=dtype_text(payload))
+        read_as = signature._replace(dtype=dtype_text(payload))
         call = call_of(read_as, payload, ranks, group.group_desc, -1, is_async)
-        return Told(ranks[group.rank()], replace(call, operator=f"c10d::{name}"), said, group.group_name, 0)
+        return OperatorCall(
+            ranks[group.rank()], replace(call, operator=f"c10d::{name}"), signature, group.group_name, 0
+        )
 
     return read
 

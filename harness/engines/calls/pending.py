@@ -1,59 +1,73 @@
-"""Calls in flight: groups, the meeting of a collective, the two posts of a point-to-point call, and their faults."""
+"""Calls in flight: collectives that not every rank has issued, messages without their other end, and mismatches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from harness.engines.calls.arithmetic import Operands
+from harness.engines.calls.arithmetic import Combine, Operands
 from harness.engines.calls.signature import Signature
 from harness.errors import ranks_text
 from harness.ledger import shape_text
 
-__all__ = ["ANY", "Fault", "Group", "Meeting", "Post", "SameRanks", "mail_fault", "tell_apart"]
+__all__ = [
+    "ANY",
+    "MAKES_GROUP",
+    "GroupCall",
+    "GroupsByRanks",
+    "Mismatch",
+    "PendingCollective",
+    "PendingMessage",
+    "RankGroup",
+    "label_group",
+    "world_of",
+]
 
 _WORLD, _UNNAMED = "default_pg", "undefined"
-"""What torch calls the groups that the user did not name: that of all ranks, and any other."""
+"""torch's names of groups that the user did not name: the group of all ranks, and any other."""
 ANY = -1
-"""The peer of a receive that takes from anybody."""
+"""The peer of a receive from any source."""
 
 
-class Meeting:
-    """One collective in flight. `said` is what the first rank to come said; by group rank: `operands` (None: not come
-    yet) and `parted` (who says something else).
+class PendingCollective:
+    """One collective in flight, identified by its group and its number in the group.
+
+    `signature` is that of the first rank that issued it. By group rank: `operands` (None until the rank has issued the
+    call) and `differing` (the signatures that differ from the first). `waiters` are the ranks that wait for it.
     """
 
-    __slots__ = ("done", "missing", "operands", "parted", "said", "waiters")
+    __slots__ = ("differing", "done", "missing", "operands", "signature", "waiters")
 
-    def __init__(self, said: Signature, size: int) -> None:
-        self.said = said
+    def __init__(self, signature: Signature, size: int) -> None:
+        self.signature = signature
         self.operands: list[Operands | None] = [None] * size
         self.missing = size
-        self.parted: dict[int, Signature] = {}
+        self.differing: dict[int, Signature] = {}
         self.waiters: list[int] = []
         self.done = False
 
 
-class Post:
+class PendingMessage:
     """One end of a point-to-point call: group rank `member` sends to `peer`, or receives from it (or from ANY).
 
-    `number` counts the member's sends and receives in the group.
+    `number` counts the sends and receives of the member in the group.
     """
 
-    __slots__ = ("done", "member", "number", "peer", "said", "tag", "tensor", "waiters")
+    __slots__ = ("done", "member", "number", "peer", "signature", "tag", "tensor", "waiters")
 
-    def __init__(self, member: int, number: int, peer: int, tag: int, said: Signature, tensor: Tensor) -> None:
+    def __init__(self, member: int, number: int, peer: int, tag: int, signature: Signature, tensor: Tensor) -> None:
         self.member, self.number, self.peer, self.tag = member, number, peer, tag
-        self.said, self.tensor = said, tensor
+        self.signature, self.tensor = signature, tensor
         self.waiters: list[int] = []
         self.done = False
 
-    def meets(self, other: Post) -> bool:
-        """Whether one sends what the other is to receive."""
+    def matches(self, other: PendingMessage) -> bool:
+        """Whether one of the two sends what the other receives."""
         return (
-            self.said.op != other.said.op
+            self.signature.op != other.signature.op
             and self.tag == other.tag
             and self.peer in {other.member, ANY}
             and other.peer in {self.member, ANY}
@@ -61,13 +75,12 @@ class Post:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class RankGroup:
     """Ranks that communicate, in group order; shared by the process groups of all its ranks.
 
-    `description` is torch's `group_desc`, `name` its `group_name`, `life` counts how often the world was initialised;
-    `label` is what messages call the group (`tell_apart`). `numbers` and `posted` count each member's collectives and
-    point-to-point calls; `meetings` and `posts` are those that are not complete; `store` is what torch code asks a
-    group for.
+    `description` is torch's `group_desc`, `name` its `group_name`; `life` counts how often the world was initialised;
+    `label` names the group in messages (`label_group`). `numbers` and `posted` count each member's collectives and
+    point-to-point calls. `collectives` and `messages` are those in flight. `store` is the group's key-value store.
     """
 
     ranks: tuple[int, ...]
@@ -77,29 +90,60 @@ class Group:
     label: str = ""
     numbers: list[int] = field(default_factory=list)
     posted: list[int] = field(default_factory=list)
-    meetings: dict[int, Meeting] = field(default_factory=dict)
-    posts: list[Post] = field(default_factory=list)
+    collectives: dict[int, PendingCollective] = field(default_factory=dict)
+    messages: list[PendingMessage] = field(default_factory=list)
     store: Any = None
 
     def __post_init__(self) -> None:
-        self.call_it("world" if self.description == _WORLD else self.description)
+        self.set_label("world" if self.description == _WORLD else self.description)
         self.numbers = [0] * len(self.ranks)
         self.posted = [0] * len(self.ranks)
 
-    def call_it(self, words: str) -> None:
-        """Make these words, the ranks and the life the label."""
+    def set_label(self, words: str) -> None:
+        """Make the label of these words, the ranks, and the life where it is not the first."""
         self.label = f"{words} ({ranks_text(self.ranks)})" + (f" of life {self.life}" if self.life > 1 else "")
 
+    def counterpart(self, mine: PendingMessage) -> PendingMessage | None:
+        """The other end of a message that a member has just issued; None, and it is in flight, when there is none."""
+        self.posted[mine.member] += 1
+        other = next((message for message in self.messages if message.matches(mine)), None)
+        if other is None:
+            self.messages.append(mine)
+        return other
 
-SameRanks = dict[tuple[int, tuple[int, ...], str], list[Group]]
+
+class GroupCall(NamedTuple):
+    """One call as one rank issues it on its process group: group rank `member` of `group`.
+
+    `payload` are the tensors whose bytes the ledger counts. `peer` (a group rank, or ANY) and `tag` are those of a
+    point-to-point call, whose `operands` have an output or an input alone.
+    """
+
+    group: RankGroup
+    member: int
+    signature: Signature
+    operands: Operands
+    combine: Combine
+    payload: Sequence[Tensor]
+    is_async: bool
+    peer: int = ANY
+    tag: int = 0
+
+    @property
+    def rank(self) -> int:
+        """The global rank that issues it."""
+        return self.group.ranks[self.member]
+
+
+GroupsByRanks = dict[tuple[int, tuple[int, ...], str], list[RankGroup]]
 """The groups of a run by life, ranks and description."""
 
 
-def tell_apart(made: Group, known: SameRanks) -> None:
+def label_group(made: RankGroup, known: GroupsByRanks) -> None:
     """Add a group to those known and label it: its description, or "group 3", the third that `new_group` made.
 
-    Groups of the same ranks and description have both: "tp, group 3". A group that its members alone made (with local
-    synchronisation, or by `split_group`) has no number in the world: "local group 2" is the second that was seen.
+    Groups of the same ranks and description get both: "tp, group 3". A group that only its members made (with local
+    synchronisation, or by `split_group`) has no number in the world: "local group 2" is the second of these.
     """
     alike = known.setdefault((made.life, made.ranks, made.description), [])
     alike.append(made)
@@ -108,34 +152,47 @@ def tell_apart(made: Group, known: SameRanks) -> None:
     local = [group for group in alike if not group.name.isdigit()]
     for group in alike:
         number = f"local group {local.index(group) + 1}" if group in local else f"group {group.name}"
-        group.call_it(number if group.description == _UNNAMED else f"{group.description}, {number}")
+        group.set_label(number if group.description == _UNNAMED else f"{group.description}, {number}")
+
+
+MAKES_GROUP = Signature("new_group", "single", "", -1, "", ())
+"""The signature under which the making of a group is compared."""
+
+
+def world_of(world_size: int) -> RankGroup:
+    """The group of all ranks, for calls that no process group issues."""
+    return RankGroup(tuple(range(world_size)), _WORLD)
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """Ranks that do not agree: in what they say in a `meeting`, or over a size they tell each other (`words`).
+class Mismatch:
+    """Ranks that issue one call with different arguments: signatures differ (`collective`), or sizes (`words`)."""
 
-    `kind` "race": one rank changed a tensor of a call in flight, as `words` say.
-    """
-
-    group: Group
+    group: RankGroup
     number: int
-    said: Signature
-    meeting: Meeting | None = None
+    signature: Signature
+    collective: PendingCollective | None = None
     ranks: tuple[int, ...] = ()
     words: str = ""
-    kind: str = "mismatch"
+
+    @classmethod
+    def of_messages(cls, group: RankGroup, one: PendingMessage, other: PendingMessage) -> Mismatch | None:
+        """The mismatch between a send and its receive, reported for the receive; None when they agree."""
+        send, receive = (one, other) if one.signature.op == "send" else (other, one)
+        if (send.signature.dtype, send.signature.shapes) == (receive.signature.dtype, receive.signature.shapes):
+            return None
+        sender, receiver = group.ranks[send.member], group.ranks[receive.member]
+        sent, received = _content(send.signature), _content(receive.signature)
+        words = f"rank {sender} sends {sent} to rank {receiver}, which receives {received}"
+        return cls(group, receive.number, receive.signature, ranks=(sender, receiver), words=words)
+
+    @classmethod
+    def of_groups(cls, world_size: int, number: int, made: dict[int, tuple[int, ...]]) -> Mismatch:
+        """Two ranks (rank -> ranks of the group) make the world's group `number` of different ranks."""
+        (first, ranks), (other, others) = made.items()
+        words = f"rank {first} makes it of ranks {ranks_text(ranks)}, rank {other} of ranks {ranks_text(others)}"
+        return cls(world_of(world_size), number, MAKES_GROUP, ranks=(first, other), words=words)
 
 
-def mail_fault(group: Group, one: Post, other: Post) -> Fault | None:
-    """What is wrong between a send and the receive that it meets, told of the receive; None when they agree."""
-    send, receive = (one, other) if one.said.op == "send" else (other, one)
-    if (send.said.dtype, send.said.shapes) == (receive.said.dtype, receive.said.shapes):
-        return None
-    sender, receiver = group.ranks[send.member], group.ranks[receive.member]
-    words = f"rank {sender} sends {_content(send.said)} to rank {receiver}, which receives {_content(receive.said)}"
-    return Fault(group, receive.number, receive.said, ranks=(sender, receiver), words=words)
-
-
-def _content(said: Signature) -> str:
-    return f"{said.dtype} {shape_text(said.shapes) or 'scalar'}"
+def _content(signature: Signature) -> str:
+    return f"{signature.dtype} {shape_text(signature.shapes) or 'scalar'}"

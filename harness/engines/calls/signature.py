@@ -1,4 +1,4 @@
-"""What a rank says in a call: the part that all ranks must say alike, and the ledger's Call made from it.
+"""The signature of a call, in which all ranks must agree, and the ledger's Call made from it.
 
 Payload: numel * element size of the tensors that the contract names, never their storage. all_reduce, broadcast, send,
 recv, reduce: the tensor; all_gather: the gathered output; reduce_scatter: the full input; all_to_all: one rank's total
@@ -38,9 +38,9 @@ _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).val
 
 
 class Signature(NamedTuple):
-    """What every rank of a group must say alike in one call; shapes are those that must agree, not the payload's.
+    """The arguments in which every rank of a group must agree; shapes are those that must agree, not the payload's.
 
-    `form`: "single", "list" or "coalesced", the way tensors are handed over. `root` is a group rank, -1 without one.
+    `form`: "single", "list" or "coalesced", how tensors are passed. `root` is a group rank, -1 without one.
     """
 
     op: str
@@ -52,14 +52,14 @@ class Signature(NamedTuple):
 
 
 _FIELDS: dict[str, tuple[str, Callable[[Signature], object]]] = {
-    "op": ("the op", lambda said: said.op),
-    "form": ("the form", lambda said: said.form),
-    "reduce_op": ("the reduce op", lambda said: said.reduce_op),
-    "root": ("the root", lambda said: said.root),
-    "dtype": ("the dtype", lambda said: said.dtype),
-    "shapes": ("the shape", lambda said: shape_text(said.shapes) or "scalar"),
+    "op": ("the op", lambda signature: signature.op),
+    "form": ("the form", lambda signature: signature.form),
+    "reduce_op": ("the reduce op", lambda signature: signature.reduce_op),
+    "root": ("the root", lambda signature: signature.root),
+    "dtype": ("the dtype", lambda signature: signature.dtype),
+    "shapes": ("the shape", lambda signature: shape_text(signature.shapes) or "scalar"),
 }
-"""Field -> its name and value in messages; what differs first is told."""
+"""Field -> its name and value in messages, which report the first that differs."""
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
@@ -79,30 +79,30 @@ def difference(one: Signature, other: Signature) -> str:
     return next(name for name in _FIELDS if getattr(one, name) != getattr(other, name))
 
 
-def field_words(field: str, said: Signature) -> tuple[str, str]:
+def field_words(field: str, signature: Signature) -> tuple[str, str]:
     """A field's name and its value, as messages print them."""
     name, value = _FIELDS[field]
-    return name, str(value(said))
+    return name, str(value(signature))
 
 
-def described(said: Signature) -> str:
-    """What a call says, in short: "sum float32 4x8"; a root and a form only where there is one to speak of."""
-    words = [said.reduce_op, said.dtype, shape_text(said.shapes)]
-    words += [f"root {said.root}"] if said.root >= 0 else []
-    words += [f"({said.form})"] if said.form != "single" else []
+def described(signature: Signature) -> str:
+    """A signature in short: "sum float32 4x8"; a root only where there is one, a form unless it is "single"."""
+    words = [signature.reduce_op, signature.dtype, shape_text(signature.shapes)]
+    words += [f"root {signature.root}"] if signature.root >= 0 else []
+    words += [f"({signature.form})"] if signature.form != "single" else []
     return " ".join(word for word in words if word)
 
 
 def call_of(
-    said: Signature, payload: Sequence[Tensor], ranks: tuple[int, ...], description: str, peer: int, is_async: bool
+    signature: Signature, payload: Sequence[Tensor], ranks: tuple[int, ...], description: str, peer: int, is_async: bool
 ) -> Call:
     """The ledger's Call: `payload` are the tensors whose bytes count, `peer` a global rank or -1."""
     return Call(
-        op=said.op,
-        reduce_op=said.reduce_op,
+        op=signature.op,
+        reduce_op=signature.reduce_op,
         group=ranks,
         group_desc=description,
-        dtype=said.dtype,
+        dtype=signature.dtype,
         shapes=tuple([tuple(tensor.shape) for tensor in payload]),
         payload_bytes=sum(tensor.numel() * tensor.element_size() for tensor in payload),
         is_async=is_async,

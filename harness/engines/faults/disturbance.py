@@ -1,9 +1,10 @@
 """Applies a fault to the calls of a run: `Disturbed(engine, fault)` is an engine in which every run has that fault.
 
-Works below the recorder, which is told what the program said. A disturbed call is computed right first, from data of
-which copies were kept; then the outputs of the ranks that are hit are overwritten (`faults.spoiled`). A group
-fault sends the call to other ranks instead. A call is hit where it is the target's by rank, call index, op, reduce op
-and group size: a program that goes another way after its first disturbed call is not hit in a call of another kind.
+Works below the recorder, which records the call as the program issued it. A disturbed call is computed correctly first,
+from data of which copies were kept; then the outputs of the ranks that are hit are overwritten (`faults.spoiled`). A
+group fault sends the call to other ranks instead. A call is hit where it is the target's by rank, call index, op,
+reduce op and group size: a program that goes another way after its first disturbed call is not hit in a call of another
+kind.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.engines.calls.arithmetic import Combine, Operands, transfer
-from harness.engines.calls.pending import Group, Meeting, Post
-from harness.engines.calls.signature import Signature
+from harness.engines.calls.arithmetic import Operands, transfer
+from harness.engines.calls.pending import GroupCall, PendingCollective, PendingMessage, RankGroup
 from harness.engines.engine import Engine
 from harness.engines.faults import spoiled
 from harness.engines.faults.spoiled import Finished
 from harness.engines.threads.intervention import Intervened, Plain
-from harness.engines.threads.matcher import Exchange, Work
-from harness.engines.threads.scheduler import Baton
+from harness.engines.threads.matcher import CollectiveMatcher, Work
+from harness.engines.threads.scheduler import Scheduler
 from harness.faults import Fault, Place
 from harness.ledger import Call, Observer
 from harness.merging import bits_of
@@ -50,9 +50,9 @@ class Disturbance(Plain):
         self._fault = fault
         self.delivered: Mapping[Place, bytes] = {}
 
-    def exchange(self, world_size: int, baton: Baton, observer: Observer | None) -> Exchange:
-        """Calls do what the fault makes of them."""
-        made = _Disturbing(world_size, baton, observer, self._fault)
+    def matcher(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> CollectiveMatcher:
+        """Calls are computed as the fault has it."""
+        made = _Disturbing(world_size, scheduler, observer, self._fault)
         self.delivered = made.delivered
         return made
 
@@ -64,67 +64,57 @@ class _Late(NamedTuple):
     values: Sequence[Tensor]
 
 
-class _Disturbing(Exchange):
-    """An exchange in which the target's calls are disturbed."""
+class _Disturbing(CollectiveMatcher):
+    """A matcher in which the target's calls are disturbed."""
 
-    def __init__(self, world_size: int, baton: Baton, observer: Observer | None, what: Fault | None) -> None:
-        super().__init__(world_size, baton, observer)
+    def __init__(self, world_size: int, scheduler: Scheduler, observer: Observer | None, what: Fault | None) -> None:
+        super().__init__(world_size, scheduler, observer)
         self.delivered: dict[Place, bytes] = {}
         self._what = what
         self._targets = what.places if what else frozenset()
         self._regrouped = {rank: ranks for ranks in what.groups for rank in ranks} if what else {}
         self._issued = [-1] * world_size
-        self._places: dict[tuple[Group, int], dict[int, Place]] = {}
+        self._places: dict[tuple[RankGroup, int], dict[int, Place]] = {}
         self._receives: list[tuple[Work, Place, list[Tensor]]] = []
         self._hit: set[Place] = set()
         self._stale: dict[int, list[Tensor]] = {}
-        self._late: dict[tuple[int, Meeting | Post], _Late] = {}
+        self._late: dict[tuple[int, PendingCollective | PendingMessage], _Late] = {}
         self._arriving: list[list[_Late]] = [[] for _ in range(world_size)]
-        self._said_in: dict[Group, Group] = {}
+        self._replaced: dict[RankGroup, RankGroup] = {}
 
-    def issue(
-        self,
-        group: Group,
-        member: int,
-        said: Signature,
-        operands: Operands,
-        combine: Combine,
-        payload: Sequence[Tensor],
-        is_async: bool,
-    ) -> Work:
-        """As in any exchange; a target's call is marked, or goes to other ranks."""
-        place = self._next(group.ranks[member], group, said)
+    def issue(self, call: GroupCall) -> Work:
+        """As in the base class; a target's call is marked, or goes to other ranks."""
+        place = self._next(call)
         if place in self._hit and self._regrouped:
             self._hit.remove(place)
-            group, member = self._elsewhere(place[0], group, member, said)
-        self._places.setdefault((group, group.numbers[member]), {})[member] = place
-        return super().issue(group, member, said, operands, combine, payload, is_async)
+            call = self._elsewhere(call)
+        self._places.setdefault((call.group, call.group.numbers[call.member]), {})[call.member] = place
+        return super().issue(call)
 
-    def post(
-        self, group: Group, member: int, said: Signature, peer: int, tag: int, tensor: Tensor, is_async: bool
-    ) -> Work:
-        """As in any exchange; what a target's receive gets is spoiled."""
-        place = self._next(group.ranks[member], group, said)
-        before = spoiled.copies([tensor]) if place in self._hit else []
-        work = super().post(group, member, said, peer, tag, tensor, is_async)
-        if said.op == "recv":
+    def post(self, call: GroupCall) -> Work:
+        """As in the base class; what a target's receive gets is spoiled."""
+        place = self._next(call)
+        before = spoiled.copies(call.payload) if place in self._hit else []
+        work = super().post(call)
+        if call.signature.op == "recv":
             self._receives.append((work, place, before))
         for received in [receive for receive in self._receives if receive[0].event.done]:
             self._receives.remove(received)
             work_, place_, before_ = received
-            finished = Finished(work_.said, transfer, [Operands(before_, ())], [work_.outputs])
+            finished = Finished(work_.signature, transfer, [Operands(before_, ())], [work_.outputs])
             self._deliver(finished, {0: place_}, work_.event)
         return work
 
     def close(self, work: Work) -> None:
-        """As in any exchange; from the first wait on, what is late may arrive at the rank's next call."""
+        """As in the base class; from the first wait on, what is late may arrive at the rank's next call."""
         super().close(work)
         late = self._late.pop((work.rank, work.event), None)
         if late is not None:
             self._arriving[work.rank].append(late)
 
-    def _next(self, rank: int, group: Group, said: Signature) -> Place:
+    def _next(self, call: GroupCall) -> Place:
         """Count a rank's call, and mark it when it is the target's. What is late arrives now."""
+        rank, signature = call.rank, call.signature
         arriving, self._arriving[rank] = self._arriving[rank], []
         for late in arriving:
             spoiled.overwrite(late.outputs, late.values)
@@ -132,31 +122,42 @@ class _Disturbing(Exchange):
         place = rank, self._issued[rank]
         if self._what is not None and place in self._targets:
             target = self._what.target
-            if (said.op, said.reduce_op, len(group.ranks)) == (target.op, target.reduce_op, target.group_size):
+            if (signature.op, signature.reduce_op, len(call.group.ranks)) == (
+                target.op,
+                target.reduce_op,
+                target.group_size,
+            ):
                 self._hit.add(place)
         return place
 
-    def _elsewhere(self, rank: int, group: Group, member: int, said: Signature) -> tuple[Group, int]:
-        """The group among whose ranks the call is made, and the rank's place in it."""
+    def _elsewhere(self, call: GroupCall) -> GroupCall:
+        """The call, issued in the fault's group in place of its own."""
+        rank, group = call.rank, call.group
         ranks = self._regrouped.get(rank, group.ranks)
-        if self._what is None or said.root >= len(ranks):
-            return group, member
+        if self._what is None or call.signature.root >= len(ranks):
+            return call
         other = self.group(group.life, str(self._what), ranks, f"{group.description}, by fault {self._what.change}")
-        self._said_in[other] = group
-        return other, ranks.index(rank)
+        self._replaced[other] = group
+        return call._replace(group=other, member=ranks.index(rank))
 
-    def _call(self, group: Group, said: Signature, payload: Sequence[Tensor], peer: int, is_async: bool) -> Call:
-        return super()._call(self._said_in.get(group, group), said, payload, peer, is_async)
+    def _ledger_call(self, call: GroupCall, peer: int) -> Call:
+        return super()._ledger_call(call._replace(group=self._replaced.get(call.group, call.group)), peer)
 
-    def _complete(self, work: Work, meeting: Meeting, combine: Combine) -> None:
+    def _complete(self, work: Work, collective: PendingCollective) -> None:
         places = self._places.pop((work.group, work.number))
-        brought = [operands for operands in meeting.operands if operands is not None]
+        brought = [operands for operands in collective.operands if operands is not None]
         with unseen():
             kept = [] if self._hit.isdisjoint(places.values()) else list(map(spoiled.copied, brought))
-        super()._complete(work, meeting, combine)
-        self._deliver(Finished(meeting.said, combine, kept, [each.outputs for each in brought]), places, meeting)
+        super()._complete(work, collective)
+        self._deliver(
+            Finished(collective.signature, work.call.combine, kept, [each.outputs for each in brought]),
+            places,
+            collective,
+        )
 
-    def _deliver(self, finished: Finished, places: Mapping[int, Place], event: Meeting | Post) -> None:
+    def _deliver(
+        self, finished: Finished, places: Mapping[int, Place], event: PendingCollective | PendingMessage
+    ) -> None:
         """Overwrite the right outputs of the members that are hit; note what every member got (member -> place)."""
         with unseen():
             hit = [member for member in places if places[member] in self._hit]
@@ -165,7 +166,9 @@ class _Disturbing(Exchange):
             for member, place in places.items():
                 self.delivered[place] = _digest(finished.outputs[member])
 
-    def _spoil(self, what: Fault, finished: Finished, ranks: Mapping[int, int], event: Meeting | Post) -> None:
+    def _spoil(
+        self, what: Fault, finished: Finished, ranks: Mapping[int, int], event: PendingCollective | PendingMessage
+    ) -> None:
         """Overwrite the right outputs of these members (member -> rank)."""
         right = {member: spoiled.copies(finished.outputs[member]) for member in ranks}
         if what.kind == "stale":

@@ -1,15 +1,15 @@
 """Drawn schedules and stressed buffers: a missing wait, a reused buffer or a dependence on order becomes a failing run.
 
-`Raced` errors and poisoned results are facts about the program, not about luck: which rank runs next and when results
-arrive is a value, `Schedule`, and the same value gives the same run. Under any schedule
+Runs repeat: which rank runs next and when results arrive is a value, `Schedule`, and the same value gives the same run.
+Under any schedule
 
     the outputs of an asynchronous call hold poison (NaN, the largest integer) from its issue until its result arrives,
-    which is at its first wait, or, where the schedule says so, as soon as every rank has called
+    which is at its first wait, or, where the schedule has it early, as soon as every rank has called
     its tensors, inputs and outputs, must not be written between issue and wait: what is found changed at the wait ends
     the run with rank, call and the lines of both
 
-Inputs are read at the issue, so a later write never makes a wrong sum, it is named instead. What was never waited for
-stays poison for ever. Interleavings are those of the hand-offs: a rank runs until it waits.
+Inputs are read at the issue, so a later write never makes a wrong sum, it is reported instead. What was never waited
+for stays poison. Ranks interleave where they wait: a rank runs until then.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from harness.callers import caller_at
-from harness.engines.calls.arithmetic import Combine, Operands
-from harness.engines.calls.pending import Fault, Group, Meeting
-from harness.engines.calls.signature import Signature
+from harness.engines.calls.arithmetic import Operands
+from harness.engines.calls.desync import call_text
+from harness.engines.calls.pending import GroupCall, PendingCollective, RankGroup
 from harness.engines.engine import Engine
 from harness.engines.faults import spoiled
 from harness.engines.threads.intervention import Intervened, Plain
-from harness.engines.threads.matcher import Exchange, Work
-from harness.engines.threads.rank_state import Private
-from harness.engines.threads.rank_threads import Worker
-from harness.engines.threads.scheduler import Baton
+from harness.engines.threads.matcher import CollectiveMatcher, Race, Work
+from harness.engines.threads.rank_state import PerRankState
+from harness.engines.threads.rank_threads import RankThread
+from harness.engines.threads.scheduler import Scheduler
 from harness.ledger import Observer
 from harness.merging import same_bits
 from harness.torch_internals.modes import unseen
@@ -42,7 +42,7 @@ __all__ = ["Explored", "Schedule"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """`turns`: at each hand-off, which of the ready ranks, by the time they have waited, goes on; modulo their number.
+    """`turns`: at each change, which of the ready ranks, by the time they have waited, goes on; modulo their number.
     `early`: of each asynchronous call, whether its result arrives before the wait. After the last entry: the rank that
     has waited longest; in the wait.
     """
@@ -64,20 +64,22 @@ class _Exploration(Plain):
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
 
-    def baton(self, workers: Sequence[Worker], private: Private, timeout_s: float) -> Baton:
-        """Handed out as the schedule says."""
-        return _DrawnBaton(workers, private, timeout_s, self._schedule.turns)
+    def scheduler(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> Scheduler:
+        """Turns as the schedule lists them."""
+        return _DrawnScheduler(threads, state, timeout_s, self._schedule.turns)
 
-    def exchange(self, world_size: int, baton: Baton, observer: Observer | None) -> Exchange:
-        """Results arrive as the schedule says."""
-        return _StressedExchange(world_size, baton, observer, self._schedule.early)
+    def matcher(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> CollectiveMatcher:
+        """Results arrive as the schedule lists them."""
+        return _StressedMatcher(world_size, scheduler, observer, self._schedule.early)
 
 
-class _DrawnBaton(Baton):
-    """Hands the baton to the ready rank that the schedule names."""
+class _DrawnScheduler(Scheduler):
+    """Gives the turn to the ready rank that the schedule names."""
 
-    def __init__(self, workers: Sequence[Worker], private: Private, timeout_s: float, turns: Sequence[int]) -> None:
-        super().__init__(workers, private, timeout_s)
+    def __init__(
+        self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float, turns: Sequence[int]
+    ) -> None:
+        super().__init__(threads, state, timeout_s)
         self._drawn = iter(turns)
 
     def _next(self) -> int:
@@ -96,8 +98,8 @@ class _Look(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """An asynchronous call in flight: the program's own tensors, what stands in for them, and what they looked like
-    when they were last touched by us.
+    """An asynchronous call in flight: the program's own tensors, the copies that stand in for them, and how
+    they looked when this class last wrote them.
     """
 
     tensors: Sequence[Tensor]
@@ -108,56 +110,45 @@ class _Flight:
     arrived: bool = False
 
 
-class _StressedExchange(Exchange):
-    """Asynchronous calls work on copies; their results arrive when the schedule says so."""
+class _StressedMatcher(CollectiveMatcher):
+    """Asynchronous calls work on copies; their results arrive at the time that the schedule gives."""
 
-    def __init__(self, world_size: int, baton: Baton, observer: Observer | None, early: Sequence[bool]) -> None:
-        super().__init__(world_size, baton, observer)
+    def __init__(self, world_size: int, scheduler: Scheduler, observer: Observer | None, early: Sequence[bool]) -> None:
+        super().__init__(world_size, scheduler, observer)
         self._early = itertools.chain(early, itertools.repeat(False))
         self._flights: dict[Work, _Flight] = {}
-        self._begun: dict[tuple[Group, int], list[_Flight]] = {}
+        self._begun: dict[tuple[RankGroup, int], list[_Flight]] = {}
 
-    def issue(
-        self,
-        group: Group,
-        member: int,
-        said: Signature,
-        operands: Operands,
-        combine: Combine,
-        payload: Sequence[Tensor],
-        is_async: bool,
-    ) -> Work:
-        """As in any exchange, on copies."""
-        if not is_async:
-            return super().issue(group, member, said, operands, combine, payload, is_async)
+    def issue(self, call: GroupCall) -> Work:
+        """As in the base class, on copies."""
+        if not call.is_async:
+            return super().issue(call)
+        group, member, signature, operands = call[:4]
         with unseen():
             copies = spoiled.copied(operands)
-        only_sends = (said.op == "broadcast" and member == said.root) or (said.op == "reduce" and member != said.root)
+        is_root = member == signature.root
+        only_sends = (signature.op == "broadcast" and is_root) or (signature.op == "reduce" and not is_root)
         flight = self._flight(operands, copies.outputs, poison=not only_sends)
         self._begun.setdefault((group, group.numbers[member]), []).append(flight)
-        work = super().issue(group, member, said, copies, combine, payload, is_async)
+        work = super().issue(call._replace(operands=copies))
         work.outputs = operands.outputs
         self._flights[work] = flight
         return work
 
-    def post(
-        self, group: Group, member: int, said: Signature, peer: int, tag: int, tensor: Tensor, is_async: bool
-    ) -> Work:
-        """As in any exchange, on a copy."""
-        if not is_async:
-            return super().post(group, member, said, peer, tag, tensor, is_async)
+    def post(self, call: GroupCall) -> Work:
+        """As in the base class, on a copy."""
+        if not call.is_async:
+            return super().post(call)
         with unseen():
-            copy = tensor.clone()
-        receives = said.op == "recv"
-        operands = Operands((tensor,), ()) if receives else Operands((), (tensor,))
-        flight = self._flight(operands, (copy,) if receives else (), poison=receives)
-        work = super().post(group, member, said, peer, tag, copy, is_async)
-        work.outputs = operands.outputs
+            copies = spoiled.copied(call.operands)
+        flight = self._flight(call.operands, copies.outputs, poison=bool(copies.outputs))
+        work = super().post(call._replace(operands=copies, payload=(*copies.outputs, *copies.inputs)))
+        work.outputs = call.operands.outputs
         self._flights[work] = flight
         return work
 
     def close(self, work: Work) -> None:
-        """As in any exchange; the result is there now, and nobody may have touched the tensors before."""
+        """As in the base class; the result is there now, and the program may not have written the tensors before."""
         flight = self._flights.pop(work, None)
         if flight is not None:
             if changed := _changed(flight):
@@ -166,8 +157,8 @@ class _StressedExchange(Exchange):
                 spoiled.overwrite(flight.outputs, flight.results)
         super().close(work)
 
-    def _complete(self, work: Work, meeting: Meeting, combine: Combine) -> None:
-        super()._complete(work, meeting, combine)
+    def _complete(self, work: Work, collective: PendingCollective) -> None:
+        super()._complete(work, collective)
         for flight in self._begun.pop((work.group, work.number), []):
             if flight.early and not _changed(flight):
                 spoiled.overwrite(flight.outputs, flight.results)
@@ -182,13 +173,12 @@ class _StressedExchange(Exchange):
         tensors = [*outputs, *(operands.inputs if operands.inputs is not operands.outputs else ())]
         return _Flight(tensors, _seen(tensors), outputs, results, next(self._early))
 
-    def _race(self, work: Work, tensor: str) -> Fault:
-        """The fault that says who changed what, and where it was issued and waited for."""
+    def _race(self, work: Work, tensor: str) -> Race:
+        """The race: which rank changed which tensor, and where the call was issued and waited for."""
         waited = caller_at(sys._getframe())
         issued, until = (at.place if at is not None else "an unknown line" for at in (work.origin, waited))
-        call = f"{work.said.op} #{work.number} of {work.group.label}"
-        words = f"rank {work.rank} changed the {tensor} of {call} between its issue at {issued} and the wait at {until}"
-        return Fault(work.group, work.number, work.said, ranks=(work.rank,), words=words, kind="race")
+        call, between = call_text(work), f"between its issue at {issued} and the wait at {until}"
+        return Race(rank=work.rank, text=f"rank {work.rank} changed the {tensor} of {call} {between}")
 
 
 def _seen(tensors: Sequence[Tensor]) -> list[_Look]:
@@ -200,7 +190,7 @@ def _changed(flight: _Flight) -> str:
     """Which tensor of a call in flight is no longer as it was: "output", "input" or ""."""
     with unseen():
         for i, (tensor, look) in enumerate(zip(flight.tensors, flight.seen, strict=True)):
-            # NaN + 1 has the bits of NaN; of a part of a larger buffer the count of writes tells nothing
+            # NaN + 1 has the bits of NaN; of a part of a larger buffer the count of writes is no evidence
             written = _version(tensor) != look.version and tensor.nbytes == tensor.untyped_storage().nbytes()
             if written or not same_bits(tensor, look.copy):
                 return "output" if i < len(flight.outputs) else "input"

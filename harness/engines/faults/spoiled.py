@@ -22,11 +22,11 @@ __all__ = ["Finished", "copied", "copies", "overwrite", "poison", "wrong"]
 
 
 class Finished(NamedTuple):
-    """A call that is complete, by group rank: copies of what was brought (inputs, outputs as they were before), and the
-    outputs, which hold the right values. Of a message there is the receiver alone.
+    """A call that is complete, by group rank: copies of the operands (outputs as they were before), and the outputs,
+    which hold the right values. Of a message there is the receiver alone.
     """
 
-    said: Signature
+    signature: Signature
     combine: Combine
     kept: Sequence[Operands]
     outputs: Sequence[Sequence[Tensor]]
@@ -63,7 +63,7 @@ def overwrite(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def poison(tensor: Tensor) -> Tensor:
-    """A value that nobody could mistake for a result."""
+    """A value that cannot be mistaken for a result."""
     if tensor.dtype is torch.bool:
         return ~tensor
     if tensor.is_floating_point() or tensor.is_complex():
@@ -87,13 +87,13 @@ def _doubled(done: Finished) -> list[Sequence[Tensor]]:
             again.append(
                 mine._replace(outputs=results if done.combine in _IN_PLACE else copies(results), inputs=results)
             )
-        return _made_again(again, done, done.said.reduce_op)
-    counts_twice = done.combine in _EXCHANGES or done.said.reduce_op in {"sum", "avg", "premul_sum"}
+        return _made_again(again, done, done.signature.reduce_op)
+    counts_twice = done.combine in _EXCHANGES or done.signature.reduce_op in {"sum", "avg", "premul_sum"}
     return [[output + output if counts_twice else output for output in outputs] for outputs in done.outputs]
 
 
 def _made_again(members: Sequence[Operands], done: Finished, reduce_op: str) -> list[Sequence[Tensor]]:
-    done.combine(members, reduce_op, done.said.root)
+    done.combine(members, reduce_op, done.signature.root)
     return [operands.outputs for operands in members]
 
 

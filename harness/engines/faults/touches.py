@@ -1,7 +1,7 @@
-"""Which results the program looks at before its rank's next call: the proof that a late arrival there is not noticed.
+"""Which results the program reads before its rank's next call: a late arrival of any other result has no effect there.
 
-A result is looked at when an operator other than a view is given its memory. Seen from a dispatch mode in the rank's
-thread, so in backward too; a program that reads memory without an operator (`data_ptr`, numpy) is not seen to look.
+A result is read when an operator other than a view is given its memory. Observed by a dispatch mode in the rank's
+thread, so in backward too; a program that reads memory without an operator (`data_ptr`, numpy) is not observed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.engines.calls.arithmetic import Combine, Operands
-from harness.engines.calls.pending import Group
-from harness.engines.calls.signature import Signature
+from harness.engines.calls.pending import GroupCall
 from harness.engines.threads.intervention import Plain
-from harness.engines.threads.matcher import Exchange, Work
-from harness.engines.threads.scheduler import Baton
+from harness.engines.threads.matcher import CollectiveMatcher, Work
+from harness.engines.threads.scheduler import Scheduler
 from harness.faults import Place
 from harness.ledger import Observer
 from harness.torch_internals.modes import DispatchMode, leaves
@@ -32,11 +30,11 @@ class Touches(Plain):
         self._pending: dict[int, dict[int, list[Place]]] = {}
         self._touched: set[Place] = set()
 
-    def exchange(self, world_size: int, baton: Baton, observer: Observer | None) -> Exchange:
-        """Calls do what they say."""
+    def matcher(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> CollectiveMatcher:
+        """Calls are computed as issued."""
         self._pending = {rank: {} for rank in range(world_size)}
         self._touched = set()
-        return _Watching(world_size, baton, observer, self._pending)
+        return _Watching(world_size, scheduler, observer, self._pending)
 
     @contextmanager
     def on_rank(self, rank: int) -> Iterator[None]:
@@ -46,7 +44,7 @@ class Touches(Plain):
 
     @property
     def touched(self) -> frozenset[Place]:
-        """After the run, (rank, call index) of the results that were looked at, or for which no next call came."""
+        """After the run, (rank, call index) of the results that were read, or for which no next call came."""
         waiting = (place for results in self._pending.values() for places in results.values() for place in places)
         return frozenset(self._touched).union(waiting)
 
@@ -68,52 +66,41 @@ class _Mode(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Watching(Exchange):
-    """Tells which results came since each rank's last call."""
+class _Watching(CollectiveMatcher):
+    """Keeps the results that came since each rank's last call."""
 
     def __init__(
-        self, world_size: int, baton: Baton, observer: Observer | None, pending: dict[int, dict[int, list[Place]]]
+        self,
+        world_size: int,
+        scheduler: Scheduler,
+        observer: Observer | None,
+        pending: dict[int, dict[int, list[Place]]],
     ) -> None:
-        super().__init__(world_size, baton, observer)
+        super().__init__(world_size, scheduler, observer)
         self._pending = pending
         self._issued = [-1] * world_size
         self._places: dict[Work, Place] = {}
 
-    def issue(
-        self,
-        group: Group,
-        member: int,
-        said: Signature,
-        operands: Operands,
-        combine: Combine,
-        payload: Sequence[Tensor],
-        is_async: bool,
-    ) -> Work:
-        """As in any exchange."""
-        return self._placed(
-            group.ranks[member],
-            lambda: Exchange.issue(self, group, member, said, operands, combine, payload, is_async),
-        )
+    def issue(self, call: GroupCall) -> Work:
+        """As in the base class."""
+        return self._placed(call.rank, super().issue, call)
 
-    def post(
-        self, group: Group, member: int, said: Signature, peer: int, tag: int, tensor: Tensor, is_async: bool
-    ) -> Work:
-        """As in any exchange."""
-        return self._placed(
-            group.ranks[member], lambda: Exchange.post(self, group, member, said, peer, tag, tensor, is_async)
-        )
+    def post(self, call: GroupCall) -> Work:
+        """As in the base class."""
+        return self._placed(call.rank, super().post, call)
 
     def close(self, work: Work) -> None:
-        """As in any exchange; from here on the program may look at the result."""
+        """As in the base class; from here on the program may read the result."""
         super().close(work)
         for tensor in work.outputs:
             self._pending[work.rank].setdefault(_memory(tensor), []).append(self._places[work])
 
-    def _placed(self, rank: int, issue: Callable[[], Work]) -> Work:
+    def _placed(self, rank: int, issue: Callable[[GroupCall], Work], call: GroupCall) -> Work:
+        """Issue a rank's next call: the results before it are no longer pending."""
         self._pending[rank].clear()
         self._issued[rank] += 1
         place = rank, self._issued[rank]
-        work = issue()
+        work = issue(call)
         self._places[work] = place
         return work
 

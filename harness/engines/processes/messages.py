@@ -1,4 +1,4 @@
-"""Messages over a socket: a length, then bytes. The supervisor never waits for the rest of a message that has begun.
+"""What the driver and the worker of a rank send each other: a run, and how it ended on the rank.
 
 A message is a pickle in which dense tensors on the CPU are their bytes: torch's own way of sending tensors between
 processes leaves files in shared memory behind when a process is killed.
@@ -9,18 +9,60 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-import socket
-import struct
-from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Mailbox", "packed", "receive", "send", "unpacked"]
+from harness.engines.engine import RunRequest
+from harness.engines.processes.rank_program import RankResult
+from harness.errors import RequestError, error_text
+from harness.ledger import Observer
 
-_LENGTH = struct.Struct("<Q")
-_PART = 1 << 20
+__all__ = ["RunOrder", "Standing", "WorkerReport", "packed", "packed_program", "packed_report", "unpacked"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOrder:
+    """One run as one rank receives it. `program` is the packed pair of program and arguments.
+
+    `number` identifies the run in all messages; `store_prefix` sets its keys apart in the store, which all runs share.
+    """
+
+    number: int
+    rank: int
+    world_size: int
+    seed: int
+    timeout_s: float
+    program: bytes
+    store_prefix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """How a run ended on a rank: with a result; or `refused`, why the program could not be unpickled; or `broken`, why
+    there was no world to run it in.
+
+    `unwaited` are the places, among the rank's asynchronous calls, of those that were never waited for. `kept_groups`
+    is how many groups the process keeps connected; `reusable` is False when the program has left threads behind.
+    """
+
+    number: int
+    result: RankResult | None = None
+    refused: str = ""
+    broken: str = ""
+    unwaited: tuple[int, ...] = ()
+    kept_groups: int = 0
+    reusable: bool = True
+
+
+class Standing(NamedTuple):
+    """Where a rank stands: whether its innermost frame waits for a call, and the user's line and stack if known."""
+
+    in_wait: bool = False
+    caller: str = ""
+    stack: tuple[str, ...] = ()
 
 
 def packed(value: object) -> bytes:
@@ -37,56 +79,30 @@ def unpacked(message: bytes | bytearray) -> Any:
     return pickle.loads(message)
 
 
-def send(sock: socket.socket, message: bytes) -> None:
-    """Send one message. Raises OSError when nobody can receive it, TimeoutError after the socket's own limit."""
-    sock.sendall(_LENGTH.pack(len(message)))
-    sock.sendall(message)
+def packed_program(request: RunRequest, observer: Observer | None) -> bytes:
+    """The program and its arguments as bytes.
+
+    Raises RequestError when they cannot be pickled, or when there is an observer: ranks run in other processes.
+    """
+    if observer is not None:
+        raise RequestError(
+            "observer: ranks are other processes; legal: harness.running.rank_task, which observes there"
+        )
+    try:
+        return packed((request.program, request.args))
+    except Exception as problem:  # whatever a user's own pickling raises
+        rule = f"cannot be sent to the processes of the ranks ({error_text(problem)})"
+        raise RequestError(f"program {request.program!r}: {rule}; legal: a function of a module") from problem
 
 
-def receive(sock: socket.socket) -> bytearray:
-    """Wait for one message. Raises EOFError when there will be none."""
-    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
-    return _exactly(sock, length)
-
-
-class Mailbox:
-    """The receiving end of a socket that may go silent at any time."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.ended = False
-        self._buffer = bytearray()
-
-    def fileno(self) -> int:
-        """For selectors."""
-        return self.sock.fileno()
-
-    def arrived(self) -> Iterator[bytearray]:
-        """The messages that are complete; to be called when the socket is readable. `ended` tells that it closed."""
-        try:
-            part = self.sock.recv(_PART)
-        except OSError:
-            part = b""
-        self.ended = not part
-        self._buffer += part
-        while len(self._buffer) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
-            if len(self._buffer) < end:
-                return
-            message = self._buffer[_LENGTH.size : end]
-            del self._buffer[:end]
-            yield message
-
-
-def _exactly(sock: socket.socket, count: int) -> bytearray:
-    buffer = bytearray(count)
-    view = memoryview(buffer)
-    while view:
-        read = sock.recv_into(view)
-        if not read:
-            raise EOFError("the other end of the socket was closed")
-        view = view[read:]
-    return buffer
+def packed_report(report: WorkerReport) -> bytes:
+    """The report as bytes; a value that cannot be pickled becomes the RequestError of its rank."""
+    try:
+        return packed(report)
+    except Exception as problem:  # whatever a user's own pickling raises
+        rank = report.result.rank if report.result is not None else 0
+        text = f"the result cannot be sent from the rank's process: {error_text(problem)}"
+        return packed(replace(report, result=RankResult(rank=rank, error=RequestError(text), detail=text)))
 
 
 def _reduced(tensor: Tensor) -> Any:

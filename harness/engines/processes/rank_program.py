@@ -1,8 +1,8 @@
-"""One rank as a process: its world of torch.distributed for a run, its streams, and the end of its program as data.
+"""One rank as a process: its world of torch.distributed for a run, its random streams, and how its program ended.
 
-What every engine with processes does on a rank's side: `run_rank`. The default group is new for every run, told apart
-in the store by a prefix, and gone afterwards whatever happened. NCCL serves CUDA tensors where there is a GPU, gloo the
-rest; nothing here moves data by itself. Times are seconds of the monotonic clock, which processes of a machine share.
+The default group is new for every run, distinguished in the store by a prefix, and destroyed afterwards whatever
+happened. NCCL communicates CUDA tensors where there is a GPU, gloo the rest. Times are seconds of the monotonic clock,
+which the processes of a machine share.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from harness.engines.engine import Program
 from harness.errors import error_text
 from harness.torch_internals.redirect import redirected
 
-__all__ = ["Ended", "ended", "run_rank", "seeded", "world"]
+__all__ = ["RankResult", "result_of", "run_rank", "seed_streams", "world"]
 
 _SLACK_S = 30.0
-"""How much longer than the run torch waits: the engine's own limit comes first and knows more."""
+"""How much longer than the run torch waits: the engine's own limit comes first and reports more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class RankResult:
     """How a rank's program ended: with a value, or with an exception and where it was raised.
 
     `error` can be pickled; it has the traceback in its notes. `caller` is "file:line in function" of the user's code.
@@ -60,14 +60,14 @@ def run_rank(
     seed: int,
     timeout_s: float,
     local_rank: int | None = None,
-) -> Ended:
+) -> RankResult:
     """Run the program as this rank of a fresh world over the store. Raises what torch raises when there can be none.
 
     `local_rank` is the rank's number on its machine, None when all ranks are on this one.
     """
     with world(rank, world_size, store, timeout_s, local_rank):
-        seeded(seed)
-        return ended(rank, program, args)
+        seed_streams(seed)
+        return result_of(program, args, rank)
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def world(rank: int, world_size: int, store: Any, timeout_s: float, local_rank: 
 
 
 class _Adoption:
-    """What a program that initialises torch.distributed itself gets: once, the world that exists."""
+    """Stands for init_process_group in a program: its first call gets the world that exists."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._own = {"world_size": world_size, "rank": rank}
@@ -114,29 +114,29 @@ class _Adoption:
         return None
 
 
-def seeded(seed: int) -> None:
+def seed_streams(seed: int) -> None:
     """Set every random stream of this process to `seed`, as every engine does at the start of a run."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
-def ended(rank: int, program: Program, args: tuple[Any, ...]) -> Ended:
-    """Call the program and tell how it ended; leaving with status 0 is an end without a value."""
+def result_of(program: Program, args: tuple[Any, ...], rank: int) -> RankResult:
+    """Call the program on this rank: how it ended; SystemExit with status 0 is an end without a value."""
     try:
         value = program(rank, *args)
-    except BaseException as error:  # also SystemExit: it must not end the process without a word
+    except BaseException as error:  # also SystemExit: it must not end the process unreported
         if isinstance(error, SystemExit) and not error.code:
-            return Ended(rank=rank, at_s=time.monotonic())
+            return RankResult(rank=rank, at_s=time.monotonic())
         place = raised_at(error.__traceback__)
-        return Ended(
+        return RankResult(
             rank=rank, error=_portable(error, rank), detail=error_text(error), caller=place, at_s=time.monotonic()
         )
-    return Ended(rank=rank, value=value, at_s=time.monotonic())
+    return RankResult(rank=rank, value=value, at_s=time.monotonic())
 
 
 def _portable(error: BaseException, rank: int) -> BaseException:
-    """The exception, or one that says the same if it cannot be pickled; its traceback as a note."""
+    """The exception, or a RuntimeError of the same text if it cannot be pickled; its traceback as a note."""
     lines = "".join(traceback.format_exception(error)).rstrip()
     try:
         sent: BaseException = pickle.loads(pickle.dumps(error))

@@ -1,8 +1,9 @@
-"""The fingerprint check: what the ranks wrote on their boards is put together again, as if they met in this process.
+"""The collective matcher of ranks in processes: recorded calls are matched and compared, as if issued in one process.
 
-gloo and NCCL do not compare what ranks say: another dtype, reduce op or shape of the same size passes silently, another
-size or op hangs. Here every call is matched with the same call of the group's other ranks by its number, sends with
-receives by sender, receiver and tag. The first that does not match is the fault; its time is when the second one came.
+gloo and NCCL do not compare the calls of ranks: another dtype, reduce op or shape of the same size passes silently,
+another size or op hangs. Here every call is matched with the same call of the group's other ranks by its number, sends
+with receives by sender, receiver and tag. The first that does not match is the mismatch; its time is that of the second
+of the two calls.
 """
 
 from __future__ import annotations
@@ -14,48 +15,54 @@ from typing import Protocol
 import torch
 
 from harness.engines.calls.arithmetic import Operands
-from harness.engines.calls.pending import ANY, Fault, Group, Meeting, Post, SameRanks, mail_fault, tell_apart
+from harness.engines.calls.pending import (
+    ANY,
+    MAKES_GROUP,
+    GroupsByRanks,
+    Mismatch,
+    PendingCollective,
+    PendingMessage,
+    RankGroup,
+    label_group,
+    world_of,
+)
 from harness.engines.calls.signature import Signature
 from harness.engines.engine import Unwaited
-from harness.engines.processes.flight_recorder import Fact
-from harness.errors import ranks_text
+from harness.engines.processes.flight_recorder import RecordedCall
 from harness.ledger import OTHER
 
-__all__ = ["WAITING_IN", "Board", "Replay", "Written"]
+__all__ = ["CallSource", "TraceMatcher", "TracedCall"]
 
-WAITING_IN = ("interposer.py", "waits.py", "distributed_c10d.py", "_functional_collectives.py", "kept_groups.py")
-"""Files whose code stands innermost in a rank that waits for a call to complete."""
-
-_HERE = Operands((), ())
+_ISSUED = Operands((), ())
 _NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Written:
-    """A call that a rank wrote down."""
+class TracedCall:
+    """A recorded call of a rank, with its number in its group and the state of the call over all ranks."""
 
     rank: int
-    group: Group
+    group: RankGroup
     number: int
-    fact: Fact
-    event: Meeting | Post
+    recorded: RecordedCall
+    event: PendingCollective | PendingMessage
     at_s: float
 
     @property
-    def said(self) -> Signature:
-        """What the rank says in it."""
-        return self.fact.said
+    def signature(self) -> Signature:
+        """The rank's own signature."""
+        return self.recorded.signature
 
 
-class Board(Protocol):
-    """Where a rank's calls are read: a flight_recorder.Reader, or what a rank elsewhere has told of it."""
+class CallSource(Protocol):
+    """Where the calls of a rank are read: its flight recorder, or the part of it that a remote rank has sent."""
 
-    def new(self) -> Iterator[tuple[float, Fact]]:
-        """The calls written since the last time: when, and what."""
+    def new(self) -> Iterator[tuple[float, RecordedCall]]:
+        """The calls recorded since the last time: when, and what."""
         ...
 
     def inside(self) -> bool:
-        """Whether the call written last is a synchronous one that is not known to be complete."""
+        """Whether the call recorded last is a synchronous one that is not known to be complete."""
         ...
 
     def waits(self) -> int:
@@ -63,170 +70,165 @@ class Board(Protocol):
         ...
 
 
-class Replay:
-    """Reads the boards of a run. `last` by rank is the call written last, `fault` the first that does not match.
+class TraceMatcher:
+    """Matches the calls of a run. `last` by rank is the call recorded last, `mismatch` the first that does not match.
 
-    `at_fault` by rank is what was written in that call, `later` by rank the asynchronous calls in order. A rank that
-    makes a group waits there for all others to make it, as in a call.
+    `at_mismatch` by rank are the calls that were matched in it, `count` is how many calls were read. A rank that makes
+    a group waits there for all others to make it, as in a call.
     """
 
-    def __init__(self, boards: Sequence[Board]) -> None:
-        self._boards = boards
-        self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
-        self._same_ranks: SameRanks = {}
-        self.last: list[Written | None] = [None] * len(boards)
-        self.fault: Fault | None = None
-        self.fault_at_s = 0.0
-        self.at_fault: dict[int, Written] = {}
-        self.later: list[list[Written]] = [[] for _ in boards]
-        self.written = 0
+    def __init__(self, sources: Sequence[CallSource]) -> None:
+        self._sources = sources
+        self._groups: dict[tuple[str, tuple[int, ...]], RankGroup] = {}
+        self._known: GroupsByRanks = {}
+        self.last: list[TracedCall | None] = [None] * len(sources)
+        self.mismatch: Mismatch | None = None
+        self.mismatch_at_s = 0.0
+        self.at_mismatch: dict[int, TracedCall] = {}
+        self._asynchronous: list[list[TracedCall]] = [[] for _ in sources]
+        self.count = 0
         self._made: dict[str, dict[int, tuple[int, ...]]] = {}
-        self._making: dict[str, Meeting] = {}
-        self._in_making: list[Written | None] = [None] * len(boards)
-        self._met: dict[Meeting, list[Written]] = {}
+        self._making: dict[str, PendingCollective] = {}
+        self._in_making: list[TracedCall | None] = [None] * len(sources)
+        self._matched: dict[PendingCollective, list[TracedCall]] = {}
 
     @property
-    def groups(self) -> list[Group]:
-        """All groups in which somebody called, in the order in which they were seen; at last the world, where groups
-        are made that not all of their members have made. Where a backend was kept, nobody waits for that.
+    def groups(self) -> list[RankGroup]:
+        """All groups in which a rank called, in the order in which they were seen; last the world, where groups are
+        made that not all of their members have made. Where a backend was kept, no rank waits for that.
         """
-        making = Group(tuple(range(len(self.last))), "default_pg")
+        making = world_of(len(self.last))
         for number, made in self._made.items():
             if set(next(iter(made.values()))) - made.keys():  # else the members alone may do (local synchronisation)
-                making.meetings[int(number)] = self._making[number]
-        return [*self._groups.values(), *([making] if making.meetings else [])]
+                making.collectives[int(number)] = self._making[number]
+        return [*self._groups.values(), *([making] if making.collectives else [])]
 
     def read(self) -> None:
-        """Take in what was written since the last time."""
-        for rank, board in enumerate(self._boards):
-            for at_s, fact in board.new():
-                self._take(rank, at_s, fact)
+        """Match the calls that were recorded since the last time."""
+        for rank, source in enumerate(self._sources):
+            for at_s, recorded in source.new():
+                self._take(rank, at_s, recorded)
 
-    def inside(self, rank: int) -> Written | None:
+    def inside(self, rank: int) -> TracedCall | None:
         """The call that a rank has not seen complete and in which it waits, if not every rank has issued it."""
-        board = self._boards[rank]
-        waits = board.waits()
+        source, asynchronous = self._sources[rank], self._asynchronous[rank]
+        waits = source.waits()
         if waits:
-            call = self.later[rank][waits - 1] if waits <= len(self.later[rank]) else None
+            call = asynchronous[waits - 1] if waits <= len(asynchronous) else None
         else:
-            call = self.last[rank] if board.inside() else self._in_making[rank]
+            call = self.last[rank] if source.inside() else self._in_making[rank]
         return call if call is not None and not call.event.done else None
 
     def unwaited(self, places: Sequence[Sequence[int]]) -> tuple[Unwaited, ...]:
-        """The works that nobody waited for, given by rank as their places among the asynchronous calls."""
-        calls = [self.later[rank][place] for rank, mine in enumerate(places) for place in mine]
+        """The works that were never waited for, given by rank as their places among the asynchronous calls."""
+        calls = [self._asynchronous[rank][place] for rank, mine in enumerate(places) for place in mine]
         return tuple(
             Unwaited(
                 rank=call.rank,
-                op=call.said.op,
+                op=call.signature.op,
                 number=call.number,
                 group=call.group.label,
-                caller=call.fact.caller.rpartition(" in ")[0],
+                caller=call.recorded.caller.rpartition(" in ")[0],
             )
             for call in calls
         )
 
-    def _take(self, rank: int, at_s: float, fact: Fact) -> None:
-        self.written += 1
-        if fact.said.op == "new_group":
-            self._make(rank, at_s, fact)
+    def _take(self, rank: int, at_s: float, recorded: RecordedCall) -> None:
+        self.count += 1
+        if recorded.signature.op == MAKES_GROUP.op:
+            self._make(rank, at_s, recorded)
             return
         self._in_making[rank] = None
-        key = (fact.group, fact.ranks)
-        group = self._groups.get(key)
+        group = self._groups.get((recorded.group, recorded.ranks))
         if group is None:
-            group = self._groups[key] = Group(fact.ranks, fact.description, name=fact.group)
-            tell_apart(group, self._same_ranks)
-        member = fact.ranks.index(rank)
-        if fact.said.op == OTHER:  # who takes part in it is not known: nobody waits in it, and it parts no ranks
-            self.last[rank] = Written(rank, group, group.numbers[member], fact, _met_alone(fact.said), at_s)
-        elif fact.said.op in {"send", "recv"}:
-            mine = Post(member, group.posted[member], _member(fact), fact.tag, fact.said, _NOTHING)
-            self._post(mine, group, rank, at_s, fact)
+            group = RankGroup(recorded.ranks, recorded.description, name=recorded.group)
+            self._groups[recorded.group, recorded.ranks] = group
+            label_group(group, self._known)
+        member, op = recorded.ranks.index(rank), recorded.signature.op
+        if op == OTHER:  # who takes part is not known: no rank waits in it, and it cannot mismatch
+            self.last[rank] = TracedCall(
+                rank, group, group.numbers[member], recorded, _complete(recorded.signature), at_s
+            )
+        elif op in {"send", "recv"}:
+            self._post(member, group, rank, at_s, recorded)
         else:
-            self._meet(member, group, rank, at_s, fact)
+            self._match(member, group, rank, at_s, recorded)
         last = self.last[rank]
-        if fact.is_async and last is not None:
-            self.later[rank].append(last)
+        if recorded.is_async and last is not None:
+            self._asynchronous[rank].append(last)
 
-    def _meet(self, member: int, group: Group, rank: int, at_s: float, fact: Fact) -> None:
+    def _match(self, member: int, group: RankGroup, rank: int, at_s: float, recorded: RecordedCall) -> None:
         number = group.numbers[member]
         group.numbers[member] += 1
-        meeting = group.meetings.get(number)
-        if meeting is None:
-            meeting = group.meetings[number] = Meeting(fact.said, len(group.ranks))
-            self._met[meeting] = []
-        self.last[rank] = written = Written(rank, group, number, fact, meeting, at_s)
-        self._met[meeting].append(written)
-        if meeting.said != fact.said:
-            meeting.parted[member] = fact.said
-            self._part(Fault(group, number, meeting.said, meeting), at_s)
+        collective = group.collectives.get(number)
+        if collective is None:
+            collective = group.collectives[number] = PendingCollective(recorded.signature, len(group.ranks))
+            self._matched[collective] = []
+        self.last[rank] = call = TracedCall(rank, group, number, recorded, collective, at_s)
+        self._matched[collective].append(call)
+        if collective.signature != recorded.signature:
+            collective.differing[member] = recorded.signature
+            self._differ(Mismatch(group, number, collective.signature, collective), at_s)
         else:
-            meeting.operands[member] = _HERE
-        if self.fault is not None and self.fault.meeting is meeting:
-            self.at_fault = {met.rank: met for met in self._met[meeting]}
-        meeting.missing -= 1
-        if not meeting.missing:
-            if fact.sends and not meeting.parted:
-                self._exchange(group, number, self._met[meeting], at_s)
-            meeting.done = not meeting.parted
-            del group.meetings[number], self._met[meeting]
+            collective.operands[member] = _ISSUED
+        if self.mismatch is not None and self.mismatch.collective is collective:
+            self.at_mismatch = {met.rank: met for met in self._matched[collective]}
+        collective.missing -= 1
+        if not collective.missing:
+            if recorded.sends and not collective.differing:
+                self._compare_sizes(group, number, self._matched[collective], at_s)
+            collective.done = not collective.differing
+            del group.collectives[number], self._matched[collective]
 
-    def _post(self, mine: Post, group: Group, rank: int, at_s: float, fact: Fact) -> None:
-        group.posted[mine.member] += 1
-        self.last[rank] = Written(rank, group, mine.number, fact, mine, at_s)
-        other = next((post for post in group.posts if post.meets(mine)), None)
+    def _post(self, member: int, group: RankGroup, rank: int, at_s: float, recorded: RecordedCall) -> None:
+        peer = ANY if recorded.peer < 0 else recorded.ranks.index(recorded.peer)
+        mine = PendingMessage(member, group.posted[member], peer, recorded.tag, recorded.signature, _NOTHING)
+        self.last[rank] = TracedCall(rank, group, mine.number, recorded, mine, at_s)
+        other = group.counterpart(mine)
         if other is None:
-            group.posts.append(mine)
             return
-        if fault := mail_fault(group, mine, other):
-            self._part(fault, at_s)
-        group.posts.remove(other)
+        if mismatch := Mismatch.of_messages(group, mine, other):
+            self._differ(mismatch, at_s)
+        group.messages.remove(other)
         mine.done = other.done = True
 
-    def _exchange(self, group: Group, number: int, met: list[Written], at_s: float) -> None:
-        """All ranks of an all_to_all have come: compare what they send and expect in pairs."""
-        facts = {group.ranks.index(written.rank): written.fact for written in met}
+    def _compare_sizes(self, group: RankGroup, number: int, matched: list[TracedCall], at_s: float) -> None:
+        """All ranks have issued an all_to_all: compare what they send and expect in pairs."""
+        calls = {group.ranks.index(call.rank): call.recorded for call in matched}
         for receiver in range(len(group.ranks)):
-            for sender, expected in enumerate(facts[receiver].expects):
-                sent = facts[sender].sends[receiver]
+            for sender, expected in enumerate(calls[receiver].expects):
+                sent = calls[sender].sends[receiver]
                 if sent != expected:
                     ends = group.ranks[sender], group.ranks[receiver]
                     rows = " rows" if isinstance(sent, int) else ""
                     words = f"rank {ends[0]} sends {sent}{rows} to rank {ends[1]}, which expects {expected}"
-                    self._part(Fault(group, number, facts[sender].said, ranks=ends, words=words), at_s)
-                    self.at_fault = self.at_fault or {written.rank: written for written in met}
+                    self._differ(Mismatch(group, number, calls[sender].signature, ranks=ends, words=words), at_s)
+                    self.at_mismatch = self.at_mismatch or {call.rank: call for call in matched}
                     return
 
-    def _make(self, rank: int, at_s: float, fact: Fact) -> None:
+    def _make(self, rank: int, at_s: float, recorded: RecordedCall) -> None:
         """A rank makes a group of the world, as every rank must; when all have, they must have made the same."""
-        made = self._made.setdefault(fact.group, {})
-        made[rank] = fact.ranks
-        world = Group(tuple(range(len(self.last))), "default_pg")
-        making = self._making.setdefault(fact.group, Meeting(fact.said, len(self.last)))
-        making.operands[rank] = _HERE
-        self._in_making[rank] = Written(rank, world, int(fact.group), fact, making, at_s)
-        if len(made) < len(self.last):
+        size = len(self.last)
+        made = self._made.setdefault(recorded.group, {})
+        made[rank] = recorded.ranks
+        making = self._making.setdefault(recorded.group, PendingCollective(recorded.signature, size))
+        making.operands[rank] = _ISSUED
+        self._in_making[rank] = TracedCall(rank, world_of(size), int(recorded.group), recorded, making, at_s)
+        if len(made) < size:
             return
-        del self._made[fact.group], self._making[fact.group]
+        del self._made[recorded.group], self._making[recorded.group]
         making.done = True
         odd = next((other for other in sorted(made) if made[other] != made[0]), 0)
         if odd:
-            words = f"rank 0 makes it of ranks {ranks_text(made[0])}, rank {odd} of ranks {ranks_text(made[odd])}"
-            self._part(Fault(world, int(fact.group), fact.said, ranks=(0, odd), words=words), at_s)
+            self._differ(Mismatch.of_groups(size, int(recorded.group), {0: made[0], odd: made[odd]}), at_s)
 
-    def _part(self, fault: Fault, at_s: float) -> None:
-        if self.fault is None:
-            self.fault, self.fault_at_s = fault, at_s
+    def _differ(self, mismatch: Mismatch, at_s: float) -> None:
+        if self.mismatch is None:
+            self.mismatch, self.mismatch_at_s = mismatch, at_s
 
 
-def _met_alone(said: Signature) -> Meeting:
+def _complete(signature: Signature) -> PendingCollective:
     """A call that is complete when it is issued."""
-    meeting = Meeting(said, 1)
-    meeting.done = True
-    return meeting
-
-
-def _member(fact: Fact) -> int:
-    """The group rank of a message's other end."""
-    return ANY if fact.peer < 0 else fact.ranks.index(fact.peer)
+    collective = PendingCollective(signature, 1)
+    collective.done = True
+    return collective

@@ -1,8 +1,8 @@
 """Asynchronous works of real backends, followed: which were waited for, and in which one a rank waits now.
 
-Torch gives the program our work in place of the backend's, which does everything; only `wait` and what stands for it
-are noticed on the way. After a wait the backend's work is let go, since it holds the tensors that it moved. Our own
-objects stay until the run ends: torch's C++ code holds works without holding their Python side.
+The program gets a FollowedWork in place of the backend's work, to which it delegates; `wait` and the methods that
+amount to it are recorded. After a wait the backend's work is dropped, since it holds the tensors that it moved.
+FollowedWorks stay until the run ends: torch's C++ code holds works without holding their Python side.
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-__all__ = ["FollowedWork", "Waits"]
+__all__ = ["FollowedWork", "Waits", "is_waiting"]
+
+_WAITING_IN = ("interposer.py", "waits.py", "distributed_c10d.py", "_functional_collectives.py", "kept_groups.py")
+
+
+def is_waiting(file: str) -> bool:
+    """Whether a rank whose innermost Python frame is in this file waits for a call to complete."""
+    return file.endswith(_WAITING_IN)
 
 
 class FollowedWork(dist.Work):
-    """A work that tells when it is waited for."""
+    """A work that records when it is waited for, by calling `waited_for` at its first wait."""
 
     def __init__(
-        self, inner: Any, outputs: Sequence[Tensor], number: int, waits: Waits, heard: Callable[[], None]
+        self, inner: Any, outputs: Sequence[Tensor], number: int, waits: Waits, waited_for: Callable[[], None]
     ) -> None:
         super().__init__()
-        self._heard = heard
+        self._waited_for = waited_for
         self._inner = inner
         self._number = number
         self._waits = waits
@@ -47,8 +54,8 @@ class FollowedWork(dist.Work):
         self._finish("block_current_stream")
 
     def get_future(self) -> Any:
-        """The backend's future; whoever asks for it is taken to wait for it."""
-        self._hear()
+        """The backend's future; to take it counts as a wait."""
+        self._mark()
         if self._inner is not None:
             return self._inner.get_future()
         future: Future[list[Tensor]] = Future()
@@ -56,7 +63,7 @@ class FollowedWork(dist.Work):
         return future
 
     def result(self) -> list[Tensor]:
-        """The outputs; after a wait those that somebody still holds."""
+        """The outputs; after a wait those that the program still holds."""
         if self._inner is not None:
             found: list[Tensor] = self._inner.result()
             return found
@@ -67,11 +74,11 @@ class FollowedWork(dist.Work):
         return self._inner is None or bool(self._inner.is_completed())
 
     def is_success(self) -> bool:
-        """Whether it is complete and well."""
+        """Whether it is complete without an error."""
         return self._inner is None or bool(self._inner.is_success())
 
     def exception(self) -> Any:
-        """What went wrong in it."""
+        """Its error, None without one."""
         return None if self._inner is None else self._inner.exception()
 
     def source_rank(self) -> int:
@@ -81,13 +88,13 @@ class FollowedWork(dist.Work):
     _source_rank = source_rank
     _source = -1
 
-    def _hear(self) -> None:
+    def _mark(self) -> None:
         if not self.waited:
             self.waited = True
-            self._heard()
+            self._waited_for()
 
     def _finish(self, how: str, *words: Any) -> None:
-        self._hear()
+        self._mark()
         if self._inner is None:
             return
         with self._waits.waiting(self._number):
@@ -98,10 +105,10 @@ class FollowedWork(dist.Work):
 
 
 class Waits:
-    """The works of a run in the order of issue; `tell(number)` hears which is waited for: 1 + its place, 0 for none."""
+    """The works of a run in the order of issue; `report(n)` gets 1 + the place of the one waited for, or 0."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[int], None]) -> None:
+        self._report = report
         self._works: list[FollowedWork] = []
 
     def begin(self) -> None:
@@ -109,20 +116,20 @@ class Waits:
         self._works.clear()
 
     def follow(self, inner: Any, outputs: Sequence[Tensor], waited: Callable[[], None]) -> FollowedWork:
-        """What the program gets in place of the backend's work; `waited` hears its first wait."""
+        """The work to give to the program in place of the backend's; `waited` is called at its first wait."""
         work = FollowedWork(inner, outputs, len(self._works) + 1, self, waited)
         self._works.append(work)
         return work
 
     def unwaited(self) -> tuple[int, ...]:
-        """The places of the works that nobody waited for, among the asynchronous calls of the rank."""
+        """The places, among the asynchronous calls of the rank, of those that were never waited for."""
         return tuple(place for place, work in enumerate(self._works) if not work.waited)
 
     @contextmanager
     def waiting(self, number: int) -> Any:
         """The rank waits for this work until the body ends."""
-        self._tell(number)
+        self._report(number)
         try:
             yield
         finally:
-            self._tell(0)
+            self._report(0)

@@ -1,9 +1,9 @@
 """The dry engine: ranks on torch's fake process group, one after another, meant for tensors of the meta device.
 
-A rank sees a world of any size and talks to nobody: a collective returns at once and moves nothing. Calls, their order
-and their bytes are those of a real run as long as the program looks at no number; one that does ends in NoNumbers. The
-ranks run in this process, each in a thread, so that a run that does not end is given up; every call is seen by the
-interposer, at the dispatcher. A call of functional collectives on meta tensors reaches no group unless a
+A rank sees a world of any size and communicates with no other: a collective returns at once and moves nothing. Calls,
+their order and their bytes are those of a real run as long as the program looks at no number; one that does ends in
+NoNumbers. The ranks run in this process, each in a thread, so that a run that does not end is given up; every call is
+seen by the interposer, at the dispatcher. A call of functional collectives on meta tensors reaches no group unless a
 `harness.predicting.meter.Meter` is entered.
 
 Source: torch's backend "fake" (harness.torch_internals.groups); engines.md 5e.
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from harness.callers import raised_at
 from harness.engines.engine import Program, Unwaited
 from harness.engines.interposer import Interposer
-from harness.engines.threads.rank_threads import Worker
+from harness.engines.threads.rank_threads import RankThread
 from harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
 from harness.ledger import Observer
 from harness.torch_internals.groups import fake_store
@@ -34,13 +34,13 @@ from harness.torch_internals.groups import fake_store
 __all__ = ["DryEngine"]
 
 _REFUSED = re.compile(r"meta tensor|meta device|device[^\n]*\bmeta\b|\bmeta\b[^\n]*device|register_meta|'Meta' backend")
-"""How torch says that a tensor of the meta device has no data, or that it met one that has."""
+"""torch's errors when a tensor of the meta device has no data, or is used with one that has."""
 _GRACE_S = 5.0
 """How long a rank that was interrupted may take to end."""
 
 
 class DryEngine:
-    """Runs programs on ranks that talk to nobody. `run` runs all of them, `run_ranks` those that are named."""
+    """Runs programs on ranks that do not communicate. `run` runs all of them, `run_ranks` those that are named."""
 
     name = "dry"
     remote = False
@@ -130,7 +130,7 @@ def _result(program: Callable[[], Any], rank: int, world_size: int, seed: int, t
             errors.append(error)
         return _nothing
 
-    worker = Worker()
+    worker = RankThread()
     worker.begin(f"rank {rank}", job)
     if not _ended(worker, timeout_s):
         worker.interrupt()
@@ -145,9 +145,9 @@ def _result(program: Callable[[], Any], rank: int, world_size: int, seed: int, t
     return results[0]
 
 
-def _ended(worker: Worker, timeout_s: float) -> bool:
-    """Wait for the worker's end. A dry rank waits for nobody, so that its time is the processor's: a busy machine makes
-    no time-out. On the clock it may take ten times as long."""
+def _ended(worker: RankThread, timeout_s: float) -> bool:
+    """Wait for the worker's end. A dry rank waits for no other, so that its time is the processor's: a busy machine
+    makes no time-out. On the clock it may take ten times as long."""
     began_s, latest_s = time.process_time(), time.monotonic() + 10 * timeout_s
     while not worker.ended(min(1.0, timeout_s)):
         if time.process_time() - began_s > timeout_s or time.monotonic() > latest_s:

@@ -1,8 +1,8 @@
 """The in-process engine with ranks that run at the same time between their calls: for large shapes.
 
-Where a rank's operators are long (hidden 256 and more), torch lets go of the interpreter in them and ranks fill the
+Where a rank's operators are long (hidden 256 and more), torch releases the interpreter in them and ranks fill the
 processors; where they are short, ranks only wait for each other, and the other engine is as fast. Groups, calls,
-checks of what ranks say, errors and bits are the same: reductions add in rank order whoever comes last.
+checks of signatures, errors and bits are the same: reductions add in rank order whichever rank comes last.
 
 What the other engine can do because one rank runs at a time, this one cannot:
 
@@ -10,7 +10,7 @@ What the other engine can do because one rank runs at a time, this one cannot:
                      them is not repeatable; give each rank a generator: torch.Generator().manual_seed(seed)
     module globals   are shared by all ranks; there is no `per_rank_modules`
     default dtype    is shared by all ranks
-    any-source recv  takes from whoever is first, by the clock
+    any-source recv  takes from the rank that sends first by the clock
     interventions    faults and schedules need turns; there are none here
 
 Ranks are threads on all processors, not on one. A rank that deviates ends the run as soon as it is seen.
@@ -23,19 +23,15 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
-
-from harness.engines.calls.arithmetic import Combine, Operands
-from harness.engines.calls.pending import Group
-from harness.engines.calls.signature import Signature
+from harness.engines.calls.pending import GroupCall, RankGroup
 from harness.engines.engine import Program
 from harness.engines.threads.inproc import InprocEngine
 from harness.engines.threads.intervention import Plain
-from harness.engines.threads.matcher import Exchange, Work
-from harness.engines.threads.rank_state import Private
-from harness.engines.threads.rank_threads import Aborted, Worker
-from harness.engines.threads.rng_streams import Caller
-from harness.engines.threads.scheduler import Baton, State
+from harness.engines.threads.matcher import CollectiveMatcher, Work
+from harness.engines.threads.rank_state import PerRankState
+from harness.engines.threads.rank_threads import Aborted, RankThread
+from harness.engines.threads.rng_streams import CallerStreams
+from harness.engines.threads.scheduler import RankStatus, Scheduler
 from harness.ledger import Observer
 
 __all__ = ["ConcurrentEngine"]
@@ -59,22 +55,22 @@ class ConcurrentEngine(InprocEngine):
 class _AtOnce(Plain):
     """The parts of a run without turns."""
 
-    def private(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: Caller) -> Private:
+    def state(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: CallerStreams) -> PerRankState:
         """Nothing is swapped."""
-        return _Common(world_size, seed, modules, caller)
+        return _SharedState(world_size, seed, modules, caller)
 
-    def baton(self, workers: Sequence[Worker], private: Private, timeout_s: float) -> Baton:
-        """Everybody may run."""
-        return _NoTurns(workers, private, timeout_s)
+    def scheduler(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> Scheduler:
+        """All ranks may run."""
+        return _FreeScheduler(threads, state, timeout_s)
 
-    def exchange(self, world_size: int, baton: Baton, observer: Observer | None) -> Exchange:
+    def matcher(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> CollectiveMatcher:
         """One rank at a time inside."""
-        assert isinstance(baton, _NoTurns)
-        return _Locked(world_size, baton, observer)
+        assert isinstance(scheduler, _FreeScheduler)
+        return _LockedMatcher(world_size, scheduler, observer)
 
 
-class _Common(Private):
-    """One state for all ranks; the caller's is given back."""
+class _SharedState(PerRankState):
+    """One state for all ranks; the caller's is restored."""
 
     def enter(self, rank: int) -> None:
         """Nothing to swap."""
@@ -86,47 +82,47 @@ class _Common(Private):
         """Nothing to keep."""
 
 
-class _NoTurns(Baton):
+class _FreeScheduler(Scheduler):
     """Starts all ranks at once; counts those that run. `wait` and `wake` are called with `lock` held."""
 
-    def __init__(self, workers: Sequence[Worker], private: Private, timeout_s: float) -> None:
-        super().__init__(workers, private, timeout_s)
+    def __init__(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> None:
+        super().__init__(threads, state, timeout_s)
         self.lock = threading.Lock()
-        self._running = len(self.states)
-        self._telling = threading.Lock()
+        self._running = len(self.statuses)
+        self._waking = threading.Lock()
         self._ready.clear()
 
     def wait(self, rank: int) -> None:
         """Sleep until `wake` is called for this rank. Raises Aborted."""
         if self.stopping:
             raise Aborted
-        self.states[rank] = State.WAITING
+        self.statuses[rank] = RankStatus.WAITING
         self._rest()
         self.lock.release()
         self._turns[rank].acquire()
         self.lock.acquire()
         if self.stopping:
             raise Aborted
-        self.states[rank] = State.RUNNING
+        self.statuses[rank] = RankStatus.RUNNING
 
     def wake(self, rank: int) -> None:
         """A rank that waits goes on."""
         if not self.stopping:
-            self.states[rank] = State.READY
+            self.statuses[rank] = RankStatus.READY
             self._running += 1
             self._turns[rank].release()
 
-    def fault(self) -> None:
-        """Something went wrong: the driver is told at once, the others go on until they wait."""
+    def halt(self) -> None:
+        """A rank failed: the driver wakes at once, the others go on until they wait."""
         self._halted = True
-        self._tell()
+        self._wake_driver()
 
     def settle(self, budget_s: float) -> None:
-        """After a fault: let the ranks go on until they wait or end, or the budget is spent."""
+        """After a failure: let the ranks go on until they wait or end, or the budget is spent."""
         self._driver.acquire(timeout=budget_s)
 
     def _start(self) -> None:
-        for rank in range(len(self.states)):
+        for rank in range(len(self.statuses)):
             self._turn_of(rank)()
 
     def _successor(self) -> Callable[[], None]:
@@ -138,57 +134,46 @@ class _NoTurns(Baton):
             self._rest()
 
     def _rest(self) -> None:
-        """One rank less runs; the driver hears when it was the last."""
+        """One rank less runs; the last one wakes the driver."""
         self._running -= 1
         if self._running == 0:
-            self._tell()
+            self._wake_driver()
 
-    def _tell(self) -> None:
-        """Wake the driver, unless it has been told already and has not looked up yet."""
-        with self._telling:
+    def _wake_driver(self) -> None:
+        """Wake the driver, unless it is awake or about to wake."""
+        with self._waking:
             if self._driver.locked():
                 self._driver.release()
 
 
-class _Locked(Exchange):
-    """An exchange in which ranks that run at the same time do not meet each other halfway."""
+class _LockedMatcher(CollectiveMatcher):
+    """A matcher in which one rank at a time is inside; a rank that waits for others leaves it meanwhile."""
 
-    def __init__(self, world_size: int, baton: _NoTurns, observer: Observer | None) -> None:
-        super().__init__(world_size, baton, observer)
-        self._lock = baton.lock
+    def __init__(self, world_size: int, scheduler: _FreeScheduler, observer: Observer | None) -> None:
+        super().__init__(world_size, scheduler, observer)
+        self._lock = scheduler.lock
 
-    def group(self, life: int, name: str, ranks: tuple[int, ...], description: str) -> Group:
-        """As in any exchange."""
+    def group(self, life: int, name: str, ranks: tuple[int, ...], description: str) -> RankGroup:
+        """As in the base class."""
         with self._lock:
             return super().group(life, name, ranks, description)
 
     def agree_on_group(self, rank: int, life: int, number: int, ranks: tuple[int, ...]) -> None:
-        """As in any exchange."""
+        """As in the base class."""
         with self._lock:
             super().agree_on_group(rank, life, number, ranks)
 
-    def issue(
-        self,
-        group: Group,
-        member: int,
-        said: Signature,
-        operands: Operands,
-        combine: Combine,
-        payload: Sequence[Tensor],
-        is_async: bool,
-    ) -> Work:
-        """As in any exchange."""
+    def issue(self, call: GroupCall) -> Work:
+        """As in the base class."""
         with self._lock:
-            return super().issue(group, member, said, operands, combine, payload, is_async)
+            return super().issue(call)
 
-    def post(
-        self, group: Group, member: int, said: Signature, peer: int, tag: int, tensor: Tensor, is_async: bool
-    ) -> Work:
-        """As in any exchange."""
+    def post(self, call: GroupCall) -> Work:
+        """As in the base class."""
         with self._lock:
-            return super().post(group, member, said, peer, tag, tensor, is_async)
+            return super().post(call)
 
     def sleep(self, work: Work) -> None:
-        """As in any exchange; the others may enter meanwhile."""
+        """As in the base class; other ranks may enter meanwhile."""
         with self._lock:
             super().sleep(work)

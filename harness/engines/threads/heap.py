@@ -44,7 +44,7 @@ class Heap:
 
 
 def resident_bytes() -> int:
-    """This process's memory in use, as Linux counts it; 0 where the system does not tell."""
+    """This process's memory in use, as Linux counts it; 0 where the system does not count it."""
     try:
         return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

@@ -1,22 +1,21 @@
-"""Interventions: other parts for the in-process engine, for one run: what ranks have to themselves, who hands
-out the baton, where calls meet.
+"""Interventions: other parts for the in-process engine, for one run: per-rank state, scheduler, collective matcher.
 
-A fault, a drawn schedule and a stress of buffers are each a Baton or an Exchange of its own kind. A run without one
-uses the plain parts and pays nothing. `Intervened` is an engine in which every run has the same intervention.
+A fault, a drawn schedule and a stress of buffers are each a Scheduler or a CollectiveMatcher of its own kind. A run
+without one uses the plain parts at no cost. `Intervened` is an engine in which every run has the same intervention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType, TracebackType
-from typing import Any, Protocol, Self
+from types import ModuleType
+from typing import Any, Protocol
 
-from harness.engines.engine import Engine, Program, Unwaited
-from harness.engines.threads.matcher import Exchange
-from harness.engines.threads.rank_state import Private
-from harness.engines.threads.rank_threads import Worker
-from harness.engines.threads.rng_streams import Caller
-from harness.engines.threads.scheduler import Baton
+from harness.engines.engine import Closable, Engine, Program, Unwaited
+from harness.engines.threads.matcher import CollectiveMatcher
+from harness.engines.threads.rank_state import PerRankState
+from harness.engines.threads.rank_threads import RankThread
+from harness.engines.threads.rng_streams import CallerStreams
+from harness.engines.threads.scheduler import Scheduler
 from harness.errors import RequestError
 from harness.ledger import Observer
 
@@ -26,36 +25,36 @@ __all__ = ["Intervened", "Intervention", "Plain"]
 class Intervention(Protocol):
     """Makes the parts of one run."""
 
-    def private(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: Caller) -> Private:
+    def state(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: CallerStreams) -> PerRankState:
         """What each rank has to itself."""
         ...
 
-    def baton(self, workers: Sequence[Worker], private: Private, timeout_s: float) -> Baton:
-        """Who runs when."""
+    def scheduler(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> Scheduler:
+        """Which rank runs when."""
         ...
 
-    def exchange(self, world_size: int, baton: Baton, observer: Observer | None) -> Exchange:
-        """Where the calls of the ranks meet."""
+    def matcher(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> CollectiveMatcher:
+        """Where the calls of the ranks are matched and computed."""
         ...
 
 
 class Plain:
-    """The parts as they are: the intervention that changes nothing, and what others inherit the rest from."""
+    """The parts as they are: the intervention that changes nothing, and the base of all others."""
 
-    def private(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: Caller) -> Private:
+    def state(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: CallerStreams) -> PerRankState:
         """Random streams, default dtype and the globals of the listed modules."""
-        return Private(world_size, seed, modules, caller)
+        return PerRankState(world_size, seed, modules, caller)
 
-    def baton(self, workers: Sequence[Worker], private: Private, timeout_s: float) -> Baton:
+    def scheduler(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> Scheduler:
         """First come, first served."""
-        return Baton(workers, private, timeout_s)
+        return Scheduler(threads, state, timeout_s)
 
-    def exchange(self, world_size: int, baton: Baton, observer: Observer | None) -> Exchange:
-        """Calls do what they say."""
-        return Exchange(world_size, baton, observer)
+    def matcher(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> CollectiveMatcher:
+        """Calls are computed as issued."""
+        return CollectiveMatcher(world_size, scheduler, observer)
 
 
-class Intervened:
+class Intervened(Closable):
     """An in-process engine whose runs all have one intervention; closing it leaves the engine itself open.
 
     Raises RequestError for an engine that takes none.
@@ -87,14 +86,3 @@ class Intervened:
         """The results by rank under the intervention; see Engine.run."""
         results: list[Any] = self._engine.run(program, *args, intervention=self._intervention, **words)
         return results
-
-    def close(self) -> None:
-        """Nothing of its own."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

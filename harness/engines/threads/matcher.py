@@ -1,18 +1,19 @@
-"""Where the ranks of a run meet: calls are matched, checked against each other, computed, and waited for.
+"""The collective matcher of in-process ranks: calls are matched by rank, compared, computed, and waited for.
 
-A collective is one Meeting per (group, number of the call in the group); the last rank to arrive computes it for all.
-Send and receive are two Posts that find each other by group, receiver and tag, in order; a send's wait returns when it
-was received, as on NCCL. `issue` and `post` see every call before anything happens, and `_complete` every result before
-anybody gets it: whoever wants to alter, drop or poison calls does it there.
+A collective is one PendingCollective per (group, number of the call in the group); the last rank to issue it computes
+it for all. Send and receive are two PendingMessages, matched by group, receiver and tag, in order; the wait of a send
+returns when the message was received, as on NCCL. `issue` and `post` see every call before anything happens, and
+`_complete` every result before any rank gets it: a subclass that alters, drops or poisons calls does it there.
 
-A rank that says something else than the others in a call is parked in it, and the driver is told; the rank never sees
-an error that it could swallow.
+A rank whose signature differs from the first one's never returns from its call, and the driver is woken: the rank never
+sees an error that it could swallow.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from threading import current_thread, get_ident
 from typing import NoReturn
 
@@ -21,22 +22,40 @@ from torch import Tensor
 from torch.futures import Future
 
 from harness.callers import Caller, issued_at
-from harness.engines.calls.arithmetic import Combine, Disagreement, Operands, perform, transfer
-from harness.engines.calls.pending import ANY, Fault, Group, Meeting, Post, SameRanks, mail_fault, tell_apart
+from harness.engines.calls.arithmetic import Disagreement, Operands, meet, perform
+from harness.engines.calls.pending import (
+    ANY,
+    MAKES_GROUP,
+    GroupCall,
+    GroupsByRanks,
+    Mismatch,
+    PendingCollective,
+    PendingMessage,
+    RankGroup,
+    label_group,
+    world_of,
+)
 from harness.engines.calls.signature import Signature, call_of
 from harness.engines.engine import Unwaited
 from harness.engines.threads.rank_threads import Aborted
-from harness.engines.threads.scheduler import Baton
-from harness.errors import ranks_text
+from harness.engines.threads.scheduler import Scheduler
 from harness.ledger import Call, Observer
 from harness.torch_internals.groups import answers_torch
 
-__all__ = ["Exchange", "Work"]
+__all__ = ["CollectiveMatcher", "Race", "Work"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """A rank changed a tensor of its own call in flight, as `text` reports."""
+
+    rank: int
+    text: str
 
 
 @answers_torch
 class Work(dist.Work):
-    """A call that was issued. `wait` hands the baton on until the call is complete; so does `get_future`."""
+    """A call that was issued. `wait` and `get_future` let other ranks run until the call is complete."""
 
     outputs: Sequence[Tensor] = ()
     ticket: int | None = None
@@ -44,22 +63,36 @@ class Work(dist.Work):
     waited = False
 
     def __init__(
-        self, exchange: Exchange, rank: int, group: Group, number: int, said: Signature, event: Meeting | Post
+        self,
+        matcher: CollectiveMatcher,
+        rank: int,
+        call: GroupCall,
+        number: int,
+        event: PendingCollective | PendingMessage,
     ) -> None:
         super().__init__()
-        self.exchange = exchange
+        self.matcher = matcher
         self.rank = rank
-        self.group = group
+        self.call = call
         self.number = number
-        self.said = said
         self.event = event
+
+    @property
+    def group(self) -> RankGroup:
+        """The group of the call."""
+        return self.call.group
+
+    @property
+    def signature(self) -> Signature:
+        """The rank's own signature."""
+        return self.call.signature
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the call is complete; another rank may run meanwhile."""
         if not self.event.done:
-            self.exchange.sleep(self)
+            self.matcher.sleep(self)
         if not self.waited:
-            self.exchange.close(self)
+            self.matcher.close(self)
         return True
 
     def synchronize(self) -> None:
@@ -87,120 +120,108 @@ class Work(dist.Work):
         return list(self.outputs)
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A completed future of the outputs. It waits first: C++ would wait for it with the baton in its hand."""
+        """A completed future of the outputs. It waits first: C++ would wait for it and no other rank could run."""
         future: Future[list[Tensor]] = Future()
         future.set_result(self.result())
         return future
 
     def source_rank(self) -> int:
-        """The group rank of the sender, of a receive that is complete."""
-        if not isinstance(self.event, Post) or self.said.op != "recv":
-            raise RuntimeError(f"source_rank: only a receive has a source, this is {self.said.op}")
+        """The group rank of the sender, of a receive that is complete. Raises RuntimeError for other calls."""
+        if not isinstance(self.event, PendingMessage) or self.signature.op != "recv":
+            raise RuntimeError(f"source_rank: only a receive has a source, this is {self.signature.op}")
         return self.event.peer
 
 
-class Exchange:
-    """All groups, calls and works of one run. Only the rank that holds the baton touches it."""
+class CollectiveMatcher:
+    """All groups, calls and works of one run. Only the rank whose turn it is uses it."""
 
-    def __init__(self, world_size: int, baton: Baton, observer: Observer | None) -> None:
-        self.baton = baton
+    def __init__(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> None:
+        self.scheduler = scheduler
         self.observer = observer
-        self.groups: dict[tuple[int, str, tuple[int, ...]], Group] = {}
-        self._same_ranks: SameRanks = {}
+        self.groups: dict[tuple[int, str, tuple[int, ...]], RankGroup] = {}
+        self._known: GroupsByRanks = {}
         self.waiting: list[Work | None] = [None] * world_size
         self.open: list[dict[Work, None]] = [{} for _ in range(world_size)]
-        self.fault: Fault | None = None
+        self.failure: Mismatch | Race | None = None
         self._made: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         self._calls: dict[tuple[object, ...], Call] = {}
 
-    def group(self, life: int, name: str, ranks: tuple[int, ...], description: str) -> Group:
+    def group(self, life: int, name: str, ranks: tuple[int, ...], description: str) -> RankGroup:
         """The group that all members know by this name, in this life of the world."""
         found = self.groups.get((life, name, ranks))
         if found is None:
-            found = self.groups[life, name, ranks] = Group(ranks, description, life, name)
-            tell_apart(found, self._same_ranks)
+            found = self.groups[life, name, ranks] = RankGroup(ranks, description, life, name)
+            label_group(found, self._known)
         return found
 
     def agree_on_group(self, rank: int, life: int, number: int, ranks: tuple[int, ...]) -> None:
-        """Rank `rank` makes the world's group `number`; the rank that made it first has said of which ranks."""
-        first, theirs = self._made.setdefault((life, number), (rank, ranks))
-        if theirs != ranks:
-            said = Signature("new_group", "single", "", -1, "", ())
-            world = Group(tuple(range(len(self.waiting))), "default_pg")
-            work = Work(self, rank, world, number, said, Meeting(said, len(world.ranks)))
-            words = f"rank {first} makes it of ranks {ranks_text(theirs)}, rank {rank} of ranks {ranks_text(ranks)}"
-            self._park(work, Fault(work.group, number, said, ranks=(first, rank), words=words))
+        """Rank `rank` makes the world's group `number`; of the same ranks as the first rank to make it, else it is
+        parked."""
+        first, others = self._made.setdefault((life, number), (rank, ranks))
+        if others != ranks:
+            size = len(self.waiting)
+            call = GroupCall(world_of(size), rank, MAKES_GROUP, Operands((), ()), meet, (), False)
+            work = Work(self, rank, call, number, PendingCollective(MAKES_GROUP, size))
+            self._park(work, Mismatch.of_groups(size, number, {first: others, rank: ranks}))
 
-    def issue(
-        self,
-        group: Group,
-        member: int,
-        said: Signature,
-        operands: Operands,
-        combine: Combine,
-        payload: Sequence[Tensor],
-        is_async: bool,
-    ) -> Work:
-        """Group rank `member` calls a collective. Returns its work, complete when every rank has called."""
-        rank = self._rank(group, member, said.op)
+    def issue(self, call: GroupCall) -> Work:
+        """A rank issues a collective. Returns its work, complete when every rank has issued it."""
+        group, member, signature, operands, combine, payload, is_async, _, _ = call
+        rank = self._rank(call)
         number = group.numbers[member]
-        meeting = group.meetings.get(number)
-        if meeting is None:
-            meeting = group.meetings[number] = Meeting(said, len(group.ranks))
+        collective = group.collectives.get(number)
+        if collective is None:
+            collective = group.collectives[number] = PendingCollective(signature, len(group.ranks))
         group.numbers[member] += 1
-        work = Work(self, rank, group, number, said, meeting)
+        work = Work(self, rank, call, number, collective)
         work.outputs = operands.outputs
         if is_async:
             self._follow(work)
         if self.observer is not None:
-            root = group.ranks[said.root] if said.root >= 0 else -1
-            work.ticket = self.observer.issued(rank, self._call(group, said, payload, root, is_async))
-        if meeting.said != said:
-            meeting.parted[member] = said
-            self._park(work, Fault(group, number, meeting.said, meeting))
-        meeting.operands[member] = operands
-        meeting.missing -= 1
-        if not meeting.missing:
-            self._complete(work, meeting, combine)
+            root = group.ranks[signature.root] if signature.root >= 0 else -1
+            work.ticket = self.observer.issued(rank, self._ledger_call(call, root))
+        if collective.signature != signature:
+            collective.differing[member] = signature
+            self._park(work, Mismatch(group, number, collective.signature, collective))
+        collective.operands[member] = operands
+        collective.missing -= 1
+        if not collective.missing:
+            self._complete(work, collective)
         return work
 
-    def post(
-        self, group: Group, member: int, said: Signature, peer: int, tag: int, tensor: Tensor, is_async: bool
-    ) -> Work:
-        """Group rank `member` sends to `peer` or receives from it. Returns its work, complete when both have called."""
-        rank = self._rank(group, member, said.op)
-        mine = Post(member, group.posted[member], peer, tag, said, tensor)
-        work = Work(self, rank, group, mine.number, said, mine)
-        group.posted[member] += 1
-        if is_async:
+    def post(self, call: GroupCall) -> Work:
+        """A rank sends to its peer or receives from it. Returns its work, complete when both have called."""
+        rank, group = self._rank(call), call.group
+        (tensor,) = call.payload
+        mine = PendingMessage(call.member, group.posted[call.member], call.peer, call.tag, call.signature, tensor)
+        work = Work(self, rank, call, mine.number, mine)
+        work.outputs = call.operands.outputs
+        if call.is_async:
             self._follow(work)
-        if said.op == "recv":
-            work.outputs = (tensor,)
         if self.observer is not None:
-            peer_rank = group.ranks[peer] if peer != ANY else -1
-            work.ticket = self.observer.issued(rank, self._call(group, said, (tensor,), peer_rank, is_async))
-        other = next((post for post in group.posts if post.meets(mine)), None)
+            peer_rank = group.ranks[call.peer] if call.peer != ANY else -1
+            work.ticket = self.observer.issued(rank, self._ledger_call(call, peer_rank))
+        other = group.counterpart(mine)
         if other is None:
-            group.posts.append(mine)
             return work
-        if fault := mail_fault(group, mine, other):
-            self._park(work, fault)
-        group.posts.remove(other)
+        if mismatch := Mismatch.of_messages(group, mine, other):
+            self._park(work, mismatch)
+        group.messages.remove(other)
         mine.peer, other.peer = other.member, mine.member
-        send, receive = (other, mine) if said.op == "recv" else (mine, other)
-        perform(transfer, (Operands((), (send.tensor,)), Operands((receive.tensor,), ())), "", -1)
+        send, receive = (other, mine) if call.signature.op == "recv" else (mine, other)
+        perform(call.combine, (Operands((), (send.tensor,)), Operands((receive.tensor,), ())), "", -1)
         mine.done = other.done = True
         for waiter in other.waiters:
-            self.baton.wake(waiter)
+            self.scheduler.wake(waiter)
         return work
 
     def sleep(self, work: Work) -> None:
-        """Hand the baton on until the work's event is done. Raises Aborted when the run ends before."""
+        """Let other ranks run until the work's event is done. Raises Aborted when the run ends before."""
         event = work.event
         self.waiting[work.rank] = work
         while not event.done:
             event.waiters.append(work.rank)
-            self.baton.wait(work.rank)
+            self.scheduler.wait(work.rank)
         self.waiting[work.rank] = None
 
     def close(self, work: Work) -> None:
@@ -212,64 +233,67 @@ class Exchange:
             self.observer.completed(work.rank, work.ticket)
 
     def unwaited(self) -> tuple[Unwaited, ...]:
-        """After the run: the asynchronous works that nobody waited for; the observer hears that they are complete."""
+        """After the run: asynchronous works that were never waited for; the observer gets their completion now."""
         found = []
         for rank, works in enumerate(self.open):
             for work in works:
                 place = work.origin.place if work.origin is not None else ""
                 found.append(
-                    Unwaited(rank=rank, op=work.said.op, number=work.number, group=work.group.label, caller=place)
+                    Unwaited(rank=rank, op=work.signature.op, number=work.number, group=work.group.label, caller=place)
                 )
                 if work.ticket is not None and self.observer is not None:
                     self.observer.completed(rank, work.ticket)
         return tuple(found)
 
-    def _rank(self, group: Group, member: int, op: str) -> int:
-        """The rank that calls. Raises RuntimeError outside of its thread, Aborted when the run has ended."""
-        rank = group.ranks[member]
-        if get_ident() != self.baton.idents[rank]:
+    def _rank(self, call: GroupCall) -> int:
+        """The rank that calls. Raises RuntimeError outside its thread, Aborted when the run has ended."""
+        rank = call.group.ranks[call.member]
+        if get_ident() != self.scheduler.idents[rank]:
             raise RuntimeError(
-                f"{op} on rank {rank}: the in-process engine takes calls from the rank's own thread only, while "
-                f"the run lasts; this is thread {current_thread().name!r}"
+                f"{call.signature.op} on rank {rank}: the in-process engine takes calls from the rank's own thread "
+                f"only, while the run lasts; this is thread {current_thread().name!r}"
             )
-        if self.baton.stopping:
+        if self.scheduler.stopping:
             raise Aborted
         return rank
 
     def _follow(self, work: Work) -> None:
-        """Remember an asynchronous work, and who issued it, until somebody waits for it."""
+        """Remember an asynchronous work, and the line that issued it, until it is waited for."""
         work.origin = issued_at(sys._getframe(3))
         self.open[work.rank][work] = None
 
-    def _complete(self, work: Work, meeting: Meeting, combine: Combine) -> None:
-        """The last rank has come: compute, and wake those who wait."""
-        members = [operands for operands in meeting.operands if operands is not None]
-        group, said = work.group, meeting.said
+    def _complete(self, work: Work, collective: PendingCollective) -> None:
+        """The last rank has issued the collective: compute, and wake the ranks that wait."""
+        members = [operands for operands in collective.operands if operands is not None]
+        group, signature = work.group, collective.signature
         try:
-            perform(combine, members, said.reduce_op, said.root)
-        except Disagreement as parted:
-            ranks = tuple(group.ranks[member] for member in parted.ranks)
-            self._park(work, Fault(group, work.number, said, ranks=ranks, words=str(parted).format(*ranks)))
-        meeting.done = True
-        del group.meetings[work.number]
-        meeting.operands.clear()
-        for rank in meeting.waiters:
-            self.baton.wake(rank)
+            perform(work.call.combine, members, signature.reduce_op, signature.root)
+        except Disagreement as sizes:
+            ranks = tuple(group.ranks[member] for member in sizes.ranks)
+            self._park(work, Mismatch(group, work.number, signature, ranks=ranks, words=str(sizes).format(*ranks)))
+        collective.done = True
+        del group.collectives[work.number]
+        collective.operands.clear()
+        for rank in collective.waiters:
+            self.scheduler.wake(rank)
 
-    def _park(self, work: Work, fault: Fault) -> NoReturn:
-        """Keep this rank in its call until the run is stopped; the first fault of a run is its root cause."""
-        self.fault = self.fault or fault
+    def _park(self, work: Work, failure: Mismatch | Race) -> NoReturn:
+        """Keep this rank in its call until the run is stopped; the first failure of a run is its root cause."""
+        self.failure = self.failure or failure
         self.waiting[work.rank] = work
-        self.baton.fault()
+        self.scheduler.halt()
         while True:
-            self.baton.wait(work.rank)
+            self.scheduler.wait(work.rank)
 
-    def _call(self, group: Group, said: Signature, payload: Sequence[Tensor], peer: int, is_async: bool) -> Call:
-        """The ledger's Call, remembered within the run: a program says the same things over and over."""
+    def _ledger_call(self, call: GroupCall, peer: int) -> Call:
+        """The ledger's Call, kept for the run: a program issues the same calls over and over."""
+        group, payload = call.group, call.payload
         if len(payload) > 1:
-            return call_of(said, payload, group.ranks, group.description, peer, is_async)
-        key = (group, said, payload[0].shape if payload else None, peer, is_async)
-        call = self._calls.get(key)
-        if call is None:
-            call = self._calls[key] = call_of(said, payload, group.ranks, group.description, peer, is_async)
-        return call
+            return call_of(call.signature, payload, group.ranks, group.description, peer, call.is_async)
+        key = (group, call.signature, payload[0].shape if payload else None, peer, call.is_async)
+        found = self._calls.get(key)
+        if found is None:
+            found = self._calls[key] = call_of(
+                call.signature, payload, group.ranks, group.description, peer, call.is_async
+            )
+        return found

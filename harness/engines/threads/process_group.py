@@ -1,8 +1,8 @@
 """The process group of the in-process engine: one object a rank and group, handed to unmodified torch code.
 
-Each method turns torch's arguments into a Signature (what all ranks must say alike) and Operands, and issues the call.
-Sizes that one rank alone can judge are judged here, with a ValueError in its own code, as gloo and NCCL do. Both
-generations of method names are served (`answers_torch`): torch 2.11 and 2.12 call others than 2.13.
+Each method turns torch's arguments into a GroupCall and issues it. Sizes that one rank alone can check are checked
+here, with a ValueError in its own code, as gloo and NCCL do. Both generations of method names are defined
+(`answers_torch`): torch 2.11 and 2.12 call others than 2.13.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.futures import Future
 from harness.engines.calls import arithmetic
 from harness.engines.calls.arguments import checked, counted, form_of, reduction, root_of, rows_of, sized
 from harness.engines.calls.arithmetic import Combine, Operands
-from harness.engines.calls.pending import ANY, Group
+from harness.engines.calls.pending import ANY, GroupCall, RankGroup
 from harness.engines.calls.signature import Signature, dtype_text, shapes_of
-from harness.engines.threads.matcher import Exchange, Work
+from harness.engines.threads.matcher import CollectiveMatcher, Work
 from harness.torch_internals.groups import answers_torch
 
 __all__ = ["InprocGroup"]
@@ -55,16 +55,16 @@ class _Batch(dist.Work):
 class InprocGroup(_TorchGroup):
     """Rank `member` of a group. Collectives return a Work; torch waits for it unless the call is asynchronous."""
 
-    def __init__(self, exchange: Exchange, group: Group, member: int, name: str) -> None:
+    def __init__(self, matcher: CollectiveMatcher, group: RankGroup, member: int, name: str) -> None:
         super().__init__(member, len(group.ranks))
-        self._exchange = exchange
+        self._matcher = matcher
         self._group = group
         self._member = member
         self._batch: list[Work] | None = None
         self.splits = 0
         self._name = name
 
-    # what torch asks of a group
+    # what torch reads of a group
 
     def rank(self) -> int:
         """This rank's place in the group."""
@@ -93,15 +93,15 @@ class InprocGroup(_TorchGroup):
         return self._group.description
 
     def getBackendName(self) -> str:
-        """Not a name that C++ knows: it would look for that backend's object. dist.get_backend says gloo."""
+        """Not a name that C++ knows: it would look for that backend's object. dist.get_backend returns gloo."""
         return "inproc"
 
     def get_group_store(self) -> Any:
-        """The group's store; it lives in this process."""
+        """The group's key-value store, in this process."""
         return self._group.store
 
     def shutdown(self) -> None:
-        """Nothing to give back: the group ends with the run."""
+        """Nothing to release: the group ends with the run."""
 
     def abort(self) -> None:
         """The same as `shutdown`."""
@@ -112,8 +112,8 @@ class InprocGroup(_TorchGroup):
         """all_reduce, also coalesced and functional."""
         outputs = checked(tensors)
         reduce_op, inputs = reduction(opts, outputs)
-        said = Signature("all_reduce", form_of(outputs), reduce_op, -1, dtype_text(outputs), shapes_of(outputs))
-        return self._issue(said, Operands(outputs, inputs), arithmetic.all_reduce, outputs, opts)
+        signature = Signature("all_reduce", form_of(outputs), reduce_op, -1, dtype_text(outputs), shapes_of(outputs))
+        return self._issue(signature, Operands(outputs, inputs), arithmetic.all_reduce, outputs, opts)
 
     allreduce_coalesced = allreduce
 
@@ -121,22 +121,22 @@ class InprocGroup(_TorchGroup):
         """reduce: only the root's tensor changes."""
         outputs = checked(tensors)
         reduce_op, inputs = reduction(opts, outputs)
-        said = Signature("reduce", "single", reduce_op, root_of(opts), dtype_text(outputs), shapes_of(outputs))
-        return self._issue(said, Operands(outputs, inputs), arithmetic.reduce, outputs, opts)
+        signature = Signature("reduce", "single", reduce_op, root_of(opts), dtype_text(outputs), shapes_of(outputs))
+        return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce, outputs, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         """broadcast."""
         outputs = checked(tensors)
-        said = Signature("broadcast", form_of(outputs), "", root_of(opts), dtype_text(outputs), shapes_of(outputs))
-        return self._issue(said, Operands(outputs, outputs), arithmetic.broadcast, outputs, opts)
+        signature = Signature("broadcast", form_of(outputs), "", root_of(opts), dtype_text(outputs), shapes_of(outputs))
+        return self._issue(signature, Operands(outputs, outputs), arithmetic.broadcast, outputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """all_gather_single, coalesced; functional calls come here with one tensor."""
         outputs, inputs = checked(outputs), checked(inputs)
         for output, shard in zip(outputs, inputs, strict=True):
             sized("all_gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
-        said = Signature("all_gather", form_of(inputs), "", -1, dtype_text(inputs), shapes_of(inputs))
-        return self._issue(said, Operands(outputs, inputs), arithmetic.all_gather, outputs, opts)
+        signature = Signature("all_gather", form_of(inputs), "", -1, dtype_text(inputs), shapes_of(inputs))
+        return self._issue(signature, Operands(outputs, inputs), arithmetic.all_gather, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -150,8 +150,8 @@ class InprocGroup(_TorchGroup):
         inputs = checked(inputs)
         counted("all_gather", "output list", gathered, self.size())
         sized("all_gather", "output", gathered[self._member], inputs[0].numel(), "this rank's input")
-        said = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
-        return self._issue(said, Operands(gathered, inputs), arithmetic.all_gather_lists, gathered, opts)
+        signature = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
+        return self._issue(signature, Operands(gathered, inputs), arithmetic.all_gather_lists, gathered, opts)
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
         """all_gather_coalesced: one list of outputs for each rank."""
@@ -159,8 +159,8 @@ class InprocGroup(_TorchGroup):
         counted("all_gather", "list of output lists", output_lists, self.size())
         gathered = checked([tensor for outputs in output_lists for tensor in outputs])
         counted("all_gather", "output lists together", gathered, self.size() * len(inputs))
-        said = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
-        return self._issue(said, Operands(gathered, inputs), arithmetic.all_gather_lists, gathered, opts)
+        signature = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
+        return self._issue(signature, Operands(gathered, inputs), arithmetic.all_gather_lists, gathered, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """reduce_scatter_single, coalesced; functional calls come here with one tensor."""
@@ -168,8 +168,8 @@ class InprocGroup(_TorchGroup):
         for output, full in zip(outputs, fulls, strict=True):
             sized("reduce_scatter", "input", full, output.numel() * self.size(), "the output times the group's size")
         reduce_op, inputs = reduction(opts, fulls)
-        said = Signature("reduce_scatter", form_of(fulls), reduce_op, -1, dtype_text(fulls), shapes_of(fulls))
-        return self._issue(said, Operands(outputs, inputs), arithmetic.reduce_scatter, fulls, opts)
+        signature = Signature("reduce_scatter", form_of(fulls), reduce_op, -1, dtype_text(fulls), shapes_of(fulls))
+        return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce_scatter, fulls, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -184,8 +184,8 @@ class InprocGroup(_TorchGroup):
         counted("reduce_scatter", "input list", parts, self.size())
         sized("reduce_scatter", "output", outputs[0], parts[self._member].numel(), "the input for this rank")
         reduce_op, inputs = reduction(opts, parts)
-        said = Signature("reduce_scatter", "list", reduce_op, -1, dtype_text(parts), shapes_of(parts))
-        return self._issue(said, Operands(outputs, inputs), arithmetic.reduce_scatter_lists, parts, opts)
+        signature = Signature("reduce_scatter", "list", reduce_op, -1, dtype_text(parts), shapes_of(parts))
+        return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce_scatter_lists, parts, opts)
 
     def all_to_all_single(
         self, output: Tensor, source: Tensor, output_rows: Any, input_rows: Any, opts: Any = None, timeout: Any = None
@@ -193,8 +193,8 @@ class InprocGroup(_TorchGroup):
         """all_to_all_single, even or uneven along dim 0."""
         outputs, inputs = checked([output]), checked([source])
         rows = rows_of("output", output, output_rows, self.size()), rows_of("input", source, input_rows, self.size())
-        said = Signature("all_to_all", "single", "", -1, dtype_text(inputs), (tuple(source.shape[1:]),))
-        return self._issue(said, Operands(outputs, inputs, *rows), arithmetic.all_to_all_single, inputs, opts)
+        signature = Signature("all_to_all", "single", "", -1, dtype_text(inputs), (tuple(source.shape[1:]),))
+        return self._issue(signature, Operands(outputs, inputs, *rows), arithmetic.all_to_all_single, inputs, opts)
 
     alltoall_base = all_to_all_single
 
@@ -203,8 +203,8 @@ class InprocGroup(_TorchGroup):
         outputs, inputs = checked(outputs), checked(inputs)
         counted("all_to_all", "output list", outputs, self.size())
         counted("all_to_all", "input list", inputs, self.size())
-        said = Signature("all_to_all", "list", "", -1, dtype_text(inputs), ())
-        return self._issue(said, Operands(outputs, inputs), arithmetic.all_to_all, inputs, opts)
+        signature = Signature("all_to_all", "list", "", -1, dtype_text(inputs), ())
+        return self._issue(signature, Operands(outputs, inputs), arithmetic.all_to_all, inputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         """gather to the root."""
@@ -212,8 +212,8 @@ class InprocGroup(_TorchGroup):
         gathered = checked(outputs[0]) if root == self._member else []
         if root == self._member:
             counted("gather", "gather_list", gathered, self.size())
-        said = Signature("gather", "single", "", root, dtype_text(inputs), shapes_of(inputs))
-        return self._issue(said, Operands(gathered, inputs), arithmetic.gather, inputs, opts)
+        signature = Signature("gather", "single", "", root, dtype_text(inputs), shapes_of(inputs))
+        return self._issue(signature, Operands(gathered, inputs), arithmetic.gather, inputs, opts)
 
     def gather_single(self, output: Tensor, shard: Tensor, opts: Any = None, timeout: Any = None) -> Work:
         """gather_single (gather_into_tensor): the root's output holds the inputs of all ranks, one after the other."""
@@ -222,8 +222,8 @@ class InprocGroup(_TorchGroup):
         if root == self._member:
             sized("gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
             gathered = list(checked([output])[0].detach().view(self.size(), *shard.shape).unbind())
-        said = Signature("gather", "flat", "", root, dtype_text(inputs), shapes_of(inputs))
-        return self._issue(said, Operands(gathered, inputs), arithmetic.gather, inputs, opts)
+        signature = Signature("gather", "flat", "", root, dtype_text(inputs), shapes_of(inputs))
+        return self._issue(signature, Operands(gathered, inputs), arithmetic.gather, inputs, opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         """scatter from the root."""
@@ -231,16 +231,16 @@ class InprocGroup(_TorchGroup):
         parts = checked(inputs[0]) if root == self._member else []
         if root == self._member:
             counted("scatter", "scatter_list", parts, self.size())
-        said = Signature("scatter", "single", "", root, dtype_text(outputs), shapes_of(outputs))
-        return self._issue(said, Operands(outputs, parts), arithmetic.scatter, outputs, opts)
+        signature = Signature("scatter", "single", "", root, dtype_text(outputs), shapes_of(outputs))
+        return self._issue(signature, Operands(outputs, parts), arithmetic.scatter, outputs, opts)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         """barrier."""
-        said = Signature("barrier", "single", "", -1, "", ())
-        return self._issue(said, Operands((), ()), arithmetic.meet, (), opts)
+        signature = Signature("barrier", "single", "", -1, "", ())
+        return self._issue(signature, Operands((), ()), arithmetic.meet, (), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier: a rank that stays away ends the run at once, so there is nothing to monitor."""
+        """A barrier: a rank that never issues it ends the run at once, so there is nothing to monitor."""
         opts = dist.BarrierOptions()
         opts.asyncOp = False
         self.barrier(opts).wait()
@@ -256,7 +256,7 @@ class InprocGroup(_TorchGroup):
         return self._post("recv", tensors, peer, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        """recv, irecv from whoever sends first."""
+        """recv, irecv from the first rank that sends."""
         return self._post("recv", tensors, ANY, tag)
 
     # blocks of calls
@@ -273,10 +273,12 @@ class InprocGroup(_TorchGroup):
     # inside
 
     def _issue(
-        self, said: Signature, operands: Operands, combine: Combine, payload: Sequence[Tensor], opts: Any
+        self, signature: Signature, operands: Operands, combine: Combine, payload: Sequence[Tensor], opts: Any
     ) -> Work:
         is_async = getattr(opts, "asyncOp", True)
-        work = self._exchange.issue(self._group, self._member, said, operands, combine, payload, is_async)
+        work = self._matcher.issue(
+            GroupCall(self._group, self._member, signature, operands, combine, payload, is_async)
+        )
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -285,8 +287,12 @@ class InprocGroup(_TorchGroup):
         (tensor,) = checked(tensors)
         caller = sys._getframe(3)  # dist.send is dist.isend and a wait
         is_async = not (caller.f_code.co_name == op and caller.f_globals is vars(c10d))
-        said = Signature(op, "single", "", -1, dtype_text((tensor,)), (tensor.shape,))
-        work = self._exchange.post(self._group, self._member, said, peer, tag, tensor, is_async)
+        signature = Signature(op, "single", "", -1, dtype_text((tensor,)), (tensor.shape,))
+        operands = Operands((tensor,), ()) if op == "recv" else Operands((), (tensor,))
+        call = GroupCall(
+            self._group, self._member, signature, operands, arithmetic.transfer, (tensor,), is_async, peer, tag
+        )
+        work = self._matcher.post(call)
         if self._batch is not None:
             self._batch.append(work)
         return work

@@ -1,4 +1,4 @@
-"""Process-wide state that every rank of the in-process engine has to itself: swapped when the baton changes hands.
+"""Process-wide state that every rank of the in-process engine has to itself: swapped at every change of turns.
 
 Random streams (torch's CPU generator, Python's `random`, numpy's global stream), the default dtype, and the globals of
 modules that the caller lists. Swapping is sound only because one rank runs at a time. Not swapped, so shared by ranks:
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from harness.engines.threads.rng_streams import Caller, Streams
+from harness.engines.threads.rng_streams import CallerStreams, RankStreams
 from harness.errors import RequestError
 
-__all__ = ["Private", "modules_named"]
+__all__ = ["PerRankState", "modules_named"]
 
 
 def modules_named(names: Sequence[str]) -> tuple[ModuleType, ...]:
@@ -32,20 +32,20 @@ def modules_named(names: Sequence[str]) -> tuple[ModuleType, ...]:
     return tuple(modules)
 
 
-class Private:
-    """The private state of `world_size` ranks. `leave` and `enter` frame a hand-off, `restore` ends it all.
+class PerRankState:
+    """The private state of `world_size` ranks. `leave` and `enter` frame a change of turns; `restore` ends the run.
 
     Every rank starts from `seed`, the caller's default dtype, and the listed modules' globals as they are now; built-in
     lists, dicts and sets among these are copied for each rank.
     """
 
-    def __init__(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: Caller) -> None:
+    def __init__(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: CallerStreams) -> None:
         self._modules = tuple(modules)
         self._caller = caller
         self._callers_dtype = torch.get_default_dtype()
         self._callers_globals = [dict(vars(module)) for module in self._modules]
         caller.keep()
-        self._streams = Streams(world_size, seed)
+        self._streams = RankStreams(world_size, seed)
         self._dtypes = [torch.get_default_dtype()] * world_size
         self._globals = [[_own(vars(module)) for module in self._modules] for _ in range(world_size)]
         self._holder = -1

@@ -6,8 +6,8 @@ queues), a fifth of a small example. So a thread is used again if its Python thr
 exactly as at its birth; else it is thrown away. Where Python does not show its thread-locals, every thread is new.
 
 Threads that take turns stay on the processor on which the driver is when it starts them: only one runs at a time, and a
-hand-off to a sleeping processor costs as much as the calls that a small rank makes between two of them. What a rank
-starts (threads, processes) inherits that; the driver stays free, so the next run goes where the machine has room.
+turn that goes to a sleeping processor costs as much as the calls that a small rank makes between two of them. What a
+rank starts (threads, processes) inherits that; the driver stays free, so the next run goes where the machine has room.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from harness.engines.threads.heap import share_one_arena
 from harness.torch_internals.modes import switches
 from harness.torch_internals.threads import forget_dtensor_plans
 
-__all__ = ["Aborted", "Worker", "Workers"]
+__all__ = ["Aborted", "RankThread", "RankThreads"]
 
 
 class Aborted(BaseException):
@@ -36,7 +36,7 @@ _SCHED_GETCPU = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 Job = Callable[[], Callable[[], None]]
 
 
-class Worker:
+class RankThread:
     """A thread that runs one job at a time. `reusable` is known when a job has ended.
 
     A job returns what to call last, when the thread is about to sleep.
@@ -66,7 +66,7 @@ class Worker:
         self._given.release()
 
     def ended(self, timeout_s: float) -> bool:
-        """Wait for the end of the job; True when it came in time. Not to be asked again after True."""
+        """Wait for the end of the job; True when it came in time. Not to be called again after True."""
         return self._ended.acquire(timeout=timeout_s)
 
     def interrupt(self) -> None:
@@ -94,26 +94,26 @@ class Worker:
             forget_dtensor_plans()
 
 
-class Workers:
+class RankThreads:
     """The idle threads of an engine; those of one run stay on one processor, or go where there is room."""
 
     def __init__(self, *, on_one_processor: bool = True) -> None:
         if on_one_processor:
             share_one_arena()
         self._on_one_processor = on_one_processor
-        self._idle: list[Worker] = []
+        self._idle: list[RankThread] = []
 
-    def take(self, count: int) -> list[Worker]:
+    def take(self, count: int) -> list[RankThread]:
         """So many threads; new ones as far as needed."""
         taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
-        taken += [Worker() for _ in range(count - len(taken))]
+        taken += [RankThread() for _ in range(count - len(taken))]
         if count > 1 and self._on_one_processor:
             processor = _processor()
             for worker in taken:
                 worker.stay_on(processor)
         return taken
 
-    def give_back(self, workers: list[Worker]) -> None:
+    def give_back(self, workers: list[RankThread]) -> None:
         """Threads whose jobs have ended: keep the clean ones, end the others."""
         for worker in workers:
             if worker.reusable:
@@ -162,5 +162,5 @@ def _traces(own: dict[Any, Any]) -> tuple[Any, ...]:
 
 
 def _processor() -> int:
-    """The processor on which the calling thread runs; -1 where the system does not tell."""
+    """The processor on which the calling thread runs; -1 where the system does not return it."""
     return int(_SCHED_GETCPU()) if _SCHED_GETCPU is not None else -1

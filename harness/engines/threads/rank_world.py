@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from harness.engines.threads.matcher import Exchange
+from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.process_group import InprocGroup
 from harness.torch_internals.meshes import kept_apart
 from harness.torch_internals.redirect import redirected
@@ -38,9 +38,9 @@ from harness.torch_internals.world import (
 
 __all__ = ["Enter", "installed"]
 
-Enter = Callable[[Exchange, int, int], None]
+Enter = Callable[[CollectiveMatcher, int, int], None]
 _BACKEND = "gloo"
-"""What get_backend says: user code then takes the paths that it would take on CPU ranks."""
+"""What get_backend returns: user code then takes the paths that it would take on CPU ranks."""
 
 
 _BACKEND_CONFIG = str(c10d.BackendConfig(c10d.Backend(_BACKEND)))
@@ -50,7 +50,7 @@ _BACKEND_CONFIG = str(c10d.BackendConfig(c10d.Backend(_BACKEND)))
 class _Rank(Tables):
     """One rank's tables, and what it is in which exchange."""
 
-    exchange: Exchange
+    matcher: CollectiveMatcher
     rank: int
     world_size: int
     store: Any
@@ -73,8 +73,8 @@ def installed() -> Iterator[Enter]:
         yield functools.partial(_enter, ranks, dist.HashStore())
 
 
-def _enter(ranks: dict[int, Any], store: Any, exchange: Exchange, rank: int, world_size: int) -> None:
-    ranks[get_ident()] = mine = _Rank(exchange=exchange, rank=rank, world_size=world_size, store=store)
+def _enter(ranks: dict[int, Any], store: Any, matcher: CollectiveMatcher, rank: int, world_size: int) -> None:
+    ranks[get_ident()] = mine = _Rank(matcher=matcher, rank=rank, world_size=world_size, store=store)
     _make_default(mine)
 
 
@@ -89,7 +89,7 @@ def _rank_of_thread() -> int | None:
 
 
 def _make_default(mine: _Rank) -> None:
-    """The default group; after destroy_process_group a new life of it, which meets only its own kind."""
+    """The default group; after destroy_process_group a new life of it, matched only with that of other ranks."""
     mine.life += 1
     mine.group_count = 1
     ranks = tuple(range(mine.world_size))
@@ -99,10 +99,10 @@ def _make_default(mine: _Rank) -> None:
 
 def _make(mine: _Rank, name: str, ranks: tuple[int, ...], description: str, tag: str = "") -> InprocGroup:
     """One rank's process group, entered in its tables as torch enters one."""
-    group = mine.exchange.group(mine.life, name, ranks, description)
+    group = mine.matcher.group(mine.life, name, ranks, description)
     if group.store is None:
         group.store = c10d.PrefixStore(f"{mine.life}/{name}/", mine.store)
-    made = InprocGroup(mine.exchange, group, ranks.index(mine.rank), name)
+    made = InprocGroup(mine.matcher, group, ranks.index(mine.rank), name)
     mine.pg_map[made] = (_BACKEND, group.store)
     mine.pg_names[made] = name
     mine.pg_backend_config[made] = _BACKEND_CONFIG
@@ -123,7 +123,7 @@ def _new_group(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any,
     if tag and (known := group_of_ranks(tag, ranks)):
         return known, mine.pg_map[known][1]
     if name.isdigit():  # numbered: every rank of the world makes the same groups in the same order
-        mine.exchange.agree_on_group(mine.rank, mine.life, int(name), ranks)
+        mine.matcher.agree_on_group(mine.rank, mine.life, int(name), ranks)
     if mine.rank not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER, None
     made = _make(mine, name, ranks, given.get("group_desc") or "undefined", tag)

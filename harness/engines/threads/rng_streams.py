@@ -3,7 +3,7 @@
 To read and write them costs 1 us (torch) to 36 us (numpy) and sweeps the caches, and few programs draw between two
 collectives. All three are Mersenne twisters in memory: a draw moves the place in the words, and after the last word new
 words are made. So a mark of each, place and first word, is compared with the start; a stream is swapped only from the
-first hand-off at which its mark differs. Where a twister is not found in memory the mark is its whole state.
+first change of turns at which its mark differs. Where a twister is not found in memory the mark is its whole state.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 
 from harness.torch_internals.memory import generator_address
 
-__all__ = ["Caller", "Streams"]
+__all__ = ["CallerStreams", "RankStreams"]
 
 _WORDS = 624
 _BYTES = 4 * (1 + _WORDS)
 _HAS_GAUSS = 3
-"""Where numpy's legacy state says that the second of two normal numbers is kept for the next draw."""
+"""Where numpy's legacy state has the flag that the second of two normal numbers is kept for the next draw."""
 
 
 class _Stream(NamedTuple):
-    """One stream of the process. `mark()` is equal as long as nobody draws or seeds."""
+    """One stream of the process. `mark()` is equal as long as no code draws or seeds."""
 
     seed: Callable[[int], object]
     read: Callable[[], Any]
@@ -38,7 +38,7 @@ class _Stream(NamedTuple):
     mark: Callable[[], Any]
 
 
-class Streams:
+class RankStreams:
     """The streams of all ranks of a run; the process's are at `seed` from here on."""
 
     def __init__(self, world_size: int, seed: int) -> None:
@@ -61,7 +61,7 @@ class Streams:
                 stream.write(states[rank])
 
     def numpy_drawn(self) -> bool:
-        """Whether anybody has drawn from numpy's stream since it was seeded."""
+        """Whether any code has drawn from numpy's stream since it was seeded."""
         return self._mixed[-1] or _NUMPY_MARK() != self._start[-1]
 
     def leave(self, rank: int) -> None:
@@ -76,7 +76,7 @@ class Streams:
                 self._states[i][rank] = stream.read()
 
 
-class Caller:
+class CallerStreams:
     """The caller's streams. A state of numpy's that was read is used again while its words stay the same."""
 
     def __init__(self) -> None:
@@ -90,8 +90,8 @@ class Caller:
         if words != self._words or self._numpy[_HAS_GAUSS]:
             self._words, self._numpy = words, np.random.get_state()
 
-    def give_back(self, streams: Streams) -> None:
-        """Write the streams; numpy's words alone when nobody has drawn since they were seeded."""
+    def give_back(self, streams: RankStreams) -> None:
+        """Write the streams; only numpy's words when no code has drawn since they were seeded."""
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
         if streams.numpy_drawn() or self._numpy[_HAS_GAUSS]:

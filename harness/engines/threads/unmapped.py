@@ -1,8 +1,8 @@
 """Operators of torch that the in-process engine does not know: recorded from their schemas as they pass the dispatcher.
 
 The engine's groups answer the methods that torch calls today. A method that a newer torch adds, or an operator of a
-library, comes to the dispatcher instead. There it is told to the observer as op `other` and sent on: to its own kernel,
-where it has one; else it cannot be computed here, and the case that issues it is unknown by its name.
+library, comes to the dispatcher instead. There it is reported to the observer as op `other` and passed on: to its own
+kernel, where it has one; else it cannot be computed here, and the case that issues it is unknown by its name.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ def _kernel(name: str, operator: Any) -> Callable[..., Any]:
 
     def kernel(keys: Any, *arguments: Any) -> Any:
         rank = rank_tables()
-        observer = None if rank is None else rank.exchange.observer
-        told = None if observer is None else read(arguments)
-        ticket = None if observer is None or told is None else observer.issued(told.rank, told.call)
+        observer = None if rank is None else rank.matcher.observer
+        issued = None if observer is None else read(arguments)
+        ticket = None if observer is None or issued is None else observer.issued(issued.rank, issued.call)
         try:
             result = operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
         except RuntimeError as problem:
             if rank is None:
                 raise
             raise _not_computed(name, rank.rank, problem) from problem
-        if observer is not None and told is not None and ticket is not None:
-            observer.completed(told.rank, ticket)
+        if observer is not None and issued is not None and ticket is not None:
+            observer.completed(issued.rank, ticket)
         return result
 
     return kernel

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from harness.engines.processes.launched.agent import DIED, END, KILL, RUN, SAID, START, WHERE, relay
+from harness.engines.processes.launched.agent import ANSWERED, DIED, END, KILL, RUN, START, WHERE, relay
 from harness.engines.processes.launched.environment import Launched
 
 PLACE = Launched(rank=1, world_size=2, local_rank=1, master_addr="127.0.0.1", master_port=29500)
@@ -60,13 +60,13 @@ def test_orders_and_answers_pass_and_a_dead_child_is_told_and_replaced() -> None
     for order in (WHERE, RUN + b"lost"):  # there is no child yet, and nobody who could answer
         relayed.hub.send_bytes(order)
     relayed.hub.send_bytes(START + b"1")
-    assert relayed.heard() == SAID + b"\1" + START + b"1"
+    assert relayed.heard() == ANSWERED + b"\1" + START + b"1"
     relayed.hub.send_bytes(RUN + b"it")
-    assert relayed.heard() == SAID + b"\1" + RUN + b"it"
+    assert relayed.heard() == ANSWERED + b"\1" + RUN + b"it"
     relayed.hub.send_bytes(RUN + b"die")
     assert relayed.heard() == DIED + b"7"
     relayed.hub.send_bytes(START + b"2")
-    assert relayed.heard() == SAID + b"\1" + START + b"2"
+    assert relayed.heard() == ANSWERED + b"\1" + START + b"2"
     relayed.hub.send_bytes(KILL)
     relayed.hub.send_bytes(END)
     assert relayed.end()

@@ -1,20 +1,20 @@
-"""How a run on ranks elsewhere is judged, from answers alone: no process is started here."""
+"""How a run on launched workers ends, from their answers alone: no process is started here."""
 
 from __future__ import annotations
 
-import pickle
 import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 import pytest
 
-from harness.engines.processes.launched import remote_run
-from harness.engines.processes.launched.agent import DIED, KILL, LEAVE, RUN, SAID, START
-from harness.engines.processes.launched.answers import Answers
-from harness.engines.processes.launched.rank_child import NUMBER_BYTES, Answer, Order
-from harness.engines.processes.launched.remote_run import RemoteRun
-from harness.engines.processes.rank_program import Ended
+from harness.engines.processes.launched import workers as launched_workers
+from harness.engines.processes.launched.agent import ANSWERED, DIED, KILL, LEAVE, RUN, START
+from harness.engines.processes.launched.link import NUMBER_BYTES, Progress
+from harness.engines.processes.launched.workers import LaunchedWorkers
+from harness.engines.processes.messages import RunOrder, WorkerReport, packed, packed_report
+from harness.engines.processes.rank_program import RankResult
+from harness.engines.processes.supervisor import Supervisor
 from harness.errors import MachineError, RankCrashed, RankDied, RankRaised, RequestError, TimeLimit
 
 NUMBER = 7
@@ -23,17 +23,21 @@ GONE = RuntimeError("Connection closed by peer [10.0.0.2]:4711")
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_LOOK_S", "_SETTLE_S", "_GRACE_S", "_ASK_S"):
-        monkeypatch.setattr(remote_run, name, 0.05)
+    for name in ("_GRACE_S", "_ANSWER_S"):
+        monkeypatch.setattr(launched_workers, name, 0.05)
+    for name in ("look_s", "settle_s"):
+        monkeypatch.setattr(LaunchedWorkers, name, 0.05)
 
 
-def said(answer: Answer, number: int = NUMBER) -> bytes:
-    return SAID + number.to_bytes(NUMBER_BYTES, "big") + pickle.dumps(answer)
+def answer(report: WorkerReport | None = None, number: int = NUMBER) -> bytes:
+    progress = Progress() if report is None else Progress(report=packed_report(report))
+    return ANSWERED + number.to_bytes(NUMBER_BYTES, "big") + packed(progress)
 
 
-def ended(rank: int, value: object = None, error: BaseException | None = None) -> bytes:
+def ended(rank: int, value: object = None, error: BaseException | None = None, number: int = NUMBER) -> bytes:
     detail = f"{type(error).__name__}: {error}" if error else ""
-    return said(Answer(ended=Ended(rank=rank, value=value, error=error, detail=detail)))
+    result = RankResult(rank=rank, value=value, error=error, detail=detail)
+    return answer(WorkerReport(number=number, result=result), number)
 
 
 class World:
@@ -44,14 +48,22 @@ class World:
         self.links = {rank: ours for rank, (ours, _) in enumerate(pipes)}
         self.theirs: list[Connection] = [theirs for _, theirs in pipes]
         for theirs, says in zip(self.theirs, messages, strict=True):
-            for message in (said(Answer()), *says):
+            for message in (answer(), *says):
                 theirs.send_bytes(message)
         self.terminated = False
 
     def results(self, timeout_s: float = 5.0) -> list[object]:
         """What the run comes to."""
-        order = Order(number=NUMBER, program=b"", prefix="", world_size=len(self.links), seed=0, timeout_s=timeout_s)
-        return RemoteRun(Answers(NUMBER, self.links, lambda: self.terminated), order).results()
+        order = RunOrder(
+            number=NUMBER,
+            rank=0,
+            world_size=len(self.links),
+            seed=0,
+            timeout_s=timeout_s,
+            program=b"",
+            store_prefix="",
+        )
+        return Supervisor(LaunchedWorkers(order, self.links, lambda: self.terminated), timeout_s).results()
 
     def told(self, rank: int) -> list[bytes]:
         """The kinds of orders that the rank was given."""
@@ -68,7 +80,7 @@ def test_values_come_by_rank_whoever_is_first() -> None:
 
 
 def test_what_comes_late_from_another_run_is_not_heard() -> None:
-    late = said(Answer(ended=Ended(rank=0, value="stale")), number=NUMBER - 1)
+    late = ended(0, "stale", number=NUMBER - 1)
     assert World([late, ended(0, "fresh")]).results() == ["fresh"]
 
 
@@ -124,9 +136,9 @@ def test_a_launcher_that_ends_the_world_is_told() -> None:
 
 def test_a_program_that_a_rank_cannot_read_is_a_wrong_request() -> None:
     with pytest.raises(RequestError, match="ModuleNotFoundError: .*legal: what a module defines that ranks can import"):
-        World([said(Answer(refused="ModuleNotFoundError: no module named mine"))]).results()
+        World([answer(WorkerReport(number=NUMBER, refused="ModuleNotFoundError: no module named mine"))]).results()
 
 
 def test_a_world_that_cannot_be_connected_is_a_failure_of_the_machine() -> None:
     with pytest.raises(MachineError, match="the ranks could not be connected: RuntimeError: no route"):
-        World([ended(0)], [said(Answer(broken="RuntimeError: no route"))]).results()
+        World([ended(0)], [answer(WorkerReport(number=NUMBER, broken="RuntimeError: no route"))]).results()

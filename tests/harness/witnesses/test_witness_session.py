@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN
-from harness.engines.processes.rank_program import Ended
+from harness.engines.processes.rank_program import RankResult
 from harness.errors import MachineError
 from harness.running.run import parse_cases
 from harness.running.witnessing import Witnesses, witnesses
@@ -99,7 +99,7 @@ def test_a_rank_that_failed_or_left_nothing_is_told(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(session_module, "_run", lambda *_: None)
     (session,) = hold(job, tmp_path).values()
     assert session.problem.startswith("rank 0 left no result")
-    end = Ended(rank=0, error=ValueError("why"))
+    end = RankResult(rank=0, error=ValueError("why"))
     (tmp_path / "0" / "rank0.pickle").write_bytes(pickle.dumps(end))
     (session,) = hold(job, tmp_path).values()
     assert session.problem == "rank 0 failed: ValueError: why"

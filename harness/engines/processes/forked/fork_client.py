@@ -1,7 +1,7 @@
-"""The processes of a pool, as the driver holds them: fork servers, and ranks forked from them.
+"""The processes of a pool, as the driver holds them: fork servers, and workers forked from them.
 
-Descriptors are all that a rank shares with the driver: a socket and an anonymous file. Nothing is left in a file
-system, and when the driver goes, however it goes, so does everything here. Every wait is bounded; times are seconds.
+A worker shares two descriptors with the driver: a socket and an anonymous file. Nothing is left in a file system, and
+all processes end with the driver, however it ends. Every wait is bounded; times are seconds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from harness.engines.processes.flight_recorder import Reader, anonymous_file
-from harness.engines.processes.messages import Mailbox
+from harness.engines.processes.flight_recorder import Recording, anonymous_file
+from harness.engines.processes.forked.framing import FramedSocket
 from harness.errors import MachineError
 
-__all__ = ["ForkServer", "RankProcess"]
+__all__ = ["ForkServer", "ForkedProcess"]
 
 _START_S = 120.0
 _ANSWER_S = 30.0
@@ -32,31 +32,30 @@ _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclass(slots=True, eq=False)
-class RankProcess:
-    """One process of the pool and its server. `reusable` turns False when its program left something behind."""
+class ForkedProcess:
+    """One process of the pool and its server; `recorder_file` is a descriptor of the memory of its flight recorder."""
 
     pid: int
-    mailbox: Mailbox
-    board: int
+    frames: FramedSocket
+    recorder_file: int
     server: ForkServer
-    reader: Reader = field(init=False)
-    reusable: bool = True
+    recording: Recording = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reader = Reader(self.board)
+        self.recording = Recording(self.recorder_file)
 
     def close(self) -> None:
-        """Let go of it: a rank that waits for its next job ends when its socket closes."""
-        self.mailbox.sock.close()
-        self.reader.close()
-        os.close(self.board)
+        """Release it: a worker that waits for its next order ends when its socket closes."""
+        self.frames.sock.close()
+        self.recording.close()
+        os.close(self.recorder_file)
 
 
 class ForkServer:
-    """The driver's end of a fork server. `died` by pid is the status of ranks that have ended.
+    """The driver's end of a fork server. `died` by pid is the status of workers that have ended.
 
-    Python hashes strings with `hash_seed` in the server and in its ranks. The server starts when it is made; the first
-    fork waits until it is ready.
+    Python hashes strings with `hash_seed` in the server and in its workers. The server starts when it is made; the
+    first fork waits until it is ready.
     """
 
     def __init__(self, hash_seed: int) -> None:
@@ -75,37 +74,37 @@ class ForkServer:
         self._lines = b""
         self._ready = False
 
-    def fork(self) -> RankProcess:
-        """A new rank. Raises MachineError when the server does not answer."""
+    def fork(self) -> ForkedProcess:
+        """A new worker. Raises MachineError when the server does not answer."""
         if not self._ready:
             self._expect("ready", _START_S)
             self._ready = True
         ours, theirs = socket.socketpair()
-        board = anonymous_file()
+        file = anonymous_file()
         try:
             with theirs:
-                socket.send_fds(self.sock, [b'{"fork": 1}\n'], [theirs.fileno(), board])
+                socket.send_fds(self.sock, [b'{"fork": 1}\n'], [theirs.fileno(), file])
             pid = self._expect("forked", _ANSWER_S)
         except (OSError, MachineError) as problem:
             ours.close()
-            os.close(board)
+            os.close(file)
             raise _failed(str(problem)) from problem
         self.died.pop(pid, None)  # of an earlier process that had the same number
-        return RankProcess(pid, Mailbox(ours), board, self)
+        return ForkedProcess(pid, FramedSocket(ours), file, self)
 
-    def kill(self, ranks: Iterable[RankProcess]) -> None:
-        """Kill these ranks and wait until they are gone."""
-        pids = [rank.pid for rank in ranks if rank.pid not in self.died]
+    def kill(self, processes: Iterable[ForkedProcess]) -> None:
+        """Kill these workers and wait until they are gone."""
+        pids = [process.pid for process in processes if process.pid not in self.died]
         if not pids:
             return
-        with suppress(OSError):  # the server has ended, and its ranks with it
+        with suppress(OSError):  # the server has ended, and its workers with it
             self.sock.sendall(json.dumps({"kill": pids}).encode() + b"\n")
             until_s = time.monotonic() + _ANSWER_S
             while not self.died.keys() >= set(pids) and time.monotonic() < until_s:
                 self.listen(until_s - time.monotonic())
 
     def listen(self, limit_s: float) -> list[dict[str, int]]:
-        """Take in what the server says. Raises MachineError when it has ended or says nothing within the limit."""
+        """Take in the server's messages. Raises MachineError when it has ended or sends nothing within the limit."""
         self.sock.settimeout(max(limit_s, 0.001))
         try:
             data = self.sock.recv(1 << 16)
@@ -121,7 +120,7 @@ class ForkServer:
         return messages
 
     def close(self) -> None:
-        """End the server, which ends its ranks."""
+        """End the server, which ends its workers."""
         self.sock.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_ANSWER_S)

@@ -1,9 +1,9 @@
-"""The fork server: a process that has imported everything once, and forks a rank whenever it is told to.
+"""The fork server: a process that has imported everything once, and forks a worker at each request.
 
-`main` runs in the server. One line of JSON each way: "fork" comes with two descriptors (the rank's socket, its board)
-and is answered with the pid; "kill" names pids; "died" tells a pid and its status as os.waitpid does. When its own
-socket closes, because the driver has ended or was killed, the server kills every rank and what they started, and ends.
-It lives in a session of its own, so that a Ctrl-C reaches the driver alone, which then decides.
+`main` runs in the server. One line of JSON each way: "fork" comes with two descriptors (the worker's socket, the file
+of its flight recorder) and is answered with the pid; "kill" names pids; "died" reports a pid and its status as
+os.waitpid does. When its own socket closes, because the driver has ended or was killed, the server kills every worker
+and what they started, and ends. It lives in a session of its own, so that a Ctrl-C reaches the driver alone.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ PRELOADED = (
     "torch.fx.experimental.symbolic_shapes",  # what the first backward of a process would import, for 0.35 s
     "harness.running.rank_task",
 )
-_RANK = "harness.engines.processes.forked.rank_loop:serve"
+_WORKER = "harness.engines.processes.forked.link:serve"
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 1.0
-"""How often the server looks whether its driver is still there, should a copy of the socket be open elsewhere."""
+"""How often the server checks that its driver still runs, should a copy of the socket be open elsewhere."""
 
 
 def main(descriptor: int) -> None:
@@ -46,14 +46,14 @@ def main(descriptor: int) -> None:
     control = socket.socket(fileno=descriptor)
     for name in PRELOADED:
         importlib.import_module(name)
-    module, _, function = _RANK.partition(":")
+    module, _, function = _WORKER.partition(":")
     serve = getattr(importlib.import_module(module), function)
-    gc.freeze()  # what is loaded now is shared by all ranks and never looked through again
+    gc.freeze()  # what is loaded now is shared by all workers and never scanned again
     _Server(control, driver, serve).run()
 
 
 class _Server:
-    """The loop: orders from the driver, deaths of ranks."""
+    """The loop: orders from the driver, deaths of workers."""
 
     def __init__(self, control: socket.socket, driver: int, serve: Any) -> None:
         self._control = control
@@ -67,12 +67,12 @@ class _Server:
 
     def run(self) -> None:
         """Until the driver is gone."""
-        self._tell({"ready": os.getpid()})
+        self._send({"ready": os.getpid()})
         while True:
             readable, _, _ = select.select([self._control.fileno(), self._woken], [], [], _LOOK_S)
             if self._woken in readable:
                 os.read(self._woken, 4096)
-            self._bury()
+            self._report_deaths()
             if (self._control.fileno() in readable and not self._orders()) or os.getppid() != self._driver:
                 break
         for pid in self._alive:
@@ -83,7 +83,7 @@ class _Server:
         """Carry out what has come; False when nothing will come any more."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 8)
-        except ConnectionError:  # the driver was killed before it had read what was told
+        except ConnectionError:  # the driver was killed before it had read the last message
             return False
         *lines, self._lines = (self._lines + data).split(b"\n")
         for line in lines:
@@ -104,10 +104,10 @@ class _Server:
         for descriptor in descriptors:
             os.close(descriptor)
         self._alive.add(pid)
-        self._tell({"forked": pid})
+        self._send({"forked": pid})
 
-    def _become(self, parent: int, link: int, board: int) -> NoReturn:
-        """The life of a rank, from here to its end."""
+    def _become(self, parent: int, link: int, recorder_file: int) -> NoReturn:
+        """The life of a worker, from here to its end."""
         status = OUR_STATUS
         try:
             signal.set_wakeup_fd(-1)
@@ -117,9 +117,9 @@ class _Server:
             if sys.platform == "linux":
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == parent:
-                self._serve(socket.socket(fileno=link), board)
+                self._serve(socket.socket(fileno=link), recorder_file)
                 status = 0
-        except BaseException:  # a bug of ours, which must not look like one of the program's
+        except BaseException:  # a bug of this package, which must not look like one of the program's
             traceback.print_exc()
         finally:
             with suppress(OSError, ValueError):
@@ -127,23 +127,23 @@ class _Server:
                 sys.stderr.flush()
             os._exit(status)
 
-    def _bury(self) -> None:
-        """Tell who has died, and end what a dead rank has started."""
+    def _report_deaths(self) -> None:
+        """Report the workers that have died, and kill what they have started."""
         while self._alive:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
             self._alive.discard(pid)
             _kill(pid)
-            self._tell({"died": pid, "status": status})
+            self._send({"died": pid, "status": status})
 
-    def _tell(self, message: dict[str, int]) -> None:
-        with suppress(OSError):  # the driver is gone: the next look at its socket ends this
+    def _send(self, message: dict[str, int]) -> None:
+        with suppress(OSError):  # the driver is gone: the next read of its socket ends this
             self._control.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _kill(pid: int) -> None:
-    """Kill a rank and the processes that it started, which are its process group."""
+    """Kill a worker and the processes that it started, which are its process group."""
     for end in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             end(pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
 """Gloo connections kept from run to run: making them takes milliseconds and closing them 20, every run and group.
 
-A run still has groups of its own, new to torch and to the program: only the backend object inside them, which is
-nothing but connections and a counter of calls, is the one that the same group of the same processes had before. Ranks
-that issued the same calls agree on that counter; after any run that did not end well its processes are replaced.
+A run still has groups of its own, new to torch and to the program: only the backend object inside them (connections and
+a counter of calls) is the one that the same group of the same processes had before. Ranks that issued the same calls
+agree on that counter; after a run that failed its processes are replaced.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class KeptGroups:
     """The gloo backends of one process by the group's name, size and ranks, for as long as its peers stay the same."""
 
     def __init__(self, makes: Callable[[str, tuple[int, ...]], None]) -> None:
-        """`makes(number, ranks)` is told of every numbered group that is made, whoever is in it."""
+        """`makes(number, ranks)` is called for every numbered group that is made, with or without this rank."""
         self._makes = makes
-        self._link = -1
+        self._connection = -1
         self._backends: dict[_Key, Any] = {}
         self._wanted: _Key = ("", 0, ())
         self._kept = self._keeping(c10d.ProcessGroupGloo)
@@ -36,11 +36,11 @@ class KeptGroups:
         return len(self._backends)
 
     @contextmanager
-    def used(self, link: int) -> Iterator[None]:
-        """Groups made in the body take the backends of this link; those of another link are closed."""
-        if link != self._link:
+    def used(self, connection: int) -> Iterator[None]:
+        """Groups made in the body take the backends kept under this number; those of another one are closed."""
+        if connection != self._connection:
             self._backends.clear()
-            self._link = link
+            self._connection = connection
 
         def made(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any, Any]:
             given = arguments.arguments
@@ -54,8 +54,8 @@ class KeptGroups:
         with groups_made_by(made):
             yield
 
-    def _keeping(keeper, gloo: Any) -> Any:  # noqa: N805  (the class below has a self of its own)
-        """A class that stands for ProcessGroupGloo and makes each object once."""
+    def _keeping(keeper, gloo: Any) -> Any:  # noqa: N805  (the class below has its own self)
+        """A class that replaces ProcessGroupGloo and makes each object once."""
 
         class Kept(gloo):
             def __new__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -2,32 +2,31 @@
 
 Ranks are forked from servers that have imported torch once, so a new one costs milliseconds. There are two servers, in
 which Python hashes strings with different seeds, so that ranks do not iterate over a set in the same order, as on a
-cluster: the seeds differ in every group of two, four or eight neighbours or strided ranks. They are sent programs by
-reference, cases and seeds, never tensors, and answer with pickles. A run that goes wrong in any way ends in the same
-errors as in the in-process engine; its processes are killed and the next run gets new ones. What a program leaves in
-its process (globals of modules, caches) is there in the next run, as in any process that lives on.
+cluster: the seeds differ in every group of two, four or eight neighbours or strided ranks. They receive programs by
+reference, cases and seeds, never tensors, and answer with pickles. A run that fails in any way ends in the same errors
+as in the in-process engine; its processes are killed and the next run gets new ones. What a program leaves in its
+process (globals of modules, caches) is there in the next run, as in any process that lives on.
 
-Nothing is in a file system and nobody outlives the driver: harness.engines.processes.forked.fork_server.
+No file is left, and no process outlives the driver: forked.fork_server.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch.distributed import TCPStore
 
-from harness.engines.engine import Program, Unwaited
-from harness.engines.processes import messages as mailbox
-from harness.engines.processes.forked.fork_client import ForkServer, RankProcess
-from harness.engines.processes.forked.rank_loop import HOST, Job
-from harness.engines.processes.forked.supervision import Supervision
-from harness.errors import MachineError, RequestError, error_text
+from harness.engines.engine import Closable, Program, RunRequest, Unwaited
+from harness.engines.processes.forked.fork_client import ForkedProcess, ForkServer
+from harness.engines.processes.forked.link import HOST, ForkedOrder
+from harness.engines.processes.forked.workers import ForkedWorkers
+from harness.engines.processes.messages import RunOrder, packed_program
+from harness.engines.processes.supervisor import Supervisor
+from harness.errors import MachineError
 from harness.ledger import Observer
 
 __all__ = ["PoolEngine"]
@@ -46,7 +45,7 @@ def _hash_seed(place: int) -> int:
     return _HASH_SEEDS[place.bit_count() % len(_HASH_SEEDS)]
 
 
-class PoolEngine:
+class PoolEngine(Closable):
     """Runs programs on ranks that are processes of this machine. Programs and results must be picklable."""
 
     name = "pool"
@@ -55,7 +54,6 @@ class PoolEngine:
     def __init__(self) -> None:
         self._pool = _Pool()
         weakref.finalize(self, _Pool.close, self._pool)
-        self._closed = False
         self.unwaited: tuple[Unwaited, ...] = ()
 
     def run(
@@ -68,40 +66,15 @@ class PoolEngine:
         timeout_s: float = 60.0,
     ) -> list[Any]:
         """The results of `program(rank, *args)` by rank; see Engine.run."""
-        self._check(world_size, observer, timeout_s)
-        try:
-            sent = mailbox.packed((program, args))
-        except Exception as problem:  # whatever a user's own pickling raises
-            rule = f"cannot be sent to the processes of the ranks ({error_text(problem)})"
-            raise RequestError(f"program {program!r}: {rule}; legal: a function of a module") from problem
+        self._require_open()
+        request = RunRequest(program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s)
+        sent = packed_program(request, observer)
         self.unwaited = ()
-        values, self.unwaited = self._pool.run(sent, world_size, seed, timeout_s)
+        values, self.unwaited = self._pool.run(request, sent)
         return values
 
-    def close(self) -> None:
-        """End all processes and refuse further runs."""
+    def _release(self) -> None:
         self._pool.close()
-        self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _check(self, world_size: int, observer: Observer | None, timeout_s: float) -> None:
-        if self._closed:
-            raise RequestError("run: the engine is closed; legal: a new PoolEngine()")
-        if observer is not None:
-            raise RequestError(
-                "observer: ranks are other processes; legal: harness.running.rank_task, which observes there"
-            )
-        if world_size < 1:
-            raise RequestError(f"world_size {world_size}: must be at least 1; legal: 2")
-        if not timeout_s > 0:
-            raise RequestError(f"timeout_s {timeout_s}: must be above 0; legal: 60")
 
 
 class _Pool:
@@ -110,49 +83,32 @@ class _Pool:
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._servers: dict[int, ForkServer] = {}
-        self._ranks: list[RankProcess] = []
+        self._processes: list[ForkedProcess] = []
         self._store: Any = None
-        self._run = self._link = 0
+        self._number = self._connection = 0
 
-    def run(
-        self, program: bytes, world_size: int, seed: int, timeout_s: float
-    ) -> tuple[list[Any], tuple[Unwaited, ...]]:
-        """One run: the values, and the works that nobody waited for.
+    def run(self, request: RunRequest, program: bytes) -> tuple[list[Any], tuple[Unwaited, ...]]:
+        """One run: the values, and the works that were never waited for.
 
-        Whatever happens but a good end, its processes are replaced.
+        After anything but a good end its processes are replaced. Raises what Supervisor.results raises.
         """
-        ranks = self._taken(world_size)
-        self._run += 1
-        if self._store is None or self._run % _RUNS_PER_STORE == 0:
+        processes = self._taken(request.world_size)
+        self._number += 1
+        if self._store is None or self._number % _RUNS_PER_STORE == 0:
             self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        well = False
+        reusable = False
+        workers = ForkedWorkers(processes, [self._order(request, program, rank) for rank in range(len(processes))])
         try:
-            for place, rank in enumerate(ranks):
-                rank.reader.begin(self._run)
-                job = Job(
-                    run=self._run,
-                    rank=place,
-                    world_size=world_size,
-                    link=self._link,
-                    port=self._store.port,
-                    seed=seed,
-                    folder=os.getcwd(),
-                    path=tuple(sys.path),
-                    program=program,
-                )
-                _order(rank, pickle.dumps(job), timeout_s)
-            supervision = Supervision(ranks, self._run, timeout_s)
-            values = supervision.results()
-            for rank, reply in zip(ranks, supervision.replies, strict=True):
-                _order(rank, pickle.dumps(None), timeout_s)
-                rank.reusable = reply is not None and reply.reusable
-                if reply is not None and reply.kept > _MOST_KEPT:
-                    self._link += 1
-            well = all(rank.reusable for rank in ranks)
-            return values, supervision.unwaited()
+            supervisor = Supervisor(workers, request.timeout_s)
+            values = supervisor.results()
+            reports = [report for report in workers.reports if report is not None]
+            self._connection += sum(report.kept_groups > _MOST_KEPT for report in reports)
+            reusable = all(report.reusable for report in reports)
+            return values, supervisor.unwaited()
         finally:
-            if not well:
-                self._replace(ranks)
+            workers.close()
+            if not reusable:
+                self._replace(processes)
 
     def close(self) -> None:
         """End everything; in a process that was forked from the owner, nothing."""
@@ -160,60 +116,63 @@ class _Pool:
             return
         for server in self._servers.values():
             server.close()
-        for rank in self._ranks:
-            rank.close()
-        self._ranks, self._servers, self._store = [], {}, None
+        for process in self._processes:
+            process.close()
+        self._processes, self._servers, self._store = [], {}, None
 
-    def _taken(self, world_size: int) -> list[RankProcess]:
+    def _order(self, request: RunRequest, program: bytes, rank: int) -> ForkedOrder:
+        run = RunOrder(
+            number=self._number,
+            rank=rank,
+            world_size=request.world_size,
+            seed=request.seed,
+            timeout_s=request.timeout_s,
+            program=program,
+            store_prefix=f"{self._number}/",
+        )
+        return ForkedOrder(
+            run=run, connection=self._connection, port=self._store.port, folder=os.getcwd(), path=tuple(sys.path)
+        )
+
+    def _taken(self, world_size: int) -> list[ForkedProcess]:
         """The processes of a run, by rank; new ones as far as needed, idle ones beyond the bound ended."""
         try:
             taken = self._forked(world_size)
         except MachineError:  # a server was killed: start over once
             self.close()
             taken = self._forked(world_size)
-        for rank in self._ranks[max(world_size, _MOST_IDLE) :]:
-            rank.close()
-        del self._ranks[max(world_size, _MOST_IDLE) :]
+        for process in self._processes[max(world_size, _MOST_IDLE) :]:
+            process.close()
+        del self._processes[max(world_size, _MOST_IDLE) :]
         return taken
 
-    def _forked(self, world_size: int) -> list[RankProcess]:
+    def _forked(self, world_size: int) -> list[ForkedProcess]:
         """A process for every rank, with its hash seed; connections made before are of no use to a new one."""
         seeds = [_hash_seed(place) for place in range(world_size)]
         for seed in dict.fromkeys(seeds):  # all start before the first is waited for
             if seed not in self._servers:
                 self._servers[seed] = ForkServer(seed)
-        idle, taken = list(self._ranks), list[RankProcess]()
+        idle, taken = list(self._processes), list[ForkedProcess]()
         for seed in seeds:
-            found = next((rank for rank in idle if rank.server.hash_seed == seed), None)
+            found = next((process for process in idle if process.server.hash_seed == seed), None)
             if found is None:
                 found = self._servers[seed].fork()
-                self._ranks.append(found)
-                self._link += 1
+                self._processes.append(found)
+                self._connection += 1
             else:
                 idle.remove(found)
             taken.append(found)
-        self._ranks = taken + idle
+        self._processes = taken + idle
         return taken
 
-    def _replace(self, ranks: Sequence[RankProcess]) -> None:
+    def _replace(self, processes: Sequence[ForkedProcess]) -> None:
         """Kill these processes; the next run forks others, whose connections are new."""
-        self._link += 1
-        self._ranks = [rank for rank in self._ranks if rank not in ranks]
+        self._connection += 1
+        self._processes = [process for process in self._processes if process not in processes]
         try:
             for server in self._servers.values():
-                server.kill([rank for rank in ranks if rank.server is server])
+                server.kill([process for process in processes if process.server is server])
         except MachineError:  # a server has ended, and its ranks with it
             self.close()
-        for rank in ranks:
-            rank.close()
-
-
-def _order(rank: RankProcess, message: bytes, limit_s: float) -> None:
-    """Send a message. A rank that cannot receive shows as dead or silent to whoever waits for its answer."""
-    rank.mailbox.sock.settimeout(limit_s)
-    try:
-        mailbox.send(rank.mailbox.sock, message)
-    except OSError:
-        return
-    finally:
-        rank.mailbox.sock.settimeout(None)
+        for process in processes:
+            process.close()

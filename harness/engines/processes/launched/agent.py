@@ -1,10 +1,10 @@
-"""What every process of a launched world does for its rank: keeps a child that runs the programs, and speaks for it.
+"""The agent of a rank, as in torch elastic: the launched process keeps a child that runs the programs, and monitors it.
 
-The rank's program runs in a child process, so that one that hangs can be ended and one that dies is told about, while
-the launched process stays and the next run gets a fresh child. `relay` passes bytes on and looks into none of them:
+The rank's program runs in a child process, so that one that hangs can be ended and one that dies is reported, while
+the launched process stays and the next run gets a fresh child. `relay` passes messages on without reading them:
 
     from rank 0's engine     START number   RUN order   WHERE number   LEAVE   KILL   END
-    to it                    SAID answer    DIED exit status
+    to it                    ANSWERED answer    DIED exit status
 
 Times are seconds.
 """
@@ -20,14 +20,14 @@ from multiprocessing.process import BaseProcess
 
 from harness.engines.processes.launched.environment import Launched
 
-__all__ = ["DIED", "END", "KILL", "LEAVE", "RUN", "SAID", "START", "WHERE", "relay"]
+__all__ = ["DIED", "END", "KILL", "LEAVE", "RUN", "ANSWERED", "START", "WHERE", "relay"]
 
 START, RUN, WHERE, LEAVE, KILL, END = b"S", b"R", b"W", b"L", b"K", b"E"
 """START and WHERE are both answered with the rank's position; START makes a child where there is none. A rank that has
-ended keeps its groups until it is told to LEAVE, for others may still be reading what it sent."""
-SAID, DIED = b"S", b"D"
+ended keeps its groups until LEAVE, for others may still be reading what it sent."""
+ANSWERED, DIED = b"S", b"D"
 _JOIN_S = 5.0
-"""How long a child that was told to end, or killed, may take."""
+"""How long a child that was killed may take to end."""
 
 Life = Callable[[Connection, Launched], None]
 
@@ -49,36 +49,36 @@ class _Child:
         return cls(process, ours)
 
     def end(self) -> int:
-        """End the child whatever it does, and say how it ended."""
+        """End the child whatever it does; its exit code."""
         self.process.kill()
         self.process.join(_JOIN_S)
         self.pipe.close()
         return self.process.exitcode or 0
 
 
-def relay(hub: Connection, life: Life, place: Launched) -> bool:
-    """Serve rank 0's engine until it ends; whether it said so, rather than vanish."""
+def relay(link: Connection, life: Life, place: Launched) -> bool:
+    """Serve rank 0's engine until it ends; True when it sent END, False when it vanished."""
     child: _Child | None = None
     try:
         while True:
-            ready = wait([hub] if child is None else [hub, child.pipe])
+            ready = wait([link] if child is None else [link, child.pipe])
             if child is not None and child.pipe in ready:
-                child = _pass_on(hub, child)
-            if hub in ready:
-                order = hub.recv_bytes()
+                child = _pass_on(link, child)
+            if link in ready:
+                order = link.recv_bytes()
                 if order[:1] == END:
                     return True
-                child = _obey(order, child, life, place)
-    except (EOFError, OSError):  # rank 0 is gone, so nobody is left to be told
+                child = _carry_out(order, child, life, place)
+    except (EOFError, OSError):  # rank 0 is gone
         return False
     finally:
         if child is not None:
             child.end()
-        hub.close()
+        link.close()
 
 
-def _obey(order: bytes, child: _Child | None, life: Life, place: Launched) -> _Child | None:
-    """End the child, or hand it an order, to a new one where there is none."""
+def _carry_out(order: bytes, child: _Child | None, life: Life, place: Launched) -> _Child | None:
+    """Carry out an order: end the child, or pass the order to it, to a new one where there is none."""
     if order[:1] == KILL:
         if child is not None:
             child.end()
@@ -86,18 +86,18 @@ def _obey(order: bytes, child: _Child | None, life: Life, place: Launched) -> _C
     if child is None and order[:1] == START:
         child = _Child.start(life, place)
     if child is not None:
-        with suppress(OSError):  # it has just died, which the end of its pipe will tell
+        with suppress(OSError):  # it has just died, and the end of its pipe will show it
             child.pipe.send_bytes(order)
     return child
 
 
-def _pass_on(hub: Connection, child: _Child) -> _Child | None:
-    """What the child says, or that it died."""
+def _pass_on(link: Connection, child: _Child) -> _Child | None:
+    """Send rank 0 the answer of the child, or that it died."""
     try:
         answer = child.pipe.recv_bytes()
     except (EOFError, OSError):
         child.process.join(_JOIN_S)
-        hub.send_bytes(DIED + str(child.end()).encode())
+        link.send_bytes(DIED + str(child.end()).encode())
         return None
-    hub.send_bytes(SAID + answer)
+    link.send_bytes(ANSWERED + answer)
     return child

@@ -41,7 +41,7 @@ class Launched:
 
     @property
     def drives(self) -> bool:
-        """Whether this process draws, judges and prints; all others serve it."""
+        """Whether this process draws cases, checks and prints; all others serve it."""
         return self.rank == 0
 
     def store(self, timeout_s: float) -> Store:
@@ -58,9 +58,9 @@ class Launched:
 
 
 def launched(environ: Mapping[str, str]) -> Launched:
-    """What the launcher says in this environment. Raises RequestError when there was none, or for what it cannot say.
+    """The world as this environment describes it. Raises RequestError when there was no launcher, or for a wrong value.
 
-    In an environment of both (torchrun started by SLURM) torchrun's words hold.
+    In an environment of both (torchrun started by SLURM) torchrun's variables hold.
     """
     if "RANK" in environ or not any(name in environ for name in _SLURM.values()):
         words, name = _words(environ, _TORCHRUN), "MASTER_ADDR"

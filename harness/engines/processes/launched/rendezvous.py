@@ -1,8 +1,8 @@
-"""The control channel of a launched world: one connection from rank 0's process to every other one.
+"""The rendezvous of a launched world: one connection from rank 0's process to every other one.
 
-It is apart from the groups under test, so that a run that breaks them can still be told about, and a process that ends
-is seen at once, as the end of its connection. The address and a token travel through the launcher's store; whoever can
-read that may join. Times are seconds, and every wait is bounded.
+These connections are apart from the groups under test, so that a run that breaks the groups can still be reported, and
+a process that ends is seen at once, as the end of its connection. The address and a token travel through the launcher's
+store; any process that can read the store may join. Times are seconds, and every wait is bounded.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["gather", "join"]
 _KEY = "shardproof/control"
 _TOKEN_BYTES, _RANK_BYTES = 32, 4
 _HELLO_S = 5.0
-"""How long a process that has connected may take to say who it is."""
+"""How long a process that has connected may take to send its rank."""
 _IDLE_S, _PROBE_S, _PROBES = 10, 5, 3
-"""A machine that vanished without a word is noticed after about 25 s."""
+"""A machine that vanished without closing its connections is noticed after about 25 s."""
 
 
 def gather(place: Launched, store: Store, timeout_s: float) -> dict[int, Connection]:
@@ -47,7 +47,7 @@ def gather(place: Launched, store: Store, timeout_s: float) -> dict[int, Connect
                 raise _lost(absent, f"did not join within {timeout_s:g} s") from None
             connection = on_error.enter_context(_connection(accepted))
             rank = _introduced(connection, token)
-            if 0 < rank < place.world_size:  # anybody else is a stranger, and closed at the end
+            if 0 < rank < place.world_size:  # any other is a stranger, and closed at the end
                 found[rank] = connection
         on_error.pop_all()
     return found
@@ -76,7 +76,7 @@ def _own_address(place: Launched) -> tuple[socket.AddressFamily, str]:
     known = socket.getaddrinfo(place.master_addr, place.master_port, type=socket.SOCK_DGRAM)
     family, kind, protocol, _, address = known[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing: it only asks for the route
+        probe.connect(address)  # sends nothing: it only finds the route
         return family, str(probe.getsockname()[0])
 
 
@@ -92,7 +92,7 @@ def _connection(wire: socket.socket) -> Connection:
 
 
 def _introduced(connection: Connection, token: bytes) -> int:
-    """The rank that the other end says it is, -1 for a stranger."""
+    """The rank that the other end sends with the token, -1 for a stranger."""
     try:
         if not connection.poll(_HELLO_S):
             return -1

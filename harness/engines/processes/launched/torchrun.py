@@ -2,16 +2,15 @@
 
     torchrun --nnodes 2 --nproc-per-node 4 ... -m reports.cli run "mode=tp tp=8 kv_heads=8" --engine torchrun
 
-Rank 0's process drives: it alone draws, judges and prints. All others call `serve` and end when it does. Orders and
-results travel on the control channel (rendezvous), never on the groups under test; every run gets a fresh
-default group in child processes (agent), so that what a run breaks is not met by the next. torchrun
+Rank 0's process drives: it alone draws cases, checks and prints. All others call `serve` and end when it does. Orders
+and results travel on connections of their own (launched.rendezvous), never on the groups under test; every run gets a
+fresh default group in child processes (launched.agent), so that what a run breaks does not reach the next. torchrun
 itself makes 1 of every status but 0. A case that is smaller than the world runs on its first ranks.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 import signal
 import threading
@@ -19,22 +18,23 @@ import time
 from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
-from harness.engines.engine import Program, Unwaited
+from harness.engines.engine import Closable, Program, RunRequest, Unwaited
 from harness.engines.processes.launched.agent import END, relay
-from harness.engines.processes.launched.answers import Answers
 from harness.engines.processes.launched.environment import launched
-from harness.engines.processes.launched.rank_child import Order, live
-from harness.engines.processes.launched.remote_run import RemoteRun
+from harness.engines.processes.launched.link import live
 from harness.engines.processes.launched.rendezvous import gather, join
-from harness.errors import MachineError, RequestError, error_text
+from harness.engines.processes.launched.workers import LaunchedWorkers
+from harness.engines.processes.messages import RunOrder, packed_program
+from harness.engines.processes.supervisor import Supervisor
+from harness.errors import MachineError, RequestError
 from harness.ledger import Observer
 
 __all__ = ["TorchrunEngine", "dismiss", "serve", "serves"]
 
-_MEET_S = 60.0
+_JOIN_S = 60.0
 """How long the processes of a world may take to find each other."""
 _CLOSE_S = 5.0
 
@@ -45,12 +45,15 @@ def serves() -> bool:
 
 
 def serve() -> int:
-    """The life of every process but rank 0's; nothing is printed. Returns the exit status, 3 when rank 0 vanished."""
+    """The life of every process but rank 0's; nothing is printed. Returns the exit status, 3 when rank 0 vanished.
+
+    Raises MachineError when rank 0 cannot be reached.
+    """
     place = launched(os.environ)
     try:
-        store = place.store(_MEET_S)
-        hub = join(place, store, _MEET_S)
-        return 0 if relay(hub, live, place) else MachineError.exit_status
+        store = place.store(_JOIN_S)
+        link = join(place, store, _JOIN_S)
+        return 0 if relay(link, live, place) else MachineError.exit_status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -60,7 +63,7 @@ def dismiss() -> None:
     TorchrunEngine().close()
 
 
-class TorchrunEngine:
+class TorchrunEngine(Closable):
     """Rank 0's engine: it is opened once every other process has joined, and closing it ends them all."""
 
     name = "torchrun"
@@ -72,13 +75,12 @@ class TorchrunEngine:
             rule = "only rank 0 drives, every other rank serves it"
             raise RequestError(f"engine=torchrun: this is rank {place.rank}; {rule}; legal: serve() on this rank")
         self.unwaited: tuple[Unwaited, ...] = ()
-        self._closed = False
         self._runs = 0
         self._session = secrets.token_hex(4)
         self._terminated = threading.Event()
         self._held = ExitStack()
-        self._store = place.store(_MEET_S)
-        self._links = gather(place, self._store, _MEET_S)
+        self._store = place.store(_JOIN_S)
+        self._links = gather(place, self._store, _JOIN_S)
         self._links[0], theirs = Pipe()
         self._own = threading.Thread(target=relay, args=(theirs, live, place), name="rank 0", daemon=True)
         self._own.start()
@@ -100,29 +102,29 @@ class TorchrunEngine:
         seed: int = 0,
         timeout_s: float = 60.0,
     ) -> list[Any]:
-        """The results of `program(rank, *args)` by rank; see Engine.run. Nobody is observed from here."""
-        self._check(world_size, timeout_s)
+        """The results of `program(rank, *args)` by rank; see Engine.run."""
+        self._require_open()
+        self._require_ranks(world_size)
+        request = RunRequest(program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s)
         self._runs += 1
-        order = Order(
-            program=_pickled(program, args),
+        order = RunOrder(
             number=self._runs,
-            prefix=f"shardproof/{self._session}/{self._runs}",
+            rank=0,
             world_size=world_size,
             seed=seed,
             timeout_s=timeout_s,
+            program=packed_program(request, observer),
+            store_prefix=f"shardproof/{self._session}/{self._runs}",
         )
-        answers = Answers(self._runs, {rank: self._links[rank] for rank in range(world_size)}, self._terminated.is_set)
-        run = RemoteRun(answers, order)
+        links = {rank: self._links[rank] for rank in range(world_size)}
+        supervisor = Supervisor(LaunchedWorkers(order, links, self._terminated.is_set), timeout_s)
         self.unwaited = ()
-        values = run.results()
-        self.unwaited = run.unwaited()
+        values = supervisor.results()
+        self.unwaited = supervisor.unwaited()
         return values
 
-    def close(self) -> None:
-        """Let every process end; a closed engine refuses to run."""
-        if self._closed:
-            return
-        self._closed = True
+    def _release(self) -> None:
+        """Let every process end."""
         for link in self._links.values():
             with suppress(OSError):  # that one is gone already
                 link.send_bytes(END)
@@ -130,42 +132,22 @@ class TorchrunEngine:
         _drain(list(self._links.values()), time.monotonic() + _CLOSE_S)
         self._held.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
-        """torchrun ends a world by this signal as soon as one process has ended: say which before ending."""
+        """torchrun ends a world by this signal as soon as one process has ended: report which before ending."""
         self._terminated.set()
 
-    def _check(self, world_size: int, timeout_s: float) -> None:
+    def _require_ranks(self, world_size: int) -> None:
         size = self._place.world_size
-        if self._closed:
-            raise RequestError("run: the engine is closed; legal: a new TorchrunEngine()")
         if not 1 <= world_size <= size:
             rule = f"must be from 1 to {size}, the number of processes that were launched"
             raise RequestError(f"world_size {world_size}: {rule}; legal: torchrun --nproc-per-node {world_size} ...")
-        if not timeout_s > 0:
-            raise RequestError(f"timeout_s {timeout_s}: must be above 0; legal: 60")
 
 
 def _drain(links: list[Connection], end_s: float) -> None:
-    """The closing barrier: wait until every process has let go, for this one may hold the store they use."""
+    """The closing barrier: wait until every process has closed, for this one may hold the store they use."""
     while links and (ready := wait(links, max(0.0, end_s - time.monotonic()))):
         for link in ready:
             try:
                 link.recv_bytes()  # type: ignore[union-attr]
             except (EOFError, OSError):
                 links.remove(link)  # type: ignore[arg-type]
-
-
-def _pickled(program: Program, args: tuple[Any, ...]) -> bytes:
-    try:
-        return pickle.dumps((program, args))
-    except Exception as problem:  # whatever a user's own pickling raises
-        rule = f"cannot be sent to the processes of the ranks ({error_text(problem)})"
-        raise RequestError(f"program {program!r}: {rule}; legal: a function of a module") from problem

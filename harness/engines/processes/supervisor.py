@@ -1,0 +1,272 @@
+"""The supervisor of one run on workers: it follows their reports, deaths and recorded calls, and the clock.
+
+A run ends badly in one of five ways, and the first that explains the others is raised: ranks issued different calls, a
+rank's process ended, a rank raised (an exception that only reports that a peer is gone comes last), no rank can go on
+(all that have not finished wait in calls that some rank has not issued), or the time limit was reached. Times are
+seconds; every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from harness.engines.calls.desync import (
+    RootCause,
+    call_text,
+    of_deadlock,
+    of_mismatch,
+    of_skipped,
+    position_in_call,
+)
+from harness.engines.engine import Unwaited
+from harness.engines.processes.exit_status import ProcessEnd
+from harness.engines.processes.messages import Standing, WorkerReport
+from harness.engines.processes.rank_program import RankResult
+from harness.engines.processes.trace_matcher import CallSource, TracedCall, TraceMatcher
+from harness.errors import (
+    Desynchronised,
+    MachineError,
+    Position,
+    RankCrashed,
+    RankDied,
+    RankRaised,
+    RequestError,
+    ShardproofError,
+    TimeLimit,
+)
+
+__all__ = ["Supervisor", "Workers"]
+
+_STILL_S = 0.25
+"""How long no rank may have issued a call before it is checked whether any rank still can."""
+_PEER_GONE = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|remote (?:error|process)", re.I)
+
+
+class Workers(Protocol):
+    """The workers of one run behind a transport, by rank.
+
+    `reports` are those that have come, `died` the processes that have ended. `look_s` is how long `listen` may wait
+    between two looks at the recorded calls, `settle_s` how long other ranks may go on after the first failure.
+    `one_clock`: whether the times of all ranks are comparable.
+    """
+
+    look_s: float
+    settle_s: float
+    one_clock: bool
+
+    @property
+    def calls(self) -> Sequence[CallSource]:
+        """The recorded calls."""
+        ...
+
+    @property
+    def reports(self) -> Sequence[WorkerReport | None]:
+        """The reports, None where none has come."""
+        ...
+
+    @property
+    def died(self) -> Mapping[int, ProcessEnd]:
+        """How processes ended that are gone."""
+        ...
+
+    @property
+    def terminated(self) -> str:
+        """Why all workers are being ended from outside; "" when they are not."""
+        ...
+
+    def start(self) -> bool:
+        """Send every worker its order; False when not all could take it."""
+        ...
+
+    def listen(self, limit_s: float) -> None:
+        """Wait until something comes in, at most so long, and take it in."""
+        ...
+
+    def refresh(self) -> None:
+        """Bring `calls` up to date, where that takes asking the workers."""
+        ...
+
+    def locate(self) -> Mapping[int, Standing]:
+        """Where the ranks stand that have neither reported nor died."""
+        ...
+
+    def await_ends(self) -> None:
+        """Wait, within bounds, until it is known how every process ended that is gone."""
+        ...
+
+    def release(self, *, failed: bool) -> None:
+        """Let the ranks leave their worlds; after a failure, end those that do not."""
+        ...
+
+
+class Supervisor:
+    """One run of some workers; `results` waits for its end."""
+
+    def __init__(self, workers: Workers, timeout_s: float) -> None:
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._matcher = TraceMatcher(workers.calls)
+        self._ranks = range(len(workers.calls))
+        self._standing: Mapping[int, Standing] = {}
+        self._quiet = (-1, 0.0)
+
+    def results(self) -> list[Any]:
+        """The values by rank. Raises how the run ended otherwise: see Engine.run."""
+        workers = self._workers
+        if workers.start():
+            self._follow(time.monotonic() + self._timeout_s)
+        if self._failed() or self._matcher.mismatch is not None:
+            self._settle()
+        error = self._refused() or self._error()
+        workers.release(failed=error is not None)
+        if error is not None:
+            raise error
+        return [report.result.value for report in workers.reports if report is not None and report.result is not None]
+
+    def unwaited(self) -> tuple[Unwaited, ...]:
+        """After a good end: the works that were never waited for, by rank, in the order of issue."""
+        return self._matcher.unwaited([report.unwaited if report else () for report in self._workers.reports])
+
+    def _follow(self, end_s: float) -> None:
+        """Listen until all have ended, one has failed, ranks disagree, none can go on, or the time is over."""
+        while self._pending() and not self._failed():
+            left_s = end_s - time.monotonic()
+            self._workers.listen(min(self._workers.look_s, max(left_s, 0.0)))
+            self._matcher.read()
+            if self._matcher.mismatch is not None or left_s <= 0:
+                return
+            if self._pending() and not self._failed() and self._stuck():
+                return
+
+    def _pending(self) -> list[int]:
+        """The ranks that have neither reported nor died."""
+        died = self._workers.died
+        return [rank for rank, report in enumerate(self._workers.reports) if report is None and rank not in died]
+
+    def _failed(self) -> bool:
+        """Whether a rank has died, raised, or could not begin, or all are being ended from outside."""
+        if self._workers.died or self._workers.terminated:
+            return True
+        return any(r is not None and (r.result is None or r.result.error is not None) for r in self._workers.reports)
+
+    def _settle(self) -> None:
+        """Let the other ranks go on for a moment: the root cause may come second, and they reach their next call."""
+        end_s = time.monotonic() + self._workers.settle_s
+        while self._pending() and time.monotonic() < end_s:
+            self._workers.listen(end_s - time.monotonic())
+        self._workers.await_ends()
+
+    def _stuck(self) -> bool:
+        """Whether provably no rank can go on; examined when no rank has issued a call for a while."""
+        self._workers.refresh()
+        self._matcher.read()
+        count, since_s = self._quiet
+        if count != self._matcher.count:
+            self._quiet = (self._matcher.count, time.monotonic())
+            return False
+        waiting, pending = self._waiting(), self._pending()
+        if time.monotonic() - since_s < _STILL_S or any(waiting[rank] is None for rank in pending):
+            return False
+        self._standing = self._workers.locate()
+        self._matcher.read()
+        still = self._waiting() == waiting and self._matcher.count == count
+        return still and all(self._standing.get(rank, Standing()).in_wait for rank in self._pending())
+
+    def _waiting(self) -> list[TracedCall | None]:
+        """By rank, the call in which it waits and which some rank has not issued; None for a rank that has ended."""
+        reports = self._workers.reports
+        return [self._matcher.inside(rank) if reports[rank] is None else None for rank in self._ranks]
+
+    def _refused(self) -> ShardproofError | None:
+        for report in self._workers.reports:
+            if report is not None and report.refused:
+                rule = "cannot be read in the process of a rank"
+                legal = "legal: what a module defines that ranks can import"
+                return RequestError(f"program: {rule}: {report.refused}; {legal}")
+            if report is not None and report.broken:
+                return MachineError(f"the ranks could not be connected: {report.broken}", ranks=(), positions=())
+        return None
+
+    def _error(self) -> ShardproofError | None:
+        """How the run ended badly; None when every rank has finished and every call is complete."""
+        workers = self._workers
+        if self._pending():
+            self._standing = workers.locate()
+        self._matcher.read()
+        mismatch, raised, pending = self._matcher.mismatch, self._raised(), self._pending()
+        if mismatch is None and not pending and not self._failed():
+            skipped = of_skipped(self._matcher.groups)
+            return None if skipped is None else self._desynchronised(skipped)
+        if mismatch is not None and not self._raised_before_mismatch(raised):
+            return self._desynchronised(of_mismatch(mismatch))
+        if workers.died:
+            return self._of_deaths()
+        if raised:
+            return self._of_raise(raised)
+        if workers.terminated:
+            return RankDied(workers.terminated, ranks=pending, positions=self._positions())
+        waiting = self._waiting()
+        if all(waiting[rank] is not None for rank in pending):
+            return self._desynchronised(of_deadlock([report is not None for report in workers.reports], waiting))
+        return self._of_time(waiting)
+
+    def _raised(self) -> list[RankResult]:
+        """The ranks that raised: in the order of time, but those that only report that a peer is gone last."""
+        found = [r.result for r in self._workers.reports if r is not None and r.result is not None and r.result.error]
+        return sorted(found, key=lambda result: (bool(_PEER_GONE.search(result.detail)), result.at_s))
+
+    def _raised_before_mismatch(self, raised: Sequence[RankResult]) -> bool:
+        return self._workers.one_clock and bool(raised) and raised[0].at_s < self._matcher.mismatch_at_s
+
+    def _desynchronised(self, cause: RootCause) -> Desynchronised:
+        return Desynchronised(cause.text, kind=cause.kind, ranks=cause.ranks, positions=self._positions())
+
+    def _of_deaths(self) -> ShardproofError:
+        """RankCrashed when the program ended all of these; else RankDied: one end from outside may cause the others."""
+        died = self._workers.died
+        text = ", ".join(f"rank {rank} of {len(self._ranks)} died: {end.words}" for rank, end in sorted(died.items()))
+        kind = RankCrashed if all(end.by_program for end in died.values()) else RankDied
+        return kind(text, ranks=sorted(died), positions=self._positions())
+
+    def _of_raise(self, raised: Sequence[RankResult]) -> ShardproofError:
+        first = raised[0]
+        if isinstance(first.error, RequestError):
+            return first.error
+        text = f"rank {first.rank} of {len(self._ranks)} raised {first.detail}"
+        text += f", at {first.caller}" if first.caller else ""
+        error = RankRaised(text, ranks=[result.rank for result in raised], positions=self._positions())
+        error.__cause__ = first.error
+        return error
+
+    def _of_time(self, waiting: Sequence[TracedCall | None]) -> TimeLimit:
+        running = [rank for rank in self._pending() if waiting[rank] is None]
+        places = [(rank, self._standing.get(rank, Standing()).caller) for rank in running]
+        words = ", ".join(f"rank {rank} runs" + (f" at {place}" if place else "") for rank, place in places)
+        text = f"no end within {self._timeout_s:g} s: {words or 'no rank was running'}"
+        return TimeLimit(text, ranks=running, positions=self._positions())
+
+    def _positions(self) -> list[Position]:
+        return [self._position(rank) for rank in self._ranks]
+
+    def _position(self, rank: int) -> Position:
+        report, last, at_mismatch = self._workers.reports[rank], self._matcher.last[rank], self._matcher.at_mismatch
+        result, end = (None if report is None else report.result), self._workers.died.get(rank)
+        standing = self._standing.get(rank, Standing())
+        if result is not None and result.error is not None:
+            return Position(rank=rank, state="raised", detail=result.detail, caller=result.caller)
+        if (met := at_mismatch.get(rank)) is not None:
+            waits = met is last and result is None and end is None
+            return position_in_call(met, "waits in" if waits else "passed", met.recorded.caller, standing.stack)
+        if result is not None:
+            return Position(rank=rank, state="finished")
+        inside, after = self._matcher.inside(rank), f"last call {call_text(last)}" if last is not None else ""
+        if end is not None:
+            place = f"in {call_text(inside)}" if inside else after
+            detail = "; ".join(part for part in (end.words, place) if part)
+            return Position(rank=rank, state="died", detail=detail, caller=last.recorded.caller if last else "")
+        if inside is not None:
+            return position_in_call(inside, "waits in", inside.recorded.caller, standing.stack)
+        return Position(rank=rank, state="runs", detail=after, caller=standing.caller, stack=standing.stack)
