@@ -6,20 +6,24 @@ one case, wherever the rules allow it. `deep` covers every pair of values, defau
 
 The words are the fields of `Case`: a boolean has two values, a word those of `rules.legal_words`, a number those of
 NUMBERS. A field that has no values, is not in SHARED and has no reason in FIXED raises LookupError: a new word
-cannot be forgotten. The list is greedy and not random: each further case starts from a pair that is not covered yet and
-changes single words as long as more pairs become covered (the idea of Cohen et al., "The AETG System", IEEE TSE 23,
-1997).
+cannot be forgotten. The first cases of a list follow a design for the words of several values (`reference.designs`),
+and the other words join them. Pairs that are missing then are found greedily and not at random: each further case
+starts from a pair that is not covered yet and changes single words as long as more pairs become covered (the idea of
+Cohen et al., "The AETG System", IEEE TSE 23, 1997). At last words that a case need not have change once more, so that
+the list holds as many of the other pairs, those with a default, as its cases can.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, combinations, islice
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations, islice, permutations, product
 from typing import Any
 
 from reference.case import Case, CaseError
-from reference.rules import legal_words
+from reference.designs import DESIGNS
+from reference.rules import legal_words, write
 
 __all__ = ["FIXED", "NUMBERS", "SHARED", "covering_cases", "plain_cases"]
 
@@ -47,8 +51,8 @@ FIXED: Mapping[str, str] = {
 SHARED: Mapping[str, int | float] = {
     "hidden": 96,
     "heads": 24,
-    "ffn": 60,
-    "vocab": 388,
+    "ffn": 28,
+    "vocab": 268,
     "seq": 12,
     "batch": 5,
     "micro": 3,
@@ -86,22 +90,24 @@ def covering_cases(mode: str, refuses: Refuses = lambda case: "", *, deep: bool 
     if not space.usual():  # a subject that is built for other sizes: those of a plain case, then
         space = _Space(mode, refuses, ranks, {"micro": SHARED["micro"]})
     plain = sorted(_plain(mode), key=lambda case: bool(refuses(case)))[:1]
-    default = {space.number[level] for level in space.words_of(Case.of(mode=mode)).items()}
+    default = set(space.choice(Case.of(mode=mode)))
     holding = space.holding()
     worth = [[0] * len(space.levels) for _ in space.levels]
     for a, b in holding:
         worth[a][b] = worth[b][a] = _WELCOME if not deep and default & {a, b} else _WANTED
-    cases = [*plain]
-    for case in (case for case in plain if not refuses(case)):
-        _cover([space.number[level] for level in space.words_of(case).items()], worth)
-    while missing := [(a, b) for a, b in holding if worth[a][b] == _WANTED]:
-        left = {pair: sum(worth[pair[0]]) + sum(worth[pair[1]]) for pair in missing}
-        starts = sorted(missing, key=lambda pair: left[pair])[:_STARTS]
-        built = [space.improved(holding[start], worth) for start in starts]
-        best = max(built, key=lambda choice: sum(worth[a][b] for a, b in combinations(choice, 2)))
-        _cover(best, worth)
-        cases += [case for case in [space.case(best)] if case]
-    return tuple(cases)
+    missing = [list(row) for row in worth]  # worth of pairs that are not covered yet
+    ready = [space.choice(case) for case in plain if not refuses(case)]
+    for choice in ready:
+        _cover(choice, missing)
+    found = space.designed(() if deep else DESIGNS.get(mode, ()), missing)
+    while wanted := [(a, b) for a, b in holding if missing[a][b] == _WANTED]:
+        left = {pair: sum(missing[pair[0]]) + sum(missing[pair[1]]) for pair in wanted}
+        starts = sorted(wanted, key=lambda pair: left[pair])[:_STARTS]
+        built = [space.improved(holding[start], missing) for start in starts]
+        best = max(built, key=lambda choice: sum(missing[a][b] for a, b in combinations(choice, 2)))
+        _cover(best, missing)
+        found.append((best, best))
+    return (*plain, *filter(None, map(space.case, space.spread(found, ready, worth))))
 
 
 def plain_cases(mode: str) -> tuple[Case, ...]:
@@ -133,6 +139,10 @@ class _Space:
         self.levels = [(word, value) for word, values in self._values.items() for value in values]
         self.number = {level: number for number, level in enumerate(self.levels)}
         self._places = [[self.number[word, value] for value in values] for word, values in self._values.items()]
+
+    def choice(self, case: Case) -> Choice:
+        """The levels of a case."""
+        return tuple(self.number[level] for level in self.words_of(case).items())
 
     def words_of(self, case: Case) -> dict[str, Value]:
         """The words of a case that vary here, each with its value."""
@@ -172,7 +182,7 @@ class _Space:
 
     def usual(self) -> list[Choice]:
         """The choices of the plain cases; where none is legal, the first legal one two words away from them."""
-        plain = [tuple(self.number[level] for level in self.words_of(case).items()) for case in _plain(self._mode)]
+        plain = [self.choice(case) for case in _plain(self._mode)]
         near = [other for choice in plain for other in self._neighbours(choice, {})]
         far = (other for choice in near for other in self._neighbours(choice, {}))
         found = [choice for choice in plain if self.case(choice)]
@@ -192,18 +202,63 @@ class _Space:
             if place not in fixed:
                 yield from ((*choice[:place], level, *choice[place + 1 :]) for level in levels)
 
-    def improved(self, choice: Choice, worth: Sequence[Sequence[int]]) -> Choice:
-        """The choice with one word after the other changed, as long as its uncovered pairs are worth more."""
+    def designed(self, rows: Iterable[str], missing: list[list[int]]) -> list[tuple[Choice, Collection[int]]]:
+        """A choice for every row of a design, with that row's levels; rows that no case has or needs are left out."""
+        found: list[tuple[Choice, Collection[int]]] = []
+        for row in rows:
+            said = dict(word.split("=") for word in row.split())
+            pinned = tuple(self.number[level] for level in self.levels if write(level[1]) == said.get(level[0]))
+            start = self._completed(self.usual(), pinned) if len(pinned) == len(said) else None
+            best = None if start is None else self.improved(start, missing, pinned)
+            if best and any(missing[a][b] == _WANTED for a, b in combinations(best, 2)):
+                _cover(best, missing)
+                found.append((best, pinned))
+        return found
+
+    def improved(self, choice: Choice, worth: Sequence[Sequence[int]], fixed: Collection[int] = ()) -> Choice:
+        """The choice with one word after the other changed, as long as its uncovered pairs are worth more; but for the
+        levels that are fixed.
+        """
         before = None
         while choice != before:
             before = choice
             for place, levels in enumerate(self._places):
-                for level in levels:
+                for level in levels if choice[place] not in fixed else ():
                     rest = (*choice[:place], *choice[place + 1 :])
                     gain = sum(map(worth[level].__getitem__, rest)) - sum(map(worth[choice[place]].__getitem__, rest))
                     if gain > 0 and self.case(changed := (*choice[:place], level, *choice[place + 1 :])):
                         choice = changed
         return choice
+
+    def spread(
+        self,
+        found: Sequence[tuple[Choice, Collection[int]]],
+        ready: Iterable[Choice],
+        worth: Sequence[Sequence[int]],
+    ) -> list[Choice]:
+        """The choices with single words changed, but for the levels beside each, as long as all choices cover more
+        together with those that are `ready`.
+        """
+        choices, fixed = [choice for choice, _ in found], [pinned for _, pinned in found]
+        held = Counter(pair for choice in chain(choices, ready) for pair in permutations(choice, 2))
+
+        def gain(old: int, new: int, rest: Choice) -> int:
+            gained = sum(worth[new][other] for other in rest if not held[new, other])
+            return gained - sum(worth[old][other] for other in rest if held[old, other] == 1)
+
+        before = None
+        while choices != before:
+            before = list(choices)
+            for number, place, level in product(range(len(choices)), range(len(self._places)), range(len(self.levels))):
+                choice = choices[number]
+                old, rest = choice[place], (*choice[:place], *choice[place + 1 :])
+                if level == old or old in fixed[number] or level not in self._places[place]:
+                    continue
+                if gain(old, level, rest) > 0 and self.case(changed := (*choice[:place], level, *choice[place + 1 :])):
+                    held.subtract(permutations(choice, 2))
+                    held.update(permutations(changed, 2))
+                    choices[number] = changed
+        return choices
 
 
 def _values(mode: str) -> dict[str, tuple[Value, ...]]:
