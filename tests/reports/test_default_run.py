@@ -19,7 +19,7 @@ from tests.reports.page_figures import compared
 from tests.reports.test_page_in_a_browser import CHROMIUM, SCHEMES, audited, browse, needs_axe
 
 pytestmark = pytest.mark.slow
-CASES = 59
+CASES = 50
 
 
 @pytest.fixture(scope="module")
