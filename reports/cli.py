@@ -1,4 +1,5 @@
-"""The command line: `shardproof run | show | compare | page | trace | predict | faults | bench | doctor | help`.
+"""The command line: `shardproof run | show | compare | page | trace | predict | slice | faults | bench | doctor` and
+`help`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
 130 interrupted, 141 nobody reads the output any more. Commands that do not exist yet are not offered.
@@ -34,7 +35,8 @@ _HANDLERS = {
     "bench": "reports.run:bench_main",
     "doctor": "reports.doctor:main",
     "predict": "reports.predict:main",
-    "help": "reports.case_help:main",
+    "slice": "reports.slicing:main",
+    "help": "reports.word_help:main",
 }
 _TIMEOUT = "how long a run of a case may take (60); every case is run up to three times"
 _WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
@@ -110,15 +112,16 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
     _add_faults(add("faults", help="plant bugs one at a time: which check notices which"))
     _add_predict(add("predict", help="time, memory and bytes at any size, without running it; which mode, and where"))
+    _add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
     bench = add("bench", help="the performance table, measured here")
     instead = bench.add_mutually_exclusive_group()
     instead.add_argument("--faults", action="store_true", help="instead: what each engine makes of a rank gone wrong")
     instead.add_argument("--costs", action="store_true", help="instead: the cost model of predict, held against here")
     bench.add_argument("--out", metavar="DIR", help="folder of bench.csv, faults.csv or costs.csv (runs/bench)")
     add("doctor", help="what this machine offers, what would be skipped, and why")
-    about = add("help", help="`help case`: every word of a CASE with its meaning and legal values")
-    about.add_argument("topic", choices=("case",), metavar="case", help="the words of a CASE")
-    about.add_argument("--markdown", action="store_true", help="as the page docs/case.md")
+    about = add("help", help="`help case`: every word of a CASE with its meaning and legal values; `help slice`")
+    about.add_argument("topic", choices=("case", "slice"), metavar="case|slice", help="the words of a CASE or a slice")
+    about.add_argument("--markdown", action="store_true", help="as a page of markdown, such as docs/case.md")
     return parser
 
 
@@ -194,6 +197,20 @@ def _add_predict(predict: argparse.ArgumentParser) -> None:
     predict.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation to predict ({SUBJECT})")
     predict.add_argument("-o", "--out", metavar="DIR", help="write tables, plots and ledger into a folder below DIR")
     predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
+
+
+def _add_slice(slices: argparse.ArgumentParser) -> None:
+    slices.description = "Cut a model over ranks as DeepSpeed does where it is right, and print what each rank holds."
+    slices.epilog = 'example: shardproof slice "family=opt hidden=768 heads=12 tp=2" --check model.safetensors'
+    slices.add_argument("words", nargs="+", metavar="WORDS", help="one model, key=value words in quotes (help slice)")
+    slices.add_argument(
+        "--check",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a checkpoint (once for each of its files): cut for all ranks, joined, compared bit for bit",
+    )
+    slices.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
 
 
 if __name__ == "__main__":

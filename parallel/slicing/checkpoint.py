@@ -29,11 +29,13 @@ __all__ = ["Checked", "check"]
 class Checked:
     """A checkpoint under a slice.
 
-    times      slice -> how many tensors of the checkpoint it cut (one a layer); 0: the checkpoint has none
+    tensors    how many tensors of the checkpoint were cut and joined
+    times      slice -> how often it was found (once a layer); 0: the checkpoint has none
     wrong      names of those that were not the same after cutting and joining
     left_out   names of tensors of the checkpoint that no slice is about
     """
 
+    tensors: int
     times: dict[str, int]
     wrong: tuple[str, ...]
     left_out: tuple[str, ...]
@@ -43,26 +45,35 @@ def check(sliced: Sliced, files: Sequence[str]) -> Checked:
     """Cut and join all tensors of these files. Raises SliceError for files that cannot be read, for shapes that are
     not those of the words, and for a checkpoint without any of the slice's tensors.
     """
-    times: dict[str, int] = {}
+    made = slices(sliced)
+    times = {one.name: 0 for one in made}
     wrong: list[str] = []
     with ExitStack() as stack:
         tensors = _opened(files, stack)
         known: set[str] = set()
-        for one in slices(sliced):
-            found = list(_prefixes(one, tensors))
+        # Longer names first: the last norm's name may end like that of a norm in a layer.
+        for one in sorted(made, key=lambda one: -len(one.sources[0])):
+            found = list(_prefixes(one, [name for name in tensors if name not in known]))
             times[one.name] = len(found)
             for prefix in found:
                 names = [prefix + source for source in one.sources]
                 known.update(names)
                 whole = _whole(one, names, [tensors[name].get_tensor(name) for name in names])
                 parts = [placed(whole, one.place, rank=rank, ranks=sliced.tp) for rank in range(sliced.tp)]
-                if not same_bits(inverse([part for part in parts if part is not None], one.place), whole):
+                if not _exact([part for part in parts if part is not None], one, whole):
                     wrong.append(prefix + one.name)
         left_out = sorted(set(tensors) - known)
     if not any(times.values()):
-        rule = f"has no tensor of family={sliced.family}, such as {slices(sliced)[0].sources[0]}"
+        rule = f"has no tensor of family={sliced.family}, such as {made[0].sources[0]}"
         raise SliceError("check", " ".join(files), rule, "family= of the model in the file")
-    return Checked(times=times, wrong=tuple(wrong), left_out=tuple(left_out))
+    return Checked(tensors=len(known), times=times, wrong=tuple(wrong), left_out=tuple(left_out))
+
+
+def _exact(parts: list[Tensor], one: Slice, whole: Tensor) -> bool:
+    try:
+        return same_bits(inverse(parts, one.place), whole)
+    except SliceError:  # parts of ours that disagree
+        return False
 
 
 def _opened(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
@@ -84,7 +95,7 @@ def _opened(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
     return tensors
 
 
-def _prefixes(one: Slice, tensors: dict[str, Any]) -> Iterator[str]:
+def _prefixes(one: Slice, tensors: Sequence[str]) -> Iterator[str]:
     """What stands before the names of a slice's sources, once for each layer that has them."""
     found = (name.removesuffix(source) for source in one.sources for name in tensors if _ends(name, source))
     for prefix in dict.fromkeys(found):

@@ -129,7 +129,7 @@ def _cut(sliced: Sliced, linear: Linear) -> tuple[Held, str]:
         case "q":
             return query_rows(heads, tp, spare=spare), "its query heads"
         case "out":
-            return query_rows(heads, tp, spare=spare), "columns of its query heads; outputs are summed"
+            return query_rows(heads, tp, spare=spare), "its query heads; outputs are summed"
         case "k" | "v":
             return kv_rows(heads, tp, spare=spare), "its kv heads"
         case "qkv":
@@ -138,7 +138,7 @@ def _cut(sliced: Sliced, linear: Linear) -> tuple[Held, str]:
     sizes = _inner(sliced, linear.name)
     if linear.role == "gate_up":
         return beside(in_turn(sizes), in_turn(sizes, first=sliced.ffn)), "its features of gate and of up"
-    return in_turn(sizes), "its features" if linear.role == "up" else "columns of its features; outputs are summed"
+    return in_turn(sizes), "its features" if linear.role == "up" else "its features; outputs are summed"
 
 
 def _copied(sliced: Sliced, role: str) -> int:
@@ -178,7 +178,7 @@ def _container(sliced: Sliced) -> Iterator[Slice]:
             continue
         place = plain((width, hidden), (width // tp, hidden), ranks=tp)
         sources = (f"{linears[0]}.weight", f"{linears[0]}.bias")
-        rule = "rows of its part of the input; outputs are summed"
+        rule = "its input features; outputs are summed"
         unit = heads.size if name == "attn_o" else 1
         yield Slice(name=f"{name}w", sources=sources[:1], place=place, rule=rule, transposed=True, unit=unit)
         if sliced.bias:
@@ -191,7 +191,7 @@ def _columns(sliced: Sliced, name: str, linears: list[str], parts: tuple[int, ..
     """A container's weight [in, out] of which every rank holds its piece of each part of the output, and its bias."""
     tp, hidden, out = sliced.tp, sliced.hidden, sum(parts)
     pieces = " + ".join(str(length // tp) for length in parts)
-    rule = f"columns: its piece of each part, {pieces}" if len(parts) > 1 else f"columns: its piece of {pieces}"
+    rule = f"its piece of each part: {pieces}" if len(parts) > 1 else "its features"
     for leaf, src, dst in (("weight", (hidden, out), (hidden, out // tp)), ("bias", (out,), (out // tp,))):
         if leaf == "weight" or sliced.bias:
             yield Slice(
@@ -220,7 +220,7 @@ def _outer(sliced: Sliced) -> Iterator[Slice]:
     head = sliced.architecture.head
     sizes = shard_sizes(total, sliced.tp, grain=sliced.grain, name="lm_head")
     sizes = sizes if sliced.spare == "empty" else nonempty(sizes, "hidden" if dim else "vocab", total)
-    rule = "columns; logits are summed" if dim else "rows; logits are gathered"
+    rule = "its input features; logits are summed" if dim else "its tokens; logits are gathered"
     place = _held((sliced.vocab, sliced.hidden), dim, in_turn(sizes))
     yield Slice(name=f"{head}.weight", sources=(f"{head}.weight",), place=place, rule=rule)
     if sliced.architecture.head_bias and dim:

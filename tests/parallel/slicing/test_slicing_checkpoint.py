@@ -51,7 +51,8 @@ def test_a_checkpoint_survives_the_cut(saved: Any, path: str, tp: int, dtype: to
     found = check(Sliced.parse(f"{OPT} tp={tp} path={path}"), [file])
     assert found.wrong == () and found.left_out == ()
     assert found.times["attn_qkvw" if path == "container" else "self_attn.q_proj.weight"] == 2
-    assert found.times["final_layer_norm.weight"] == 3, "of both layers, and the one behind them"
+    assert found.times["final_layer_norm.weight"] == 2 and found.times["model.decoder.final_layer_norm.weight"] == 1
+    assert found.tensors == 2 * 16 + 4
     assert found.times["lm_head.weight"] == 0, "tied"
 
 
@@ -78,8 +79,8 @@ def test_an_inexact_cut_is_seen(saved: Any, monkeypatch: pytest.MonkeyPatch) -> 
         return part.to(torch.float8_e4m3fn).to(part.dtype) if words["rank"] == 1 else part
 
     monkeypatch.setattr(checkpoint, "placed", rounded)
-    with pytest.raises(SliceError, match="differs from another rank's copy"):  # of a norm, which is whole
-        check(Sliced.parse(f"{OPT} tp=2"), [saved({k: v for k, v in opt_weights().items() if "norm" in k})])
+    norms = check(Sliced.parse(f"{OPT} tp=2"), [saved({k: v for k, v in opt_weights().items() if "norm" in k})])
+    assert len(norms.wrong) == sum(norms.times.values()) == 10, "copies that disagree"
     wrong = check(Sliced.parse(f"{OPT} tp=2"), [saved({k: v for k, v in opt_weights().items() if "fc1" in k})]).wrong
     assert wrong == tuple(f"model.decoder.layers.{n}.inter_{leaf}" for leaf in "wb" for n in (0, 1))
 
@@ -92,9 +93,9 @@ def test_what_no_slice_is_about_is_named(saved: Any) -> None:
 def test_a_checkpoint_that_does_not_fit_is_refused(saved: Any, tmp_path: Path) -> None:
     file = saved(opt_weights())
     with pytest.raises(
-        SliceError, match=r"has the shape \(24, 72\) as attn_qkvw, and the words of the slice say \(48, 144\)"
+        SliceError, match=r"has the shape \(24, 40\) as inter_w, and the words of the slice say \(24, 96\)"
     ):
-        check(Sliced.parse("family=opt hidden=48 heads=4 tp=2"), [file])
+        check(Sliced.parse(f"{OPT} ffn=96 tp=2"), [file])
     with pytest.raises(
         SliceError, match="has no tensor of family=bloom, such as self_attention.query_key_value.weight"
     ):

@@ -1,0 +1,95 @@
+"""`shardproof help case | slice`: the words of the case language and of a slice, from what their classes declare."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from harness.resolve import resolve
+
+__all__ = ["TOPICS", "Topic", "main", "page", "text"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topic:
+    """What is explained: the class whose `meanings()` are printed, what it is in words, and a command as example."""
+
+    title: str
+    words: str
+    lead: str
+    example: str
+
+
+_WORDS = (
+    "words `key=value` in any order, in quotes. A word that is left out has its default; "
+    "a default marked with * is derived from other words when one of them is given. `preset` sets many words at once."
+)
+TOPICS: dict[str, Topic] = {
+    "case": Topic(
+        title="The words of a case",
+        words="reference.case:Case",
+        lead=f"A case is one experiment: {_WORDS}",
+        example='shardproof run "mode=tp-sp tp=4 kv_heads=4 steps=3 dtype=bfloat16"',
+    ),
+    "slice": Topic(
+        title="The words of a slice",
+        words="parallel.slicing.words:Sliced",
+        lead=f"A slice is a model cut over ranks: {_WORDS}",
+        example='shardproof slice "family=opt hidden=768 heads=12 tp=2"',
+    ),
+}
+
+
+def main(parsed: argparse.Namespace) -> int:
+    """Print the words, or with `--markdown` the page docs/case.md. Returns 0."""
+    topic = TOPICS[parsed.topic]
+    sys.stdout.write(page(topic) if parsed.markdown else text(topic, shutil.get_terminal_size().columns))
+    return 0
+
+
+def text(topic: Topic, columns: int) -> str:
+    """The words by group for a terminal of this many columns (at least 60)."""
+    lines = [*textwrap.wrap(topic.lead.replace("`", ""), max(columns, 60)), "", f"example: {topic.example}"]
+    for group, words in _groups(topic):
+        lines += ["", f"{group}:"]
+        for word in words:
+            left = f"  {word.name}={word.default}{'*' if word.follows else ''}"
+            said = f"{word.meaning}; legal: {_legal(word)}"
+            lines += textwrap.wrap(
+                said, max(columns, 60), initial_indent=f"{left:28}", subsequent_indent=" " * 28, break_on_hyphens=False
+            )
+    return "\n".join(lines) + "\n"
+
+
+def page(topic: Topic) -> str:
+    """The same as markdown: one table a group."""
+    lines = [f"# {topic.title}", "", topic.lead, "", f"    {topic.example}", ""]
+    lines += [f"`shardproof help {_name(topic)}` prints this page; a test holds the two equal.", ""]
+    for group, words in _groups(topic):
+        lines += [f"## {group[:1].upper()}{group[1:]}", "", "| word | default | meaning | legal |", "|---|---|---|---|"]
+        for word in words:
+            default = f"`{word.default}`" if word.default else ""
+            cells = (f"`{word.name}`", f"{default}{'*' if word.follows else ''}", word.meaning, _legal(word))
+            lines.append("| " + " | ".join(cell.replace("|", ", ") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _name(topic: Topic) -> str:
+    return next(name for name, known in TOPICS.items() if known == topic)
+
+
+def _groups(topic: Topic) -> Iterator[tuple[str, Iterable[Any]]]:
+    declared: Any = resolve(topic.words)
+    return groupby(declared.meanings(), key=lambda word: word.group)
+
+
+def _legal(word: Any) -> str:
+    derived = f" (* from {', '.join(word.follows)})" if word.follows else ""
+    return f"{word.legal.replace('|', ', ')}{derived}"

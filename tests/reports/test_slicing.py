@@ -1,0 +1,123 @@
+"""`shardproof slice`: what it prints of OPT-125m, what it refuses, and a checkpoint cut and joined."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel import layout
+from parallel.slicing import strided
+from parallel.slicing.slices import slices
+from parallel.slicing.words import Sliced
+from tests.harness.command_line import CommandLine, command_line
+
+SMALL = "family=opt hidden=24 heads=4 ffn=40 vocab=61 positions=11 tp=2"
+OPT_125M = """\
+attn_qkvw 768 x 2304 columns 0 0-383 768-1151 1536-1919 768 x 1152
+1 384-767 1152-1535 1920-2303 768 x 1152
+attn_qkvb 2304 elements 0 0-383 768-1151 1536-1919 1152
+1 384-767 1152-1535 1920-2303 1152
+attn_ow 768 x 768 rows 0 0-383 384 x 768
+1 384-767 384 x 768
+attn_ob 768 all whole 768
+inter_w 768 x 3072 columns 0 0-1535 768 x 1536
+1 1536-3071 768 x 1536
+inter_b 3072 elements 0 0-1535 1536
+1 1536-3071 1536
+output_w 3072 x 768 rows 0 0-1535 1536 x 768
+1 1536-3071 1536 x 768
+output_b 768 all whole 768"""
+"""Seed 004, by hand."""
+
+
+@pytest.fixture
+def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return command_line(tmp_path, monkeypatch, capsys)
+
+
+def saved(tmp_path: Path, *without: str) -> str:
+    """A checkpoint of one layer of OPT."""
+    files = pytest.importorskip("safetensors.torch", reason="safetensors (extra `checkpoints`) is not installed")
+    made = {one.name: one.place.shape for one in slices(Sliced.parse(f"{SMALL} path=autotp"))}
+    tensors = {name: torch.randn(shape) for name, shape in made.items() if not name.startswith(without)}
+    files.save_file(tensors, str(tmp_path / "model.safetensors"))
+    return str(tmp_path / "model.safetensors")
+
+
+def test_it_prints_what_every_rank_holds(shardproof: CommandLine) -> None:
+    status, out, err = shardproof("slice", "family=opt hidden=768 heads=12 tp=2")
+    assert (status, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    first = lines.index(next(line for line in lines if line.startswith("attn_qkvw")))
+    for found, line in zip(lines[first:], OPT_125M.splitlines(), strict=False):
+        assert found.startswith(line), (found, line)
+    assert "self_attn.q_proj.weight + self_attn.k_proj.weight + self_attn.v_proj.weight" in lines[first]
+    assert lines[first].count("its piece of each part: 384 + 384 + 384") == 1
+
+
+def test_words_may_come_apart_and_ranks_be_empty(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("slice", "family=llama", "hidden=64 heads=8", "kv_heads=2", "tp=3", "spare=empty")
+    assert status == 0
+    (row,) = [line.split() for line in out.splitlines() if line.strip().startswith("2 ") and "none" in line][:1]
+    assert row[:3] == ["2", "none", "0"]
+
+
+def test_json_has_the_ranges(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("slice", SMALL, "--json")
+    told = json.loads(out)
+    assert status == 0 and told["tp"] == 2 and "check" not in told
+    tensors = {one["tensor"]: one for one in told["tensors"]}
+    assert tensors["attn_qkvb"]["held"] == [[[0, 12], [24, 36], [48, 60]], [[12, 24], [36, 48], [60, 72]]]
+    assert tensors["attn_ob"]["held"] is None and tensors["attn_ob"]["dim"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "family=opt heads=12 tp=5",
+            "heads=12: must be a multiple of tp=5: a container gives every rank an equal share;",
+        ),
+        ("family=gpt2", "family=gpt2: is not a known word; legal: opt|"),
+        ("tp", "tp=tp: is not a word of a slice; legal: one of"),
+    ],
+)
+def test_a_wrong_request_is_one_message(shardproof: CommandLine, words: str, message: str) -> None:
+    status, out, err = shardproof("slice", words)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"shardproof slice: slice '{words}': {message}") and err.count("\n") == 1
+
+
+def test_a_checkpoint_is_cut_and_joined(shardproof: CommandLine, tmp_path: Path) -> None:
+    file = saved(tmp_path)
+    status, out, _ = shardproof("slice", SMALL, "--check", file)
+    assert status == 0
+    assert out.splitlines()[-1] == f"pass: 21 tensors of {file}, cut for 2 ranks and joined, are the same bit for bit"
+    assert "note: " not in out
+    told = json.loads(shardproof("slice", SMALL, "--check", file, "--json")[1])["check"]
+    assert told == {"tensors": 21, "times": dict.fromkeys(told["times"], 1), "wrong": [], "left_out": []}
+
+
+def test_what_a_checkpoint_lacks_is_named(shardproof: CommandLine, tmp_path: Path) -> None:
+    out = shardproof("slice", SMALL, "--check", saved(tmp_path, "lm_head"))[1]
+    assert "note: not in the checkpoint: lm_head.weight\n" in out
+
+
+def test_a_checkpoint_that_is_not_the_same_ends_with_one(
+    shardproof: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = layout.shard
+    monkeypatch.setattr(strided, "shard", lambda *args, **words: real(*args, **words) + (words["index"] == 1))
+    status, out, _ = shardproof("slice", SMALL, "--check", saved(tmp_path, "self_attn.q", "self_attn.k", "self_attn.v"))
+    assert status == 1
+    told = out.splitlines()[-1].removeprefix("fail: not the same once joined: ")
+    assert set(told.split(", ")) >= {"attn_ow", "attn_ob", "inter_w", "lm_head.weight"} and "attn_qkvw" not in told
+
+
+def test_a_file_that_is_missing_is_a_wrong_request(shardproof: CommandLine) -> None:
+    pytest.importorskip("safetensors", reason="safetensors (extra `checkpoints`) is not installed")
+    status, _, err = shardproof("slice", SMALL, "--check", "gone.safetensors")
+    assert status == 2 and "check=gone.safetensors: is no file; legal: check=model.safetensors" in err
