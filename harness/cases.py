@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from harness.errors import RequestError
 from harness.resolve import resolve
 
-__all__ = ["CASE", "read_case"]
+__all__ = ["CASE", "parse_cases", "read_case"]
 
 CASE = "reference.case:Case"
 
@@ -19,3 +20,8 @@ def read_case(text: str) -> Any:
         return known.parse(text)
     except ValueError as problem:
         raise RequestError(f"case {text!r}: {problem}") from problem
+
+
+def parse_cases(texts: Iterable[str]) -> tuple[Any, ...]:
+    """The cases of these texts, each once. Raises RequestError for the first text that is no case."""
+    return tuple({str(case): case for case in map(read_case, texts)}.values())

@@ -1,5 +1,6 @@
 """What a subject provides: its program on a rank, and its optional attributes, each read in one place.
 
+    itself                  a callable, by its name or as it is         `named`, `called`
     modes, unchecked        what it claims and what it leaves out       `claims`, `claimed`, `left_out`
     refuses                 cases that it does not support              `refusal`
     expected                its closed form of a case                   `stated`
@@ -12,6 +13,7 @@ knows no modes: which there are is read from the case's own list, by name. `harn
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,12 +27,14 @@ from harness.resolve import resolve
 __all__ = [
     "MODES",
     "Claims",
+    "NamedSubject",
     "Unanswered",
     "answered",
     "called",
     "claimed",
     "claims",
     "left_out",
+    "named",
     "named_axes",
     "offers",
     "orders",
@@ -53,6 +57,25 @@ class Unanswered(RequestError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamedSubject:
+    """A subject and its `name` in messages. `address`, module:object, is where other processes import it; "" for one
+    that was given as an object.
+    """
+
+    name: str
+    call: Subject
+    address: str = ""
+
+    @property
+    def sent(self) -> str | Subject:
+        """What another process gets: the address, else the object itself."""
+        return self.address or self.call
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return named, (self.sent,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
     """`modes` can be asked for, in the subject's order; `unknown` ones no case can have."""
 
@@ -71,6 +94,28 @@ class Claims:
             rule += f", and no case has the mode {', '.join(lacking)}" if lacking else ""
             raise RequestError(f"modes={','.join(other)}: {rule}; legal: --modes all")
         return named
+
+
+def named(subject: str | Subject | NamedSubject) -> NamedSubject:
+    """The subject of this address, or this object under the name that resolves to it.
+
+    Raises RequestError when there is none, or when it cannot be called.
+    """
+    if isinstance(subject, NamedSubject):
+        return subject
+    address = subject if isinstance(subject, str) else ""
+    found: Any = resolve(address) if address else subject
+    name = address or _name_of(found)
+    if not callable(found):
+        raise RequestError(f"subject {name}: must be callable as subject(case, device), not {type(found).__name__}")
+    return NamedSubject(name=name, call=found, address=address)
+
+
+def _name_of(subject: object) -> str:
+    module = getattr(subject, "__module__", type(subject).__module__)
+    names = vars(sys.modules[module]) if module in sys.modules else {}
+    bound = next((name for name, value in names.items() if value is subject), "")
+    return f"{module}:{bound or getattr(subject, '__qualname__', type(subject).__qualname__)}"
 
 
 def called(subject: Subject, case: CaseLike, device: torch.device) -> Mapping[str, Value]:
@@ -161,50 +206,48 @@ def _lists(axis: str, said: Any, case: CaseLike) -> tuple[tuple[int, ...], ...]:
     return lists
 
 
-def refusal(case: CaseLike, subject: Subject, name: str) -> str:
+def refusal(case: CaseLike, subject: NamedSubject) -> str:
     """Why the subject does not take this case, "" when it does. Raises RequestError when its own words fail."""
-    modes = claimed(subject, name)
+    modes = claimed(subject)
     if modes is not None and case.mode not in modes:
-        return f"{name} claims the modes {', '.join(modes) or 'none'}, not {case.mode}"
-    asked: Any = subject
-    return answered("refuses", lambda: str(asked.refuses(case) or "")) if offers(subject, "refuses") else ""
+        return f"{subject.name} claims the modes {', '.join(modes) or 'none'}, not {case.mode}"
+    asked: Any = subject.call
+    return answered("refuses", lambda: str(asked.refuses(case) or "")) if offers(asked, "refuses") else ""
 
 
-def claims(subject: str) -> Claims:
+def claims(subject: NamedSubject) -> Claims:
     """What this subject claims; all modes when it says nothing. Raises RequestError for what is no tuple of words, or
     when no case can have any of them.
     """
     known: tuple[str, ...] = resolve(MODES)  # type: ignore[assignment]
-    said = claimed(resolve(subject), subject)
+    said = claimed(subject)
     if said is None:
-        return Claims(subject=subject, modes=known)
+        return Claims(subject=subject.name, modes=known)
     words = tuple(dict.fromkeys(said))
     modes = tuple(mode for mode in words if mode in known)
     if not modes:
         rule = "names no mode that a case can have"
-        raise RequestError(f"subject={subject}: modes={tuple(said)!r} {rule}; legal: {'|'.join(known)}")
-    return Claims(subject=subject, modes=modes, unknown=tuple(mode for mode in words if mode not in known))
+        raise RequestError(f"subject={subject.name}: modes={tuple(said)!r} {rule}; legal: {'|'.join(known)}")
+    return Claims(subject=subject.name, modes=modes, unknown=tuple(mode for mode in words if mode not in known))
 
 
-def claimed(found: object, subject: str) -> tuple[str, ...] | None:
-    """The words that the subject of this name has as its `modes`, None when it has none. Raises RequestError for what
-    is no tuple of words.
+def claimed(subject: NamedSubject) -> tuple[str, ...] | None:
+    """The words of the attribute `modes`, None without it. Raises RequestError for what is no tuple of words."""
+    return _words(subject, "modes", "('tp',)")
+
+
+def left_out(subject: NamedSubject) -> tuple[str, ...]:
+    """The patterns of names in the attribute `unchecked`, () without it. Raises RequestError for what is no tuple of
+    words.
     """
-    return _words(found, subject, "modes", "('tp',)")
+    return _words(subject, "unchecked", "('grad/*.bias',)") or ()
 
 
-def left_out(found: object, subject: str) -> tuple[str, ...]:
-    """The patterns of names that the subject of this name declares as its `unchecked`, () when it has none. Raises
-    RequestError for what is no tuple of words.
-    """
-    return _words(found, subject, "unchecked", "('grad/*.bias',)") or ()
-
-
-def _words(found: object, subject: str, attribute: str, legal: str) -> tuple[str, ...] | None:
-    said = answered(attribute, lambda: getattr(found, attribute, None))
+def _words(subject: NamedSubject, attribute: str, legal: str) -> tuple[str, ...] | None:
+    said = answered(attribute, lambda: getattr(subject.call, attribute, None))
     if said is None:
         return None
     if not isinstance(said, tuple | list) or not all(isinstance(word, str) for word in said):
         rule = f"{attribute}={said!r} must be a tuple of words; legal: {attribute} = {legal}"
-        raise RequestError(f"subject={subject}: {rule}")
+        raise RequestError(f"subject={subject.name}: {rule}")
     return tuple(said)

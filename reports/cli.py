@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from harness.cases import read_case
+from harness.cases import parse_cases
 from harness.errors import ShardproofError
 
 __all__ = ["main"]
@@ -61,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, _, function = _HANDLERS[parsed.command].partition(":")
     try:
         if parsed.command == "run" and parsed.engine != "torchrun":  # there rank 0 speaks for all
-            for text in parsed.cases:
-                read_case(text)
+            parsed.cases = parse_cases(parsed.cases)
         # Imported only now: torch and pandas take seconds, and `--help` or a wrong word should not wait for them.
         status = getattr(importlib.import_module(module), function)(parsed)
         sys.stdout.flush()

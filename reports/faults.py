@@ -24,6 +24,7 @@ from harness.resolve import resolve
 from harness.running.environment import environment
 from harness.running.run import seconds
 from harness.running.store import Store
+from harness.subject import named
 from reports.tables import Table
 from reports.text import append_step_summary, show_message, show_table, ticking
 
@@ -35,18 +36,18 @@ _PROCESSES = 2
 
 def main(arguments: argparse.Namespace) -> int:
     """Plant, prove, write, tell."""
-    resolve(arguments.subject)
+    subject = named(arguments.subject)
     planned: Any = resolve(f"{KILLING}:planned")
     kills: Any = resolve(f"{KILLING}:kills")
     only = "held-back" if arguments.held_back else "open" if arguments.open else ""
     timeout_s = seconds(arguments.timeout, "timeout")
-    plans = planned(arguments.subject, quick=arguments.quick, only=only, timeout_s=timeout_s)
+    plans = planned(subject, quick=arguments.quick, only=only, timeout_s=timeout_s)
     total = sum(plan.rows for plan in plans)
     words = {"subject": arguments.subject, "quick": arguments.quick, "only": only, "rows": total}
     store = Store(Path(arguments.out), arguments.subject, environment(tuple(sys.argv), words))
     processes = min(_PROCESSES, os.cpu_count() or 1)
     try:
-        found = _written(kills(plans, arguments.subject, processes=processes), store.path, total)
+        found = _written(kills(plans, subject, processes=processes), store.path, total)
     except KeyboardInterrupt:
         show_message(f"\nfinished rows are in {store.path / 'kill_matrix.csv'}", sys.stderr)
         raise

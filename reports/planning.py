@@ -7,24 +7,23 @@ them, parameters are bfloat16 and AdamW trains in mixed precision. Nothing is ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
+from harness.cases import read_case
 from harness.errors import RequestError
 from harness.ledger import wire_bytes
 from harness.predicting.forecast import closed_form
 from harness.predicting.states import States, mixed_adamw
 from harness.protocols import CaseLike, Subject, TermLike
-from harness.resolve import resolve
+from harness.subject import claimed, named, refusal
 
 __all__ = ["BATCHES", "Candidate", "candidate", "candidates", "growth"]
 
 BATCHES = (1, 4, 16, 64)
 """Sequences of a micro-batch at which the bytes of a mode are counted: bytes are a straight line in the tokens."""
-_CASE = "reference.case:Case"
 _DTYPE = "dtype=bfloat16"
 _WIDEST_SHARDS = (8, 64)
 """Weight-parallel sizes that a search tries beside wp=tp: a node of eight, and eight of them."""
@@ -53,8 +52,7 @@ def candidates(text: str, subject: Subject, *, world: int | None = None, inner: 
     words = text.split()
     kept = [word for word in words if word != "mode=all"]
     said = [word for word in kept if word.startswith("mode=")]
-    claimed: Sequence[str] = getattr(subject, "modes", None) or ()
-    modes = said[-1:] or [f"mode={mode}" for mode in claimed]
+    modes = said[-1:] or [f"mode={mode}" for mode in claimed(named(subject)) or ()]
     if not modes:
         raise RequestError(f"case {text!r}: names no mode, and the subject claims none; legal: mode=tp")
     if world is not None and world < 1:
@@ -88,16 +86,11 @@ def _says(text: str, key: str) -> bool:
 
 def candidate(text: str, words: str, subject: Subject) -> Candidate:
     """The case of this text, or the rule that it breaks."""
-    parse: Callable[[str], Any] = getattr(resolve(_CASE), "parse")  # noqa: B009  (reports knows no Case)
     try:
-        case: CaseLike = parse(text)
-    except ValueError as problem:
-        return Candidate(text=text, words=words, case=None, reason=str(problem))
-    refuses: Callable[[CaseLike], str] | None = getattr(subject, "refuses", None)
-    reason = str(refuses(case) or "") if refuses is not None else ""
-    modes = getattr(subject, "modes", None)
-    if modes is not None and case.mode not in modes:
-        reason = f"mode={case.mode}: is not claimed by the subject; legal: {' '.join(modes)}"
+        case: CaseLike = read_case(text)
+    except RequestError as problem:
+        return Candidate(text=text, words=words, case=None, reason=str(problem.__cause__))
+    reason = refusal(case, named(subject))
     states = None if _says(text, "optimizer") else mixed_adamw(case.dtype)
     return Candidate(text=text, words=words, case=None if reason else case, reason=reason, states=states)
 

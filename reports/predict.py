@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -25,7 +24,7 @@ from harness.ledger import COLUMNS
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read
 from harness.predicting.forecast import DEPTHS
-from harness.resolve import resolve
+from harness.subject import named
 from reports import tables
 from reports.prediction import Prediction, figure, predict
 from reports.tables import Table
@@ -57,7 +56,7 @@ ASSUMPTIONS = (
 def main(arguments: argparse.Namespace) -> int:
     """Predict and tell. Exit status 0; 1 when a dry run's ledger is not the closed form's."""
     cluster = read(arguments.cluster, PRESETS)
-    subject: Any = resolve(arguments.subject)
+    subject = named(arguments.subject).call
     with ticking(sys.stderr) as tick, DryEngine() as engine:
         told = [predict(text, subject, cluster, engine, world=arguments.world, tick=tick) for text in arguments.cases]
     if arguments.out:

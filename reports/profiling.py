@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from harness.errors import RequestError
-from harness.running.run import parse_cases
+from harness.protocols import CaseLike
 
 __all__ = ["TOOLS", "asked_steps", "asked_tools"]
 
@@ -32,7 +32,7 @@ def asked_tools(arguments: argparse.Namespace) -> tuple[str, ...]:
     return tools
 
 
-def asked_steps(arguments: argparse.Namespace, texts: Sequence[str]) -> range | None:
+def asked_steps(arguments: argparse.Namespace, cases: Sequence[CaseLike]) -> range | None:
     """The steps of --profile-steps, None for all. Raises RequestError for steps that not every case has."""
     word = arguments.profile_steps
     if word is None:
@@ -40,7 +40,6 @@ def asked_steps(arguments: argparse.Namespace, texts: Sequence[str]) -> range | 
     if not arguments.profile:
         rule = "chooses among the steps that --profile watches, and there is no --profile"
         raise RequestError(f"profile-steps={word}: {rule}; legal: --profile torch --profile-steps 0:1")
-    cases = parse_cases(texts)
     shortest = min(cases, key=lambda case: case.steps)
     legal = f"legal: 0:{shortest.steps}"
     if not (found := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", word)):

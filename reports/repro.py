@@ -9,8 +9,9 @@ from pathlib import Path
 
 from harness.checking.evidence import FAIL
 from harness.errors import RequestError
+from harness.protocols import case_text
 from harness.reproducing.repro import emit, shown_name
-from harness.running.run import RunResult, engine_named, parse_cases
+from harness.running.run import Request, RunResult, engine_named
 
 __all__ = ["check_target", "write_script"]
 
@@ -35,17 +36,18 @@ def _writing(file: str) -> Iterator[None]:
         raise RequestError(f"emit-repro={file}: cannot be written ({reason}); legal: {legal}") from problem
 
 
-def write_script(result: RunResult, subject: str, file: str) -> str:
+def write_script(result: RunResult, request: Request, file: str) -> str:
     """Write the script and say so in one line, or say why it was not written.
 
     The case is shrunk on threads of this process, whatever engine found the failure. Raises RequestError when the file
     cannot be written.
     """
-    failed = next((verdict.case for verdict in result.verdicts if verdict.verdict == FAIL), "")
+    failed = {verdict.case for verdict in result.verdicts if verdict.verdict == FAIL}
     if not failed:
         return f"{file} was not written: no case failed"
     with engine_named("inproc") as engine:
-        text = emit(parse_cases([failed])[0], subject, engine)
+        first = next(case for case in request.cases if case_text(case) in failed)
+        text = emit(first, request.subject, engine)
     if text is None:
         return (
             f"{file} was not written: no returned tensor is wrong and the subject finishes, so a script shows nothing"

@@ -27,8 +27,8 @@ from harness.errors import RequestError, ShardproofError
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
 from harness.running.capacity import admit
-from harness.running.run import Request, RunResult, parse_cases, run, seconds
-from harness.subject import Unanswered, claims, offers, refusal
+from harness.running.run import Request, RunResult, run, seconds
+from harness.subject import NamedSubject, Unanswered, claims, named, offers, refusal
 from reports import experiment, page, summary, tables, witnesses
 from reports.frames import Run, load
 from reports.profiling import asked_steps, asked_tools
@@ -59,10 +59,11 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.engine == LAUNCHED and serves():
         return serve()
     with chdir("."):  # a subject may go elsewhere; all paths are meant from here
-        result = _run(arguments)
+        request = _asked(arguments)
+        result = _run(request)
     result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)
     if arguments.emit_repro is not None and result.exit_status != INTERRUPTED:
-        result = _with_script(result, arguments)
+        result = _with_script(result, request, arguments.emit_repro)
     _tell(result, as_json=arguments.json)
     if arguments.preset_experiment and not arguments.json and result.exit_status != INTERRUPTED:
         show_table(experiment.timeline(load(result.path), arguments.preset_experiment), sys.stdout)
@@ -70,18 +71,22 @@ def main(arguments: argparse.Namespace) -> int:
     return result.exit_status
 
 
-def _run(arguments: argparse.Namespace) -> RunResult:
+def _asked(arguments: argparse.Namespace) -> Request:
+    """What the options ask for; launched ranks are sent home when it is refused."""
     try:
-        request = _request(arguments)
+        return _request(arguments)
     except ShardproofError:
         if arguments.engine == LAUNCHED:
             dismiss()
         raise
+
+
+def _run(request: Request) -> RunResult:
     latest = request.out / "latest"
     before = latest.resolve()
     try:
         with ticking(sys.stderr) as tick, _unhindered():
-            return run(request, lambda done, total, text, verdict: tick(done, total, progress_text(text), verdict))
+            return run(request, lambda done, total, case, verdict: tick(done, total, progress_text(case), verdict))
     except KeyboardInterrupt:
         if latest.resolve() == before:
             raise
@@ -89,25 +94,24 @@ def _run(arguments: argparse.Namespace) -> RunResult:
         return RunResult(path=latest.resolve(), verdicts=(), exit_status=INTERRUPTED, notes=())
 
 
-def progress_text(text: str) -> str:
+def progress_text(case: CaseLike) -> str:
     """A case in a line of progress: its mode and number of ranks first, which its own text may leave out."""
-    case = read_case(text)
-    words = " ".join(word for word in text.split() if not word.startswith("mode="))
+    words = " ".join(word for word in case_text(case).split() if not word.startswith("mode="))
     return f"mode={case.mode} ranks={case.world_size} {words}".rstrip()
 
 
-def _with_script(result: RunResult, arguments: argparse.Namespace) -> RunResult:
+def _with_script(result: RunResult, request: Request, file: str) -> RunResult:
     """The result with a note on the script of --emit-repro; what hinders a script takes no verdict along."""
     try:
         with _unhindered():
-            note = write_script(result, arguments.subject, arguments.emit_repro)
+            note = write_script(result, request, file)
     except ShardproofError as problem:
         note = str(problem)
     except KeyboardInterrupt:
-        note = f"{arguments.emit_repro} was not written: interrupted"
+        note = f"{file} was not written: interrupted"
         result = dataclasses.replace(result, exit_status=INTERRUPTED)
     except Exception as problem:
-        note = f"{arguments.emit_repro} was not written: {type(problem).__name__}: {problem}"
+        note = f"{file} was not written: {type(problem).__name__}: {problem}"
     return dataclasses.replace(result, notes=(*result.notes, note))
 
 
@@ -119,12 +123,12 @@ def _request(arguments: argparse.Namespace) -> Request:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
     experiment.asked(arguments)
-    resolve(arguments.subject)
+    subject = named(arguments.subject)
     timeout_s = seconds(arguments.timeout, "timeout")
-    tools, cases = asked_tools(arguments), _cases(arguments)
+    tools, cases = asked_tools(arguments), _cases(arguments, subject)
     return Request(
         cases=cases,
-        subject=arguments.subject,
+        subject=subject,
         engine=arguments.engine,
         device=arguments.device,
         out=out,
@@ -162,8 +166,8 @@ def _write_page(folder: Path) -> Path:
     return page.write(load(folder), folder / "report.html")
 
 
-def _cases(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The texts of all cases asked for, valid and with readable data, before anything runs."""
+def _cases(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[CaseLike, ...]:
+    """All cases asked for, with readable data, before anything runs."""
     if arguments.cases and arguments.modes != "all":
         legal = "mode= in the case, or --modes without a CASE"
         raise RequestError(
@@ -171,50 +175,50 @@ def _cases(arguments: argparse.Namespace) -> tuple[str, ...]:
         )
     if arguments.cases and arguments.deep:
         raise RequestError("deep: chooses more default cases, and a CASE was given; legal: --deep without a CASE")
-    texts = tuple(arguments.cases) or default_cases(arguments.subject, arguments.modes, deep=arguments.deep)
-    if not arguments.cases and (unknown := claims(arguments.subject).unknown):
-        left_out = f"{arguments.subject} claims {', '.join(unknown)}, which no case can have: left out"
+    cases = _given(arguments.cases) or default_cases(subject, arguments.modes, deep=arguments.deep)
+    if not arguments.cases and (unknown := claims(subject).unknown):
+        left_out = f"{subject.name} claims {', '.join(unknown)}, which no case can have: left out"
         show_message(f"note: {left_out}", sys.stderr, style="yellow")
-    found: Any = resolve(arguments.subject)
-    if not (arguments.cases or arguments.deep or offers(found, "refuses")):
-        plain = f"{arguments.subject} has no refuses(case): default cases have plain words only; --deep has all words"
+    if not (arguments.cases or arguments.deep or offers(subject.call, "refuses")):
+        plain = f"{subject.name} has no refuses(case): default cases have plain words only; --deep has all words"
         show_message(f"note: {plain}", sys.stderr, style="yellow")
-    cases = parse_cases(texts)
     if arguments.variant is not None and not arguments.cases:  # one case of a mode shows it, or none
-        cases = list({case.mode: case for case in reversed(cases)}.values())[::-1]
+        cases = tuple({case.mode: case for case in reversed(cases)}.values())[::-1]
     if arguments.variant is not None:
         cases = _as_variant(cases, arguments.variant, given=bool(arguments.cases))
     if arguments.data is not None:
-        cases = [_with_data(case, arguments.data) for case in cases]
+        cases = tuple(_with_data(case, arguments.data) for case in cases)
     admit(cases, arguments.engine)
     _read_first(cases)
-    return tuple(case_text(case) for case in cases)
+    return cases
 
 
-def default_cases(subject: str, modes: str, *, deep: bool = False) -> tuple[str, ...]:
+def _given(cases: Iterable[str | CaseLike]) -> tuple[CaseLike, ...]:
+    """The cases of the command; texts are those that the command line left to rank 0 of launched ranks."""
+    return tuple(dict.fromkeys(read_case(case) if isinstance(case, str) else case for case in cases))
+
+
+def default_cases(subject: NamedSubject, modes: str, *, deep: bool = False) -> tuple[CaseLike, ...]:
     """The cases that cover the words of the case language in the modes asked for ("all" or "a,b") and claimed.
 
     `deep`: every pair of values of two words; otherwise every pair that is no default. What the subject refuses is left
     out as far as it leaves anything. A subject without `refuses` has not said which words it knows: plain cases.
     """
-    found: Any = resolve(subject)
-    if not deep and not offers(found, "refuses"):
+    if not deep and not offers(subject.call, "refuses"):
         plain: Callable[[str], Iterable[CaseLike]] = resolve(PLAIN_CASES)  # type: ignore[assignment]
-        return tuple(case_text(case) for mode in claims(subject).chosen(modes) for case in plain(mode))
+        return tuple(case for mode in claims(subject).chosen(modes) for case in plain(mode))
     cases_of: Callable[..., Iterable[CaseLike]] = resolve(COVERING_CASES)  # type: ignore[assignment]
 
     def refuses(case: CaseLike) -> str:
         try:
-            return refusal(case, found, subject)
+            return refusal(case, subject)
         except Unanswered:  # the case itself is to run into it: its verdict says so
             return ""
 
-    return tuple(
-        case_text(case) for mode in claims(subject).chosen(modes) for case in cases_of(mode, refuses, deep=deep)
-    )
+    return tuple(case for mode in claims(subject).chosen(modes) for case in cases_of(mode, refuses, deep=deep))
 
 
-def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> list[CaseLike]:
+def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> tuple[CaseLike, ...]:
     """The cases with this variant. One that was given must show it as it is; a default one is made to, or left out."""
     make: Callable[[str], dict[str, object]] = resolve(VARIANT_WORDS)  # type: ignore[assignment]
     try:
@@ -230,7 +234,7 @@ def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> list[Ca
                 raise RequestError(f"case {case_text(case)!r}: {problem}") from problem
     if not shown:
         raise RequestError(f"variant={name}: no default case of these modes can show it; legal: --modes all")
-    return shown
+    return tuple(shown)
 
 
 def _with_data(case: CaseLike, path: str) -> CaseLike:

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from harness.cases import read_case
+from harness.cases import parse_cases, read_case
 from harness.engines.engine import Engine
 from harness.protocols import CaseLike, Subject
 from harness.running import proof
 from harness.running import run as running
 from harness.running.proof import CaseResult
 from harness.running.run import Request, RunResult, engine_named
+from harness.subject import named
 
 __all__ = ["prove", "run"]
 
@@ -56,8 +57,8 @@ def run(
     """
     return running.run(
         Request(
-            cases=tuple(cases),
-            subject=subject,
+            cases=parse_cases(cases),
+            subject=named(subject),
             engine=engine,
             device=device,
             out=Path(out),

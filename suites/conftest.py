@@ -11,7 +11,7 @@ from hypothesis.errors import Unsatisfiable
 
 from harness.errors import RequestError
 from harness.running.run import seconds
-from harness.subject import claims
+from harness.subject import claims, named
 from reference.case import Case
 from shardproof.options import add_options, option_path, option_value
 from shardproof.pytest_plugin import ENGINE_OPENED
@@ -88,7 +88,8 @@ def _collectives(config: pytest.Config) -> list[Collective]:
     try:
         only = Case.parse(text) if text else None
         timeout_s = seconds(option_value(config, "case_timeout"), "case-timeout")
-        return list(collectives(option_value(config, "subject"), modes, quick=quick, only=only, timeout_s=timeout_s))
+        subject = named(option_value(config, "subject"))
+        return list(collectives(subject, modes, quick=quick, only=only, timeout_s=timeout_s))
     except RequestError as problem:
         raise pytest.Collector.CollectError(str(problem)) from problem
 
@@ -103,7 +104,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     if (engine := option_value(config, "engine")) != "inproc":
         _skip(items, "inproc", f"engine {engine}: planted code and closures are not sent to ranks")
     if path := option_path(config, "known_failures"):
-        claimed = claims(option_value(config, "subject")).modes
+        claimed = claims(named(option_value(config, "subject"))).modes
         known_failures.mark(session, items, known_failures.read(path), claimed, _modes(config))
 
 

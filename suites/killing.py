@@ -18,11 +18,9 @@ import torch
 from harness.engines.engine import Engine
 from harness.errors import RankDied, RequestError
 from harness.faults import Fault, faults_of
-from harness.protocols import Subject
-from harness.resolve import resolve
 from harness.running.execution import execute
 from harness.running.run import engine_named
-from harness.subject import claims, refusal
+from harness.subject import NamedSubject, claims, refusal
 from reference.case import Case
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.held_back import HELD_BACK
@@ -57,7 +55,7 @@ class Plan:
 
     mode: str
     name: str = ""
-    case: str = ""
+    case: Case | None = None
     faults: tuple[Fault, ...] = ()
     timeout_s: float = 60.0
 
@@ -67,22 +65,24 @@ class Plan:
         return len(self.faults) or 1
 
 
-def planned(subject: str, *, quick: bool, only: str = "", timeout_s: float = 60.0) -> list[Plan]:
+def planned(subject: NamedSubject, *, quick: bool, only: str = "", timeout_s: float = 60.0) -> list[Plan]:
     """What to plant in this subject; `only` "held-back" are those mutants alone, "open" is everything else.
 
     Raises RequestError when it takes none of the cases that would show a fault, or has no such mutants.
     """
-    plans = planted(quick=quick, only=only) if subject == OURS else []
+    plans = planted(quick=quick, only=only) if subject.name == OURS else []
     if only == "held-back":
         if not plans:
-            raise RequestError(f"subject={subject}: has no held-back mutants; legal: {OURS}, or leave out --held-back")
+            raise RequestError(
+                f"subject={subject.name}: has no held-back mutants; legal: {OURS}, or leave out --held-back"
+            )
         return [replace(plan, timeout_s=timeout_s) for plan in plans]
     with engine_named("inproc") as engine:
         for mode in claims(subject).modes:
             plans += disturbed(subject, mode, engine, quick=quick, timeout_s=timeout_s)
     if not plans:
         raise RequestError(
-            f"subject={subject}: takes none of the cases whose collectives would be disturbed; "
+            f"subject={subject.name}: takes none of the cases whose collectives would be disturbed; "
             f"legal: a subject that takes {_SMALL[-1].format(mode='tp')!r}"
         )
     return [replace(plan, timeout_s=timeout_s) for plan in plans]
@@ -101,32 +101,29 @@ def planted(*, quick: bool, only: str = "") -> list[Plan]:
 
 
 def disturbed(
-    subject: str, mode: str, engine: Engine, *, quick: bool, only: Case | None = None, timeout_s: float = 60.0
+    subject: NamedSubject, mode: str, engine: Engine, *, quick: bool, only: Case | None = None, timeout_s: float = 60.0
 ) -> list[Plan]:
     """The faults of one mode, from the ledgers of undisturbed runs; none in a mode that the subject refuses.
 
     With `only` those of this case.
     """
-    found = resolve(subject)
-    if not callable(found):
-        raise RequestError(f"subject={subject}: must be callable as subject(case, device); legal: {OURS}")
     plans, known = [], set[str]()
-    for case in [only] if only else _shown(found, subject, mode, quick):
-        events = execute(case, found, engine, text=str(case), timeout_s=timeout_s).events
+    for case in [only] if only else _shown(subject, mode, quick):
+        events = execute(case, subject.call, engine, text=str(case), timeout_s=timeout_s).events
         faults = [fault for fault in faults_of(events, case.axes) if str(fault) not in known]
         known |= {str(fault) for fault in faults}
         chosen = faults[:: max(1, len(faults) // _QUICK_FAULTS)] if quick else faults
-        plans += [Plan(mode=mode, case=str(case) or f"mode={mode}", faults=part) for part in _parts(chosen)]
+        plans += [Plan(mode=mode, case=case, faults=part) for part in _parts(chosen)]
     return plans
 
 
-def _shown(found: Subject, subject: str, mode: str, quick: bool) -> list[Case]:
+def _shown(subject: NamedSubject, mode: str, quick: bool) -> list[Case]:
     """The cases of a mode whose collectives are disturbed: those that the subject takes."""
     cases = [Case.parse(words.format(mode=mode)) for words in _SMALL]
-    taken = [case for case in cases if not refusal(case, found, subject)][:1]
-    knows = not quick and callable(getattr(found, "refuses", None))
+    taken = [case for case in cases if not refusal(case, subject)][:1]
+    knows = not quick and callable(getattr(subject.call, "refuses", None))
     wider = [Case.parse(f"{case} {_OPTIONS}") for case in taken if knows]
-    return taken + [case for case in wider if not refusal(case, found, subject)]
+    return taken + [case for case in wider if not refusal(case, subject)]
 
 
 def _parts(faults: Sequence[Fault]) -> Iterator[tuple[Fault, ...]]:
@@ -141,7 +138,7 @@ def _parts(faults: Sequence[Fault]) -> Iterator[tuple[Fault, ...]]:
         yield tuple(part)
 
 
-def kills(plans: Sequence[Plan], subject: str, *, processes: int = 1) -> Iterator[Killed]:
+def kills(plans: Sequence[Plan], subject: NamedSubject, *, processes: int = 1) -> Iterator[Killed]:
     """The rows of these plans, each as soon as it is known; from several processes in no fixed order.
 
     Raises RankDied when a process ends by force.
@@ -164,12 +161,12 @@ def kills(plans: Sequence[Plan], subject: str, *, processes: int = 1) -> Iterato
         pool.shutdown(cancel_futures=True)
 
 
-def _in_a_process(plan: Plan, subject: str) -> list[Killed]:
+def _in_a_process(plan: Plan, subject: NamedSubject) -> list[Killed]:
     with engine_named("inproc") as engine:
         return _killed(plan, subject, engine)
 
 
-def _killed(plan: Plan, subject: str, engine: Engine) -> list[Killed]:
-    if plan.faults:
-        return faults_killed(Case.parse(plan.case), plan.faults, subject, engine, plan.timeout_s)
+def _killed(plan: Plan, subject: NamedSubject, engine: Engine) -> list[Killed]:
+    if plan.case is not None:
+        return faults_killed(plan.case, plan.faults, subject, engine, plan.timeout_s)
     return [mutant_killed(_ROWS[plan.name], plan.mode, engine, plan.timeout_s)]

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import pandas as pd
 import pytest
 
 from harness.engines.engine import Engine
-from harness.errors import RequestError
 from harness.ledger import COLUMNS
-from harness.protocols import Subject
-from harness.resolve import resolve
 from harness.running import store
 from harness.running.execution import execute
-from harness.subject import refusal
+from harness.subject import NamedSubject, refusal
 from reference.case import Case
 from reports.baselines import read_events, write_events
 from reports.compare import events_table
@@ -36,18 +32,16 @@ class LedgerGate:
     """Holds the cases of a subject against the ledgers of a folder, or writes them when `update`."""
 
     folder: Path
-    subject: str
+    subject: NamedSubject
     engine: Engine
     update: bool = False
     timeout_s: float = 60.0
 
-    def holds(self, text: str) -> None:
+    def holds(self, case: Case) -> None:
         """Assert that a case sends what its stored ledger says; skip one that the subject refuses."""
-        case = Case.parse(text)
-        subject = self._subject()
-        if reason := refusal(case, subject, self.subject):
+        if reason := refusal(case, self.subject):
             pytest.skip(reason)
-        events = self._events(case, subject)
+        events = self._events(case)
         path = self.folder / file_of(str(case))
         if self.update:
             write_events(events, path)
@@ -59,14 +53,10 @@ class LedgerGate:
             table = plain(events_table(found))
             raise AssertionError(f"{case} sends something else than {path}:\n{table}if it should: --update-ledgers")
 
-    def _subject(self) -> Subject:
-        subject = resolve(self.subject)
-        if not callable(subject):
-            raise RequestError(f"subject {self.subject}: must be callable as subject(case, device)")
-        return cast("Subject", subject)
-
-    def _events(self, case: Case, subject: Subject) -> pd.DataFrame:
-        run = execute(case, subject, self.engine, text=str(case), name=self.subject, timeout_s=self.timeout_s)
+    def _events(self, case: Case) -> pd.DataFrame:
+        run = execute(
+            case, self.subject.call, self.engine, text=str(case), name=self.subject.address, timeout_s=self.timeout_s
+        )
         rows = [[getattr(event, name) for name in COLUMNS] for event in run.events]
         return counted(pd.DataFrame(rows, columns=list(COLUMNS)))
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from harness.engines.engine import Engine
 from harness.errors import ProgramError
 from harness.faults import Fault
-from harness.resolve import resolve
 from harness.running.run import engine_named
-from harness.subject import refusal
+from harness.subject import NamedSubject, refusal
 from reference.case import Case
 from suites.killing import disturbed
 from suites.mutants.rows import Killed, faults_killed
@@ -31,7 +30,7 @@ class Collective:
     """
 
     mode: str
-    case: str = ""
+    case: Case | None = None
     faults: tuple[Fault, ...] = ()
     refused: str = ""
     problem: str = ""
@@ -41,7 +40,7 @@ class Collective:
 
 
 def collectives(
-    subject: str, modes: Sequence[str], *, quick: bool, only: Case | None = None, timeout_s: float = 60.0
+    subject: NamedSubject, modes: Sequence[str], *, quick: bool, only: Case | None = None, timeout_s: float = 60.0
 ) -> Iterator[Collective]:
     """The collectives to disturb in these modes; with `only` those of this case. `quick` takes few faults of a mode.
 
@@ -53,9 +52,9 @@ def collectives(
 
 
 def _of_mode(
-    subject: str, mode: str, engine: Engine, quick: bool, only: Case | None, timeout_s: float
+    subject: NamedSubject, mode: str, engine: Engine, quick: bool, only: Case | None, timeout_s: float
 ) -> Iterator[Collective]:
-    reason = refusal(only, resolve(subject), subject) if only else ""  # type: ignore[arg-type]
+    reason = refusal(only, subject) if only else ""
     if reason:
         yield Collective(mode=mode, refused=reason)
         return
@@ -75,15 +74,15 @@ def _of_mode(
 class Necessity:
     """Disturbs the collectives of one subject and asks whether somebody notices."""
 
-    subject: str
+    subject: NamedSubject
     engine: Engine
     timeout_s: float = 60.0
 
     def missed(self, collective: Collective) -> str:
         """Which of its faults are neither killed nor proved equivalent, in six lines; "" when there is none."""
-        if collective.problem:
+        if collective.case is None:
             return collective.problem
-        rows = faults_killed(Case.parse(collective.case), collective.faults, self.subject, self.engine, self.timeout_s)
+        rows = faults_killed(collective.case, collective.faults, self.subject, self.engine, self.timeout_s)
         wrong = [killed for killed in rows if killed.row.survived]
         return self._told(collective, wrong) if wrong else ""
 
@@ -100,6 +99,6 @@ class Necessity:
             "error": f"{len(wrong)} of {len(collective.faults)} faults are neither killed nor proved equivalent",
             "first": ", ".join(said),
             "causes": causes,
-            "repeat": f'{suite} --subject {self.subject} --case "{collective.case}"',
+            "repeat": f'{suite} --subject {self.subject.name} --case "{collective.case}"',
         }
         return "\n".join(f"{word + ':':<8}{text}" for word, text in lines.items())

@@ -22,13 +22,12 @@ from harness.checking.evidence import FAIL, SKIP, Verdict
 from harness.diagnosing.six_lines import site
 from harness.engines.engine import Engine
 from harness.errors import RequestError
-from harness.resolve import resolve
 from harness.running.environment import environment
 from harness.running.proof import CaseResult, prove
 from harness.running.run import engine_named
 from harness.running.store import Store
 from harness.running.summary import summarize
-from harness.subject import claims, refusal
+from harness.subject import NamedSubject, claims, named, refusal
 from reference.case import Case
 from reports.run import default_cases
 from suites.pairwise import rows
@@ -49,7 +48,7 @@ class Prover:
     `rows`, which rows of boolean words each test has drawn.
     """
 
-    subject: str
+    subject: NamedSubject
     worlds: tuple[int, ...]
     engine: Engine
     device: str = "cpu"
@@ -87,7 +86,7 @@ class Prover:
                 drawn = _launched(world_sizes(worlds), opened)
                 only = Case.parse(case) if case else None
                 yield cls(
-                    subject=subject,
+                    subject=named(subject),
                     worlds=drawn,
                     engine=opened,
                     device=device,
@@ -134,7 +133,7 @@ class Prover:
 
     def skip_refused(self) -> NoReturn:
         """Skip a test for which the subject took no case in a row of them, with the reason of the last refusal."""
-        words = f"{self.subject} takes none of {len(self.refusals)} cases drawn and none of its default cases"
+        words = f"{self.subject.name} takes none of {len(self.refusals)} cases drawn and none of its default cases"
         reason = f"{words}; the last: {self.refusals[-1]}; legal: --case with one that it takes"
         self.refusals.clear()
         pytest.skip(reason)
@@ -151,13 +150,12 @@ class Prover:
 
     def refused(self, case: Case) -> str:
         """Why the subject does not take this case, "" when it does. Raises Unanswered when its own words fail."""
-        subject: Any = resolve(self.subject)
-        return refusal(case, subject, self.subject)
+        return refusal(case, self.subject)
 
     def _default(self, case: Case, fixed: dict[str, Any]) -> Iterator[Case]:
-        for text in _default_cases(self.subject, case.mode):
+        for usual in _default_cases(self.subject, case.mode):
             with contextlib.suppress(ValueError):  # a default case that cannot have a fixed word
-                near = Case.parse(text).but(**fixed, seed=case.seed)
+                near = usual.but(**fixed, seed=case.seed)
                 if near.world_size in self.worlds:
                     yield near
 
@@ -181,7 +179,7 @@ class Prover:
         wrong = [verdict for verdict in result.verdicts if verdict.verdict != "pass"]
         assert not wrong, self._told(wrong)
         silent = set(checks) - {verdict.check for verdict in result.verdicts}
-        assert not silent or self.subject != "parallel.subject:subject", f"nothing to check: {sorted(silent)}"
+        assert not silent or self.subject.name != "parallel.subject:subject", f"nothing to check: {sorted(silent)}"
 
     def _told(self, wrong: Sequence[Verdict]) -> str:
         """Six lines for each first place; a place that another test has reported is one line and the command.
@@ -240,11 +238,11 @@ def _launched(worlds: tuple[int, ...], engine: Engine) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=16)
-def _default_cases(subject: str, mode: str) -> tuple[str, ...]:
+def _default_cases(subject: NamedSubject, mode: str) -> tuple[Case, ...]:
     """The default cases of a mode, found once for a subject and not once for each refused draw."""
-    return default_cases(subject, mode)
+    return default_cases(subject, mode)  # type: ignore[return-value]
 
 
 def chosen_modes(subject: str, text: str) -> Sequence[str]:
     """The modes to prove: all that the subject claims and a case can have, or those of them that are named."""
-    return claims(subject).chosen(text)
+    return claims(named(subject)).chosen(text)

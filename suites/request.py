@@ -14,9 +14,10 @@ import torch
 from hypothesis import settings
 from hypothesis.errors import InvalidArgument
 
+from harness.cases import read_case
 from harness.errors import RequestError
-from harness.running.run import known_engine, parse_cases, seconds
-from harness.subject import claims
+from harness.running.run import known_engine, seconds
+from harness.subject import claims, named
 from shardproof.options import OPTIONS, option_path, option_value
 from suites import known_failures
 from suites.profiles import PROFILES
@@ -36,7 +37,7 @@ def check(config: pytest.Config) -> None:
         seconds(option_value(config, "case_timeout"), "case-timeout")
         _check_device(config)
         if text := option_value(config, "case"):
-            parse_cases([text])
+            read_case(text)
         chosen_modes(option_value(config, "subject"), option_value(config, "modes"))
         _check_profile(config)
         _check_files(config)
@@ -47,7 +48,7 @@ def check(config: pytest.Config) -> None:
 def header(config: pytest.Config) -> str:
     """One line: who is under test, where and how deep; and what of it cannot be."""
     words = [f"{name} {option_value(config, name)}" for name in ("subject", "modes", "worlds", "engine")]
-    unknown = claims(option_value(config, "subject")).unknown
+    unknown = claims(named(option_value(config, "subject"))).unknown
     words += [f"without {mode}, which no case can have" for mode in unknown]
     if (path := option_path(config, "known_failures")) and not path.exists():
         words.append(f"no known failures, since {option_value(config, 'known_failures')} is not there")

@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.merging import merge
-from harness.protocols import Subject
-from harness.resolve import resolve
 from harness.running.execution import execute
 from reference.case import Case
 from suites.prover import Prover, chosen_modes
@@ -24,7 +22,7 @@ EXAMPLES = max(1, settings().max_examples // 5)
 def outcomes(prover: Prover, case: Case, modes: list[str]) -> dict[str, dict[str, torch.Tensor]]:
     """Mode -> its merged outcome, of the modes that take the case."""
     found: dict[str, dict[str, torch.Tensor]] = {}
-    run: Subject = resolve(prover.subject)  # type: ignore[assignment]
+    run = prover.subject.call
     for mode in modes:
         try:
             alike = case.but(mode=mode)
@@ -52,14 +50,14 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_all_modes_compute_the_same(prover: Prover, data: st.DataObject) -> None:
-    modes = list(chosen_modes(prover.subject, "all"))
+    modes = list(chosen_modes(prover.subject.name, "all"))
     if len(modes) == 1:
-        pytest.skip(f"{prover.subject} claims {modes[0]} alone, so there is no mode to compare it with")
+        pytest.skip(f"{prover.subject.name} claims {modes[0]} alone, so there is no mode to compare it with")
     mode = "tp-sp" if "tp-sp" in modes else modes[0]
     case = prover.drawn(data, mode, delivery="tensors", packed=False)  # packs are delivered otherwise
     found = outcomes(prover, case, modes)
     if len(found) < 2:
-        reason = f"case {case}: {prover.subject} takes it in no other mode"
+        reason = f"case {case}: {prover.subject.name} takes it in no other mode"
         if prover.only is not None:
             pytest.skip(reason)
         prover.refusals.append(reason)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.subject import named
 from reference.case import Case
 from reports.run import default_cases
 from shardproof.options import option_path, option_value
@@ -14,26 +15,26 @@ from suites.ledger_gate import LedgerGate, file_of
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test a case, of --case one; none without stored ledgers."""
-    if "text" in metafunc.fixturenames:
+    if "case" in metafunc.fixturenames:
         gated = bool(option_value(metafunc.config, "ledger_baseline"))
         only = option_value(metafunc.config, "case")
         cases = (
-            (only,)
+            (Case.parse(only),)
             if only
-            else default_cases(option_value(metafunc.config, "subject"), option_value(metafunc.config, "modes"))
+            else default_cases(named(option_value(metafunc.config, "subject")), option_value(metafunc.config, "modes"))
         )
-        metafunc.parametrize("text", cases if gated else ())
+        metafunc.parametrize("case", cases if gated else (), ids=str)
 
 
-def test_the_ledger_is_the_stored_one(ledger_gate: LedgerGate, text: str) -> None:
-    ledger_gate.holds(text)
+def test_the_ledger_is_the_stored_one(ledger_gate: LedgerGate, case: Case) -> None:
+    ledger_gate.holds(case)
 
 
 def test_no_stored_ledger_is_left_over(pytestconfig: pytest.Config) -> None:
     folder = option_path(pytestconfig, "ledger_baseline")
     if folder is None or option_value(pytestconfig, "modes") != "all" or option_value(pytestconfig, "case"):
         pytest.skip("needs --ledger-baseline and all default cases")
-    files = {file_of(str(Case.parse(text))) for text in default_cases(option_value(pytestconfig, "subject"), "all")}
+    files = {file_of(str(case)) for case in default_cases(named(option_value(pytestconfig, "subject")), "all")}
     left: list[Path] = [path for path in sorted(folder.glob("*.csv")) if path.name not in files]
     if option_value(pytestconfig, "update_ledgers"):
         for path in left:

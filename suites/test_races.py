@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from harness.checking.exact_checks import same_outcomes
 from harness.engines.faults.races import Explored
-from harness.resolve import resolve
 from harness.running.execution import execute
 from suites.prover import Prover
 from suites.strategies import schedules
@@ -23,7 +22,7 @@ def test_no_schedule_changes_a_bit(prover: Prover, mode: str, data: st.DataObjec
     layers = data.draw(st.integers(2, 3), label="layers")  # what one layer leaves in flight, the next one meets
     case = prover.drawn(data, mode, steps=1, layers=layers)
     schedule = data.draw(schedules(), label="schedule")
-    subject: Any = resolve(prover.subject)
+    subject: Any = prover.subject.call
     engines = prover.engine, Explored(prover.engine, schedule)
     plain, explored = (
         execute(case, subject, engine, text=str(case), record=False, timeout_s=prover.timeout_s) for engine in engines

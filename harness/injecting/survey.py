@@ -32,7 +32,7 @@ from harness.protocols import CaseLike, Subject
 from harness.running.judging import judged
 from harness.running.proof import NEED_WATCHING
 from harness.running.trial import REFERENCE, Reference, Trial, recorded, watched
-from harness.subject import answered, offers
+from harness.subject import NamedSubject, answered, named, offers
 
 __all__ = ["FaultResult", "Unproved", "survey", "unproved"]
 
@@ -80,7 +80,7 @@ class _Undisturbed:
 
 def survey(
     case: CaseLike,
-    subject: Subject,
+    subject: Subject | NamedSubject,
     engine: Engine,
     *,
     faults: Iterable[Fault] | None = None,
@@ -96,7 +96,8 @@ def survey(
     With `first_only` a fault is dropped at the first stage of checks that notices it: the recorded run is looked at
     before activations are captured. Raises RequestError when the undisturbed subject does not finish or passes nothing.
     """
-    trial = Trial(case=case, subject=subject, engine=engine, reference=reference, device=device, timeout_s=timeout_s)
+    given = named(subject)
+    trial = Trial(case=case, subject=given, engine=engine, reference=reference, device=device, timeout_s=timeout_s)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -167,7 +168,7 @@ def _failed(findings: Mapping[str, Finding]) -> tuple[str, ...]:
 def _result(trial: Trial, fault: Fault, clean: _Undisturbed, rules: Sequence[Rule], first_only: bool) -> FaultResult:
     """One fault, tried."""
     start_s = time.perf_counter()
-    subject: Any = trial.subject
+    subject: Any = trial.subject.call
     proof = proof_of(fault, rules)
     if not proof and offers(subject, "harmless"):
         proof = answered("harmless", lambda: str(subject.harmless(trial.case, fault) or ""))
@@ -205,7 +206,7 @@ def _touched(trial: Trial) -> frozenset[Place]:
 
     def program(rank: int) -> None:
         with touches.on_rank(rank):
-            trial.subject(case, torch.device(trial.device))
+            trial.subject.call(case, torch.device(trial.device))
 
     words = {"world_size": case.world_size, "seed": case.seed, "timeout_s": trial.timeout_s}
     Intervened(trial.engine, touches).run(program, **words)

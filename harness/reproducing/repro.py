@@ -30,11 +30,10 @@ from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError
 from harness.protocols import CaseLike, Subject, case_text
 from harness.reproducing import repro_script
-from harness.resolve import resolve
 from harness.running.judging import judged
 from harness.running.proof import CaseResult, prove
 from harness.running.trial import Trial, recorded
-from harness.subject import refusal
+from harness.subject import NamedSubject, named, refusal
 
 __all__ = ["Failure", "emit", "shown_name", "shrunk"]
 
@@ -69,13 +68,14 @@ class Failure:
     name: str
 
 
-def emit(case: CaseLike, subject: str, engine: Engine, *, given: Subject | None = None) -> str | None:
+def emit(case: CaseLike, subject: str | NamedSubject, engine: Engine) -> str | None:
     """The script of the smallest failing case found from this one; None when there is nothing that a script can show.
 
-    `given` stands in for the subject of that name, and is not what the script runs (a test plants bugs that way).
+    Raises RequestError when there is no such subject.
     """
-    failure = shrunk(case, given or subject, engine)
-    return None if failure is None else _script(failure, subject)
+    given = named(subject)
+    failure = shrunk(case, given, engine)
+    return None if failure is None else _script(failure, given.name)
 
 
 def shown_name(script: str) -> str:
@@ -83,11 +83,12 @@ def shown_name(script: str) -> str:
     return str(ast.literal_eval(script.partition(_FACTS)[2].partition(_MAIN)[0])["name"])
 
 
-def shrunk(case: CaseLike, subject: str | Subject, engine: Engine) -> Failure | None:
+def shrunk(case: CaseLike, given: Subject | NamedSubject, engine: Engine) -> Failure | None:
     """Make a failing case smaller as long as a tensor of the same kind (or the run) fails; None when it does not fail.
 
     The last case is proved in full, so that its causes can be told.
     """
+    subject = named(given)
     name = _failing(case, subject, engine)
     if name is None:
         return None
@@ -108,12 +109,11 @@ def _with(case: CaseLike, words: Mapping[str, int]) -> CaseLike | None:
         return None
 
 
-def _failing(case: CaseLike, subject: str | Subject, engine: Engine) -> str | None:
+def _failing(case: CaseLike, subject: NamedSubject, engine: Engine) -> str | None:
     """The returned tensor that fails in one run of the case, "" when the subject raises; None when nothing fails."""
-    found: Any = resolve(subject) if isinstance(subject, str) else subject
-    if refusal(case, found, ""):
+    if refusal(case, subject):
         return None
-    trial = Trial(case=case, subject=found, engine=engine)
+    trial = Trial(case=case, subject=subject, engine=engine)
     try:
         evidence = recorded(trial)
     except ProgramError:

@@ -22,7 +22,7 @@ def dry_evidence(trial: Trial, engine: DryEngine) -> Evidence:
     case = trial.case
     ranks, places = representatives(case.axes, case.world_size)
     with trial.timed("recorded"):
-        run = dry_run(case, trial.subject, engine, ranks, text=trial.text, timeout_s=trial.timeout_s)
+        run = dry_run(case, trial.subject.call, engine, ranks, text=trial.text, timeout_s=trial.timeout_s)
     return Evidence(
         case=case,
         outcomes=_NOBODY,

@@ -6,7 +6,6 @@ seconds.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -20,15 +19,14 @@ from harness.diagnosing.six_lines import NO_OUTCOME, crash, tell
 from harness.diagnosing.tracebacks import whole
 from harness.engines.engine import Engine
 from harness.engines.shapes.dry import DryEngine
-from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, RequestError
+from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError
 from harness.ledger import Event
 from harness.protocols import CaseLike, Subject, TermLike
-from harness.resolve import resolve
 from harness.running.dry_trial import dry_evidence
 from harness.running.judging import judged
 from harness.running.store import Store
 from harness.running.trial import REFERENCE, Reference, Trial, explained, recorded, watched
-from harness.subject import Unanswered, refusal
+from harness.subject import NamedSubject, Unanswered, named, refusal
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "with_traceback"]
 
@@ -87,7 +85,7 @@ class CaseResult:
 
 def prove(
     case: CaseLike,
-    subject: str | Subject,
+    subject: str | Subject | NamedSubject,
     engine: Engine,
     *,
     reference: Reference = REFERENCE,
@@ -98,23 +96,19 @@ def prove(
 ) -> CaseResult:
     """Run and check one case on a subject, named or given. `options`: further words of the command that repeats it.
 
-    Raises RequestError when the subject cannot be found or the dense model cannot compute the case (unreadable data);
+    Raises RequestError when there is no such subject or the dense model cannot compute the case (unreadable data);
     whatever the subject does wrong is a failed verdict.
     """
-    name, found = (subject, resolve(subject)) if isinstance(subject, str) else (_name_of(subject), subject)
-    if not callable(found):
-        raise RequestError(f"subject {name}: must be callable as subject(case, device), not {type(found).__name__}")
     trial = Trial(
         case=case,
-        subject=found,
+        subject=named(subject),
         engine=engine,
         reference=reference,
         device=device,
         timeout_s=timeout_s,
-        name=subject if isinstance(subject, str) else "",
     )
     try:
-        verdict, reason = SKIP, refusal(case, found, name)
+        verdict, reason = SKIP, refusal(case, trial.subject)
     except Unanswered as problem:
         verdict, reason = UNKNOWN, str(problem)
     if reason:
@@ -123,9 +117,9 @@ def prove(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on small tensors more threads only wait for each other, above all beside other work
     try:
-        return _proved(trial, name, checks, options)
+        return _proved(trial, checks, options)
     except (ProgramError, MachineError) as error:
-        return _ended(trial, name, error, options)
+        return _ended(trial, error, options)
     finally:
         torch.set_num_threads(threads)
 
@@ -139,20 +133,12 @@ def with_traceback(verdicts: tuple[Verdict, ...], case: str, traceback: str, sto
     return tuple(replace(one, message=one.message.replace(NO_OUTCOME, where)) for one in verdicts)
 
 
-def _name_of(subject: Subject) -> str:
-    """What a subject that was given as an object is called in messages: the name that resolves to it, if it has one."""
-    module = getattr(subject, "__module__", type(subject).__module__)
-    names = vars(sys.modules[module]) if module in sys.modules else {}
-    bound = next((name for name, value in names.items() if value is subject), "")
-    return f"{module}:{bound or getattr(subject, '__qualname__', type(subject).__qualname__)}"
-
-
-def _proved(trial: Trial, name: str, checks: Mapping[str, Check], options: str) -> CaseResult:
+def _proved(trial: Trial, checks: Mapping[str, Check], options: str) -> CaseResult:
     if isinstance(trial.engine, DryEngine):
         evidence = dry_evidence(trial, trial.engine)
         with trial.timed("checks"):
             findings = examine(evidence, DRY_CHECKS)
-        return _result(trial, name, evidence, findings, findings, options)
+        return _result(trial, evidence, findings, findings, options)
     evidence = recorded(trial)
     looking = bool(NEED_WATCHING & set(checks))
     if looking:
@@ -167,12 +153,11 @@ def _proved(trial: Trial, name: str, checks: Mapping[str, Check], options: str) 
             context = {**examine(evidence), **findings}
         wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
         evidence = explained(trial, evidence, wrong)
-    return _result(trial, name, evidence, findings, context, options)
+    return _result(trial, evidence, findings, context, options)
 
 
 def _result(
     trial: Trial,
-    name: str,
     evidence: Evidence,
     findings: dict[str, Finding],
     context: Mapping[str, Finding],
@@ -182,7 +167,7 @@ def _result(
     for check, problem in trial.problems.items():
         findings[check] = Finding(verdict=UNKNOWN, message=problem, unchecked=(check,))
     diagnoses = _diagnosed(evidence, findings, {**context, **findings})
-    text = trial.text
+    text, name = trial.text, trial.subject.name
     verdicts = tuple(
         _verdict(text, evidence, findings[check], diagnoses.get(check), check, name, options) for check in findings
     )
@@ -197,7 +182,7 @@ def _result(
     )
 
 
-def _ended(trial: Trial, name: str, error: ProgramError | MachineError, options: str) -> CaseResult:
+def _ended(trial: Trial, error: ProgramError | MachineError, options: str) -> CaseResult:
     """The result of a case without an outcome: a program that failed, or a machine."""
     machine = str(error) if isinstance(error, MachineError) else ""
     undecided = bool(machine) or isinstance(error, _UNDECIDED)
@@ -206,7 +191,7 @@ def _ended(trial: Trial, name: str, error: ProgramError | MachineError, options:
         check="run",
         verdict=UNKNOWN if undecided else FAIL,
         worst=None,
-        message=error.cause if isinstance(error, _UNDECIDED) else crash(trial.case, name, error, options),
+        message=error.cause if isinstance(error, _UNDECIDED) else crash(trial.case, trial.subject.name, error, options),
     )
     return CaseResult(
         case=trial.case,

@@ -1,6 +1,6 @@
 """Many cases on one subject: proved one after another, stored as they finish. What the command line calls.
 
-    result = run(Request(cases=("mode=tp tp=2",), subject="parallel.subject:subject"), tell)
+    result = run(Request(cases=parse_cases(["mode=tp tp=2"]), subject=named("parallel.subject:subject")))
 
 Exit status: 0 all pass, 1 a check failed or could not be decided, 2 the request was wrong (RequestError, or the dense
 model cannot compute one of the cases) or every case was skipped, 3 the machine failed and nothing else did.
@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.cases import read_case
 from harness.checking.evidence import FAIL, SKIP, UNKNOWN, Verdict
 from harness.diagnosing.errors_by_place import ERROR_COLUMNS
 from harness.engines.engine import Engine
 from harness.errors import RequestError
-from harness.protocols import CaseLike, Subject, case_text
+from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
 from harness.running.capacity import admit
 from harness.running.environment import environment
@@ -28,7 +27,7 @@ from harness.running.proof import CaseResult, prove, with_traceback
 from harness.running.second_process import Proved, SecondProcess, prove_all, proved
 from harness.running.store import Store
 from harness.running.witnessing import CHECK, Witnesses, witnesses
-from harness.subject import Unanswered, claimed, refusal
+from harness.subject import NamedSubject, Unanswered, claimed, refusal
 from harness.torch_internals.lookup import untested
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "RunResult",
     "engine_named",
     "known_engine",
-    "parse_cases",
     "run",
     "seconds",
 ]
@@ -58,8 +56,8 @@ _WEEK_S = 604800.0
 
 _REFUSED = "truth"
 """The check of a case that the dense model cannot compute, among others that it can."""
-Progress = Callable[[int, int, str, str], object]
-"""Told after every case: how many of how many are done, the case's text and its verdict."""
+Progress = Callable[[int, int, CaseLike, str], object]
+"""Called after every case: how many of how many are done, the case and its verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +69,8 @@ class Request:
     ranks are threads; a case comes to the same in both.
     """
 
-    cases: tuple[str, ...]
-    subject: str
+    cases: tuple[CaseLike, ...]
+    subject: NamedSubject
     engine: str = "inproc"
     device: str = "cpu"
     out: Path = Path("runs")
@@ -113,30 +111,34 @@ class _Tally:
 def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     """Prove every case and write the run folder as it goes; finished cases stay readable whatever stops the run.
 
-    Raises RequestError before anything runs when a case, the subject, the engine or the folder is wrong. Where the
-    dense model cannot compute one case of several (it diverges, its data cannot be read) the others are still proved.
+    Raises RequestError before anything runs when there is no case, or when a case is too large for this machine, or
+    when the subject's claims, the engine or the folder are wrong. Where the dense model cannot compute one case of
+    several (it diverges, its data cannot be read) the others are still proved.
     """
-    cases = parse_cases(request.cases)
+    cases, subject = request.cases, request.subject
+    if not cases:
+        raise RequestError("cases=(): at least one case is needed; legal: mode=tp tp=2")
     admit(cases, request.engine)
-    claimed(resolve(request.subject), request.subject)
+    claimed(subject)
     results: list[_Tally] = []
+    by_text = {case_text(case): case for case in cases}
     with engine_named(request.engine) as engine, _beside(request) as second:
-        store = Store(request.out, request.subject, environment(request.command, _words(request)))
+        store = Store(request.out, subject.name, environment(request.command, _words(request)))
 
         def prove_here(number: int) -> Proved:
             result = _prove(cases[number], request, engine)
-            return proved(_witnessed(result, request.subject, seen, store))
+            return proved(_witnessed(result, subject, seen, store))
 
         def keep(found: Proved) -> None:
             result = replace(found, verdicts=with_traceback(found.verdicts, found.text, found.traceback, store))
             _keep(store, result)
             results.append(_Tally(verdicts=result.verdicts, verdict=result.verdict, machine=result.machine))
-            on_progress(len(results), len(cases), result.text, result.verdict)
+            on_progress(len(results), len(cases), by_text[result.text], result.verdict)
 
         try:
             store.plan(_planned(case) for case in cases)
             seen = _witnesses(request, cases, store)
-            prove_all([case_text(case) for case in cases], prove_here, keep, second)
+            prove_all(cases, prove_here, keep, second)
         finally:
             store.close()
     if request.page is not None:
@@ -155,10 +157,10 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     )
 
 
-def prove_text(request: Request, text: str) -> Proved:
+def prove_case(request: Request, case: CaseLike) -> Proved:
     """What the second process does with a case. Raises what `prove` raises."""
     with engine_named(request.engine) as engine:
-        return proved(_prove(parse_cases([text])[0], request, engine))
+        return proved(_prove(case, request, engine))
 
 
 def _prove(case: CaseLike, request: Request, engine: Engine) -> CaseResult:
@@ -188,12 +190,11 @@ def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Wit
     """The sessions of all cases that the subject takes, None when no witness was asked for."""
     if not request.profile:
         return None
-    subject: Any = resolve(request.subject)
-    taken = [case for case in cases if _takes(case, subject, request.subject)]
+    taken = [case for case in cases if _takes(case, request.subject)]
     folder = store.path / "traces"
     return witnesses(
         taken,
-        request.subject,
+        request.subject.address,
         request.profile,
         folder,
         device=request.device,
@@ -203,36 +204,25 @@ def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Wit
     )
 
 
-def _takes(case: CaseLike, subject: Subject, name: str) -> bool:
+def _takes(case: CaseLike, subject: NamedSubject) -> bool:
     """Whether the subject takes the case; one that cannot tell is not run, and its verdict says so."""
     try:
-        return not refusal(case, subject, name)
+        return not refusal(case, subject)
     except Unanswered:
         return False
 
 
-def _witnessed(result: CaseResult, subject: str, seen: Witnesses | None, store: Store) -> CaseResult:
+def _witnessed(result: CaseResult, subject: NamedSubject, seen: Witnesses | None, store: Store) -> CaseResult:
     """The result with the witnesses' verdict, their tables stored."""
     if seen is None or result.skipped:
         return result
-    found: Any = resolve(subject)
+    found: Any = subject.call
     expected = found.expected if result.expectation is not None else None
     told = seen.told(result.case, result.events, result.expectation, expected)
     for name, (columns, rows) in told.tables.items():
         store.extend(name, columns, rows)
     diagnoses = {**result.diagnoses, **({CHECK: told.diagnosis} if told.diagnosis else {})}
     return replace(result, verdicts=(*result.verdicts, told.verdict), diagnoses=diagnoses)
-
-
-def parse_cases(texts: Sequence[str]) -> list[CaseLike]:
-    """The cases of these texts, each once. Raises RequestError for the first text that is no case, or for none."""
-    if not texts:
-        raise RequestError("cases=(): at least one case is needed; legal: mode=tp tp=2")
-    cases: dict[str, CaseLike] = {}
-    for text in texts:
-        case = read_case(text)
-        cases.setdefault(case_text(case), case)
-    return list(cases.values())
 
 
 def seconds(text: str, word: str) -> float:
@@ -263,7 +253,7 @@ def engine_named(name: str) -> Engine:
 
 def _words(request: Request) -> dict[str, object]:
     return {
-        "subject": request.subject,
+        "subject": request.subject.name,
         "engine": request.engine,
         "device": request.device,
         "timeout_s": request.timeout_s,

@@ -23,6 +23,7 @@ from typing import Any
 from harness.checking.evidence import Verdict
 from harness.diagnosing.errors_by_place import error_rows
 from harness.ledger import Event
+from harness.protocols import CaseLike
 from harness.resolve import resolve
 from harness.running.interrupts import interrupted_after
 from harness.running.proof import CaseResult
@@ -34,7 +35,7 @@ _BOOT = "import sys; sys.path[:] = {path!r}; from harness.running.second_process
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 _HELD = 2
 """Cases that the second process has at a time: one in work and one to go on with."""
-_PROVE = "harness.running.run:prove_text"
+_PROVE = "harness.running.run:prove_case"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ class SecondProcess:
     """Its end in this process; a context manager. `asked` are the numbers of the cases that it has."""
 
     def __init__(self, *words: object) -> None:
-        """Start it; `words` go before the case's text to the function that proves there."""
+        """Start it; `words` go before the case to the function that proves there."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -104,11 +105,11 @@ class SecondProcess:
         self.asked: deque[int] = deque()
         self.note = ""
 
-    def ask(self, number: int, text: str) -> None:
+    def ask(self, number: int, case: CaseLike) -> None:
         """Have this case proved."""
         self.asked.append(number)
         with suppress(OSError):  # it is gone: `answers` finds out
-            self._connection.send(text)
+            self._connection.send(case)
 
     def answers(self, *, wait: bool) -> dict[int, Proved | None]:
         """What it finished since the last call, None for what it could not; `wait` for one answer at least."""
@@ -133,7 +134,7 @@ class SecondProcess:
 
 
 def prove_all(
-    texts: list[str],
+    cases: Sequence[CaseLike],
     prove_here: Callable[[int], Proved],
     keep: Callable[[Proved], object],
     second: SecondProcess | None = None,
@@ -142,12 +143,12 @@ def prove_all(
 
     When something is raised here, what both have finished is kept before it is raised further.
     """
-    waiting, finished, kept = deque(range(len(texts))), dict[int, Proved](), 0
+    waiting, finished, kept = deque(range(len(cases))), dict[int, Proved](), 0
     try:
-        while kept < len(texts):
+        while kept < len(cases):
             while second and not second.note and len(waiting) > _HELD and len(second.asked) < _HELD:
                 number = waiting.popleft()
-                second.ask(number, texts[number])
+                second.ask(number, cases[number])
             if waiting:
                 number = waiting.popleft()
                 finished[number] = prove_here(number)
@@ -172,14 +173,14 @@ def prove_all(
 def serve(descriptor: int) -> None:
     """The second process: prove the cases that come until nobody is there any more."""
     connection = Connection(descriptor)
-    prove_text: Any = resolve(_PROVE)
+    prove_case: Any = resolve(_PROVE)
     gc.freeze()  # what is loaded now stays: collections between cases need not look through it
     with suppress(EOFError, OSError):
         words = connection.recv()
         while True:
-            text = connection.recv()
+            case = connection.recv()
             try:
-                answer = prove_text(*words, text)
+                answer = prove_case(*words, case)
             except Exception:  # raised once more, and told, where the case is proved again
                 answer = None
             connection.send(answer)

@@ -20,10 +20,10 @@ from harness.checking.exact_checks import same_outcomes
 from harness.checking.tolerance import is_state, kind_of
 from harness.engines.engine import Engine
 from harness.errors import RequestError, error_text
-from harness.protocols import Axes, CaseLike, FactsLike, Subject, TermLike, case_text
+from harness.protocols import Axes, CaseLike, FactsLike, TermLike, case_text
 from harness.resolve import resolve
 from harness.running.execution import execute, execute_captured
-from harness.subject import Unanswered, left_out, orders, stated
+from harness.subject import NamedSubject, Unanswered, left_out, orders, stated
 
 __all__ = [
     "REFERENCE",
@@ -72,18 +72,16 @@ Asked = tuple[str, tuple[tuple[str, int], ...]]
 class Trial:
     """One case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
-    `name` is the subject's when it was given as module:object, else "".
     `problems`: what could not be asked of the subject (expectation, activations) -> why.
     `known` and `facts` fill up with what the reference computed; trials of one case may share them.
     """
 
     case: CaseLike
-    subject: Subject
+    subject: NamedSubject
     engine: Engine
     reference: Reference = REFERENCE
     device: str = "cpu"
     timeout_s: float = 60.0
-    name: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     known: dict[Asked, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -131,12 +129,12 @@ def recorded(trial: Trial) -> Evidence:
     with trial.timed("recorded"):
         run = execute(
             case,
-            trial.subject,
+            trial.subject.call,
             trial.engine,
             text=trial.text,
             device=trial.device,
             timeout_s=trial.timeout_s,
-            name=trial.name,
+            name=trial.subject.address,
         )
     merged = gathered(run.outcomes, (), truth)
     if not any(is_state(name) for outcome in run.outcomes for name in outcome):
@@ -164,11 +162,11 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
     with trial.timed("plain"):
         plain = execute_captured(
             case,
-            trial.subject,
+            trial.subject.call,
             trial.engine,
             device=trial.device,
             timeout_s=trial.timeout_s,
-            name=trial.name,
+            name=trial.subject.address,
             overlap=any(getattr(term, "hidden", False) for term in evidence.expectation or ()),
         )
     if plain.problem:
@@ -178,13 +176,13 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
         with trial.timed("again"):  # tells a subject that is not deterministic from a recording that disturbs it
             again = execute(
                 case,
-                trial.subject,
+                trial.subject.call,
                 trial.engine,
                 text=trial.text,
                 record=False,
                 device=trial.device,
                 timeout_s=trial.timeout_s,
-                name=trial.name,
+                name=trial.subject.address,
             )
         repeats.append(again.outcomes)
     truth = {**evidence.truth, **trial.dense(names.true_activations)}
@@ -223,7 +221,7 @@ def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evide
 def _declared(trial: Trial) -> tuple[str, ...]:
     """The names that the subject leaves out on purpose; an attribute that raises when it is read is noted."""
     try:
-        return left_out(trial.subject, trial.name)
+        return left_out(trial.subject)
     except Unanswered as problem:
         trial.problems["coverage"] = str(problem)
         return ()
@@ -245,7 +243,7 @@ def _facts(trial: Trial) -> FactsLike | None:
 def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
     """The subject's closed form, None when it states none; a closed form that raises is noted as a problem."""
     try:
-        return stated(trial.case, trial.subject)
+        return stated(trial.case, trial.subject.call)
     except Unanswered as problem:  # no verdict on the run, and it must not read as "none stated"
         trial.problems["expectation"] = str(problem)
         return None
@@ -254,7 +252,7 @@ def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
 def orders_of(trial: Trial) -> Axes:
     """The subject's own rank orders, none when it states none; rank lists that are none are noted as a problem."""
     try:
-        return orders(trial.case, trial.subject)
+        return orders(trial.case, trial.subject.call)
     except Unanswered as problem:
         trial.problems["groups"] = str(problem)
         return {}

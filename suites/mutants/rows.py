@@ -19,9 +19,8 @@ from harness.faults import Fault
 from harness.injecting.equivalence import UNCHANGED, UNREAD
 from harness.injecting.kill_matrix import AND_MORE, MISLEADING, NONE, RIGHT, Kill
 from harness.injecting.survey import FaultResult, survey, unproved
-from harness.protocols import Subject
-from harness.resolve import resolve
 from harness.running.proof import CaseResult, prove
+from harness.subject import NamedSubject
 from reference.case import Case
 from suites.mutants.draws import showing
 from suites.mutants.mutant import OURS, Mutant
@@ -132,20 +131,18 @@ def _told(diagnosis: Diagnosis | None) -> str:
 
 
 def faults_killed(
-    case: Case, faults: Sequence[Fault], subject: str, engine: Engine, timeout_s: float = 60.0
+    case: Case, faults: Sequence[Fault], subject: NamedSubject, engine: Engine, timeout_s: float = 60.0
 ) -> list[Killed]:
     """The rows of these faults of a subject's collectives, in this case.
 
     What this case leaves alive, or the same run, is asked of others: its numbers may hide it, as a count that is zero
     hides that it was not summed.
     """
-    found = resolve(subject)
-    assert callable(found)  # the command has looked
-    results = {fault: (case, result) for fault, result in _surveyed(case, faults, found, engine, timeout_s)}
+    results = {fault: (case, result) for fault, result in _surveyed(case, faults, subject, engine, timeout_s)}
     for seed in _OTHER_SEEDS:
         hidden = [fault for fault, (_, result) in results.items() if result.survived or result.equivalent in _BY_BITS]
         other = case.but(seed=seed)
-        for fault, result in _surveyed(other, hidden, found, engine, timeout_s) if hidden else ():
+        for fault, result in _surveyed(other, hidden, subject, engine, timeout_s) if hidden else ():
             shown = result.killed or (results[fault][1].equivalent and result.survived)
             results[fault] = (other, result) if shown else results[fault]
     unmissed = {one.target: one.why for one in unproved(result for _, result in results.values())}
@@ -156,7 +153,7 @@ def faults_killed(
 
 
 def _surveyed(
-    case: Case, faults: Sequence[Fault], subject: Subject, engine: Engine, timeout_s: float
+    case: Case, faults: Sequence[Fault], subject: NamedSubject, engine: Engine, timeout_s: float
 ) -> list[tuple[Fault, FaultResult]]:
     return [(result.fault, result) for result in survey(case, subject, engine, faults=faults, timeout_s=timeout_s)]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.injecting.kill_matrix import Kill
+from harness.subject import NamedSubject
 from parallel.subject import ParallelSubject
 from suites.mutants.rows import Killed
 
@@ -64,7 +65,7 @@ def kill(
     )
 
 
-def planned(subject: str, *, quick: bool, only: str = "", timeout_s: float = 60.0) -> list[_Plan]:
+def planned(subject: NamedSubject, *, quick: bool, only: str = "", timeout_s: float = 60.0) -> list[_Plan]:
     """Four rows, the last one a survivor unless it must be quick; of held-back mutants two others."""
     if only == "held-back":
         rows = [kill("secret", "replicas", right="no", held_back=True), kill("d", "merge", right="yes", held_back=True)]
@@ -77,10 +78,10 @@ def planned(subject: str, *, quick: bool, only: str = "", timeout_s: float = 60.
     return [_Plan(row=row) for row in (rows if quick else [*rows, kill("c")])]
 
 
-def kills(plans: Sequence[_Plan], subject: str, *, processes: int) -> Iterator[Killed]:
+def kills(plans: Sequence[_Plan], subject: NamedSubject, *, processes: int) -> Iterator[Killed]:
     """The rows as planned."""
     for number, plan in enumerate(plans):
-        if subject == INTERRUPTED and number == 2:
+        if subject.name == INTERRUPTED and number == 2:
             raise KeyboardInterrupt
         unmissed = "redundant" if plan.row.equivalent else ""
         yield Killed(row=plan.row, case="tp=2", told="backward of head", unmissed=unmissed)

@@ -14,6 +14,7 @@ from harness.diagnosing.diagnosis import ended
 from harness.diagnosing.rules.causes import Cause
 from harness.errors import MachineError, RequestError
 from harness.injecting.kill_matrix import COLUMNS, figures, killed_alone
+from harness.subject import named
 from reports import faults
 from reports.cli import main
 from suites import killing
@@ -141,18 +142,18 @@ def test_what_a_check_kills_alone_is_counted() -> None:
 
 
 def test_another_subject_gets_the_faults_of_its_collectives_and_no_mutant() -> None:
-    plans = killing.planned("tests.suites.planned_kills:theirs", quick=True)
+    plans = killing.planned(named("tests.suites.planned_kills:theirs"), quick=True)
     assert {plan.mode for plan in plans} == {"tp"}
     assert all(plan.faults and not plan.name for plan in plans)
     few = [dataclasses.replace(plans[0], faults=plans[0].faults[:3])]
-    rows = [killed.row for killed in killing.kills(few, "tests.suites.planned_kills:theirs")]
+    rows = [killed.row for killed in killing.kills(few, named("tests.suites.planned_kills:theirs"))]
     assert [row.kind for row in rows] == ["fault"] * 3
     assert all(row.killed or row.equivalent for row in rows), rows
 
 
 def test_what_options_add_is_disturbed_where_the_subject_says_what_it_refuses() -> None:
     def added(subject: str) -> set[str]:
-        plans = killing.planned(f"tests.suites.planned_kills:{subject}", quick=False)
+        plans = killing.planned(named(f"tests.suites.planned_kills:{subject}"), quick=False)
         assert len({fault for plan in plans for fault in plan.faults}) == sum(plan.rows for plan in plans)
         return {fault.target.phase for plan in plans[1:] for fault in plan.faults} & {"metric", "recompute"}
 
@@ -161,7 +162,7 @@ def test_what_options_add_is_disturbed_where_the_subject_says_what_it_refuses() 
 
 
 def test_the_faults_of_one_collective_stay_together() -> None:
-    plans = killing.planned("tests.suites.planned_kills:theirs", quick=False)
+    plans = killing.planned(named("tests.suites.planned_kills:theirs"), quick=False)
     targets = [{fault.target for fault in plan.faults} for plan in plans]
     assert sum(map(len, targets)) == len(set().union(*targets))
 
@@ -176,4 +177,4 @@ def test_ours_gets_a_row_for_every_mutant_and_variant() -> None:
 
 def test_a_subject_that_takes_no_case_is_a_wrong_request() -> None:
     with pytest.raises(RequestError, match="takes none of the cases whose collectives would be disturbed"):
-        killing.planned("tests.harness.toy_subjects:right", quick=True)
+        killing.planned(named("tests.harness.toy_subjects:right"), quick=True)

@@ -13,6 +13,7 @@ import pytest
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
+from harness.subject import named
 from reference.case import Case
 from reports import cli
 from reports.frames import load
@@ -193,7 +194,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("ledgers")
     with InprocEngine() as engine:
         yield lambda way="right", update=False: LedgerGate(
-            folder=folder, subject=f"tests.reports.toy_traffic:{way}", engine=engine, update=update
+            folder=folder, subject=named(f"tests.reports.toy_traffic:{way}"), engine=engine, update=update
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch
 from harness.checking.coverage import coverage
 from harness.checking.evidence import PASS, UNKNOWN, Finding
 from harness.errors import RequestError
+from harness.protocols import Subject
 from harness.running.proof import CaseResult, prove
-from harness.subject import left_out
+from harness.subject import NamedSubject, left_out, named
 from reference import subject as dense
 from reference.case import Case
 from tests.harness.toy_evidence import evidence, outcome_of, truth
@@ -73,10 +75,10 @@ def test_a_declared_name_that_is_returned_is_compared_all_the_same() -> None:
 @pytest.mark.parametrize("said", ["grad/*.bias", 7, ("grad/*.bias", 7), {"grad/*.bias"}])
 def test_a_declaration_that_is_no_tuple_of_words_is_refused(said: object) -> None:
     with pytest.raises(RequestError) as caught:
-        left_out(SimpleNamespace(unchecked=said), "my:subject")
+        left_out(NamedSubject(name="my:subject", call=cast("Subject", SimpleNamespace(unchecked=said))))
     rule = f"unchecked={said!r} must be a tuple of words; legal: unchecked = ('grad/*.bias',)"
     assert str(caught.value) == f"subject=my:subject: {rule}"
-    assert left_out(SimpleNamespace(), "my:subject") == ()
+    assert left_out(named(dense.subject)) == ()
 
 
 class Unbiased:

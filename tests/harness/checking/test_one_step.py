@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.cases import parse_cases
 from harness.diagnosing.rules.places import place_of
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.running.proof import CaseResult, prove
 from harness.running.run import Request, run
+from harness.subject import named
 from parallel import training
 from parallel.subject import subject
 from reference.case import Case
@@ -152,8 +154,8 @@ def test_a_dense_model_that_diverges_is_a_request_that_cannot_be_judged(tmp_path
     text = "steps=5 lr=10.0 seq=16 micro=1"
     message = r"lr=10.0: the dense model diverges in step \d+ \(loss .*\); legal: lr=1.0$"
     with pytest.raises(RequestError, match=message):
-        run(Request(cases=(text,), subject="parallel.subject:subject", out=tmp_path))
-    several = run(Request(cases=(text, ONCE), subject="parallel.subject:subject", out=tmp_path))
+        run(Request(cases=parse_cases((text,)), subject=named("parallel.subject:subject"), out=tmp_path))
+    several = run(Request(cases=parse_cases((text, ONCE)), subject=named("parallel.subject:subject"), out=tmp_path))
     assert several.exit_status == 2
     refused, *proved = several.verdicts
     assert (refused.check, refused.verdict) == ("truth", "skip") and re.search(message, refused.message)

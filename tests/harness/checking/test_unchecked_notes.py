@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from harness.cases import parse_cases
 from harness.checking.evidence import Verdict
 from harness.running.run import Request, run
 from harness.running.store import Store
+from harness.subject import named
 from reports.frames import load
 from reports.unchecked import unchecked_notes
 
@@ -49,7 +51,9 @@ def test_a_run_states_that_its_corpus_is_repeated(tmp_path: Path) -> None:
     corpus, text = tmp_path / "short.txt", "to be or not to be"
     corpus.write_text(text)
     words = f"mode=tp tp=2 layers=1 hidden=16 heads=2 seq=8 steps=1 micro=2 batch=2 vocab=300 data={corpus}"
-    result = run(Request(cases=(words,), subject="tests.harness.toy_subjects:right", out=tmp_path / "runs"))
+    result = run(
+        Request(cases=parse_cases((words,)), subject=named("tests.harness.toy_subjects:right"), out=tmp_path / "runs")
+    )
     told = unchecked_notes(load(result.path))
     assert f"data: the case reads 33 tokens and the corpus holds {len(text) + 1}: it is repeated (1 case)" in told
     missing = 300 - len(set(text)) - 1

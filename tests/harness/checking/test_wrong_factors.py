@@ -16,6 +16,7 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.merging import Merged
 from harness.running.judging import judged
 from harness.running.trial import Trial, recorded, watched
+from harness.subject import named
 from parallel.subject import subject
 from reference.case import Case
 
@@ -31,7 +32,7 @@ CASES = (
 def evidence_of(text: str) -> Evidence:
     """The evidence of our subject, with everything that the checks came to need."""
     with InprocEngine() as engine:
-        trial = Trial(case=Case.parse(text), subject=subject, engine=engine)
+        trial = Trial(case=Case.parse(text), subject=named(subject), engine=engine)
         return judged(trial, watched(trial, recorded(trial)))[0]
 
 

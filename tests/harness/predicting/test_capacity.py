@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.cases import parse_cases
 from harness.errors import RequestError
 from harness.running.capacity import admit, memory_bytes
 from harness.running.run import Request, run
+from harness.subject import named
 from reference.case import Case
 from reference.parameters import shapes
 from reference.size import culprit, parts
@@ -27,7 +29,7 @@ def test_a_vast_case_is_refused_naming_its_word_and_a_legal_value(words: str, tm
     key, _, value = words.rsplit(maxsplit=1)[-1].partition("=")
     legal = f"; legal: {key}={getattr(Case(), key)}, --engine dry, or shardproof predict"
     with pytest.raises(RequestError) as refused:
-        run(Request(cases=("seed=1", words), subject="parallel.subject:subject", out=tmp_path))
+        run(Request(cases=parse_cases(("seed=1", words)), subject=named("parallel.subject:subject"), out=tmp_path))
     assert f": {key}={value}: dense model and data in float64 come to " in str(refused.value)
     assert str(refused.value).endswith(legal)
     assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.cases import parse_cases
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call
@@ -20,6 +21,7 @@ from harness.running.execution import execute
 from harness.running.proof import prove
 from harness.running.run import Request, run
 from harness.running.witnessing import witnesses
+from harness.subject import named
 from parallel.subject import subject
 from reference.case import Case
 from reports.experiment import EXPERIMENTS
@@ -86,7 +88,9 @@ def test_watching_changes_no_bit(engine: InprocEngine) -> None:
 @pytest.mark.slow
 def test_the_published_experiment_at_its_real_size(tmp_path: Path) -> None:
     experiment = EXPERIMENTS["gpt3-857m-tp4"]
-    request = Request(cases=(experiment.full,), subject=experiment.subject, device="cuda", out=tmp_path)
+    request = Request(
+        cases=parse_cases((experiment.full,)), subject=named(experiment.subject), device="cuda", out=tmp_path
+    )
     assert run(request).exit_status == 0
 
 

@@ -17,8 +17,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from harness.cases import parse_cases
 from harness.diagnosing.six_lines import repeat_command
 from harness.running.run import Request, run
+from harness.subject import named
 from reference.case import Case
 from reports import cli, frames
 from tests import ROOT
@@ -85,7 +87,7 @@ def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
     assert first[0] == second[0] == 0, first[2] + second[2]
     assert "pass" in first[1] and "[1/1] pass" in first[2]
     assert second[1] == "" and "shardproof" not in second[2]
-    run(Request(cases=(TINY,), subject="parallel.subject:subject", out=tmp_path / "here"))
+    run(Request(cases=parse_cases((TINY,)), subject=named("parallel.subject:subject"), out=tmp_path / "here"))
     there = ledger(tmp_path / "there" / "latest")
     assert set(there["rank"]) == {"0", "1"}
     pd.testing.assert_frame_equal(there, ledger(tmp_path / "here" / "latest"))

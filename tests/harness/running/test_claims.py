@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
 from harness.errors import RequestError
-from harness.subject import claims
+from harness.subject import claims, named
 from reference.rules import MODES
 
-silent = SimpleNamespace()
-ahead = SimpleNamespace(modes=("tp", "ep", "tp"))
-foreign = SimpleNamespace(modes=("ep", "cp"))
-none = SimpleNamespace(modes=())
-number = SimpleNamespace(modes=7)
-word = SimpleNamespace(modes="tp")
-numbers = SimpleNamespace(modes=("tp", 7))
+
+def that(**attributes: object) -> Callable[..., Mapping[str, Any]]:
+    """A subject with these attributes."""
+
+    def program(case: object, device: object) -> Mapping[str, Any]:
+        return {}
+
+    vars(program).update(attributes)
+    return program
+
+
+silent = that()
+ahead = that(modes=("tp", "ep", "tp"))
+foreign = that(modes=("ep", "cp"))
+none = that(modes=())
+number = that(modes=7)
+word = that(modes="tp")
+numbers = that(modes=("tp", 7))
 HERE = f"{__name__}:"
 LEGAL = "legal: tp|tp-sp|mtp|msp|fsp|isp"
 
 
 def test_a_subject_that_claims_nothing_is_asked_everything() -> None:
-    assert claims(f"{HERE}silent").modes == claims("parallel.subject:subject").modes == MODES
+    assert claims(named(f"{HERE}silent")).modes == claims(named("parallel.subject:subject")).modes == MODES
 
 
 def test_a_mode_that_no_case_can_have_is_left_out_and_known() -> None:
-    found = claims(f"{HERE}ahead")
+    found = claims(named(f"{HERE}ahead"))
     assert (found.chosen("all"), found.chosen("tp,tp"), found.unknown) == (("tp",), ("tp",), ("ep",))
 
 
@@ -42,12 +54,12 @@ def test_a_mode_that_no_case_can_have_is_left_out_and_known() -> None:
 )
 def test_other_claims_are_refused(name: str, message: str) -> None:
     with pytest.raises(RequestError) as caught:
-        claims(f"{HERE}{name}")
+        claims(named(f"{HERE}{name}"))
     assert str(caught.value) == f"subject={HERE}{name}: {message}"
 
 
 @pytest.mark.parametrize(("text", "more"), [("ep", ", and no case has the mode ep"), ("zz", "")])
 def test_a_mode_that_cannot_be_asked_for_is_refused(text: str, more: str) -> None:
     with pytest.raises(RequestError) as caught:
-        claims(f"{HERE}ahead").chosen(text)
+        claims(named(f"{HERE}ahead")).chosen(text)
     assert str(caught.value) == f"modes={text}: {HERE}ahead claims tp, ep{more}; legal: --modes all"

@@ -9,6 +9,7 @@ from harness.checking.evidence import FAIL
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import NEED_WATCHING
 from harness.running.trial import Trial, recorded
+from harness.subject import named
 from reference.case import Case
 from reference.covering import covering_cases
 from reference.rules import MODES
@@ -59,7 +60,7 @@ def test_a_bug_that_needs_a_word_is_killed(words: str, where: str, mutant: Mutan
 def _failing(mutant: Mutant, case: Case) -> list[str]:
     """The checks that fail on one recorded run of this case."""
     with InprocEngine() as engine:
-        evidence = recorded(Trial(case=case, subject=planted(mutant.sources()), engine=engine))
+        evidence = recorded(Trial(case=case, subject=named(planted(mutant.sources())), engine=engine))
     asked = {name: check for name, check in CHECKS.items() if name not in NEED_WATCHING}
     return [name for name, finding in examine(evidence, asked).items() if finding.verdict == FAIL]
 

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.cases import parse_cases
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, error_text
 from harness.resolve import resolve
 from harness.running.proof import CaseResult, prove
 from harness.running.rank_task import RankTask, perform
 from harness.running.run import Request, run
-from harness.subject import Unanswered, answered, stated
+from harness.subject import Unanswered, answered, named, stated
 from reference import subject as dense
 from reference.case import Case
 
@@ -126,7 +127,9 @@ def test_sys_exit_on_a_rank_in_another_process_is_raised_with_words() -> None:
 
 
 def test_an_exception_without_words_ends_one_case_and_not_the_run(tmp_path: Path) -> None:
-    result = run(Request(cases=(str(CASE), f"{CASE} seed=1"), subject=f"{HERE}:silent", out=tmp_path))
+    result = run(
+        Request(cases=parse_cases((str(CASE), f"{CASE} seed=1")), subject=named(f"{HERE}:silent"), out=tmp_path)
+    )
     first, *others = result.verdicts
     assert "raised Silent: (what it says cannot be read: its __str__ raised RuntimeError)" in first.message
     assert result.exit_status == 1 and {verdict.case for verdict in others} == {f"{CASE} seed=1"}
@@ -151,14 +154,16 @@ def test_a_failure_marks_lines_that_are_left_out(engine: InprocEngine) -> None:
 
 
 def test_modes_that_are_no_words_are_one_sentence_before_anything_is_stored(tmp_path: Path) -> None:
-    request = Request(cases=(str(CASE),), subject=f"{HERE}:number_for_modes", out=tmp_path)
+    request = Request(cases=parse_cases((str(CASE),)), subject=named(f"{HERE}:number_for_modes"), out=tmp_path)
     with pytest.raises(RequestError, match=r": modes=7 must be a tuple of words; legal: modes = \('tp',\)$"):
         run(request)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_refusal_that_raises_is_unknown_and_the_next_case_runs(tmp_path: Path) -> None:
-    result = run(Request(cases=(str(CASE), f"{CASE} seed=1"), subject=f"{HERE}:broken_refusal", out=tmp_path))
+    result = run(
+        Request(cases=parse_cases((str(CASE), f"{CASE} seed=1")), subject=named(f"{HERE}:broken_refusal"), out=tmp_path)
+    )
     first, *others = result.verdicts
     assert (first.check, first.verdict) == ("supported", "unknown")
     assert first.message == "subject.refuses failed: RuntimeError: broke"

@@ -20,7 +20,8 @@ _RUN = [sys.executable, "-m", "reports.cli", "run", "--subject"]
 _DEFAULT_RUN = """
 import sys, reports.run
 subject, *cases = sys.argv[1:]
-reports.run.default_cases = lambda *_, **__: tuple(cases)
+from harness.cases import parse_cases
+reports.run.default_cases = lambda *_, **__: parse_cases(cases)
 from reports.cli import main
 sys.exit(main(["run", "--subject", subject]))
 """

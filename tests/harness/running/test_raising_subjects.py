@@ -11,9 +11,11 @@ from typing import NoReturn
 import pytest
 import torch
 
+from harness.cases import parse_cases
 from harness.diagnosing.tracebacks import last_frames, whole
 from harness.errors import RankRaised
 from harness.running.run import Request, run
+from harness.subject import named
 from parallel.subject import subject
 from reference.case import Case
 from tests.harness.command_line import ONE, CommandLine, command_line
@@ -59,8 +61,8 @@ def test_the_last_frames_are_in_the_message_and_the_traceback_in_the_run_folder(
         rf"called from {here}alone: _in_a_layer\(1\)",
         first,
     )
-    (named,) = re.findall(r"the whole traceback is in (\S+) of the run folder", out)
-    text = (tmp_path / "runs" / "latest" / named).read_text()
+    (file,) = re.findall(r"the whole traceback is in (\S+) of the run folder", out)
+    text = (tmp_path / "runs" / "latest" / file).read_text()
     assert text.startswith("Traceback (most recent call last):") and "ValueError: bad layer" in text
     assert "--timeout 30" in out, "repeated as it was run"
 
@@ -76,20 +78,20 @@ def test_seconds_that_are_none_are_refused(
 
 def test_what_a_subject_does_to_its_process_is_its_failure_and_a_kill_is_the_machines(tmp_path: Path) -> None:
     cases = tuple(f"{SMALL} seed={seed}" for seed in (1, 2, 3, 4))
-    result = run(Request(cases=cases, subject=f"{ME}failing", engine="pool", out=tmp_path))
+    result = run(Request(cases=parse_cases(cases), subject=named(f"{ME}failing"), engine="pool", out=tmp_path))
     assert [(verdict.check, verdict.verdict) for verdict in result.verdicts] == [("run", "fail")] * 3 + [
         ("run", "unknown")
     ]
     assert result.exit_status == 1
     raised, left, crashed, killed = (verdict.message for verdict in result.verdicts)
     assert "in _in_a_linear: raise ValueError(" in raised and ", called from " in raised
-    (named,) = re.findall(r"the whole traceback is in (\S+) of the run folder", raised)
-    assert "in _in_a_layer" in (result.path / named).read_text()
+    (file,) = re.findall(r"the whole traceback is in (\S+) of the run folder", raised)
+    assert "in _in_a_layer" in (result.path / file).read_text()
     assert left.startswith("what:   the subject did not finish: rank 1 of 2 died: its process ended with exit status 3")
     assert crashed.startswith("what:   the subject did not finish: rank 1 of 2 died: killed by SIGSEGV")
     assert killed.startswith("what:   the machine failed: rank 1 of 2 died: killed by SIGKILL")
     assert "causes: the subject ended the process of a rank: a crash in native code, or os._exit" in left
-    only = run(Request(cases=cases[3:], subject=f"{ME}failing", engine="pool", out=tmp_path))
+    only = run(Request(cases=parse_cases(cases[3:]), subject=named(f"{ME}failing"), engine="pool", out=tmp_path))
     assert only.exit_status == 3
 
 

@@ -6,20 +6,26 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from harness.subject import named
 from parallel.subject import subject
-from reference.case import Case
 from reference.rules import MODES
 from reports import cli
 from reports import run as run_command
 from tests.harness.command_line import ONE, TOY, CommandLine, command_line
 
-ahead = SimpleNamespace(modes=("ep", "tp", "cp"))
-"""Claims modes that the words of a case lack."""
+
+def ahead(case: object, device: object) -> dict[str, Any]:
+    """Claims modes that the words of a case lack, and refuses every case."""
+    return {}
+
+
+ahead.modes = ("ep", "tp", "cp")  # type: ignore[attr-defined]
+ahead.refuses = lambda case: "never"  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -176,34 +182,33 @@ def test_an_empty_word_chooses_nothing(shardproof: CommandLine, words: tuple[str
 
 
 def test_without_a_case_every_claimed_mode_runs_on_two_and_four_ranks() -> None:
-    cases = [Case.parse(text) for text in run_command.default_cases(f"{TOY}right", "all")]
+    cases: Any = run_command.default_cases(named(f"{TOY}right"), "all")
     by_mode = {mode: {case.world_size for case in cases if case.mode == mode} for mode in MODES}
     assert by_mode == dict.fromkeys(MODES, {2, 4})
     assert all(case.data == "" for case in cases), "real text: the sources of Python"
     assert {case.optimizer for case in cases} == {"sgd"}, "plain words, for it has no refuses"
-    ours = [Case.parse(text) for text in run_command.default_cases("parallel.subject:subject", "tp")]
+    ours: Any = run_command.default_cases(named("parallel.subject:subject"), "tp")
     assert {case.optimizer for case in ours} == {"sgd", "adamw"}
-    assert {case.world_size for case in map(Case.parse, run_command.default_cases(f"{TOY}right", "tp", deep=True))} == {
-        *(2, 4, 8)
-    }
+    deep = run_command.default_cases(named(f"{TOY}right"), "tp", deep=True)
+    assert {case.world_size for case in deep} == {2, 4, 8}
 
 
 def test_modes_narrow_the_default_cases() -> None:
-    chosen = run_command.default_cases("parallel.subject:subject", "tp,tp-sp")
-    assert list(dict.fromkeys(Case.parse(text).mode for text in chosen)) == ["tp", "tp-sp"]
+    chosen = run_command.default_cases(named("parallel.subject:subject"), "tp,tp-sp")
+    assert list(dict.fromkeys(case.mode for case in chosen)) == ["tp", "tp-sp"]
 
 
 def test_a_claimed_mode_that_no_case_can_have_is_left_out_and_named(
     shardproof: CommandLine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "tests.harness.running.test_requests:ahead"
-    assert {Case.parse(text).mode for text in run_command.default_cases(name, "all")} == {"tp"}
+    assert {case.mode for case in run_command.default_cases(named(name), "all")} == {"tp"}
     status, _, err = shardproof("run", "--subject", name, "--engine", "dry")
-    assert status == 2, "what the harness makes of a subject that cannot be called"
+    assert status == 2, "it takes no case"
     assert f"note: {name} claims ep, cp, which no case can have: left out\n" in err
 
 
 def test_every_mode_that_our_subject_claims_has_default_cases() -> None:
-    cases = run_command.default_cases(cli.SUBJECT, "all")
-    assert {Case.parse(text).mode for text in cases} == set(subject.modes)
-    assert not [reason for text in cases if (reason := subject.refuses(Case.parse(text)))]
+    cases: Any = run_command.default_cases(named(cli.SUBJECT), "all")
+    assert {case.mode for case in cases} == set(subject.modes)
+    assert not [reason for case in cases if (reason := subject.refuses(case))]

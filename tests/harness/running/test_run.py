@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+import shardproof
+from harness.cases import parse_cases
 from harness.errors import RequestError
 from harness.running import run as run_module
 from harness.running.proof import prove
-from harness.running.run import Request, RunResult, engine_named, parse_cases, run
+from harness.running.run import Request, RunResult, engine_named, run
 from harness.running.trial import Reference
+from harness.subject import named
 from reference.case import Case
 from reports.frames import load
 from tests.harness.toy_subjects import LoopEngine
@@ -29,7 +32,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setitem(run_module.ENGINES, "inproc", f"{TOY}LoopEngine")
 
     def started(subject: str, *cases: str, **more: Any) -> RunResult:
-        return run(Request(cases=cases or (ONE,), subject=TOY + subject, out=tmp_path / "runs", **more))
+        return run(
+            Request(cases=parse_cases(cases or (ONE,)), subject=named(TOY + subject), out=tmp_path / "runs", **more)
+        )
 
     return started
 
@@ -158,7 +163,7 @@ def test_dtensors_of_real_ranks_are_merged_without_communication(mesh: str) -> N
 
 def test_progress_tells_every_case_as_it_ends(start: Start, tmp_path: Path) -> None:
     told: list[tuple[int, int, str]] = []
-    request = Request(cases=(ONE, f"{ONE} seed=1"), subject=f"{TOY}right", out=tmp_path)
+    request = Request(cases=parse_cases((ONE, f"{ONE} seed=1")), subject=named(f"{TOY}right"), out=tmp_path)
     run(request, lambda done, total, case, verdict: told.append((done, total, verdict)))
     assert told == [(1, 2, "pass"), (2, 2, "pass")]
 
@@ -185,7 +190,7 @@ def test_a_wrong_request_is_one_message_with_status_two(
 ) -> None:
     fields: dict[str, Any] = {"cases": (ONE,), "subject": f"{TOY}right", "out": tmp_path, **changes}
     with pytest.raises(RequestError, match=words) as caught:
-        run(Request(**fields))
+        shardproof.run(**fields)
     assert caught.value.exit_status == 2
 
 
@@ -194,8 +199,10 @@ def test_equal_cases_are_run_once_whatever_their_wording() -> None:
 
 
 def test_the_words_that_repeat_a_run_name_what_is_unusual() -> None:
-    assert Request(cases=(), subject="a:b").options == ""
-    assert Request(cases=(), subject="a:b", engine="pool", device="cuda").options == "--engine pool --device cuda"
+    right = named(f"{TOY}right")
+    assert Request(cases=(), subject=right).options == ""
+    unusual = Request(cases=(), subject=right, engine="pool", device="cuda")
+    assert unusual.options == "--engine pool --device cuda"
 
 
 def test_one_case_can_be_proved_without_a_folder() -> None:

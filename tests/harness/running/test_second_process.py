@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.cases import parse_cases
 from harness.running.run import Request, RunResult, run
 from harness.running.second_process import Proved, prove_all
+from harness.subject import named
 from reference import subject as dense
 from reference.case import Case
 
@@ -40,8 +42,8 @@ def mortal(case: Case, device: torch.device) -> dict[str, Tensor]:
 def ran(out: Path, subject: str, processes: int) -> tuple[RunResult, list[str]]:
     """The result, and the cases in the order in which they were told."""
     order: list[str] = []
-    request = Request(cases=CASES, subject=f"{__name__}:{subject}", out=out, processes=processes)
-    return run(request, lambda done, total, case, verdict: order.append(case)), order
+    request = Request(cases=parse_cases(CASES), subject=named(f"{__name__}:{subject}"), out=out, processes=processes)
+    return run(request, lambda done, total, case, verdict: order.append(str(case))), order
 
 
 def test_two_processes_write_the_folder_that_one_writes(tmp_path: Path) -> None:

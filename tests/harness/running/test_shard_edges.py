@@ -8,6 +8,7 @@ from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS
 from harness.running.run import engine_named
 from harness.running.trial import Trial, recorded
+from harness.subject import named
 from parallel.subject import subject as right
 from reference.case import Case
 from reference.covering import covering_cases
@@ -20,7 +21,7 @@ RANGES = [mutant for mutant in MUTANTS if mutant.name.startswith(("table-range-"
 def verdict(case: Case, subject: object) -> str:
     """What `forward` finds in a recorded run of this case."""
     with engine_named("inproc") as engine:
-        evidence = recorded(Trial(case=case, subject=subject, engine=engine))  # type: ignore[arg-type]
+        evidence = recorded(Trial(case=case, subject=named(subject), engine=engine))  # type: ignore[arg-type]
     return examine(evidence, {"forward": CHECKS["forward"]})["forward"].verdict
 
 

@@ -31,7 +31,7 @@ def test_default_cases_are_made_to_show_it_and_fail_with_its_cause(
 ) -> None:
     """The first case of each mode; modes without the deviation are left out, the words it needs are set."""
     cases = tuple(f"mode={mode} {SMALL} seed={seed}" for mode in ("tp", "msp", "isp") for seed in (0, 1))
-    monkeypatch.setattr(run_command, "default_cases", lambda *_, **__: cases)
+    monkeypatch.setattr(run_command, "default_cases", lambda *_, **__: tuple(map(Case.parse, cases)))
     status, out, _ = shardproof("run", "--variant", "flat-dim1", "--modes", "tp,msp,isp")
     assert status == 1
     (text,) = frames.load("runs/latest").cases["case"]

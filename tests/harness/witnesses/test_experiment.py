@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.cases import parse_cases
 from harness.errors import RequestError
-from harness.running.run import Request, parse_cases, run
+from harness.running.run import Request, run
+from harness.subject import named
 from reports.experiment import EXPERIMENTS, asked, real_size, timeline
 from reports.frames import load
 from reports.profiling import asked_steps
@@ -51,7 +53,7 @@ def test_an_unknown_or_mixed_request_is_refused(words: dict[str, object]) -> Non
 def test_the_list_has_every_call_of_a_micro_batch_in_order(tmp_path: Path) -> None:
     small = EXPERIMENTS[NAME].small.replace("layers=4", "layers=2").replace("tp=4", "tp=2")
     case = f"{small} steps=1 micro=2"
-    result = run(Request(cases=(case,), subject=EXPERIMENTS[NAME].subject, out=tmp_path))
+    result = run(Request(cases=parse_cases((case,)), subject=named(EXPERIMENTS[NAME].subject), out=tmp_path))
     assert result.exit_status == 0
     rows = timeline(load(result.path), NAME).rows
     # modes.md 5: 5 broadcasts; forward 1 + 2 a layer, loss 3; backward 2 a layer + 1 of the head.

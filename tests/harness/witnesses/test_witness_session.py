@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.cases import parse_cases
 from harness.checking.evidence import FAIL, PASS, UNKNOWN
 from harness.engines.processes.rank_program import RankResult
 from harness.errors import MachineError
-from harness.running.run import parse_cases
 from harness.running.witnessing import Witnesses, witnesses
 from harness.witnesses import session as session_module
 from harness.witnesses.measured import Measured

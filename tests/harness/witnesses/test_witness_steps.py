@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from harness.cases import parse_cases
 from harness.checking.evidence import FAIL, PASS, UNKNOWN
 from harness.errors import MachineError
-from harness.running.run import parse_cases
 from harness.running.witnessing import witnesses
 from harness.witnesses.chosen import during, step_ends, terms_of
 from harness.witnesses.nsys import nsys_path
