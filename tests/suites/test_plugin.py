@@ -199,21 +199,20 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_ledger_gate_fails_with_the_difference(gate: Any) -> None:
-    text = str(CASE)
     with pytest.raises(AssertionError, match="no ledger is stored for .*--update-ledgers"):
-        gate().holds(text)
-    gate(update=True).holds(text)
-    gate().holds(text)
+        gate().holds(CASE)
+    gate(update=True).holds(CASE)
+    gate().holds(CASE)
     with pytest.raises(AssertionError, match=r"new +tp +backward +layers\.1 +all_gather") as caught:
-        gate("gather").holds(text)
+        gate("gather").holds(CASE)
     assert "--update-ledgers" in str(caught.value)
-    path = gate().folder / file_of(text)
+    path = gate().folder / file_of(str(CASE))
     stored = path.read_bytes()
-    gate(update=True).holds(text)
+    gate(update=True).holds(CASE)
     assert path.read_bytes() == stored, "an equal ledger leaves no diff"
     path.write_bytes(stored[:-5])
     with pytest.raises(RequestError, match="is cut"):
-        gate().holds(text)
+        gate().holds(CASE)
 
 
 def test_files_of_cases_differ() -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,8 +20,20 @@ pytest_plugins = ("pytester",)
 
 CASE = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
 THEIRS = "tests.reports.toy_traffic:right"
-ahead = SimpleNamespace(modes=("tp", "ep"))
-number = SimpleNamespace(modes=7)
+
+
+def that(modes: object) -> Callable[..., dict[str, object]]:
+    """A subject with this attribute."""
+
+    def program(case: object, device: object) -> dict[str, object]:
+        return {}
+
+    vars(program)["modes"] = modes
+    return program
+
+
+ahead = that(modes=("tp", "ep"))
+number = that(modes=7)
 
 
 @pytest.fixture(scope="module", autouse=True)
