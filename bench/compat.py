@@ -105,7 +105,7 @@ def steps(binaries: Path) -> Iterator[tuple[str, list[str]]]:
     yield "run --engine pool", [shardproof, "run", "--engine", "pool", *_CASES]
     yield "run --engine dry", [shardproof, "run", "--engine", "dry", *_CASES]
     launch = [python, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--master-port", "29611"]
-    yield "run --engine torchrun", [*launch, "-m", "reports.cli", "run", "--engine", "torchrun", _CASES[0]]
+    yield "run --engine torchrun", [*launch, "-m", "shardproof", "run", "--engine", "torchrun", _CASES[0]]
     yield "tests of the internals", [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_TESTS]
 
 

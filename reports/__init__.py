@@ -1,7 +1,8 @@
-"""Tells what runs came to: frames, tables, comparisons, the page, the trace, the command line. `reports.load(run)`."""
+"""Shows runs: frames, tables, comparisons, the page, the trace, the command line."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,8 @@ __all__ = ["load"]
 
 
 def load(run: str | Path = "runs/latest") -> Run:
-    """The frames of a run folder: `.events`, `.summary`, `.verdicts`, `.timings`, `.memory` (reports.frames)."""
-    from reports.frames import load as frames  # noqa: PLC0415  (pandas takes a second, which `--help` need not wait)
+    """The former place of `shardproof.load`, for one release; with a DeprecationWarning."""
+    from reports import frames  # noqa: PLC0415  (pandas, which the command line need not wait for)
 
-    return frames(run)
+    warnings.warn("reports.load is now shardproof.load", DeprecationWarning, stacklevel=2)
+    return frames.load(run)

@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -213,4 +214,5 @@ def _add_slice(slices: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
+    warnings.warn("python -m reports.cli is now python -m shardproof", DeprecationWarning, stacklevel=1)
     sys.exit(main())

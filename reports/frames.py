@@ -74,7 +74,7 @@ class Run:
         return self.ledger
 
 
-def load(run: str | Path) -> Run:
+def load(run: str | Path = "runs/latest") -> Run:
     """The run in this folder. Raises RunFolderError with one message when there is none or a file in it is broken."""
     path = Path(run)
     with looking(path):

@@ -4,19 +4,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from reference.parameters import full, shapes
-from reference.training import train
+from shardproof import full_parameter, parameter_shapes, train_dense
 
 
 def subject(case, device):
     """What every rank returns: the outcome of training, full tensors and DTensors by name."""
     mesh = init_device_mesh(device.type, (case.tp,))
     weights = {}
-    for name in shapes(case):
+    for name in parameter_shapes(case):
         split = Shard(0) if ".mlp.w1." in name else Shard(1) if name.endswith(".mlp.w2.weight") else Replicate()
-        weights[name] = distribute_tensor(full(case, name, device=device), mesh, [split], src_data_rank=None)
+        weights[name] = distribute_tensor(full_parameter(case, name, device=device), mesh, [split], src_data_rank=None)
     with implicit_replication():
-        return train(case, weights)
+        return train_dense(case, weights)
 
 
 subject.modes = ("tp",)

@@ -20,7 +20,7 @@ from harness.protocols import CaseLike, case_text
 
 __all__ = ["NO_OUTCOME", "crash", "explain", "place", "repeat_command", "site", "tell", "where", "written"]
 
-LAUNCHED = "torchrun --nproc-per-node {} -m reports.cli"
+LAUNCHED = "torchrun --nproc-per-node {} -m shardproof"
 """What stands for `shardproof` where every rank is launched."""
 _PLACE = re.compile(rf"({'|'.join(PHASES)})( of \S+?)?(?=:? in step|: )")
 _NUMBER = re.compile(r"(?<![a-z])\d+")

@@ -260,7 +260,7 @@ def test_help_waits_for_neither_torch_nor_pandas() -> None:
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback(folder: Path) -> None:
-    command = [sys.executable, "-m", "reports.cli", "show", str(folder)]
+    command = [sys.executable, "-m", "shardproof", "show", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr
         process.stdout.close()

@@ -1,4 +1,4 @@
-"""The example notebook runs from its first cell to its last on a stored run, and `reports.load` is all it needs."""
+"""The example notebook runs from its first cell to its last on a stored run, and `shardproof` is all it imports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import reports
+import shardproof
 from tests import ROOT
 from tests.reports import sample_run
 
@@ -37,7 +37,7 @@ def test_a_notebook_without_outputs_leaves_no_diff() -> None:
 
 
 def test_load_gives_tidy_frames(tmp_path: Path) -> None:
-    run = reports.load(sample_run.write(tmp_path / "run"))
+    run = shardproof.load(sample_run.write(tmp_path / "run"))
     for frame in (run.events, run.summary, run.verdicts, run.timings):
         assert frame["mode"].cat.ordered and list(frame["mode"].cat.categories[:2]) == ["tp", "tp-sp"]
     for name in run.events.columns.union(run.summary.columns):

@@ -36,7 +36,7 @@ TINY = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 dtype=bf
 def test_405_billion_parameters_on_16384_ranks_are_predicted_in_seconds() -> None:
     """Ten seconds and 2 GB on a machine of its own; processor time, with room for neighbours that share the caches."""
     words = "preset=llama3-405b mode=tp-sp tp=8 dp=2048"
-    command = [sys.executable, "-m", "reports.cli", "predict", words, "--json"]
+    command = [sys.executable, "-m", "shardproof", "predict", words, "--json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -82,7 +82,7 @@ def ledger(run: Path) -> pd.DataFrame:
 
 
 def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
-    command = ("-m", "reports.cli", "run", TINY, "--engine", "torchrun", "--out", "there")
+    command = ("-m", "shardproof", "run", TINY, "--engine", "torchrun", "--out", "there")
     first, second = torchrun(tmp_path, 2, 1, *command)
     assert first[0] == second[0] == 0, first[2] + second[2]
     assert "pass" in first[1] and "[1/1] pass" in first[2]
@@ -139,7 +139,7 @@ def test_what_goes_wrong_is_told_and_the_world_goes_on(tmp_path: Path) -> None:
 
 
 def test_slurm_serves_as_launcher_and_rank_0_keeps_its_status(tmp_path: Path) -> None:
-    words = ("reports.cli", "run", TINY, "--variant", "isp-average", "--engine", "torchrun")
+    words = ("shardproof", "run", TINY, "--variant", "isp-average", "--engine", "torchrun")
     (status, _, err), other = slurm(tmp_path, 2, *words)
     assert status == 2 and "isp-average" in err, "a wrong request, before anything ran"
     assert other == (0, "", "")
@@ -167,7 +167,7 @@ def test_a_wrong_request_of_a_session_lets_the_serving_ranks_end(tmp_path: Path)
 def test_a_failure_says_how_to_launch_it_again() -> None:
     case = Case.parse(TINY)
     command = repeat_command(case, "parallel.subject:subject", "--engine torchrun")
-    assert command.startswith('torchrun --nproc-per-node 2 -m reports.cli run "') and command.endswith(
+    assert command.startswith('torchrun --nproc-per-node 2 -m shardproof run "') and command.endswith(
         "--subject parallel.subject:subject --engine torchrun"
     )
     assert repeat_command(case, "parallel.subject:subject").startswith('shardproof run "')
@@ -182,4 +182,4 @@ def test_without_a_launcher_the_line_to_type_is_shown(
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
     assert printed.err.startswith("shardproof run: engine=torchrun: RANK is not set")
-    assert "legal: torchrun --nnodes 1 --nproc-per-node 2 -m reports.cli run" in printed.err
+    assert "legal: torchrun --nnodes 1 --nproc-per-node 2 -m shardproof run" in printed.err

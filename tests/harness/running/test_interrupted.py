@@ -16,7 +16,7 @@ from reports.frames import load
 from tests import ROOT
 
 TWO_LAYERS = "mode=tp tp=1 layers=2 hidden=16 heads=2 vocab=24 seq=8"
-_RUN = [sys.executable, "-m", "reports.cli", "run", "--subject"]
+_RUN = [sys.executable, "-m", "shardproof", "run", "--subject"]
 _DEFAULT_RUN = """
 import sys, reports.run
 subject, *cases = sys.argv[1:]

@@ -1,6 +1,6 @@
 """The torchrun engine: ranks are the processes that torchrun or SLURM launched, on one machine or many.
 
-    torchrun --nnodes 2 --nproc-per-node 4 ... -m reports.cli run "mode=tp tp=8 kv_heads=8" --engine torchrun
+    torchrun --nnodes 2 --nproc-per-node 4 ... -m shardproof run "mode=tp tp=8 kv_heads=8" --engine torchrun
 
 Rank 0's process drives: it alone draws cases, checks and prints. All others call `serve` and end when it does. Orders
 and results travel on connections of their own (launched.rendezvous), never on the groups under test; every run gets a
