@@ -6,6 +6,7 @@ agree on everything that the rest of the harness sees: results by rank, the obse
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,7 +15,7 @@ from typing import Any, Protocol, Self
 from harness.errors import RequestError
 from harness.ledger import Observer
 
-__all__ = ["Closable", "Engine", "Program", "RunRequest", "Unwaited"]
+__all__ = ["Engine", "Program", "RequestEngine", "RunRequest", "Unwaited"]
 
 Program = Callable[..., Any]
 """`program(rank, *args)`, called once on every rank with torch.distributed initialised."""
@@ -94,10 +95,24 @@ class Engine(Protocol):
     ) -> None: ...
 
 
-class Closable:
-    """What every engine shares: a context that closes it once, after which it refuses to run."""
+class RequestEngine(ABC):
+    """What every engine shares: `run` checks its arguments as one RunRequest; a context closes it, once."""
 
+    unwaited: tuple[Unwaited, ...] = ()
     _closed = False
+
+    def run(
+        self,
+        program: Program,
+        *args: Any,
+        world_size: int,
+        observer: Observer | None = None,
+        seed: int = 0,
+        timeout_s: float = 60.0,
+    ) -> list[Any]:
+        """The results of `program(rank, *args)` by rank; see Engine.run."""
+        request = RunRequest(program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s)
+        return self.run_request(request, observer)
 
     def close(self) -> None:
         """Release what the engine holds, and refuse further runs."""
@@ -105,13 +120,17 @@ class Closable:
             self._closed = True
             self._release()
 
-    def _release(self) -> None:
-        """What an engine holds from run to run, if anything."""
+    @abstractmethod
+    def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
+        """The results by rank; see Engine.run."""
 
     def _require_open(self) -> None:
         """Raises RequestError when the engine is closed."""
         if self._closed:
             raise RequestError(f"run: the engine is closed; legal: a new {type(self).__name__}()")
+
+    def _release(self) -> None:  # noqa: B027  (most engines hold nothing)
+        """Release what the engine holds from run to run, if anything."""
 
     def __enter__(self) -> Self:
         return self

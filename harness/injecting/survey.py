@@ -208,8 +208,8 @@ def _touched(trial: Trial) -> frozenset[Place]:
         with touches.on_rank(rank):
             trial.subject.call(case, torch.device(trial.device))
 
-    words = {"world_size": case.world_size, "seed": case.seed, "timeout_s": trial.timeout_s}
-    Intervened(trial.engine, touches).run(program, **words)
+    intervened = Intervened(trial.engine, touches)
+    intervened.run(program, world_size=case.world_size, seed=case.seed, timeout_s=trial.timeout_s)
     return touches.touched
 
 

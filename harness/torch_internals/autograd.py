@@ -72,7 +72,7 @@ def called_by(caller: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Ite
         yield
     finally:
         if nn.Module._call_impl is not wrapped:
-            raise RuntimeError("nn.Module._call_impl was wrapped by someone else meanwhile: leave in reverse order")
+            raise RuntimeError("nn.Module._call_impl was wrapped by other code meanwhile: leave in reverse order")
         nn.Module._call_impl = original  # type: ignore[method-assign]
 
 
@@ -148,8 +148,8 @@ def unversioned(tensors: tuple[Tensor, ...]) -> Iterator[None]:
         yield
 
 
-def _tells_backward() -> bool:
-    """Tasks, nodes and numbers are told in a backward, and not outside of one."""
+def _numbers_backward() -> bool:
+    """A backward has a task, a node and numbers, and there are none outside it."""
     seen: list[tuple[int, int, bool]] = []
     leaf = torch.ones(2, requires_grad=True)
     first = leaf * 2
@@ -163,7 +163,7 @@ def _tells_backward() -> bool:
 
 
 class _Twice(Function):
-    """A Function that tells what its forward's frames say."""
+    """A Function that checks whether its forward is recognised from its frames."""
 
     seen: bool = False
 
@@ -210,7 +210,7 @@ PROBES = (
         feature="phases and modules of recorded calls",
         names="torch._C._current_graph_task_id _current_autograd_node _autograd._get_sequence_nr Node._sequence_nr",
         otherwise="nothing can be recorded: MachineError",
-        works=_tells_backward,
+        works=_numbers_backward,
     ),
     Probe(
         feature="modules watched from outside",
@@ -219,7 +219,7 @@ PROBES = (
         works=_is_called,
     ),
     Probe(
-        feature="metrics told from the forward of an autograd Function",
+        feature="metrics distinguished from the forward of an autograd Function",
         names="Function.apply.__func__, or FunctionCtx in the frame of a Function's forward",
         otherwise="a loss in a module without parameters may be recorded as a metric",
         works=_knows_forward,

@@ -46,9 +46,9 @@ def waited(tensor: Tensor) -> Tensor:
 
 
 def fake_store() -> Any:
-    """A store for a world of one process that talks to nobody, and torch's backend "fake", registered.
+    """A store for a world of one process without communication; registers torch's backend "fake".
 
-    Uses torch.testing._internal.distributed.fake_pg.
+    Uses torch.testing._internal.distributed.fake_pg. Raises MachineError where torch lacks it.
     """
     try:
         # Importing it registers the backend, for every kind of device.
@@ -61,7 +61,8 @@ def fake_store() -> Any:
 def fake_group() -> dist.ProcessGroup:
     """A private group of one rank, which no table of torch holds and whose calls move nothing.
 
-    Uses torch._C._distributed_c10d.FakeProcessGroup and ProcessGroup._register_backend.
+    Uses torch._C._distributed_c10d.FakeProcessGroup and ProcessGroup._register_backend. Raises MachineError where torch
+    lacks them.
     """
     kind = getattr(_internals, "FakeProcessGroup", None)
     if kind is None:
@@ -76,7 +77,7 @@ def fake_group() -> dist.ProcessGroup:
 def waits_of_fakes(waited_for: Callable[[int], None]) -> Iterator[None]:
     """Within it `waited_for(id of the work)` is called before every wait for a work of the fake group.
 
-    Uses torch._C._distributed_c10d.FakeWork.
+    Uses torch._C._distributed_c10d.FakeWork. Raises MachineError where torch lacks it.
     """
     kind: Any = getattr(_internals, "FakeWork", None)
     if kind is None:

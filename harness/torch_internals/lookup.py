@@ -18,7 +18,7 @@ TESTED = ((2, 11), (2, 14))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What a feature needs of torch: `works()` tries it; `otherwise` says what holds where it does not work."""
+    """What a feature needs of torch: `works()` tries it; `otherwise` is what holds where it does not work."""
 
     feature: str
     names: str

@@ -2,8 +2,8 @@
 
 Meshes of different ranks hold the same rank numbers, so they are equal, and torch's process-wide tables of what a
 redistribution does, which differs between ranks where shards are uneven, would serve one rank with another's. torch
-tells meshes apart by thread when the backend is its own "threaded" one. For the time of a run it is told so of rank
-threads, with a number for the thread that no other rank and no other run has; afterwards these tables are emptied.
+distinguishes meshes by thread when the backend is its own "threaded" one. During a run rank threads appear to have that
+backend, with a number for the thread that no other rank and no other run has; afterwards these tables are emptied.
 
 Uses the names get_backend and threading in torch.distributed.device_mesh, and caches of torch.distributed.tensor; where
 they are missing, meshes of different ranks are equal.

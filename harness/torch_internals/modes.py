@@ -44,7 +44,7 @@ _no_function: Any = getattr(torch._C, "DisableTorchFunction", nullcontext)
 
 
 def modes_are_on() -> int:
-    """Whether this thread has dispatch or function modes; yes where torch cannot tell.
+    """Whether this thread has dispatch or function modes; True where torch has no way to find out.
 
     Uses torch._C._len_torch_dispatch_stack and _len_torch_function_stack.
     """
@@ -96,7 +96,7 @@ def copy_each(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def not_deterministic() -> None:
-    """Give back torch.use_deterministic_algorithms(False), whose public function imports the whole compiler.
+    """Restore torch.use_deterministic_algorithms(False), whose public function imports the whole compiler.
 
     Uses torch._C._set_deterministic_algorithms, else that function.
     """
@@ -121,8 +121,8 @@ def _hides() -> bool:
         copy_each([out], [leaf * 2])
     version = out._version
     with counting:
-        told, _twice = modes_are_on(), leaf * 2
-    return counting.count == 1 and bool(told) and not modes_are_on() and version == 1 and not out.requires_grad
+        on, _twice = modes_are_on(), leaf * 2
+    return counting.count == 1 and bool(on) and not modes_are_on() and version == 1 and not out.requires_grad
 
 
 def _shows_switches() -> bool:

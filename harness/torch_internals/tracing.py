@@ -19,7 +19,7 @@ default_store: Any = found(c10d, "_get_default_store", "waiting for all ranks wi
 
 
 def distributed_header(traced: profile) -> Mapping[str, Any]:
-    """What a trace says of the world and its groups; {} where there is none. Uses profile._get_distributed_info."""
+    """The header of a trace on the world and its groups; {} where there is none. Uses profile._get_distributed_info."""
     header: Mapping[str, Any] = getattr(traced, "_get_distributed_info", dict)() or {}
     return header
 

@@ -171,7 +171,7 @@ def group_of_ranks(tag: str, ranks: tuple[int, ...]) -> Any:
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """Global ranks in group order; a group that torch.distributed does not know counts its own.
+    """Global ranks in group order; a group that is not in the tables of torch.distributed counts its own.
 
     Uses distributed_c10d._world.pg_group_ranks, else dist.get_process_group_ranks.
     """
@@ -203,7 +203,7 @@ def groups_made_by(maker: Callable[[Maker, inspect.BoundArguments], tuple[Any, A
     """Within it, below new_group and init_process_group, groups are made by maker(torch's own maker, arguments).
 
     The arguments have names: backend, group_name, global_ranks_in_group, group_size, and others. Uses
-    distributed_c10d._new_process_group_helper.
+    distributed_c10d._new_process_group_helper. Raises MachineError where torch lacks it.
     """
     helper: Any = getattr(c10d, "_new_process_group_helper", None)
     if helper is None:

@@ -86,7 +86,7 @@ class Workers(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Bring `calls` up to date, where that takes asking the workers."""
+        """Bring `calls` up to date, where that takes a request to the workers."""
         ...
 
     def locate(self) -> Mapping[int, Standing]:

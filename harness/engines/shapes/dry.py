@@ -1,7 +1,7 @@
 """The dry engine: ranks on torch's fake process group, one after another, meant for tensors of the meta device.
 
 A rank sees a world of any size and communicates with no other: a collective returns at once and moves nothing. Calls,
-their order and their bytes are those of a real run as long as the program looks at no number; one that does ends in
+their order and their bytes are those of a real run as long as the program reads no number; one that does ends in
 NoNumbers. The ranks run in this process, each in a thread, so that a run that does not end is given up; every call is
 seen by the interposer, at the dispatcher. A call of functional collectives on meta tensors reaches no group unless a
 `harness.predicting.meter.Meter` is entered.
@@ -16,15 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from harness.callers import raised_at
-from harness.engines.engine import Program, Unwaited
+from harness.engines.engine import Program, RequestEngine, RunRequest
 from harness.engines.interposer import Interposer
 from harness.engines.threads.rank_threads import RankThread
 from harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
@@ -39,35 +37,15 @@ _GRACE_S = 5.0
 """How long a rank that was interrupted may take to end."""
 
 
-class DryEngine:
+class DryEngine(RequestEngine):
     """Runs programs on ranks that do not communicate. `run` runs all of them, `run_ranks` those that are named."""
 
     name = "dry"
     remote = False
-    unwaited: tuple[Unwaited, ...] = ()
 
-    def __init__(self) -> None:
-        self._closed = False
-
-    def run(
-        self,
-        program: Program,
-        *args: Any,
-        world_size: int,
-        observer: Observer | None = None,
-        seed: int = 0,
-        timeout_s: float = 60.0,
-    ) -> list[Any]:
-        """The results of `program(rank, *args)` by rank; see Engine.run."""
-        return self.run_ranks(
-            program,
-            *args,
-            ranks=range(world_size),
-            world_size=world_size,
-            observers=() if observer is None else (observer,),
-            seed=seed,
-            timeout_s=timeout_s,
-        )
+    def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
+        """The results by rank; see Engine.run."""
+        return self._run(request, range(request.world_size), () if observer is None else (observer,))
 
     def run_ranks(
         self,
@@ -85,84 +63,74 @@ class DryEngine:
 
         Raises RequestError, NoNumbers, RankRaised or TimeLimit.
         """
-        self._check(ranks, world_size, timeout_s)
+        request = RunRequest(program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s)
+        return self._run(request, ranks, observers)
+
+    def _run(self, request: RunRequest, ranks: Sequence[int], observers: Sequence[Observer]) -> list[Any]:
+        self._require_open()
+        self._require_ranks(ranks, request.world_size)
         with ExitStack() as watching:
             if observers:
                 watching.enter_context(Interposer(*observers))
-            return [_result(partial(program, rank, *args), rank, world_size, seed, timeout_s) for rank in ranks]
+            return [_result(request, rank) for rank in ranks]
 
-    def close(self) -> None:
-        """Refuse further runs; all else was given back after each run."""
-        self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _check(self, ranks: Sequence[int], world_size: int, timeout_s: float) -> None:
-        if self._closed:
-            raise RequestError("run: the engine is closed; legal: a new DryEngine()")
-        if world_size < 1:
-            raise RequestError(f"world_size {world_size}: must be at least 1; legal: 2")
+    @staticmethod
+    def _require_ranks(ranks: Sequence[int], world_size: int) -> None:
         for rank in ranks:
             if not 0 <= rank < world_size:
                 raise RequestError(f"rank {rank}: must be below world_size {world_size}; legal: 0")
-        if not timeout_s > 0:
-            raise RequestError(f"timeout_s {timeout_s}: must be above 0; legal: 60")
         if dist.is_initialized():
             rule = "torch.distributed is initialised in this process, and a dry rank brings a world of its own"
             raise RequestError(f"run: {rule}; legal: destroy_process_group() before")
 
 
-def _result(program: Callable[[], Any], rank: int, world_size: int, seed: int, timeout_s: float) -> Any:
-    """What the program of one rank returns, run in a thread of its own."""
+def _result(request: RunRequest, rank: int) -> Any:
+    """What the program of one rank returns, run in a thread of its own. Raises TimeLimit, or what `_failure` makes."""
+    world_size, timeout_s = request.world_size, request.timeout_s
     results: list[Any] = []
     errors: list[BaseException] = []
 
     def job() -> Callable[[], None]:
         try:
-            results.append(_in_world(program, rank, world_size, seed))
+            results.append(_in_world(request, rank))
         except BaseException as error:
             errors.append(error)
         return _nothing
 
-    worker = RankThread()
-    worker.begin(f"rank {rank}", job)
-    if not _ended(worker, timeout_s):
-        worker.interrupt()
-        stayed = () if worker.ended(_GRACE_S) else (rank,)
+    thread = RankThread()
+    thread.begin(f"rank {rank}", job)
+    if not _ended(thread, timeout_s):
+        thread.interrupt()
+        stayed = () if thread.ended(_GRACE_S) else (rank,)
         text = f"rank {rank} of {world_size} did not end within {timeout_s:g} s"
         text += "; it is in native code and could not be interrupted: thread abandoned" if stayed else ""
         position = Position(rank=rank, state="runs", caller=raised_at(errors[0].__traceback__) if errors else "")
         raise TimeLimit(text, ranks=(rank,), positions=(position,), abandoned=stayed)
-    worker.begin("rank (ending)", None)
+    thread.begin("rank (ending)", None)
     if errors:
         raise _failure(errors[0], rank, world_size) from errors[0]
     return results[0]
 
 
-def _ended(worker: RankThread, timeout_s: float) -> bool:
-    """Wait for the worker's end. A dry rank waits for no other, so that its time is the processor's: a busy machine
-    makes no time-out. On the clock it may take ten times as long."""
+def _ended(thread: RankThread, timeout_s: float) -> bool:
+    """Wait for the rank's end. It waits for no other rank, so the limit is of processor time: a busy machine makes no
+    time-out. On the clock it may take ten times as long.
+    """
     began_s, latest_s = time.process_time(), time.monotonic() + 10 * timeout_s
-    while not worker.ended(min(1.0, timeout_s)):
+    while not thread.ended(min(1.0, timeout_s)):
         if time.process_time() - began_s > timeout_s or time.monotonic() > latest_s:
             return False
     return True
 
 
-def _in_world(program: Callable[[], Any], rank: int, world_size: int, seed: int) -> Any:
-    """Run the program as this rank; random streams, torch.distributed and the excepthook are given back."""
+def _in_world(request: RunRequest, rank: int) -> Any:
+    """Run the program as this rank; random streams, torch.distributed and the excepthook are restored."""
     hook = sys.excepthook
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
-        dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
+        torch.manual_seed(request.seed)
+        dist.init_process_group("fake", rank=rank, world_size=request.world_size, store=fake_store())
         try:
-            return program()
+            return request.program(rank, *request.args)
         except SystemExit as end:
             if end.code:
                 raise
@@ -174,7 +142,7 @@ def _in_world(program: Callable[[], Any], rank: int, world_size: int, seed: int)
 
 
 def _failure(error: BaseException, rank: int, world_size: int) -> NoNumbers | NotComputed | RankRaised:
-    """What the error of a rank comes to: it looked at a number, or it raised."""
+    """The error of the run for an error of a rank: it read a number, or it raised."""
     if isinstance(error, NotComputed):
         return error
     place = raised_at(error.__traceback__)

@@ -21,10 +21,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
 
 from harness.engines.calls.pending import GroupCall, RankGroup
-from harness.engines.engine import Program
 from harness.engines.threads.inproc import InprocEngine
 from harness.engines.threads.intervention import Plain
 from harness.engines.threads.matcher import CollectiveMatcher, Work
@@ -35,21 +33,6 @@ from harness.engines.threads.scheduler import RankStatus, Scheduler
 from harness.ledger import Observer
 
 __all__ = ["ConcurrentEngine"]
-
-
-class ConcurrentEngine(InprocEngine):
-    """Runs programs on ranks that are threads, all of them at the same time."""
-
-    name = "inproc-concurrent"
-    takes_interventions = False
-    _on_one_processor = False
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def run(self, program: Program, *args: Any, **words: Any) -> list[Any]:
-        """The results of `program(rank, *args)` by rank; see Engine.run."""
-        return super().run(program, *args, intervention=_AtOnce(), **words)
 
 
 class _AtOnce(Plain):
@@ -177,3 +160,15 @@ class _LockedMatcher(CollectiveMatcher):
         """As in the base class; other ranks may enter meanwhile."""
         with self._lock:
             super().sleep(work)
+
+
+class ConcurrentEngine(InprocEngine):
+    """Runs programs on ranks that are threads, all of them at the same time."""
+
+    name = "inproc-concurrent"
+    takes_interventions = False
+    _on_one_processor = False
+    _parts = _AtOnce()
+
+    def __init__(self) -> None:
+        super().__init__()

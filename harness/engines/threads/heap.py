@@ -1,4 +1,4 @@
-"""The C library's allocator, where ranks are threads: one arena for all, and freed memory given back between runs.
+"""The C library's allocator, where ranks are threads: one arena for all, and freed memory returned between runs.
 
 With one arena, memory that one rank has freed is warm for the next. That holds for all threads born later in this
 process, which lose nothing but speed, and only if many allocate at a time. But cases of many shapes leave such an arena
@@ -18,7 +18,7 @@ _C = ctypes.CDLL(None)
 _M_ARENA_MAX = -8
 """mallopt's word in malloc.h."""
 _SLACK_BYTES = 2**28
-"""What may be kept for reuse, so that runs do not give back and fetch again what each of them needs."""
+"""What may be kept for reuse, so that runs do not return and fetch again what each of them needs."""
 _EVERY = 16
 """Runs between two looks."""
 _STATM = Path("/proc/self/statm")
@@ -34,7 +34,7 @@ class Heap:
         self._needed_bytes = resident_bytes()
 
     def settle(self) -> None:
-        """A run is over: give freed memory back if the process grew by more than the slack since that was done last."""
+        """A run is over: return freed memory if the process grew by more than the slack since that was done last."""
         self._runs += 1
         if self._runs % self._every:
             return

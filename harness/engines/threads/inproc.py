@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from harness.engines.calls.desync import RootCause, of_deadlock, of_mismatch, of_skipped
-from harness.engines.engine import Closable, Program, RunRequest, Unwaited
+from harness.engines.engine import RequestEngine, RunRequest
 from harness.engines.threads import postmortem
 from harness.engines.threads.heap import Heap
 from harness.engines.threads.intervention import Intervention, Plain
@@ -46,12 +46,11 @@ from harness.torch_internals.world import leave_world
 
 __all__ = ["InprocEngine"]
 
-_PLAIN = Plain()
 _SETTLE_S = 0.02
 """How long the other ranks may go on after a failure, so that the report shows where they wait."""
 
 
-class InprocEngine(Closable):
+class InprocEngine(RequestEngine):
     """Runs programs on ranks that are threads. `per_rank_modules` names modules whose globals each rank has to itself.
 
     During a run torch uses one thread; number of threads, random streams, default dtype, the listed globals and
@@ -62,6 +61,7 @@ class InprocEngine(Closable):
     remote = False
     takes_interventions = True
     _on_one_processor = True
+    _parts: Intervention = Plain()
 
     def __init__(self, *, per_rank_modules: Sequence[str] = ()) -> None:
         self._modules = modules_named(per_rank_modules)
@@ -70,27 +70,19 @@ class InprocEngine(Closable):
         self._streams = CallerStreams()
         self._heap = Heap()
         self._unmapped = Unmapped()
-        self.unwaited: tuple[Unwaited, ...] = ()
 
-    def run(
-        self,
-        program: Program,
-        *args: Any,
-        world_size: int,
-        observer: Observer | None = None,
-        seed: int = 0,
-        timeout_s: float = 60.0,
-        intervention: Intervention = _PLAIN,
+    def run_request(
+        self, request: RunRequest, observer: Observer | None, intervention: Intervention | None = None
     ) -> list[Any]:
-        """The results of `program(rank, *args)` by rank; see Engine.run."""
+        """The results by rank under the intervention; see Engine.run."""
         self._require_open()
-        request = RunRequest(program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s)
+        parts = intervention or self._parts
         self.unwaited = ()
         num_threads = torch.get_num_threads()
         with installed() as enter, self._unmapped.recorded():
-            state = intervention.state(world_size, seed, self._modules, self._streams)
-            threads = self._threads.take(world_size)
-            run = _Run(request, threads, state, observer, intervention)
+            state = parts.state(request.world_size, request.seed, self._modules, self._streams)
+            threads = self._threads.take(request.world_size)
+            run = _Run(request, threads, state, observer, parts)
             try:
                 torch.set_num_threads(1)
                 results = run.results(enter)
@@ -116,11 +108,11 @@ class _Run:
         threads: Sequence[RankThread],
         state: PerRankState,
         observer: Observer | None,
-        intervention: Intervention,
+        parts: Intervention,
     ) -> None:
         self.request = request
-        self.scheduler = intervention.scheduler(threads, state, request.timeout_s)
-        self.matcher = intervention.matcher(request.world_size, self.scheduler, observer)
+        self.scheduler = parts.scheduler(threads, state, request.timeout_s)
+        self.matcher = parts.matcher(request.world_size, self.scheduler, observer)
         self.raised: list[Raised] = []
         self.raised_first = False
         self.values: list[Any] = [None] * request.world_size

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
-from harness.engines.engine import Closable, Engine, Program, Unwaited
+from harness.engines.engine import Engine, RequestEngine, RunRequest
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.rank_state import PerRankState
 from harness.engines.threads.rank_threads import RankThread
@@ -54,7 +54,7 @@ class Plain:
         return CollectiveMatcher(world_size, scheduler, observer)
 
 
-class Intervened(Closable):
+class Intervened(RequestEngine):
     """An in-process engine whose runs all have one intervention; closing it leaves the engine itself open.
 
     Raises RequestError for an engine that takes none.
@@ -65,24 +65,11 @@ class Intervened(Closable):
             raise RequestError(f"engine={engine.name}: takes no interventions; legal: inproc")
         self._engine: Any = engine
         self._intervention = intervention
+        self.name, self.remote = engine.name, engine.remote
 
-    @property
-    def name(self) -> str:
-        """The engine's."""
-        return str(self._engine.name)
-
-    @property
-    def remote(self) -> bool:
-        """The engine's."""
-        return bool(self._engine.remote)
-
-    @property
-    def unwaited(self) -> tuple[Unwaited, ...]:
-        """The engine's."""
-        found: tuple[Unwaited, ...] = self._engine.unwaited
-        return found
-
-    def run(self, program: Program, *args: Any, **words: Any) -> list[Any]:
+    def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
         """The results by rank under the intervention; see Engine.run."""
-        results: list[Any] = self._engine.run(program, *args, intervention=self._intervention, **words)
+        self.unwaited = ()
+        results: list[Any] = self._engine.run_request(request, observer, self._intervention)
+        self.unwaited = self._engine.unwaited
         return results

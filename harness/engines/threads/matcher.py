@@ -147,7 +147,7 @@ class CollectiveMatcher:
         self._calls: dict[tuple[object, ...], Call] = {}
 
     def group(self, life: int, name: str, ranks: tuple[int, ...], description: str) -> RankGroup:
-        """The group that all members know by this name, in this life of the world."""
+        """The group of this name and these ranks, in this life of the world; the same object on all ranks."""
         found = self.groups.get((life, name, ranks))
         if found is None:
             found = self.groups[life, name, ranks] = RankGroup(ranks, description, life, name)

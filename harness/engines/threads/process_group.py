@@ -93,7 +93,7 @@ class InprocGroup(_TorchGroup):
         return self._group.description
 
     def getBackendName(self) -> str:
-        """Not a name that C++ knows: it would look for that backend's object. dist.get_backend returns gloo."""
+        """Not a name of C++, which would look for that backend's object. dist.get_backend returns gloo."""
         return "inproc"
 
     def get_group_store(self) -> Any:

@@ -25,7 +25,7 @@ from harness.engines.threads.heap import share_one_arena
 from harness.torch_internals.modes import switches
 from harness.torch_internals.threads import forget_dtensor_plans
 
-__all__ = ["Aborted", "RankThread", "RankThreads"]
+__all__ = ["Aborted", "RankThread", "RankThreads", "taken_lock"]
 
 
 class Aborted(BaseException):
@@ -47,8 +47,8 @@ class RankThread:
         self._processor = -1
         self._interrupted = False
         self._job: Job | None = None
-        self._given = _taken()
-        self._ended = _taken()
+        self._given = taken_lock()
+        self._ended = taken_lock()
         self.thread = threading.Thread(target=self._serve, name="rank (idle)", daemon=True)
         self.thread.start()
 
@@ -109,18 +109,18 @@ class RankThreads:
         taken += [RankThread() for _ in range(count - len(taken))]
         if count > 1 and self._on_one_processor:
             processor = _processor()
-            for worker in taken:
-                worker.stay_on(processor)
+            for thread in taken:
+                thread.stay_on(processor)
         return taken
 
-    def give_back(self, workers: list[RankThread]) -> None:
+    def give_back(self, threads: list[RankThread]) -> None:
         """Threads whose jobs have ended: keep the clean ones, end the others."""
-        for worker in workers:
-            if worker.reusable:
-                worker.thread.name = "rank (idle)"
-                self._idle.append(worker)
+        for thread in threads:
+            if thread.reusable:
+                thread.thread.name = "rank (idle)"
+                self._idle.append(thread)
             else:
-                worker.begin("rank (ending)", None)
+                thread.begin("rank (ending)", None)
 
     def end(self) -> None:
         """End all idle threads."""
@@ -132,7 +132,8 @@ def _nothing() -> None:
     """Nothing to call last."""
 
 
-def _taken() -> threading.Lock:
+def taken_lock() -> threading.Lock:
+    """A lock that is taken: a signal that `release` sends and `acquire` awaits."""
     lock = threading.Lock()
     lock.acquire()
     return lock

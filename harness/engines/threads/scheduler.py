@@ -2,7 +2,7 @@
 
 A rank that waits gives the turn to the next ready rank and sleeps until it is woken and its turn comes. When no rank is
 ready the driver, which is the thread that called `run`, gets the turn: all ranks have finished, or none can go on.
-After a failure the driver gives turns itself, one rank at a time, so that the report knows where every rank got to.
+After a failure the driver gives turns itself, one rank at a time, so that the report shows where every rank got to.
 
 All waits are bounded: the driver waits with a time limit, and whatever happens it wakes every sleeping rank in the end.
 The schedule is first come, first served, hence deterministic; only `_next` chooses.
@@ -23,7 +23,7 @@ from types import FrameType
 import torch
 
 from harness.engines.threads.rank_state import PerRankState
-from harness.engines.threads.rank_threads import Aborted, RankThread
+from harness.engines.threads.rank_threads import Aborted, RankThread, taken_lock
 
 __all__ = ["RankStatus", "RunEnd", "Scheduler"]
 
@@ -68,8 +68,8 @@ class Scheduler:
         self._state = state
         self._timeout_s = timeout_s
         self._ready = deque(range(world_size))
-        self._turns = [_taken() for _ in range(world_size)]
-        self._driver = _taken()
+        self._turns = [taken_lock() for _ in range(world_size)]
+        self._driver = taken_lock()
         self._body: Callable[[int], None] = _nothing
         self._threads = tuple(threads)
 
@@ -189,9 +189,3 @@ class Scheduler:
 
 def _nothing(*_: object) -> None:
     """No thread is to be woken; no program is to be run."""
-
-
-def _taken() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock

@@ -1,4 +1,4 @@
-"""Operators of torch that the in-process engine does not know: recorded from their schemas as they pass the dispatcher.
+"""Operators of torch unknown to the in-process engine: recorded from their schemas as they pass the dispatcher.
 
 The engine's groups answer the methods that torch calls today. A method that a newer torch adds, or an operator of a
 library, comes to the dispatcher instead. There it is reported to the observer as op `other` and passed on: to its own

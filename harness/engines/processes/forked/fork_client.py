@@ -28,7 +28,7 @@ _MAIN = "harness.engines.processes.forked.fork_server"
 _BOOT = f"import sys; sys.path[:] = {{path!r}}; from {_MAIN} import main; main({{descriptor}})"
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Unless the environment says otherwise: torch warns with a native stack of a store whose driver was killed."""
+"""Unless the environment has another level: torch warns with a native stack of a store whose driver was killed."""
 
 
 @dataclass(slots=True, eq=False)

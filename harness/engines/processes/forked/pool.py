@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from harness.engines.engine import Closable, Program, RunRequest, Unwaited
+from harness.engines.engine import RequestEngine, RunRequest, Unwaited
 from harness.engines.processes.forked.fork_client import ForkedProcess, ForkServer
 from harness.engines.processes.forked.link import HOST, ForkedOrder
 from harness.engines.processes.forked.workers import ForkedWorkers
@@ -45,7 +45,7 @@ def _hash_seed(place: int) -> int:
     return _HASH_SEEDS[place.bit_count() % len(_HASH_SEEDS)]
 
 
-class PoolEngine(Closable):
+class PoolEngine(RequestEngine):
     """Runs programs on ranks that are processes of this machine. Programs and results must be picklable."""
 
     name = "pool"
@@ -54,20 +54,10 @@ class PoolEngine(Closable):
     def __init__(self) -> None:
         self._pool = _Pool()
         weakref.finalize(self, _Pool.close, self._pool)
-        self.unwaited: tuple[Unwaited, ...] = ()
 
-    def run(
-        self,
-        program: Program,
-        *args: Any,
-        world_size: int,
-        observer: Observer | None = None,
-        seed: int = 0,
-        timeout_s: float = 60.0,
-    ) -> list[Any]:
-        """The results of `program(rank, *args)` by rank; see Engine.run."""
+    def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
+        """The results by rank; see Engine.run."""
         self._require_open()
-        request = RunRequest(program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s)
         sent = packed_program(request, observer)
         self.unwaited = ()
         values, self.unwaited = self._pool.run(request, sent)

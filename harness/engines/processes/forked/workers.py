@@ -79,8 +79,8 @@ class ForkedWorkers:
         died = self.died
         ranks = [rank for rank, report in enumerate(self.reports) if report is None and rank not in died]
         processes = [self._processes[rank] for rank in ranks]
-        asked = [(process.pid, process.recorder_file, process.recording.thread()) for process in processes]
-        return dict(zip(ranks, stacks.standings(asked, _ANSWER_S), strict=True))
+        pending = [(process.pid, process.recorder_file, process.recording.thread()) for process in processes]
+        return dict(zip(ranks, stacks.standings(pending, _ANSWER_S), strict=True))
 
     def await_ends(self) -> None:
         """Wait until the fork servers have reported how every process ended that is gone."""

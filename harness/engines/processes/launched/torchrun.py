@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any
 
-from harness.engines.engine import Closable, Program, RunRequest, Unwaited
+from harness.engines.engine import RequestEngine, RunRequest
 from harness.engines.processes.launched.agent import END, relay
 from harness.engines.processes.launched.environment import launched
 from harness.engines.processes.launched.link import live
@@ -63,7 +63,7 @@ def dismiss() -> None:
     TorchrunEngine().close()
 
 
-class TorchrunEngine(Closable):
+class TorchrunEngine(RequestEngine):
     """Rank 0's engine: it is opened once every other process has joined, and closing it ends them all."""
 
     name = "torchrun"
@@ -74,7 +74,6 @@ class TorchrunEngine(Closable):
         if not place.drives:
             rule = "only rank 0 drives, every other rank serves it"
             raise RequestError(f"engine=torchrun: this is rank {place.rank}; {rule}; legal: serve() on this rank")
-        self.unwaited: tuple[Unwaited, ...] = ()
         self._runs = 0
         self._session = secrets.token_hex(4)
         self._terminated = threading.Event()
@@ -93,31 +92,22 @@ class TorchrunEngine(Closable):
         """How many ranks were launched."""
         return self._place.world_size
 
-    def run(
-        self,
-        program: Program,
-        *args: Any,
-        world_size: int,
-        observer: Observer | None = None,
-        seed: int = 0,
-        timeout_s: float = 60.0,
-    ) -> list[Any]:
-        """The results of `program(rank, *args)` by rank; see Engine.run."""
+    def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
+        """The results by rank; see Engine.run."""
         self._require_open()
-        self._require_ranks(world_size)
-        request = RunRequest(program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s)
+        self._require_ranks(request.world_size)
         self._runs += 1
         order = RunOrder(
             number=self._runs,
             rank=0,
-            world_size=world_size,
-            seed=seed,
-            timeout_s=timeout_s,
+            world_size=request.world_size,
+            seed=request.seed,
+            timeout_s=request.timeout_s,
             program=packed_program(request, observer),
             store_prefix=f"shardproof/{self._session}/{self._runs}",
         )
-        links = {rank: self._links[rank] for rank in range(world_size)}
-        supervisor = Supervisor(LaunchedWorkers(order, links, self._terminated.is_set), timeout_s)
+        links = {rank: self._links[rank] for rank in range(request.world_size)}
+        supervisor = Supervisor(LaunchedWorkers(order, links, self._terminated.is_set), request.timeout_s)
         self.unwaited = ()
         values = supervisor.results()
         self.unwaited = supervisor.unwaited()
