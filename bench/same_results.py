@@ -22,10 +22,10 @@ from pathlib import Path
 import pandas as pd
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from harness.ledger import REPEATABLE
 from suites.strategies import every_word
 
 ROOT = Path(__file__).resolve().parents[1]
-UNEQUAL_BY_NATURE = ["start_us", "duration_us", "caller"]
 MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
 
 
@@ -111,7 +111,7 @@ def differences(base: Results, ours: Results) -> list[str]:
         one, other = base.verdicts.get(key), ours.verdicts.get(key)
         if one != other:
             found.append(f"verdict of {key[1]}: {one} and {other}: {key[0]}")
-    kept = [column for column in base.ledger.columns if column not in UNEQUAL_BY_NATURE]
+    kept = list(REPEATABLE)
     order = ["case", "rank", "call_index"]
     first, second = (side.ledger[kept].sort_values(order, ignore_index=True) for side in (base, ours))
     for case in sorted(set(first["case"]) | set(second["case"])):

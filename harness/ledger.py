@@ -13,6 +13,7 @@ from typing import Protocol
 
 __all__ = [
     "COLUMNS",
+    "REPEATABLE",
     "OPS",
     "OTHER",
     "PHASES",
@@ -119,6 +120,8 @@ class Event:
 
 
 COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Event) if f.name not in {"group", "operator"})
+REPEATABLE = tuple(name for name in COLUMNS if name not in {"start_us", "duration_us", "caller"})
+"""The columns that are equal in every run of a case, on every engine and in every release."""
 
 
 def unmapped(events: Iterable[Event]) -> str:

@@ -16,10 +16,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 
+from harness.differences import EventKey
 from harness.errors import RequestError, error_text
 from harness.protocols import Axes, CaseLike, Subject, TermLike, Value
 from harness.resolve import resolve
@@ -46,10 +47,7 @@ T = TypeVar("T")
 MODES = "reference.rules:MODES"
 LEFT = "left with status 0 (sys.exit) and returned nothing"
 
-_TERM: Mapping[str, type] = {
-    **dict.fromkeys(("phase", "region", "op", "reduce_op", "axis", "dtype"), str),
-    **dict.fromkeys(("group_size", "payload_bytes", "calls"), int),
-}
+_TERM: Mapping[str, type] = {**get_type_hints(EventKey), "calls": int}
 
 
 class Unanswered(RequestError):

@@ -22,19 +22,18 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from harness.engines.engine import Engine
 from harness.engines.processes.launched.torchrun import serve, serves
 from harness.errors import ShardproofError
-from harness.ledger import COLUMNS, Event
+from harness.ledger import REPEATABLE, Event
 from harness.running.proof import CaseResult, prove
 from harness.running.run import ENGINES, engine_named
 from reference.case import Case
 from suites.prover import chosen_modes
 from suites.strategies import cases
 
-__all__ = ["COMPARED", "differences", "drawn", "main", "unlike"]
+__all__ = ["differences", "drawn", "main", "unlike"]
 
 SUBJECT = "parallel.subject:subject"
 WORLDS = (2, 3, 4)
 """World sizes to draw from: real processes share the machine's cores."""
-COMPARED = tuple(column for column in COLUMNS if column not in {"start_us", "duration_us", "caller"})
 """The columns of the ledger that every engine must agree on."""
 
 
@@ -102,8 +101,8 @@ def unlike(one: CaseResult, other: CaseResult, *, dry: bool = False) -> Iterator
         yield f"the ledger has {len(their)} events, not {len(mine)}"
     for row, their_row in zip(mine, their, strict=False):
         if row != their_row:
-            parted = {name: (b, a) for name, a, b in zip(COMPARED, row, their_row, strict=True) if a != b}
-            at = dict(zip(COMPARED, row, strict=True))
+            parted = {name: (b, a) for name, a, b in zip(REPEATABLE, row, their_row, strict=True) if a != b}
+            at = dict(zip(REPEATABLE, row, strict=True))
             yield f"the event {at['call_index']} of rank {at['rank']} differs: {parted}"
             break
     if list(one.expectation or ()) != list(other.expectation or ()):
@@ -118,7 +117,7 @@ def _rows(events: Sequence[Event], ranks: set[int] | None = None) -> list[tuple[
     """The compared columns, by rank and call."""
     ordered = sorted(events, key=lambda event: (event.rank, event.call_index))
     return [
-        tuple(getattr(event, column) for column in COMPARED)
+        tuple(getattr(event, column) for column in REPEATABLE)
         for event in ordered
         if ranks is None or event.rank in ranks
     ]

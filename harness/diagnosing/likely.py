@@ -69,7 +69,6 @@ _USUAL: Mapping[str, tuple[str, str]] = {
     ),
 }
 """What is usually behind a check that nothing else explains: check -> (cause, words)."""
-_FIELDS = ("phase", "region", "op", "reduce_op", "axis", "group_size", "dtype", "payload_bytes")
 
 
 def likely(
@@ -250,7 +249,7 @@ def _blame(parted: Difference) -> Cause:
         return Cause(id="extra_call", words=f"one {line.op} over {line.axis} too many: done twice, or not needed")
     assert parted.expected and parted.found  # the third kind has both sides
     expected, found = parted.expected, parted.found
-    changed = [field for field in _FIELDS if getattr(found, field) != getattr(expected, field)]
+    changed = [field for field in EventKey.__slots__ if getattr(found, field) != getattr(expected, field)]
     told = [f"{field} {getattr(found, field) or '-'} instead of {getattr(expected, field) or '-'}" for field in changed]
     known = _changed(expected, found)
     averaged = f"averaged over {found.axis} where it must be summed"

@@ -11,10 +11,10 @@ import pytest
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankDied
-from harness.ledger import COLUMNS
+from harness.ledger import COLUMNS, REPEATABLE
 from harness.running.proof import CaseResult, prove
 from reference.case import Case
-from suites.engines import COMPARED, SUBJECT, differences, drawn, main, unlike
+from suites.engines import SUBJECT, differences, drawn, main, unlike
 
 CASE = Case.parse("mode=tp layers=1 hidden=16 heads=2 ffn=16 vocab=64 seq=8 micro=1 steps=1 tp=2")
 
@@ -39,7 +39,7 @@ def with_events(result: CaseResult, *events: Any) -> CaseResult:
 
 
 def test_all_columns_but_the_times_and_the_caller_are_compared() -> None:
-    assert set(COLUMNS) - set(COMPARED) == {"start_us", "duration_us", "caller"}
+    assert set(COLUMNS) - set(REPEATABLE) == {"start_us", "duration_us", "caller"}
 
 
 def test_the_same_result_is_equal_in_any_order_of_ranks(result: CaseResult) -> None:
@@ -53,7 +53,7 @@ def test_a_verdict_that_differs_is_told(result: CaseResult) -> None:
     assert list(unlike(result, missing)) == [f"{result.verdicts[0].check} is None, not pass"]
 
 
-@pytest.mark.parametrize("column", COMPARED)
+@pytest.mark.parametrize("column", REPEATABLE)
 def test_a_column_that_differs_is_told(result: CaseResult, column: str) -> None:
     *before, last = result.events
     value = getattr(last, column)

@@ -13,15 +13,13 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 
+from harness.differences import differences
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from suites.strategies import cases
 from tests.parallel.modes.isp_table import promised
-
-Line = tuple[str, str, str, str, str, int, str, int]
-"""(phase, region, op, reduce_op, axis, group size, dtype, payload bytes)."""
 
 EVO = "mode=isp family=internlm2 vocab=264 heads=4 kv_heads=2 hidden=16 ffn=24 seq=4 steps=1 batch=1"
 LINEARS = {
@@ -39,24 +37,10 @@ def engine() -> Iterator[InprocEngine]:
         yield engine
 
 
-def _expected(case: Case) -> Counter[Line]:
-    found: Counter[Line] = Counter()
-    for t in subject.expected(case):
-        key = (t.phase, t.region, t.op, t.reduce_op, t.axis, t.group_size, t.dtype, t.payload_bytes)
-        found[key] += t.calls
-    return found
-
-
 def _agree(case: Case, engine: InprocEngine) -> None:
     """Every rank issues exactly the closed form, and waits for all of it."""
     run = execute(case, subject, engine, text=str(case))
-    issued: dict[int, Counter[Line]] = {rank: Counter() for rank in range(case.world_size)}
-    for e in run.events:
-        key = (e.phase, e.region, e.op, e.reduce_op, e.axis, e.group_size, e.dtype, e.payload_bytes)
-        issued[e.rank][key] += 1
-    expected = _expected(case)
-    for found in issued.values():
-        assert found - expected == Counter() and expected - found == Counter()
+    assert differences(run.events, subject.expected(case), range(case.world_size)) == []
     assert run.unwaited == ()
 
 
@@ -107,9 +91,9 @@ def test_any_drawn_case_issues_the_closed_form(case: Case, engine: InprocEngine)
 def test_the_table_promises_the_closed_form(case: Case) -> None:
     """By phase, op, axis and bytes; which linear starts a gather is told by the recorder's regions above."""
     expected: Counter[tuple[str, str, str, int]] = Counter()
-    for (phase, _, op, _, axis, _, _, size), calls in _expected(case).items():
-        if phase not in ("data", "metric"):
-            expected[(phase, op, axis, size)] += calls
+    for term in subject.expected(case):
+        if term.phase not in ("data", "metric"):
+            expected[(term.phase, term.op, term.axis, term.payload_bytes)] += term.calls
     assert promised(case) == expected
 
 
