@@ -25,10 +25,10 @@ from torch.nn import functional
 from parallel import pairs
 from parallel.linear import Region, column_linear
 
-__all__ = ["Head", "HiddenEmbedding", "Table", "VocabularyEmbedding", "vocabulary_rows"]
+__all__ = ["Head", "HiddenEmbedding", "EmbeddingTable", "VocabularyEmbedding", "vocabulary_rows"]
 
 
-class Table(nn.Module):
+class EmbeddingTable(nn.Module):
     """A holder of one weight [rows, D], looked up by the module around it, so that the calls belong to that module."""
 
     def __init__(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> None:
@@ -58,8 +58,8 @@ class _Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.region, self.sequence_dim = region, sequence_dim
-        self.tokens = Table(tokens, dtype=dtype, device=device)
-        self.positions = None if positions is None else Table(positions, dtype=dtype, device=device)
+        self.tokens = EmbeddingTable(tokens, dtype=dtype, device=device)
+        self.positions = None if positions is None else EmbeddingTable(positions, dtype=dtype, device=device)
 
     def _laid_out(self, x_BSD: Tensor) -> Tensor:
         return x_BSD.transpose(0, 1) if self.sequence_dim == 0 else x_BSD

@@ -1,9 +1,9 @@
-"""Layout: how one full tensor lies on one axis of the mesh, and the law that cutting and putting together are inverse.
+"""Layout: how one full tensor lies on one axis of the mesh, and the law that splitting and gathering are inverse.
 
     gather([shard(full, place, index=i, parts=p) for i in range(p)], place) == full        for every full, place, p
 
 Offsets and sizes count elements of the full tensor. A fused weight is several sub-parameters one behind the other
-along the cut dim (`blocks`: w13 = w1, then w3); every block is cut by itself. Padding rows exist in local tensors
+along the split dim (`blocks`: w13 = w1, then w3); every block is split by itself. Padding rows exist in local tensors
 only: they are zero, they follow the last real row, and no piece ever contains one.
 Source of the needs: modes.md 8.2 (sub-parameters, granularity, exact inverse).
 """
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Placement", "Shard", "gather", "local_shape", "pieces", "rows", "shard"]
+__all__ = ["Placement", "Box", "gather", "local_shape", "pieces", "rows", "shard"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class Box:
     """One box of a full tensor: `full[offsets : offsets + local.shape] == local`."""
 
     local: Tensor
@@ -31,10 +31,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A full tensor of `shape` on a mesh axis: cut along `dim`, or whole on every rank when `axis` is "".
+    """A full tensor of `shape` on a mesh axis: split along `dim`, or replicated when `axis` is "".
 
     `blocks` are the lengths along `dim` of the sub-parameters (none: one block, the whole dim); their sum exceeds
-    `shape[dim]` by the padding. A cut falls on multiples of `unit` only (rows of one kv group).
+    `shape[dim]` by the padding. It is split at multiples of `unit` only (rows of one kv group).
 
     `held` replaces equal shares: for every rank of the axis, the ranges of elements along `dim` that it holds, in the
     order in which they lie there (shares may differ, and an element may lie on several ranks). `blocks` and `unit` have
@@ -72,7 +72,7 @@ class Placement:
 def local_shape(place: Placement, *, parts: int, index: int = 0) -> tuple[int, ...]:
     """Shape of the local tensor of rank `index` of `parts`, padding included; without `held` all ranks have the same.
 
-    Raises ValueError when the cut is impossible.
+    Raises ValueError when it cannot be split so.
     """
     if not place.axis:
         return place.shape
@@ -81,7 +81,10 @@ def local_shape(place: Placement, *, parts: int, index: int = 0) -> tuple[int, .
 
 
 def shard(full: Tensor, place: Placement, *, index: int, parts: int) -> Tensor:
-    """The local tensor of rank `index` of `parts`: its part of every block, padding rows zero."""
+    """The local tensor of rank `index` of `parts`: its part of every block, padding rows zero.
+
+    Raises ValueError when `full` has not the placement's shape, or cannot be split so.
+    """
     if tuple(full.shape) != place.shape:
         raise ValueError(f"full.shape={tuple(full.shape)}: must be the placement's shape; legal: {place.shape}")
     if not place.axis:
@@ -92,24 +95,24 @@ def shard(full: Tensor, place: Placement, *, index: int, parts: int) -> Tensor:
     return torch.cat([*runs, padding], place.dim)
 
 
-def pieces(local: Tensor, place: Placement, *, index: int, parts: int) -> tuple[Shard, ...]:
+def pieces(local: Tensor, place: Placement, *, index: int, parts: int) -> tuple[Box, ...]:
     """The boxes of the full tensor that a local tensor holds; none for a rank that holds padding only."""
     if not place.axis:
-        return (Shard(local=local, offsets=(0,) * local.dim(), global_shape=place.shape),)
+        return (Box(local=local, offsets=(0,) * local.dim(), global_shape=place.shape),)
     found, taken = [], 0
     for start, length in _runs(place, index, parts):
         offsets = tuple(start if dim == place.dim else 0 for dim in range(local.dim()))
         if length:
             box = local.narrow(place.dim, taken, length)
-            found.append(Shard(local=box, offsets=offsets, global_shape=place.shape))
+            found.append(Box(local=box, offsets=offsets, global_shape=place.shape))
         taken += length
     return tuple(found)
 
 
-def rows(boxes: Sequence[Shard], *, first: int, total: int) -> tuple[Shard, ...]:
+def rows(boxes: Sequence[Box], *, first: int, total: int) -> tuple[Box, ...]:
     """Boxes of a tensor as boxes of a taller one: dim 0 has `total` rows there, and these begin at row `first`."""
     return tuple(
-        Shard(
+        Box(
             local=box.local,
             offsets=(first + box.offsets[0], *box.offsets[1:]),
             global_shape=(total, *box.global_shape[1:]),

@@ -29,7 +29,7 @@ from parallel.mesh import Axis
 from parallel.norm import wide
 from reference.case import Case
 
-__all__ = ["DATASETS", "Measured", "Metric", "metric_terms"]
+__all__ = ["DATASETS", "MetricSums", "Metric", "metric_terms"]
 
 DATASETS = 1
 """Datasets told apart: a case has one corpus."""
@@ -38,7 +38,7 @@ _VOCABULARY = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MetricSums:
     """Sums over tokens that count: `right` and `tokens` int64 [], `log_likelihood` [], and by dataset int64 `right_of`
     and `loss_of` [datasets]."""
 
@@ -48,8 +48,8 @@ class Measured:
     right_of: Tensor
     loss_of: Tensor
 
-    def __add__(self, other: Measured) -> Measured:
-        return Measured(
+    def __add__(self, other: MetricSums) -> MetricSums:
+        return MetricSums(
             right=self.right + other.right,
             tokens=self.tokens + other.tokens,
             log_likelihood=self.log_likelihood + other.log_likelihood,
@@ -81,9 +81,9 @@ class Metric(nn.Module):
         self.rows = axis if place.axis and place.dim != _VOCABULARY else alone
         self.counts = axis if place.axis else alone
         self.vocab, self.sequence_dim = vocab, sequence_dim
-        self.total: Measured | None = None
+        self.total: MetricSums | None = None
 
-    def forward(self, logits: Tensor, labels: Tensor, weights: Tensor) -> Measured:
+    def forward(self, logits: Tensor, labels: Tensor, weights: Tensor) -> MetricSums:
         """This micro-batch; labels and weights (1 or 0, see `loss.counted`) are of all its tokens, as laid out."""
         tokens = weights.sum().long()
         labels, weights = (own_slice(x, self.rows, dim=self.sequence_dim) for x in (labels, weights))
@@ -91,7 +91,7 @@ class Metric(nn.Module):
         self.total = measured if self.total is None else self.total + measured
         return measured
 
-    def _measured(self, logits: Tensor, labels: Tensor, weights: Tensor, tokens: Tensor) -> Measured:
+    def _measured(self, logits: Tensor, labels: Tensor, weights: Tensor, tokens: Tensor) -> MetricSums:
         x, place, elsewhere = self._own(logits, labels)
         largest = all_reduce(x.amax(-1), self.columns, op="max")
         hit = x.gather(-1, place[..., None])[..., 0]
@@ -103,7 +103,7 @@ class Metric(nn.Module):
         total = all_reduce((x - largest[..., None]).exp().sum(-1), self.columns)
         log_likelihood = all_reduce(((hit - total.log()) * weights).sum(), self.rows)
         losses = vocabulary_cross_entropy(logits, labels, self.columns, vocab=self.vocab)
-        return Measured(
+        return MetricSums(
             right=right,
             tokens=tokens,
             log_likelihood=log_likelihood,

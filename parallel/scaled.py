@@ -24,7 +24,7 @@ from parallel import gradients as sync
 from parallel.batch import deliver
 from parallel.collectives import all_reduce
 from parallel.expectation import Term, per_step
-from parallel.layout import Shard, rows
+from parallel.layout import Box, rows
 from parallel.loss import counted
 from parallel.mesh import Axis, Mesh
 from parallel.norm import wide
@@ -130,7 +130,7 @@ def _accumulate(rank: Rank, step: int, scale: float) -> tuple[Tensor, Tensor, di
     case, mode = rank.case, rank.mode
     loss = torch.zeros((), dtype=torch.float64, device=rank.device)
     tokens = torch.zeros_like(loss)
-    boxes: list[Shard] = []
+    boxes: list[Box] = []
     for micro in range(case.micro):
         batch = rank.parts.local(deliver(case, rank.mesh, step, micro, rank.device))
         logits = rank.model(batch)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from parallel.expectation import Term
-from parallel.layout import Shard, pieces, rows
+from parallel.layout import Box, pieces, rows
 from parallel.mesh import Mesh, axis_rank, axis_size
 from parallel.metric import metric_terms
 from parallel.registry import MODES
@@ -58,7 +58,7 @@ class ParallelSubject:
         place = mode.activation(case, "head")
         return (*mode.expected(case), *(() if place is None else metric_terms(case, place)))
 
-    def activations(self, case: Case, rank: int, module: str, local: Tensor) -> tuple[Shard, ...] | None:
+    def activations(self, case: Case, rank: int, module: str, local: Tensor) -> tuple[Box, ...] | None:
         """The boxes of `act/<module>` [dp*batch, seq, width] (packed [dp, batch*seq, width]) that `local` holds.
 
         `local` is the module's output in micro-batch 0 of step 0, or the gradient in it. None when the module's

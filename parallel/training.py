@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel import gradients as sync
 from parallel.batch import deliver
-from parallel.layout import Placement, Shard, pieces, rows, shard
+from parallel.layout import Box, Placement, pieces, rows, shard
 from parallel.loss import counted
 from parallel.mesh import Mesh
 from parallel.metric import Metric
@@ -29,7 +29,7 @@ from reference.states import after
 
 __all__ = ["LARGEST_LOGITS", "Rank", "Value", "set_up", "train"]
 
-Value = Tensor | tuple[Shard, ...]
+Value = Tensor | tuple[Box, ...]
 LARGEST_LOGITS = 2**24
 """Elements of the full logits of one step above which an outcome leaves them out."""
 _WEIGHT_DECAY = 0.01
@@ -54,7 +54,7 @@ class Rank:
         """Are there numbers to compare? A run on shapes alone shall need the memory of training and no more."""
         return self.device.type != "meta"
 
-    def boxes(self, local: Tensor, place: Placement) -> tuple[Shard, ...]:
+    def boxes(self, local: Tensor, place: Placement) -> tuple[Box, ...]:
         """The boxes of the full tensor that a local tensor of this rank holds."""
         axis = self.mesh.axis(place.axis or self.mode.weight_axis)
         return pieces(local, place, index=axis.rank, parts=axis.size)
@@ -126,14 +126,14 @@ def _metric(case: Case, mode: Mode, mesh: Mesh) -> Metric | None:
     return Metric(place, mesh.axis("tp"), vocab=case.vocab, sequence_dim=mode.sequence_dim)
 
 
-def _metrics(rank: Rank, metric: Metric) -> dict[str, tuple[Shard, ...]]:
+def _metrics(rank: Rank, metric: Metric) -> dict[str, tuple[Box, ...]]:
     """The metric's sums over the run, one row a data rank; those that rounding may turn in float64 only."""
     dp = rank.mesh.axis("dp")
     names = ["tokens", "log_likelihood", "loss_of", *(("right", "right_of") if rank.case.dtype == "float64" else ())]
     sums: dict[str, Tensor] = {name: getattr(metric.total, name) for name in names}
     return {
         f"metric/{name}": (
-            Shard(
+            Box(
                 local=value[None],
                 offsets=(dp.rank, *[0] * value.dim()),
                 global_shape=(dp.size, *value.shape),
@@ -143,7 +143,7 @@ def _metrics(rank: Rank, metric: Metric) -> dict[str, tuple[Shard, ...]]:
     }
 
 
-def _accumulate(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Shard, ...] | None]:
+def _accumulate(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Box, ...] | None]:
     """All micro-batches of a step, forward and backward: this rank's loss sum, token count and logits."""
     case, mode = rank.case, rank.mode
     sequences = 1 if case.packed else case.batch
@@ -151,7 +151,7 @@ def _accumulate(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Shard, ...
     keep = rank.proves and case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
     loss = torch.zeros((), dtype=torch.float64, device=rank.device)
     tokens = torch.zeros_like(loss)
-    boxes: list[Shard] = []
+    boxes: list[Box] = []
     for micro in range(case.micro):
         batch = rank.parts.local(deliver(case, rank.mesh, step, micro, rank.device))
         logits = rank.model(batch)

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from parallel import pairs
 from parallel.collectives import all_gather, reduce_scatter
-from parallel.embedding import Table
+from parallel.embedding import EmbeddingTable
 from parallel.mesh import Axis
 from parallel.weights import Alone, weight_product
 
@@ -71,8 +71,8 @@ class WeightEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.axis, self.dim = axis, dim
-        self.tokens = Table(tokens, dtype=dtype, device=device)
-        self.positions = None if positions is None else Table(positions, dtype=dtype, device=device)
+        self.tokens = EmbeddingTable(tokens, dtype=dtype, device=device)
+        self.positions = None if positions is None else EmbeddingTable(positions, dtype=dtype, device=device)
 
     def forward(self, tokens_Bs: Tensor, positions_Bs: Tensor) -> Tensor:
         """Hidden states [B, s, D] of this rank's tokens; the lookup saves ids, never the table."""

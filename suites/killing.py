@@ -26,7 +26,7 @@ from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.held_back import HELD_BACK
 from suites.mutants.rows import OURS, Killed, faults_killed, mutant_killed
 
-__all__ = ["Plan", "disturbed", "kills", "planned", "planted"]
+__all__ = ["KillPlan", "disturbed", "kills", "planned", "planted"]
 
 _SMALL = (
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2 dp=3",
@@ -47,7 +47,7 @@ _ROWS = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS, *HELD_BACK)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class KillPlan:
     """Rows to come in one mode: a mutant or variant by name, or some faults of a case by their objects.
 
     A run of theirs may take `timeout_s` seconds.
@@ -65,7 +65,7 @@ class Plan:
         return len(self.faults) or 1
 
 
-def planned(subject: NamedSubject, *, quick: bool, only: str = "", timeout_s: float = 60.0) -> list[Plan]:
+def planned(subject: NamedSubject, *, quick: bool, only: str = "", timeout_s: float = 60.0) -> list[KillPlan]:
     """What to plant in this subject; `only` "held-back" are those mutants alone, "open" is everything else.
 
     Raises RequestError when it takes none of the cases that would show a fault, or has no such mutants.
@@ -88,7 +88,7 @@ def planned(subject: NamedSubject, *, quick: bool, only: str = "", timeout_s: fl
     return [replace(plan, timeout_s=timeout_s) for plan in plans]
 
 
-def planted(*, quick: bool, only: str = "") -> list[Plan]:
+def planted(*, quick: bool, only: str = "") -> list[KillPlan]:
     """The mutants and variants of our own subject, all of them or `only` the held-back or the open ones."""
     plans = []
     for number, mutant in enumerate(_ROWS.values()):
@@ -96,13 +96,13 @@ def planted(*, quick: bool, only: str = "") -> list[Plan]:
             continue
         modes = sorted(mutant.modes)
         chosen = [modes[number % len(modes)]] if quick else modes
-        plans += [Plan(name=mutant.name, mode=mode) for mode in chosen]
+        plans += [KillPlan(name=mutant.name, mode=mode) for mode in chosen]
     return plans
 
 
 def disturbed(
     subject: NamedSubject, mode: str, engine: Engine, *, quick: bool, only: Case | None = None, timeout_s: float = 60.0
-) -> list[Plan]:
+) -> list[KillPlan]:
     """The faults of one mode, from the ledgers of undisturbed runs; none in a mode that the subject refuses.
 
     With `only` those of this case.
@@ -113,7 +113,7 @@ def disturbed(
         faults = [fault for fault in faults_of(events, case.axes) if str(fault) not in known]
         known |= {str(fault) for fault in faults}
         chosen = faults[:: max(1, len(faults) // _QUICK_FAULTS)] if quick else faults
-        plans += [Plan(mode=mode, case=case, faults=part) for part in _parts(chosen)]
+        plans += [KillPlan(mode=mode, case=case, faults=part) for part in _parts(chosen)]
     return plans
 
 
@@ -138,7 +138,7 @@ def _parts(faults: Sequence[Fault]) -> Iterator[tuple[Fault, ...]]:
         yield tuple(part)
 
 
-def kills(plans: Sequence[Plan], subject: NamedSubject, *, processes: int = 1) -> Iterator[Killed]:
+def kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: int = 1) -> Iterator[Killed]:
     """The rows of these plans, each as soon as it is known; from several processes in no fixed order.
 
     Raises RankDied when a process ends by force.
@@ -161,12 +161,12 @@ def kills(plans: Sequence[Plan], subject: NamedSubject, *, processes: int = 1) -
         pool.shutdown(cancel_futures=True)
 
 
-def _in_a_process(plan: Plan, subject: NamedSubject) -> list[Killed]:
+def _in_a_process(plan: KillPlan, subject: NamedSubject) -> list[Killed]:
     with engine_named("inproc") as engine:
         return _killed(plan, subject, engine)
 
 
-def _killed(plan: Plan, subject: NamedSubject, engine: Engine) -> list[Killed]:
+def _killed(plan: KillPlan, subject: NamedSubject, engine: Engine) -> list[Killed]:
     if plan.case is not None:
         return faults_killed(plan.case, plan.faults, subject, engine, plan.timeout_s)
     return [mutant_killed(_ROWS[plan.name], plan.mode, engine, plan.timeout_s)]

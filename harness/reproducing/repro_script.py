@@ -31,15 +31,15 @@ GONE, REPRODUCED, UNDECIDED = 0, 1, 2
 LIMIT_S = 120.0
 
 
-class Case:
+class PlainCase:
     """The words of the case as attributes, and what follows from them; equal to nothing but itself."""
 
     def __init__(self, words: Mapping[str, Any]) -> None:
         self.__dict__.update(words)
 
-    def but(self, **words: Any) -> Case:
+    def but(self, **words: Any) -> PlainCase:
         """This case with other words; what follows from them stays as it is."""
-        return Case({**self.__dict__, **words})
+        return PlainCase({**self.__dict__, **words})
 
     def axis_rank(self, axis: str, rank: int) -> int:
         """The place of a rank in its group along an axis."""
@@ -49,7 +49,7 @@ class Case:
 def case_of(facts: Mapping[str, Any]) -> Any:
     """The case: the words alone, or for a subject that is part of shardproof its own kind of case."""
     if not facts["case_text"]:
-        return Case(facts["case"])
+        return PlainCase(facts["case"])
     module, _, name = "reference.case:Case".partition(":")
     return getattr(importlib.import_module(module), name).parse(facts["case_text"])
 

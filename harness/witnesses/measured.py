@@ -35,7 +35,7 @@ from harness.subject import named_axes
 from harness.witnesses.chosen import during, step_ends
 from harness.witnesses.switches import Tracing, captured
 
-__all__ = ["TOOLS", "Measured", "Measurement", "digest", "measure"]
+__all__ = ["TOOLS", "WatchedRank", "Measurement", "digest", "measure"]
 
 TOOLS = ("torch", "nsys")
 
@@ -56,7 +56,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class WatchedRank:
     """What one rank gave: the recorder's ledger of the whole run, the call indices that the witness was there for,
     seconds of the unwatched runs and of the watched one, both digests."""
 
@@ -69,7 +69,7 @@ class Measured:
     watched: str
 
 
-def measure(rank: int, measurement: Measurement) -> Measured:
+def measure(rank: int, measurement: Measurement) -> WatchedRank:
     """Run the subject on this rank as the measurement says; torch.distributed is initialised."""
     subject: Any = resolve(measurement.subject)
     program = _Program(subject, rank_device(measurement.device, rank), rank, measurement)
@@ -81,7 +81,7 @@ def measure(rank: int, measurement: Measurement) -> Measured:
         dist.barrier()
         timed.append(program.timed())
     events, calls, spent, watched = _watched(rank, measurement, program)
-    return Measured(
+    return WatchedRank(
         events=events,
         calls=calls,
         seconds=tuple(seconds for seconds, _ in timed),

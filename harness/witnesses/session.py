@@ -20,7 +20,7 @@ from harness.errors import MachineError, error_text
 from harness.protocols import CaseLike, case_text
 from harness.witnesses.chosen import steps_text
 from harness.witnesses.database import read_database
-from harness.witnesses.measured import Measured
+from harness.witnesses.measured import WatchedRank
 from harness.witnesses.nsys import database_of
 from harness.witnesses.sighting import Sighting
 from harness.witnesses.torch_trace import read_traces
@@ -56,7 +56,7 @@ class Session:
 
     tool: str
     folder: Path
-    ranks: tuple[Measured, ...] = ()
+    ranks: tuple[WatchedRank, ...] = ()
     seen: tuple[Sighting, ...] = ()
     problem: str = ""
 
@@ -107,7 +107,7 @@ def _session(job: SessionRequest, folder: Path, case: CaseLike, seen: Sequence[S
             )
         end: RankResult = pickle.loads(left.read_bytes())
         left.unlink()
-        if not isinstance(end.value, Measured):
+        if not isinstance(end.value, WatchedRank):
             why = error_text(end.error) if end.error else "its program left early"
             return Session(tool=job.tool, folder=folder, problem=f"rank {rank} failed: {why}")
         ranks.append(end.value)
@@ -118,7 +118,7 @@ def _session(job: SessionRequest, folder: Path, case: CaseLike, seen: Sequence[S
     return Session(tool=job.tool, folder=folder, ranks=tuple(ranks), seen=tuple(seen))
 
 
-def _parted(steps: range | None, ranks: Sequence[Measured]) -> str:
+def _parted(steps: range | None, ranks: Sequence[WatchedRank]) -> str:
     """Why what was watched is not what the ledger gives to the chosen steps, "" when it is."""
     for rank, measured in enumerate(ranks):
         mine = {event.call_index for event in measured.events if steps is None or event.step in steps}

@@ -16,7 +16,7 @@ import parallel
 from suites.mutants import absent
 from suites.mutants.planting import planted, source_of
 
-__all__ = ["Site", "sites", "source_without", "without"]
+__all__ = ["CallSite", "sites", "source_without", "without"]
 
 _RAW = "parallel.collectives"
 _APART = (_RAW, "parallel.deviations", "parallel.scaled")
@@ -25,7 +25,7 @@ subject of its own (tests/parallel/test_scaled.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Site:
+class CallSite:
     """One call of the raw collective `name` in `module`, at `line`:`column`, inside the function `within`."""
 
     module: str
@@ -38,18 +38,18 @@ class Site:
         return f"{self.module.removeprefix('parallel.')}:{self.within}:{self.name}:{self.line}"
 
 
-def sites() -> list[Site]:
+def sites() -> list[CallSite]:
     """All sites of all modules of `parallel` but the variants, in the order of the source."""
     modules = [info.name for info in pkgutil.walk_packages(parallel.__path__, "parallel.") if info.name not in _APART]
     return sorted(site for module in modules for site in _sites(module, ast.parse(source_of(module))))
 
 
-def without(site: Site, subject: str = "parallel.subject:subject") -> Callable[..., Any]:
+def without(site: CallSite, subject: str = "parallel.subject:subject") -> Callable[..., Any]:
     """Our subject in which this one call is not issued."""
     return planted(source_without(site), subject)
 
 
-def source_without(site: Site) -> dict[str, str]:
+def source_without(site: CallSite) -> dict[str, str]:
     """The source of the site's module with the stand-in in place of the call."""
     tree = ast.parse(source_of(site.module))
     aliases = _aliases(tree)
@@ -78,16 +78,16 @@ def _called(node: ast.Call, aliases: dict[str, str]) -> str:
     return aliases.get(node.func.id, "") if isinstance(node.func, ast.Name) else ""
 
 
-def _sites(module: str, tree: ast.Module) -> Iterator[Site]:
+def _sites(module: str, tree: ast.Module) -> Iterator[CallSite]:
     aliases = _aliases(tree)
 
-    def walk(node: ast.AST, within: str) -> Iterator[Site]:
+    def walk(node: ast.AST, within: str) -> Iterator[CallSite]:
         for child in ast.iter_child_nodes(node):
             inside = within
             if isinstance(child, ast.FunctionDef | ast.ClassDef):
                 inside = f"{within}.{child.name}".lstrip(".")
             if isinstance(child, ast.Call) and (name := _called(child, aliases)):
-                yield Site(module=module, line=child.lineno, column=child.col_offset, name=name, within=within)
+                yield CallSite(module=module, line=child.lineno, column=child.col_offset, name=name, within=within)
             yield from walk(child, inside)
 
     yield from walk(tree, "")

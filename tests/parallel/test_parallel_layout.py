@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.layout import Placement, Shard, gather, local_shape, pieces, rows, shard
+from parallel.layout import Box, Placement, gather, local_shape, pieces, rows, shard
 from parallel.mesh import axis_size
 from parallel.registry import MODES
 from reference.case import Case
@@ -87,7 +87,7 @@ def test_illegal_placements_and_tensors_are_named() -> None:
 
 
 def test_rows_move_boxes_down_a_taller_tensor() -> None:
-    box = Shard(local=torch.ones(2, 3), offsets=(1, 4), global_shape=(3, 7))
+    box = Box(local=torch.ones(2, 3), offsets=(1, 4), global_shape=(3, 7))
     (moved,) = rows([box], first=6, total=12)
     assert (moved.offsets, moved.global_shape) == ((7, 4), (12, 7))
     assert moved.local is box.local

@@ -14,7 +14,7 @@ from parallel.batch import deliver
 from parallel.layout import Placement, shard
 from parallel.loss import counted
 from parallel.mesh import Axis, Mesh
-from parallel.metric import Measured, Metric
+from parallel.metric import Metric, MetricSums
 from parallel.registry import MODES
 from parallel.subject import subject
 from parallel.training import set_up
@@ -33,8 +33,8 @@ PLACES = {
 }
 
 
-def _measured(place: Placement, logits: Tensor, calls: Calls | None = None) -> list[Measured]:
-    def program(axis: Axis) -> Measured:
+def _measured(place: Placement, logits: Tensor, calls: Calls | None = None) -> list[MetricSums]:
+    def program(axis: Axis) -> MetricSums:
         local = shard(logits, place, index=axis.rank, parts=axis.size)
         metric = Metric(place, axis, vocab=VOCAB, sequence_dim=1)
         with torch.no_grad():

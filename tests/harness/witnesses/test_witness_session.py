@@ -16,7 +16,7 @@ from harness.engines.processes.rank_program import RankResult
 from harness.errors import MachineError
 from harness.running.witnessing import Witnesses, witnesses
 from harness.witnesses import session as session_module
-from harness.witnesses.measured import Measured
+from harness.witnesses.measured import WatchedRank
 from harness.witnesses.nsys import command, database_of, nsys_path, on_gpus
 from harness.witnesses.session import Session, SessionRequest, hold
 from tests.harness.witnesses.viewed_subject import subject
@@ -63,7 +63,9 @@ def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(tool
 
 def test_an_outcome_that_changes_when_watched_fails() -> None:
     (case,) = parse_cases(["mode=tp tp=2"])
-    measured = Measured(events=(), calls=range(0), seconds=(1.0,), watched_s=1.0, peak_bytes=1, plain="a", watched="b")
+    measured = WatchedRank(
+        events=(), calls=range(0), seconds=(1.0,), watched_s=1.0, peak_bytes=1, plain="a", watched="b"
+    )
     session = Session(tool="nsys", folder=Path(), ranks=(measured, replace(measured, watched="a")))
     assert session.disturbed == (0,)
 

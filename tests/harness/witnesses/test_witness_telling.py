@@ -14,7 +14,7 @@ from harness.ledger import Event
 from harness.protocols import CaseLike
 from harness.running.witnessing import Told, Witnesses
 from harness.witnesses.agreement import agreement
-from harness.witnesses.measured import Measured
+from harness.witnesses.measured import WatchedRank
 from harness.witnesses.session import Session
 from harness.witnesses.sighting import Sighting
 from reference.case import Case
@@ -103,10 +103,10 @@ def test_nothing_seen_in_six_lines() -> None:
 def told_of(*watched: str) -> Told:
     """What is told of a session whose ranks' outcomes have these digests when they are watched, "a" when not."""
 
-    def measured(rank: int, digest: str) -> Measured:
+    def measured(rank: int, digest: str) -> WatchedRank:
         mine: tuple[Event, ...] = tuple(event for event in EVENTS if event.rank == rank)
         calls = range(len(mine))
-        return Measured(
+        return WatchedRank(
             events=mine, calls=calls, seconds=(1.0,), watched_s=1.0, peak_bytes=1, plain="a", watched=digest
         )
 

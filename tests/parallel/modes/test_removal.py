@@ -21,7 +21,7 @@ from harness.running.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from suites.mutants.planting import planted_module
-from suites.mutants.removal import Site, sites, source_without, without
+from suites.mutants.removal import CallSite, sites, source_without, without
 from suites.prover import Prover
 from tests.parallel.pair_laws import broken_pairs
 
@@ -76,7 +76,7 @@ def _lacking(
 
 
 @pytest.mark.parametrize("site", sites(), ids=str)
-def test_a_removed_collective_is_named(prover: Prover, right: dict[str, tuple[Event, ...]], site: Site) -> None:
+def test_a_removed_collective_is_named(prover: Prover, right: dict[str, tuple[Event, ...]], site: CallSite) -> None:
     mutant = without(site)
     reached = next(_lacking(prover, mutant, right), None)
     if reached is None:
