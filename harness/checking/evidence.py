@@ -49,6 +49,7 @@ class Evidence:
     declared     patterns of names that the subject leaves out on purpose
     shares       what a diagnosis asked of the dense model (see Reference.shares); empty until then
     alternatives "<what if>/<name>" -> what the dense model computes of data read otherwise; empty until then
+    others       evidence of the same subject in cases that differ in one size, when a diagnosis asked for them
     """
 
     case: CaseLike
@@ -73,6 +74,7 @@ class Evidence:
     declared: tuple[str, ...] = ()
     shares: Mapping[str, Tensor] = field(default_factory=dict)
     alternatives: Mapping[str, Tensor] = field(default_factory=dict)
+    others: tuple[Evidence, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -26,11 +26,14 @@ from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.factors import from_factor
 from harness.diagnosing.rules.layouts import from_flaws
 from harness.diagnosing.rules.losses import from_parts, more_classes
+from harness.diagnosing.rules.norms import from_norms
 from harness.diagnosing.rules.offsets import from_offsets
-from harness.diagnosing.rules.patterns import causes, drift, explains, not_finite, partial_sums
+from harness.diagnosing.rules.patterns import causes, drift, not_finite, partial_sums, rounded
 from harness.diagnosing.rules.places import blocks_of, comparable, wrong_ranks
+from harness.diagnosing.rules.regions import from_regions
 from harness.diagnosing.rules.steps import from_states
-from harness.diagnosing.rules.sums import from_counts, from_losses, from_norms, from_shares
+from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
+from harness.diagnosing.rules.terms import from_terms
 from harness.diagnosing.rules.updates import from_start, from_updates
 from harness.diagnosing.rules.what_ifs import what_if
 from harness.differences import Difference, EventKey
@@ -69,6 +72,8 @@ _USUAL: Mapping[str, tuple[str, str]] = {
     ),
 }
 """What is usually behind a check that nothing else explains: check -> (cause, words)."""
+THROUGHOUT = 0.9
+"""Share of a shard's elements that are wrong when the shard is."""
 
 
 def likely(
@@ -88,9 +93,11 @@ def likely(
         return tuple(said)
     failed = [check for check, finding in findings.items() if finding.verdict == FAIL]
     by_check = [Cause(id=known, words=words) for check, (known, words) in _STATED.items() if check in failed]
+    by_call = [_blame(parted)] if parted else []
+    if by_check and by_check[0].id == "not_waited" and parted and _waits_for_none(evidence, parted):
+        return tuple(by_call)
     if by_check:
         return tuple((from_flaws(evidence, wrong) if "merge" in failed else []) or by_check[:1])
-    by_call = [_blame(parted)] if parted else []
     call_first = call_first and by_call[0].id != "wrong_place"  # that changes no number
     numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
     said = (what_if(evidence, numbers) or more_classes(evidence, numbers[0], parted)) if numbers else []
@@ -111,6 +118,12 @@ def _from_groups(evidence: Evidence) -> list[Cause]:
     seen = lists_text(event.group for event in found if event.axis == axis)
     words = f"calls named {axis} run over the ranks {seen}; the rank lists of axis {axis} are "
     return [Cause(id="wrong_group", words=words + lists_text(evidence.axes[axis]))]
+
+
+def _waits_for_none(evidence: Evidence, parted: Difference) -> bool:
+    """Whether all calls that were never waited for are the one too many: there was no use to wait for."""
+    from_there = (bool(parted.caller) and work.caller.startswith(parted.caller) for work in evidence.unwaited)
+    return parted.kind == "extra" and bool(evidence.unwaited) and all(from_there)
 
 
 def _by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
@@ -134,7 +147,9 @@ def _by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     if kind == "tokens":
         return _of_tokens(evidence, wrong)
     if is_state(first) or kind == "param":
-        return from_states(evidence, wrong) or from_updates(evidence, _parameters(wrong))
+        value = evidence.merged.tensors.get(first)
+        said = [] if value is None else rounded(value, evidence.truth[first])
+        return said or from_states(evidence, wrong) or from_updates(evidence, _parameters(wrong))
     said = _of_values(evidence, alike if kind == "grad" else alike[:1])
     if not said and kind == "act":  # a weight may have been wrong from the start
         return from_start(evidence, wrong)
@@ -189,7 +204,7 @@ def _of_replicas(evidence: Evidence, torn: Sequence[str]) -> list[Cause]:
 
 
 def _of_values(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
-    """What wrong values look like: a factor on all of them, a bias, the right numbers in other places."""
+    """What wrong values look like: a factor on all of them, rounded, a term too few, right numbers in other places."""
     known = [name for name in names if name in evidence.merged.tensors]
     if not known:
         return []
@@ -197,36 +212,32 @@ def _of_values(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
     value, axes = evidence.merged.tensors[first], split_axes(evidence.case)
     if kind_of(first) == "logits":
         axes |= {"data ranks and micro-batches": axes.get("dp", 1) * evidence.case.micro}
-    said = from_factor(evidence, known) or _bias(evidence, first)
+    said = from_factor(evidence, known) or rounded(value, truth) or from_terms(evidence, first)
     said = said or from_offsets(evidence, known) or causes(value, truth, axes, _neighbours(evidence, first))
-    return said or _one_shard(evidence, first)
+    return said or from_regions(evidence, first) or _one_shard(evidence, first)
 
 
 def _one_shard(evidence: Evidence, name: str) -> list[Cause]:
-    """Whether a tensor that is cut over an axis is wrong at one place of that axis alone."""
+    """Whether a tensor that is cut over an axis is wrong at one place of that axis alone, and all over that part."""
     wrong, blocks = set(wrong_ranks(evidence, name)), blocks_of(evidence, name)
     for axis, size in split_axes(evidence.case).items():
         places = [{ranks[place] for ranks in evidence.axes[axis]} for place in range(size)]
         cut = len({tuple(block.region for block in blocks[rank]) for rank in evidence.axes[axis][0] if rank in blocks})
-        if cut == size and wrong in places:
-            words = f"only part {places.index(wrong)} of {size} over {axis} is wrong: look at what that rank does alone"
+        if cut == size and wrong in places and all(_throughout(evidence, name, rank) for rank in wrong):
+            words = f"only part {places.index(wrong)} of {size} over {axis} is wrong, and nearly all of it"
             return [Cause(id="one_shard", words=words)]
     return []
 
 
-def _bias(evidence: Evidence, name: str) -> list[Cause]:
-    """Whether a module's own bias is missing from what it returned, or is in it more than once."""
-    bias = evidence.shares.get(f"start/{name.removeprefix('act/')}.bias")
-    value, truth = evidence.merged.tensors[name], evidence.truth[name]
-    if bias is None or kind_of(name) != "act" or truth.shape[-1:] != bias.shape:
-        return []
-    if explains(truth.double() - bias.double(), value, truth):
-        return [Cause(id="bias_missing", words="the bias is not in it: never added")]
-    for axis, size in split_axes(evidence.case).items():
-        if explains(truth.double() + (size - 1) * bias.double(), value, truth):
-            words = f"the bias is in it {size} times, and {axis}={size}: every rank adds it before the sum"
-            return [Cause(id="bias_per_rank", words=words)]
-    return []
+def _throughout(evidence: Evidence, name: str, rank: int) -> bool:
+    """Whether nearly all that a rank holds of a tensor is wrong: some rows are no shard."""
+    truth = evidence.truth[name].double()
+    limit = 1e-6 * float(truth.square().mean().sqrt())
+    for block in blocks_of(evidence, name)[rank]:
+        gap = (block.local.double() - truth[tuple(slice(a, b) for a, b in block.region)]).abs()
+        if gap.numel() and float((gap > limit).double().mean()) < THROUGHOUT:
+            return False
+    return True
 
 
 def _neighbours(evidence: Evidence, name: str) -> dict[str, Tensor]:

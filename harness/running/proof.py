@@ -15,6 +15,7 @@ from harness.checking.checks import CHECKS, Check, examine
 from harness.checking.dry_checks import DRY_CHECKS
 from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
+from harness.diagnosing.diagnosis import explained as what_they_share
 from harness.diagnosing.six_lines import NO_OUTCOME, crash, tell
 from harness.diagnosing.tracebacks import whole
 from harness.engines.engine import Engine
@@ -24,6 +25,7 @@ from harness.ledger import Event
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.running.dry_trial import dry_evidence
 from harness.running.judging import judged
+from harness.running.other_sizes import elsewhere
 from harness.running.store import Store
 from harness.running.trial import REFERENCE, Reference, Trial, explained, recorded, watched
 from harness.subject import NamedSubject, Unanswered, named, refusal
@@ -153,7 +155,18 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str) -> CaseResu
             context = {**examine(evidence), **findings}
         wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
         evidence = explained(trial, evidence, wrong)
+        evidence = _with_other_sizes(trial, evidence, context)
     return _result(trial, evidence, findings, context, options)
+
+
+def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
+    """The same evidence with that of cases of another size, where a cause is a factor that equals a size."""
+    try:
+        shared = what_they_share(evidence, findings)
+    except Exception:  # the diagnosis of every check will say why
+        return evidence
+    sizes = tuple(dict.fromkeys(size for cause in shared.causes for size in cause.follows))
+    return replace(evidence, others=elsewhere(trial, evidence, sizes, shared.first.name)) if sizes else evidence
 
 
 def _result(
@@ -209,10 +222,12 @@ def _diagnosed(
 ) -> dict[str, Diagnosis | Exception]:
     """Every failed check -> its diagnosis, or why there is none: a failure that cannot be explained stays one."""
     told: dict[str, Diagnosis | Exception] = {}
+    shared = None
     for check, finding in findings.items():
         if finding.verdict == FAIL:
             try:
-                told[check] = diagnose(evidence, context, check)
+                shared = shared or what_they_share(evidence, context)
+                told[check] = diagnose(evidence, context, check, shared)
             except Exception as problem:
                 told[check] = problem
     return told

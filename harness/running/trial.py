@@ -61,6 +61,7 @@ class Reference:
     alternatives: str = "reference.what_ifs:alternatives"
     trainings: str = "reference.what_if_training:trainings"
     rules: str = "reference.what_if_rules:rules"
+    metrics: str = "reference.what_if_metrics:metrics"
 
 
 REFERENCE = Reference(kinks="reference.kinks:kinks", slack="reference.adam:slack", anchors="reference.anchors:anchors")
@@ -211,6 +212,8 @@ def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evide
             what_if |= trial.dense(trial.reference.alternatives, part="explained")
         if "act" in kinds:
             what_if |= trial.dense(trial.reference.rules, part="explained")
+        if "metric" in kinds:
+            what_if |= trial.dense(trial.reference.metrics, part="explained")
         if "param" in kinds:
             what_if |= trial.dense(trial.reference.trainings, part="explained")
     except Exception as problem:  # the failure stands; less of it is explained, and that is said

@@ -125,10 +125,15 @@ CAUSES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One likely cause of one failure. Raises ValueError for an id that CAUSES does not know."""
+    """One likely cause of one failure. Raises ValueError for an id that CAUSES does not know.
+
+    `follows`: sizes of the case that a factor equals, so that a case with another one would show whether it comes from
+    them.
+    """
 
     id: str
     words: str
+    follows: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.id not in CAUSES:

@@ -1,25 +1,46 @@
 """Wrong tensors that are the truth times one number, and which sizes of the case that number may come from.
 
 A sum over an axis is named only where such a sum can happen to this very tensor (`_summable`). Where several sizes of
-the case equal the factor, all of them are named: numbers alone cannot choose between them.
+the case equal the factor, or a constant might, `Evidence.others` decides: the same subject in cases with another size.
+A factor that follows the size comes from it, one that stays is a constant. Without such cases all sizes that fit are
+named: numbers of one case alone cannot choose between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.tolerance import kind_of
 from harness.diagnosing.rules.causes import Cause
-from harness.diagnosing.rules.patterns import explains, share_left
+from harness.diagnosing.rules.patterns import SINGLE, explains, share_left
 from harness.diagnosing.rules.places import blocks_of
 
-__all__ = ["factor_of", "from_factor", "meaning_of"]
+__all__ = ["Measure", "factor_of", "from_factor", "meaning_of"]
 
+Measure = Callable[[Evidence], float | None]
+"""Evidence of another case -> the factor there of what is wrong here; None when it shows none."""
 _NEAR = 1e-6
 """A factor is a size within this share of it, or within what rounding leaves of the error."""
+_LARGE = 3
+"""From this size on a factor that equals it is no constant by chance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Guess:
+    """A size to some power that a factor equals: the axis ("micro" or "tokens" too) and what it would mean."""
+
+    id: str
+    size: str
+    power: int
+    meaning: str
+
+    def factor(self, evidence: Evidence) -> float:
+        """What the factor would be in this case."""
+        return float(_counts(evidence).get(self.size, 1)) ** self.power
 
 
 def factor_of(value: Tensor, truth: Tensor) -> float | None:
@@ -39,37 +60,101 @@ def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
     if not known or len(known) < len(names) or not all(_equal(factor, known[0], near) for factor in known):
         return []
     found, told = known[0], f"{'it is' if len(names) == 1 else 'all are'} {known[0]:.4g} x the truth"
-    by_micro = _of_count(names, found, told, near, "micro", float(evidence.case.micro))
-    causes = [*_of_axes(evidence, names, found, told, near), *by_micro]
-    if not causes and "tokens" in evidence.shares:
-        causes = _of_count(names, found, told, near, "tokens of the step", float(evidence.shares["tokens"].sum()))
-    if not causes and _equal(found, -1, near):
-        return [Cause(id="sign", words=f"{told}: the sign is wrong")]
+    causes = _decided(evidence, _guesses(evidence, names), found, told, near, lambda other: _there(other, names[0]))
     single = len(names) == 1 and evidence.truth[names[0]].numel() == 1  # any wrong number is a factor times the right
-    return causes or ([] if single else [Cause(id="constant_factor", words=f"{told}: a constant factor is wrong")])
+    return [] if single and [cause.id for cause in causes] == ["constant_factor"] and not causes[0].follows else causes
 
 
-def meaning_of(evidence: Evidence, factor: float, told: str, near: float) -> list[Cause]:
-    """What a factor on the updates of a step means when it is a size of the case; `told` says what it multiplies."""
-    sizes = {**_sizes(evidence), "micro": evidence.case.micro}
-    for known, power, meaning in (
-        ("summed_twice", 1, "summed over it once too often, or not divided by it"),
-        ("averaged", -1, "averaged over it where it must be summed, or divided again"),
-    ):
-        alike = [f"{axis}={n}" for axis, n in sizes.items() if n > 1 and _equal(factor, float(n) ** power, near)]
-        if alike:
-            return [Cause(id=known, words=f"{told}, and {' or '.join(alike)}: {meaning}")]
-    return [Cause(id="sign", words=f"{told}: the sign is wrong")] if _equal(factor, -1, near) else []
+def meaning_of(
+    evidence: Evidence, factor: float, told: str, near: float, measure: Measure, *, forward: bool = False
+) -> list[Cause]:
+    """What a factor means that some part of a wrong tensor has; `told` says what it multiplies, `measure` finds it in
+    another case. In forward no micro-batch knows of another one.
+    """
+    guesses = []
+    for size in [*_sizes(evidence), *([] if forward else ["micro"])]:
+        too_often = "summed over it once too often, or not divided by it"
+        guesses.append(_Guess(id="summed_twice", size=size, power=1, meaning=too_often))
+        again = "averaged over it where it must be summed, or divided again"
+        guesses.append(_Guess(id="averaged", size=size, power=-1, meaning=again))
+    return _decided(evidence, guesses, factor, told, near, measure)
+
+
+def _there(other: Evidence, name: str) -> float | None:
+    """The factor on this tensor in another case; 1 where it is right."""
+    value, truth = other.merged.tensors.get(name), other.truth.get(name)
+    if value is None or truth is None or value.shape != truth.shape:
+        return None
+    error = float((value.double() - truth.double()).norm())
+    return 1.0 if error <= SINGLE * float(truth.double().norm()) else factor_of(value, truth)
 
 
 def _equal(one: float, other: float, near: float) -> bool:
     return abs(one - other) <= near * abs(other)
 
 
-def _of_axes(evidence: Evidence, names: Sequence[str], found: float, told: str, near: float) -> Iterator[Cause]:
-    """Sums and means over axes that have this many ranks."""
+def _decided(
+    evidence: Evidence, guesses: Sequence[_Guess], found: float, told: str, near: float, measure: Measure
+) -> list[Cause]:
+    """The guesses that this factor leaves, here and in other cases; else the sign, or a constant."""
+    fitting = [g for g in guesses if _counts(evidence).get(g.size, 1) > 1 and _equal(g.factor(evidence), found, near)]
+    seen = [(other, there) for other in evidence.others if (there := measure(other)) is not None]
+    wide = max(near, SINGLE)
+    left = [g for g in fitting if all(_equal(there, g.factor(other), wide) for other, there in seen)]
+    stays = all(_equal(there, found, wide) for _, there in seen)
+    if seen and stays:  # sizes that could not be changed are left, and a constant fits as well
+        left = [g for g in left if _counts(evidence)[g.size] >= _LARGE]
+    if left:
+        shown = _shown(evidence, seen, {g.size for g in left})
+        return _of_guesses(evidence, left, told, shown)
+    if fitting and seen and not stays:
+        return []
+    if _equal(found, -1, near):
+        return [Cause(id="sign", words=f"{told}: the sign is wrong")]
+    sizes = {g.size for g in fitting}
+    words = f"{told}: a constant factor is wrong{_shown(evidence, seen, sizes)}"
+    return [Cause(id="constant_factor", words=words, follows=tuple(sizes))]
+
+
+def _of_guesses(evidence: Evidence, left: Sequence[_Guess], told: str, shown: str) -> list[Cause]:
+    """The first power of an axis that is left with all axes of that size, then numbers of micro-batches or tokens."""
+    causes = []
+    first = next((g for g in left if g.id != "constant_factor"), None)
+    if first:
+        alike = [g for g in left if (g.id, g.power) == (first.id, first.power)]
+        causes.append((first, alike))
+    counts = [g for g in left if g.id == "constant_factor"]
+    causes += [(g, [g]) for g in counts[:1] if not (first and g.size == "tokens of the step")]
+    return [
+        Cause(
+            id=guess.id,
+            words=f"{told}, and {' or '.join(_label(evidence, g.size) for g in alike)}: {guess.meaning}{shown}",
+            follows=tuple(dict.fromkeys(g.size for g in left)),
+        )
+        for guess, alike in causes
+    ]
+
+
+def _shown(evidence: Evidence, seen: Sequence[tuple[Evidence, float]], sizes: set[str]) -> str:
+    """What other cases say of the factor: "; 0.25 where tp=4"."""
+    here = _counts(evidence)
+    told = [
+        f"{there:.4g} where {_label(other, size)}"
+        for other, there in seen
+        for size in sorted(sizes)
+        if _counts(other).get(size) != here.get(size)
+    ]
+    return f" ({', '.join(told)})" if told else ""
+
+
+def _label(evidence: Evidence, size: str) -> str:
+    return f"{size}={_counts(evidence).get(size, 1):g}"
+
+
+def _guesses(evidence: Evidence, names: Sequence[str]) -> list[_Guess]:
+    """What a factor on these tensors may come from: sums and means over axes, numbers of micro-batches and tokens."""
     sizes = _sizes(evidence)
-    summable = {axis: size for axis, size in sizes.items() if all(_summable(evidence, axis, name) for name in names)}
+    summable = [axis for axis in sizes if all(_summable(evidence, axis, name) for name in names)]
     forward = kind_of(names[0]) in ("act", "logits")
     several = (
         ("summed_twice", summable, 1, "summed over it once too often, or not divided by it"),
@@ -77,25 +162,25 @@ def _of_axes(evidence: Evidence, names: Sequence[str], found: float, told: str, 
         ("summed_twice", summable, 2, "summed over it twice too often"),
         ("averaged", summable if forward else sizes, -2, "divided by it twice too often"),
     )
-    for known, axes, power, meaning in several:
-        if alike := [f"{axis}={size}" for axis, size in axes.items() if _equal(found, float(size) ** power, near)]:
-            yield Cause(id=known, words=f"{told}, and {' or '.join(alike)}: {meaning}")
-            return
+    found = [_Guess(id=known, size=s, power=p, meaning=m) for known, axes, p, m in several for s in axes]
+    for size in () if forward else ("micro", "tokens of the step"):
+        for power, meaning in ((1, "not divided by it, or multiplied once too often"), (-1, "divided by it once more")):
+            found.append(_Guess(id="constant_factor", size=size, power=power, meaning=meaning))
+    return found
 
 
-def _of_count(names: Sequence[str], found: float, told: str, near: float, count: str, size: float) -> list[Cause]:
-    """A number of micro-batches or of tokens, by which gradients and losses are divided."""
-    known = size > 1 and (_equal(found, size, near) or _equal(found, 1 / size, near))
-    if not known or kind_of(names[0]) in ("act", "logits"):
-        return []
-    too_often = "not divided by it, or multiplied once too often" if found > 1 else "divided by it once more"
-    return [Cause(id="constant_factor", words=f"{told}, and {count}={size:g}: {too_often}")]
-
-
-def _sizes(evidence: Evidence) -> dict[str, int]:
+def _sizes(evidence: Evidence) -> list[str]:
     """Axes that split something, and all ranks where they are more than those of any axis."""
-    sizes, world = split_axes(evidence.case), evidence.case.world_size
-    return sizes if world in sizes.values() else {**sizes, "all ranks": world}
+    sizes = split_axes(evidence.case)
+    return [*sizes] if evidence.case.world_size in sizes.values() else [*sizes, "all ranks"]
+
+
+def _counts(evidence: Evidence) -> dict[str, float]:
+    """Every size that a factor may come from; axes that split nothing are not among them."""
+    found: dict[str, float] = {**split_axes(evidence.case), "all ranks": evidence.case.world_size}
+    tokens = evidence.truth.get("tokens/0")
+    found |= {"micro": evidence.case.micro} | ({} if tokens is None else {"tokens of the step": float(tokens)})
+    return found
 
 
 def _summable(evidence: Evidence, axis: str, name: str) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from harness.diagnosing.rules.causes import Cause
 from harness.errors import ranks_text
 
-__all__ = ["causes", "drift", "explains", "not_finite", "partial_sums", "same", "share_left"]
+__all__ = ["causes", "drift", "explains", "not_finite", "partial_sums", "rounded", "same", "share_left"]
 
 CLOSE = 1e-2
 """A tensor is right within this share of itself, as far as these patterns look."""
@@ -27,6 +27,8 @@ _LEFT = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LEFT_IN_SHORT = 3e-2
 DRIFT = 64
 """Replicas within this many machine epsilons of the truth differ in their last bits only."""
+FEWEST = 8
+"""So many numbers of a shorter dtype are none by chance."""
 _NOT_FINITE = "NaN or infinite: uninitialised memory, an overflow or a division by zero"
 MOST_ROWS = 4096
 """Rows beyond this are not searched for permutations."""
@@ -193,6 +195,21 @@ def not_finite(locals_by_rank: Mapping[int, Tensor], truth: Tensor) -> list[Caus
     if not bad or not bool(torch.isfinite(truth).all()):
         return []
     return [Cause(id="nan", words=f"on rank{'s' if len(bad) > 1 else ''} {ranks_text(bad)} it is {_NOT_FINITE}")]
+
+
+def rounded(value: Tensor, truth: Tensor) -> list[Cause]:
+    """Whether all numbers of a wrong tensor, unlike the truth's, are ones of a shorter dtype, near the right ones."""
+    if value.shape != truth.shape or int((value != 0).sum()) < FEWEST or not bool(torch.isfinite(value).all()):
+        return []
+    x, t = value.double(), truth.double()
+    for short in (torch.float32, torch.bfloat16, torch.float16):
+        info = torch.finfo(short)
+        is_shorter = value.is_floating_point() and info.eps > torch.finfo(value.dtype).eps
+        held, needed = (bool((y.to(short).double() == y).all()) for y in (x, t))
+        if is_shorter and held and not needed and float((x - t).abs().max()) <= DRIFT * info.eps * float(t.abs().max()):
+            words = f"all its numbers are ones of {str(short).removeprefix('torch.')}: rounded to it on the way"
+            return [Cause(id="shorter_dtype", words=words)]
+    return []
 
 
 def drift(locals_by_rank: Mapping[int, Tensor], truth: Tensor) -> list[Cause]:

@@ -16,7 +16,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.tolerance import kind_of, step_of
 from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.clipped import by_block, by_element
-from harness.diagnosing.rules.factors import meaning_of
+from harness.diagnosing.rules.factors import Measure, meaning_of
 from harness.diagnosing.rules.moments import correction, epsilon, from_moments, gradient_factor
 from harness.diagnosing.rules.moved import Moved, before_step, fitted, moved, of_kind, times
 
@@ -33,7 +33,7 @@ def from_states(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     last = evidence.case.steps - 1
     step = last if kind_of(wrong[0]) == "param" else step_of(wrong[0])
     if any(moved(evidence, wrong, kind, step) for kind in ("exp_avg", "exp_avg_sq")):
-        said = _scaled(evidence, "gradients", step, gradient_factor(evidence, wrong, step))
+        said = _scaled(evidence, "gradients", step, gradient_factor(evidence, wrong, step), _of_gradients)
         said = said or from_moments(evidence, wrong, step)
         return said or _not_zeroed(evidence, moved(evidence, wrong, "exp_avg", step), step)
     state = moved(evidence, wrong, "param", step)
@@ -44,7 +44,7 @@ def from_states(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 
 def _updated(evidence: Evidence, wrong: Sequence[str], state: Moved, step: int) -> list[Cause]:
     """What is wrong in updates when all that went into them is right."""
-    said = _scaled(evidence, "updates", step, times(state.got, state.right))
+    said = _scaled(evidence, "updates", step, times(state.got, state.right), _of_updates)
     said = said or _momentum(evidence, wrong, state, step) or _not_zeroed(evidence, state, step)
     fit = fitted(state.got, state.right, state.before)
     if not said and fit is not None:
@@ -64,7 +64,7 @@ def _decayed(evidence: Evidence, state: Moved, step: int, factor: float, share: 
     if not 0 < share / (factor - 1) < LITTLE:  # the decay that is right already
         return []
     said = correction(evidence, factor, step) if "mean" in state.beside else []
-    return said or _scaled(evidence, "updates without their decay", step, factor)
+    return said or _scaled(evidence, "updates without their decay", step, factor, lambda other: None)
 
 
 def _still(evidence: Evidence, wrong: Sequence[str], step: int, last: int) -> list[Cause]:
@@ -84,7 +84,7 @@ def _still(evidence: Evidence, wrong: Sequence[str], step: int, last: int) -> li
     return [Cause(id="step_missing", words=words)]
 
 
-def _scaled(evidence: Evidence, what: str, step: int, factor: float | None) -> list[Cause]:
+def _scaled(evidence: Evidence, what: str, step: int, factor: float | None, measure: Measure) -> list[Cause]:
     """What one factor on all wrong updates or gradients of a step means."""
     if factor is None:
         return []
@@ -96,11 +96,25 @@ def _scaled(evidence: Evidence, what: str, step: int, factor: float | None) -> l
         return [Cause(id="clip_scales_up", words=f"{told}: a norm below the limit is scaled up to it")]
     if largest:  # any factor may come from a norm or a limit that is another one
         return []
-    if said := meaning_of(evidence, factor, told, CLOSE):
-        return said
-    if 0 < factor < LITTLE:
+    said = meaning_of(evidence, factor, told, CLOSE, measure)
+    if 0 < factor < LITTLE and all(cause.id == "constant_factor" for cause in said):
         return [Cause(id="scaled_down", words=f"{told}: divided once more before the step")]
-    return [Cause(id="constant_factor", words=f"{told}: a constant factor is wrong")]
+    return said
+
+
+def _of_gradients(other: Evidence) -> float | None:
+    """The factor on the gradients that the first step's moments hold, in another case."""
+    states = [name for name in other.truth if name.startswith(("exp_avg_after/0/", "exp_avg_sq_after/0/"))]
+    return gradient_factor(other, states, 0)
+
+
+def _of_updates(other: Evidence) -> float | None:
+    """The factor on what the first step moves, in another case."""
+    state = moved(other, [name for name in other.truth if kind_of(name) in ("param", "param_after")], "param", 0)
+    if state is None:
+        return None
+    right = float((state.got - state.right).norm()) <= CLOSE * float(state.right.norm())
+    return 1.0 if right else times(state.got, state.right)
 
 
 def _momentum(evidence: Evidence, wrong: Sequence[str], state: Moved, step: int) -> list[Cause]:

@@ -1,26 +1,24 @@
-"""Sums gone wrong: gradients that count micro-batches or data ranks otherwise, norms that count too much or too little.
+"""Sums gone wrong: gradients, losses and counts of tokens that count micro-batches or data ranks otherwise.
 
 A gradient is fitted by the dense model's share of every micro-batch of every data rank (`Evidence.shares`): weights of
-1 everywhere are right, and which ones are not 1 tells the mistake. A norm is built again from the truth's gradients.
+1 everywhere are right, and which ones are not 1 tells the mistake.
 Tested on numbers: a fit that leaves an error tells nothing.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence, split_axes
+from harness.checking.evidence import Evidence
 from harness.checking.tolerance import kind_of
 from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.places import blocks_of
 
-__all__ = ["from_counts", "from_losses", "from_norms", "from_shares"]
+__all__ = ["from_counts", "from_losses", "from_shares"]
 
 CLOSE = 1e-3
 """Weights and norms are taken for equal within this share of themselves."""
@@ -158,118 +156,31 @@ def from_losses(evidence: Evidence, name: str) -> list[Cause]:
 
 
 def from_counts(evidence: Evidence, name: str) -> list[Cause]:
-    """Which micro-batches or data ranks the number of tokens of the first step leaves out."""
-    if name != "tokens/0" or "tokens" not in evidence.shares or evidence.shares["tokens"].numel() == 1:
+    """Which tokens of the first step their number leaves out, or counts although they do not count."""
+    if name != "tokens/0" or "tokens" not in evidence.shares:
         return []
-    tokens = evidence.shares["tokens"]
+    tokens, logits = evidence.shares["tokens"], evidence.truth.get("logits/0")
     found = {_place_on(evidence, "dp", rank): float(by[0].local) for rank, by in blocks_of(evidence, name).items()}
     everyone = torch.ones(len(tokens), dtype=torch.float64)
-    rules = (
+    rules = [
         ("not_summed", "each data rank's own: never summed over dp", tokens.sum(1)),
         ("micro_missing", "that of the last micro-batch alone", tokens[:, -1].sum() * everyone),
         ("micro_missing", "that of the first micro-batch alone", tokens[:, 0].sum() * everyone),
         ("micro_missing", "each data rank's own last micro-batch", tokens[:, -1]),
-    )
+    ]
+    for data_rank in range(len(tokens)):
+        left = (tokens.sum() - tokens[data_rank].sum()) * everyone
+        rules.append(("micro_missing", f"that of all data ranks but {data_rank}", left))
+    if logits is not None:
+        all_of_them = float(math.prod(logits.shape[:-1]))
+        words = "that of all tokens, whether masked or without a label"
+        rules.append(("constant_factor", words, all_of_them * everyone))
     right = float(evidence.truth[name])
-    for known, words, by_row in rules:
-        if found and right != float(by_row[0]) and all(value == float(by_row[row]) for row, value in found.items()):
-            return [Cause(id=known, words=f"the number of tokens is {words}")]
-    return []
-
-
-def from_norms(evidence: Evidence, name: str) -> list[Cause]:
-    """What the norm of the first step counts too often or leaves out."""
-    squares = {n: float(t.double().square().sum()) for n, t in evidence.truth.items() if kind_of(n) == "grad"}
-    if name != "grad_norm/0" or not squares:
-        return []
-    value = evidence.merged.tensors.get(name)
-    if value is None:
-        return _own_norms(evidence, name)
-    if _norms_added(evidence, float(value)):
-        words = "it is the sum of the norms of the ranks' parts: the root is taken before the sum of the squares"
-        return [Cause(id="norm_of_norms", words=words)]
-    whole = sum(square for n, square in squares.items() if _held_whole(evidence, n))
-    split, found = sum(squares.values()) - whole, float(value) ** 2
-    if said := _counted_by_axis(evidence, found, whole, split):
-        return said
-    left_out = whole + split - found
-    for square, what in (
-        (whole, "what every rank holds whole"),
-        (split, "what is split over ranks"),
-        *((square, name) for name, square in squares.items()),
-    ):
-        if math.isclose(left_out, square, rel_tol=CLOSE**2):
-            return [Cause(id="norm_counts_few", words=f"it leaves out {what}")]
-    others = {f"{name} beyond the first rank's part": square for name, square in _beyond_first(evidence).items()}
-    return _several_left_out({**squares, **others}, left_out, evidence.case.dtype)
-
-
-def _counted_by_axis(evidence: Evidence, found: float, whole: float, split: float) -> list[Cause]:
-    """Whether squares are counted once a rank of an axis, or divided by its ranks: all of them, or one kind alone."""
-    all_of_it = "what every rank holds whole", "what is split over ranks", "everything"
-    for axis, size in split_axes(evidence.case).items():
-        counts = ((size, 1), (1, size), (size, size))
-        for (of_whole, of_split), what in zip(counts, all_of_it, strict=True):
-            if math.isclose(found, whole * of_whole + split * of_split, rel_tol=CLOSE**2):
-                return [Cause(id="norm_counts_replicas", words=f"it counts {what} once a rank, {axis}={size}")]
-            if math.isclose(found, whole / of_whole + split / of_split, rel_tol=CLOSE**2):
-                return [Cause(id="norm_counts_few", words=f"it counts 1 of {size} ranks of {axis} in {what}")]
-    return []
-
-
-def _norms_added(evidence: Evidence, value: float) -> bool:
-    """Whether this is a sum of norms over the ranks of a group, what every rank holds whole counted by the first."""
-    for groups in evidence.case.axes.values():
-        ranks = groups[0] if groups else ()
-        norms = []
-        for place, rank in enumerate(ranks):
-            names = [n for n in evidence.outcomes[rank] if kind_of(n) == "grad"]
-            counted = [n for n in names if place == 0 or not _held_whole(evidence, n)]
-            blocks = [block.local.double() for n in counted for block in evidence.outcomes[rank][n]]
-            norms.append(math.sqrt(sum(float(block.square().sum()) for block in blocks)))
-        if len(norms) > 1 and math.isclose(sum(norms), value, rel_tol=CLOSE**2):
-            return True
-    return False
-
-
-def _beyond_first(evidence: Evidence) -> dict[str, float]:
-    """Split gradients -> the squares of all parts but the first rank's."""
-    found: dict[str, float] = {}
-    for name in evidence.truth:
-        first = blocks_of(evidence, name).get(0, ()) if kind_of(name) == "grad" else ()
-        if first and not _held_whole(evidence, name):
-            mine = sum(float(block.local.double().square().sum()) for block in first)
-            found[name] = float(evidence.truth[name].double().square().sum()) - mine
-    return found
-
-
-def _several_left_out(squares: Mapping[str, float], left_out: float, dtype: str) -> list[Cause]:
-    """The fewest kinds of parameters, each in all layers, whose squares are what is missing."""
-    kinds: dict[str, float] = {}
-    for name, square in squares.items():
-        kind = re.sub(r"\.\d+\.", ".*.", name)
-        kinds[kind] = kinds.get(kind, 0.0) + square
-    if dtype != "float64" or left_out <= 0:  # so many sums that one of them comes near by chance
-        return []
-    for count in range(1, 5):
-        for some in itertools.combinations(kinds, count):
-            if math.isclose(sum(kinds[kind] for kind in some), left_out, rel_tol=1e-9):
-                return [Cause(id="norm_counts_few", words=f"it leaves out {', '.join(some)}")]
-    return []
-
-
-def _held_whole(evidence: Evidence, name: str) -> bool:
-    return all(
-        sum(part.local.numel() for part in parts) == math.prod(parts[0].global_shape)
-        for parts in blocks_of(evidence, name).values()
+    fitting = {
+        known: words
+        for known, words, by_row in reversed(rules)
+        if found and right != float(by_row[0]) and all(value == float(by_row[row]) for row, value in found.items())
+    }
+    return [Cause(id=known, words=f"the number of tokens is {words}") for known, words in fitting.items()] * (
+        len(fitting) == 1
     )
-
-
-def _own_norms(evidence: Evidence, name: str) -> list[Cause]:
-    """Whether every rank's norm is that of its own parts alone."""
-    for rank, by in blocks_of(evidence, name).items():
-        mine = [b for n, parts in evidence.outcomes[rank].items() if kind_of(n) == "grad" for b in parts]
-        square = sum(float(block.local.double().square().sum()) for block in mine)
-        if not math.isclose(float(by[0].local) ** 2, square, rel_tol=CLOSE):
-            return []
-    return [Cause(id="norm_counts_few", words="each rank's norm is that of its own parts: it was never summed")]

@@ -34,6 +34,7 @@ WHAT_IF: Mapping[str, str] = {
     "batch_repeated": "when every step reads the data of the first",
     "data_rank_repeated": "when every data rank reads the data of the first",
     "micro_repeated": "when every micro-batch is the first one",
+    "micro_missing": "of some micro-batches or steps alone",
     "borders_ignored": "when packed sentences have no borders: tokens see other sentences",
     "positions_missing": "when every token stands at place 0: positions are not applied",
     "positions_restart": "when positions begin anew in every rank's part of a sequence",
@@ -70,6 +71,11 @@ WHAT_IF: Mapping[str, str] = {
     "decay_missing": "without weight decay",
 }
 """What if -> words."""
+_READ = frozenset(
+    "micro_missing positions_shifted scores_scaled later_seen rotated_otherwise other_activation normed_otherwise "
+    "other_epsilon term_missing smoothing_over_all".split()
+)
+"""What-ifs whose readings are told by their names."""
 
 
 def what_if(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
@@ -81,9 +87,15 @@ def what_if(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     for key, other in evidence.alternatives.items():
         reading, _, name = key.partition("/")
         by_word.setdefault(reading.partition(".")[0], {}).setdefault(reading, {})[name] = other
-    fitting = [word for word in WHAT_IF if any(_fits(evidence, told, wrong) for told in by_word.get(word, {}).values())]
-    words = {word: f"it is what the dense model computes {WHAT_IF[word]}" for word in fitting}
-    return [Cause(id=word, words=said) for word, said in words.items()] if len(words) <= _ALTERNATIVES else []
+    found = []
+    for word, meaning in WHAT_IF.items():
+        readings = by_word.get(word, {})
+        if fitting := [reading for reading, told in readings.items() if _fits(evidence, told, wrong)]:
+            words = f"it is what the dense model computes {meaning}"
+            kinds = [kind for reading in fitting if (kind := reading.partition(".")[2])]
+            named = f" ({' or '.join(kinds).replace('_', ' ')})" if kinds and word in _READ else ""
+            found.append(Cause(id=word, words=words + named))
+    return found if len(found) <= _ALTERNATIVES else []
 
 
 def _fits(evidence: Evidence, told: Mapping[str, Tensor], wrong: Sequence[str]) -> bool:

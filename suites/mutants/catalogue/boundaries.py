@@ -183,7 +183,7 @@ BOUNDARIES = (
         alone=True,
         phase="backward",
         region="layers.*",
-        cause="constant_factor|averaged",
+        cause="constant_factor",
     ),
     Mutant(
         name="head-gradient-not-reduced",

@@ -213,6 +213,6 @@ LAYOUTS = (
         kills="replicas|merge|run",
         phase="forward|backward|grad_sync|loss",
         region="head|",
-        cause="",
+        cause="other_shard",
     ),
 )

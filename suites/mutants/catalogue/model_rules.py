@@ -16,7 +16,7 @@ _LEAVE = "return pairs.reduce_from(y, self.axis)"
 _LEAVE_SPLIT = "return pairs.reduce_scatter_to_sequence(y, self.axis, dim=self.sequence_dim)"
 _ATTENTION = "layers.0.attention*"
 _VOCABULARY_ROWS = "functional.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0)"
-_COLUMNS = "columns = functional.embedding(tokens_BS, self.tokens.weight) * self.tokens.weight.shape[-1] ** 0.5"
+_GATHERED = "self._from_whole(pairs.gather_from(columns, self.region.axis), positions_BS)"
 _LEARNED = everywhere("positions=learned")
 _FIRST_SUM = "embedding|layers.0.attention.wo"
 
@@ -128,7 +128,11 @@ MODEL_RULES = (
         modes=_LEARNED,
         changes=(
             _change("embedding", _VOCABULARY_ROWS, f"{_VOCABULARY_ROWS} * weight.shape[-1] ** 0.5"),
-            _change("embedding", "columns = functional.embedding(tokens_BS, self.tokens.weight)", _COLUMNS),
+            _change(
+                "embedding",
+                _GATHERED,
+                _GATHERED.replace(", positions", " * self.positions.weight.shape[-1] ** 0.5, positions"),
+            ),
             _change("weight_tables", "return x_BsD + functional", "return x_BsD * x_BsD.shape[-1] ** 0.5 + functional"),
         ),
         kills="activations",

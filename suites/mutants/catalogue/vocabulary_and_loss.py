@@ -160,7 +160,7 @@ VOCABULARY_AND_LOSS = (
         kills="tokens",
         phase="loss",
         region="",
-        cause="",
+        cause="micro_missing",
     ),
     Mutant(
         name="padded-columns-count",

@@ -44,7 +44,7 @@ class Bug:
 
 BUGS = {
     "input gradient of the head halved": Bug(
-        text=TP, module="linear", old=REDUCED, new=f"{REDUCED} / 2", first=("backward", "head"), cause="averaged"
+        text=TP, module="linear", old=REDUCED, new=f"{REDUCED} / 2", first=("backward", "head"), cause="constant_factor"
     ),
     "input gradient of one linear halved": Bug(
         text=TP,
@@ -75,7 +75,7 @@ BUGS = {
         old="gradient.div_(tokens * shares)",
         new="gradient.div_(tokens * shares * 2)",
         first=("grad_sync", "head"),
-        cause="averaged",
+        cause="constant_factor",
     ),
     "the last micro-batch overwrites": Bug(
         text=TP,

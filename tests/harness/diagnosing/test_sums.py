@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.diagnosing.rules.sums import from_losses, from_norms, from_shares
+from harness.diagnosing.rules.norms import from_norms
+from harness.diagnosing.rules.sums import from_losses, from_shares
 from harness.diagnosing.rules.updates import from_start, from_updates
 from harness.merging import Outcomes
 from harness.outcome import localize

@@ -1,0 +1,67 @@
+"""A part of a tensor that holds the numbers of another part: an offset that is left out, or another rank's.
+
+Each rank's own blocks are held against the truth at the places where other ranks' blocks begin, so that parts of
+unequal size, and a last one that is shorter, are looked at too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from harness.checking.evidence import Evidence
+from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.patterns import CLOSE, share_left
+from harness.diagnosing.rules.places import blocks_of, comparable
+from harness.outcome import Block
+
+__all__ = ["from_regions"]
+
+OVERLAP = 0.5
+"""Share of a part that must lie inside the tensor at the other place."""
+
+
+def from_regions(evidence: Evidence, name: str) -> list[Cause]:
+    """Whether every wrong block of a tensor holds what belongs to another place along one dim."""
+    if not comparable(evidence, name):
+        return []
+    blocks = [(rank, block) for rank, of_rank in blocks_of(evidence, name).items() for block in of_rank]
+    truth = evidence.truth[name].double()
+    for dim in range(truth.dim()):
+        starts = sorted({block.region[dim][0] for _, block in blocks})
+        moved = [(rank, block, _elsewhere(block, truth, dim, starts)) for rank, block in blocks if _wrong(block, truth)]
+        if len(starts) > 1 and moved and all(start is not None for _, _, start in moved):
+            rank, block, start = moved[0]
+            words = (
+                f"along dim {dim} rank {rank} holds what lies at {start}, where {block.region[dim][0]} is meant: "
+                "another rank's part, or an offset that is left out"
+            )
+            return [Cause(id="other_shard", words=words)]
+    return []
+
+
+def _at(block: Block, truth: Tensor) -> Tensor:
+    return truth[tuple(slice(a, b) for a, b in block.region)]
+
+
+def _wrong(block: Block, truth: Tensor) -> bool:
+    true = _at(block, truth)
+    return float((block.local.double() - true).norm()) > share_left(block.local) * float(true.norm())
+
+
+def _elsewhere(block: Block, truth: Tensor, dim: int, starts: Sequence[int]) -> int | None:
+    """Where along a dim the numbers of this block lie in truth, of these places; None when at none of them."""
+    (own, end), cut = block.region[dim], [slice(a, b) for a, b in block.region]
+    for start in starts:
+        size = min(end - own, truth.shape[dim] - start)
+        if start == own or size < OVERLAP * (end - own):
+            continue
+        cut[dim] = slice(start, start + size)
+        there, here = truth[tuple(cut)], _at(block, truth).narrow(dim, 0, size)
+        power = float(there.norm())
+        distinct = float((there - here).norm()) > CLOSE * power > 0
+        mine = block.local.double().narrow(dim, 0, size)
+        if distinct and float((mine - there).norm()) <= share_left(block.local) * power:
+            return start
+    return None

@@ -1,0 +1,101 @@
+"""Sums of terms gone wrong: the output of a module with one term left out, scaled or counted otherwise.
+
+An output is the sum of what its own biases and tables add to every row, and of the rest; it is fitted by these terms,
+and the one whose weight is not 1 tells the mistake. A residual sum, and the gradient of what two paths use, have terms
+that other names tell: the wrong one equals such a name, or the truth without it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from harness.checking.evidence import Evidence, split_axes
+from harness.checking.tolerance import kind_of
+from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.factors import meaning_of
+from harness.diagnosing.rules.patterns import explains, share_left
+
+__all__ = ["from_terms"]
+
+RIGHT = 1e-9
+"""An output is right within this share of itself: all weights are 1."""
+
+
+def from_terms(evidence: Evidence, name: str) -> list[Cause]:
+    """Which term of a wrong activation, or of its gradient, does not count once."""
+    value, kind = evidence.merged.tensors.get(name), kind_of(name)
+    if value is None or kind not in ("act", "act_grad") or not bool(torch.isfinite(value).all()):
+        return []
+    return (_weighed(evidence, name, value) if kind == "act" else []) or _missing(evidence, name, value)
+
+
+def _added(evidence: Evidence, name: str) -> dict[str, Tensor]:
+    """What a module's own parameters add to every row of its output: a bias, or a table with a row for every token."""
+    module, truth = name.partition("/")[2], evidence.truth[name].double()
+    inner = [other for other in evidence.truth if other.startswith(f"act/{module}.")]
+    found = {}
+    for key, start in evidence.shares.items() if not inner else ():
+        parameter = key.removeprefix("start/")
+        is_own = key != parameter and parameter.startswith(f"{module}.") and parameter != f"{module}.weight"
+        if is_own and truth.shape[-start.dim() :] == start.shape and start.dim() < truth.dim():
+            found[parameter] = start.double().expand(truth.shape)
+    return found
+
+
+def _weights(evidence: Evidence, name: str) -> dict[str, float]:
+    """Term -> its weight in this output, "" for the rest; {} when no weights explain it."""
+    value, truth = evidence.merged.tensors.get(name), evidence.truth.get(name)
+    terms = _added(evidence, name) if value is not None and truth is not None else {}
+    if value is None or truth is None or not terms:
+        return {}
+    columns = {"": truth.double() - sum(terms.values()), **terms}
+    matrix = torch.stack([column.flatten() for column in columns.values()], 1)
+    solved = torch.linalg.lstsq(matrix, value.double().flatten()[:, None], driver="gelsd").solution[:, 0]
+    near = float((value.double() - truth.double()).norm()) <= RIGHT * float(truth.double().norm())
+    if not near and not explains((matrix @ solved).view_as(truth), value, truth):
+        return {}
+    return dict(zip(columns, solved.tolist(), strict=True))
+
+
+def _weighed(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
+    """The one term, or the rest, whose weight in this output is not 1."""
+    near, weights = share_left(value), _weights(evidence, name)
+    others = {term: weight for term, weight in weights.items() if abs(weight - 1) > near}
+    if len(others) != 1:
+        return []
+    ((term, weight),) = others.items()
+    if term:
+        return _of_term(evidence, term, weight, near)
+    told = f"without {' and '.join(filter(None, weights))} it is {weight:.4g} x the truth"
+    return meaning_of(evidence, weight, told, near, lambda other: _weights(other, name).get(""), forward=True)
+
+
+def _of_term(evidence: Evidence, term: str, weight: float, near: float) -> list[Cause]:
+    what = "bias" if term.endswith(".bias") else term
+    if abs(weight) <= near:
+        known = "bias_missing" if what == "bias" else "term_missing"
+        return [Cause(id=known, words=f"the {what} is not in it: never added")]
+    for axis, size in split_axes(evidence.case).items():
+        if math.isclose(weight, size, rel_tol=near):
+            words = f"the {what} is in it {size} times, and {axis}={size}: every rank adds it before the sum"
+            return [Cause(id="bias_per_rank", words=words)]
+    return [Cause(id="constant_factor", words=f"the {what} is in it {weight:.4g} times: a constant factor is wrong")]
+
+
+def _missing(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
+    """Whether one of two terms is all that there is, or the one that is not there: terms are told by other names."""
+    kind, truth = kind_of(name), evidence.truth[name].double()
+    for other, term in evidence.truth.items():
+        if kind_of(other) != kind or other == name or term.shape != truth.shape:
+            continue
+        is_inside = other.startswith(f"{name}.")
+        if explains(truth - term.double(), value, truth):
+            words = f"it is the truth without {other}, which belongs to it: one term of a sum is missing"
+            return [Cause(id="term_missing", words=words)]
+        if (is_inside or kind == "act_grad") and explains(term.double(), value, truth):
+            words = f"it is {other} alone: the other term of a sum is missing"
+            return [Cause(id="term_missing", words=words)]
+    return []
