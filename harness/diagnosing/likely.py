@@ -28,13 +28,13 @@ from harness.diagnosing.rules.layouts import from_flaws
 from harness.diagnosing.rules.losses import from_parts, more_classes
 from harness.diagnosing.rules.norms import from_norms
 from harness.diagnosing.rules.offsets import from_offsets
+from harness.diagnosing.rules.optimizer.steps import from_states
+from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
 from harness.diagnosing.rules.patterns import causes, drift, not_finite, partial_sums, rounded
 from harness.diagnosing.rules.places import blocks_of, comparable, wrong_ranks
 from harness.diagnosing.rules.regions import from_regions
-from harness.diagnosing.rules.steps import from_states
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
 from harness.diagnosing.rules.terms import from_terms
-from harness.diagnosing.rules.updates import from_start, from_updates
 from harness.diagnosing.rules.what_ifs import what_if
 from harness.differences import Difference, EventKey
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 
@@ -16,6 +17,7 @@ from harness.checking.dry_checks import DRY_CHECKS
 from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
 from harness.diagnosing.diagnosis import explained as what_they_share
+from harness.diagnosing.other_sizes import of_other_sizes
 from harness.diagnosing.six_lines import NO_OUTCOME, crash, tell
 from harness.diagnosing.tracebacks import whole
 from harness.engines.engine import Engine
@@ -25,9 +27,8 @@ from harness.ledger import Event
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.running.dry_trial import dry_evidence
 from harness.running.judging import judged
-from harness.running.other_sizes import elsewhere
 from harness.running.store import Store
-from harness.running.trial import REFERENCE, Reference, Trial, explained, recorded, watched
+from harness.running.trial import REFERENCE, Reference, Trial, elsewhere, explained, recorded, watched
 from harness.subject import NamedSubject, Unanswered, named, refusal
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "with_traceback"]
@@ -160,13 +161,16 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str) -> CaseResu
 
 
 def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
-    """The same evidence with that of cases of another size, where a cause is a factor that equals a size."""
+    """The same evidence with that of one case for each size that a wrong factor equals and that is another there."""
     try:
         shared = what_they_share(evidence, findings)
     except Exception:  # the diagnosis of every check will say why
         return evidence
     sizes = tuple(dict.fromkeys(size for cause in shared.causes for size in cause.follows))
-    return replace(evidence, others=elsewhere(trial, evidence, sizes, shared.first.name)) if sizes else evidence
+    first, others = shared.first.name, []
+    for cases in of_other_sizes(evidence.case, sizes, shared.first.name):
+        others += list(islice((seen for case in cases if (seen := elsewhere(trial, case, first))), 1))
+    return replace(evidence, others=tuple(others))
 
 
 def _result(

@@ -23,13 +23,14 @@ from harness.errors import RequestError, error_text
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike, case_text
 from harness.resolve import resolve
 from harness.running.execution import execute, execute_captured
-from harness.subject import NamedSubject, Unanswered, left_out, orders, stated
+from harness.subject import NamedSubject, Unanswered, left_out, orders, refusal, stated
 
 __all__ = [
     "REFERENCE",
     "Asked",
     "Reference",
     "Trial",
+    "elsewhere",
     "expectation_of",
     "explained",
     "orders_of",
@@ -219,6 +220,21 @@ def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evide
     except Exception as problem:  # the failure stands; less of it is explained, and that is said
         trial.problems["explanation"] = f"the dense model could not be asked: {error_text(problem)}"
     return replace(evidence, shares=shares, alternatives=what_if)
+
+
+def elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
+    """Evidence of the same subject in another case, as far as this tensor needs it; None when there is none."""
+    other = replace(trial, case=case, seconds={}, problems={}, known={}, facts={})
+    try:
+        if refusal(case, trial.subject):
+            return None
+        with trial.timed("elsewhere"):
+            seen = recorded(other)
+            if kind_of(first) in ("act", "act_grad"):
+                seen = watched(other, seen)
+            return replace(seen, shares=other.dense(trial.reference.shares))
+    except Exception:  # then this case decides nothing
+        return None
 
 
 def _declared(trial: Trial) -> tuple[str, ...]:

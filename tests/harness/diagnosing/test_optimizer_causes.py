@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.diagnosing.rules.steps import from_states
+from harness.diagnosing.rules.optimizer.steps import from_states
 from tests.harness.toy_evidence import case, evidence, outcome_of, truth
 
 NAMES = ("layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.diagnosing.rules.norms import from_norms
+from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
 from harness.diagnosing.rules.sums import from_losses, from_shares
-from harness.diagnosing.rules.updates import from_start, from_updates
 from harness.merging import Outcomes
 from harness.outcome import localize
 from tests.harness.toy_evidence import case, evidence, outcome_of, truth

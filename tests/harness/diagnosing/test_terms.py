@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from harness.diagnosing.rules.regions import from_regions
 from harness.diagnosing.rules.sums import from_counts
 from harness.diagnosing.rules.terms import from_terms
 from harness.engines.engine import Unwaited
-from harness.merging import Outcomes
 from harness.outcome import localize
 from harness.shard import Shard
 from tests.harness.toy_evidence import TERMS, Term, case, events, evidence, outcome_of, truth
@@ -93,7 +93,7 @@ def test_numbers_of_a_shorter_dtype_are_told() -> None:
 
 def parts_of(name: str, full: Tensor, starts: tuple[int, ...], places: tuple[int, ...]) -> Evidence:
     """Ranks that hold columns of a tensor from these starts, and in them the numbers of these places."""
-    outcomes: Outcomes = []
+    outcomes: list[Mapping[str, Any]] = []
     for start, place in zip(starts, places, strict=True):
         size = min(starts[1], full.shape[1] - start)
         local = torch.nn.functional.pad(full, (0, size))[:, place : place + size]

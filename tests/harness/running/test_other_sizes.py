@@ -24,16 +24,16 @@ def engine() -> Iterator[InprocEngine]:
 
 
 def proved(engine: InprocEngine, text: str, factor: Callable[[Case], float], **attributes: Any) -> CaseResult:
-    """The case on our subject with a factor on all gradients that it returns."""
+    """The case on our subject with a factor on the norms' gradients, which all ranks hold whole."""
 
     def scaled(case: Case, device: torch.device) -> Mapping[str, Any]:
-        outcome = dict(subject(case, device))
+        outcome: dict[str, Any] = dict(subject(case, device))
         for name in [name for name in outcome if name.startswith("grad/") and name.endswith("norm.weight")]:
             outcome[name] = outcome[name] * factor(case)
         return outcome
 
     for name in ("expected", "activations", "axes"):
-        setattr(scaled, name, getattr(subject, name, None)) if hasattr(subject, name) else None
+        setattr(scaled, name, getattr(subject, name, None))
     for name, value in attributes.items():
         setattr(scaled, name, value)
     return prove(Case.parse(text), scaled, engine)

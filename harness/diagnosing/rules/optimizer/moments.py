@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from harness.checking.evidence import Evidence
 from harness.checking.tolerance import kind_of
 from harness.diagnosing.rules.causes import Cause
-from harness.diagnosing.rules.moved import Moved, fitted, moved, times
+from harness.diagnosing.rules.optimizer.moved import Moved, fitted, moved, times
 
 __all__ = ["correction", "epsilon", "from_moments", "gradient_factor", "shares_kept"]
 

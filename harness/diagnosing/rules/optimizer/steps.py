@@ -15,10 +15,10 @@ import torch
 from harness.checking.evidence import Evidence
 from harness.checking.tolerance import kind_of, step_of
 from harness.diagnosing.rules.causes import Cause
-from harness.diagnosing.rules.clipped import by_block, by_element
 from harness.diagnosing.rules.factors import Measure, meaning_of
-from harness.diagnosing.rules.moments import correction, epsilon, from_moments, gradient_factor
-from harness.diagnosing.rules.moved import Moved, before_step, fitted, moved, of_kind, times
+from harness.diagnosing.rules.optimizer.clipped import by_block, by_element
+from harness.diagnosing.rules.optimizer.moments import correction, epsilon, from_moments, gradient_factor
+from harness.diagnosing.rules.optimizer.moved import Moved, before_step, fitted, moved, of_kind, times
 
 __all__ = ["from_states"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from harness.checking.evidence import Evidence
 from harness.diagnosing.rules.causes import Cause
-from harness.diagnosing.rules.moved import Moved, before_step, of_kind, times
+from harness.diagnosing.rules.optimizer.moved import Moved, before_step, of_kind, times
 from harness.diagnosing.rules.patterns import explains
 from harness.diagnosing.rules.places import blocks_of
 

@@ -1,0 +1,1 @@
+"""What an optimizer did wrong: to its moments, to parameters, by clipping."""
