@@ -36,8 +36,8 @@ BIAS, POSITIONS = drawn(6), drawn(3, 6)
 STARTS = {"start/layers.0.mlp.w2.bias": BIAS, "start/embedding.positions.weight": POSITIONS}
 
 
-def seen_with(values: Mapping[str, Tensor], **changes: object) -> Evidence:
-    fields: dict[str, object] = {"shares": STARTS, "case": ONE, **changes}
+def seen_with(values: Mapping[str, Tensor], **changes: Any) -> Evidence:
+    fields: dict[str, Any] = {"shares": STARTS, "case": ONE, **changes}
     return evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), **fields)
 
 
