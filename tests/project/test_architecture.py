@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -42,18 +44,29 @@ def graph(trees: Mapping[str, ast.AST]) -> dict[str, set[str]]:
     return {module: {name for name in imports(tree) if name in trees} - {module} for module, tree in trees.items()}
 
 
-TREES: dict[str, ast.AST] = {module_of(path): ast.parse(path.read_text()) for path in FILES}
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {module_of(path): ast.parse(path.read_text()) for path in FILES}
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_a_file_is_read_in_one_sitting(path: Path) -> None:
-    text = path.read_text()
-    tree = ast.parse(text)
-    assert ast.get_docstring(tree), "every module says what it is responsible for"
-    assert text.count("\n") <= 300
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    long = [f.name for f in functions if (f.end_lineno or f.lineno) - f.lineno >= 60]
-    assert not long, "functions are at most 60 lines"
+def test_every_module_says_what_it_is_responsible_for() -> None:
+    assert not [module for module, tree in trees().items() if not ast.get_docstring(tree)]
+
+
+def test_files_have_at_most_300_lines_and_functions_60() -> None:
+    assert not [path for path in FILES if path.read_text().count("\n") > 300]
+    functions = [
+        (module, node)
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert not [f"{module}.{f.name}" for module, f in functions if (f.end_lineno or f.lineno) - f.lineno >= 60]
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    names = Counter(path.name for path in FILES if path.name.startswith("test_"))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FILES if path.is_relative_to(ROOT / "harness")}))
@@ -64,7 +77,7 @@ def test_a_room_of_the_harness_is_seen_at_a_glance(folder: Path) -> None:
 def test_imports_follow_the_direction_of_the_house() -> None:
     wrong = [
         f"{module} imports {target}"
-        for module, targets in graph(TREES).items()
+        for module, targets in graph(trees()).items()
         for target in targets
         if target.split(".")[0] not in ROOMS[module.split(".")[0]]
     ]
@@ -72,7 +85,7 @@ def test_imports_follow_the_direction_of_the_house() -> None:
 
 
 def test_no_import_cycle_hidden_ones_included() -> None:
-    order = TopologicalSorter(graph(TREES))
+    order = TopologicalSorter(graph(trees()))
     order.prepare()  # raises CycleError
     assert order.is_active()
 
