@@ -9,11 +9,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from reference.rules import MODES
 from suites.pairwise import rows
 from suites.prover import Prover
 from suites.strategies import cases
 
 
+@pytest.mark.parametrize("mode", MODES)
 def test_the_rows_have_every_pair_that_a_case_can_have(mode: str) -> None:
     words = tuple(rows(mode)[0])
     assert len(rows(mode)) <= 8
@@ -23,6 +25,7 @@ def test_the_rows_have_every_pair_that_a_case_can_have(mode: str) -> None:
         assert seen == set(itertools.product((False, True), repeat=2)) - impossible, (one, other)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=10, database=None, phases=(Phase.generate,))
 @given(data=st.data())
 def test_a_case_has_the_words_of_its_row(mode: str, data: st.DataObject) -> None:
