@@ -36,7 +36,7 @@ def test_the_name_stands_for_case_subject_and_witnesses() -> None:
     (case,) = parse_cases(filled.cases)
     assert (case.mode, case.world_size, case.dtype) == ("tp", 4, "float16")
     assert (filled.subject, filled.profile) == ("parallel.scaled:subject", "torch,nsys")
-    assert list(asked_steps(filled, filled.cases) or ()) == [2, 3, 4]
+    assert list(asked_steps(filled, (case,)) or ()) == [2, 3, 4]
     full = arguments(device="cuda")
     asked(full)
     (case,) = parse_cases(full.cases)
