@@ -53,7 +53,10 @@ def _spawned(rank: int, world_size: int, store: str, seed: int, allowed: float) 
 
 
 def spawned_example(world_size: int, seed: int, allowed: float) -> float:
-    """Seconds of one example whose processes are spawned for it. Raises what a rank raises."""
+    """Seconds of one example whose processes are spawned for it.
+
+    Raises what a rank raises, RuntimeError when the ranks do not end or compute something else.
+    """
     with tempfile.TemporaryDirectory() as folder:
         start_s = time.perf_counter()
         arguments = (world_size, f"{folder}/store", seed, allowed)

@@ -63,7 +63,10 @@ def drawn(count: int, first_seed: int) -> list[str]:
 
 
 def results(tree: Path, texts: list[str], work: Path) -> Results:
-    """Run these cases (none: the default run) on the code of that tree."""
+    """Run these cases (none: the default run) on the code of that tree.
+
+    Raises SystemExit when no run folder was written.
+    """
     work.mkdir(parents=True, exist_ok=True)
     digests = work / "digests.jsonl"
     digests.write_text("")

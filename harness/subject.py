@@ -117,7 +117,10 @@ def _name_of(subject: object) -> str:
 
 
 def called(subject: Subject, case: CaseLike, device: torch.device) -> Mapping[str, Value]:
-    """What the subject returns on this rank. An end with status 0 is no outcome: it is raised with words."""
+    """What the subject returns on this rank.
+
+    Raises SystemExit, with words, for an end with status 0, which is no outcome.
+    """
     try:
         return subject(case, device)
     except SystemExit as end:

@@ -38,7 +38,7 @@ class Placement:
 
     `held` replaces equal shares: for every rank of the axis, the ranges of elements along `dim` that it holds, in the
     order in which they lie there (shares may differ, and an element may lie on several ranks). `blocks` and `unit` have
-    no meaning then.
+    no meaning then. Raises ValueError for a `dim`, `blocks` or `held` that `shape` does not have.
     """
 
     shape: tuple[int, ...]

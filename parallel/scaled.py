@@ -20,19 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel import gradients as sync
-from parallel.batch import deliver
 from parallel.collectives import all_reduce
 from parallel.expectation import Term, per_step
-from parallel.layout import Box, rows
-from parallel.loss import counted
 from parallel.mesh import Axis, Mesh
-from parallel.norm import wide
 from parallel.registry import MODES
 from parallel.subject import subject as plain
-from parallel.training import Rank, Value, set_up
+from parallel.training import Value, train
 from reference.case import Case
-from reference.parameters import dtype_of
 
 __all__ = ["FIRST_SCALE", "HYSTERESIS", "Scale", "ScaledSubject", "subject"]
 
@@ -56,6 +50,28 @@ class Scale:
         self.patience -= 1
         if self.patience <= 0:
             self.value /= 2
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss [], whose gradients are `value` times as large."""
+        scaled: Tensor = _Scaled.apply(loss, self.value)
+        return scaled
+
+    def optimizer(self, parameters: list[Tensor], lr: float, axis: Axis) -> torch.optim.Optimizer:
+        """SGD that skips a step whose gradients are infinite on any rank of the axis."""
+        return _Optimizer(parameters, lr, self, axis)
+
+
+class _Scaled(torch.autograd.Function):
+    """Forward identity, backward times the scale."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
 
 
 class _Optimizer(torch.optim.SGD):
@@ -88,7 +104,8 @@ class ScaledSubject:
         reason = self.refuses(case)
         if reason:
             raise ValueError(reason)
-        return _train(case, Mesh.of(case), device)
+        outcome = train(case, MODES[case.mode], Mesh.of(case), device, scaling=Scale())
+        return {name: value for name, value in outcome.items() if name in ("loss/0", "logits/0")}
 
     def refuses(self, case: Case) -> str:
         """Why this case is not supported, "" when it is."""
@@ -101,51 +118,6 @@ class ScaledSubject:
         yield from plain.expected(case)
         for term in per_step(case, "all_reduce", 4, axis="tp", dtype="float32"):
             yield replace(term, phase="step", reduce_op="max")
-
-
-def _train(case: Case, mesh: Mesh, device: torch.device) -> dict[str, Value]:
-    rank, scale = set_up(case, MODES[case.mode], mesh, device), Scale()
-    axis = mesh.axis(rank.mode.weight_axis)
-    optimizer = _Optimizer(list(rank.parameters.values()), case.lr, scale, axis)
-    outcome: dict[str, Value] = {}
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        loss, tokens, logits = _accumulate(rank, step, scale.value)
-        if step == 0:
-            outcome = {"loss/0": (loss / tokens).to(wide(dtype_of(case))), **logits}
-        gradients = rank.gradients()
-        partial = [gradient for name, gradient in gradients.items() if rank.mode.partial(case, name)]
-        for group in [partial] if rank.mode.coalesced else [[gradient] for gradient in partial]:
-            sync.sum_gradients(group, axis, op=rank.mode.partial_op)
-        for gradient in gradients.values():
-            gradient.div_(scale.value).div_(tokens)
-        total = sync.norm(gradients, rank.places, axis, wide(dtype_of(case)))
-        sync.clip(gradients.values(), total, case.clip)
-        optimizer.step()
-    return outcome
-
-
-def _accumulate(rank: Rank, step: int, scale: float) -> tuple[Tensor, Tensor, dict[str, Value]]:
-    """All micro-batches of a step with the loss scaled before backward: loss sum, token count, logits by name."""
-    case, mode = rank.case, rank.mode
-    loss = torch.zeros((), dtype=torch.float64, device=rank.device)
-    tokens = torch.zeros_like(loss)
-    boxes: list[Box] = []
-    for micro in range(case.micro):
-        batch = rank.parts.local(deliver(case, rank.mesh, step, micro, rank.device))
-        logits = rank.model(batch)
-        labels = mode.laid_out(batch.labels)
-        losses = rank.parts.loss(logits, labels)
-        weights = counted(labels, mode.laid_out(batch.loss_mask)).to(losses.dtype)
-        summed = (losses * weights).sum()
-        (summed * scale).backward()
-        loss += summed.detach()
-        tokens += weights.sum()
-        place = mode.activation(case, "head")
-        if step == 0 and place is not None:
-            first = micro * case.batch
-            boxes += rows(rank.boxes(mode.laid_out(logits.detach()), place), first=first, total=case.micro * case.batch)
-    return loss, tokens, {f"logits/{step}": tuple(boxes)} if boxes else {}
 
 
 subject = ScaledSubject()

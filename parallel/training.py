@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from parallel import gradients as sync
 from parallel.batch import deliver
 from parallel.layout import Box, Placement, pieces, rows, shard
 from parallel.loss import counted
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
 from parallel.metric import Metric
 from parallel.norm import wide
 from parallel.strategy import Mode, Parts
@@ -27,12 +28,26 @@ from reference.case import Case
 from reference.parameters import dtype_of, full
 from reference.states import after
 
-__all__ = ["LARGEST_LOGITS", "Rank", "Value", "set_up", "train"]
+__all__ = ["LARGEST_LOGITS", "Rank", "Scaling", "Value", "set_up", "train"]
 
 Value = Tensor | tuple[Box, ...]
 LARGEST_LOGITS = 2**24
 """Elements of the full logits of one step above which an outcome leaves them out."""
 _WEIGHT_DECAY = 0.01
+
+
+class Scaling(Protocol):
+    """The loss scaling of one rank: the factor of this step's gradients, and the optimizer that follows it."""
+
+    value: float
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss [], whose gradients are `value` times as large."""
+        ...
+
+    def optimizer(self, parameters: list[Tensor], lr: float, axis: Axis) -> torch.optim.Optimizer:
+        """The optimizer of these parameters, which are split over the axis."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +63,7 @@ class Rank:
     parameters: Mapping[str, Tensor]
     places: Mapping[str, Placement]
     metric: Metric | None
+    scaling: Scaling | None = None
 
     @property
     def proves(self) -> bool:
@@ -69,10 +85,15 @@ class Rank:
         return {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
 
 
-def train(case: Case, mode: Mode, mesh: Mesh, device: torch.device) -> dict[str, Value]:
+def train(
+    case: Case, mode: Mode, mesh: Mesh, device: torch.device, *, scaling: Scaling | None = None
+) -> dict[str, Value]:
     """Run the case on this rank and return its outcome; every rank of the mesh must call this with the same case."""
     rank = set_up(case, mode, mesh, device)
     optimizer = _optimizer(case, list(rank.parameters.values()))
+    if scaling is not None:
+        rank = replace(rank, scaling=scaling)
+        optimizer = scaling.optimizer(list(rank.parameters.values()), case.lr, mesh.axis(mode.weight_axis))
     outcome: dict[str, Value] = {}
     for step in range(case.steps):
         optimizer.zero_grad()
@@ -159,6 +180,8 @@ def _accumulate(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Box, ...] 
         losses = rank.parts.loss(logits, labels)
         weights = counted(labels, mode.laid_out(batch.loss_mask)).to(losses.dtype)
         summed = (losses * weights).sum()
+        if rank.scaling is not None:
+            summed = rank.scaling.scaled(summed)
         if rank.metric is not None:
             with torch.no_grad():
                 rank.metric(logits, labels, weights)
@@ -182,6 +205,9 @@ def _synchronise(rank: Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tens
     for group in [partial] if mode.coalesced else [[gradient] for gradient in partial]:
         sync.sum_gradients(group, weight_axis, op=mode.partial_op)
     loss, tokens = sync.sum_scalars(loss, tokens, [mesh.axis(axis) for axis in mode.loss_axes])
+    if rank.scaling is not None:
+        for gradient in gradients.values():
+            gradient.div_(rank.scaling.value)
     shares = math.prod(mesh.axis(axis).size for axis in mode.mean_axes)
     for gradient in gradients.values():
         gradient.div_(tokens * shares)

@@ -102,7 +102,10 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case written as `key=value` words in any order; later words override earlier ones."""
+        """The case written as `key=value` words in any order; later words override earlier ones.
+
+        Raises CaseError: an unknown key, an illegal value, or words that cannot go together.
+        """
         words: dict[str, Word] = {}
         for said in text.split():
             key, equals, value = said.partition("=")
@@ -176,7 +179,10 @@ class Case:
         return {axis: size for sizes in self._meshes() for axis, size in sizes.items()}
 
     def axis_rank(self, axis: str, rank: int) -> int:
-        """The place of a global rank in its group along an axis; what `axes` says, without listing the ranks."""
+        """The place of a global rank in its group along an axis; what `axes` says, without listing the ranks.
+
+        Raises KeyError for an axis that the case lacks.
+        """
         for sizes in self._meshes():
             stride = 1
             for name, size in sizes.items():

@@ -74,7 +74,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
 
 
 def follow(follower: str, values: dict[str, Any]) -> Any:
-    """The value a follower takes from the rest of the case."""
+    """The value a follower takes from the rest of the case. Raises KeyError for a word that follows no other."""
     isp = values["mode"] == "isp"
     match follower:
         case "kv_heads":

@@ -93,7 +93,7 @@ def _stride(vocab: int) -> int:
 
 
 def plain_text(path: Path, vocab: int) -> list[Tensor]:
-    """The one document of a UTF-8 text file."""
+    """The one document of a UTF-8 text file. Raises DataError when it is not UTF-8, or too large."""
     content = load(path)
     try:
         content.decode("utf-8")
@@ -103,7 +103,10 @@ def plain_text(path: Path, vocab: int) -> list[Tensor]:
 
 
 def json_lines(path: Path, vocab: int) -> list[Tensor]:
-    """One document a line, `{"text": str}` or `{"tokens": [int]}`; blank lines hold none."""
+    """One document a line, `{"text": str}` or `{"tokens": [int]}`; blank lines hold none.
+
+    Raises DataError for too many lines, or a line that holds neither.
+    """
     content = load(path)
     count = content.count(b"\n") + 1
     if count > MAX_DOCUMENTS:
@@ -116,7 +119,10 @@ def json_lines(path: Path, vocab: int) -> list[Tensor]:
 
 
 def tokens_of(path: Path, place: str, record: object, vocab: int) -> Tensor:
-    """The document `record["tokens"]`: int64, every id between -(vocab - 1) and vocab - 1."""
+    """The document `record["tokens"]`: int64, every id between -(vocab - 1) and vocab - 1.
+
+    Raises DataError for anything else.
+    """
     tokens = record.get("tokens") if isinstance(record, dict) else None
     if not isinstance(tokens, list):
         raise DataError(path, place, "holds no list of tokens", '{"tokens": [1, 2, 3]}')

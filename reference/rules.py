@@ -184,7 +184,7 @@ def _multiple(size: int, unit: int) -> int:
 
 
 def read(key: str, text: str, kind: type) -> int | float | bool | str:
-    """The value that `text` writes for a key of this type."""
+    """The value that `text` writes for a key of this type. Raises CaseError when it writes none."""
     if kind is bool:
         if text not in ("true", "false"):
             raise CaseError(key, text, "must be true or false", f"{key}=true")

@@ -32,7 +32,10 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
 
 
 def side(name: str, folder: str = FOLDER) -> Snapshot:
-    """One side of a comparison: a run folder, the folder of a baseline, or a baseline's name."""
+    """One side of a comparison: a run folder, the folder of a baseline, or a baseline's name.
+
+    Raises RunFolderError when there is none.
+    """
     path = Path(name)
     stored = Path(folder) / name
     with looking(name):
@@ -49,7 +52,10 @@ def side(name: str, folder: str = FOLDER) -> Snapshot:
 
 
 def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
-    """Store a snapshot under this name, in place of an older one; returns its folder."""
+    """Store a snapshot under this name, in place of an older one; returns its folder.
+
+    Raises RequestError for a run without events, an illegal name, or a folder that cannot be written.
+    """
     check_name(name)
     if kept.cases.empty or kept.events.empty:
         raise RequestError(f"run {kept.name}: holds no event, so it is no baseline; legal: a run that communicated")

@@ -27,6 +27,7 @@ def growth(run: Run, counted: str = "layers") -> pd.DataFrame:
     """mode, tokens, wire_bytes: the largest family of cases that differ in nothing but mode and tokens.
 
     Empty unless two modes were run at two sizes each, or when the run did not say how many tokens its cases have.
+    Raises ValueError for another word than layers or all.
     """
     if counted not in ("layers", "all"):
         raise ValueError(f"counted={counted}: must say which bytes count; legal: layers, all")

@@ -32,7 +32,7 @@ def shown(name: str | Path) -> str:
 
 @contextmanager
 def looking(name: str | Path) -> Iterator[None]:
-    """Look whether something is there; what the system refuses to look at is a wrong request."""
+    """Look whether something is there. Raises RunFolderError for what the system refuses to look at."""
     try:
         yield
     except OSError as problem:
@@ -42,7 +42,7 @@ def looking(name: str | Path) -> Iterator[None]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The one JSON object that a file holds."""
+    """The one JSON object that a file holds. Raises RunFolderError when it holds something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
@@ -53,7 +53,10 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def json_lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
-    """The objects of a file that holds one a line, each with the needed keys; a missing file is a note."""
+    """The objects of a file that holds one a line, each with the needed keys; a missing file is a note.
+
+    Raises RunFolderError for a line that is none.
+    """
     if not path.is_file():
         notes.append(f"{path.name} is missing: the run was stopped before it was written")
         return []
@@ -71,7 +74,10 @@ def json_lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict
 
 
 def csv_table(path: Path, types: dict[str, str], needed: Iterable[str], notes: list[str]) -> pd.DataFrame:
-    """The rows of a CSV file; `types` by column, "str" where the file may hold anything; an empty file has no row."""
+    """The rows of a CSV file; `types` by column, "str" where the file may hold anything; an empty file has no row.
+
+    Raises RunFolderError for a file that is cut, lacks a column, or holds a wrong value.
+    """
     data = _whole_lines(path, notes)
     header = data.split(b"\n", 1)[0].decode("utf-8").rstrip("\r").split(",")
     if not data:

@@ -99,7 +99,7 @@ def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers")
     """mode, tokens, wire_bytes of one rank in a micro-batch by the closed form, for `breakeven.crossings` and its plot.
 
     counted="layers" leaves out all-to-alls and everything outside the layers; "all" leaves out nothing but what happens
-    once a step. Empty when the subject states no closed form.
+    once a step. Empty when the subject states no closed form. Raises ValueError for another word.
     """
     if counted not in ("layers", "all"):
         raise ValueError(f"counted={counted}: must say which bytes count; legal: layers, all")

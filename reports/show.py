@@ -25,7 +25,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def page_main(arguments: argparse.Namespace) -> int:
-    """Write the page of a run and print where it is."""
+    """Write the page of a run and print where it is. Raises RequestError when it cannot be written."""
     run = load(arguments.run)
     target = Path(arguments.output) if arguments.output else run.path / "report.html"
     try:

@@ -26,7 +26,10 @@ CHECK = "parallel.slicing.checkpoint:check"
 
 
 def main(parsed: argparse.Namespace) -> int:
-    """Print the slices of one model. Exit status 1 when a checkpoint is not the same after cutting and joining it."""
+    """Print the slices of one model. Exit status 1 when a checkpoint is not the same after cutting and joining it.
+
+    Raises RequestError for words that describe no model.
+    """
     words: Any = resolve(WORDS)
     slices: Any = resolve(SLICES)
     check: Any = resolve(CHECK)

@@ -39,7 +39,10 @@ _MOST_CASES = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Headers and cells as text. `numbers` are the columns to align right; `note` is one line for below the table."""
+    """Headers and cells as text. `numbers` are the columns to align right; `note` is one line for below the table.
+
+    Raises ValueError for a row with more or fewer cells than headers.
+    """
 
     title: str
     headers: tuple[str, ...]

@@ -33,7 +33,7 @@ Slice = dict[str, Any]
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the trace of a run and print where it is."""
+    """Write the trace of a run and print where it is. Raises RequestError when it cannot be written."""
     run = load(arguments.run)
     target = Path(arguments.output) if arguments.output else run.path / "trace.json"
     try:

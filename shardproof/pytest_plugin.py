@@ -57,7 +57,10 @@ def _wanted(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Under torchrun, serve rank 0's session instead of having one."""
+    """Under torchrun, serve rank 0's session instead of having one.
+
+    Raises UsageError for options that such a session cannot have.
+    """
     if not are_added(config):
         return None
     try:

@@ -38,7 +38,7 @@ class LedgerGate:
     timeout_s: float = 60.0
 
     def holds(self, case: Case) -> None:
-        """Assert that a case sends what its stored ledger says; skip one that the subject refuses."""
+        """Raises AssertionError with the difference when a case does not send what its stored ledger says."""
         if reason := refusal(case, self.subject):
             pytest.skip(reason)
         events = self._events(case)

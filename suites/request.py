@@ -28,7 +28,7 @@ __all__ = ["check", "header"]
 
 
 def check(config: pytest.Config) -> None:
-    """Refuse a wrong option."""
+    """Raises UsageError for a wrong option."""
     try:
         for option in OPTIONS:
             option_value(config, option.name)

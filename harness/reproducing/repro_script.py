@@ -55,7 +55,10 @@ def case_of(facts: Mapping[str, Any]) -> Any:
 
 
 def boxes(value: Any) -> list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]:
-    """One returned value as (local, offsets, full shape) each: a tensor, a number, a DTensor, a shard, or several."""
+    """One returned value as (local, offsets, full shape) each: a tensor, a number, a DTensor, a shard, or several.
+
+    Raises TypeError for anything else.
+    """
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, int | float):

@@ -29,7 +29,10 @@ Shape = tuple[int, ...]
 
 
 def features_dim(shape: Shape, orientation: str, *, inner: bool = False) -> int:
-    """The dim of the output features of a weight or bias of this shape; `inner`: of the input features of a weight."""
+    """The dim of the output features of a weight or bias of this shape; `inner`: of the input features of a weight.
+
+    Raises SliceError for an unknown orientation or a shape of neither.
+    """
     if orientation not in ORIENTATIONS:
         raise SliceError("orientation", orientation, "is not a known word", "|".join(ORIENTATIONS))
     if len(shape) not in (1, 2) or (inner and len(shape) == 1):

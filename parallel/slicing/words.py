@@ -87,7 +87,10 @@ class Sliced:
 
     @classmethod
     def parse(cls, text: str) -> Sliced:
-        """The model that `key=value` words describe, in any order; later words override earlier ones."""
+        """The model that `key=value` words describe, in any order; later words override earlier ones.
+
+        Raises SliceError for a word or a value that is none.
+        """
         words: dict[str, Any] = {}
         for said in text.split():
             key, equals, value = said.partition("=")

@@ -25,7 +25,10 @@ Subject = Callable[..., Any]
 
 
 def source_of(module: str) -> str:
-    """The source text of one of our modules, read without importing it."""
+    """The source text of one of our modules, read without importing it.
+
+    Raises ValueError for a module without source.
+    """
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise ValueError(f"module={module}: has no source; legal: parallel.linear")
@@ -33,7 +36,10 @@ def source_of(module: str) -> str:
 
 
 def replaced(module: str, old: str, new: str) -> dict[str, str]:
-    """The changed source of a module in which the one occurrence of `old` reads `new`."""
+    """The changed source of a module in which the one occurrence of `old` reads `new`.
+
+    Raises ValueError when it does not occur once.
+    """
     text = source_of(module)
     if text.count(old) != 1:
         raise ValueError(f"{module}: the text to change occurs {text.count(old)} times, must be once: {old!r}")

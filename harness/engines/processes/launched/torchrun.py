@@ -64,7 +64,10 @@ def dismiss() -> None:
 
 
 class TorchrunEngine(RequestEngine):
-    """Rank 0's engine: it is opened once every other process has joined, and closing it ends them all."""
+    """Rank 0's engine: it is opened once every other process has joined, and closing it ends them all.
+
+    Raises RequestError on any rank but 0.
+    """
 
     name = "torchrun"
     remote = True
