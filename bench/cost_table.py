@@ -1,6 +1,6 @@
 """The cost model, held against this machine: links and products measured here, calls and steps predicted from them.
 
-    shardproof bench --costs       prints the table, writes costs.csv and cluster.toml
+    python -m bench.cost_table     prints the table, writes costs.csv and cluster.toml
 
 Three numbers are fitted: latency and bandwidth of one link, to the all-reduce of two ranks at the smallest and the
 largest payload, and what products of two ranks at once reach. Every other row is a prediction, made by the formulas of
@@ -159,7 +159,7 @@ def fitted(small: tuple[int, float], large: tuple[int, float], flops_per_s: floa
         name="measured",
         device=Device(name="one core", memory_gib=1.0, peak_tflops={"float32": flops_per_s / 1e12}, efficiency=1.0),
         links=(Link(name="gloo", ranks=0, latency_us=latency_us, bandwidth_gb_s=1e-3 / byte_us),),
-        note="measured by shardproof bench --costs; memory_gib is no measurement",
+        note="measured by python -m bench.cost_table; memory_gib is no measurement",
     )
 
 
@@ -213,8 +213,8 @@ def _toml(value: object) -> str:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Measure, predict, print, write: what `shardproof bench --costs` calls. 3 when the machine fits no model."""
-    parser = argparse.ArgumentParser(prog="shardproof bench --costs", description="The cost model, held against here.")
+    """Measure, predict, print, write: what `python -m bench.cost_table` calls. 3 when the machine fits no model."""
+    parser = argparse.ArgumentParser(prog="python -m bench.cost_table", description="The cost model, compared here.")
     parser.add_argument("--out", type=Path, default=Path("runs") / "bench", help="folder of the files (runs/bench)")
     parser.add_argument("--rounds", type=int, default=Asked().rounds, help="rounds of every row (15)")
     options = parser.parse_args(arguments)
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         small, large = ((size, times["all_reduce", 2, size]) for size in (min(asked.payloads), max(asked.payloads)))
         cluster = fitted(small, large, flops_per_s)
     except MachineError as error:
-        print(f"shardproof bench --costs: {error}", file=sys.stderr)
+        print(f"python -m bench.cost_table: {error}", file=sys.stderr)
         return error.exit_status
     rows = held_against(times, cluster, asked)
     options.out.mkdir(parents=True, exist_ok=True)

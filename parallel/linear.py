@@ -144,8 +144,7 @@ class RowLinear(nn.Module):
     """Linear whose input features are split over the region's axis; the partial outputs are summed on the way out.
 
     The bias is whole on every rank and added once, after the sum. `input_is_parallel=False` takes whole features and
-    cuts its own slice (backward all-gather); hidden states split along the sequence cannot be taken that way. Raises
-    ValueError for whole features together with a sequence dim.
+    cuts its own slice (backward all-gather). Raises ValueError for that with hidden states split along the sequence.
     """
 
     def __init__(

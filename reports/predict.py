@@ -47,7 +47,7 @@ ASSUMPTIONS = (
     f"deep models: memory, and times where cases are compared, are the straight line through {DEPTHS[0]} and "
     f"{DEPTHS[1]} layers",
     "errors: calls, bytes and parameters are exact where the ledger is 'equal' to the closed form; times are held "
-    "against gloo on the machine at hand (shardproof bench --costs), for clusters the error is not known: trust "
+    "against gloo on the machine at hand (python -m bench.cost_table), for clusters the error is not known: trust "
     "ratios more than seconds",
 )
 """What every prediction rests on, and how far it can be trusted."""

@@ -48,7 +48,6 @@ COVERING_CASES = "reference.covering:covering_cases"
 PLAIN_CASES = "reference.covering:plain_cases"
 BENCH = "bench.performance:main"
 FAULT_TABLE = "bench.fault_table:main"
-COST_TABLE = "bench.cost_table:main"
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -158,7 +157,7 @@ def _unhindered() -> Iterator[None]:
 
 def bench_main(arguments: argparse.Namespace) -> int:
     """Measure and print the performance table, or another one; all live where everything meets."""
-    measure: Any = resolve(FAULT_TABLE if arguments.faults else COST_TABLE if arguments.costs else BENCH)
+    measure: Any = resolve(FAULT_TABLE if arguments.faults else BENCH)
     return int(measure([] if arguments.out is None else ["--out", arguments.out]) or 0)
 
 

@@ -38,7 +38,10 @@ class LedgerGate:
     timeout_s: float = 60.0
 
     def holds(self, case: Case) -> None:
-        """Raises AssertionError with the difference when a case does not send what its stored ledger says."""
+        """Compare what a case sends with its stored ledger; skip a case that the subject refuses.
+
+        Raises AssertionError with the difference, RequestError for a stored ledger that cannot be read.
+        """
         if reason := refusal(case, self.subject):
             pytest.skip(reason)
         events = self._events(case)

@@ -1,0 +1,83 @@
+"""A public function that raises says so: its docstring names every exception that stands behind a `raise` in it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+
+ROOMS = ("reference", "parallel", "harness", "reports", "shardproof", "suites", "bench")
+FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py") if not path.name.startswith("test_"))
+PROGRAMS = ROOT / "bench" / "fault_programs.py"
+"""Programs that are run for what becomes of them: their names say what they do."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def public(body: list[ast.stmt], about: str = "") -> Iterator[tuple[Function, str]]:
+    """Public functions and methods with their docstrings; a special method may be told by its class."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public(node.body, ast.get_docstring(node) or "")
+        elif isinstance(node, Function):
+            special = node.name.startswith("__")
+            if special or not node.name.startswith("_"):
+                yield node, (ast.get_docstring(node) or "") + (about if special else "")
+
+
+def raised(function: Function) -> Iterator[str]:
+    """The class of each exception raised in the function itself; "Raises" for one that a function of ours makes."""
+    waiting: list[ast.AST] = list(function.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Function | ast.ClassDef | ast.Lambda):
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Raise) and node.exc is not None and not isinstance(node.exc, ast.Name):
+            name = ast.unparse(node.exc).partition("(")[0].rpartition(".")[2]
+            yield name if name[0].isupper() else "Raises"
+
+
+def silent(text: str) -> list[str]:
+    """The functions of a module that raise what their docstring does not name."""
+    return [
+        f"{function.name}: {name}"
+        for function, about in public(ast.parse(text).body)
+        for name in sorted(set(raised(function)))
+        if name not in about and not (name == "Raises" and "Raise " in about)
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path != PROGRAMS], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_a_public_function_names_what_it_raises(path: Path) -> None:
+    assert silent(path.read_text()) == []
+
+
+def test_the_rule_sees_functions_methods_classes_and_makers() -> None:
+    text = '''
+def one():
+    """Nothing."""
+    raise ValueError("x") from None
+class Thing:
+    """Raises KeyError for anything."""
+    def __init__(self): raise KeyError(1)
+    def two(self):
+        """Raises KeyError."""
+        raise errors.RequestError("x").with_traceback(None)
+    def three(self): raise _failed()
+    def _four(self): raise ValueError("x")
+    def five(self):
+        """Again."""
+        try: pass
+        except Exception: raise
+def six():
+    """Makes one."""
+    def inner(): raise ValueError("x")
+    return inner
+'''
+    assert silent(text) == ["one: ValueError", "two: RequestError", "three: Raises"]
