@@ -97,7 +97,6 @@ CAUSES: Mapping[str, str] = {
     "wrong_op": "another collective or another reduction",
     "wrong_payload": "the right call with more or fewer bytes, or another dtype",
     "wrong_place": "the right call in another phase or module",
-    "unlawful": "ranks of a group that do not issue the same calls",
     # where witnesses part
     "witness_slip": "one witness alone tells an event otherwise than the others",
     "recorder_blind": "others who do not know each other contradict the recorder",

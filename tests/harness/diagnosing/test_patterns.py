@@ -100,6 +100,16 @@ def test_terms_that_were_never_summed_are_told_beside_what_was_added_to_each() -
     assert [cause.id for cause in diagnose(seen, examine(seen), "replicas").causes] == ["not_summed"]
 
 
+def test_one_part_that_is_wrong_throughout_is_told() -> None:
+    name = "grad/layers.0.mlp.w1.weight"
+    outcomes = [outcome_of(rank, truth()) for rank in range(2)]
+    part = outcomes[1][name]
+    outcomes[1][name] = Shard(drawn(*part.local.shape), part.offsets, part.global_shape)
+    seen = evidence(*outcomes)
+    (told,) = diagnose(seen, examine(seen), "parameter_gradients").causes
+    assert (told.id, told.words) == ("one_shard", "only part 1 of 2 over tp is wrong, and nearly all of it")
+
+
 def test_a_what_if_of_the_data_is_told() -> None:
     other = {"mask_ignored/loss/0": truth()["loss/0"] * 1.01}
     values = {**truth(), "loss/0": other["mask_ignored/loss/0"]}

@@ -10,7 +10,7 @@ from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import ended
 from harness.diagnosing.six_lines import crash, explain, repeat_command
-from harness.errors import Desynchronised, Position, RankDied, RankRaised, ShardproofError, TimeLimit
+from harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, ShardproofError, TimeLimit
 from tests.harness.toy_evidence import altered, case, events, evidence, outcome_of, truth, without
 
 W1 = "grad/layers.0.mlp.w1.weight"
@@ -96,6 +96,12 @@ ENDS: list[tuple[ShardproofError, str, str, str]] = [
         "desynchronised",
     ),
     (
+        RankCrashed("rank 1 of 2 died: killed by SIGSEGV", ranks=[1], positions=STOOD),
+        "the subject did not finish: rank 1 of 2 died: killed by SIGSEGV",
+        "the subject ended the process of a rank: a crash in native code, or os._exit",
+        "crashed",
+    ),
+    (
         TimeLimit("no end after 60 s", ranks=[0], positions=STOOD),
         "the machine failed: no end after 60 s",
         "a rank that waits for ever, too little time, or a machine that failed",
@@ -153,7 +159,7 @@ def test_the_rank_whose_shard_is_wrong_is_named() -> None:
     second[W1].local.mul_(3)
     lines = message(evidence(first, second), "parameter_gradients").splitlines()
     assert lines[1].startswith("where:  mode=tp, rank 1 of 2, step 0")
-    assert lines[4] == "causes: only part 1 of 2 over tp is wrong: look at what that rank does alone"
+    assert lines[4] == "causes: only part 1 of 2 over tp is wrong, and nearly all of it"
 
 
 def test_nothing_is_guessed_where_no_pattern_fits() -> None:

@@ -1,0 +1,84 @@
+"""Known bugs, one catalogue by the id under which a diagnosis reports them: looks how, planted how, stands for what.
+
+    python -m suites.mutants.known [ID ...]        prints these, or all
+
+The parts stand where they are used, and this table joins them: the id and what it looks like in
+`harness.diagnosing.rules.causes`, the rule that the dense model breaks to look the same in
+`harness.diagnosing.rules.what_ifs` and `reference.what_ifs`, the changes of our source in `suites.mutants.catalogue`,
+the variants of a case in `reference.variants`. Mutants that are held back are not in it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.diagnosing.rules.causes import CAUSES
+from harness.diagnosing.rules.what_ifs import WHAT_IF
+from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
+from suites.mutants.mutant import Mutant
+
+__all__ = ["KNOWN", "SHOWN_BY", "KnownBug", "main"]
+
+_DIAGNOSING, _WITNESSES = "tests/harness/diagnosing", "tests/harness/witnesses"
+SHOWN_BY: Mapping[str, str] = {
+    "nan": f"{_DIAGNOSING}/test_patterns.py",
+    "shifted_shard": f"{_DIAGNOSING}/test_patterns.py",
+    "one_shard": f"{_DIAGNOSING}/test_patterns.py",
+    "labels_unshifted": "tests/reference/what_ifs/test_shares.py",
+    "witness_slip": f"{_WITNESSES}/test_witness_telling.py",
+    "recorder_blind": f"{_WITNESSES}/test_witness_telling.py",
+    "session_differs": f"{_WITNESSES}/test_witness_telling.py",
+    "not_stated": f"{_WITNESSES}/test_witness_telling.py",
+    "other_dtype": f"{_DIAGNOSING}/test_layouts.py",
+    "other_shape": f"{_DIAGNOSING}/test_layouts.py",
+    "part_as_whole": f"{_DIAGNOSING}/test_layouts.py",
+    "crashed": f"{_DIAGNOSING}/test_six_lines.py",
+    "machine": f"{_DIAGNOSING}/test_six_lines.py",
+}
+"""Id of what no open mutant and no variant plants -> the test that plants it in numbers, sightings or ends of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownBug:
+    """One kind of mistake. `looks` is how it shows; `what_if` what the dense model computes instead, "" when no what-if
+    tells it; `planted` are the open mutants and variants for which this cause is right to report.
+    """
+
+    id: str
+    looks: str
+    what_if: str
+    planted: tuple[Mutant, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.id}: {self.looks}"]
+        lines += [f"    what if: {self.what_if}"] if self.what_if else []
+        lines += [f"    {one.kind} {one.name}: {one.stands_for}" for one in self.planted]
+        return "\n".join(lines if self.planted else [*lines, f"    planted in {SHOWN_BY.get(self.id, 'nothing')}"])
+
+
+KNOWN: Mapping[str, KnownBug] = {
+    id: KnownBug(
+        id=id,
+        looks=looks,
+        what_if=WHAT_IF.get(id, ""),
+        planted=tuple(row for row in (*MUTANTS, *VARIANT_ROWS) if id in row.cause.split("|")),
+    )
+    for id, looks in CAUSES.items()
+}
+"""Id -> all that is known of it."""
+
+
+def main(ids: Sequence[str]) -> int:
+    """Print these bugs, all when none is named. Exit status 2 for an unknown id."""
+    if unknown := [id for id in ids if id not in KNOWN]:
+        print(f"known bugs: {' '.join(unknown)}: no such id; legal: {' '.join(KNOWN)}", file=sys.stderr)
+        return 2
+    for id in ids or KNOWN:
+        print(KNOWN[id])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
