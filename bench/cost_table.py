@@ -27,13 +27,13 @@ import torch.distributed as dist
 
 from bench.witnesses import micro_batch
 from harness.engines.engine import Engine
+from harness.engines.named import engine_named
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import MachineError
 from harness.predicting.clusters import Cluster, Device, Link
 from harness.predicting.costs import route, seconds
 from harness.predicting.forecast import forecast
 from harness.predicting.timeline import AFTER_BACKWARD
-from harness.running.run import engine_named
 from parallel.registry import MODES
 from parallel.subject import subject
 from reference.case import Case

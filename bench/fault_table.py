@@ -22,9 +22,9 @@ from typing import Any
 
 from bench import fault_programs as programs
 from harness.engines.engine import Engine
+from harness.engines.named import ENGINES, engine_named
 from harness.errors import MachineError, ProgramError
 from harness.resolve import resolve
-from harness.running.run import ENGINES, engine_named
 from reports.tables import Table
 from reports.text import show_table
 

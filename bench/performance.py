@@ -5,6 +5,7 @@ Machines are shared and noisy, so every number that is compared is a ratio of ru
 
     engine / bare ranks      the engine's ranks over the same rank mathematics without a collective, by world size
     recorded / unrecorded    the same ranks with a recorder over without one
+    refused request          a wrong word on the command line over `python -c pass`
     at once / in turns       the concurrent engine over the other one, at a large shape
     witnesses                recorder, nvtx, CommDebugMode, torch profiler, nsys over an unwatched step, on gloo
     examples per second      in-process engine, pool engine (persistent gloo processes), processes spawned for each
@@ -16,6 +17,8 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -81,6 +84,7 @@ def measure(*, rounds: int, spawns: int, worlds: Sequence[int] = (2, 4, 8)) -> l
             for world_size in (2, 4):
                 rows += _example_rows(engine, world_size, rounds, spawns)
         rows += _witness_rows(max(rounds // 4, 1))
+        rows.append(_refused_row(max(rounds // 4, 1)))
     finally:
         torch.set_num_threads(threads)
     return rows
@@ -207,6 +211,26 @@ def _witness_rows(rounds: int) -> list[Row]:
                 )
             )
     return rows
+
+
+def _refused_row(rounds: int) -> Row:
+    """The wall time of a command that is refused for a wrong word, over that of a bare interpreter."""
+    commands = {"pass": ("-c", "pass"), "refused": ("-m", "shardproof", "run", "mode=unknown")}
+    seconds = interleaved(
+        {
+            name: partial(subprocess.run, [sys.executable, *words], check=False, capture_output=True)
+            for name, words in commands.items()
+        },
+        rounds,
+    )
+    best = {name: min(times) for name, times in seconds.items()}
+    return Row(
+        metric="refused request",
+        value=best["refused"] * 1e3,
+        unit="ms",
+        versus="python -c pass",
+        ratio=best["refused"] / best["pass"],
+    )
 
 
 def main(arguments: Sequence[str] = ()) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 from harness.errors import RequestError
 from harness.resolve import resolve
 
-__all__ = ["CASE", "parse_cases", "read_case"]
+__all__ = ["CASE", "check_modes", "known_modes", "parse_cases", "read_case", "read_words"]
 
 CASE = "reference.case:Case"
+MODES = "reference.rules:MODES"
 
 
 def read_case(text: str) -> Any:
@@ -25,3 +26,27 @@ def read_case(text: str) -> Any:
 def parse_cases(texts: Iterable[str]) -> tuple[Any, ...]:
     """The cases of these texts, each once. Raises RequestError for the first text that is no case."""
     return tuple({str(case): case for case in map(read_case, texts)}.values())
+
+
+def read_words(text: str) -> None:
+    """Raise RequestError for a word of the text that no case has, or whose value cannot be read."""
+    known: Any = resolve(CASE)
+    try:
+        known.read_words(text)
+    except ValueError as problem:
+        raise RequestError(f"case {text!r}: {problem}") from problem
+
+
+def known_modes() -> tuple[str, ...]:
+    """The modes that a case can have."""
+    modes: tuple[str, ...] = resolve(MODES)  # type: ignore[assignment]
+    return modes
+
+
+def check_modes(text: str) -> None:
+    """Raise RequestError unless an option chooses "all" modes, or modes that a case can have, comma separated."""
+    unknown = [mode for mode in text.split(",") if mode not in known_modes()]
+    if text != "all" and unknown:
+        raise RequestError(
+            f"modes={','.join(unknown)}: no case has this mode; legal: all, or some of {','.join(known_modes())}"
+        )

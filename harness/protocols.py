@@ -6,10 +6,11 @@ Third parties and our own `parallel` satisfy these by shape alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["Axes", "CaseLike", "FactsLike", "ShardLike", "Subject", "TermLike", "Value", "case_text"]
 
@@ -53,7 +54,7 @@ class ShardLike(Protocol):
     def global_shape(self) -> tuple[int, ...]: ...
 
 
-Value = Tensor | ShardLike | Iterable[ShardLike]
+Value: TypeAlias = "Tensor | ShardLike | Iterable[ShardLike]"
 """What a subject returns under one name: a full tensor, one shard, several shards (a fused weight), or a DTensor."""
 
 

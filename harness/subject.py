@@ -16,17 +16,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-import torch
-
+from harness.cases import check_modes, known_modes
 from harness.differences import EventKey
 from harness.errors import RequestError, error_text
 from harness.protocols import Axes, CaseLike, Subject, TermLike, Value
 from harness.resolve import resolve
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
-    "MODES",
     "Claims",
     "NamedSubject",
     "Unanswered",
@@ -44,7 +45,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-MODES = "reference.rules:MODES"
 LEFT = "left with status 0 (sys.exit) and returned nothing"
 
 _TERM: Mapping[str, type] = {**get_type_hints(EventKey), "calls": int}
@@ -85,12 +85,11 @@ class Claims:
         """Those that an option names, comma separated, or "all". Raises RequestError for any other."""
         if text == "all":
             return self.modes
+        check_modes(text)
         named = tuple(dict.fromkeys(text.split(",")))
         if other := [mode for mode in named if mode not in self.modes]:
-            lacking = [mode for mode in other if mode in self.unknown]
-            rule = f"{self.subject} claims {', '.join((*self.modes, *self.unknown))}"
-            rule += f", and no case has the mode {', '.join(lacking)}" if lacking else ""
-            raise RequestError(f"modes={','.join(other)}: {rule}; legal: --modes all")
+            claimed = ", ".join((*self.modes, *self.unknown))
+            raise RequestError(f"modes={','.join(other)}: {self.subject} claims {claimed}; legal: --modes all")
         return named
 
 
@@ -220,7 +219,7 @@ def claims(subject: NamedSubject) -> Claims:
     """What this subject claims; all modes when it says nothing. Raises RequestError for what is no tuple of words, or
     when no case can have any of them.
     """
-    known: tuple[str, ...] = resolve(MODES)  # type: ignore[assignment]
+    known = known_modes()
     said = claimed(subject)
     if said is None:
         return Claims(subject=subject.name, modes=known)

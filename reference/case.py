@@ -106,13 +106,21 @@ class Case:
 
         Raises CaseError: an unknown key, an illegal value, or words that cannot go together.
         """
+        return cls.of(**cls.read_words(text))
+
+    @classmethod
+    def read_words(cls, text: str) -> dict[str, Word]:
+        """The words of a text by key, whatever case they make together. Raises CaseError for an unknown key, and for a
+        value that is no number, or no known word, where the key takes one.
+        """
         words: dict[str, Word] = {}
         for said in text.split():
             key, equals, value = said.partition("=")
             if not equals or key not in _TYPES:
                 raise CaseError(key, value or said, "is not a word of the case language", "one of " + " ".join(_TYPES))
             words[key] = rules.read(key, value, _TYPES[key])
-        return cls.of(**words)
+            rules.check_word(key, words[key])
+        return words
 
     def but(self, **words: Word) -> Case:
         """This case with some words changed; sizes that follow others (wp, ffn, ...) follow again unless said."""

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
+from reference.files import MAX_FILE_BYTES, DataError, status
 from reference.internevo_files import meta_path, read_internevo
 from reference.megatron_files import index_path, read_megatron
-from reference.readers import MAX_DOCUMENTS, MAX_FILE_BYTES, DataError, json_lines, plain_text, status
+from reference.readers import MAX_DOCUMENTS, json_lines, plain_text
 
 __all__ = ["STANDARD_LIBRARY_BYTES", "TEXT_SUFFIXES", "Source", "Tokens", "documents", "read", "sources"]
 

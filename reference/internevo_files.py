@@ -18,7 +18,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from reference.readers import MAX_DOCUMENTS, DataError, load, record_of, tokens_of
+from reference.files import DataError, load
+from reference.readers import MAX_DOCUMENTS, record_of, tokens_of
 
 __all__ = ["meta_path", "read_internevo", "write_internevo"]
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reference.readers import MAX_DOCUMENTS, DataError, load
+from reference.files import DataError, load
+from reference.readers import MAX_DOCUMENTS
 
 __all__ = ["index_path", "read_megatron"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from reference.variants import VARIANTS, lack
 
-__all__ = ["MODES", "SEQUENCE_MODES", "CaseError", "check", "legal_words", "rank_lists", "read", "write"]
+__all__ = ["MODES", "SEQUENCE_MODES", "CaseError", "check", "check_word", "legal_words", "rank_lists", "read", "write"]
 
 MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
 SEQUENCE_MODES = ("tp-sp", "msp", "fsp", "isp")
@@ -197,6 +197,12 @@ def read(key: str, text: str, kind: type) -> int | float | bool | str:
         legal = f"{key}=1" if kind is int else f"{key}=0.1"
         raise CaseError(key, text, f"must be {'a whole' if kind is int else 'a'} number", legal) from None
     return value
+
+
+def check_word(key: str, value: object) -> None:
+    """Raise CaseError when a key takes one of a list of words, and this is none of them."""
+    if value not in _WORDS.get(key, (value,)):
+        raise CaseError(key, value, "is not a known word", "|".join(_WORDS[key]))
 
 
 def write(value: int | float | bool | str) -> str:

@@ -7,21 +7,19 @@ sorted, without times: equal ledgers give equal files), times.csv and memory.csv
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
 
 from harness.errors import RequestError
-from reports.files import RunFolderError, csv_table, json_object, looking, shown
+from reports.files import RunFolderError, csv_table, json_object, shown
 from reports.frames import load
+from reports.sides import FOLDER, MARK, check_name, side_folder
 from reports.snapshot import EVENT_TYPES, MEMORY_TYPES, TIME_TYPES, Snapshot, members, snapshot
 
-__all__ = ["FOLDER", "check_name", "read_events", "save", "side", "write_events"]
+__all__ = ["read_events", "save", "side", "write_events"]
 
-FOLDER = "baselines"
-_MARK = "baseline.json"
 _CASE_TYPES = {"case": "str", "mode": "str", "world_size": "int64"}
 _TABLES: Mapping[str, Mapping[str, str]] = {
     "cases": _CASE_TYPES,
@@ -36,19 +34,8 @@ def side(name: str, folder: str = FOLDER) -> Snapshot:
 
     Raises RunFolderError when there is none.
     """
-    path = Path(name)
-    stored = Path(folder) / name
-    with looking(name):
-        if not path.is_dir() and _legal(name) and (stored / _MARK).is_file():
-            path = stored
-        there, kept = path.is_dir(), (path / _MARK).is_file()
-    if kept:
-        return _read(path, name)
-    if there:
-        return snapshot(load(path), name)
-    known = sorted(found.parent.name for found in Path(folder).glob(f"*/{_MARK}"))
-    legal = f"a run folder, as runs/latest, or a baseline of {folder}: {', '.join(known) or 'none is there yet'}"
-    raise RunFolderError(f"run {shown(name)}: no such run folder and no baseline of this name; legal: {legal}")
+    path = side_folder(name, folder)
+    return _read(path, name) if (path / MARK).is_file() else snapshot(load(path), name)
 
 
 def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
@@ -61,15 +48,15 @@ def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
         raise RequestError(f"run {kept.name}: holds no event, so it is no baseline; legal: a run that communicated")
     path = Path(folder) / name
     try:
-        if path.is_dir() and any(path.iterdir()) and not (path / _MARK).is_file():
+        if path.is_dir() and any(path.iterdir()) and not (path / MARK).is_file():
             raise RequestError(f"baseline={path}: the folder holds something else; legal: another name")
         path.mkdir(parents=True, exist_ok=True)
-        (path / _MARK).unlink(missing_ok=True)  # until all is written there is no baseline
+        (path / MARK).unlink(missing_ok=True)  # until all is written there is no baseline
         for table, types in _TABLES.items():
             frame: pd.DataFrame = getattr(kept, table)
             frame[list(types)].to_csv(path / f"{table}.csv", index=False, lineterminator="\n")
         env = json.dumps({"from": kept.name, "env": kept.env}, indent=2, sort_keys=True)
-        (path / _MARK).write_text(env + "\n", encoding="utf-8")
+        (path / MARK).write_text(env + "\n", encoding="utf-8")
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise RequestError(
@@ -89,22 +76,11 @@ def read_events(path: Path) -> pd.DataFrame:
     return _table(path, EVENT_TYPES)
 
 
-def check_name(name: str) -> None:
-    """Raise RequestError unless a baseline can be called so."""
-    if not _legal(name):
-        rule = "must be a name of at most 100 letters, digits, dots, dashes"
-        raise RequestError(f"baseline={shown(name)}: {rule}; legal: main")
-
-
-def _legal(name: str) -> bool:
-    return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name))
-
-
 def _read(path: Path, name: str) -> Snapshot:
-    mark = json_object(path / _MARK)
+    mark = json_object(path / MARK)
     env = mark.get("env")
     if not isinstance(env, dict):
-        raise RunFolderError(f"{path / _MARK}: needs the object `env`; write the baseline again with --save-baseline")
+        raise RunFolderError(f"{path / MARK}: needs the object `env`; write the baseline again with --save-baseline")
     cases, events, times, memory = (_table(path / f"{table}.csv", types) for table, types in _TABLES.items())
     return Snapshot(name=name, env=env, cases=cases, events=events, times=times, memory=memory)
 

@@ -15,9 +15,9 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from importlib import metadata
 from typing import NoReturn
 
-from harness.cases import parse_cases
 from harness.errors import ShardproofError
 
 __all__ = ["main"]
@@ -50,6 +50,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(_WRONG_REQUEST, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
+class _Version(argparse.Action):
+    """Prints the installed version; looked up only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002  (argparse's name)
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"shardproof {metadata.version('shardproof')}")
+        parser.exit(0)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of these words (default: the process's own) and return its exit status."""
     try:
@@ -61,9 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _WRONG_REQUEST
     module, _, function = _HANDLERS[parsed.command].partition(":")
     try:
-        if parsed.command == "run" and parsed.engine != "torchrun":  # there rank 0 speaks for all
-            parsed.cases = parse_cases(parsed.cases)
-        # Imported only now: torch and pandas take seconds, and `--help` or a wrong word should not wait for them.
+        # Imported only now: torch and pandas take seconds, and neither `--help` nor a wrong word waits for them.
+        parsed.request = importlib.import_module("reports.request").read(parsed)
         status = getattr(importlib.import_module(module), function)(parsed)
         sys.stdout.flush()
     except ShardproofError as error:
@@ -99,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit status: 0 all pass, 1 a check failed, 2 a wrong request, 3 the machine failed, 130 interrupted",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action=_Version, help="print the version of shardproof")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     add = functools.partial(commands.add_parser, allow_abbrev=False)
     _add_run(add("run", help="run cases, check them against the reference, record, report"))

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from reports.baselines import check_name, save, side
+from reports.baselines import save, side
 from reports.comparison import Comparison, compare
 from reports.frames import load
 from reports.intervals import CONFIDENCE, FEWEST
 from reports.limits import limits
 from reports.modes import modes_table, side_by_side
+from reports.sides import check_name
 from reports.snapshot import Snapshot, snapshot
 from reports.tables import NOTHING, Table, count, mark, mebibytes, milliseconds, pair, table
 from reports.text import append_step_summary, show_message, show_table

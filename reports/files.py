@@ -11,13 +11,26 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import RequestError
+from harness.run_folder import SCHEMA
 
-__all__ = ["RunFolderError", "csv_table", "json_lines", "json_object", "looking", "shown"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = [
+    "RunFolderError",
+    "csv_table",
+    "environment_of",
+    "json_lines",
+    "json_object",
+    "looking",
+    "run_folder",
+    "shown",
+]
+
+_ENVIRONMENT = "env.json"
 
 
 class RunFolderError(RequestError):
@@ -39,6 +52,36 @@ def looking(name: str | Path) -> Iterator[None]:
         reason = problem.strerror or str(problem)
         legal = "a folder that `shardproof run` wrote, as runs/latest"
         raise RunFolderError(f"run {shown(name)}: cannot be looked at ({reason}); legal: {legal}") from problem
+
+
+def run_folder(name: str | Path) -> Path:
+    """The path of a run folder that this release reads. Raises RunFolderError when there is none or a later one."""
+    path = Path(name)
+    with looking(path):
+        there, known = path.is_dir(), any((path / file).is_file() for file in (_ENVIRONMENT, "cases.jsonl"))
+    if not there:
+        legal = "a folder that `shardproof run` wrote, as runs/latest"
+        raise RunFolderError(f"run {shown(path)}: no such folder; legal: {legal}")
+    if not known:
+        raise RunFolderError(f"run {shown(path)}: neither env.json nor cases.jsonl in it, so it is no run folder")
+    environment_of(path, [])
+    return path
+
+
+def environment_of(run: Path, notes: list[str]) -> dict[str, Any]:
+    """The object of env.json. Raises RunFolderError when a later release wrote the folder in a layout of its own."""
+    path = run / _ENVIRONMENT
+    if not path.is_file():
+        notes.append("env.json is missing: versions and machine are unknown")
+        return {}
+    found = json_object(path)
+    schema = found.get("schema", 1)
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
+        raise RunFolderError(f"{path}: schema={schema!r} must be a whole number above 0; legal: {SCHEMA}")
+    if schema > SCHEMA:
+        rule = f"the layout of the folder, and this release reads 1 to {SCHEMA}"
+        raise RunFolderError(f"{path}: schema={schema} is {rule}; legal: upgrade shardproof")
+    return found
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -78,6 +121,8 @@ def csv_table(path: Path, types: dict[str, str], needed: Iterable[str], notes: l
 
     Raises RunFolderError for a file that is cut, lacks a column, or holds a wrong value.
     """
+    import pandas as pd  # noqa: PLC0415  (a wrong path is refused without it)
+
     data = _whole_lines(path, notes)
     header = data.split(b"\n", 1)[0].decode("utf-8").rstrip("\r").split(",")
     if not data:

@@ -17,8 +17,7 @@ from typing import Any
 import pandas as pd
 
 from harness.ledger import COLUMNS, OPS, PHASES, Event
-from harness.run_folder import SCHEMA
-from reports.files import RunFolderError, csv_table, json_lines, json_object, looking, shown
+from reports.files import RunFolderError, csv_table, environment_of, json_lines, run_folder
 
 __all__ = ["AXES", "MODES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
 
@@ -76,16 +75,9 @@ class Run:
 
 def load(run: str | Path = "runs/latest") -> Run:
     """The run in this folder. Raises RunFolderError with one message when there is none or a file in it is broken."""
-    path = Path(run)
-    with looking(path):
-        there, known = path.is_dir(), any((path / name).is_file() for name in ("env.json", "cases.jsonl"))
-    if not there:
-        legal = "a folder that `shardproof run` wrote, as runs/latest"
-        raise RunFolderError(f"run {shown(path)}: no such folder; legal: {legal}")
-    if not known:
-        raise RunFolderError(f"run {shown(path)}: neither env.json nor cases.jsonl in it, so it is no run folder")
+    path = run_folder(run)
     notes: list[str] = []
-    env = _env(path, notes)
+    env = environment_of(path, notes)
     cases = _cases(path / "cases.jsonl", notes)
     ledger = _ledger(path, notes)
     summary = _summary(path / "summary.csv", ledger, notes)
@@ -126,22 +118,6 @@ def _with_mode(frame: pd.DataFrame, cases: pd.DataFrame) -> pd.DataFrame:
         return frame
     modes = dict(zip(cases["case"], cases["mode"], strict=True))
     return in_order(frame.assign(mode=[str(modes.get(case, "")) for case in frame["case"]]))
-
-
-def _env(run: Path, notes: list[str]) -> dict[str, Any]:
-    """The object of env.json. Raises RunFolderError when a later release wrote the folder in a layout of its own."""
-    path = run / "env.json"
-    if not path.is_file():
-        notes.append("env.json is missing: versions and machine are unknown")
-        return {}
-    env = json_object(path)
-    schema = env.get("schema", 1)
-    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
-        raise RunFolderError(f"{path}: schema={schema!r} must be a whole number above 0; legal: {SCHEMA}")
-    if schema > SCHEMA:
-        rule = f"the layout of the folder, and this release reads 1 to {SCHEMA}"
-        raise RunFolderError(f"{path}: schema={schema} is {rule}; legal: upgrade shardproof")
-    return env
 
 
 def _cases(path: Path, notes: list[str]) -> pd.DataFrame:

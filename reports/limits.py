@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from harness.errors import RequestError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["EXACT", "Limit", "breaches", "limits"]
 

@@ -1,4 +1,4 @@
-"""What --profile and --profile-steps ask for: the witnesses, and the steps of every run that they watch.
+"""What --profile and --profile-steps request: the witnesses, and the steps of every run that they watch.
 
 Steps count from 0; FIRST:END are those from FIRST on, END not included.
 """
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from harness.errors import RequestError
 from harness.protocols import CaseLike
 
-__all__ = ["TOOLS", "asked_steps", "asked_tools"]
+__all__ = ["TOOLS", "profiled_steps", "profiled_tools"]
 
 TOOLS = ("torch", "nsys")
 
 
-def asked_tools(arguments: argparse.Namespace) -> tuple[str, ...]:
+def profiled_tools(arguments: argparse.Namespace) -> tuple[str, ...]:
     """The tools of --profile, each once. Raises RequestError for an unknown one, or if there is nothing to profile."""
     if arguments.profile is None:
         return ()
@@ -32,22 +32,22 @@ def asked_tools(arguments: argparse.Namespace) -> tuple[str, ...]:
     return tools
 
 
-def asked_steps(arguments: argparse.Namespace, cases: Sequence[CaseLike]) -> range | None:
-    """The steps of --profile-steps, None for all. Raises RequestError for steps that not every case has."""
+def profiled_steps(arguments: argparse.Namespace, cases: Sequence[CaseLike]) -> range | None:
+    """The steps of --profile-steps, None for all. Raises RequestError unless every case has them."""
     word = arguments.profile_steps
     if word is None:
         return None
     if not arguments.profile:
         rule = "chooses among the steps that --profile watches, and there is no --profile"
         raise RequestError(f"profile-steps={word}: {rule}; legal: --profile torch --profile-steps 0:1")
-    shortest = min(cases, key=lambda case: case.steps)
-    legal = f"legal: 0:{shortest.steps}"
+    shortest = min(cases, key=lambda case: case.steps, default=None)
+    legal = f"legal: 0:{shortest.steps if shortest else 1}"
     if not (found := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", word)):
         raise RequestError(f"profile-steps={word}: must be FIRST:END, steps from FIRST on, END not included; {legal}")
     steps = range(int(found[1]), int(found[2]))
     if not steps:
         raise RequestError(f"profile-steps={word}: holds no step, for END is not included; {legal}")
-    if steps.stop > shortest.steps:
+    if shortest and steps.stop > shortest.steps:
         has = f"{shortest.steps} step{'s' if shortest.steps > 1 else ''}, counted from 0"
         raise RequestError(f"profile-steps={word}: case {str(shortest)!r} has {has}; {legal}")
     return steps

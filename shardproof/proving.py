@@ -12,11 +12,13 @@ from pathlib import Path
 
 from harness.cases import parse_cases, read_case
 from harness.engines.engine import Engine
+from harness.engines.named import engine_named
 from harness.protocols import CaseLike, Subject
+from harness.request import Request
 from harness.running import proof
 from harness.running import run as running
 from harness.running.proof import CaseResult
-from harness.running.run import Request, RunResult, engine_named
+from harness.running.run import RunResult
 from harness.subject import named
 
 __all__ = ["prove", "run"]

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.errors import Unsatisfiable
 
 from harness.errors import RequestError
-from harness.running.run import seconds
+from harness.request import seconds
 from harness.subject import claims, named
 from reference.case import Case
 from shardproof.options import add_options, option_path, option_value

@@ -20,11 +20,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from harness.engines.engine import Engine
+from harness.engines.named import ENGINES, engine_named
 from harness.engines.processes.launched.torchrun import serve, serves
 from harness.errors import ShardproofError
 from harness.ledger import REPEATABLE, Event
 from harness.running.proof import CaseResult, prove
-from harness.running.run import ENGINES, engine_named
 from reference.case import Case
 from suites.prover import chosen_modes
 from suites.strategies import cases

@@ -16,10 +16,10 @@ from multiprocessing import get_context
 import torch
 
 from harness.engines.engine import Engine
+from harness.engines.named import engine_named
 from harness.errors import RankDied, RequestError
 from harness.faults import Fault, faults_of
 from harness.running.execution import execute
-from harness.running.run import engine_named
 from harness.subject import NamedSubject, claims, refusal
 from reference.case import Case
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.engines.engine import Engine
+from harness.engines.named import engine_named
 from harness.errors import ProgramError
 from harness.faults import Fault
-from harness.running.run import engine_named
 from harness.subject import NamedSubject, refusal
 from reference.case import Case
 from suites.killing import disturbed

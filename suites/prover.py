@@ -21,15 +21,15 @@ from harness.checking.checks import CHECKS
 from harness.checking.evidence import FAIL, SKIP, Verdict
 from harness.diagnosing.six_lines import site
 from harness.engines.engine import Engine
+from harness.engines.named import engine_named
 from harness.errors import RequestError
 from harness.running.environment import environment
 from harness.running.proof import CaseResult, prove
-from harness.running.run import engine_named
 from harness.running.store import Store
 from harness.running.summary import summarize
 from harness.subject import NamedSubject, claims, named, refusal
 from reference.case import Case
-from reports.run import default_cases
+from reports.request import default_cases
 from suites.pairwise import rows
 from suites.strategies import cases
 

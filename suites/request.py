@@ -15,8 +15,9 @@ from hypothesis import settings
 from hypothesis.errors import InvalidArgument
 
 from harness.cases import read_case
+from harness.engines.named import known_engine
 from harness.errors import RequestError
-from harness.running.run import known_engine, seconds
+from harness.request import seconds
 from harness.subject import claims, named
 from shardproof.options import OPTIONS, option_path, option_value
 from suites import known_failures

@@ -8,7 +8,7 @@ import pytest
 
 from harness.subject import named
 from reference.case import Case
-from reports.run import default_cases
+from reports.request import default_cases
 from shardproof.options import option_path, option_value
 from suites.ledger_gate import LedgerGate, file_of
 

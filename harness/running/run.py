@@ -8,7 +8,6 @@ model cannot compute one of the cases) or every case was skipped, 3 the machine 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -18,9 +17,10 @@ from typing import Any
 from harness.checking.evidence import FAIL, SKIP, UNKNOWN, Verdict
 from harness.diagnosing.errors_by_place import ERROR_COLUMNS
 from harness.engines.engine import Engine
+from harness.engines.named import engine_named
 from harness.errors import RequestError
 from harness.protocols import CaseLike, case_text
-from harness.resolve import resolve
+from harness.request import Request
 from harness.running.capacity import admit
 from harness.running.environment import environment
 from harness.running.proof import CaseResult, prove, with_traceback
@@ -31,62 +31,17 @@ from harness.subject import NamedSubject, Unanswered, claimed, refusal
 from harness.torch_internals.lookup import untested
 
 __all__ = [
-    "ENGINES",
     "Progress",
-    "Request",
     "RunResult",
-    "engine_named",
-    "known_engine",
     "run",
-    "seconds",
 ]
 
-ENGINES = {
-    "inproc": "harness.engines.threads.inproc:InprocEngine",
-    "pool": "harness.engines.processes.forked.pool:PoolEngine",
-    "inproc-concurrent": "harness.engines.threads.concurrent:ConcurrentEngine",
-    "torchrun": "harness.engines.processes.launched.torchrun:TorchrunEngine",
-    "dry": "harness.engines.shapes.dry:DryEngine",
-}
-"""Word of the command line -> the engine's class, resolved only when asked for."""
-
 _DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
-
-_WEEK_S = 604800.0
 
 _REFUSED = "truth"
 """The check of a case that the dense model cannot compute, among others that it can."""
 Progress = Callable[[int, int, CaseLike, str], object]
 """Called after every case: how many of how many are done, the case and its verdict."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What to run. `page`, when given, writes `report.html` into the finished folder; `command` goes to env.json.
-
-    `profile` names the tools under which every case is run once more as a witness of its ledger: torch, nsys. They
-    watch `profile_steps` of that run, None for all. With 2 `processes` a second one proves cases beside this one, where
-    ranks are threads; a case comes to the same in both.
-    """
-
-    cases: tuple[CaseLike, ...]
-    subject: NamedSubject
-    engine: str = "inproc"
-    device: str = "cpu"
-    out: Path = Path("runs")
-    timeout_s: float = 60.0
-    command: tuple[str, ...] = ()
-    page: Callable[[Path], object] | None = None
-    profile: tuple[str, ...] = ()
-    profile_steps: range | None = None
-    processes: int = 1
-
-    @property
-    def options(self) -> str:
-        """The words beside case and subject that repeat a case as it was run here."""
-        limit = (f"{self.timeout_s:g}", "60")
-        words = {"--engine": (self.engine, "inproc"), "--device": (self.device, "cpu"), "--timeout": limit}
-        return " ".join(f"{word} {value}" for word, (value, usual) in words.items() if value != usual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,32 +178,6 @@ def _witnessed(result: CaseResult, subject: NamedSubject, seen: Witnesses | None
         store.extend(name, columns, rows)
     diagnoses = {**result.diagnoses, **({CHECK: told.diagnosis} if told.diagnosis else {})}
     return replace(result, verdicts=(*result.verdicts, told.verdict), diagnoses=diagnoses)
-
-
-def seconds(text: str, word: str) -> float:
-    """The seconds of an option called `word`. Raises RequestError for what is no number above 0 and at most a week."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found <= _WEEK_S:
-        rule = f"must be a number of seconds above 0 and at most {_WEEK_S:.0f}"
-        raise RequestError(f"{word}={text}: {rule}; legal: --{word} 60")
-    return found
-
-
-def known_engine(name: str) -> str:
-    """Where the engine of this word is. Raises RequestError for an unknown word."""
-    if name not in ENGINES:
-        raise RequestError(f"engine={name}: is not a known engine; legal: {' '.join(ENGINES)}")
-    return ENGINES[name]
-
-
-def engine_named(name: str) -> Engine:
-    """A fresh engine by its word on the command line; a context manager. Raises RequestError for an unknown word."""
-    make: Any = resolve(known_engine(name))
-    engine: Engine = make()
-    return engine
 
 
 def _words(request: Request) -> dict[str, object]:

@@ -12,8 +12,8 @@ import pytest
 from bench import fault_table
 from bench.fault_programs import goes_right, raises
 from bench.fault_table import FAULTS, Fault, main, measured, seen
+from harness.engines import named as named_engines
 from harness.engines.threads.inproc import InprocEngine
-from harness.running import run as harness_run
 
 QUICK = tuple(fault for fault in FAULTS if not fault.clock and not fault.fatal)
 
@@ -75,7 +75,7 @@ def test_a_rank_that_ends_its_process_is_seen_from_outside(capfd: pytest.Capture
 def test_a_silent_row_is_shown_and_fails_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(harness_run.ENGINES, "inproc", f"{__name__}:Blind")
+    monkeypatch.setitem(named_engines.ENGINES, "inproc", f"{__name__}:Blind")
     monkeypatch.setattr(fault_table, "FAULTS", QUICK[:1])
     assert main(["--out", str(tmp_path), "--engines", "inproc"]) == 1
     assert "0 of 1 detected" in capsys.readouterr().out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.running import run as harness_run
+from harness.engines import named as named_engines
 from reports import cli
 
 __all__ = ["ONE", "TOY", "CommandLine", "Printed", "command_line"]
@@ -42,7 +42,7 @@ class CommandLine:
 
 def command_line(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
     """A command line that stands in this folder."""
-    monkeypatch.setitem(harness_run.ENGINES, "inproc", f"{TOY}LoopEngine")
+    monkeypatch.setitem(named_engines.ENGINES, "inproc", f"{TOY}LoopEngine")
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process, which would have the real engine
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     monkeypatch.chdir(folder)

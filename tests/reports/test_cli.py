@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.engines.named import ENGINES
 from harness.resolve import resolve
-from harness.running.run import ENGINES
 from reference.case import Case
 from reports import cli, frames, show
 from reports import run as run_command

@@ -71,9 +71,9 @@ def outside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Calla
         ("--ledger-baseline here", "ledger-baseline=*here: no ledgers are stored there; legal: store them once with *"),
         ("--update-ledgers", "update-ledgers: needs the folder to write; legal: --ledger-baseline ledgers"),
         ("--case-timeout no", "case-timeout=no: must be a number of seconds above 0 and at most 604800; legal: *"),
-        ("--modes tp,zz", "modes=zz: parallel.subject:subject claims tp, tp-sp, mtp, msp, fsp, isp; legal: *"),
+        ("--modes tp,zz", "modes=zz: no case has this mode; legal: all, or some of tp,tp-sp,mtp,msp,fsp,isp"),
         (f"--subject {__name__}:number", f"subject={__name__}:number: modes=7 must be a tuple of words; legal: *"),
-        (f"--subject {__name__}:ahead --modes ep", "modes=ep: *:ahead claims tp, ep, and no case has the mode ep; *"),
+        (f"--subject {__name__}:ahead --modes isp", "modes=isp: *:ahead claims tp, ep; legal: --modes all"),
     ],
 )
 def test_a_wrong_request_ends_the_session_with_one_sentence(

@@ -12,8 +12,8 @@ from harness.checking.checks import CHECKS
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
 from harness.checking.group_checks import groups
 from harness.engines.engine import Engine
+from harness.engines.named import engine_named
 from harness.running.proof import CaseResult, prove
-from harness.running.run import engine_named
 from reference.case import Case
 from tests.harness.checking.toy_groups import Strided
 from tests.harness.toy_evidence import events, evidence

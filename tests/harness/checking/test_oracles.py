@@ -16,9 +16,9 @@ from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, Evidence
 from harness.checking.tolerance import kind_of
 from harness.engines.engine import Unwaited
+from harness.engines.named import engine_named
 from harness.outcome import localize
 from harness.running.proof import prove
-from harness.running.run import engine_named
 from harness.running.trial import Reference
 from reference import subject as dense
 from reference.anchors import Facts

@@ -11,9 +11,9 @@ import torch
 from harness.checking.checks import CHECKS
 from harness.checking.evidence import FAIL, PASS
 from harness.checking.overlap_checks import overlap
+from harness.engines.named import engine_named
 from harness.recording.overlap import Overlap
 from harness.running.proof import prove
-from harness.running.run import engine_named
 from parallel.subject import subject
 from reference.case import Case
 from tests.harness.toy_evidence import TERMS, events, evidence

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from harness.cases import parse_cases
 from harness.checking.evidence import Verdict
-from harness.running.run import Request, run
+from harness.request import Request
+from harness.running.run import run
 from harness.running.store import Store
 from harness.subject import named
 from reports.frames import load

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 
 from harness.engines.engine import Engine
+from harness.engines.named import engine_named
 from harness.running.proof import prove
-from harness.running.run import engine_named
 from reference.case import Case
 from suites.mutants.planting import planted, replaced
 

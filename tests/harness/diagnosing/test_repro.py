@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from harness.engines.engine import Engine
+from harness.engines.named import engine_named
 from harness.reproducing.repro import emit, shrunk
-from harness.running.run import engine_named
 from reference.case import Case
 from suites.mutants.planting import planted, replaced
 from tests.harness.command_line import CommandLine

@@ -9,8 +9,9 @@ import pytest
 
 from harness.cases import parse_cases
 from harness.errors import RequestError
+from harness.request import Request
 from harness.running.capacity import admit, memory_bytes
-from harness.running.run import Request, run
+from harness.running.run import run
 from harness.subject import named
 from reference.case import Case
 from reference.parameters import shapes
@@ -38,7 +39,7 @@ def test_a_vast_case_is_refused_naming_its_word_and_a_legal_value(words: str, tm
 def test_the_command_line_refuses_before_it_reads_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reports.run._read_first", lambda cases: pytest.fail("data was read"))
+    monkeypatch.setattr("reports.request._read_first", lambda cases: pytest.fail("data was read"))
     status, out, err = command_line(tmp_path, monkeypatch, capsys)("run", "seq=100000000000")
     assert (status, out, err.count("\n")) == (2, "", 1)
 

@@ -19,7 +19,8 @@ import pytest
 
 from harness.cases import parse_cases
 from harness.diagnosing.six_lines import repeat_command
-from harness.running.run import Request, run
+from harness.request import Request
+from harness.running.run import run
 from harness.subject import named
 from reference.case import Case
 from reports import cli, frames

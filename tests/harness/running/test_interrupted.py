@@ -18,10 +18,10 @@ from tests import ROOT
 TWO_LAYERS = "mode=tp tp=1 layers=2 hidden=16 heads=2 vocab=24 seq=8"
 _RUN = [sys.executable, "-m", "shardproof", "run", "--subject"]
 _DEFAULT_RUN = """
-import sys, reports.run
+import sys, reports.request
 subject, *cases = sys.argv[1:]
 from harness.cases import parse_cases
-reports.run.default_cases = lambda *_, **__: parse_cases(cases)
+reports.request.default_cases = lambda *_, **__: parse_cases(cases)
 from reports.cli import main
 sys.exit(main(["run", "--subject", subject]))
 """

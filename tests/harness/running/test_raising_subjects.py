@@ -14,7 +14,8 @@ import torch
 from harness.cases import parse_cases
 from harness.diagnosing.tracebacks import last_frames, whole
 from harness.errors import RankRaised
-from harness.running.run import Request, run
+from harness.request import Request
+from harness.running.run import run
 from harness.subject import named
 from parallel.subject import subject
 from reference.case import Case

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from harness.subject import named
 from parallel.subject import subject
 from reference.rules import MODES
 from reports import cli
-from reports import run as run_command
+from reports import request as request_command
 from tests.harness.command_line import ONE, TOY, CommandLine, command_line
 
 
@@ -55,14 +53,6 @@ def test_a_case_that_cannot_be_is_refused_with_its_rule(shardproof: CommandLine,
     assert not Path("runs").exists(), "before anything runs"
 
 
-def test_a_wrong_word_is_refused_before_torch_is_loaded() -> None:
-    program = "import sys; from reports.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    command = [sys.executable, "-c", program, "run", "colour=red"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout == ""
-    assert done.stderr.startswith("shardproof run: case 'colour=red': colour=red: is not a word of the case language")
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -91,7 +81,9 @@ def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, t
 
 def test_modes_choose_among_what_the_subject_claims(shardproof: CommandLine) -> None:
     message = shardproof.refused("run", "--modes", "tp-sp,zeta", "--subject", f"{TOY}limited")
-    assert f"modes=zeta: {TOY}limited claims tp-sp; legal: --modes all" in message
+    assert "modes=zeta: no case has this mode; legal: all, or some of tp,tp-sp," in message
+    message = shardproof.refused("run", "--modes", "tp-sp,isp", "--subject", f"{TOY}limited")
+    assert f"modes=isp: {TOY}limited claims tp-sp; legal: --modes all" in message
     message = shardproof.refused("run", ONE, "--modes", "tp")
     assert "modes=tp" in message and "legal: mode= in the case" in message
 
@@ -182,19 +174,19 @@ def test_an_empty_word_chooses_nothing(shardproof: CommandLine, words: tuple[str
 
 
 def test_without_a_case_every_claimed_mode_runs_on_two_and_four_ranks() -> None:
-    cases: Any = run_command.default_cases(named(f"{TOY}right"), "all")
+    cases: Any = request_command.default_cases(named(f"{TOY}right"), "all")
     by_mode = {mode: {case.world_size for case in cases if case.mode == mode} for mode in MODES}
     assert by_mode == dict.fromkeys(MODES, {2, 4})
     assert all(case.data == "" for case in cases), "real text: the sources of Python"
     assert {case.optimizer for case in cases} == {"sgd"}, "plain words, for it has no refuses"
-    ours: Any = run_command.default_cases(named("parallel.subject:subject"), "tp")
+    ours: Any = request_command.default_cases(named("parallel.subject:subject"), "tp")
     assert {case.optimizer for case in ours} == {"sgd", "adamw"}
-    deep = run_command.default_cases(named(f"{TOY}right"), "tp", deep=True)
+    deep = request_command.default_cases(named(f"{TOY}right"), "tp", deep=True)
     assert {case.world_size for case in deep} == {2, 4, 8}
 
 
 def test_modes_narrow_the_default_cases() -> None:
-    chosen = run_command.default_cases(named("parallel.subject:subject"), "tp,tp-sp")
+    chosen = request_command.default_cases(named("parallel.subject:subject"), "tp,tp-sp")
     assert list(dict.fromkeys(case.mode for case in chosen)) == ["tp", "tp-sp"]
 
 
@@ -202,13 +194,13 @@ def test_a_claimed_mode_that_no_case_can_have_is_left_out_and_named(
     shardproof: CommandLine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "tests.harness.running.test_requests:ahead"
-    assert {case.mode for case in run_command.default_cases(named(name), "all")} == {"tp"}
+    assert {case.mode for case in request_command.default_cases(named(name), "all")} == {"tp"}
     status, _, err = shardproof("run", "--subject", name, "--engine", "dry")
     assert status == 2, "it takes no case"
     assert f"note: {name} claims ep, cp, which no case can have: left out\n" in err
 
 
 def test_every_mode_that_our_subject_claims_has_default_cases() -> None:
-    cases: Any = run_command.default_cases(named(cli.SUBJECT), "all")
+    cases: Any = request_command.default_cases(named(cli.SUBJECT), "all")
     assert {case.mode for case in cases} == set(subject.modes)
     assert not [reason for case in cases if (reason := subject.refuses(case))]

@@ -10,10 +10,12 @@ import pytest
 
 import shardproof
 from harness.cases import parse_cases
+from harness.engines import named as named_engines
+from harness.engines.named import engine_named
 from harness.errors import RequestError
-from harness.running import run as run_module
+from harness.request import Request
 from harness.running.proof import prove
-from harness.running.run import Request, RunResult, engine_named, run
+from harness.running.run import RunResult, run
 from harness.running.trial import Reference
 from harness.subject import named
 from reference.case import Case
@@ -29,7 +31,7 @@ Start = Callable[..., RunResult]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setitem(run_module.ENGINES, "inproc", f"{TOY}LoopEngine")
+    monkeypatch.setitem(named_engines.ENGINES, "inproc", f"{TOY}LoopEngine")
 
     def started(subject: str, *cases: str, **more: Any) -> RunResult:
         return run(

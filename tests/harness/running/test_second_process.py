@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from harness.cases import parse_cases
-from harness.running.run import Request, RunResult, run
+from harness.request import Request
+from harness.running.run import RunResult, run
 from harness.running.second_process import Proved, prove_all
 from harness.subject import named
 from reference import subject as dense

@@ -6,7 +6,7 @@ import pytest
 
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS
-from harness.running.run import engine_named
+from harness.engines.named import engine_named
 from harness.running.trial import Trial, recorded
 from harness.subject import named
 from parallel.subject import subject as right

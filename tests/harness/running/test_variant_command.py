@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.running.run import ENGINES
+from harness.engines.named import ENGINES
 from reference.case import Case
 from reports import frames
-from reports import run as run_command
+from reports import request as request_command
 from tests.harness.command_line import CommandLine, command_line
 from tests.reports.map_figures import map_flaws
 
@@ -31,7 +31,7 @@ def test_default_cases_are_made_to_show_it_and_fail_with_its_cause(
 ) -> None:
     """The first case of each mode; modes without the deviation are left out, the words it needs are set."""
     cases = tuple(f"mode={mode} {SMALL} seed={seed}" for mode in ("tp", "msp", "isp") for seed in (0, 1))
-    monkeypatch.setattr(run_command, "default_cases", lambda *_, **__: tuple(map(Case.parse, cases)))
+    monkeypatch.setattr(request_command, "default_cases", lambda *_, **__: tuple(map(Case.parse, cases)))
     status, out, _ = shardproof("run", "--variant", "flat-dim1", "--modes", "tp,msp,isp")
     assert status == 1
     (text,) = frames.load("runs/latest").cases["case"]

@@ -19,13 +19,13 @@ from harness.checking.evidence import PASS
 from harness.checking.exact_checks import same_outcomes
 from harness.engines.engine import Engine
 from harness.engines.faults.disturbance import Disturbed
+from harness.engines.named import engine_named
 from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, RankRaised, RequestError, TimeLimit
 from harness.faults import Fault, targets_of
 from harness.running.execution import execute
 from harness.running.proof import prove
-from harness.running.run import engine_named
 from parallel.subject import subject
 from reference.case import Case
 from tests.harness.faults import faulty_programs

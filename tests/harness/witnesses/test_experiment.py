@@ -9,11 +9,13 @@ import pytest
 
 from harness.cases import parse_cases
 from harness.errors import RequestError
-from harness.running.run import Request, run
+from harness.request import Request
+from harness.running.run import run
 from harness.subject import named
-from reports.experiment import EXPERIMENTS, asked, real_size, timeline
+from reports.experiment import EXPERIMENTS, complete, real_size
+from reports.experiment_table import timeline
 from reports.frames import load
-from reports.profiling import asked_steps
+from reports.profiling import profiled_steps
 
 NAME = "gpt3-857m-tp4"
 
@@ -32,13 +34,13 @@ def arguments(**words: object) -> argparse.Namespace:
 
 def test_the_name_stands_for_case_subject_and_witnesses() -> None:
     filled = arguments()
-    asked(filled)
+    complete(filled)
     (case,) = parse_cases(filled.cases)
     assert (case.mode, case.world_size, case.dtype) == ("tp", 4, "float16")
     assert (filled.subject, filled.profile) == ("parallel.scaled:subject", "torch,nsys")
-    assert list(asked_steps(filled, (case,)) or ()) == [2, 3, 4]
+    assert list(profiled_steps(filled, (case,)) or ()) == [2, 3, 4]
     full = arguments(device="cuda")
-    asked(full)
+    complete(full)
     (case,) = parse_cases(full.cases)
     assert (getattr(case, "layers", 0), getattr(case, "hidden", 0)) == (24, 1024)
     assert "--device cuda" in real_size(NAME)
@@ -47,7 +49,7 @@ def test_the_name_stands_for_case_subject_and_witnesses() -> None:
 @pytest.mark.parametrize("words", [{"preset_experiment": "gpt5"}, {"cases": ["mode=tp tp=2"]}])
 def test_an_unknown_or_mixed_request_is_refused(words: dict[str, object]) -> None:
     with pytest.raises(RequestError, match=r"preset-experiment=.*legal"):
-        asked(arguments(**words))
+        complete(arguments(**words))
 
 
 def test_the_list_has_every_call_of_a_micro_batch_in_order(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.engines.engine import Engine
+from harness.engines.named import engine_named
 from harness.outcome import localize
 from harness.running.proof import prove
-from harness.running.run import engine_named
 from parallel.batch import deliver
 from parallel.mesh import Mesh
 from parallel.registry import MODES

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from harness.engines.engine import Engine
+from harness.engines.named import engine_named
 from harness.merging import merge
 from harness.outcome import localize
 from harness.running.proof import prove
-from harness.running.run import engine_named
 from parallel.deviations import smoothed_by_parts
 from parallel.mesh import Axis
 from parallel.subject import subject

@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reference import corpus, readers
+from reference import corpus, files, readers
+from reference.files import DataError
 from reference.internevo_files import read_internevo, write_internevo
-from reference.readers import DataError
 
 
 def read(path: Path, vocab: int = 257) -> corpus.Tokens:
@@ -189,7 +189,7 @@ def test_an_unreadable_file_or_folder_is_refused(tmp_path: Path, monkeypatch: py
 def test_too_much_data_is_refused_before_it_is_read(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         with (tmp_path / name).open("wb") as file:
-            file.truncate(readers.MAX_FILE_BYTES // 2 + 1)
+            file.truncate(files.MAX_FILE_BYTES // 2 + 1)
     check_refused(tmp_path, r"holds 33554434 bytes in 2 files; legal: at most 33554432 bytes in all")
     with (tmp_path / "a.txt").open("wb") as file:
         file.truncate(10**12)

@@ -10,8 +10,8 @@ import pytest
 
 from reference.case import Case
 from reference.corpus import documents
+from reference.files import DataError
 from reference.megatron_files import read_megatron
-from reference.readers import DataError
 
 DOCUMENTS = [[[5, 6, 7], [8]], [[50256]], [[1, 2], [], [3]]]
 """Documents of sequences of tokens."""

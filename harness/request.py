@@ -1,0 +1,57 @@
+"""The request of a run: cases, subject, engine and what else the options of a command choose, checked without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import RequestError
+from harness.protocols import CaseLike
+from harness.subject import NamedSubject
+
+__all__ = ["Request", "seconds"]
+
+_WEEK_S = 604800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to run. `page`, when given, writes `report.html` into the finished folder; `command` goes to env.json.
+
+    `profile` names the tools under which every case is run once more as a witness of its ledger: torch, nsys. They
+    watch `profile_steps` of that run, None for all. With 2 `processes` a second one proves cases beside this one, where
+    ranks are threads; a case comes to the same in both.
+    """
+
+    cases: tuple[CaseLike, ...]
+    subject: NamedSubject
+    engine: str = "inproc"
+    device: str = "cpu"
+    out: Path = Path("runs")
+    timeout_s: float = 60.0
+    command: tuple[str, ...] = ()
+    page: Callable[[Path], object] | None = None
+    profile: tuple[str, ...] = ()
+    profile_steps: range | None = None
+    processes: int = 1
+
+    @property
+    def options(self) -> str:
+        """The words beside case and subject that repeat a case as it was run here."""
+        limit = (f"{self.timeout_s:g}", "60")
+        words = {"--engine": (self.engine, "inproc"), "--device": (self.device, "cpu"), "--timeout": limit}
+        return " ".join(f"{word} {value}" for word, (value, usual) in words.items() if value != usual)
+
+
+def seconds(text: str, word: str) -> float:
+    """The seconds of an option called `word`. Raises RequestError for what is no number above 0 and at most a week."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found <= _WEEK_S:
+        rule = f"must be a number of seconds above 0 and at most {_WEEK_S:.0f}"
+        raise RequestError(f"{word}={text}: {rule}; legal: --{word} 60")
+    return found
