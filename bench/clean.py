@@ -34,7 +34,7 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, ShardproofError
 from harness.running.proof import prove
 from reference.case import Case
-from suites.prover import chosen_modes
+from suites.request import chosen_modes
 from suites.strategies import every_word
 
 __all__ = ["Alarm", "Campaign", "Part", "campaign", "main"]

@@ -19,8 +19,8 @@ from suites import known_failures, step_summary
 from suites.ledger_gate import LedgerGate
 from suites.necessity import Collective, collectives
 from suites.profiles import ONE_CASE, register
-from suites.prover import Prover, chosen_modes
-from suites.request import check, header
+from suites.prover import Prover
+from suites.request import check, chosen_modes, header
 
 _MARKERS = (
     "inproc: runs what cannot be sent to other processes, so ranks must be threads of this one",

@@ -26,7 +26,7 @@ from harness.errors import ShardproofError
 from harness.ledger import REPEATABLE, Event
 from harness.running.proof import CaseResult, prove
 from reference.case import Case
-from suites.prover import chosen_modes
+from suites.request import chosen_modes
 from suites.strategies import cases
 
 __all__ = ["differences", "drawn", "main", "unlike"]

@@ -27,13 +27,14 @@ from harness.running.environment import environment
 from harness.running.proof import CaseResult, prove
 from harness.running.store import Store
 from harness.running.summary import summarize
-from harness.subject import NamedSubject, claims, named, refusal
+from harness.subject import NamedSubject, named, refusal
 from reference.case import Case
 from reports.request import default_cases
 from suites.pairwise import rows
+from suites.request import world_sizes
 from suites.strategies import cases
 
-__all__ = ["Prover", "chosen_modes", "world_sizes"]
+__all__ = ["Prover"]
 
 _ENOUGH = 50
 """So many refused cases in a row, and no test waits for one that is taken."""
@@ -217,17 +218,6 @@ class Prover:
         self.store.add(result.text, events, rows, result.verdicts, result.seconds)
 
 
-def world_sizes(text: str) -> tuple[int, ...]:
-    """The world sizes that an option names. Raises RequestError for anything but whole numbers above 1."""
-    try:
-        worlds = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        worlds = ()
-    if not worlds or min(worlds) < 2:
-        raise RequestError(f"worlds={text}: must be whole numbers above 1, comma separated; legal: --worlds 2,3")
-    return worlds
-
-
 def _launched(worlds: tuple[int, ...], engine: Engine) -> tuple[int, ...]:
     """Those of these world sizes for which the engine has enough ranks."""
     largest: int = getattr(engine, "largest_world", max(worlds))
@@ -241,8 +231,3 @@ def _launched(worlds: tuple[int, ...], engine: Engine) -> tuple[int, ...]:
 def _default_cases(subject: NamedSubject, mode: str) -> tuple[Case, ...]:
     """The default cases of a mode, found once for a subject and not once for each refused draw."""
     return default_cases(subject, mode)  # type: ignore[return-value]
-
-
-def chosen_modes(subject: str, text: str) -> Sequence[str]:
-    """The modes to prove: all that the subject claims and a case can have, or those of them that are named."""
-    return claims(named(subject)).chosen(text)

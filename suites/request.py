@@ -1,4 +1,4 @@
-"""The options of a session, checked before anything is collected: one sentence for what breaks a rule.
+"""The options of a session, checked without torch before anything is collected: one sentence for what breaks a rule.
 
 And the session's line in pytest's report.
 
@@ -8,24 +8,20 @@ check(config)     raises pytest.UsageError, with which pytest ends with exit sta
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from importlib import import_module
 
 import pytest
-import torch
-from hypothesis import settings
-from hypothesis.errors import InvalidArgument
 
-from harness.cases import read_case
+from harness.cases import check_modes, read_case
 from harness.engines.named import known_engine
 from harness.errors import RequestError
 from harness.request import seconds
 from harness.subject import claims, named
 from shardproof.options import OPTIONS, option_path, option_value
 from suites import known_failures
-from suites.profiles import PROFILES
-from suites.profiles import register as register_profiles
-from suites.prover import chosen_modes, world_sizes
 
-__all__ = ["check", "header"]
+__all__ = ["check", "chosen_modes", "header", "world_sizes"]
 
 
 def check(config: pytest.Config) -> None:
@@ -36,12 +32,13 @@ def check(config: pytest.Config) -> None:
         known_engine(option_value(config, "engine"))
         world_sizes(option_value(config, "worlds"))
         seconds(option_value(config, "case_timeout"), "case-timeout")
-        _check_device(config)
+        _check_device(option_value(config, "device"), faults=bool(option_value(config, "faults")))
         if text := option_value(config, "case"):
             read_case(text)
-        chosen_modes(option_value(config, "subject"), option_value(config, "modes"))
-        _check_profile(config)
+        check_modes(option_value(config, "modes"))
         _check_files(config)
+        _check_profile(config)
+        chosen_modes(option_value(config, "subject"), option_value(config, "modes"))  # imports the subject, so last
     except RequestError as problem:
         raise pytest.UsageError(str(problem)) from problem
 
@@ -56,22 +53,25 @@ def header(config: pytest.Config) -> str:
     return "shardproof: " + ", ".join(words)
 
 
-def _check_device(config: pytest.Config) -> None:
-    device = option_value(config, "device")
+def _check_device(device: str, *, faults: bool) -> None:
     if device not in ("cpu", "cuda"):
         raise RequestError(f"device={device}: must be cpu or cuda; legal: --device cpu")
-    if device == "cuda" and option_value(config, "faults"):
+    if device == "cuda" and faults:
         raise RequestError(f"device={device}: faults are applied on the CPU; legal: --faults with --device cpu")
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not import_module("torch").cuda.is_available():
         raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
 
 
 def _check_profile(config: pytest.Config) -> None:
     if name := config.getoption("hypothesis_profile", None):
-        register_profiles()
+        from hypothesis import errors, settings  # noqa: PLC0415  (only for those who name a profile)
+
+        from suites.profiles import PROFILES, register  # noqa: PLC0415
+
+        register()
         try:
             settings.get_profile(name)
-        except InvalidArgument as problem:
+        except errors.InvalidArgument as problem:
             legal = " ".join(PROFILES)
             raise RequestError(f"hypothesis-profile={name}: is not a profile; legal: {legal}") from problem
 
@@ -94,3 +94,19 @@ def _check_files(config: pytest.Config) -> None:
     if path and not path.is_dir() and not option_value(config, "update_ledgers"):
         store = "pytest --pyargs suites.test_ledger --ledger-baseline DIR --update-ledgers"
         raise RequestError(f"ledger-baseline={path}: no ledgers are stored there; legal: store them once with {store}")
+
+
+def world_sizes(text: str) -> tuple[int, ...]:
+    """The world sizes that an option names. Raises RequestError for anything but whole numbers above 1."""
+    try:
+        worlds = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        worlds = ()
+    if not worlds or min(worlds) < 2:
+        raise RequestError(f"worlds={text}: must be whole numbers above 1, comma separated; legal: --worlds 2,3")
+    return worlds
+
+
+def chosen_modes(subject: str, text: str) -> Sequence[str]:
+    """The modes to prove: all that the subject claims and a case can have, or those of them that are named."""
+    return claims(named(subject)).chosen(text)

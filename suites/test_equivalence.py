@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from harness.merging import merge
 from harness.running.execution import execute
 from reference.case import Case
-from suites.prover import Prover, chosen_modes
+from suites.prover import Prover
+from suites.request import chosen_modes
 
 APART = 1e-11
 """Two modes add the same numbers in other orders: float64 noise of the largest element, far below any known bug."""

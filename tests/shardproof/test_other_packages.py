@@ -103,3 +103,13 @@ def test_a_folder_without_python_is_no_package(tmp_path: Path) -> None:
 
 def test_ours_are_ours() -> None:
     assert [rooms.foreign(room) for room in rooms.ROOMS] == [""] * len(rooms.ROOMS)
+
+
+def test_a_wrong_option_of_a_session_loads_nothing_slow(tmp_path: Path) -> None:
+    program = """import sys, pytest
+status = pytest.main(["-p", "no:cacheprovider", "--pyargs", "suites.test_forward", *sys.argv[1:]])
+sys.exit(f"{int(status)} {[name for name in ('torch', 'pandas', 'numpy') if name in sys.modules]}")"""
+    for words in (("--case", "mode=unknown"), ("--modes", "unknown"), ("--worlds", "1"), ("--engine", "steam")):
+        done = python(tmp_path, "-c", program, *words)
+        assert done.stderr.endswith("\n4 []\n"), done.stdout + done.stderr
+        assert f"ERROR: {'case ' if words[0] == '--case' else words[0][2:] + '='}" in done.stderr
