@@ -22,6 +22,10 @@ Tap = Callable[[str, Tensor], None]
 """Called with every module's dotted name and output tensor, in the order of the forward pass."""
 
 
+def _rotate(what: str, x_BSND: Tensor, positions_BS: Tensor) -> Tensor:
+    return layers.rotate(x_BSND, positions_BS)
+
+
 def _join(branch: str, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
     return x_BSH + y_BSH
 
@@ -30,15 +34,15 @@ def _join(branch: str, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
 class Arithmetic:
     """How the sums of linears and norms are taken; the control run takes the same sums in another order.
 
-    Another `activate` may be that of a relu whose kink lies elsewhere; the others are there for what-ifs. `join` adds
-    what a branch, "attention" or "mlp", returns to the hidden states that entered it.
+    Another `activate` may be that of a relu whose kink lies elsewhere; the others are there for what-ifs. `rotate` is
+    told which it turns, "q" or "k", `join` adds what a branch, "attention" or "mlp", returns to what entered it.
     """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.linear
     norm: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.norm
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = layers.attention
     activate: Callable[[str, Tensor, Tensor | None], Tensor] = layers.activate
-    rotate: Callable[[Tensor, Tensor], Tensor] = layers.rotate
+    rotate: Callable[[str, Tensor, Tensor], Tensor] = _rotate
     join: Callable[[str, Tensor, Tensor], Tensor] = _join
 
 
@@ -94,8 +98,8 @@ class _Pass:
         if self.case.qk_norm:
             q_BSND, k_BSKD = self.norm(f"{name}.q_norm", q_BSND), self.norm(f"{name}.k_norm", k_BSKD)
         if self.case.positions == "rope":
-            q_BSND = self.arithmetic.rotate(q_BSND, self.batch.positions)
-            k_BSKD = self.arithmetic.rotate(k_BSKD, self.batch.positions)
+            q_BSND = self.arithmetic.rotate("q", q_BSND, self.batch.positions)
+            k_BSKD = self.arithmetic.rotate("k", k_BSKD, self.batch.positions)
         context_BSE = self.arithmetic.attention(q_BSND, k_BSKD, v_BSKD, visible_SS)
         return self._told(name, self.linear(f"{name}.wo", context_BSE))
 

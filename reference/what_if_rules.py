@@ -110,23 +110,28 @@ def _repeated(parts: int, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> T
     return layers.attention(q, k, v, visible)
 
 
-def _rotations(case: Case) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+_Rotate = Callable[[str, Tensor, Tensor], Tensor]
+
+
+def _rotations(case: Case) -> dict[str, _Rotate]:
     if case.positions != "rope":
         return {}
     return {
         "pairs": _rotated_in_pairs,
-        "backwards": lambda x, positions: layers.rotate(x, -positions),
+        "backwards": lambda what, x, positions: layers.rotate(x, -positions),
+        "queries_alone": lambda what, x, positions: layers.rotate(x, positions) if what == "q" else x,
+        "keys_alone": lambda what, x, positions: layers.rotate(x, positions) if what == "k" else x,
         **{f"base{base:g}": partial(_rotated_by, base) for base in _BASES},
     }
 
 
-def _rotated_in_pairs(x: Tensor, positions: Tensor) -> Tensor:
+def _rotated_in_pairs(what: str, x: Tensor, positions: Tensor) -> Tensor:
     """Features 2i and 2i + 1 turn together, not i and i + D/2."""
     apart = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
     return torch.stack(layers.rotate(apart, positions).chunk(2, -1), -1).flatten(-2)
 
 
-def _rotated_by(base: float, x: Tensor, positions: Tensor) -> Tensor:
+def _rotated_by(base: float, what: str, x: Tensor, positions: Tensor) -> Tensor:
     """Pair i turns by position / base^(2i/D): by places that make up for the other base, one pair at a time."""
     half = x.shape[-1] // 2
     turned = torch.empty_like(x)

@@ -123,6 +123,7 @@ def _losses(case: Case, logits_BSV: Tensor, batch: Batch) -> Iterator[tuple[str,
     """What if, loss and weight of every token [B, S]."""
     smoothing, vocab, mask = case.label_smoothing, case.vocab, batch.loss_mask.double()
     right = counted(batch.labels, mask)
+    yield "local_count.rows", _cross_entropy(logits_BSV, batch.labels, smoothing, vocab), right / _of_row(right)
     yield "ignored_learned", _cross_entropy(logits_BSV, batch.labels, smoothing, vocab), mask
     if case.padded_vocab > vocab:
         padding = logits_BSV.new_zeros(*logits_BSV.shape[:-1], case.padded_vocab - vocab)
@@ -138,6 +139,11 @@ def _losses(case: Case, logits_BSV: Tensor, batch: Batch) -> Iterator[tuple[str,
         for parts in _parts(case):
             loss = _cross_entropy(logits_BSV, batch.labels, smoothing, case.padded_vocab // parts)
             yield f"smoothing_by_part.{parts}", loss, right
+
+
+def _of_row(counts_BS: Tensor) -> Tensor:
+    """Tokens that count in every row, as divisor."""
+    return counts_BS.sum(-1, keepdim=True).clamp(min=1)
 
 
 def _cross_entropy(

@@ -22,6 +22,7 @@ from reference.packing import IGNORED
 from reference.parameters import full, shapes
 from reference.training import Feed, train
 from reference.what_if_attention import exchanged
+from reference.what_if_edges import edges
 from reference.what_if_tables import embedded, losses, own_labels, tied_uses
 
 __all__ = ["alternatives", "weights_of"]
@@ -45,6 +46,7 @@ def alternatives(case: Case, device: torch.device) -> dict[str, Tensor]:
     for word, changed in _readings(case, weights).items():
         found |= {f"{word}/{name}": tensor for name, tensor in observe(case, changed).items()}
     found |= exchanged(case, weights) | own_labels(case, weights, device)
+    found |= edges(case, weights, device)
     return found | embedded(case, weights, device) | tied_uses(case, weights) | losses(case, weights, device)
 
 
@@ -61,6 +63,8 @@ def _feeds(case: Case) -> dict[str, Feed]:
     batch = micro_batch(case, 0, 0, 0)
     found = {word: _reading(change) for word, change in _CHANGES.items() if change(case, batch) is not None}
     found["padding_learned.drawn"] = _padding_drawn
+    found["labels_shifted_twice.cut"] = _reading(_labels_shifted)
+    found["labels_shifted_twice.rolled"] = _reading(_labels_rolled)
     if case.dp > 1:
         found["data_rank_repeated"] = _first_data_rank
     if case.micro > 1:
@@ -102,6 +106,15 @@ def _padding_learned(case: Case, batch: Batch) -> Batch:
 
 def _labels_unshifted(case: Case, batch: Batch) -> Batch:
     return dataclasses.replace(batch, labels=batch.tokens.masked_fill(batch.labels == IGNORED, IGNORED))
+
+
+def _labels_rolled(case: Case, batch: Batch) -> Batch:
+    return dataclasses.replace(batch, labels=batch.labels.roll(-1, 1))
+
+
+def _labels_shifted(case: Case, batch: Batch) -> Batch:
+    end = torch.full_like(batch.labels[:, :1], IGNORED)
+    return dataclasses.replace(batch, labels=torch.cat((batch.labels[:, 1:], end), 1))
 
 
 def _borders_ignored(case: Case, batch: Batch) -> Batch | None:

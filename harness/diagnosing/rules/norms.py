@@ -48,6 +48,9 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
     ):
         if math.isclose(left_out, square, rel_tol=CLOSE**2):
             return [Cause(id="norm_counts_few", words=f"it leaves out {what}")]
+    twice = next((n for n, square in squares.items() if math.isclose(-left_out, square, rel_tol=CLOSE**2)), "")
+    if twice:
+        return [Cause(id="norm_counts_replicas", words=f"it counts {twice} twice")]
     others = {f"{name} beyond the first rank's part": square for name, square in _beyond_first(evidence).items()}
     return _several_left_out({**squares, **others}, left_out, evidence.case.dtype)
 

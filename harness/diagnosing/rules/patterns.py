@@ -8,6 +8,7 @@ another order, collectives on flat memory, a neighbour's shard. Factors are thos
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -66,7 +67,7 @@ def _explains(guess: Tensor, x: Tensor, t: Tensor, share: float) -> bool:
     error, left = float((x - t).norm()), float((x - guess).norm())
     if t.numel() == 1 and left > SINGLE * abs(float(guess)):
         return False
-    return error > 0 and left <= share * error
+    return 0 < error < math.inf and left <= share * error
 
 
 def _zero(x: Tensor, t: Tensor) -> Iterator[Cause]:

@@ -18,7 +18,7 @@ from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.factors import meaning_of
 from harness.diagnosing.rules.patterns import explains, share_left
 
-__all__ = ["from_terms"]
+__all__ = ["added", "from_terms"]
 
 RIGHT = 1e-9
 """An output is right within this share of itself: all weights are 1."""
@@ -32,7 +32,7 @@ def from_terms(evidence: Evidence, name: str) -> list[Cause]:
     return (_weighed(evidence, name, value) if kind == "act" else []) or _missing(evidence, name, value)
 
 
-def _added(evidence: Evidence, name: str) -> dict[str, Tensor]:
+def added(evidence: Evidence, name: str) -> dict[str, Tensor]:
     """What a module's own parameters add to every row of its output: a bias, or a table with a row for every token."""
     module, truth = name.partition("/")[2], evidence.truth[name].double()
     inner = [other for other in evidence.truth if other.startswith(f"act/{module}.")]
@@ -48,7 +48,7 @@ def _added(evidence: Evidence, name: str) -> dict[str, Tensor]:
 def _weights(evidence: Evidence, name: str) -> dict[str, float]:
     """Term -> its weight in this output, "" for the rest; {} when no weights explain it."""
     value, truth = evidence.merged.tensors.get(name), evidence.truth.get(name)
-    terms = _added(evidence, name) if value is not None and truth is not None else {}
+    terms = added(evidence, name) if value is not None and truth is not None else {}
     if value is None or truth is None or not terms:
         return {}
     columns = {"": truth.double() - sum(terms.values()), **terms}

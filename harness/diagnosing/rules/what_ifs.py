@@ -31,9 +31,11 @@ WHAT_IF: Mapping[str, str] = {
     "mask_ignored": "without the loss mask: tokens count that are masked",
     "padding_learned": "when tokens that are not to be learned get the label 0",
     "labels_unshifted": "when every token is its own label: labels are not shifted by one",
+    "labels_shifted_twice": "when labels are shifted once more",
     "batch_repeated": "when every step reads the data of the first",
     "data_rank_repeated": "when every data rank reads the data of the first",
     "micro_repeated": "when every micro-batch is the first one",
+    "local_count": "when every row has a mean of its own",
     "micro_missing": "of some micro-batches or steps alone",
     "borders_ignored": "when packed sentences have no borders: tokens see other sentences",
     "positions_missing": "when every token stands at place 0: positions are not applied",
@@ -44,6 +46,7 @@ WHAT_IF: Mapping[str, str] = {
     "fused_cut": "when a fused weight is cut into other blocks than its rows form",
     "foreign_rows": "when every part of a split table adds a row for tokens that lie elsewhere: they are not masked",
     "rows_late": "when all parts of a split table but the first look up the next row: a range off by one",
+    "edge_off": "when ranges of the vocabulary's parts are one row off",
     "flat_dim": "when parts along an inner dim lie end to end in memory: a collective that works along dim 0",
     "ignored_learned": "when tokens without a label count",
     "padding_counted": "when padded columns of the vocabulary take part in the softmax",
@@ -73,7 +76,7 @@ WHAT_IF: Mapping[str, str] = {
 """What if -> words."""
 _READ = frozenset(
     "micro_missing positions_shifted scores_scaled later_seen rotated_otherwise other_activation normed_otherwise "
-    "other_epsilon term_missing smoothing_over_all".split()
+    "other_epsilon term_missing smoothing_over_all edge_off".split()
 )
 """What-ifs whose readings are told by their names."""
 

@@ -15,10 +15,12 @@ from suites.mutants.catalogue.model_rules import MODEL_RULES
 from suites.mutants.catalogue.norms_and_clip import NORMS_AND_CLIP
 from suites.mutants.catalogue.optimizer_and_loop import OPTIMIZER_AND_LOOP
 from suites.mutants.catalogue.optimizer_rules import OPTIMIZER_RULES
+from suites.mutants.catalogue.orders_and_parts import ORDERS_AND_PARTS
 from suites.mutants.catalogue.overlap_and_buffers import OVERLAP_AND_BUFFERS
 from suites.mutants.catalogue.reductions import REDUCTIONS
 from suites.mutants.catalogue.reports import REPORTS
 from suites.mutants.catalogue.shared_data import SHARED_DATA
+from suites.mutants.catalogue.shares_and_updates import SHARES_AND_UPDATES
 from suites.mutants.catalogue.steps_and_counts import STEPS_AND_COUNTS
 from suites.mutants.catalogue.variants import VARIANT_ROWS
 from suites.mutants.catalogue.vocabulary_and_loss import VOCABULARY_AND_LOSS
@@ -42,6 +44,8 @@ FAMILIES: dict[str, tuple[Mutant, ...]] = {
     "model_rules": MODEL_RULES,
     "optimizer_rules": OPTIMIZER_RULES,
     "reports": REPORTS,
+    "orders_and_parts": ORDERS_AND_PARTS,
+    "shares_and_updates": SHARES_AND_UPDATES,
 }
 """File of the catalogue -> its mutants."""
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for family in FAMILIES.values() for mutant in family)

@@ -90,7 +90,7 @@ VOCABULARY_AND_LOSS = (
             kills="activations",
             phase="forward",
             region="embedding",
-            cause="",
+            cause="edge_off",
         )
         for name, new in {
             "without-its-last-row": _RANGE.replace("shape[0])", "shape[0] - 1)"),
@@ -108,7 +108,7 @@ VOCABULARY_AND_LOSS = (
             kills="forward",
             phase="loss",
             region="",
-            cause="",
+            cause="edge_off",
         )
         for name, new in {
             "without-its-last-column": _LABELS.replace("real)", "real - 1)"),
@@ -125,7 +125,7 @@ VOCABULARY_AND_LOSS = (
         kills="forward",
         phase="loss",
         region="",
-        cause="",
+        cause="edge_off",
     ),
     Mutant(
         name="tokens-counted-in-bfloat16",

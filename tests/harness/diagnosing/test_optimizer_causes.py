@@ -12,6 +12,7 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.diagnosing.rules.optimizer.steps import from_states
+from harness.shard import Shard
 from tests.harness.toy_evidence import case, evidence, outcome_of, truth
 
 NAMES = ("layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias")
@@ -142,4 +143,28 @@ def test_clipping_by_other_rules() -> None:
         assert sgd(rule, CLIPS, factor) == ["clipped_otherwise"]
         assert sgd(rule, SGD, factor) == []  # a case that clips nothing
     assert sgd(lambda g, last, p: -0.1 * g, CLIPS, factor) == ["unclipped"]
+    squared = 0.5 / float(NORMS[1]) ** 2
+    assert sgd(lambda g, last, p: -0.1 * g * squared, CLIPS, factor) == ["clipped_otherwise"]
+    assert sgd(lambda g, last, p: -0.1 * g * factor * 0.7, CLIPS, factor) == []
     assert sgd(lambda g, last, p: -0.1 * factor * g.roll(1, 0), CLIPS, factor) == []
+
+
+def test_a_step_that_some_ranks_do_not_take() -> None:
+    def ranks(first: float, second: float) -> list[str]:
+        """Ids when the two ranks move their parts of the first parameter by so much of what they should."""
+        name, true = NAMES[0], {f"param_after/0/{NAMES[0]}": START[NAMES[0]] - GRADIENTS[0][NAMES[0]]}
+        values = {}
+        for rank, share in enumerate((first, second)):
+            moved = START[name] - share * GRADIENTS[0][name]
+            values[rank] = {f"param_after/0/{name}": Shard(moved.chunk(2)[rank], (4 * rank, 0), (8, 6))}
+        seen = evidence(
+            *values.values(),
+            truth={**truth(), **true},
+            case=case(SGD),
+            shares={f"start/{name}": START[name]},
+        )
+        return [cause.id for cause in from_states(seen, [f"param_after/0/{name}"])]
+
+    assert ranks(1.0, 0.0) == ["never_updated"]
+    assert ranks(0.5, 0.0) == []
+    assert ranks(0.7, 0.7) == ["constant_factor"]

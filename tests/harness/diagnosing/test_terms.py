@@ -80,6 +80,18 @@ def test_a_sum_without_one_of_its_terms_is_told_by_the_names_of_both() -> None:
     assert from_terms(seen_with({OUTER: drawn(2, 3, 6)}), OUTER) == []
 
 
+def test_places_are_looked_at_beside_what_a_module_adds_itself() -> None:
+    rest = truth()[TABLE] - POSITIONS
+    seen = seen_with({TABLE: rest.roll(3, 2) + POSITIONS})
+    assert [cause.id for cause in explained(seen, examine(seen)).causes] == ["shifted_shard"]
+
+
+def test_numbers_that_are_not_finite_are_explained_by_no_what_if() -> None:
+    name = "grad/layers.0.mlp.w1.weight"
+    seen = seen_with({name: truth()[name] / 0}, alternatives={f"mask_ignored/{name}": truth()[name] * 2})
+    assert [cause.id for cause in explained(seen, examine(seen)).causes] == ["nan"]
+
+
 def test_numbers_of_a_shorter_dtype_are_told() -> None:
     right = drawn(8, 4)
     for short in (torch.float32, torch.bfloat16, torch.float16):
@@ -123,6 +135,7 @@ def test_norms_of_another_kind_are_told() -> None:
     for other in (right**2, every.abs().max(), every.abs().sum(), torch.stack(parts).max(), right / len(every) ** 0.5):
         assert of(other) == ["norm_kind"]
     assert of(torch.stack(parts).sum()) == ["norm_of_norms"]
+    assert of((right**2 + parts[0] ** 2).sqrt()) == ["norm_counts_replicas"]
     assert of(torch.tensor(0.5, dtype=torch.float64), "mode=tp tp=2 seq=16 clip=0.5") == ["norm_after_clip"]
     assert of(torch.tensor(0.5, dtype=torch.float64)) == []
     assert of(right * 1.01) == []

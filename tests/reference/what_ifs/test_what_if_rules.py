@@ -100,6 +100,11 @@ def test_rotations(rope: dict[str, Tensor]) -> None:
     ):
         q_turned, k_turned = (turned(x, base, sign, pairs=pairs) for x in (q, k))
         close(rope[f"rotated_otherwise.{reading}/{WO}"], attended(ROPE, q_turned, k_turned, v))
+    for reading, pair in (
+        ("queries_alone", (turned(q, layers.ROTARY_BASE, 1.0, pairs=False), k)),
+        ("keys_alone", (q, turned(k, layers.ROTARY_BASE, 1.0, pairs=False))),
+    ):
+        close(rope[f"rotated_otherwise.{reading}/{WO}"], attended(ROPE, *pair, v))
 
 
 def test_norms(rope: dict[str, Tensor], learned: dict[str, Tensor]) -> None:

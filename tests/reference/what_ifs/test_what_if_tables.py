@@ -79,6 +79,11 @@ def test_losses_under_other_rules_of_what_counts() -> None:
     for reading, classes in (("count", case.vocab), ("padding", case.padded_vocab - 1)):
         wide = x.exp().sum(-1).log() - (1 - 0.1 - 0.1 / classes) * hits(x) - 0.1 / classes * x.sum(-1)
         close(found[f"smoothing_over_all.{reading}/loss/0"], mean(wide))
+    own = -0.9 * hits(logits.log_softmax(-1)) - 0.1 / (case.vocab - 1) * (
+        logits.log_softmax(-1).sum(-1) - hits(logits.log_softmax(-1))
+    )
+    rows = (own * counts).sum(-1) / counts.sum(-1)
+    close(found["local_count.rows/loss/0"], rows.mean())
     plain = case.but(label_smoothing=0.0)
     found, padding = alternatives(plain, CPU), case.padded_vocab - case.vocab
     log = functional.pad(logits, (0, padding)).log_softmax(-1)

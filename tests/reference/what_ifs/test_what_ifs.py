@@ -74,3 +74,13 @@ def test_positions_that_begin_anew() -> None:
     )
     close(moved, (torch.cat([table[:4], table[:4]]) - table)[None].expand(2, -1, -1))
     assert not any(name.startswith("positions_restart/") for name in alternatives(case.but(tp=1, wp=1), CPU))
+
+
+def test_labels_that_are_shifted_twice() -> None:
+    case = Case.parse(f"mode=tp tp=1 {SIZES} batch=2 micro=1")
+    found, logits, batch = alternatives(case, CPU), dense.truth(case, CPU)["logits/0"], micro_batch(case, 0, 0, 0)
+    for reading, last in (("rolled", batch.labels[:, :1]), ("cut", torch.full_like(batch.labels[:, :1], -100))):
+        labels = torch.cat((batch.labels[:, 1:], last), 1)
+        losses = functional.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", ignore_index=-100)
+        counts = batch.loss_mask.double() * (labels != -100)
+        close(found[f"labels_shifted_twice.{reading}/loss/0"], (losses * counts).sum() / counts.sum())

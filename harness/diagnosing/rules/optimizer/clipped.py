@@ -6,6 +6,7 @@ of every element, block and rank shows. Only cases that clip are looked at.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from harness.checking.evidence import Evidence
@@ -14,7 +15,7 @@ from harness.diagnosing.rules.optimizer.moved import Moved, before_step, of_kind
 from harness.diagnosing.rules.patterns import explains
 from harness.diagnosing.rules.places import blocks_of
 
-__all__ = ["by_block", "by_element"]
+__all__ = ["by_block", "by_element", "by_square"]
 
 APART = 1e-3
 """Factors are different ones beyond this share of themselves."""
@@ -36,6 +37,18 @@ def by_element(evidence: Evidence, state: Moved, step: int) -> list[Cause]:
     if factor <= 0 or not 1 < limited < len(got) or not explains(guess, got, right):
         return []
     words = f"in step {step} no element moves further than {largest:.3g}: each is limited, and not their norm"
+    return [Cause(id="clipped_otherwise", words=words)]
+
+
+def by_square(evidence: Evidence, factor: float, told: str, step: int) -> list[Cause]:
+    """Whether a factor on all updates is that of clipping by the square of the norm."""
+    largest, norm = getattr(evidence.case, "clip", 0.0), evidence.truth.get(f"grad_norm/{step}")
+    if not largest or norm is None or factor <= 0:
+        return []
+    used = largest / (factor * min(1.0, largest / float(norm)))
+    if not math.isclose(used, float(norm) ** 2, rel_tol=APART) or math.isclose(float(norm), 1, rel_tol=APART):
+        return []
+    words = f"{told}: clipped by {used:.4g}, the square of the norm: its root is not taken"
     return [Cause(id="clipped_otherwise", words=words)]
 
 

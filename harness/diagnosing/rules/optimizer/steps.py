@@ -8,17 +8,21 @@ and the parameters before: got = x right + y before. Tested on numbers, as every
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.tolerance import kind_of, step_of
 from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.factors import Measure, meaning_of
-from harness.diagnosing.rules.optimizer.clipped import by_block, by_element
+from harness.diagnosing.rules.optimizer.clipped import by_block, by_element, by_square
 from harness.diagnosing.rules.optimizer.moments import correction, epsilon, from_moments, gradient_factor
 from harness.diagnosing.rules.optimizer.moved import Moved, before_step, fitted, moved, of_kind, times
+from harness.diagnosing.rules.places import blocks_of
+from harness.errors import ranks_text
 
 __all__ = ["from_states"]
 
@@ -32,19 +36,21 @@ def from_states(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     """What the first step with a wrong state or norm did, from the parameters and moments of it that are wrong."""
     last = evidence.case.steps - 1
     step = last if kind_of(wrong[0]) == "param" else step_of(wrong[0])
-    if any(moved(evidence, wrong, kind, step) for kind in ("exp_avg", "exp_avg_sq")):
-        said = _scaled(evidence, "gradients", step, gradient_factor(evidence, wrong, step), _of_gradients)
+    means = [moved(evidence, wrong, kind, step) for kind in ("exp_avg", "exp_avg_sq")]
+    if mean := means[0] or means[1]:
+        factor, measure = gradient_factor(evidence, wrong, step), partial(_of_gradients, mean.names)
+        said = _scaled(evidence, "gradients", step, factor, measure)
         said = said or from_moments(evidence, wrong, step)
         return said or _not_zeroed(evidence, moved(evidence, wrong, "exp_avg", step), step)
-    state = moved(evidence, wrong, "param", step)
+    state, still = moved(evidence, wrong, "param", step), _still(evidence, wrong, step, last)
     if state is None:
-        return by_block(evidence, wrong, step)
-    return _still(evidence, wrong, step, last) or _updated(evidence, wrong, state, step)
+        return still or by_block(evidence, wrong, step)
+    return still or _updated(evidence, wrong, state, step)
 
 
 def _updated(evidence: Evidence, wrong: Sequence[str], state: Moved, step: int) -> list[Cause]:
     """What is wrong in updates when all that went into them is right."""
-    said = _scaled(evidence, "updates", step, times(state.got, state.right), _of_updates)
+    said = _scaled(evidence, "updates", step, times(state.got, state.right), partial(_of_updates, state.names))
     said = said or _momentum(evidence, wrong, state, step) or _not_zeroed(evidence, state, step)
     fit = fitted(state.got, state.right, state.before)
     if not said and fit is not None:
@@ -75,13 +81,36 @@ def _still(evidence: Evidence, wrong: Sequence[str], step: int, last: int) -> li
     known = [(n, p) for n, p in names if n in tensors and befores[n] is not None]
     still = [p for n, p in known if (before := befores[n]) is not None and torch.equal(tensors[n], before)]
     if not still:
-        return []
+        return _still_on_ranks(evidence, names, befores, step)
     if len(still) < len(known) or step == 0:
         named = "the parameters" if len(still) == len(known) else ", ".join(still[:3]) + " ..." * (len(still) > 3)
         return [Cause(id="never_updated", words=f"{named}: as before step {step}")]
     when = "the last step" if step == last else f"step {step}"
     words = f"the parameters are as before {when}: it was not taken, or came after they were read"
     return [Cause(id="step_missing", words=words)]
+
+
+def _still_on_ranks(
+    evidence: Evidence, names: Sequence[tuple[str, str]], befores: Mapping[str, Tensor | None], step: int
+) -> list[Cause]:
+    """Ranks on which every wrong parameter stays where it was, and nothing else is wrong anywhere."""
+    stays, moves = set[int](), set[int]()
+    for name, _ in names:
+        before, truth = befores[name], evidence.truth[name].double()
+        for rank, blocks in blocks_of(evidence, name).items() if before is not None else ():
+            for block in blocks:
+                cut = tuple(slice(a, b) for a, b in block.region)
+                value, then = block.local.double(), before.double()[cut] if before is not None else truth[cut]
+                if torch.equal(value, then) and not torch.equal(then, truth[cut]):
+                    stays.add(rank)
+                elif float((value - truth[cut]).norm()) <= CLOSE * float((truth[cut] - then).norm()):
+                    moves.add(rank)
+                else:
+                    return []
+    if not stays or stays & moves:
+        return []
+    words = f"on rank{'s' * (len(stays) > 1)} {ranks_text(sorted(stays))} the parameters are as before step {step}"
+    return [Cause(id="never_updated", words=words)]
 
 
 def _scaled(evidence: Evidence, what: str, step: int, factor: float | None, measure: Measure) -> list[Cause]:
@@ -94,23 +123,22 @@ def _scaled(evidence: Evidence, what: str, step: int, factor: float | None, meas
         return [Cause(id="unclipped", words=f"{told}: they are not clipped")]
     if largest and norm is not None and math.isclose(factor * float(norm), largest, rel_tol=CLOSE):
         return [Cause(id="clip_scales_up", words=f"{told}: a norm below the limit is scaled up to it")]
-    if largest:  # any factor may come from a norm or a limit that is another one
-        return []
+    if largest:  # any other factor may come from a norm or a limit that is another one
+        return by_square(evidence, factor, told, step)
     said = meaning_of(evidence, factor, told, CLOSE, measure)
     if 0 < factor < LITTLE and all(cause.id == "constant_factor" for cause in said):
         return [Cause(id="scaled_down", words=f"{told}: divided once more before the step")]
     return said
 
 
-def _of_gradients(other: Evidence) -> float | None:
-    """The factor on the gradients that the first step's moments hold, in another case."""
-    states = [name for name in other.truth if name.startswith(("exp_avg_after/0/", "exp_avg_sq_after/0/"))]
-    return gradient_factor(other, states, 0)
+def _of_gradients(names: Sequence[str], other: Evidence) -> float | None:
+    """The factor on the gradients that the first step's moments of these parameters hold, in another case."""
+    return gradient_factor(other, [f"{kind}_after/0/{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names], 0)
 
 
-def _of_updates(other: Evidence) -> float | None:
-    """The factor on what the first step moves, in another case."""
-    state = moved(other, [name for name in other.truth if kind_of(name) in ("param", "param_after")], "param", 0)
+def _of_updates(names: Sequence[str], other: Evidence) -> float | None:
+    """The factor on what the first step moves these parameters by, in another case."""
+    state = moved(other, [f"param/{name}" for name in names], "param", 0)
     if state is None:
         return None
     right = float((state.got - state.right).norm()) <= CLOSE * float(state.right.norm())

@@ -1,0 +1,164 @@
+"""What the numbers of the first wrong tensors look like: each kind of tensor has rules of its own, tried in order.
+
+One bug has one first place: tensors of the same kind and step are looked at together, what comes later follows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from harness.checking.evidence import Evidence, split_axes
+from harness.checking.tolerance import is_state, kind_of
+from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.factors import from_factor
+from harness.diagnosing.rules.norms import from_norms
+from harness.diagnosing.rules.offsets import from_offsets
+from harness.diagnosing.rules.optimizer.steps import from_states
+from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
+from harness.diagnosing.rules.patterns import causes, drift, not_finite, partial_sums, rounded
+from harness.diagnosing.rules.places import blocks_of, wrong_ranks
+from harness.diagnosing.rules.regions import from_regions
+from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
+from harness.diagnosing.rules.terms import added, from_terms
+
+__all__ = ["by_numbers"]
+
+THROUGHOUT = 0.9
+"""Share of a shard's elements that are wrong when the shard is."""
+
+
+def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
+    """What the first wrong tensors look like. Logits of a later step follow from the parameters before them."""
+    first, kind = wrong[0], kind_of(wrong[0])
+    if kind in ("logits", "loss", "grad_norm") and not first.endswith("/0") and evidence.states is None:
+        return from_updates(evidence, _parameters(wrong))
+    alike = [name for name in wrong if kind_of(name) == kind]
+    torn = [name for name in alike if name not in evidence.merged.tensors]
+    if first in torn and (said := _of_replicas(evidence, torn)):
+        return said
+    if kind in ("loss", "act_grad", "grad") and (said := from_shares(evidence, _gradients(wrong))):
+        return said
+    if kind == "loss" and (said := from_losses(evidence, first) or _of_numbers(evidence, alike)):
+        return said
+    if kind == "loss" and "tokens/0" in wrong:  # a loss is divided by them
+        return _of_tokens(evidence, wrong)
+    if kind == "grad_norm":
+        said = from_norms(evidence, first) or _of_numbers(evidence, alike) or _of_earlier(evidence, first)
+        return said or from_states(evidence, wrong)
+    if kind == "tokens":
+        return _of_tokens(evidence, wrong)
+    if is_state(first) or kind == "param":
+        value = evidence.merged.tensors.get(first)
+        said = [] if value is None else rounded(value, evidence.truth[first])
+        return said or from_states(evidence, wrong) or from_updates(evidence, _parameters(wrong))
+    said = _of_values(evidence, alike if kind == "grad" else alike[:1])
+    if not said and kind == "act":  # a weight may have been wrong from the start
+        return from_start(evidence, wrong)
+    return said
+
+
+def _of_numbers(evidence: Evidence, alike: Sequence[str]) -> list[Cause]:
+    """One factor on the same number of several steps, or one that is a size of the case on the first.
+
+    A factor that makes another whole number of the tokens is none: they may be counted otherwise.
+    """
+    said = from_factor(evidence, alike)
+    first = evidence.merged.tensors.get(alike[0])
+    if said and said[0].id == "constant_factor" and first is not None and "tokens" in evidence.shares:
+        count = float(evidence.shares["tokens"].sum() * evidence.truth[alike[0]].double() / first.double())
+        said = [] if math.isclose(count, round(count), rel_tol=1e-6) else said
+    return said or from_factor(evidence, alike[:1])
+
+
+def _of_tokens(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
+    counts = [name for name in wrong if kind_of(name) == "tokens"]
+    return from_counts(evidence, counts[0]) or from_factor(evidence, counts[:1])
+
+
+def _of_earlier(evidence: Evidence, name: str) -> list[Cause]:
+    """Whether a number of one step is that of another."""
+    value = evidence.merged.tensors.get(name)
+    return [] if value is None else causes(value, evidence.truth[name], {}, _neighbours(evidence, name))
+
+
+def _parameters(wrong: Sequence[str]) -> list[str]:
+    return [name for name in wrong if kind_of(name) == "param"]
+
+
+def _gradients(wrong: Sequence[str]) -> list[str]:
+    return [name for name in wrong if kind_of(name) == "grad"]
+
+
+def _of_replicas(evidence: Evidence, torn: Sequence[str]) -> list[Cause]:
+    """What values tell that differ between ranks which must hold the same.
+
+    A tensor whose truth is next to nothing tells nothing, so each is looked at until one does.
+    """
+    axes = split_axes(evidence.case)
+    for name in torn:
+        mine = {rank: by[0].local for rank, by in blocks_of(evidence, name).items()}
+        truth = evidence.truth[name]
+        said = not_finite(mine, truth) or drift(mine, truth) or partial_sums(mine, truth, axes)
+        if said := said or from_norms(evidence, name):
+            return said
+    return from_shares(evidence, _gradients([*evidence.truth])) or from_losses(evidence, torn[0])
+
+
+def _of_values(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
+    """What wrong values look like: a factor on all of them, rounded, a term too few, right numbers in other places."""
+    known = [name for name in names if name in evidence.merged.tensors]
+    if not known:
+        return []
+    first, truth = known[0], evidence.truth[known[0]]
+    value = evidence.merged.tensors[first]
+    said = from_factor(evidence, known) or rounded(value, truth) or from_terms(evidence, first)
+    said = said or from_offsets(evidence, known) or _of_places(evidence, first, value, truth)
+    return said or from_regions(evidence, first) or _one_shard(evidence, first)
+
+
+def _of_places(evidence: Evidence, name: str, value: Tensor, truth: Tensor) -> list[Cause]:
+    """Whether the right numbers stand in wrong places, perhaps beside what a module itself adds."""
+    axes, others = split_axes(evidence.case), _neighbours(evidence, name)
+    if kind_of(name) == "logits":
+        axes |= {"data ranks and micro-batches": axes.get("dp", 1) * evidence.case.micro}
+    said = causes(value, truth, axes, others)
+    if said or kind_of(name) != "act" or not (terms := added(evidence, name)):
+        return said
+    own = sum(terms.values())
+    return causes((value.double() - own).to(value.dtype), truth.double() - own, axes, {})
+
+
+def _one_shard(evidence: Evidence, name: str) -> list[Cause]:
+    """Whether a tensor that is cut over an axis is wrong at one place of that axis alone, and all over that part."""
+    wrong, blocks = set(wrong_ranks(evidence, name)), blocks_of(evidence, name)
+    for axis, size in split_axes(evidence.case).items():
+        places = [{ranks[place] for ranks in evidence.axes[axis]} for place in range(size)]
+        cut = len({tuple(block.region for block in blocks[rank]) for rank in evidence.axes[axis][0] if rank in blocks})
+        if cut == size and wrong in places and all(_throughout(evidence, name, rank) for rank in wrong):
+            words = f"only part {places.index(wrong)} of {size} over {axis} is wrong, and nearly all of it"
+            return [Cause(id="one_shard", words=words)]
+    return []
+
+
+def _throughout(evidence: Evidence, name: str, rank: int) -> bool:
+    """Whether nearly all that a rank holds of a tensor is wrong: some rows are no shard."""
+    truth = evidence.truth[name].double()
+    limit = 1e-6 * float(truth.square().mean().sqrt())
+    for block in blocks_of(evidence, name)[rank]:
+        gap = (block.local.double() - truth[tuple(slice(a, b) for a, b in block.region)]).abs()
+        if gap.numel() and float((gap > limit).double().mean()) < THROUGHOUT:
+            return False
+    return True
+
+
+def _neighbours(evidence: Evidence, name: str) -> dict[str, Tensor]:
+    """Truths of the same kind and another step: what a stale tensor would equal."""
+    kind, _, rest = name.partition("/")
+    return {
+        other: tensor
+        for other, tensor in evidence.truth.items()
+        if rest.isdigit() and other != name and kind_of(other) == kind
+    }
