@@ -137,7 +137,7 @@ def _flat(case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: tor
 
 
 def _told(sizes: Tensor, case: Case) -> list[list[int]]:
-    """The shapes of all keys, read from what arrived; on the meta device nothing arrives, and the case is asked."""
+    """The shapes of all keys, read from what arrived; on the meta device nothing arrives, and the case gives them."""
     if sizes.is_meta:
         return [list(shape) for _, shape in _forms(case).values()]
     return [_until_zero(row) for row in sizes.view(-1, SIZES_PER_KEY).tolist()]

@@ -67,7 +67,7 @@ def all_reduce(x: Tensor, axis: Axis, *, op: str = "sum") -> Tensor:
 
 
 def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", overlap: bool = True) -> Pending:
-    """Begin to reduce `x`, which nobody else may hold: the reduction may overwrite it. Use what `wait()` returns."""
+    """Begin to reduce `x`, which the caller gives away: the reduction may overwrite it. Use what `wait()` returns."""
     if axis.size == 1:
         return Pending(None, lambda: x)
     # The collective works in place: of a non-contiguous tensor it would reduce a copy, so that copy is the result.

@@ -1,6 +1,6 @@
 """Pieces that deviate from the right mathematics as real systems do: what `parallel.variants` puts in place of ours.
 
-Nothing here is used unless a case asks for a variant by name. Letters as in the modules that each piece stands in for.
+Nothing here is used unless a case names a variant. Letters as in the modules that each piece stands in for.
 Sources: modes.md 2, 3.3, 3.4, 4.6 and 10.
 """
 

@@ -18,7 +18,7 @@ __all__ = ["FlatGather", "reduce_scatter_flat"]
 
 
 class FlatGather:
-    """One all-gather of many shards, started when this is made; `tensors` may be asked any number of times."""
+    """One all-gather of many shards, started when this is made; `tensors` may be called any number of times."""
 
     def __init__(self, shards: Sequence[Tensor], axis: Axis, *, overlap: bool) -> None:
         self._shapes = [shard.shape for shard in shards]

@@ -1,4 +1,4 @@
-"""The mesh: this rank's groups, one per axis, as explicit values. Nobody looks up a process-wide state.
+"""The mesh: this rank's groups, one per axis, as explicit values. There is no process-wide state.
 
 Ranks are global ranks. The order of ranks is the case's (tp fastest, then cp, dp, pp: Megatron-Core `RankGenerator`).
 """

@@ -11,7 +11,7 @@ A block's linears in forward order are k = 0, 1, ..; every call belongs to the m
     no    yes   any            | k = 0 its block     | -         | the last linear its block
     yes   yes   any            | `wo` the next block | -         | the last linear the block before
 
-Where nobody could start it earlier, k = 0 of the first block starts its block in forward and the last linear of the
+Where it cannot be started earlier, k = 0 of the first block starts its block in forward and the last linear of the
 last block its own (or its block) in backward. Backward of a block begins at its last linear, before the block is run
 again: so recompute and backward share one gather wherever the table says "-". A result is dropped with its last use,
 and no graph holds it.
@@ -151,7 +151,7 @@ class Gathers:
         return self._edges.pop(seat.number)
 
     def forward(self, seat: Seat) -> list[Tensor]:
-        """The full tensors of a seat in forward or in recompute, gathered now if nobody did before."""
+        """The full tensors of a seat in forward or in recompute, gathered now unless they were before."""
         if seat.number not in self._loans:
             self._start(self._blocks[seat.block] if self.plan.ahead or self.plan.fused else [seat])
         return self._take(seat)

@@ -75,7 +75,7 @@ class _Scaled(torch.autograd.Function):
 
 
 class _Optimizer(torch.optim.SGD):
-    """Steps unless a gradient is infinite on some rank of the axis, and tells the scale."""
+    """Steps unless a gradient is infinite on some rank of the axis, and updates the scale."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, scale: Scale, axis: Axis) -> None:
         super().__init__(parameters, lr=lr)

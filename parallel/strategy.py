@@ -1,4 +1,4 @@
-"""The strategy: everything that a mode decides, as values. The transformer and the training ask it and nobody else.
+"""The strategy: everything that a mode decides, as values. The transformer and the training read these alone.
 
 A `Mode` knows cases but no running world; `parts` binds it to one rank's mesh. A mode is its file in `parallel.modes`:
 a table, one `Mode` value, one closed form. Modules built by `Parts` keep the canonical names and talk in their own

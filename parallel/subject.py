@@ -1,4 +1,4 @@
-"""Our subject, entering by the same door as everybody's: `parallel.subject:subject`.
+"""Our subject, found by its name as any other: `parallel.subject:subject`.
 
 subject(case, device)                    outcome of this rank; torch.distributed is initialised
 subject.modes                            the modes it claims
@@ -75,7 +75,7 @@ class ParallelSubject:
         return rows(boxes, first=first, total=case.dp * place.shape[0])
 
     def harmless(self, case: Case, fault: Any) -> str:
-        """Why nobody can notice this `harness.faults.Fault`: exp(x - m) / sum exp(x - m) is the same for any m that all
+        """Why this `harness.faults.Fault` changes no result: exp(x - m) / sum exp(x - m) is the same for any m that all
         ranks of the vocabulary's axis subtract alike, as long as nothing overflows. "" for any other fault.
         """
         target = fault.target

@@ -1,7 +1,7 @@
 """Weight parallelism with split sequences: what the mode isp decides, bound to a case and a mesh.
 
 Two axes over the same ranks. Over `tp` the sequence of one data rank is split: every rank keeps its own tokens from
-embedding to head. Over `wp` the weights are split: nobody uses a part of one, so they are gathered for each use. wp
+embedding to head. Over `wp` the weights are split: no rank uses a part of one, so they are gathered for each use. wp
 divides tp * dp and may be smaller or larger than tp: a group of wp may hold ranks of several data ranks, or a part of
 one. That changes nothing, for no two ranks see the same token: every gradient is a sum over all ranks, first over wp
 (a shard's reduce-scatter, a whole parameter's all-reduce), then over wdp, the ranks that hold the same shard.
@@ -41,7 +41,7 @@ _TABLES = ("embedding.tokens", "head")
 
 
 def placements(case: Case) -> dict[str, Placement]:
-    """How every parameter lies on the axis wp: linears by plain rows, since nobody ever uses a part of one."""
+    """How every parameter lies on the axis wp: linears by plain rows, since no rank ever uses a part of one."""
     return {name: _placement(case, name, shape) for name, shape in shapes(case).items()}
 
 

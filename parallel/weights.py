@@ -57,7 +57,7 @@ class Supply(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
-    """The supply of a weight that nobody prefetches."""
+    """The supply of a weight that is not prefetched."""
 
     weight: Tensor
     axis: Axis

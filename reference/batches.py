@@ -8,7 +8,7 @@ the one after them as a last label.
     internlm2, llama unpacked   a sentence a row by `build_unpack`, filled with token 0 and label -100 up to S
     gpt, opt unpacked           full rows of the stream, every label the next token (Megatron's rows)
 
-To tell a mean over ranks from a mean over tokens, every micro-batch of a step counts another number of valid tokens
+So that a mean over ranks differs from one over tokens, every micro-batch of a step has another number of valid tokens
 (from 3/4 T down in equal steps, as far as its sentences allow, but at least one), and the first rows count more than
 the last. The other labels are -100 or masked; the mask of tokens without a label is random. Prompts (negative ids) are
 read and not learned.
@@ -191,12 +191,12 @@ def _valid_count(case: Case, number: int) -> int:
 
 
 def _most_valid(learned: int, wanted: int) -> int:
-    """How many of so many learned tokens can be valid when `wanted` shall be: some are masked or lose their labels."""
+    """How many of the learned tokens can be valid when `wanted` are wanted: some are masked or lose their labels."""
     return min(wanted, max(1, _kept(learned) - 1))
 
 
 def _kept(learned: int) -> int:
-    """How many of so many learned tokens keep their labels: all but one in eight, but at least one."""
+    """How many of the learned tokens keep their labels: all but one in eight, but at least one."""
     return learned - min(1 + learned // 8, learned - 1)
 
 

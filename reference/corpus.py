@@ -1,8 +1,8 @@
 """Files to documents of token ids: what `data=PATH` names, or real text that is on every machine.
 
 A document is an int64 tensor [tokens]. The format follows the suffix: `.jsonl` JSON lines, `.bin` InternEvo (beside
-`x.bin.meta`) or Megatron (beside `x.idx`), anything else UTF-8 text, one document a file (`reference.readers` tells the
-byte-level vocabulary). A folder is read in sorted order, with its subfolders: its `.jsonl`, `.bin` and text files
+`x.bin.meta`) or Megatron (beside `x.idx`), anything else UTF-8 text, one document a file (byte-level vocabulary:
+`reference.readers`). A folder is read in sorted order, with its subfolders: its `.jsonl`, `.bin` and text files
 (`TEXT_SUFFIXES`); hidden files and other suffixes are left out, and so are empty text files. Without a path the corpus
 is the start of the Python standard library's sources.
 

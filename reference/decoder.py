@@ -67,7 +67,7 @@ def logits(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    """One forward pass: each method is one module, told its dotted name."""
+    """One forward pass: each method is one module and gets its dotted name."""
 
     case: Case
     weights: Mapping[str, Tensor]

@@ -1,6 +1,6 @@
-"""What a diagnosis asks of the dense model: the share of every micro-batch in a gradient.
+"""What a diagnosis computes with the dense model: the share of every micro-batch in a gradient.
 
-A wrong gradient that is a sum of these shares with other weights tells which micro-batches or data ranks it counts
+A wrong gradient that is a sum of these shares with other weights shows which micro-batches or data ranks it counts
 wrongly. All arithmetic is in float64.
 """
 

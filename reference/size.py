@@ -1,4 +1,4 @@
-"""How large a case is, told from its words alone: what the dense model holds at once, and the data that it reads.
+"""How large a case is, from its words alone: what the dense model holds at once, and the data that it reads.
 
 Counts are elements of tensors, none of which is made; they are lower bounds, exact in what they name.
 """

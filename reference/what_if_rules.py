@@ -188,7 +188,7 @@ def _joined(left_out: tuple[str, ...], branch: str, x: Tensor, y: Tensor) -> Ten
 
 
 def _shifted(by: int) -> Feed:
-    """Every token at a place so much later, the last ones at the last place."""
+    """Every token at a place later by a fixed shift, the last ones at the last place."""
 
     def feed(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
         batch = micro_batch(case, step, micro, dp_rank, device=device)

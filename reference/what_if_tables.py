@@ -149,7 +149,7 @@ def _of_row(counts_BS: Tensor) -> Tensor:
 def _cross_entropy(
     logits_BSV: Tensor, labels_BS: Tensor, smoothing: float, classes: int, padding: Tensor | None = None
 ) -> Tensor:
-    """The loss of every token whose smoothing is spread over so many classes; without a label nothing is subtracted.
+    """The loss of every token whose smoothing is spread over this many classes; without a label nothing is subtracted.
 
     Written as programs with a split vocabulary do, from logits less their maximum.
     """

@@ -1,6 +1,6 @@
 """What-ifs of the steps: parameters when one is not taken, or when clipping or weight decay follow another rule.
 
-Keys as in `reference.what_ifs`; losses, logits and norms of the steps behind the first are told beside the parameters.
+Keys as in `reference.what_ifs`; losses, logits and norms of the steps behind the first are given beside the parameters.
 """
 
 from __future__ import annotations

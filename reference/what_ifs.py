@@ -1,7 +1,7 @@
-"""What-ifs that a diagnosis asks of the dense model: what it computes of data or weights that are read otherwise.
+"""What-ifs of the dense model, for diagnoses: what it computes of data or weights that are read otherwise.
 
-An outcome that equals a what-if tells which rule was not kept. Keys are "<what if>/<name>"; several readings of one
-what-if are told apart behind a dot, "fused_cut.qkv/...". All arithmetic is in float64.
+An outcome that equals a what-if shows which rule was not kept. Keys are "<what if>/<name>"; several readings of one
+what-if differ behind a dot, "fused_cut.qkv/...". All arithmetic is in float64.
 Letters: K kv groups of G query heads, D head dim, p parts.
 """
 
@@ -33,7 +33,7 @@ _Weights = dict[str, Tensor]
 def alternatives(case: Case, device: torch.device) -> dict[str, Tensor]:
     """The outcome and activations if data or weights were read otherwise, of the first step.
 
-    `batch_repeated` is told by the second one; weights that are read otherwise have their activations alone.
+    `batch_repeated` shows in the second one; weights that are read otherwise have their activations alone.
     """
     found: dict[str, Tensor] = {}
     weights = weights_of(case, device)

@@ -2,7 +2,7 @@
 `help`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
-130 interrupted, 141 nobody reads the output any more. Commands that do not exist yet are not offered.
+130 interrupted, 141 the reader of the output has closed it.
 """
 
 from __future__ import annotations

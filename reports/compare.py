@@ -1,4 +1,4 @@
-"""`shardproof compare`: two runs, or a baseline and a run, told apart; one run alone, its modes against each other.
+"""`shardproof compare`: two runs, or a baseline and a run, side by side; one run alone, its modes against each other.
 
 Exit status: 0 every limit holds, 1 one is broken, 2 there is nothing to compare.
 """
@@ -29,7 +29,7 @@ __all__ = ["events_table", "main", "times_table", "traffic_change_table"]
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Compare, tell, and store what is asked to be stored."""
+    """Compare, print, and store a baseline where one is named."""
     asked = limits(arguments.fail)
     if arguments.save_baseline is not None:
         check_name(arguments.save_baseline)

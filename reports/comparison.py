@@ -142,7 +142,7 @@ def _notes(base: Snapshot, new: Snapshot, pairs: Mapping[str, str]) -> Iterator[
 
 
 def _apart(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
-    """Entries of two objects that differ; what is measured in neither, or is no object, is not told."""
+    """Entries of two objects that differ; what is measured in neither, or is no object, is left out."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in sorted({*one, *other} - {"cases"}):
             if one.get(key) != other.get(key):

@@ -1,8 +1,8 @@
-"""Which events are new, gone or changed between two snapshots: exactly, and told as few facts as they are.
+"""Which events are new, gone or changed between two snapshots: exactly, in as few facts as they are.
 
 The unit is one event at one place (case, phase, module, op) on the ranks, steps and micro-batches where it differs. An
 event that is gone and one that is new at the same place, equally often on the same ranks, are one changed event, and
-only what changed is told: doubling a payload, or a wider dtype, is one fact and not two.
+only what changed is listed: doubling a payload, or a wider dtype, is one fact and not two.
 """
 
 from __future__ import annotations

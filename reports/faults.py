@@ -35,7 +35,7 @@ _PROCESSES = 2
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Plant, prove, write, tell."""
+    """Plant, prove, write the matrix, print."""
     subject = named(arguments.subject)
     planned: Any = resolve(f"{KILLING}:planned")
     kills: Any = resolve(f"{KILLING}:kills")
@@ -152,7 +152,7 @@ def check_table(alone: Mapping[str, tuple[int, int, str]]) -> Table:
 
 
 def unmissed_table(unmissed: Sequence[tuple[str, str, str]]) -> Table:
-    """One line a collective (mode, name, why) whose loss on every rank nobody notices."""
+    """One line a collective (mode, name, why) whose loss on every rank no check notices."""
     return Table(
         title="Collectives that no check proves necessary",
         headers=("mode", "collective", "why"),

@@ -34,7 +34,7 @@ _ENVIRONMENT = "env.json"
 
 
 class RunFolderError(RequestError):
-    """A folder that is no run folder, or a file in it that nobody's run wrote. The message names the file."""
+    """A folder that is no run folder, or a file in it that no run wrote. The message names the file."""
 
 
 def shown(name: str | Path) -> str:

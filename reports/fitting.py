@@ -36,7 +36,7 @@ def changes(one: Candidate, own: Forecast, subject: Subject, measure: Measure) -
     """change, peak_bytes, tokens_per_s_per_rank (NaN where nothing was measured), fits ("yes", "no"): what was tried.
 
     Where the optimizer's states are by formula, a distributed optimizer over the data ranks is counted too, which no
-    word of a case asks for.
+    word of a case requests.
     """
     search = _Search(one=one, own=own, subject=subject, measure=measure)
     rows: list[tuple[str, float, float]] = []
@@ -116,7 +116,7 @@ class _Search:
         yield least
 
     def _may_fit(self, least: Forecast, times: int) -> bool:
-        """Whether so many times the states of the least would still fit: the rest can only be more."""
+        """Whether this many times the states of the least would still fit: the rest can only be more."""
         memory = least.memory
         states = memory.parameters + memory.gradients + memory.optimizer
         return memory.peak + (times - 1) * states <= least.room_bytes

@@ -52,7 +52,7 @@ class Run:
     verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message, unchecked (names,
               joined by "; "), mode; one row a check, and an unknown "run" where a killed run lost some of a case
     timings   case, part, seconds, mode; one row a part of a case
-    memory    case, rank, saved_bytes: the most that autograd held for backward; empty when nobody measured
+    memory    case, rank, saved_bytes: the most that autograd held for backward; empty when it was not measured
     env       versions, machine, command
     notes     what is missing or was mended on reading; empty for a complete run
     """

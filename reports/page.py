@@ -71,7 +71,7 @@ def render(run: Run) -> str:
 
 
 def _cut(part: object, source: str, rows: int) -> object:
-    """A table, or several, with so many rows at most."""
+    """A table, or several, with at most this many rows."""
     if source and isinstance(part, list):
         return [_first_rows(table, source, rows) for table in part]
     return _first_rows(part, source, rows) if source and isinstance(part, Table) else part

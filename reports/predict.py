@@ -1,7 +1,6 @@
 """`shardproof predict`: time, memory and bytes of cases on a cluster that is not here; which mode, and from where on.
 
-The numbers are the harness's (harness.predicting.forecast); here they are asked for, laid out and told, with what they
-assume.
+The numbers are the harness's (harness.predicting.forecast); here they are laid out and printed, with what they assume.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ ASSUMPTIONS = (
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Predict and tell. Exit status 0; 1 when a dry run's ledger is not the closed form's."""
+    """Predict and print. Exit status 0; 1 when a dry run's ledger is not the closed form's."""
     cluster = read(arguments.cluster, PRESETS)
     subject = named(arguments.subject).call
     with ticking(sys.stderr) as tick, DryEngine() as engine:

@@ -105,7 +105,7 @@ def _measured(
 
 
 def _place(made: tuple[Candidate, Forecast | None]) -> tuple[int, float]:
-    """Fastest first; what does not fit behind what does, by what it needs; what cannot be last, in the order asked."""
+    """Fastest first; what does not fit behind what does, by what it needs; what cannot be last, as requested."""
     one = made[1]
     if one is None:
         return 2, 0.0
@@ -118,7 +118,7 @@ def _frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _row(candidate: Candidate, one: Forecast | None) -> dict[str, object]:
-    """All that is told of a candidate; numbers are missing where it cannot be. Sizes in bytes, times in seconds."""
+    """The row of a candidate; numbers are missing where it cannot be. Sizes in bytes, times in seconds."""
     row: dict[str, object] = {"words": candidate.words, "case": candidate.text, "legal": "yes" if one else "no"}
     row["reason"] = candidate.reason
     row["mode"] = one.case.mode if one else candidate.words.split()[0].removeprefix("mode=")
@@ -171,7 +171,7 @@ def _fastest(rows: pd.DataFrame, changes: pd.DataFrame, cluster: Cluster) -> str
 
 
 def figure(value: float, digits: int = 3) -> str:
-    """A number with so many significant digits, never fewer than those before its point."""
+    """A number with this many significant digits, never fewer than those before its point."""
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 

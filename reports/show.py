@@ -1,4 +1,4 @@
-"""`shardproof show` and `shardproof page`: a stored run told again, as tables in the terminal or as one HTML file."""
+"""`shardproof show` and `shardproof page`: a stored run shown again, as tables in the terminal or as one HTML file."""
 
 from __future__ import annotations
 

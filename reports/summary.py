@@ -2,7 +2,7 @@
 
 Functions from a `Run` to frames; nothing is printed here. Calls and bytes are those of one rank over the whole run
 (the maximum over ranks), as in `summary.csv`; several cases of a mode on as many ranks are added up. NA stands for
-"not expected by anybody": a subject without a closed form.
+"without expectation": a subject without a closed form.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def worst_first(verdicts: pd.DataFrame) -> pd.DataFrame:
 
 
 def overall(verdicts: pd.DataFrame) -> str:
-    """The worst verdict of these; "unknown" when there is none, for a question not asked is not a pass."""
+    """The worst verdict of these; "unknown" when there is none, for what was not checked is no pass."""
     words = [str(word) for word in verdicts["verdict"]]
     return max(words, key=badness, default="unknown")
 
 
 def badness(verdict: str) -> int:
-    """Place from good to bad; a word nobody knows is as bad as "unknown"."""
+    """Place from good to bad; an unknown word is as bad as "unknown"."""
     return RANKING.index(verdict if verdict in RANKING else "unknown")
 
 
@@ -44,7 +44,7 @@ def headline(run: Run) -> pd.DataFrame:
     """One row a case, by mode and ranks.
 
     mode, ranks, case (its whole text), words (of it, without mode and data), forward_calls, backward_calls,
-    payload_bytes, expected_payload_bytes (NA without expectation), saved_bytes (of the fullest rank; NA when nobody
+    payload_bytes, expected_payload_bytes (NA without expectation), saved_bytes (of the fullest rank; NA when not
     measured), worst_error and worst_allowed (of the check that came closest to its limit; NaN when nothing was
     measured), verdict.
     """

@@ -124,7 +124,7 @@ class Ticker(Protocol):
 
 @contextmanager
 def ticking(stream: TextIO) -> Iterator[Ticker]:
-    """A progress bar in a terminal, one line a case elsewhere; yields what is to be told of every finished case."""
+    """A progress bar in a terminal, one line a case elsewhere; yields what is called for every finished case."""
     if not stream.isatty():
         yield lambda done, total, case, verdict: _tick_line(stream, done, total, case, verdict)
         return

@@ -19,7 +19,7 @@ _MOST = 3
 
 
 def unchecked_notes(run: Run) -> list[str]:
-    """All notes, the most telling first; only checks that passed have something to add."""
+    """All notes, the most important first; only checks that passed have something to add."""
     return [*_unreturned(run), *_read(run), *_rows(run)]
 
 

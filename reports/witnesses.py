@@ -40,7 +40,7 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def _steps(sessions: pd.DataFrame) -> str:
-    """The steps that were watched, in words; a folder of an older release does not tell."""
+    """The steps that were watched, in words: all of them where the folder is of an older release."""
     steps = str(sessions["steps"].iloc[0]) if "steps" in sessions else ""
     return f"steps {steps} of every run" if steps else "whole runs"
 

@@ -17,7 +17,7 @@
     step dp                                  | loss, tokens      | -            | all_reduce | 16
     step tp                                  | squared norm      | -            | all_reduce | W
 
-Beside `tp` it lays hidden states out as [B, S, D], splits the token table along hidden unless told otherwise, and sums
+Beside `tp` it lays hidden states out as [B, S, D], splits the token table along hidden by default, and sums
 partial gradients, which are those of q/k norms, one by one. Label smoothing adds one term to the loss: one more
 all_reduce of T, or T more bytes in the fused one. Gathered logits get the plain loss (decision H1).
 Source: InternEvo's mtp (modes.md 2, 3.3, 3.4, 3.7).

@@ -22,7 +22,7 @@ class Deviation:
     """One deviation of the cut of a query/key/value weight.
 
     order    of the fused weight that is cut; "" for the weight of the queries alone
-    needs    whether it is wrong for these heads on so many ranks
+    needs    whether it is wrong for these heads on that many ranks
     held     what the ranks then hold
     """
 

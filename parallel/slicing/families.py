@@ -41,10 +41,10 @@ class Family:
     outer      whole parameters outside of the layers, with their shapes in words of the slice
     head       the head's name; its weight is [vocab, hidden], and its bias, if any (`head_bias`), [vocab]
     order      of a fused query/key/value weight
-    bias       whether its linears have biases unless told otherwise
+    bias       whether its linears have biases by default
     gated      whether its MLP has a gate
     kv_heads   fixed number of kv heads, None when it follows the query heads
-    vocab      rows of the token table unless told otherwise
+    vocab      rows of the token table by default
     """
 
     linears: tuple[Linear, ...]

@@ -155,7 +155,7 @@ def _inner(sliced: Sliced, name: str) -> tuple[int, ...]:
 
 
 def _container(sliced: Sliced) -> Iterator[Slice]:
-    """The tensors of kernel injection, [in, out]; a container asks for equal shares."""
+    """The tensors of kernel injection, [in, out]; a container needs equal shares."""
     tp, hidden, heads, ffn = sliced.tp, sliced.hidden, sliced.attention, sliced.ffn
     for key, value in (("heads", heads.query), ("kv_heads", heads.kv), ("ffn", ffn)):
         if value % tp:
