@@ -116,10 +116,7 @@ def _name_of(subject: object) -> str:
 
 
 def called(subject: Subject, case: CaseLike, device: torch.device) -> Mapping[str, Value]:
-    """What the subject returns on this rank.
-
-    Raises SystemExit, with words, for an end with status 0, which is no outcome.
-    """
+    """What the subject returns on this rank. Raises SystemExit with words for an end with status 0: no outcome."""
     try:
         return subject(case, device)
     except SystemExit as end:

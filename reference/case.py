@@ -187,10 +187,7 @@ class Case:
         return {axis: size for sizes in self._meshes() for axis, size in sizes.items()}
 
     def axis_rank(self, axis: str, rank: int) -> int:
-        """The place of a global rank in its group along an axis; what `axes` says, without listing the ranks.
-
-        Raises KeyError for an axis that the case lacks.
-        """
+        """The place of a global rank in its group along an axis, as in `axes`. Raises KeyError for an unknown axis."""
         for sizes in self._meshes():
             stride = 1
             for name, size in sizes.items():

@@ -76,10 +76,7 @@ def sources(case: Case) -> tuple[Source, ...]:
 
 @lru_cache(maxsize=4)
 def read(files: tuple[Source, ...], vocab: int) -> Tokens:
-    """The corpus that these files hold. The tensor is shared by all callers: not to be written to.
-
-    Raises DataError when they hold no token, or cannot be read.
-    """
+    """The corpus of these files, shared by all callers: not to be written to. Raises DataError if it holds no token."""
     found = [document for file in files for document in _read_file(file, vocab)]
     kept = [document for document in found if document.numel()]
     if not kept:

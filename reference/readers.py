@@ -63,10 +63,7 @@ def plain_text(path: Path, vocab: int) -> list[Tensor]:
 
 
 def json_lines(path: Path, vocab: int) -> list[Tensor]:
-    """One document a line, `{"text": str}` or `{"tokens": [int]}`; blank lines hold none.
-
-    Raises DataError for too many lines, or a line that holds neither.
-    """
+    """One document a line, `{"text": str}` or `{"tokens": [int]}`, blank lines none. Raises DataError for others."""
     content = load(path)
     count = content.count(b"\n") + 1
     if count > MAX_DOCUMENTS:
@@ -79,10 +76,7 @@ def json_lines(path: Path, vocab: int) -> list[Tensor]:
 
 
 def tokens_of(path: Path, place: str, record: object, vocab: int) -> Tensor:
-    """The document `record["tokens"]`: int64, every id between -(vocab - 1) and vocab - 1.
-
-    Raises DataError for anything else.
-    """
+    """The document `record["tokens"]`: int64, ids between -(vocab - 1) and vocab - 1. Raises DataError for others."""
     tokens = record.get("tokens") if isinstance(record, dict) else None
     if not isinstance(tokens, list):
         raise DataError(path, place, "holds no list of tokens", '{"tokens": [1, 2, 3]}')

@@ -96,10 +96,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def json_lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
-    """The objects of a file that holds one a line, each with the needed keys; a missing file is a note.
-
-    Raises RunFolderError for a line that is none.
-    """
+    """The objects of a file, one a line with the needed keys; a missing file is a note. Raises RunFolderError."""
     if not path.is_file():
         notes.append(f"{path.name} is missing: the run was stopped before it was written")
         return []

@@ -15,10 +15,9 @@ import pandas as pd
 from harness.cases import read_case
 from harness.errors import RequestError
 from harness.ledger import wire_bytes
-from harness.predicting.forecast import closed_form
 from harness.predicting.states import States, mixed_adamw
 from harness.protocols import CaseLike, Subject, TermLike
-from harness.subject import claimed, named, refusal
+from harness.subject import claimed, named, refusal, stated
 
 __all__ = ["BATCHES", "Candidate", "candidate", "candidates", "growth"]
 
@@ -107,7 +106,7 @@ def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers")
     for case in cases:
         for batch in BATCHES:
             one = case.but(batch=batch, steps=1, micro=1)
-            terms = closed_form(one, subject)
+            terms = stated(one, subject)
             if terms is None:
                 continue
             sent = sum(

@@ -39,10 +39,7 @@ _MOST_CASES = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Headers and cells as text. `numbers` are the columns to align right; `note` is one line for below the table.
-
-    Raises ValueError for a row with more or fewer cells than headers.
-    """
+    """Headers and cells as text. `numbers` are columns to align right; `note` is a line below. Raises ValueError."""
 
     title: str
     headers: tuple[str, ...]

@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -24,7 +24,7 @@ from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.errors import RequestError
 from harness.running.environment import environment
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import CaseResult, prove, with_traceback
 from harness.running.store import Store
 from harness.running.summary import summarize
 from harness.subject import NamedSubject, named, refusal
@@ -173,7 +173,8 @@ class Prover:
         asked = {name: CHECKS[name] for name in checks}
         result = prove(case, self.subject, self.engine, checks=asked, device=self.device, timeout_s=self.timeout_s)
         if self.store is not None:
-            result = result.kept_in(self.store)
+            named_file = with_traceback(result.verdicts, result.text, result.traceback, self.store)
+            result = replace(result, verdicts=named_file)
         self._keep(result)
         if result.verdict == SKIP:
             pytest.skip(result.skipped)

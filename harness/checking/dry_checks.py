@@ -10,11 +10,11 @@ from itertools import groupby
 from operator import attrgetter
 
 from harness.checking.checks import CHECKS, Check
-from harness.checking.evidence import FAIL, PASS, Evidence, Finding
+from harness.checking.evidence import PASS, Evidence, Finding
 from harness.checking.exact_checks import waits
 from harness.checking.group_checks import groups
 from harness.checking.laws import Broken, same_sequence
-from harness.checking.ledger_checks import ledger
+from harness.checking.ledger_checks import ledger, unlawful
 from harness.checking.overlap_checks import overlap
 from harness.differences import key_of
 from harness.errors import ranks_text
@@ -29,8 +29,7 @@ def order(evidence: Evidence) -> Finding:
     broken = _parted(evidence.events, evidence.case.axes)
     unchecked = tuple(f"{name}: the dry engine has shapes and no numbers" for name in CHECKS if name not in DRY_CHECKS)
     if broken:
-        first = broken[0]
-        return Finding(verdict=FAIL, message=first.message, ranks=first.ranks, phase=first.phase, region=first.region)
+        return unlawful(broken[0])
     alike = _sequences(evidence.events) or [evidence.ran]
     classes = " | ".join(ranks_text(ranks) for ranks in alike)
     said = f"{len(evidence.ran)} of {evidence.case.world_size} ranks run, in {len(alike)} class(es) of equal sequences"

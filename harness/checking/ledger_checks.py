@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
-from harness.checking.laws import broken_laws
+from harness.checking.laws import Broken, broken_laws
 from harness.differences import Difference, differences
 from harness.ledger import OTHER, Event, unmapped
 
-__all__ = ["ledger", "module_order"]
+__all__ = ["ledger", "module_order", "unlawful"]
 
 
 def ledger(evidence: Evidence) -> Finding | None:
@@ -21,10 +21,7 @@ def ledger(evidence: Evidence) -> Finding | None:
     broken = broken_laws(() if evidence.ran else evidence.events)
     if evidence.expectation is None:
         if broken:
-            first = broken[0]
-            return Finding(
-                verdict=FAIL, message=first.message, ranks=first.ranks, phase=first.phase, region=first.region
-            )
+            return unlawful(broken[0])
         if not evidence.events and world_size > 1:
             return None
         unchecked = ("closed form: the subject states no expectation",)
@@ -36,10 +33,14 @@ def ledger(evidence: Evidence) -> Finding | None:
     if found:
         return _parted(found, len(ranks))
     if broken:
-        first = broken[0]
-        return Finding(verdict=FAIL, message=first.message, ranks=first.ranks, phase=first.phase, region=first.region)
+        return unlawful(broken[0])
     calls = sum(term.calls for term in evidence.expectation)
     return Finding(verdict=PASS, message=f"{calls} events a rank, exactly as expected")
+
+
+def unlawful(first: Broken) -> Finding:
+    """The finding on a run that breaks this law first."""
+    return Finding(verdict=FAIL, message=first.message, ranks=first.ranks, phase=first.phase, region=first.region)
 
 
 def _unmapped(names: str, events: Sequence[Event]) -> Finding:

@@ -69,10 +69,7 @@ def route(ranks: Sequence[int], cluster: Cluster) -> Route:
 
 
 def seconds(op: str, payload_bytes: int, way: Route, algorithm: str = "best") -> float:
-    """How long one call takes when all ranks come at once; 0 in a group of one.
-
-    Raises ValueError for an op without a formula.
-    """
+    """Seconds of one call when all ranks come at once, 0 in a group of one. Raises ValueError for an unknown op."""
     if way.size == 1:
         return 0.0
     ring, tree = _RING.get(op), _TREE.get(op)

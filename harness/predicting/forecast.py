@@ -13,7 +13,7 @@ peak, less its gradients, plus theirs. Units: seconds, bytes, FLOPs; bytes of ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from harness.differences import differences
@@ -26,10 +26,10 @@ from harness.predicting.dry_run import DryRank, dry_run
 from harness.predicting.meter import START, Stretch
 from harness.predicting.states import States
 from harness.predicting.timeline import Times, parts, play, together
-from harness.protocols import CaseLike, Subject, TermLike
+from harness.protocols import CaseLike, Subject
 from harness.subject import stated
 
-__all__ = ["DEPTHS", "EQUAL", "Forecast", "Memory", "Traffic", "closed_form", "forecast", "traffic"]
+__all__ = ["DEPTHS", "EQUAL", "Forecast", "Memory", "Traffic", "forecast", "traffic"]
 
 EQUAL = "equal"
 """What `Forecast.ledger` says when the dry run issued exactly the events of the closed form."""
@@ -168,10 +168,9 @@ def forecast(
 
 def traffic(case: CaseLike, subject: Subject) -> Traffic | None:
     """Calls and bytes of one rank in one step by the closed form; None when the subject states none."""
-    terms = closed_form(case.but(steps=1), subject)
+    terms = stated(case.but(steps=1), subject)
     if terms is None:
         return None
-    terms = list(terms)
     return Traffic(
         calls=sum(term.calls for term in terms),
         payload_bytes=sum(term.calls * term.payload_bytes for term in terms),
@@ -232,16 +231,11 @@ def _prices(case: CaseLike, cluster: Cluster) -> Callable[[Event], tuple[str, fl
 
 
 def _compared(case: CaseLike, subject: Subject, rank: DryRank) -> str:
-    terms = closed_form(case, subject)
+    terms = stated(case, subject)
     if terms is None:
         return "the subject states no closed form"
     parted = differences(rank.events, terms, (rank.rank,))
     return f"differs: {parted[0]}" if parted else EQUAL
-
-
-def closed_form(case: CaseLike, subject: Subject) -> Iterable[TermLike] | None:
-    """What the subject expects of a case; None when it states nothing."""
-    return stated(case, subject)
 
 
 def _memory(line: _Parts, states: States | None) -> Memory:

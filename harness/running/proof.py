@@ -75,10 +75,6 @@ class CaseResult:
         """The closed form that the ledger was held against."""
         return self.evidence.expectation if self.evidence else None
 
-    def kept_in(self, store: Store) -> CaseResult:
-        """The result whose message names the file of the run folder that holds its traceback, if there is one."""
-        return replace(self, verdicts=with_traceback(self.verdicts, self.text, self.traceback, store))
-
     @property
     def verdict(self) -> str:
         """The worst of all verdicts; a case without any is unknown."""

@@ -7,10 +7,10 @@ harness imports no model: the reference is named like any subject. Times are sec
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ __all__ = [
     "recorded",
     "watched",
 ]
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +157,7 @@ def recorded(trial: Trial) -> Evidence:
         unwaited=run.unwaited,
         orders=orders_of(trial),
         facts=_facts(trial),
-        declared=_declared(trial),
+        declared=_asked(trial, "coverage", lambda: left_out(trial.subject), ()),
     )
 
 
@@ -237,15 +240,6 @@ def elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
         return None
 
 
-def _declared(trial: Trial) -> tuple[str, ...]:
-    """The names that the subject leaves out on purpose; an attribute that raises when it is read is noted."""
-    try:
-        return left_out(trial.subject)
-    except Unanswered as problem:
-        trial.problems["coverage"] = str(problem)
-        return ()
-
-
 def _facts(trial: Trial) -> FactsLike | None:
     """What the reference states about the case's data; one that raises is noted as a problem."""
     name = trial.reference.anchors
@@ -261,17 +255,18 @@ def _facts(trial: Trial) -> FactsLike | None:
 
 def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
     """The subject's closed form, None when it states none; a closed form that raises is noted as a problem."""
-    try:
-        return stated(trial.case, trial.subject.call)
-    except Unanswered as problem:  # no verdict on the run, and it must not read as "none stated"
-        trial.problems["expectation"] = str(problem)
-        return None
+    return _asked(trial, "expectation", lambda: stated(trial.case, trial.subject.call), None)
 
 
 def orders_of(trial: Trial) -> Axes:
     """The subject's own rank orders, none when it states none; rank lists that are none are noted as a problem."""
+    return _asked(trial, "groups", lambda: orders(trial.case, trial.subject.call), {})
+
+
+def _asked(trial: Trial, check: str, ask: Callable[[], T], without: T) -> T:
+    """What the subject states of itself; `without`, and a problem of this check, when its own code fails."""
     try:
-        return orders(trial.case, trial.subject.call)
-    except Unanswered as problem:
-        trial.problems["groups"] = str(problem)
-        return {}
+        return ask()
+    except Unanswered as problem:  # no verdict on the run, and it must not read as if nothing were stated
+        trial.problems[check] = str(problem)
+        return without

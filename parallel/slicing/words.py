@@ -87,10 +87,7 @@ class Sliced:
 
     @classmethod
     def parse(cls, text: str) -> Sliced:
-        """The model that `key=value` words describe, in any order; later words override earlier ones.
-
-        Raises SliceError for a word or a value that is none.
-        """
+        """The model of these `key=value` words in any order; later ones override. Raises SliceError for a wrong one."""
         words: dict[str, Any] = {}
         for said in text.split():
             key, equals, value = said.partition("=")

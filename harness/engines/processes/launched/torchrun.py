@@ -64,10 +64,7 @@ def dismiss() -> None:
 
 
 class TorchrunEngine(RequestEngine):
-    """Rank 0's engine: it is opened once every other process has joined, and closing it ends them all.
-
-    Raises RequestError on any rank but 0.
-    """
+    """Rank 0's engine, opened once all others have joined; closing it ends them. Raises RequestError elsewhere."""
 
     name = "torchrun"
     remote = True
