@@ -43,8 +43,8 @@ def main(arguments: argparse.Namespace) -> int:
     timeout_s = seconds(arguments.timeout, "timeout")
     plans = planned(subject, quick=arguments.quick, only=only, timeout_s=timeout_s)
     total = sum(plan.rows for plan in plans)
-    words = {"subject": arguments.subject, "quick": arguments.quick, "only": only, "rows": total}
-    store = Store(Path(arguments.out), arguments.subject, environment(tuple(sys.argv), words))
+    words = {"subject": subject.name, "quick": arguments.quick, "only": only, "rows": total}
+    store = Store(Path(arguments.out), subject.name, environment(tuple(sys.argv), words))
     processes = min(_PROCESSES, os.cpu_count() or 1)
     try:
         found = _written(kills(plans, subject, processes=processes), store.path, total)

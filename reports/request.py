@@ -74,7 +74,7 @@ def _check_compare(arguments: argparse.Namespace) -> None:
 
 def _check_faults(arguments: argparse.Namespace) -> None:
     seconds(arguments.timeout, "timeout")
-    named(arguments.subject)
+    arguments.subject = named(arguments.subject)
 
 
 def _check_predict(arguments: argparse.Namespace) -> None:
@@ -87,7 +87,7 @@ def _check_predict(arguments: argparse.Namespace) -> None:
         read_words(" ".join(words))
         if arguments.world is None and any(word.startswith("mode=") for word in words):
             read_case(" ".join(words))
-    named(arguments.subject)
+    arguments.subject = named(arguments.subject)
 
 
 def _check_slice(arguments: argparse.Namespace) -> None:
