@@ -35,7 +35,7 @@ class Arithmetic:
     """How the sums of linears and norms are taken; the control run takes the same sums in another order.
 
     Another `activate` may be that of a relu whose kink lies elsewhere; the others are there for what-ifs. `rotate`
-    turns "q" or "k", whichever it is called with, `join` adds what a branch, "attention" or "mlp", returns to what entered it.
+    turns queries or keys, "q" or "k", `join` adds what a branch, "attention" or "mlp", returns to what entered it.
     """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.linear
