@@ -9,19 +9,22 @@ like `torch.chunk`, `_StridedShard` cuts every one of its `split_factor` pieces)
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
 
 from harness import shard
 from harness.shard import check_inside
 from harness.torch_internals.groups import waited
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["Block", "blocks", "localize"]
 
@@ -69,7 +72,7 @@ def localize(outcome: Mapping[str, object]) -> dict[str, tuple[Block, ...]]:
 
 def blocks(value: object) -> tuple[Block, ...]:
     """One value as blocks; several shards give several blocks, an empty iterable gives none."""
-    if isinstance(value, DTensor):
+    if _is_dtensor(value):
         return _of_dtensor(value)
     if isinstance(value, bool | int | float):
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
@@ -138,8 +141,16 @@ def _word(what: torch.layout | torch.dtype) -> str:
     return str(what).removeprefix("torch.")
 
 
+def _is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether this is a DTensor, without importing what defines it: that takes half as long as torch itself."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(value, loaded.DTensor)
+
+
 def _of_dtensor(value: DTensor) -> tuple[Block, ...]:
     """The blocks of this rank from the DTensor's spec alone: no collective is issued."""
+    from torch.distributed.tensor import Partial  # noqa: PLC0415  (see _is_dtensor)
+
     mesh, full = value.device_mesh, tuple(value.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from harness.checking.evidence import FAIL
 from harness.engines.named import engine_named
 from harness.protocols import case_text
-from harness.reproducing.repro import emit, shown_name
 from harness.request import Request
 from harness.running.run import RunResult
 from reports.script_file import writing
@@ -21,6 +20,8 @@ def write_script(result: RunResult, request: Request, file: str) -> str:
     The case is shrunk on threads of this process, whatever engine found the failure. Raises RequestError when the file
     cannot be written.
     """
+    from harness.reproducing.repro import emit, shown_name  # noqa: PLC0415  (imports DTensor: half a second)
+
     failed = {verdict.case for verdict in result.verdicts if verdict.verdict == FAIL}
     if not failed:
         return f"{file} was not written: no case failed"
