@@ -12,8 +12,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from harness.protocols import CaseLike, case_text
 from harness.request import Request
 from harness.resolve import resolve
 from harness.running.run import RunResult, run
+from harness.running.two_processes.order import arranged
+from harness.running.two_processes.spare import Spare
 from harness.subject import NamedSubject, claims, offers
 from reports import page, summary, tables, witnesses
 from reports.experiment import real_size
@@ -54,10 +57,11 @@ def main(arguments: argparse.Namespace) -> int:
         return serve()
     request = dataclasses.replace(arguments.request or _first_ranks(arguments), page=_write_page)
     if not arguments.cases:
+        request = dataclasses.replace(request, cases=arranged(request.cases))
         for note in _notes_on_defaults(request.subject, deep=arguments.deep):
             show_message(f"note: {note}", sys.stderr, style="yellow")
     with chdir("."):  # a subject may go elsewhere; all paths are meant from here
-        result = _run(request)
+        result = _run(request, arguments.spare)
     result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)
     if arguments.emit_repro is not None and result.exit_status != INTERRUPTED:
         result = _with_script(result, request, arguments.emit_repro)
@@ -85,17 +89,25 @@ def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
         yield f"{subject.name} has no refuses(case): default cases have plain words only; --deep has all words"
 
 
-def _run(request: Request) -> RunResult:
+def _run(request: Request, spare: Spare | None) -> RunResult:
     latest = request.out / "latest"
     before = latest.resolve()
     try:
         with ticking(sys.stderr) as tick, _unhindered():
-            return run(request, lambda done, total, case, verdict: tick(done, total, progress_text(case), verdict))
+            return run(request, partial(_progress, tick), spare=spare)
     except KeyboardInterrupt:
         if latest.resolve() == before:
             raise
         show_message("\nshardproof: interrupted; the cases finished before:", sys.stderr)
         return RunResult(path=latest.resolve(), verdicts=(), exit_status=INTERRUPTED, notes=())
+
+
+def _progress(
+    tick: Callable[[int, int, str, str], object], done: int, total: int, case: CaseLike, verdict: str
+) -> None:
+    tick(done, total, progress_text(case), verdict)
+    if done == 1:
+        gc.freeze()  # what the first case loads stays too
 
 
 def progress_text(case: CaseLike) -> str:

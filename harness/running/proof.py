@@ -28,7 +28,7 @@ from harness.protocols import CaseLike, Subject, TermLike
 from harness.running.dry_trial import dry_evidence
 from harness.running.judging import judged
 from harness.running.store import Store
-from harness.running.trial import REFERENCE, Reference, Trial, elsewhere, explained, recorded, watched
+from harness.running.trial import REFERENCE, Reference, Trial, Truths, elsewhere, explained, recorded, watched
 from harness.subject import NamedSubject, Unanswered, named, refusal
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "with_traceback"]
@@ -92,8 +92,11 @@ def prove(
     device: str = "cpu",
     timeout_s: float = 60.0,
     options: str = "",
+    truths: Truths | None = None,
 ) -> CaseResult:
     """Run and check one case on a subject, named or given. `options`: further words of the command that repeats it.
+
+    `truths`: what the dense model computed for the case before, on this device and with this reference.
 
     Raises RequestError when there is no such subject or the dense model cannot compute the case (unreadable data);
     whatever the subject does wrong is a failed verdict.
@@ -105,6 +108,7 @@ def prove(
         reference=reference,
         device=device,
         timeout_s=timeout_s,
+        truths=truths or Truths(),
     )
     try:
         verdict, reason = SKIP, refusal(case, trial.subject)

@@ -16,7 +16,6 @@ from typing import Any
 
 from harness.checking.evidence import FAIL, SKIP, UNKNOWN, Verdict
 from harness.diagnosing.errors_by_place import ERROR_COLUMNS
-from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.errors import RequestError
 from harness.protocols import CaseLike, case_text
@@ -24,8 +23,11 @@ from harness.request import Request
 from harness.running.capacity import admit
 from harness.running.environment import environment
 from harness.running.proof import CaseResult, prove, with_traceback
-from harness.running.second_process import Proved, SecondProcess, prove_all, proved
 from harness.running.store import Store
+from harness.running.trial import Truths
+from harness.running.two_processes.order import together
+from harness.running.two_processes.second_process import Proved, SecondProcess, prove_all, proved
+from harness.running.two_processes.spare import Spare
 from harness.running.witnessing import CHECK, Witnesses, witnesses
 from harness.subject import NamedSubject, Unanswered, claimed, refusal
 from harness.torch_internals.lookup import untested
@@ -37,7 +39,6 @@ __all__ = [
 ]
 
 _DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
-
 _REFUSED = "truth"
 """The check of a case that the dense model cannot compute, among others that it can."""
 Progress = Callable[[int, int, CaseLike, str], object]
@@ -63,8 +64,10 @@ class _Tally:
     machine: bool
 
 
-def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
+def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spare | None = None) -> RunResult:
     """Prove every case and write the run folder as it goes; finished cases stay readable whatever stops the run.
+
+    `spare` is the second process, if it was started before.
 
     Raises RequestError before anything runs when there is no case, or when a case is too large for this machine, or
     when the subject's claims, the engine or the folder are wrong. Where the dense model cannot compute one case of
@@ -77,12 +80,11 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     claimed(subject)
     results: list[_Tally] = []
     by_text = {case_text(case): case for case in cases}
-    with engine_named(request.engine) as engine, _beside(request) as second:
+    with proving(request) as prove_case, _beside(request, spare) as second:
         store = Store(request.out, subject.name, environment(request.command, _words(request)))
 
         def prove_here(number: int) -> Proved:
-            result = _prove(cases[number], request, engine)
-            return proved(_witnessed(result, subject, seen, store))
+            return proved(_witnessed(prove_case(cases[number]), subject, seen, store))
 
         def keep(found: Proved) -> None:
             result = replace(found, verdicts=with_traceback(found.verdicts, found.text, found.traceback, store))
@@ -93,7 +95,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
         try:
             store.plan(_planned(case) for case in cases)
             seen = _witnesses(request, cases, store)
-            prove_all(cases, prove_here, keep, second)
+            prove_all(cases, prove_here, keep, second, together(cases))
         finally:
             store.close()
     if request.page is not None:
@@ -112,32 +114,48 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     )
 
 
-def prove_case(request: Request, case: CaseLike) -> Proved:
-    """What the second process does with a case. Raises what `prove` raises."""
+@contextmanager
+def proving(request: Request) -> Iterator[Callable[[CaseLike], CaseResult]]:
+    """What proves one case after another as the request says, in both processes.
+
+    One of several that the dense model cannot compute is skipped, so that the others are kept; one alone raises
+    RequestError.
+    """
+    truths = Truths()
     with engine_named(request.engine) as engine:
-        return proved(_prove(case, request, engine))
+
+        def prove_case(case: CaseLike) -> CaseResult:
+            try:
+                return prove(
+                    case,
+                    request.subject,
+                    engine,
+                    device=request.device,
+                    timeout_s=request.timeout_s,
+                    options=request.options,
+                    truths=truths,
+                )
+            except RequestError as problem:
+                if len(request.cases) == 1:
+                    raise
+                return _refused(case, str(problem))
+
+        yield prove_case
 
 
-def _prove(case: CaseLike, request: Request, engine: Engine) -> CaseResult:
-    """The case, proved. One of several that the dense model cannot compute is skipped, so that the others are kept."""
-    device, timeout_s, options = request.device, request.timeout_s, request.options
-    try:
-        return prove(case, request.subject, engine, device=device, timeout_s=timeout_s, options=options)
-    except RequestError as problem:
-        if len(request.cases) == 1:
-            raise
-        text, why = case_text(case), str(problem)
-        skip = Verdict(case=text, check=_REFUSED, verdict=SKIP, worst=None, message=why)
-        return CaseResult(case=case, text=text, verdicts=(skip,), skipped=why)
+def _refused(case: CaseLike, why: str) -> CaseResult:
+    text = case_text(case)
+    skip = Verdict(case=text, check=_REFUSED, verdict=SKIP, worst=None, message=why)
+    return CaseResult(case=case, text=text, verdicts=(skip,), skipped=why)
 
 
 @contextmanager
-def _beside(request: Request) -> Iterator[SecondProcess | None]:
+def _beside(request: Request, spare: Spare | None) -> Iterator[SecondProcess | None]:
     """The second process of a request, when it may have one: an engine whose ranks are threads, and no profiler."""
     if request.processes < 2 or request.engine != "inproc" or request.profile:
         yield None
         return
-    with closing(SecondProcess(replace(request, page=None))) as second:
+    with closing(SecondProcess(replace(request, page=None), spare)) as second:
         yield second
 
 
@@ -181,13 +199,8 @@ def _witnessed(result: CaseResult, subject: NamedSubject, seen: Witnesses | None
 
 
 def _words(request: Request) -> dict[str, object]:
-    return {
-        "subject": request.subject.name,
-        "engine": request.engine,
-        "device": request.device,
-        "timeout_s": request.timeout_s,
-        "cases": len(request.cases),
-    }
+    how = {"engine": request.engine, "device": request.device, "timeout_s": request.timeout_s}
+    return {"subject": request.subject.name, **how, "cases": len(request.cases)}
 
 
 def _planned(case: CaseLike) -> dict[str, object]:

@@ -30,6 +30,7 @@ __all__ = [
     "Asked",
     "Reference",
     "Trial",
+    "Truths",
     "elsewhere",
     "expectation_of",
     "explained",
@@ -50,6 +51,8 @@ class Reference:
     `anchors`, case -> what is stated about the data that truth and ranks both read (harness.protocols.FactsLike). With
     `slack` truth, control and kinks take states=mapping too, the subject's states from which their steps begin.
     `control` and `control_activations` take parts=n too, the number of partial sums in place of their own choice.
+    `alike`, case -> case, gives cases that are one to the dense model the same case; "" where each is its own. Truth
+    and true activations are computed of that case, once for all that are alike.
     The others are asked when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes of
     data or weights that are read otherwise (see `reference.what_ifs`), of other rules of the steps and of the modules.
     """
@@ -61,6 +64,7 @@ class Reference:
     kinks: str = ""
     slack: str = ""
     anchors: str = ""
+    alike: str = ""
     shares: str = "reference.shares:shares"
     alternatives: str = "reference.what_ifs:alternatives"
     trainings: str = "reference.what_if_training:trainings"
@@ -68,9 +72,30 @@ class Reference:
     metrics: str = "reference.what_if_metrics:metrics"
 
 
-REFERENCE = Reference(kinks="reference.kinks:kinks", slack="reference.adam:slack", anchors="reference.anchors:anchors")
+REFERENCE = Reference(
+    kinks="reference.kinks:kinks",
+    slack="reference.adam:slack",
+    anchors="reference.anchors:anchors",
+    alike="reference.dense_case:dense_case",
+)
 Asked = tuple[str, tuple[tuple[str, int], ...]]
 """A function of the reference and the words that it was given."""
+
+
+class Truths:
+    """What the dense model computed for the latest case, for the next trials of cases that are alike to it."""
+
+    def __init__(self) -> None:
+        self._case: CaseLike | None = None
+        self._outcomes: dict[str, Mapping[str, Tensor]] = {}
+
+    def of(self, case: CaseLike, name: str, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """The outcome of this function of the reference for this case, computed unless it is known."""
+        if case != self._case:  # what the case before left is freed before more is computed
+            self._case, self._outcomes = case, {}
+        if name not in self._outcomes:
+            self._outcomes[name] = compute()
+        return self._outcomes[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +103,8 @@ class Trial:
     """One case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
     `problems`: what could not be asked of the subject (expectation, activations) -> why.
-    `known` and `facts` fill up with what the reference computed; trials of one case may share them.
+    `known` and `facts` fill up with what the reference computed; trials of one case may share them, and trials of cases
+    that are alike to the dense model its `truths`.
     """
 
     case: CaseLike
@@ -91,6 +117,7 @@ class Trial:
     problems: dict[str, str] = field(default_factory=dict)
     known: dict[Asked, Mapping[str, Tensor]] = field(default_factory=dict)
     facts: dict[str, FactsLike] = field(default_factory=dict)
+    truths: Truths = field(default_factory=Truths)
 
     @property
     def text(self) -> str:
@@ -113,12 +140,22 @@ class Trial:
             self.known[asked] = self.computed(name, part=part, **words)
         return self.known[asked]
 
-    def computed(self, name: str, *, part: str = "truth", **words: Any) -> Mapping[str, Tensor]:
+    def true(self, name: str) -> Mapping[str, Tensor]:
+        """What a function of the reference computes of the case that stands for all alike to the dense model."""
+        if (name, ()) not in self.known:
+            alike: Any = resolve(self.reference.alike) if self.reference.alike else lambda case: case
+            case: CaseLike = alike(self.case)
+            self.known[name, ()] = self.truths.of(case, name, lambda: self.computed(name, case))
+        return self.known[name, ()]
+
+    def computed(
+        self, name: str, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any
+    ) -> Mapping[str, Tensor]:
         """The same, computed anew and timed as this part. Raises RequestError when the reference cannot compute it."""
         function: Any = resolve(name)
         try:
             with self.timed(part):
-                outcome: Mapping[str, Tensor] = function(self.case, torch.device(self.device), **words)
+                outcome: Mapping[str, Tensor] = function(case or self.case, torch.device(self.device), **words)
         except (ValueError, OSError) as problem:
             raise RequestError(f"case {self.text!r}: the dense model cannot compute it: {problem}") from problem
         return {key: tensor.detach().cpu() for key, tensor in outcome.items()}
@@ -130,7 +167,7 @@ def recorded(trial: Trial) -> Evidence:
     Raises RequestError when the dense model cannot be computed, and what the engine raises.
     """
     case, names = trial.case, trial.reference
-    truth = trial.dense(names.truth)
+    truth = trial.true(names.truth)
     with trial.timed("recorded"):
         run = execute(
             case,
@@ -190,7 +227,7 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
                 name=trial.subject.address,
             )
         repeats.append(again.outcomes)
-    truth = {**evidence.truth, **trial.dense(names.true_activations)}
+    truth = {**evidence.truth, **trial.true(names.true_activations)}
     controls = [{**run, **trial.dense(names.control_activations, part="control")} for run in evidence.controls]
     return replace(
         evidence,

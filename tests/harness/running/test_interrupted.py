@@ -68,7 +68,7 @@ def test_a_run_is_reported_whole_when_its_script_is_interrupted(tmp_path: Path) 
 def test_both_processes_of_the_default_run_are_interrupted(tmp_path: Path) -> None:
     if (os.cpu_count() or 1) < 2:
         pytest.skip("one processor: no second process")
-    cases = [f"{TWO_LAYERS} seed={seed}" for seed in (2, 1, 3, 4, 5, 6)]  # the first two are the second process's
+    cases = [f"{TWO_LAYERS} seed={seed}" for seed in (2, 1, 3, 4, 5, 6)]  # the second is the second process's
     command = [sys.executable, "-c", _DEFAULT_RUN, "tests.harness.running.interrupted:slow_second", *cases]
     status, out, err = interrupted(tmp_path, command)
     assert status == 130 and "Traceback" not in err

@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.cases import parse_cases
 from harness.request import Request
 from harness.running.run import RunResult, run
-from harness.running.second_process import Proved, prove_all
+from harness.running.two_processes.second_process import Proved, prove_all
 from harness.subject import named
 from reference import subject as dense
 from reference.case import Case
@@ -78,7 +78,19 @@ def test_what_was_finished_is_kept_when_the_first_is_interrupted() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         prove_all(list("abcdef"), interrupted, lambda result: kept.append(result.text), second)  # type: ignore[arg-type]
-    assert kept == ["a", "b"]
+    assert kept == ["0", "b", "c", "e", "f"], "all but the one that was being proved"
+
+
+def test_cases_that_stand_together_are_proved_by_one_process() -> None:
+    second, kept, here = Answering(), list[str](), list[int]()
+
+    def prove_here(number: int) -> Proved:
+        here.append(number)
+        return answer("abcdefg"[number])
+
+    prove_all(list("abcdefg"), prove_here, lambda result: kept.append(result.text), second, [[0, 1, 2], [3, 4], [5, 6]])  # type: ignore[arg-type]
+    assert kept == list("abcdefg")
+    assert here == [0, 1, 2], "the second had the others, and was given more whenever it held one case or none"
 
 
 def answer(text: str) -> Proved:

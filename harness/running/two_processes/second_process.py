@@ -1,17 +1,15 @@
 """A second process that proves cases beside this one: what is independent takes half the time on two cores.
 
-It is a fresh interpreter and no fork, for autograd does not survive one. It holds two cases at most, so that both
-processes end together; a case that it could not finish, whatever stopped it, is proved here. Nothing but verdicts,
+It holds few cases at a time, so that both processes end together: those that are one case to the dense model, and one
+to go on with. A case that it could not finish, whatever stopped it, is proved here. Nothing but verdicts,
 events and sizes is sent back. It ends with the socket, so with the process that started it.
 """
 
 from __future__ import annotations
 
 import gc
-import os
+import itertools
 import signal
-import socket
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +26,13 @@ from harness.resolve import resolve
 from harness.running.interrupts import interrupted_after
 from harness.running.proof import CaseResult
 from harness.running.summary import SummaryRow, summarize
+from harness.running.two_processes.spare import Spare
 
 __all__ = ["Proved", "SecondProcess", "proved", "prove_all", "serve"]
 
-_BOOT = "import sys; sys.path[:] = {path!r}; from harness.running.second_process import serve; serve({descriptor})"
-_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 _HELD = 2
-"""Cases that the second process has at a time: one in work and one to go on with."""
-_PROVE = "harness.running.run:prove_case"
+"""Of fewer cases the second process is given more: one in work and one to go on with."""
+_PROVING = "harness.running.run:proving"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,19 +86,12 @@ def proved(result: CaseResult) -> Proved:
 class SecondProcess:
     """Its end in this process; a context manager. `asked` are the numbers of the cases that it has."""
 
-    def __init__(self, *words: object) -> None:
-        """Start it; `words` go before the case to the function that proves there."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT.format(path=sys.path, descriptor=theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # a terminal's Ctrl-C is for the first process, which ends this one
-                env=dict(os.environ) | _ONE_THREAD,
-            )
-        self._connection = Connection(ours.detach())
-        self._connection.send(words)
+    def __init__(self, request: object, spare: Spare | None = None) -> None:
+        """Have it prove cases of this request; one is started unless there is a spare one."""
+        self._spare = spare or Spare()
+        with suppress(OSError):  # it is gone: `answers` finds out
+            self._spare.connection.send(sys.path)
+            self._spare.connection.send(request)
         self.asked: deque[int] = deque()
         self.note = ""
 
@@ -109,17 +99,17 @@ class SecondProcess:
         """Have this case proved."""
         self.asked.append(number)
         with suppress(OSError):  # it is gone: `answers` finds out
-            self._connection.send(case)
+            self._spare.connection.send(case)
 
     def answers(self, *, wait: bool) -> dict[int, Proved | None]:
         """What it finished since the last call, None for what it could not; `wait` for one answer at least."""
         found: dict[int, Proved | None] = {}
         try:
-            while self.asked and self._connection.poll(None if wait and not found else 0):
-                answer = self._connection.recv()
+            while self.asked and self._spare.connection.poll(None if wait and not found else 0):
+                answer = self._spare.connection.recv()
                 found[self.asked.popleft()] = answer
         except (EOFError, OSError):
-            status = self._process.wait()
+            status = self._spare.process.wait()
             how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
             self.note = f"the second process ended ({how}): its cases were proved in the first"
             found |= dict.fromkeys(self.asked)
@@ -128,9 +118,7 @@ class SecondProcess:
 
     def close(self) -> None:
         """End it, whatever it is doing."""
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        self._spare.close()
 
 
 def prove_all(
@@ -138,23 +126,28 @@ def prove_all(
     prove_here: Callable[[int], Proved],
     keep: Callable[[Proved], object],
     second: SecondProcess | None = None,
+    together: Sequence[Sequence[int]] = (),
 ) -> None:
     """Prove every case, here and in the second process; `keep` gets the results in the order of the cases.
 
-    When something is raised here, what both have finished is kept before it is raised further.
+    `together`: the numbers of all cases in groups, each of which one process proves. When something is raised here,
+    what both have finished is kept before it is raised further.
     """
-    waiting, finished, kept = deque(range(len(cases))), dict[int, Proved](), 0
+    waiting = deque(map(deque, together or [[number] for number in range(len(cases))]))
+    mine, finished, kept = deque[int](), dict[int, Proved](), 0
     try:
         while kept < len(cases):
-            while second and not second.note and len(waiting) > _HELD and len(second.asked) < _HELD:
-                number = waiting.popleft()
-                second.ask(number, cases[number])
-            if waiting:
-                number = waiting.popleft()
+            if not mine and waiting:
+                mine = waiting.popleft()
+            while second and not second.note and waiting and len(second.asked) < _HELD:
+                for number in waiting.popleft():
+                    second.ask(number, cases[number])
+            if mine:
+                number = mine.popleft()
                 finished[number] = prove_here(number)
-            for number, answer in (second.answers(wait=not waiting) if second else {}).items():
+            for number, answer in (second.answers(wait=not mine and not waiting) if second else {}).items():
                 if answer is None:
-                    waiting.appendleft(number)
+                    mine.append(number)
                 else:
                     finished[number] = answer
             with interrupted_after():
@@ -173,14 +166,20 @@ def prove_all(
 def serve(descriptor: int) -> None:
     """The second process: prove the cases that come until nobody is there any more."""
     connection = Connection(descriptor)
-    prove_case: Any = resolve(_PROVE)
-    gc.freeze()  # what is loaded now stays: collections between cases need not look through it
-    with suppress(EOFError, OSError):
-        words = connection.recv()
-        while True:
+    proving: Any = resolve(_PROVING)
+    with suppress(EOFError, OSError), proving(_received(connection)) as prove_case:
+        for number in itertools.count():
             case = connection.recv()
             try:
-                answer = prove_case(*words, case)
+                answer = proved(prove_case(case))
             except Exception:  # raised once more, and told, where the case is proved again
                 answer = None
             connection.send(answer)
+            if not number:
+                gc.freeze()  # what is loaded now stays: collections between cases need not look through it
+
+
+def _received(connection: Connection) -> Any:
+    """The request; modules that it names are looked for where the first process looks."""
+    sys.path[:] = connection.recv()
+    return connection.recv()

@@ -1,0 +1,42 @@
+"""A second interpreter, started before the first has loaded torch: both load at the same time.
+
+It is a fresh one and no fork, for autograd does not survive one. It ends with the socket, so with the process that
+started it. This module imports neither torch nor a room of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+
+__all__ = ["Spare"]
+
+_MAIN = "harness.running.two_processes.second_process"
+_BOOT = f"import sys; sys.path[:] = {{path!r}}; from {_MAIN} import serve; serve({{descriptor}})"
+_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+
+
+class Spare:
+    """The interpreter, and the connection to it: a request first, then cases; one answer a case."""
+
+    def __init__(self) -> None:
+        """Start it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT.format(path=sys.path, descriptor=theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # a terminal's Ctrl-C is for the first process, which ends this one
+                env=dict(os.environ) | _ONE_THREAD,
+            )
+        self.connection = Connection(ours.detach())
+
+    def close(self) -> None:
+        """End it, whatever it is doing; a second time does nothing."""
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
