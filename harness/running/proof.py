@@ -28,7 +28,8 @@ from harness.protocols import CaseLike, Subject, TermLike
 from harness.running.dry_trial import dry_evidence
 from harness.running.judging import judged
 from harness.running.store import Store
-from harness.running.trial import REFERENCE, Reference, Trial, Truths, elsewhere, explained, recorded, watched
+from harness.running.trial import REFERENCE, Reference, Trial, elsewhere, explained, recorded, watched
+from harness.running.truths import Truths
 from harness.subject import NamedSubject, Unanswered, named, refusal
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "with_traceback"]

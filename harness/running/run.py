@@ -24,7 +24,7 @@ from harness.running.capacity import admit
 from harness.running.environment import environment
 from harness.running.proof import CaseResult, prove, with_traceback
 from harness.running.store import Store
-from harness.running.trial import Truths
+from harness.running.truths import Truths
 from harness.running.two_processes.order import together
 from harness.running.two_processes.second_process import Proved, SecondProcess, prove_all, proved
 from harness.running.two_processes.spare import Spare

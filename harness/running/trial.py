@@ -7,7 +7,7 @@ harness imports no model: the reference is named like any subject. Times are sec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from harness.errors import RequestError, error_text
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike, case_text
 from harness.resolve import resolve
 from harness.running.execution import execute, execute_captured
+from harness.running.truths import Truths
 from harness.subject import NamedSubject, Unanswered, left_out, orders, refusal, stated
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "Asked",
     "Reference",
     "Trial",
-    "Truths",
     "elsewhere",
     "expectation_of",
     "explained",
@@ -80,22 +80,6 @@ REFERENCE = Reference(
 )
 Asked = tuple[str, tuple[tuple[str, int], ...]]
 """A function of the reference and the words that it was given."""
-
-
-class Truths:
-    """What the dense model computed for the latest case, for the next trials of cases that are alike to it."""
-
-    def __init__(self) -> None:
-        self._case: CaseLike | None = None
-        self._outcomes: dict[str, Mapping[str, Tensor]] = {}
-
-    def of(self, case: CaseLike, name: str, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """The outcome of this function of the reference for this case, computed unless it is known."""
-        if case != self._case:  # what the case before left is freed before more is computed
-            self._case, self._outcomes = case, {}
-        if name not in self._outcomes:
-            self._outcomes[name] = compute()
-        return self._outcomes[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
