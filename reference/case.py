@@ -119,7 +119,8 @@ class Case:
             if not equals or key not in _TYPES:
                 raise CaseError(key, value or said, "is not a word of the case language", "one of " + " ".join(_TYPES))
             words[key] = rules.read(key, value, _TYPES[key])
-            rules.check_word(key, words[key])
+        for key, word in words.items():
+            rules.check_word(key, word)
         return words
 
     def but(self, **words: Word) -> Case:
