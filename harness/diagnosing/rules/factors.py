@@ -102,8 +102,10 @@ def _decided(
     wide = max(near, SINGLE)
     left = [g for g in fitting if all(_equal(there, g.factor(other), wide) for other, there in seen)]
     stays = all(_equal(there, found, wide) for _, there in seen)
-    if seen and stays:  # sizes that could not be changed are left, and a constant fits as well
+    if seen and stays and left:  # sizes that no legal case changes are left, and a constant fits as well
         left = [g for g in left if _counts(evidence)[g.size] >= _LARGE]
+        if not left:
+            return []
     if left:
         shown = _shown(evidence, seen, {g.size for g in left})
         return _of_guesses(evidence, left, told, shown)
