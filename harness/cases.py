@@ -8,7 +8,7 @@ from typing import Any
 from harness.errors import RequestError
 from harness.resolve import resolve
 
-__all__ = ["CASE", "check_modes", "known_modes", "parse_cases", "read_case", "read_words"]
+__all__ = ["CASE", "check_modes", "check_words", "known_modes", "parse_cases", "read_case"]
 
 CASE = "reference.case:Case"
 MODES = "reference.rules:MODES"
@@ -28,11 +28,11 @@ def parse_cases(texts: Iterable[str]) -> tuple[Any, ...]:
     return tuple({str(case): case for case in map(read_case, texts)}.values())
 
 
-def read_words(text: str) -> None:
+def check_words(text: str) -> None:
     """Raise RequestError for a word of the text that no case has, or whose value cannot be read."""
     known: Any = resolve(CASE)
     try:
-        known.read_words(text)
+        known.check_words(text)
     except ValueError as problem:
         raise RequestError(f"case {text!r}: {problem}") from problem
 

@@ -111,7 +111,7 @@ class Case:
     @classmethod
     def read_words(cls, text: str) -> dict[str, Word]:
         """The words of a text by key, whatever case they make together. Raises CaseError for an unknown key, and for a
-        value that is no number, or no known word, where the key takes one.
+        value that is no number where the key takes one.
         """
         words: dict[str, Word] = {}
         for said in text.split():
@@ -119,9 +119,13 @@ class Case:
             if not equals or key not in _TYPES:
                 raise CaseError(key, value or said, "is not a word of the case language", "one of " + " ".join(_TYPES))
             words[key] = rules.read(key, value, _TYPES[key])
-        for key, word in words.items():
-            rules.check_word(key, word)
         return words
+
+    @classmethod
+    def check_words(cls, text: str) -> None:
+        """Raise CaseError for each that `read_words` raises it for, and for a word that is none of those of its key."""
+        for key, word in cls.read_words(text).items():
+            rules.check_word(key, word)
 
     def but(self, **words: Word) -> Case:
         """This case with some words changed; sizes that follow others (wp, ffn, ...) follow again unless said."""

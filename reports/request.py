@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from harness.cases import check_modes, parse_cases, read_case, read_words
+from harness.cases import check_modes, check_words, parse_cases, read_case
 from harness.errors import RequestError
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read as read_cluster
@@ -84,7 +84,7 @@ def _check_predict(arguments: argparse.Namespace) -> None:
         raise RequestError(f"world={arguments.world}: must be at least 1; legal: --world 8")
     for text in arguments.cases:
         words = [word for word in text.split() if word != "mode=all"]
-        read_words(" ".join(words))
+        check_words(" ".join(words))
         if arguments.world is None and any(word.startswith("mode=") for word in words):
             read_case(" ".join(words))
     arguments.subject = named(arguments.subject)
