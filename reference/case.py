@@ -124,8 +124,8 @@ class Case:
     @classmethod
     def check_words(cls, text: str) -> None:
         """Raise CaseError for each that `read_words` raises it for, and for a word that is none of those of its key."""
-        for key, word in cls.read_words(text).items():
-            rules.check_word(key, word)
+        for key, value in cls.read_words(text).items():
+            rules.check_word(key, value)
 
     def but(self, **words: Word) -> Case:
         """This case with some words changed; sizes that follow others (wp, ffn, ...) follow again unless said."""
