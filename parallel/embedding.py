@@ -10,6 +10,7 @@ Token and position ids arrive as [B, S]; hidden states leave with the sequence a
     vocabulary | split         | rope      | reduce-scatter             | all-gather
     hidden     | whole         | any       | all-gather                 | own columns
     hidden     | split         | any       | all-gather, then own slice | all-gather, then own columns
+    whole      | whole         | any       | -                          | -
 
 The learned positions are whole on every rank and are added to whole hidden states, which is why they cost the larger
 call. Sources: Megatron-Core `VocabParallelEmbedding`, `reduce_scatter_embeddings` (modes.md 4.3, 4.6); InternEvo
@@ -25,7 +26,7 @@ from torch.nn import functional
 from parallel import pairs
 from parallel.linear import Region, column_linear
 
-__all__ = ["Head", "HiddenEmbedding", "EmbeddingTable", "VocabularyEmbedding", "vocabulary_rows"]
+__all__ = ["EmbeddingTable", "Head", "HiddenEmbedding", "VocabularyEmbedding", "WholeEmbedding", "vocabulary_rows"]
 
 
 class EmbeddingTable(nn.Module):
@@ -94,6 +95,14 @@ class HiddenEmbedding(_Embedding):
         """Hidden states [S, B, D] or [B, S, D]; of this rank's part of the sequence when they are split."""
         columns = functional.embedding(tokens_BS, self.tokens.weight)
         return self._from_whole(pairs.gather_from(columns, self.region.axis), positions_BS)
+
+
+class WholeEmbedding(_Embedding):
+    """Token embedding that every rank holds whole, `tokens` [V, D], as it holds the hidden states behind it."""
+
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
+        """Hidden states [S, B, D] or [B, S, D]; no call, and the gradient of the table is whole on every rank."""
+        return self._from_whole(functional.embedding(tokens_BS, self.tokens.weight), positions_BS)
 
 
 class Head(nn.Module):

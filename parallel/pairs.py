@@ -4,16 +4,18 @@ Layouts along one axis: *whole* = every rank holds the same tensor; *partial* = 
 *split* = every rank holds its part along a dim. A gradient has the conjugate layout of its tensor: whole <-> partial
 inside a parallel region, whole <-> whole outside it, split <-> split. All pairs bypass a group of one rank.
 Source: Megatron-Core `tensor_parallel/mappings.py` (modes.md 4.1), generalised to any dim; arXiv:1909.08053,
-arXiv:2205.05198 (sequence parallelism), arXiv:2309.14509 (all-to-all).
+arXiv:2205.05198 (sequence parallelism), arXiv:2309.14509 (all-to-all); uneven parts: DeepSpeed 0.19.8 `module_inject/
+layers.py` ScatterToTensorParallelRegion, GatherFromTensorParallelRegion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from parallel.collectives import all_gather as _all_gather
 from parallel.collectives import all_reduce, own_slice
@@ -26,7 +28,9 @@ __all__ = [
     "all_to_all",
     "copy_to",
     "gather_from",
+    "gather_parts",
     "gather_from_sequence",
+    "own_part",
     "reduce_from",
     "reduce_scatter_last_dim",
     "reduce_scatter_to_sequence",
@@ -77,6 +81,33 @@ def scatter_to(x: Tensor, axis: Axis) -> Tensor:
 def gather_from(x: Tensor, axis: Axis) -> Tensor:
     """Split on the last dim -> whole. Forward: all-gather. Backward: own slice."""
     return _pair(x, axis, lambda y: _all_gather(y, axis, dim=-1), lambda grad: own_slice(grad, axis, dim=-1))
+
+
+def own_part(x: Tensor, axis: Axis, held: Sequence[range]) -> Tensor:
+    """Whole -> this rank's ranges of the last dim, of any lengths; every element lies on one rank. Forward: own part.
+    Backward: all-reduce of the gradient, zero outside of the part (every rank's part is of use).
+    """
+
+    def completed(grad: Tensor) -> Tensor:
+        whole = grad.new_zeros(x.shape)
+        for part, own in zip(held, grad.split([len(part) for part in held], -1), strict=True):
+            whole[..., part.start : part.stop] = own
+        return all_reduce(whole, axis)
+
+    return _pair(x, axis, lambda y: torch.cat([y[..., part.start : part.stop] for part in held], -1), completed)
+
+
+def gather_parts(x: Tensor, axis: Axis, widths: Sequence[int]) -> Tensor:
+    """Split on the last dim into parts of these widths by rank -> whole. Forward: all-gather of parts padded with zeros
+    to the widest, and the padding cut off. Backward: own part.
+    """
+    widest, first = max(widths), sum(widths[: axis.rank])
+
+    def gathered(y: Tensor) -> Tensor:
+        parts = _all_gather(functional.pad(y, (0, widest - y.shape[-1])), axis, dim=-1).split(widest, -1)
+        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
+
+    return _pair(x, axis, gathered, lambda grad: grad[..., first : first + widths[axis.rank]].contiguous())
 
 
 def scatter_to_sequence(x: Tensor, axis: Axis, *, dim: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from parallel.modes.autotp import AUTOTP
 from parallel.modes.fsp import FSP
 from parallel.modes.isp import ISP
 from parallel.modes.msp import MSP
@@ -12,4 +13,4 @@ from parallel.strategy import Mode
 
 __all__ = ["MODES"]
 
-MODES: dict[str, Mode] = {mode.name: mode for mode in (TP, TP_SP, MTP, MSP, FSP, ISP)}
+MODES: dict[str, Mode] = {mode.name: mode for mode in (TP, TP_SP, MTP, MSP, FSP, ISP, AUTOTP)}

@@ -8,6 +8,8 @@ What differs between the modes is how hidden states lie between the linears: a `
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -99,14 +101,18 @@ def parts(
     sequence_dim: int,
     sequence_split: bool,
     keep: bool = False,
+    places: Mapping[str, Placement] | None = None,
 ) -> Parts:
-    """The strategy of one tensor-parallel mode on one rank (see `Region` for `sequence_split` and `keep`)."""
+    """The strategy of one tensor-parallel mode on one rank (see `Region` for `sequence_split` and `keep`).
+
+    `places` of the parameters are those of `placements` unless given.
+    """
     axis = mesh.axis("tp")
     region = Region(axis=axis, sequence_dim=sequence_dim if sequence_split else None, keep=keep, overlap=case.overlap)
-    places, dtype = placements(case), dtype_of(case)
+    lie, dtype = placements(case) if places is None else places, dtype_of(case)
 
     def local(name: str) -> tuple[int, ...]:
-        return local_shape(places[name], parts=axis.size)
+        return local_shape(lie[name], parts=axis.size, index=axis.rank)
 
     def linear(name: str) -> nn.Module:
         kind = ColumnLinear if is_column(name) else RowLinear
@@ -117,7 +123,7 @@ def parts(
         kind = HiddenEmbedding if case.embedding == "hidden" else VocabularyEmbedding
         return kind(
             local("embedding.tokens.weight"),
-            local(learned) if learned in places else None,
+            local(learned) if learned in lie else None,
             region,
             sequence_dim=sequence_dim,
             dtype=dtype,

@@ -35,7 +35,9 @@ class Case:
     """
 
     preset: str = word("tiny-gpt", "a named model; words of the case override its own", group=SPLIT)
-    mode: str = word("tp", "how the work is split: Megatron-Core's tp, tp-sp; InternEvo's mtp, msp, fsp, isp")
+    mode: str = word(
+        "tp", "how the work is split: Megatron's tp, tp-sp; InternEvo's mtp, msp, fsp, isp; DeepSpeed's autotp"
+    )
     tp: int = word(2, "tensor-parallel ranks; in mode=isp the ranks that split the sequence")
     dp: int = word(1, "data-parallel ranks")
     pp: int = word(1, "pipeline stages (1 only, so far)")
@@ -69,10 +71,15 @@ class Case:
         "tensors", "how a batch reaches the ranks: one broadcast for each tensor, two for all, or read by every rank"
     )
     attention_mask: bool = word(True, "the attention mask is broadcast too (delivery=tensors or flat)")
-    embedding: str = word("vocab", "the token table is split by rows (vocab) or by columns (hidden)", group=TRAFFIC)
+    embedding: str = word(
+        "vocab",
+        "the token table is split by rows (vocab) or by columns (hidden), or whole (mode=autotp)",
+        group=TRAFFIC,
+    )
     head: str = word(
         "parallel",
-        "parallel: a loss of split logits; gather: whole logits on every rank; isp: exchange, gather or local",
+        "parallel: a loss of split logits; gather: whole logits on every rank; isp: exchange, gather or local; "
+        "autotp: gather (training) or sum (inference)",
     )
     cross_entropy: str = word("unfused", "one all-reduce for each term of the loss, or one for all")
     fuse_weights: bool = word(False, "gather the weights of a layer in one call (mode=isp)")
@@ -164,11 +171,11 @@ class Case:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the sharded vocabulary: gpt pads to a multiple of 128 * tp (Megatron), the others never pad.
+        """Rows of the sharded vocabulary: gpt pads to a multiple of 128 * tp (Megatron); the others and autotp never.
 
         Under isp of 128 * lcm(tp, wp): tp splits the logits, wp the weights.
         """
-        if self.family != "gpt":
+        if self.family != "gpt" or self.mode == "autotp":
             return self.vocab
         unit = 128 * math.lcm(self.tp, self.wp)
         return -(-self.vocab // unit) * unit

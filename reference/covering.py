@@ -25,7 +25,7 @@ from reference.case import Case, CaseError
 from reference.designs import DESIGNS
 from reference.rules import legal_words, write
 
-__all__ = ["FIXED", "NUMBERS", "SHARED", "covering_cases", "plain_cases"]
+__all__ = ["BRIEF", "FIXED", "NUMBERS", "SHARED", "covering_cases", "plain_cases"]
 
 Value = int | float | bool | str
 Refuses = Callable[[Case], str]
@@ -71,6 +71,17 @@ NUMBERS: Mapping[str, tuple[Value, ...]] = {
     "label_smoothing": (0.0, 0.1),
 }
 """Values of the other numbers. Of wp: the size of tp, or another one."""
+BRIEF: Mapping[str, tuple[str, ...]] = {
+    "autotp": (
+        "tp=4 kv_heads=6 ffn=30 vocab=269 family=llama norm=layernorm bias=true tied=false packed=true delivery=local "
+        "metric=true fuse_qkv=false fuse_mlp=true qk_norm=true overlap=false recompute=full optimizer=adamw clip=0.1",
+        "tp=4 kv_heads=6 ffn=30 vocab=269 family=gpt head=sum activation=relu norm=rmsnorm bias=false "
+        "recompute=selective delivery=flat attention_mask=false label_smoothing=0.1 cross_entropy=fused",
+    )
+}
+"""Modes whose default cases are these, beside a plain one, in place of a list of pairs: most of their code is that of
+another mode, whose list has the pairs. In `deep` they have all pairs as well.
+"""
 _RANKS, _DEEP_RANKS = 4, 8
 _STARTS = 4
 """From how many uncovered pairs a case is built before the best of them is kept."""
@@ -85,11 +96,13 @@ def covering_cases(mode: str, refuses: Refuses = lambda case: "", *, deep: bool 
     that no legal case has, or that the subject refuses in every case, are left out; a plain case is there even then.
     Raises LookupError for a word of the case language without values.
     """
+    if mode in BRIEF and not deep:
+        return (*_first(mode, refuses), *(case for case in _brief(mode) if not refuses(case)))
     ranks = _DEEP_RANKS if deep else _RANKS
     space = _Space(mode, refuses, ranks, SHARED)
     if not space.usual():  # a subject that is built for other sizes: those of a plain case, then
         space = _Space(mode, refuses, ranks, {"micro": SHARED["micro"]})
-    plain = sorted(_plain(mode), key=lambda case: bool(refuses(case)))[:1]
+    plain = _first(mode, refuses)
     default = set(space.choice(Case.of(mode=mode)))
     holding = space.holding()
     worth = [[0] * len(space.levels) for _ in space.levels]
@@ -110,6 +123,17 @@ def covering_cases(mode: str, refuses: Refuses = lambda case: "", *, deep: bool 
     return (*plain, *filter(None, map(space.case, space.spread(found, ready, worth))))
 
 
+def _first(mode: str, refuses: Refuses) -> list[Case]:
+    """The plain case that is taken: the first that is not refused, if any."""
+    return sorted(_plain(mode), key=lambda case: bool(refuses(case)))[:1]
+
+
+def _brief(mode: str) -> Iterator[Case]:
+    """The default cases of a mode that are written out."""
+    shared = " ".join(f"{key}={write(value)}" for key, value in SHARED.items())
+    return (Case.parse(f"{shared} mode={mode} {words}") for words in BRIEF[mode])
+
+
 def plain_cases(mode: str) -> tuple[Case, ...]:
     """Cases of a mode on 2 and 4 ranks with no word that an implementation must have been written for."""
     case = _plain(mode)[0]
@@ -117,7 +141,9 @@ def plain_cases(mode: str) -> tuple[Case, ...]:
 
 
 def _plain(mode: str) -> list[Case]:
-    """Cases of this mode with few words, the model of its own system first: Megatron's, InternEvo's."""
+    """Cases of this mode with few words, the model of its own system first: Megatron's, InternEvo's, OPT."""
+    if mode == "autotp":
+        return [Case.of(family=family, mode=mode, micro=SHARED["micro"]) for family in ("opt", "llama")]
     presets = ("tiny-gpt", "tiny-internlm2") if mode in ("tp", "tp-sp") else ("tiny-internlm2", "tiny-gpt")
     return [Case.of(preset=preset, mode=mode, micro=SHARED["micro"]) for preset in presets]
 

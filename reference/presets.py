@@ -75,7 +75,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
 
 def follow(follower: str, values: dict[str, Any]) -> Any:
     """The value a follower takes from the rest of the case. Raises KeyError for a word that follows no other."""
-    isp = values["mode"] == "isp"
+    isp, autotp = values["mode"] == "isp", values["mode"] == "autotp"
     match follower:
         case "kv_heads":
             return values["heads"]
@@ -85,10 +85,12 @@ def follow(follower: str, values: dict[str, Any]) -> Any:
             return 4 * values["hidden"]
         case "wp":
             return values["tp"] if isp else 1
+        case "embedding" if autotp:
+            return "whole"
         case "embedding":
             return "vocab" if values["mode"] in ("tp", "tp-sp") or values["tied"] else "hidden"
         case "head":
-            return "exchange" if isp else "parallel"
+            return "exchange" if isp else "gather" if autotp else "parallel"
         case "delivery":
             return "tensors" if values["mode"] in ("tp", "tp-sp") and not values["packed"] else "local"
     raise KeyError(follower)

@@ -14,7 +14,7 @@ from reference.variants import VARIANTS, lack
 
 __all__ = ["MODES", "SEQUENCE_MODES", "CaseError", "check", "check_word", "legal_words", "rank_lists", "read", "write"]
 
-MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
+MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
 SEQUENCE_MODES = ("tp-sp", "msp", "fsp", "isp")
 """Modes whose hidden states are split along the sequence."""
 
@@ -25,8 +25,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "norm": ("layernorm", "rmsnorm"),
     "activation": ("gelu", "swiglu", "relu"),
     "delivery": ("tensors", "flat", "local"),
-    "embedding": ("vocab", "hidden"),
-    "head": ("parallel", "gather", "exchange", "local"),
+    "embedding": ("vocab", "hidden", "whole"),
+    "head": ("parallel", "gather", "exchange", "local", "sum"),
     "cross_entropy": ("unfused", "fused"),
     "recompute": ("none", "selective", "full"),
     "optimizer": ("sgd", "adamw"),
@@ -103,25 +103,45 @@ def _mesh(v: Mapping[str, Any]) -> Iterator[Problem]:
     axis = "wp" if mode == "isp" else "tp"
     if mode == "isp" and v["hidden"] % wp:
         yield "hidden", f"must be a multiple of wp={wp}", f"hidden={_hidden(v)}"
-    if v["ffn"] % split:
+    if mode == "autotp":
+        yield from _uneven(v)
+    elif v["ffn"] % split:
         yield "ffn", f"must be a multiple of {axis}={split}", f"ffn={_multiple(v['ffn'], split)}"
     kv_rows = v["kv_heads"] * (v["hidden"] // v["heads"]) * (2 if v["fuse_qkv"] else 1)
     if mode == "isp" and kv_rows % wp:
         yield "wp", f"must divide the {kv_rows} rows of keys and values", f"wp={math.gcd(kv_rows, wp)}"
-    if v["family"] != "gpt" and (v["vocab"] % split or v["vocab"] % tp):
+    if mode != "autotp" and v["family"] != "gpt" and (v["vocab"] % split or v["vocab"] % tp):
         unit = math.lcm(split, tp)
         yield (
             "vocab",
             f"is not padded in family={v['family']}, so {unit} must divide it",
             f"vocab={_multiple(v['vocab'], unit)}",
         )
-    if v["heads"] % tp:
+    if mode != "autotp" and v["heads"] % tp:
         yield "heads", f"must be a multiple of tp={tp}", f"tp={math.gcd(v['kv_heads'], tp)}"
-    if mode != "isp" and v["kv_heads"] % tp:
+    if mode not in ("isp", "autotp") and v["kv_heads"] % tp:
         yield "kv_heads", f"must be a multiple of tp={tp} in mode={mode}", f"kv_heads={_kv_heads(v)}"
     if mode == "isp" and v["kv_heads"] % tp and tp % v["kv_heads"]:
         yield "kv_heads", f"must divide tp={tp} or be a multiple of it", f"kv_heads={_kv_heads(v)}"
     yield from _sequence(v)
+
+
+def _uneven(v: Mapping[str, Any]) -> Iterator[Problem]:
+    """mode=autotp: shares of ranks may differ, and none is empty. Under dp they may not, for a closed form states the
+    bytes of all gradients for every rank alike.
+    """
+    tp, dp = v["tp"], v["dp"]
+    if v["kv_heads"] < tp:
+        legal = f"kv_heads={_kv_heads(v)}" if v["heads"] >= tp else f"tp={v['kv_heads']}"
+        yield "kv_heads", f"must be at least tp={tp}: a rank holds whole kv heads", legal
+    head = () if v["tied"] else ("vocab",) if v["head"] == "gather" else ("hidden",)
+    for key in ("ffn", *head):
+        if v[key] < tp:
+            yield key, f"must be at least tp={tp}: every rank holds a part", f"{key}={tp}"
+    for key in ("kv_heads", "ffn", *head) if dp > 1 else ():
+        if v[key] % tp:
+            legal = f"tp={math.gcd(v[key], tp)}" if key == "kv_heads" else f"{key}={_multiple(v[key], tp)}"
+            yield key, f"must be a multiple of tp={tp} where dp={dp}: mode=autotp has even data ranks", legal
 
 
 def _sequence(v: Mapping[str, Any]) -> Iterator[Problem]:
@@ -129,9 +149,12 @@ def _sequence(v: Mapping[str, Any]) -> Iterator[Problem]:
     length = v["seq"] * v["batch"] if v["packed"] else v["seq"]
     if mode in SEQUENCE_MODES and length % tp:
         yield "seq", f"mode={mode} splits it over tp={tp}", f"seq={_multiple(v['seq'], tp)}"
-    heads = ("exchange", "local", "gather") if mode == "isp" else ("parallel", "gather")
+    heads = {"isp": ("exchange", "local", "gather"), "autotp": ("gather", "sum")}.get(mode, ("parallel", "gather"))
     if v["head"] not in heads:
         yield "head", f"is not a form of mode={mode}", "|".join(heads)
+    if (mode == "autotp") != (v["embedding"] == "whole"):
+        rule = "leaves it whole" if mode == "autotp" else "splits it"
+        yield "embedding", f"mode={mode} {rule}", f"embedding={'whole' if mode == 'autotp' else 'vocab'}"
     if mode in ("tp", "tp-sp") and v["embedding"] != "vocab":
         yield "embedding", f"mode={mode} splits the vocabulary", "embedding=vocab"
     if v["tied"] and v["embedding"] == "hidden":
@@ -171,10 +194,16 @@ def _hidden(v: Mapping[str, Any]) -> int:
 
 
 def _kv_heads(v: Mapping[str, Any]) -> int:
-    """A legal kv_heads near the one given: divides heads, and splits over tp or, in isp, is repeated to it."""
+    """A legal kv_heads near the one given: divides heads, and splits over tp, evenly unless in autotp; in isp it may be
+    repeated to tp.
+    """
     heads, tp = v["heads"], v["tp"]
     divisors = [d for d in range(1, heads + 1) if heads % d == 0]
-    legal = [d for d in divisors if d % tp == 0 or (v["mode"] == "isp" and tp % d == 0)]
+    legal = [
+        d
+        for d in divisors
+        if d % tp == 0 or (v["mode"] == "isp" and tp % d == 0) or (v["mode"] == "autotp" and d >= tp)
+    ]
     return min(legal or divisors, key=lambda d: abs(d - v["kv_heads"]))
 
 

@@ -21,7 +21,7 @@ from reports.files import RunFolderError, csv_table, environment_of, json_lines,
 
 __all__ = ["AXES", "MODES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
 
-MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
+MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
 AXES = ("tp", "wp", "cp", "dp", "wdp", "ep", "pp", "world")
 _ORDER = {"mode": MODES, "phase": PHASES, "op": OPS, "axis": AXES}
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 __all__ = ["rows"]
 
 _EVERYWHERE = ("packed", "bias", "tied", "qk_norm", "fuse_qkv", "overlap", "fuse_mlp")
-_MEGATRON = ("tp", "tp-sp")
+_BROADCASTING = ("tp", "tp-sp", "autotp")
 _ROWS = 6
 """Enough for ten words: so many sets of three rows are there among five."""
 
@@ -22,7 +22,7 @@ def rows(mode: str) -> tuple[Mapping[str, bool], ...]:
 
     A row in which both would be true is there twice, with one of them each.
     """
-    words: tuple[str, ...] = (*_EVERYWHERE, "attention_mask" if mode in _MEGATRON else "metric")
+    words: tuple[str, ...] = (*_EVERYWHERE, "attention_mask" if mode in _BROADCASTING else "metric")
     words += ("fuse_weights",) if mode == "isp" else ()
     sets = dict(zip(words, itertools.combinations(range(1, _ROWS), _ROWS // 2), strict=False))
     found: list[Mapping[str, bool]] = []

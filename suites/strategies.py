@@ -37,6 +37,7 @@ _NONE: Mapping[str, bool] = MappingProxyType({})
 _STEPS = ((2,) * 9 + (1,) * 7 + (3,) * 5 + (4, 5, 6, 7, 8)) * 2 + (20,)
 """How many steps a case takes: any number up to 8; one in 53 takes 20, which costs as much as ten others."""
 _INTERNEVO = ("mtp", "msp", "fsp", "isp")
+_HEADS = {"isp": ("exchange", "local", "gather"), "autotp": ("gather", "sum")}
 
 
 def meshes(worlds: Sequence[int] = WORLDS) -> list[tuple[int, int]]:
@@ -120,8 +121,13 @@ def _shape(draw: st.DrawFn, /, mode: str, tp: int, dp: int, family: str) -> dict
         head_dim *= split
     words |= {"heads": kv_heads * queries, "kv_heads": kv_heads, "hidden": kv_heads * queries * head_dim}
     words["ffn"] = split * draw(st.sampled_from((3, 5, 8)))
+    if mode == "autotp" and dp == 1:  # shares that differ
+        more = draw(st.integers(0, tp - 1), label="ranks with one kv head more")
+        words |= {key: words[key] // kv_heads * (kv_heads + more) for key in ("heads", "kv_heads", "hidden")}
+        words["ffn"] += draw(st.integers(0, tp - 1), label="ranks with one inner feature more")
     # Above 257 tokens plain text meets every shard; gpt pads, also to a last shard that is padding only.
-    words["vocab"] = draw(st.sampled_from((389, 641))) if family == "gpt" else split * draw(st.sampled_from((131, 173)))
+    uneven = family == "gpt" and (mode != "autotp" or dp == 1)
+    words["vocab"] = draw(st.sampled_from((389, 641))) if uneven else split * draw(st.sampled_from((131, 173)))
     words["layers"] = draw(st.integers(1, 3), label="layers")
     words["seq"] = draw(st.sampled_from((5, 7, 4))) * (tp if mode in SEQUENCE_MODES else 1)
     words["batch"] = draw(st.integers(2, 3))
@@ -157,7 +163,7 @@ def _talk(draw: st.DrawFn, /, mode: str, family: str, flags: Mapping[str, bool])
     elif not packed:
         words["delivery"] = draw(st.sampled_from(("tensors", "flat", "local")))
         words["attention_mask"] = flag("attention_mask")
-    words["head"] = draw(st.sampled_from(("exchange", "local", "gather") if mode == "isp" else ("parallel", "gather")))
+    words["head"] = draw(st.sampled_from(_HEADS.get(mode, ("parallel", "gather"))))
     if mode == "isp":
         words["fuse_weights"] = flag("fuse_weights")
         if words["head"] == "local":

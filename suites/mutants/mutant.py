@@ -24,9 +24,9 @@ from suites.mutants.planting import Subject, planted, planted_everywhere, source
 Words = Mapping[str, int | float | bool | str]
 """Words of a case as values."""
 OURS = "parallel.subject:subject"
-EVERY = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
-TENSOR = EVERY[:-1]
-"""Modes that split the mathematics of a layer."""
+EVERY = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
+TENSOR = ("tp", "tp-sp", "mtp", "msp", "fsp")
+"""Modes that split the mathematics of a layer and the vocabulary."""
 WHOLE = ("tp", "mtp")
 """Tensor-parallel modes whose hidden states are whole on every rank."""
 SPLIT = tuple(mode for mode in TENSOR if mode in SEQUENCE_MODES)

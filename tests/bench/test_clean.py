@@ -36,7 +36,7 @@ setattr(wrong, "modes", ("tp",))  # noqa: B010  (a function's attribute, as prod
 def test_shares_of_all_parts_add_up() -> None:
     shares = [Part(cases=100, number=number, parts=3).shares() for number in (1, 2, 3)]
     assert sum(sum(share.values()) for share in shares) == 100
-    assert all(set(share) == {"tp", "tp-sp", "mtp", "msp", "fsp", "isp"} for share in shares)
+    assert all(set(share) == set(MODES) for share in shares)
     assert {count for share in shares for count in share.values()} == {5, 6}
 
 

@@ -1,8 +1,8 @@
 """The law of every conjugate pair: it keeps the logical tensor forward and the logical gradient backward.
 
 Layouts of a logical tensor X over p ranks: `whole` (everyone holds X), `partial` (the ranks' tensors sum to X), an int
-(everyone holds its slice along that dim). A pair is right when laying X out, moving it and reading it back gives X,
-and when the same holds for the gradient on its way back.
+(everyone holds its slice along that dim), `uneven` (slices of the last dim, each of another width). A pair is right
+when laying X out, moving it and reading it back gives X, and when the same holds for the gradient on its way back.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ Pair = Callable[[Tensor, Axis], Tensor]
 RANKS = 3
 _WEIGHTS = (0.7, -0.4, 0.7)
 """Unequal terms, of both signs, whose sum is 1."""
+
+_WIDTHS = [4, 2, 3]
+_HELD = ((range(0, 1), range(1, 4)), (range(4, 6),), (range(6, 9),))
 
 PAIRS: dict[str, tuple[Callable[[ModuleType], Pair], Layout, Layout, Layout, Layout]] = {
     "copy_to": (lambda m: m.copy_to, "whole", "whole", "partial", "whole"),
@@ -48,6 +51,8 @@ PAIRS: dict[str, tuple[Callable[[ModuleType], Pair], Layout, Layout, Layout, Lay
     ),
     "all_gather_last_dim": (lambda m: m.all_gather_last_dim, 2, "whole", "partial", 2),
     "reduce_scatter_last_dim": (lambda m: m.reduce_scatter_last_dim, "partial", 2, 2, "whole"),
+    "own_part": (lambda m: lambda x, a: m.own_part(x, a, _HELD[a.rank]), "whole", "uneven", "uneven", "whole"),
+    "gather_parts": (lambda m: lambda x, a: m.gather_parts(x, a, _WIDTHS), "uneven", "whole", "whole", "uneven"),
     "all_to_all": (lambda m: lambda x, a: m.all_to_all(x, a, split_dim=2, gather_dim=1), 1, 2, 2, 1),
 }
 """Name -> (pair of a `parallel.pairs`, layouts of its input, its output, the output's gradient, the input's)."""
@@ -95,6 +100,8 @@ def _laid(full: Tensor, layout: Layout, axis: Axis) -> Tensor:
         return full.clone()
     if layout == "partial":
         return full * _WEIGHTS[axis.rank]
+    if layout == "uneven":
+        return full[..., sum(_WIDTHS[: axis.rank]) :][..., : _WIDTHS[axis.rank]].clone()
     assert isinstance(layout, int)
     return full.chunk(axis.size, layout)[axis.rank].clone()
 
@@ -105,6 +112,8 @@ def _read(locals_: list[Tensor], layout: Layout) -> Tensor | None:
         return locals_[0] if all(torch.equal(local, locals_[0]) for local in locals_) else None
     if layout == "partial":
         return torch.stack(locals_).sum(0)
+    if layout == "uneven":
+        return torch.cat(locals_, 2)
     assert isinstance(layout, int)
     return torch.cat(locals_, layout)
 

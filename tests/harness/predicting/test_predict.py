@@ -28,7 +28,7 @@ from reports.planning import candidates, growth
 from reports.prediction import predict
 
 CLUSTER = PRESETS["8xH100-NVLink-IB400"]
-MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
+MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
 TINY = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 dtype=bfloat16"
 
 

@@ -30,7 +30,7 @@ number = that(modes=7)
 word = that(modes="tp")
 numbers = that(modes=("tp", 7))
 HERE = f"{__name__}:"
-LEGAL = "legal: tp|tp-sp|mtp|msp|fsp|isp"
+LEGAL = "legal: tp|tp-sp|mtp|msp|fsp|isp|autotp"
 
 
 def test_a_subject_that_claims_nothing_is_asked_everything() -> None:

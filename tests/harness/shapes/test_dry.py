@@ -33,7 +33,7 @@ from reference.case import Case
 from reference.parameters import shapes
 from suites.strategies import cases
 
-MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
+MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
 
 
 def _dry(case: Case, *ranks: int) -> tuple[DryRank, ...]:
@@ -68,10 +68,12 @@ def test_any_drawn_case_has_its_closed_form_and_the_events_of_a_run_with_numbers
 def test_memory_and_flops_are_those_of_the_formulas(claimed: str) -> None:
     """Two layers of multi-head attention without biases: everything in the model is a product that can be counted."""
     words = "norm=rmsnorm bias=false tied=false positions=rope kv_heads=8 heads=8 vocab=512 steps=1 micro=1"
-    case = Case.parse(f"family=llama {words} mode={claimed} tp=2 optimizer=adamw dtype=float32 embedding=vocab")
+    table = "embedding=whole" if claimed == "autotp" else "embedding=vocab"
+    case = Case.parse(f"family=llama {words} mode={claimed} tp=2 optimizer=adamw dtype=float32 {table}")
     (rank,) = _dry(case, 0)
     full = shapes(case)
-    held = sum(math.prod(s) // (1 if name.endswith("norm.weight") else 2) for name, s in full.items())
+    whole = ("norm.weight", "tokens.weight") if claimed == "autotp" else ("norm.weight",)
+    held = sum(math.prod(s) // (1 if name.endswith(whole) else 2) for name, s in full.items())
     assert (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes) == (4 * held, 4 * held, 8 * held)
     products = sum(math.prod(s) for n, s in full.items() if len(s) == 2 and not n.startswith("embedding."))
     pairs = case.layers * case.batch * case.seq**2 * case.hidden

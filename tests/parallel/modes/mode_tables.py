@@ -123,5 +123,8 @@ def _bytes(text: str, case: Case, mode: Mode) -> int:
         "G": (total // case.tp + whole) * item,
         "P": sum(_each_partial(case, mode)),
         "W": one,
+        "v": case.tokens * case.vocab * item,
+        "U": case.tokens * -(-case.vocab // case.tp) * case.tp * item,
+        "K": case.vocab * case.hidden * item,
     }
     return int(count or 1) * (letters[letter] if letter in letters else int(letter))

@@ -13,7 +13,7 @@ import pytest
 
 from reference import covering
 from reference.case import Case, CaseError
-from reference.covering import FIXED, SHARED, covering_cases
+from reference.covering import BRIEF, FIXED, SHARED, covering_cases
 from reference.rules import MODES, legal_words
 
 NUMBERS = {"tp": (2, 4), "dp": (1, 2), "wp": (1, 2, 4), "kv_heads": (2, 8), "clip": (0.0, 0.1)}
@@ -54,7 +54,7 @@ def pairs(cases: Iterable[Case], *, besides: Iterable[Level] = ()) -> set[tuple[
     return {pair for case in cases for pair in combinations([own for own in values(case) if own not in besides], 2)}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in BRIEF])
 def test_every_two_words_that_are_no_defaults_meet_in_a_default_case(mode: str) -> None:
     cases, default = covering_cases(mode), values(Case.of(mode=mode))
     possible = pairs(drawn(mode, 4), besides=default)
@@ -78,12 +78,24 @@ def test_the_cases_can_show_a_bug(mode: str) -> None:
     assert plain.world_size == 2 and {case.world_size for case in cases} <= {2, 4}
     assert len({*cases, plain}) == 1 + len(cases)
     for case in cases:
-        assert {word: getattr(case, word) for word in SHARED} == SHARED
-        assert all(getattr(Case(), word) != value for word, value in SHARED.items())
+        own = ("ffn", "vocab") if mode in BRIEF else ()
+        assert {word: getattr(case, word) for word in SHARED if word not in own}.items() <= SHARED.items()
+        assert all(getattr(Case(), word) != getattr(case, word) for word in SHARED)
         assert not {case.micro, case.batch} & {case.tp, case.dp, case.wp}
         assert (case.dtype, case.layers, case.steps) == ("float64", 2, 2)
     assert plain.micro == 3
     assert mode != "isp" or {case.wp > case.tp for case in cases if case.wp != case.tp} == {False, True}
+
+
+def test_a_brief_list_has_what_only_its_mode_does() -> None:
+    """autotp: uneven shares of heads, features and tokens; both heads; the table shared and not."""
+    _, *cases = covering_cases("autotp")
+    assert len(cases) == len(BRIEF["autotp"]) == 2
+    assert all(size % case.tp for case in cases for size in (case.kv_heads, case.ffn, case.vocab))
+    assert {(case.head, case.tied) for case in cases} == {("gather", False), ("sum", True)}
+    for word in ("fuse_qkv", "fuse_mlp", "bias", "qk_norm", "overlap", "packed"):
+        assert {getattr(case, word) for case in covering_cases("autotp")} == {False, True}, word
+    assert len(covering_cases("autotp", lambda case: "no packs" if case.packed else "")) == 2
 
 
 def test_the_list_is_the_same_every_time() -> None:

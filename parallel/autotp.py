@@ -1,0 +1,161 @@
+"""DeepSpeed's AutoTP, bound to a case and a mesh: what the mode autotp decides. Shares of the ranks may differ.
+
+A rank holds whole kv heads with their query heads (`parallel.slicing`), the first ranks one more; inner features of the
+MLP nearly evenly, of OPT in proportion to the heads where they divide them. Embeddings, norms and row biases are whole.
+
+    head     | tied  | the head holds                 | logits
+    gather   | false | its tokens' rows [V_i, D]      | gathered, the smaller parts padded
+    gather   | true  | nothing: the whole token table | whole, no call
+    sum      | false | its columns [V, D_i]           | summed
+    sum      | true  | nothing: its columns of it     | summed; in backward the table's gradient too
+
+Source: DeepSpeed 0.19.8 `module_inject/auto_tp.py`, `layers.py` LinearLayer, LinearAllreduce, LmHeadLinearAllreduce
+(head=sum, inference), LinearAllreduceWithReplicatedInput (its training). A tied head that is gathered stays whole there
+as well; a tied one that is summed is trained there with an embedding cut along hidden, and served with a whole one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parallel import pairs, tensor
+from parallel.embedding import WholeEmbedding
+from parallel.layout import Placement, local_shape
+from parallel.linear import Region, column_linear
+from parallel.loss import vocabulary_cross_entropy
+from parallel.mesh import Axis, Mesh
+from parallel.roles import is_column, is_row
+from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
+from parallel.slicing.held import Held, beside, in_turn, widths
+from parallel.slicing.sizes import shard_sizes
+from parallel.strategy import Parts
+from reference.case import Case
+from reference.parameters import dtype_of, shapes
+
+__all__ = ["activation", "head_held", "parts", "placements"]
+
+
+def placements(case: Case) -> dict[str, Placement]:
+    """How every parameter lies on the axis tp."""
+    return {name: _placement(case, name, shape) for name, shape in shapes(case).items()}
+
+
+def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
+    module, _, leaf = name.rpartition(".")
+    if module == "head":
+        return Placement(shape=shape, axis="tp", dim=0 if case.head == "gather" else 1, held=head_held(case))
+    if is_column(module):
+        return Placement(shape=shape, axis="tp", held=_held(case, module))
+    if is_row(module) and leaf == "weight":
+        return Placement(shape=shape, axis="tp", dim=1, held=_held(case, module))
+    return Placement(shape=shape)
+
+
+def _held(case: Case, module: str) -> Held:
+    """What the ranks hold of a column linear's output features, or of a row linear's input features."""
+    heads = Heads(query=case.heads, kv=case.kv_heads, size=case.head_dim)
+    match module.rpartition(".")[2]:
+        case "wqkv":
+            return fused_rows(heads, case.tp, "groups")
+        case "wq" | "wo":
+            return query_rows(heads, case.tp)
+        case "wk" | "wv":
+            return kv_rows(heads, case.tp)
+        case "w13":
+            return beside(in_turn(_inner(case)), in_turn(_inner(case), first=case.ffn))
+    return in_turn(_inner(case))
+
+
+def _inner(case: Case) -> tuple[int, ...]:
+    """The MLP's inner features of every rank: by the name that the linear has in this family."""
+    name = "fc1" if case.family == "opt" else "mlp.up_proj"
+    return shard_sizes(case.ffn, case.tp, kv_heads=case.kv_heads, name=name)
+
+
+def head_held(case: Case) -> Held:
+    """What the ranks hold of the head's tokens (head=gather) or of its input features (head=sum)."""
+    return in_turn(shard_sizes(case.vocab if case.head == "gather" else case.hidden, case.tp, name="lm_head"))
+
+
+def activation(case: Case, module: str) -> Placement | None:
+    """How a module's output [rows of a data rank, seq, width] lies on the axis tp; None for a module unknown here."""
+    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    leaf = module.rpartition(".")[2]
+    if module == "head":
+        return Placement(shape=(rows, length, case.vocab))
+    if is_column(module):
+        width = shapes(case)[f"{module}.weight"][0]
+        return Placement(shape=(rows, length, width), axis="tp", dim=2, held=_held(case, module))
+    if leaf in ("q_norm", "k_norm"):
+        held = _held(case, "wq" if leaf == "q_norm" else "wk")
+        return Placement(shape=(rows, length, sum(widths(held))), axis="tp", dim=2, held=held)
+    return tensor.activation(case, module, sequence_split=False)
+
+
+def parts(case: Case, mesh: Mesh, device: torch.device, *, sequence_dim: int) -> Parts:
+    """The strategy of the mode on one rank."""
+    places, dtype = placements(case), dtype_of(case)
+    shared = tensor.parts(case, mesh, device, sequence_dim=sequence_dim, sequence_split=False, places=places)
+    axis = mesh.axis("tp")
+    region = Region(axis=axis, overlap=case.overlap)
+
+    def embedding() -> nn.Module:
+        positions = places.get("embedding.positions.weight")
+        return WholeEmbedding(
+            places["embedding.tokens.weight"].shape,
+            None if positions is None else positions.shape,
+            region,
+            sequence_dim=sequence_dim,
+            dtype=dtype,
+            device=device,
+        )
+
+    def head() -> nn.Module:
+        shape = None
+        if not case.tied:
+            shape = local_shape(places["head.weight"], parts=axis.size, index=axis.rank)
+        kind = GatheredHead if case.head == "gather" else SummedHead
+        return kind(shape, region, head_held(case), dtype=dtype, device=device)
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        alone = Axis(name="", ranks=(mesh.rank,), rank=0, group=None)  # logits are whole: the plain loss
+        return vocabulary_cross_entropy(logits, labels, alone, vocab=case.vocab, smoothing=case.label_smoothing)
+
+    return dataclasses.replace(shared, embedding=embedding, head=head, loss=loss)
+
+
+class _Head(nn.Module):
+    """What both forms hold: this rank's weight, or none when it is tied to the whole token table."""
+
+    def __init__(
+        self, shape: tuple[int, ...] | None, region: Region, held: Held, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.region, self.held = region, held
+        self.weight = None if shape is None else nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+class GatheredHead(_Head):
+    """Logits of this rank's tokens, gathered; a column linear. Tied: all logits, from the whole table on every rank."""
+
+    def forward(self, x: Tensor, tied_weight: Tensor) -> Tensor:
+        """Hidden states [.., .., D] -> logits [.., .., V] on every rank; `tied_weight` [V, D] when it has no own."""
+        if self.weight is None:
+            return functional.linear(x, tied_weight)
+        logits = column_linear(x, self.weight, None, self.region)
+        return pairs.gather_parts(logits, self.region.axis, widths(self.held))
+
+
+class SummedHead(_Head):
+    """Partial logits of this rank's input features, summed; a row linear whose input is whole."""
+
+    def forward(self, x: Tensor, tied_weight: Tensor) -> Tensor:
+        """Hidden states [.., .., D] -> logits [.., .., V] on every rank; `tied_weight` [V, D] when it has no own."""
+        axis = self.region.axis
+        own = self.held[axis.rank]
+        weight = pairs.own_part(tied_weight, axis, own) if self.weight is None else self.weight
+        return pairs.reduce_from(functional.linear(pairs.own_part(x, axis, own), weight), axis)

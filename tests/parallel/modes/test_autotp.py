@@ -1,0 +1,195 @@
+"""The mode autotp: proved with uneven shares, its calls compared with table, closed form and recorder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.engines.engine import Engine
+from harness.running.proof import prove
+from harness.running.run import engine_named
+from parallel.layout import gather, shard
+from parallel.modes import autotp as mode_file
+from parallel.registry import MODES
+from parallel.slicing.held import widths
+from parallel.slicing.slices import slices
+from parallel.slicing.words import Sliced
+from parallel.subject import subject
+from reference.case import Case
+from reference.parameters import full, shapes
+from suites.mutants.planting import planted, replaced
+from suites.strategies import cases
+from tests.parallel.modes.mode_tables import Line, promised, rows
+
+MODE = MODES["autotp"]
+DOCSTRING = mode_file.__doc__ or ""
+UNEVEN = "mode=autotp layers=2 heads=10 kv_heads=5 hidden=40 ffn=37 vocab=67 seq=6 batch=2"
+"""Shares of heads, inner features and tokens that differ on 2, 3 and 4 ranks."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with engine_named("inproc") as engine:
+        yield engine
+
+
+def proves(case: Case, engine: Engine) -> dict[str, float]:
+    """Every check passes, ledger = closed form among them; returns the largest error of each."""
+    result = prove(case, "parallel.subject:subject", engine)
+    assert {v.check for v in result.verdicts} >= {"forward", "parameter_gradients", "replicas", "ledger", "activations"}
+    for verdict in result.verdicts:
+        assert verdict.verdict == "pass", verdict.message
+    return {verdict.check: verdict.worst.error for verdict in result.verdicts if verdict.worst is not None}
+
+
+@pytest.mark.parametrize(("tp", "family", "head"), list(product((2, 3, 4), ("opt", "llama"), ("gather", "sum"))))
+def test_uneven_ranks_compute_what_the_dense_model_does(tp: int, family: str, head: str, engine: Engine) -> None:
+    """OPT is tied, Llama is not: all four heads. In float64 errors stay below 1e-12."""
+    case = Case.parse(f"{UNEVEN} tp={tp} family={family} head={head}")
+    assert len({widths(place.held) for place in MODE.placements(case).values() if place.held}) > 1
+    assert max(proves(case, engine).values()) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=32 vocab=66 packed=true family=llama recompute=full",
+        "tp=2 dp=2 heads=4 kv_heads=4 hidden=16 ffn=32 vocab=66 head=sum tied=false qk_norm=true clip=0.05",
+        "tp=3 fuse_qkv=false activation=swiglu fuse_mlp=true overlap=false optimizer=adamw lr=0.01 metric=true",
+        "tp=4 family=gpt head=sum delivery=tensors label_smoothing=0.1 recompute=selective",
+        "tp=4 family=internlm2 positions=rope qk_norm=true delivery=flat dtype=bfloat16 lr=0.1",
+        "tp=1 dp=2 heads=4 kv_heads=4 hidden=16 ffn=32",
+        "tp=5 family=opt ffn=40",
+    ],
+)
+def test_a_case_is_proved(words: str, engine: Engine) -> None:
+    proves(Case.parse(f"{UNEVEN} {words}"), engine)
+
+
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_any_drawn_case_is_proved(engine: Engine, data: st.DataObject) -> None:
+    proves(data.draw(cases("autotp", worlds=(2, 3, 4, 6))), engine)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_rank_holds_what_the_slices_say(tp: int, family: str) -> None:
+    """The mode and `shardproof slice` are one rule: the same rows and columns of the same weights."""
+    case = Case.parse(f"{UNEVEN} tp={tp} family={family} tied=false fuse_qkv=false head=sum")
+    names = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj"}
+    if family == "opt":
+        names |= {"wo": "self_attn.out_proj", "w1": "fc1", "w2": "fc2"}
+    else:
+        names |= {"wo": "self_attn.o_proj", "w1": "mlp.gate_proj", "w3": "mlp.up_proj", "w2": "mlp.down_proj"}
+    words = f"family={family} hidden=40 heads=10 kv_heads=5 ffn=37 vocab=67 tp={tp} path=autotp head=sum"
+    made = {one.name: one.place for one in slices(Sliced.parse(words))}
+    places = MODE.placements(case)
+    assert places["head.weight"] == made["lm_head.weight"]
+    for ours, theirs in names.items():
+        room = "attention" if theirs.startswith("self_attn") else "mlp"
+        assert places[f"layers.1.{room}.{ours}.weight"] == made[f"{theirs}.weight"], ours
+        if case.bias:
+            assert places[f"layers.1.{room}.{ours}.bias"].held == made[f"{theirs}.bias"].held, ours
+
+
+def test_opt_125m_on_five_ranks() -> None:
+    """Real shapes: 12 heads as 3 3 2 2 2, and fc1's 3072 features in proportion; every parameter survives the cut."""
+    case = Case.parse("preset=opt-125m mode=autotp tp=5 layers=1 fuse_qkv=false seq=16")
+    places = MODE.placements(case)
+    assert widths(places["layers.0.attention.wq.weight"].held) == (192, 192, 128, 128, 128)
+    assert widths(places["layers.0.mlp.w1.weight"].held) == (768, 768, 512, 512, 512)
+    assert places["embedding.tokens.weight"].shape == (50272, 768) and not places["embedding.tokens.weight"].axis
+    for name in [name for name in shapes(case) if name.startswith("layers.")]:
+        value = full(case, name)
+        parts = 5 if places[name].axis else 1
+        locals_ = [shard(value, places[name], index=index, parts=parts) for index in range(parts)]
+        assert torch.equal(gather(locals_, places[name]), value), name
+
+
+def expected(case: Case, *without: str) -> Counter[Line]:
+    found: Counter[Line] = Counter()
+    for term in subject.expected(case):
+        if term.phase not in without:
+            found[(term.phase, term.region, term.op, term.axis, term.payload_bytes)] += term.calls
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_the_table_promises_what_the_closed_form_expects(data: st.DataObject) -> None:
+    case = data.draw(cases("autotp"))
+    assert promised(DOCSTRING, case, MODE) == expected(case, "data", "metric")
+
+
+def test_every_row_of_the_table_is_used() -> None:
+    words = "mode=autotp tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=16 vocab=66 qk_norm=true"
+    forms = [f"{words} tied=false", f"{words} head=sum tied=true activation=swiglu fuse_mlp=true fuse_qkv=false"]
+    head = "tensor|layout|forward|backward|bytes\n"
+    for row in rows(DOCSTRING):
+        tensor = " ".join((row.tensor, *row.conditions))
+        table = f"{head}{tensor}||{','.join(row.forward) or '-'}|{','.join(row.backward) or '-'}|{row.bytes}"
+        assert any(promised(table, Case.parse(form), MODE) for form in forms), row
+
+
+def test_calls_are_deepspeed_s() -> None:
+    """modes.md 8.2: all-reduces of each column in backward, of each row in forward; the head's logits; nothing else."""
+    words = "preset=opt-125m mode=autotp tp=4 steps=1 micro=1 dtype=bfloat16 fuse_qkv=false"
+    for form, head in {
+        "": {},
+        "tied=false": {("forward", "all_gather"): 1, ("backward", "all_reduce"): 1},
+        "tied=false head=sum": {("forward", "all_reduce"): 1, ("backward", "all_reduce"): 1},
+        "head=sum": {("forward", "all_reduce"): 1, ("backward", "all_reduce"): 2},
+    }.items():
+        case = Case.parse(f"{words} {form}")
+        found: Counter[tuple[str, str]] = Counter()
+        outside: Counter[tuple[str, str]] = Counter()
+        for term in subject.expected(case):
+            if term.region.startswith("layers."):
+                assert term.payload_bytes == case.tokens * 768 * 2
+                found[term.phase, term.op] += term.calls
+            elif term.phase in ("forward", "backward", "loss"):
+                assert term.region == "head"
+                outside[term.phase, term.op] += term.calls
+        assert found == {("forward", "all_reduce"): 2 * 12, ("backward", "all_reduce"): 4 * 12}
+        assert outside == head
+
+
+PLANTED = {
+    "the output projection takes other columns than its heads": (
+        "",
+        "parallel.autotp",
+        ('case "wq" | "wo":\n            return query_rows', 'case "wq":\n            return query_rows'),
+        {"run", "forward"},
+    ),
+    "logits are summed and averaged": (
+        "head=sum",
+        "parallel.autotp",
+        ("return pairs.reduce_from(functional", "return 0.5 * pairs.reduce_from(functional"),
+        {"forward"},
+    ),
+    "the table's gradient stays partial": (
+        "head=sum",
+        "parallel.autotp",
+        (
+            "weight = pairs.own_part(tied_weight, axis, own)",
+            "weight = torch.cat([tied_weight[:, p.start : p.stop] for p in own], 1)",
+        ),
+        {"replicas", "ledger"},
+    ),
+}
+"""Bug -> (words, module, (text, wrong text), checks of which one must fail)."""
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(bug: str, engine: Engine) -> None:
+    words, module, (old, new), checks = PLANTED[bug]
+    case = Case.parse(f"{UNEVEN} tp=3 steps=1 family=opt fuse_qkv=false {words}")
+    result = prove(case, planted(replaced(module, old, new)), engine)
+    assert checks & {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"}
