@@ -17,6 +17,7 @@ as well; a tied one that is summed is trained there with an embedding cut along 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from parallel.strategy import Parts
 from reference.case import Case
 from reference.parameters import dtype_of, shapes
 
-__all__ = ["activation", "head_held", "parts", "placements"]
+__all__ = ["activation", "attention_heads", "head_held", "parts", "placements"]
 
 
 def placements(case: Case) -> dict[str, Placement]:
@@ -55,9 +56,14 @@ def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
     return Placement(shape=shape)
 
 
+def attention_heads(case: Case) -> Heads:
+    """The heads of a case's attention."""
+    return Heads(query=case.heads, kv=case.kv_heads, size=case.head_dim)
+
+
 def _held(case: Case, module: str) -> Held:
     """What the ranks hold of a column linear's output features, or of a row linear's input features."""
-    heads = Heads(query=case.heads, kv=case.kv_heads, size=case.head_dim)
+    heads = attention_heads(case)
     match module.rpartition(".")[2]:
         case "wqkv":
             return fused_rows(heads, case.tp, "groups")
@@ -96,9 +102,16 @@ def activation(case: Case, module: str) -> Placement | None:
     return tensor.activation(case, module, sequence_split=False)
 
 
-def parts(case: Case, mesh: Mesh, device: torch.device, *, sequence_dim: int) -> Parts:
-    """The strategy of the mode on one rank."""
-    places, dtype = placements(case), dtype_of(case)
+def parts(
+    case: Case,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    sequence_dim: int,
+    placed: Callable[[Case], dict[str, Placement]] = placements,
+) -> Parts:
+    """The strategy of the mode on one rank; another `placed` than `placements` is a variant's."""
+    places, dtype = placed(case), dtype_of(case)
     shared = tensor.parts(case, mesh, device, sequence_dim=sequence_dim, sequence_split=False, places=places)
     axis = mesh.axis("tp")
     region = Region(axis=axis, overlap=case.overlap)

@@ -64,7 +64,7 @@ class ParallelSubject:
         `local` is the module's output in micro-batch 0 of step 0, or the gradient in it. None when the module's
         output has no counterpart in the dense model.
         """
-        mode = MODES[case.mode]
+        mode = deviating(MODES[case.mode], case)
         place = mode.activation(case, module)
         if place is None:
             return None

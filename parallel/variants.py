@@ -7,6 +7,8 @@
     gathered-logits-loss   | Parts.loss          | the vocabulary-parallel loss, fed whole logits
     flat-dim1              | regions of linears  | collectives on flat memory
     label-smoothing-local  | Parts.loss          | smoothing over one rank's columns
+    decoder-layer-thirds   | Mode.placements     | of wqkv: three equal blocks, a piece of each
+    dropped-heads          | Mode.placements     | of attention: kv_heads // tp kv heads on each rank
 
 The closed form stays that of the right mathematics. Which cases show a variant, and where it comes from:
 `reference.variants`.
@@ -15,16 +17,22 @@ The closed form stays that of the right mathematics. Which cases show a variant,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from parallel import autotp
 from parallel.deviations import FlatRegion, ScrambledEmbedding, smoothed_by_parts
 from parallel.embedding import Head
+from parallel.layout import Placement
 from parallel.linear import ColumnLinear, RowLinear
 from parallel.loss import vocabulary_cross_entropy
 from parallel.mesh import Mesh
+from parallel.slicing.deviations import DEVIATIONS
+from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
+from parallel.slicing.held import Held
 from parallel.strategy import Mode, Parts
 from parallel.weight_tables import WeightEmbedding
 from reference.case import Case
@@ -94,6 +102,46 @@ def _label_smoothing_local(case: Case, mesh: Mesh, parts: Parts) -> Parts:
     return dataclasses.replace(parts, loss=loss)
 
 
+def _placed(change: Callable[[Case], Mapping[str, Held]], *, fewer: bool = False) -> Callable[[Mode], Mode]:
+    """The mode autotp whose ranks hold other rows and columns of some modules of attention.
+
+    `fewer`: their outputs have fewer features as well, and not the right number of wrong ones.
+    """
+
+    def placements(case: Case) -> dict[str, Placement]:
+        held, places = change(case), autotp.placements(case)
+        return {name: _moved(place, held.get(name.split(".")[-2], ())) for name, place in places.items()}
+
+    def activation(case: Case, module: str) -> Placement | None:
+        place = autotp.activation(case, module)
+        return place and _moved(place, change(case).get(module.rpartition(".")[2], ()))
+
+    def apply(mode: Mode) -> Mode:
+        parts = partial(autotp.parts, sequence_dim=mode.sequence_dim, placed=placements)
+        seen = activation if fewer else mode.activation
+        return dataclasses.replace(mode, placements=placements, parts=parts, activation=seen)
+
+    return apply
+
+
+def _moved(place: Placement, held: Held) -> Placement:
+    return dataclasses.replace(place, held=held) if held and place.axis else place
+
+
+def _decoder_layer_thirds(case: Case) -> dict[str, Held]:
+    return {"wqkv": DEVIATIONS["decoder-layer-thirds"].held(autotp.attention_heads(case), case.tp)}
+
+
+def _dropped_heads(case: Case) -> dict[str, Held]:
+    """Whole heads of a model with as many of them as are shared evenly: the last ones are in nobody's hands."""
+    heads = autotp.attention_heads(case)
+    kv = heads.kv // case.tp * case.tp
+    fewer = Heads(query=kv * heads.group, kv=kv, size=heads.size)
+    query, key = query_rows(fewer, case.tp), kv_rows(fewer, case.tp)
+    held = {"wqkv": fused_rows(fewer, case.tp, "groups")}
+    return held | dict.fromkeys(("wq", "wo", "q_norm"), query) | dict.fromkeys(("wk", "wv", "k_norm"), key)
+
+
 DEVIATING: dict[str, Callable[[Mode], Mode]] = {
     "norm-average": lambda mode: dataclasses.replace(mode, partial_op="avg"),
     "isp-average": lambda mode: dataclasses.replace(mode, mean_axes=("tp",)),
@@ -101,5 +149,7 @@ DEVIATING: dict[str, Callable[[Mode], Mode]] = {
     "gathered-logits-loss": _changed(_gathered_logits_loss),
     "flat-dim1": _changed(_flat_regions),
     "label-smoothing-local": _changed(_label_smoothing_local),
+    "decoder-layer-thirds": _placed(_decoder_layer_thirds),
+    "dropped-heads": _placed(_dropped_heads, fewer=True),
 }
 """Variant -> the mode that deviates."""

@@ -7,13 +7,17 @@ Sources are rows of modes.md, section 10.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["VARIANTS", "Variant", "lack", "words"]
 
 Word = int | float | bool | str
+
+
+def _nothing(_values: Mapping[str, Any]) -> str:
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,7 @@ class Variant:
     modes   the modes whose real system shows it
     needs   words that a case must have to show it
     above   words whose number must be larger than this
+    rest    what else a case lacks to show it, from its values; "" when nothing
     words   words that turn a case of one of these modes into one that shows it
     """
 
@@ -32,10 +37,21 @@ class Variant:
     needs: Mapping[str, Word]
     above: Mapping[str, float]
     words: Mapping[str, Word]
+    rest: Callable[[Mapping[str, Any]], str] = _nothing
 
 
 _ON_TP = {"tp": 1}
 _HIDDEN: dict[str, Word] = {"embedding": "hidden", "tied": False}
+
+
+def _no_whole_thirds(v: Mapping[str, Any]) -> str:
+    group = (v["heads"] // v["kv_heads"] + 2) * (v["hidden"] // v["heads"])
+    return "" if group % 3 == 0 else f"shows where 3 divides the {group} rows of a kv group only"
+
+
+def _evenly(v: Mapping[str, Any]) -> str:
+    return "" if v["kv_heads"] % v["tp"] else "shows where tp does not divide kv_heads only"
+
 
 VARIANTS: dict[str, Variant] = {
     "norm-average": Variant(
@@ -86,6 +102,24 @@ VARIANTS: dict[str, Variant] = {
         above={**_ON_TP, "label_smoothing": 0},
         words={"head": "parallel", "label_smoothing": 0.1},
     ),
+    "decoder-layer-thirds": Variant(
+        deviation="a fused weight whose rows lie kv group by kv group is cut as q, k and v one behind the other",
+        source="X16: DeepSpeed 0.19.8 AutoTP, glmtype for every *DecoderLayer (Persimmon, InternLM2)",
+        modes=("autotp",),
+        needs={"fuse_qkv": True},
+        above=_ON_TP,
+        words={"fuse_qkv": True, "heads": 12, "kv_heads": 12, "hidden": 72},
+        rest=_no_whole_thirds,
+    ),
+    "dropped-heads": Variant(
+        deviation="every rank takes kv_heads // tp kv heads, and what is left over is on no rank",
+        source="X16: DeepSpeed 0.19.8 qkv_size_per_partition, num_kv // mp_size",
+        modes=("autotp",),
+        needs={"dp": 1},
+        above=_ON_TP,
+        words={"dp": 1, "heads": 14, "kv_heads": 7, "hidden": 84},
+        rest=_evenly,
+    ),
 }
 
 
@@ -100,7 +134,7 @@ def lack(values: Mapping[str, Any]) -> str:
     for key, bound in variant.above.items():
         if not values[key] > bound:
             return f"shows with {key} above {bound:g} only"
-    return ""
+    return variant.rest(values)
 
 
 def words(name: str) -> dict[str, Word]:

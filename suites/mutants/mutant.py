@@ -6,7 +6,8 @@ each one of
     key=value  key=a|b  key!=value  key>n  key<n        n: a number or another key
 
 over the case's own words and what follows from them: `world`, `wdp` (ranks that hold the same shard), `padding` (rows
-of the vocabulary that are no token). A mutant is planted in every mode that can host it.
+of the vocabulary that are no token), `KEY_rest` (what tp leaves over of a number). A mutant is planted in every mode
+that can host it.
 """
 
 from __future__ import annotations
@@ -139,6 +140,8 @@ def _value(case: Case, key: str) -> object:
         "wdp": case.world_size // (case.wp if case.mode == "isp" else case.tp),
         "padding": case.padded_vocab - case.vocab,
     }
+    if key.endswith("_rest"):
+        return int(getattr(case, key.removesuffix("_rest"))) % case.tp
     return derived[key] if key in derived else getattr(case, key)
 
 

@@ -78,6 +78,8 @@ def test_draws_are_the_same_in_every_process_and_smallest_first() -> None:
         ("wp!=tp", "mode=isp tp=2 wp=2", False),
         ("wp!=tp wdp>1", "mode=isp tp=4 wp=2 kv_heads=4", True),
         ("padding>0", "mode=tp vocab=509", True),
+        ("ffn_rest>0", "mode=autotp tp=2 ffn=33", True),
+        ("ffn_rest=0", "mode=autotp tp=2 ffn=33", False),
     ],
 )
 def test_conditions_read_the_words_of_a_case(condition: str, text: str, answer: bool) -> None:

@@ -22,6 +22,7 @@ from suites.mutants.catalogue.reports import REPORTS
 from suites.mutants.catalogue.shared_data import SHARED_DATA
 from suites.mutants.catalogue.shares_and_updates import SHARES_AND_UPDATES
 from suites.mutants.catalogue.steps_and_counts import STEPS_AND_COUNTS
+from suites.mutants.catalogue.uneven_shares import UNEVEN_BOUNDARIES, UNEVEN_LAYOUTS, UNEVEN_REDUCTIONS
 from suites.mutants.catalogue.variants import VARIANT_ROWS
 from suites.mutants.catalogue.vocabulary_and_loss import VOCABULARY_AND_LOSS
 from suites.mutants.mutant import Mutant
@@ -29,11 +30,11 @@ from suites.mutants.mutant import Mutant
 __all__ = ["FAMILIES", "MUTANTS", "VARIANT_ROWS"]
 
 FAMILIES: dict[str, tuple[Mutant, ...]] = {
-    "reductions": REDUCTIONS,
-    "boundaries": BOUNDARIES,
+    "reductions": (*REDUCTIONS, *UNEVEN_REDUCTIONS),
+    "boundaries": (*BOUNDARIES, *UNEVEN_BOUNDARIES),
     "factors": FACTORS,
     "norms_and_clip": NORMS_AND_CLIP,
-    "layouts": LAYOUTS,
+    "layouts": (*LAYOUTS, *UNEVEN_LAYOUTS),
     "groups": GROUPS,
     "vocabulary_and_loss": VOCABULARY_AND_LOSS,
     "overlap_and_buffers": (*OVERLAP_AND_BUFFERS, *EXPOSED),

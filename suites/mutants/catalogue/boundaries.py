@@ -12,6 +12,7 @@ _HEAD = "logits = column_linear(x, weight, None, self.region)"
 _ALL_REDUCE = (
     "return start_all_reduce(x.clone(memory_format=torch.contiguous_format), axis, op=op, overlap=False).wait()"
 )
+_GATHERED_PARTS = "grad[..., first : first + widths[axis.rank]].contiguous()"
 _GATHER_LOGITS = "logits = pairs.gather_from(logits, self.region.axis)[..., : self.vocab]"
 _GATHER_TOKENS = "(logits, self.sequence, dim=_SEQUENCE, tensor_parallel_output_grad=False)"
 _GATHER_LOSSES = "(losses, sequence, dim=_SEQUENCE, tensor_parallel_output_grad=False)"
@@ -206,13 +207,14 @@ BOUNDARIES = (
     Mutant(
         name="gathered-logits-gradient-summed",
         stands_for="B-29: torchtitan #3827, logits gathered for a replicated loss, whose equal gradients are summed",
-        modes=everywhere("head=gather"),
+        modes=everywhere("head=gather") | {"autotp": "head=gather tied=false"},
         changes=(
             Change(
                 module="parallel.embedding",
                 old=_GATHER_LOGITS,
                 new=_GATHER_LOGITS.replace("gather_from", "all_gather_last_dim"),
             ),
+            Change(module="parallel.pairs", old=_GATHERED_PARTS, new=f"all_reduce(grad, axis){_GATHERED_PARTS[4:]}"),
             Change(module="parallel.weight_tables", old=_GATHER_TOKENS, new="(logits, self.sequence, dim=_SEQUENCE)"),
         ),
         kills="parameter_gradients",

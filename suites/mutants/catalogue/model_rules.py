@@ -17,6 +17,7 @@ _LEAVE_SPLIT = "return pairs.reduce_scatter_to_sequence(y, self.axis, dim=self.s
 _ATTENTION = "layers.0.attention*"
 _VOCABULARY_ROWS = "functional.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0)"
 _GATHERED = "self._from_whole(pairs.gather_from(columns, self.region.axis), positions_BS)"
+_WHOLE = "self._from_whole(functional.embedding(tokens_BS, self.tokens.weight), positions_BS)"
 _LEARNED = everywhere("positions=learned")
 _FIRST_SUM = "embedding|layers.0.attention.wo"
 
@@ -133,6 +134,7 @@ MODEL_RULES = (
                 _GATHERED,
                 _GATHERED.replace(", positions", " * self.positions.weight.shape[-1] ** 0.5, positions"),
             ),
+            _change("embedding", _WHOLE, _WHOLE.replace("weight)", "weight) * self.tokens.weight.shape[-1] ** 0.5")),
             _change("weight_tables", "return x_BsD + functional", "return x_BsD * x_BsD.shape[-1] ** 0.5 + functional"),
         ),
         kills="activations",

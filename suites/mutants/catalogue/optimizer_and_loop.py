@@ -106,8 +106,8 @@ OPTIMIZER_AND_LOOP = (
             ),
             Change(
                 module="parallel.subject",
-                old="mode = MODES[case.mode]\n        place = mode.activation(case, module)\n",
-                new='mode = MODES[case.mode]\n        place = mode.activation(case, f"module.{module}")\n',
+                old="place = mode.activation(case, module)\n",
+                new='place = mode.activation(case, f"module.{module}")\n',
             ),
         ),
         kills="coverage",

@@ -17,6 +17,8 @@ _TOLD: dict[str, tuple[str, str, str, str]] = {
     "gathered-logits-loss": ("forward", "loss", "", "more_classes"),
     "flat-dim1": ("activations", "forward", "layers.0.attention*", "flat_dim"),
     "label-smoothing-local": ("replicas", "loss", "", "loss_by_parts"),
+    "decoder-layer-thirds": ("forward", "forward", "layers.0.attention*", "rows_permuted|fused_cut"),
+    "dropped-heads": ("merge", "forward", "layers.0.attention*", "layout"),
 }
 """Variant -> the check that must fail, phase, region and cause."""
 

@@ -36,6 +36,8 @@ TOLD = {
     "gathered-logits-loss": ("forward", "logits that are gathered already were fed to the vocabulary-parallel loss"),
     "flat-dim1": ("activations", FLAT),
     "label-smoothing-local": ("replicas", "the logits are right and the loss differs between ranks"),
+    "decoder-layer-thirds": ("forward", "it holds the right rows in another order"),
+    "dropped-heads": ("merge", "a rank that leaves its part out"),
 }
 """Variant -> the check that fails for sure, and what its likely causes say."""
 
@@ -91,6 +93,12 @@ def test_without_the_word_the_same_case_is_right(name: str) -> None:
         ("mode=fsp tied=false batch=1 variant=flat-dim1", "shows with batch above 1 only"),
         ("mode=fsp family=internlm2 vocab=264 packed=true variant=flat-dim1", "shows with packed=false only"),
         ("mode=tp variant=label-smoothing-local", "shows with label_smoothing above 0 only"),
+        ("mode=autotp fuse_qkv=false variant=decoder-layer-thirds", "shows with fuse_qkv=true only"),
+        (
+            "mode=autotp heads=4 kv_heads=2 hidden=16 variant=decoder-layer-thirds",
+            "shows where 3 divides the 16 rows of a kv group only",
+        ),
+        ("mode=autotp kv_heads=2 variant=dropped-heads", "shows where tp does not divide kv_heads only"),
     ],
 )
 def test_a_case_that_cannot_show_a_variant_is_refused(text: str, rule: str) -> None:
