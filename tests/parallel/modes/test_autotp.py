@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.engines.engine import Engine
+from harness.engines.named import engine_named
 from harness.running.proof import prove
-from harness.running.run import engine_named
 from parallel.layout import gather, shard
 from parallel.modes import autotp as mode_file
 from parallel.registry import MODES
