@@ -26,6 +26,7 @@ witnesses: $(READY)      ## every mode on 4 processes: recorder, torch profiler,
 	if nsys=$$(.ci/nsys); then PATH="$$nsys:$$PATH"; fi; \
 	$(BIN)/shardproof run --engine pool --profile torch,nsys --profile-steps 1:3 \
 	    $(foreach mode,$(MEGATRON),"mode=$(mode) tp=4 kv_heads=4 steps=3") \
+	    "mode=autotp family=opt tp=4 kv_heads=6 heads=12 hidden=96 steps=3" \
 	    $(foreach mode,$(INTERNEVO),"preset=tiny-internlm2 mode=$(mode) tp=4 kv_heads=4 steps=3")
 
 compat:                  ## torch 2.11 to 2.14 on Python 3.12, once on 3.11 and 3.13, each in .compat/; COMPAT_ARGS="--only 3.12:2.14"

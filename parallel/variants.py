@@ -133,7 +133,7 @@ def _decoder_layer_thirds(case: Case) -> dict[str, Held]:
 
 
 def _dropped_heads(case: Case) -> dict[str, Held]:
-    """Whole heads of a model with as many of them as are shared evenly: the last ones are in nobody's hands."""
+    """Whole heads of a model with as many of them as are shared evenly: the last ones are on no rank."""
     heads = autotp.attention_heads(case)
     kv = heads.kv // case.tp * case.tp
     fewer = Heads(query=kv * heads.group, kv=kv, size=heads.size)

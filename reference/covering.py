@@ -22,10 +22,10 @@ from itertools import chain, combinations, islice, permutations, product
 from typing import Any
 
 from reference.case import Case, CaseError
-from reference.designs import DESIGNS
+from reference.designs import BRIEF, DESIGNS
 from reference.rules import legal_words, write
 
-__all__ = ["BRIEF", "FIXED", "NUMBERS", "SHARED", "covering_cases", "plain_cases"]
+__all__ = ["FIXED", "NUMBERS", "SHARED", "covering_cases", "plain_cases"]
 
 Value = int | float | bool | str
 Refuses = Callable[[Case], str]
@@ -71,17 +71,6 @@ NUMBERS: Mapping[str, tuple[Value, ...]] = {
     "label_smoothing": (0.0, 0.1),
 }
 """Values of the other numbers. Of wp: the size of tp, or another one."""
-BRIEF: Mapping[str, tuple[str, ...]] = {
-    "autotp": (
-        "tp=4 kv_heads=6 ffn=30 vocab=269 family=llama norm=layernorm bias=true tied=false packed=true delivery=local "
-        "metric=true fuse_qkv=false fuse_mlp=true qk_norm=true overlap=false recompute=full optimizer=adamw clip=0.1",
-        "tp=4 kv_heads=6 ffn=30 vocab=269 family=gpt head=sum activation=relu norm=rmsnorm bias=false "
-        "recompute=selective delivery=flat attention_mask=false label_smoothing=0.1 cross_entropy=fused",
-    )
-}
-"""Modes whose default cases are these, beside a plain one, in place of a list of pairs: most of their code is that of
-another mode, whose list has the pairs. In `deep` they have all pairs as well.
-"""
 _RANKS, _DEEP_RANKS = 4, 8
 _STARTS = 4
 """From how many uncovered pairs a case is built before the best of them is kept."""

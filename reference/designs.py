@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["DESIGNS"]
+__all__ = ["BRIEF", "DESIGNS"]
 
 _MEGATRON = (
     "tp=4 kv_heads=8 family=opt activation=relu delivery=flat recompute=selective",
@@ -48,3 +48,14 @@ DESIGNS: Mapping[str, tuple[str, ...]] = {
     "isp": _WEIGHTS_SPLIT,
 }
 """Mode -> its rows."""
+BRIEF: Mapping[str, tuple[str, ...]] = {
+    "autotp": (
+        "tp=4 kv_heads=6 ffn=30 vocab=269 family=llama norm=layernorm bias=true tied=false packed=true delivery=local "
+        "metric=true fuse_qkv=false fuse_mlp=true qk_norm=true overlap=false recompute=full optimizer=adamw clip=0.1",
+        "tp=4 kv_heads=6 ffn=30 vocab=269 family=gpt head=sum activation=relu norm=rmsnorm bias=false "
+        "recompute=selective delivery=flat attention_mask=false label_smoothing=0.1 cross_entropy=fused",
+    )
+}
+"""Modes whose default cases are these, beside a plain one, in place of a list of pairs: most of their code is that of
+another mode, whose list has the pairs. In `deep` they have all pairs as well.
+"""

@@ -27,7 +27,7 @@ def test_the_first_screen_has_the_sentence_the_table_the_commands_and_the_subjec
     text = "\n".join(FIRST_SCREEN)
     for needed in ("make run", "make test", "Point it at your own code", "def subject(case, device)", "--subject"):
         assert needed in text
-    assert len(table_rows(text)) == 12
+    assert len(table_rows(text)) == 14
 
 
 def test_the_readme_is_short() -> None:

@@ -19,7 +19,7 @@ from tests.reports.page_figures import compared
 from tests.reports.test_page_in_a_browser import CHROMIUM, SCHEMES, audited, browse, needs_axe
 
 pytestmark = pytest.mark.slow
-CASES = 50
+CASES = 53
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_in_a_browser_all_figures_of_the_page_are_those_of_the_summary(folder: P
     assert found.apart == ()
     assert found.figures["cases"] == 3 * CASES + 1
     assert found.figures["modes"] > 200 and found.figures["traffic"] > 1000
-    assert found.figures["modules"] == 5 * 12 and found.figures["bars"] > 200
+    assert found.figures["modules"] == 5 * 14 and found.figures["bars"] > 200
 
 
 @needs_axe

@@ -33,6 +33,7 @@ NAME = "parallel.subject:subject"
 FOUR = "kv_heads=4 layers=1 dtype=float64"
 MODES = {mode: f"mode={mode} tp=4 {FOUR} seq=24" for mode in ("tp", "tp-sp")}
 MODES |= {mode: f"preset=tiny-internlm2 mode={mode} tp=4 {FOUR}" for mode in ("mtp", "msp", "fsp")}
+MODES |= {"autotp": f"mode=autotp family=opt tp=4 {FOUR}"}
 MODES |= {"isp": f"preset=tiny-internlm2 mode=isp tp=2 dp=2 wp=4 {FOUR}"}
 
 pytestmark = [

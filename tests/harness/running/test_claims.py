@@ -61,8 +61,8 @@ def test_other_claims_are_refused(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("ep", "no case has this mode; legal: all, or some of tp,tp-sp,mtp,msp,fsp,isp"),
-        ("zz", "no case has this mode; legal: all, or some of tp,tp-sp,mtp,msp,fsp,isp"),
+        ("ep", "no case has this mode; legal: all, or some of tp,tp-sp,mtp,msp,fsp,isp,autotp"),
+        ("zz", "no case has this mode; legal: all, or some of tp,tp-sp,mtp,msp,fsp,isp,autotp"),
         ("isp", f"{HERE}ahead claims tp, ep; legal: --modes all"),
     ],
 )

@@ -13,7 +13,8 @@ import pytest
 
 from reference import covering
 from reference.case import Case, CaseError
-from reference.covering import BRIEF, FIXED, SHARED, covering_cases
+from reference.covering import FIXED, SHARED, covering_cases
+from reference.designs import BRIEF
 from reference.rules import MODES, legal_words
 
 NUMBERS = {"tp": (2, 4), "dp": (1, 2), "wp": (1, 2, 4), "kv_heads": (2, 8), "clip": (0.0, 0.1)}
