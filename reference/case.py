@@ -171,11 +171,11 @@ class Case:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the sharded vocabulary: gpt pads to a multiple of 128 * tp (Megatron); the others and autotp never.
+        """Rows of the sharded vocabulary: gpt pads to a multiple of 128 * tp (Megatron), the others never pad.
 
-        Under isp of 128 * lcm(tp, wp): tp splits the logits, wp the weights.
+        Under isp of 128 * lcm(tp, wp): tp splits the logits, wp the weights. Under autotp no table is padded.
         """
-        if self.family != "gpt" or self.mode == "autotp":
+        if self.family != "gpt":
             return self.vocab
         unit = 128 * math.lcm(self.tp, self.wp)
         return -(-self.vocab // unit) * unit

@@ -138,7 +138,7 @@ def _value(case: Case, key: str) -> object:
     derived = {
         "world": case.world_size,
         "wdp": case.world_size // (case.wp if case.mode == "isp" else case.tp),
-        "padding": case.padded_vocab - case.vocab,
+        "padding": 0 if case.mode == "autotp" else case.padded_vocab - case.vocab,
     }
     if key.endswith("_rest"):
         return int(getattr(case, key.removesuffix("_rest"))) % case.tp

@@ -113,7 +113,7 @@ def _bytes(text: str, case: Case, mode: Mode) -> int:
     split = {name for name, place in places.items() if place.axis}
     padding = (case.padded_vocab - case.vocab) * case.hidden
     tables = ("embedding.tokens.weight", "head.weight") if case.embedding == "vocab" else ("head.weight",)
-    padded = padding * sum(name in places for name in tables)
+    padded = padding * sum(bool(places[name].blocks) for name in tables if name in places)
     total = sum(math.prod(places[name].shape) for name in split) + padded
     whole = sum(math.prod(place.shape) for name, place in places.items() if name not in split)
     letters = {
