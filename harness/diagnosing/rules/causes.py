@@ -75,7 +75,7 @@ CAUSES: Mapping[str, str] = {
     "scaled_down": "updates that are next to nothing, in the right direction",
     "scores_scaled": "the dense model's with attention scores scaled by another number",
     "later_seen": "the dense model's with tokens that see later ones",
-    "rotated_otherwise": "the dense model's with rotary positions of another base, pairing or direction",
+    "rotated_otherwise": "the dense model's with rotary positions otherwise: base, pairing, direction, keys alone",
     "positions_shifted": "the dense model's with positions some places too large or too small",
     "other_activation": "the dense model's with another nonlinearity",
     "normed_otherwise": "the dense model's with another norm: left out, centred or not, or with other weights",

@@ -62,7 +62,7 @@ WHAT_IF: Mapping[str, str] = {
     "untied": "when the tied head keeps its first weights: head and embedding are no longer one",
     "scores_scaled": "when attention scores are scaled by another number",
     "later_seen": "when tokens see later ones: attention is not causal",
-    "rotated_otherwise": "when rotary positions have another base, pairing or direction",
+    "rotated_otherwise": "when rotary positions have another base, pairing or direction, or turn queries or keys alone",
     "positions_shifted": "when positions are some places too large or too small",
     "other_activation": "with another nonlinearity",
     "normed_otherwise": "with another norm: left out, centred or not, or with other weights",

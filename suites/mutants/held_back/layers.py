@@ -27,6 +27,7 @@ MUTANTS = (
         kills="activations|forward",
         phase="forward",
         region=_ATTENTION,
+        cause="rotated_otherwise",
     ),
     Mutant(
         name="rotary-of-neighbouring-features",
@@ -40,6 +41,7 @@ MUTANTS = (
         kills="activations|forward",
         phase="forward",
         region=_ATTENTION,
+        cause="rotated_otherwise",
     ),
     Mutant(
         name="rotary-of-queries-alone",
@@ -53,6 +55,7 @@ MUTANTS = (
         kills="activations|forward",
         phase="forward",
         region=_ATTENTION,
+        cause="rotated_otherwise",
     ),
     Mutant(
         name="rotary-base-of-another-model",
@@ -63,6 +66,7 @@ MUTANTS = (
         kills="activations|forward",
         phase="forward",
         region=_ATTENTION,
+        cause="rotated_otherwise",
     ),
     Mutant(
         name="rotary-angles-in-float32",
@@ -75,6 +79,7 @@ MUTANTS = (
         kills="activations|forward",
         phase="forward",
         region=_ATTENTION,
+        cause="shorter_dtype",
     ),
     Mutant(
         name="scores-scaled-by-the-group",
@@ -84,6 +89,7 @@ MUTANTS = (
         kills="activations|forward",
         phase="forward",
         region=_ATTENTION,
+        cause="scores_scaled",
     ),
     Mutant(
         name="a-token-does-not-see-itself",
@@ -115,6 +121,7 @@ MUTANTS = (
         kills="activations|forward",
         phase="forward",
         region=_ATTENTION,
+        cause="later_seen",
     ),
     Mutant(
         name="gelu-of-the-other-kind",
@@ -125,6 +132,7 @@ MUTANTS = (
         kills="activations|forward",
         phase="forward",
         region="layers.0.mlp|layers.0.mlp.*",
+        cause="other_activation",
     ),
     Mutant(
         name="relu-squared",
@@ -139,6 +147,7 @@ MUTANTS = (
         kills="activations|forward",
         phase="forward",
         region="layers.0.mlp|layers.0.mlp.*",
+        cause="other_activation",
     ),
     Mutant(
         name="parallel-residual",
@@ -156,6 +165,7 @@ MUTANTS = (
         kills="activations|forward",
         phase="forward",
         region="layers.0.mlp_norm",
+        cause="term_missing",
     ),
     Mutant(
         name="epsilon-of-another-norm",
@@ -165,6 +175,7 @@ MUTANTS = (
         kills="activations|forward",
         phase="forward",
         region="layers.0.attention_norm",
+        cause="other_epsilon",
     ),
     Mutant(
         name="norm-weight-counts-from-one",
@@ -180,6 +191,7 @@ MUTANTS = (
         kills="activations|forward",
         phase="forward",
         region="layers.0.attention_norm",
+        cause="normed_otherwise",
     ),
     Mutant(
         name="norm-without-its-bias",

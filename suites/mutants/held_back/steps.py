@@ -26,6 +26,7 @@ MUTANTS = (
         kills="forward",
         phase="loss|",
         region="",
+        cause="smoothing_over_all",
     ),
     Mutant(
         name="smoothing-without-its-gradient",
@@ -85,6 +86,7 @@ MUTANTS = (
         kills="update",
         phase="step",
         region="*",
+        cause="clipped_otherwise",
     ),
     Mutant(
         name="clipped-after-the-step",
@@ -153,6 +155,7 @@ MUTANTS = (
         kills="update",
         phase="step",
         region="*",
+        cause="other_beta",
     ),
     Mutant(
         name="ten-times-the-decay",
@@ -163,6 +166,7 @@ MUTANTS = (
         kills="update",
         phase="step",
         region="*",
+        cause="decay_added",
     ),
     Mutant(
         name="biases-and-norms-never-updated",
