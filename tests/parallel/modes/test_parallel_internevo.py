@@ -72,14 +72,6 @@ def test_a_case_is_proved(words: str, engine: Engine) -> None:
         assert max(errors.values()) <= 1e-12, errors
 
 
-@pytest.mark.parametrize("name", INTERNEVO)
-@settings(max_examples=3, deadline=None)
-@given(data=st.data())
-def test_any_drawn_case_is_proved(name: str, engine: Engine, data: st.DataObject) -> None:
-    head = data.draw(st.sampled_from(("parallel", "gather")))
-    _proves(data.draw(cases(name, worlds=(2, 3, 6), head=head)), engine)
-
-
 PLANTED = {
     "norm gradients stay partial": (
         "msp",

@@ -80,12 +80,6 @@ def test_ranks_issue_the_closed_form_on_meshes_and_with_every_form_of_the_head(
     _agree(Case.parse(f"{EVO} {words}"), engine)
 
 
-@settings(max_examples=5, deadline=None)
-@given(case=cases("isp", worlds=(2, 3, 4), metric=False))
-def test_any_drawn_case_issues_the_closed_form(case: Case, engine: InprocEngine) -> None:
-    _agree(case, engine)
-
-
 @settings(max_examples=60, deadline=None)
 @given(case=cases("isp", label_smoothing=0.0))
 def test_the_table_promises_the_closed_form(case: Case) -> None:

@@ -7,17 +7,22 @@ mode uses is held by the law of the pairs.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from harness.checking.evidence import FAIL
 from harness.checking.ledger_checks import ledger
-from harness.errors import ProgramError
 from harness.ledger import Event
 from harness.running.execution import execute
+from parallel import collectives
+from parallel.mesh import Axis
 from parallel.subject import subject
 from reference.case import Case
 from suites.mutants.planting import planted_module
@@ -45,51 +50,61 @@ CASES = tuple(
     )
 )
 """Cases that reach the sites between them; the first that reaches a site proves it."""
+RAW = collectives.all_reduce.__code__.co_filename
 
 
 def _where(events: tuple[Event, ...]) -> Counter[tuple[str, str, str]]:
     return Counter((event.op, event.phase, event.region) for event in events if event.rank == 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Right:
+    """The right subject in one case: its ledger, and the (module, line, collective) that communicated on rank 0."""
+
+    text: str
+    events: tuple[Event, ...]
+    reached: frozenset[tuple[str, int, str]]
+
+
 @pytest.fixture(scope="module")
-def right(prover: Prover) -> dict[str, tuple[Event, ...]]:
-    """Case text -> the ledger of the right subject."""
-    texts = [text for text in CASES if Case.parse(text).mode in subject.modes]
-    return {text: execute(Case.parse(text), subject, prover.engine, text=text).events for text in texts}
+def right(prover: Prover) -> list[Right]:
+    """Every case, on the right subject."""
+    return [_ran(prover, text) for text in CASES if Case.parse(text).mode in subject.modes]
 
 
-def _lacking(
-    prover: Prover, mutant: Callable[..., Any], right: dict[str, tuple[Event, ...]]
-) -> Iterator[tuple[str, Counter[tuple[str, str, str]]]]:
-    """Case text -> events that the mutant does not issue there, for the cases that reach the removed call.
+def _ran(prover: Prover, text: str) -> Right:
+    reached: set[tuple[str, int, str]] = set()
 
-    None are known of a mutant that crashes for want of the call.
-    """
-    for text, events in right.items():
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        axis = frame.f_locals.get("axis") if event == "call" and frame.f_code.co_filename == RAW else None
+        if isinstance(axis, Axis) and axis.size > 1 and frame.f_back:
+            reached.add((frame.f_back.f_globals["__name__"], frame.f_back.f_lineno, frame.f_code.co_name))
+
+    def profiled(case: Case, device: torch.device) -> Mapping[str, Any]:
+        sys.setprofile(profile)
         try:
-            found = execute(Case.parse(text), mutant, prover.engine, text=text).events
-        except ProgramError:
-            yield text, Counter()
-            continue
-        if lost := _where(events) - _where(found):
-            yield text, lost
+            return subject(case, device)
+        finally:
+            sys.setprofile(None)
+
+    events = execute(Case.parse(text), profiled, prover.engine, text=text).events
+    return Right(text=text, events=events, reached=frozenset(reached))
 
 
 @pytest.mark.parametrize("site", sites(), ids=str)
-def test_a_removed_collective_is_named(prover: Prover, right: dict[str, tuple[Event, ...]], site: CallSite) -> None:
-    mutant = without(site)
-    reached = next(_lacking(prover, mutant, right), None)
-    if reached is None:
+def test_a_removed_collective_is_named(prover: Prover, right: list[Right], site: CallSite) -> None:
+    place = (site.module, site.line, site.name)
+    first = next((case for case in right if place in case.reached), None)
+    if first is None:
         assert site.module == "parallel.pairs", "a call that no case reaches is held by no check"
         assert broken_pairs(planted_module(source_without(site), "parallel.pairs"), prover.engine)
         return
-    text, lost = reached
-    result = prover.proof(Case.parse(text), mutant)
+    result = prover.proof(Case.parse(first.text), without(site))
     assert result.verdict == FAIL
-    if not lost:
+    if result.evidence is None:
         assert [verdict.check for verdict in result.verdicts] == ["run"]
         return
-    assert result.evidence is not None
+    lost = _where(first.events) - _where(result.evidence.events)
     finding = ledger(result.evidence)
     assert finding is not None
     assert (finding.phase, finding.region) in {(phase, region) for _, phase, region in lost}
