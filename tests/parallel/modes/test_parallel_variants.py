@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from harness.checking.checks import CHECKS
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.merging import merge
@@ -60,8 +61,8 @@ def test_a_variant_fails_and_its_cause_is_named(name: str, engine: Engine, data:
     mode = data.draw(st.sampled_from(VARIANTS[name].modes))
     shown: dict[str, Any] = words(name)
     case = data.draw(cases(mode, worlds=(2, 3, 6), **shown))
-    result = prove(case, "parallel.subject:subject", engine)
     check, told = TOLD[name]
+    result = prove(case, "parallel.subject:subject", engine, checks={check: CHECKS[check]})
     failed = {v.check: v.message for v in result.verdicts if v.verdict == "fail"}
     assert check in failed, (str(case), sorted(failed))
     (causes,) = [line for line in failed[check].splitlines() if line.startswith("causes:")]
