@@ -1,15 +1,16 @@
-"""A driver of a pool that comes to no good end:  python -m tests.harness.processes.pool_driver KIND FILE
+"""A driver of a pool that comes to no good end, in a process that a test starts.
 
-Writes the pids of the pool's processes to FILE, then hangs in a run (waits), or ends without closing the engine
+Writes the pids of the pool's processes to a file, then hangs in a run (waits), or ends without closing the engine
 (drops), or runs what answers at length after a while (answers) or waits for the store (asks).
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+from unittest import mock
 
 from harness.engines.engine import Program
+from harness.engines.processes.forked import pool
 from harness.engines.processes.forked.pool import PoolEngine
 from tests.harness.processes.pool_programs import answers_at_length, asks_the_store, family, forever
 
@@ -17,13 +18,10 @@ __all__ = ["main"]
 
 
 def main(kind: str, file: str) -> None:
-    """Be that driver."""
-    engine = PoolEngine()
-    Path(file).write_text(" ".join(map(str, family(engine))))
-    programs: dict[str, Program] = {"waits": forever, "answers": answers_at_length, "asks": asks_the_store}
-    if kind in programs:
-        engine.run(programs[kind], world_size=2, timeout_s=600)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    """Be that driver, of a pool whose ranks are all forked from one server: another is as long in coming."""
+    with mock.patch.object(pool, "_HASH_SEEDS", (1,)):
+        engine = PoolEngine()
+        Path(file).write_text(" ".join(map(str, family(engine))))
+        programs: dict[str, Program] = {"waits": forever, "answers": answers_at_length, "asks": asks_the_store}
+        if kind in programs:
+            engine.run(programs[kind], world_size=2, timeout_s=600)

@@ -6,20 +6,26 @@ import gc
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from harness.engines.processes.forked import pool
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.errors import MachineError, RankCrashed, RequestError
-from tests import ROOT
+from tests.forked import Forked, started
+from tests.harness.processes.pool_driver import main
 from tests.harness.processes.pool_programs import calls_then, family, os_parent, summed, total
 
 SHARED = Path("/dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks are forked from one server: another is as long in coming."""
+    monkeypatch.setattr(pool, "_HASH_SEEDS", (1,))
 
 
 def gone(pids: list[int]) -> bool:
@@ -46,8 +52,16 @@ def files_of(pids: list[int], folder: Path) -> set[str]:
     return {str(path) for path in folder.iterdir()} | named
 
 
-def test_closing_and_dropping_end_every_process() -> None:
+def test_closing_and_dropping_end_every_process_and_a_killed_server_is_replaced() -> None:
     engine = PoolEngine()
+    pids = family(engine)
+    os.kill(pids[0], signal.SIGKILL)
+    assert gone(pids)
+    try:
+        results = engine.run(summed, world_size=2)
+    except MachineError:
+        results = engine.run(summed, world_size=2)
+    assert results == [total(2)] * 2
     pids = family(engine)
     engine.close()
     assert gone(pids)
@@ -60,18 +74,16 @@ def test_closing_and_dropping_end_every_process() -> None:
     assert gone(pids)
 
 
-def driven(kind: str, file: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
-    """A driver that has begun its run, and its pool's processes: two servers and two ranks."""
-    command = [sys.executable, "-m", "tests.harness.processes.pool_driver", kind, str(file)]
-    temporary = file.with_name("temporary")
+def driven(kind: str, folder: Path) -> tuple[Forked, list[int]]:
+    """A driver that has begun its run, and its pool's processes: a server and two ranks."""
+    file, temporary = folder / "pids", folder / "temporary"
     temporary.mkdir()
-    environment = dict(os.environ) | {"TMPDIR": str(temporary)}
-    driver = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=environment)
+    driver = started(main, kind, str(file), folder=folder, environment={"TMPDIR": str(temporary)})
     until_s = time.monotonic() + 60
-    while not (file.exists() and file.read_text()) and driver.poll() is None and time.monotonic() < until_s:
+    while not (file.exists() and file.read_text()) and driver.process.is_alive() and time.monotonic() < until_s:
         time.sleep(0.05)
     pids = [int(word) for word in file.read_text().split()]
-    assert len(set(pids)) == 4
+    assert len(set(pids)) == 3
     time.sleep(0.2)
     return driver, pids
 
@@ -79,37 +91,36 @@ def driven(kind: str, file: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
 @pytest.mark.parametrize(
     ("kind", "end"),
     [
-        ("waits", lambda driver: driver.kill()),
-        ("waits", lambda driver: driver.send_signal(signal.SIGINT)),
+        ("waits", lambda driver: driver.send(signal.SIGKILL)),
+        ("waits", lambda driver: driver.send(signal.SIGINT)),
         ("drops", lambda driver: None),
     ],
     ids=["killed", "interrupted", "not-closed"],
 )
 def test_no_orphan_and_no_file_is_left_when_the_driver_ends(
-    tmp_path: Path, kind: str, end: Callable[[subprocess.Popen[bytes]], None]
+    tmp_path: Path, kind: str, end: Callable[[Forked], None]
 ) -> None:
-    driver, pids = driven(kind, tmp_path / "pids")
+    driver, pids = driven(kind, tmp_path)
     everybody, folder = [driver.pid, *pids], tmp_path / "temporary"
     before = files_of(everybody, folder)
     end(driver)
-    _, errors = driver.communicate(timeout=30)
+    status = driver.ended()
     assert gone(pids)
     assert files_of(everybody, folder) == before == set()
-    if kind == "waits" and driver.returncode != -signal.SIGKILL:
-        assert b"KeyboardInterrupt" in errors
+    if kind == "waits" and status != -signal.SIGKILL:
+        assert "KeyboardInterrupt" in driver.err
 
 
 @pytest.mark.parametrize(("kind", "dies"), [("answers", False), ("waits", True), ("asks", False)])
 def test_a_driver_that_is_terminated_in_a_run_ends_without_a_word(tmp_path: Path, kind: str, dies: bool) -> None:
-    driver, pids = driven(kind, tmp_path / "pids")
-    driver.send_signal(signal.SIGSTOP)  # it hears nothing of what happens now
+    driver, pids = driven(kind, tmp_path)
+    driver.send(signal.SIGSTOP)  # it hears nothing of what happens now
     if dies:
-        os.kill(pids[3], signal.SIGKILL)
+        os.kill(pids[2], signal.SIGKILL)
     time.sleep(0.8)
-    driver.terminate()
-    driver.send_signal(signal.SIGCONT)
-    _, errors = driver.communicate(timeout=30)
-    assert (driver.returncode, errors) == (-signal.SIGTERM, b"")
+    driver.send(signal.SIGTERM)
+    driver.send(signal.SIGCONT)
+    assert (driver.ended(), driver.err) == (-signal.SIGTERM, "")
     assert gone(pids)
 
 
@@ -128,15 +139,3 @@ def _sleeps(process: Path) -> bool:
         return (process / "cmdline").read_bytes() == b"sleep\x00600\x00"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def test_a_killed_fork_server_is_a_machine_error_and_the_next_run_starts_another() -> None:
-    with PoolEngine() as engine:
-        pids = family(engine)
-        os.kill(pids[0], signal.SIGKILL)
-        assert gone(pids[::2])
-        try:
-            results = engine.run(summed, world_size=2)
-        except MachineError:
-            results = engine.run(summed, world_size=2)
-        assert results == [total(2)] * 2

@@ -4,51 +4,45 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import reports.request
+from harness.cases import parse_cases
 from harness.running.interrupts import interrupted_after
 from reports.frames import load
-from tests import ROOT
+from shardproof.__main__ import main
+from tests.forked import started
 
 TWO_LAYERS = "mode=tp tp=1 layers=2 hidden=16 heads=2 vocab=24 seq=8"
-_RUN = [sys.executable, "-m", "shardproof", "run", "--subject"]
-_DEFAULT_RUN = """
-import sys, reports.request
-subject, *cases = sys.argv[1:]
-from harness.cases import parse_cases
-reports.request.default_cases = lambda *_, **__: parse_cases(cases)
-from reports.cli import main
-sys.exit(main(["run", "--subject", subject]))
-"""
+_RUN = ["run", "--subject"]
 
 
-def interrupted(folder: Path, command: list[str]) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a command that gets a SIGINT, with its whole group, once its slow part runs."""
-    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
-    ) as process:
-        try:
-            until_s = time.monotonic() + 60
-            while not (folder / "started").exists() and process.poll() is None and time.monotonic() < until_s:
-                time.sleep(0.05)
-            time.sleep(0.3)
-            os.killpg(process.pid, signal.SIGINT)
-            out, err = process.communicate(timeout=20)
-        finally:
-            process.kill()
-    assert (folder / "started").exists(), err
-    return process.returncode, out, err
+def default_run(subject: str, cases: list[str]) -> int:
+    """`shardproof run` without cases, when these are the default ones."""
+    reports.request.default_cases = lambda *_, **__: parse_cases(cases)
+    return main([*_RUN, subject])
+
+
+def interrupted(folder: Path, program: Callable[..., int], *words: object) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a program that gets a SIGINT, with its whole group, once its slow part runs."""
+    forked = started(program, *words, folder=folder)
+    until_s = time.monotonic() + 60
+    while not (folder / "started").exists() and forked.process.is_alive() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    os.killpg(forked.pid, signal.SIGINT)
+    status = forked.ended()
+    assert (folder / "started").exists(), forked.err
+    return status, forked.out, forked.err
 
 
 def test_the_cases_finished_before_are_stored_and_printed(tmp_path: Path) -> None:
     cases = [TWO_LAYERS, f"{TWO_LAYERS} seed=1", f"{TWO_LAYERS} seed=2"]
-    status, out, err = interrupted(tmp_path, [*_RUN, "tests.harness.running.interrupted:slow_second", *cases])
+    status, out, err = interrupted(tmp_path, main, [*_RUN, "tests.harness.running.interrupted:slow_second", *cases])
     assert status == 130
     assert "interrupted" in err and "Traceback" not in err
     rows = [line for line in out.splitlines() if line.startswith("tp ")]
@@ -59,7 +53,7 @@ def test_the_cases_finished_before_are_stored_and_printed(tmp_path: Path) -> Non
 
 def test_a_run_is_reported_whole_when_its_script_is_interrupted(tmp_path: Path) -> None:
     command = [*_RUN, "tests.harness.running.interrupted:slow_shrink", TWO_LAYERS, "--emit-repro", "repro.py"]
-    status, out, err = interrupted(tmp_path, command)
+    status, out, err = interrupted(tmp_path, main, command)
     assert status == 130 and "Traceback" not in err
     assert "\nwhat:" in out and "note: repro.py was not written: interrupted" in out
     assert (tmp_path / "runs" / "latest" / "report.html").exists() and not (tmp_path / "repro.py").exists()
@@ -68,9 +62,8 @@ def test_a_run_is_reported_whole_when_its_script_is_interrupted(tmp_path: Path) 
 def test_both_processes_of_the_default_run_are_interrupted(tmp_path: Path) -> None:
     if (os.cpu_count() or 1) < 2:
         pytest.skip("one processor: no second process")
-    cases = [f"{TWO_LAYERS} seed={seed}" for seed in (2, 1, 3, 4, 5, 6)]  # the second is the second process's
-    command = [sys.executable, "-c", _DEFAULT_RUN, "tests.harness.running.interrupted:slow_second", *cases]
-    status, out, err = interrupted(tmp_path, command)
+    cases = [f"{TWO_LAYERS} seed={seed}" for seed in (2, 1, 3, 4, 5, 6)]  # the first two are the second process's
+    status, out, err = interrupted(tmp_path, default_run, "tests.harness.running.interrupted:slow_second", cases)
     assert status == 130 and "Traceback" not in err
     verdicts = load(tmp_path / "runs" / "latest").verdicts
     finished = verdicts["case"].nunique()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from harness.cases import parse_cases
 from harness.checking.evidence import FAIL, PASS, UNKNOWN
 from harness.errors import MachineError
-from harness.running.witnessing import witnesses
+from harness.running.witnessing import Witnesses, witnesses
 from harness.witnesses.chosen import during, step_ends, terms_of
 from harness.witnesses.nsys import nsys_path
 from tests.harness.witnesses.stepped_subject import CALLS, subject, uneven
@@ -24,17 +23,27 @@ CHOSEN = range(1, 3)
 EXPECTED = subject.expected  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("tool", ["torch", pytest.param("nsys", marks=NSYS)])
-def test_an_extra_collective_counts_in_a_chosen_step_and_in_no_other(tool: str, tmp_path: Path) -> None:
-    clean, inside, before, after = cases = parse_cases([f"mode=tp tp=2 steps=4 seed={n}" for n in (9, 2, 0, 3)])
-    seen = witnesses(cases, NAME, (tool,), tmp_path, device="cpu", timeout_s=60.0, steps=CHOSEN)
-    assert tool in seen.sessions, seen.notes
-    for case in (clean, before, after):
+CLEAN, INSIDE, BEFORE, AFTER, SHORT = parse_cases(
+    [*(f"mode=tp tp=2 steps=4 seed={n}" for n in (9, 2, 0, 3)), "mode=tp tp=2 steps=1"]
+)
+"""No slip, one in step 2, 0 and 3; and a program that ends before the chosen steps do."""
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("nsys", marks=NSYS)])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Witnesses:
+    """One session of all cases."""
+    cases, folder = (CLEAN, INSIDE, BEFORE, AFTER, SHORT), tmp_path_factory.mktemp("session")
+    return witnesses(cases, NAME, (request.param,), folder, device="cpu", timeout_s=60.0, steps=CHOSEN)
+
+
+def test_an_extra_collective_counts_in_a_chosen_step_and_in_no_other(seen: Witnesses) -> None:
+    (tool,) = seen.sessions
+    for case in (CLEAN, BEFORE, AFTER):
         told = seen.told(case, (), EXPECTED(case), EXPECTED).verdict
         assert told.verdict == PASS, told.message
         events = 2 * CALLS * len(CHOSEN)
         assert told.message == f"ledger, {tool}, closed_form agree on {events} events of 2 ranks in steps 1:3"
-    told = seen.told(inside, (), EXPECTED(inside), EXPECTED).verdict
+    told = seen.told(INSIDE, (), EXPECTED(INSIDE), EXPECTED).verdict
     assert told.verdict == FAIL
     # It follows the broadcast of step 2, the second that is watched: calls 0 to 5 of step 1, then 6 and 7.
     assert told.message.splitlines()[0] == (
@@ -43,8 +52,9 @@ def test_an_extra_collective_counts_in_a_chosen_step_and_in_no_other(tool: str, 
     )
     assert told.message.splitlines()[-1].endswith(f"--profile {tool} --profile-steps 1:3")
 
-    # A closed form that knows no single steps is not held against some.
-    told = seen.told(clean, (), list(uneven(clean)), uneven).verdict
+
+def test_a_closed_form_that_knows_no_single_steps_is_not_held_against_some(seen: Witnesses) -> None:
+    told = seen.told(CLEAN, (), list(uneven(CLEAN)), uneven).verdict
     assert told.verdict == PASS
     assert told.message.endswith(
         "the closed form was not asked: the closed form does not tell which step has what: "
@@ -53,13 +63,10 @@ def test_an_extra_collective_counts_in_a_chosen_step_and_in_no_other(tool: str, 
     assert told.unchecked == ("closed form of the chosen steps",)
 
 
-def test_steps_that_the_program_does_not_have_are_told(tmp_path: Path) -> None:
-    (case,) = parse_cases(["mode=tp tp=2 steps=2"])
-    name = "tests.harness.witnesses.viewed_subject:subject"  # one step, whatever the case says
-    seen = witnesses([case], name, ("torch",), tmp_path, device="cpu", timeout_s=60.0, steps=range(1, 2))
-    told = seen.told(case, (), None).verdict
+def test_steps_that_the_program_does_not_have_are_told(seen: Witnesses) -> None:
+    told = seen.told(SHORT, (), None).verdict
     assert told.verdict == UNKNOWN
-    assert "steps 1:2 cannot be watched: the program ends 1 of them, as its optimizers tell" in told.message
+    assert "steps 1:3 cannot be watched: the program ends 1 of them, as its optimizers tell" in told.message
 
 
 class Run:
