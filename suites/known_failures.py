@@ -19,7 +19,7 @@ from harness.errors import RequestError
 
 __all__ = ["Known", "mark", "read"]
 
-_LEGAL = 'legal: [[failure]] with test = "test_forward.py::test_activations[isp]" and reason = "issue 12"'
+_LEGAL = 'legal: [[failure]] with test = "test_forward.py::test_losses_and_logits[isp]" and reason = "issue 12"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

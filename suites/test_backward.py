@@ -1,4 +1,4 @@
-"""Backward: the gradient in every module's output and of every parameter is the dense model's."""
+"""One step: every module's output, the gradient in it, and every parameter's gradient are the dense model's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from suites.prover import Prover
 
 
 @given(data=st.data())
-def test_activation_gradients(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(prover.drawn(data, mode), "merge", "activation_gradients")
-
-
-@given(data=st.data())
-def test_parameter_gradients(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(prover.drawn(data, mode), "merge", "parameter_gradients")
+def test_activations_and_gradients(prover: Prover, mode: str, data: st.DataObject) -> None:
+    case = prover.drawn(data, mode, steps=1)  # the outcome holds those of the first step
+    prover.holds(case, "coverage", "merge", "activations", "activation_gradients", "parameter_gradients")

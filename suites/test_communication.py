@@ -9,17 +9,12 @@ from suites.prover import Prover
 
 
 @given(data=st.data())
-def test_ledger_is_the_closed_form(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(prover.drawn(data, mode), "ledger", "groups")
+def test_the_ledger_is_the_closed_form_and_parallelism_happened(prover: Prover, mode: str, data: st.DataObject) -> None:
+    prover.holds(prover.drawn(data, mode), "ledger", "groups", "parallelism")
 
 
 @given(data=st.data())
 def test_every_asynchronous_call_is_expected_hidden_and_waited_for(
     prover: Prover, mode: str, data: st.DataObject
 ) -> None:
-    prover.holds(prover.drawn(data, mode, overlap=True), "ledger", "waits", "overlap")
-
-
-@given(data=st.data())
-def test_parallelism_happened(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(prover.drawn(data, mode), "parallelism")
+    prover.holds(prover.drawn(data, mode, steps=2, overlap=True), "ledger", "waits", "overlap")

@@ -9,10 +9,7 @@ from suites.prover import Prover
 
 
 @given(data=st.data())
-def test_shards_cover_and_replicas_agree(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(prover.drawn(data, mode), "coverage", "merge", "replicas")
-
-
-@given(data=st.data())
-def test_runs_repeat_and_recording_changes_nothing(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(prover.drawn(data, mode), "determinism", "recording")
+def test_replicas_agree_runs_repeat_and_recording_changes_nothing(
+    prover: Prover, mode: str, data: st.DataObject
+) -> None:
+    prover.holds(prover.drawn(data, mode, steps=2), "merge", "replicas", "determinism", "recording")

@@ -25,7 +25,7 @@ from tests import ROOT
 
 ROOMS = ("bench", "harness", "parallel", "reference", "reports", "shardproof", "suites")
 PAGE, RECIPE = ROOT / "docs" / "ci.md", ROOT / "docs" / "shardproof.yml"
-FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or parameter_gradients'"
+FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or losses'"
 """One example of a few properties: what is tested here is the recipe."""
 LONGEST_S = 400
 

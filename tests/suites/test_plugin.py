@@ -123,10 +123,10 @@ def test_a_stale_entry_fails(inner: Callable[..., pytest.RunResult], pytester: p
 
 
 def test_an_entry_means_the_end_of_an_id() -> None:
-    entry = Known(test="test_forward.py::test_activations[isp]", reason="r")
-    assert entry.means("suites/test_forward.py::test_activations[isp]")
-    assert not entry.means("suites/my_test_forward.py::test_activations[isp]")
-    assert not entry.means("suites/test_forward.py::test_activations[i]"), "no character class"
+    entry = Known(test="test_forward.py::test_losses_and_logits[isp]", reason="r")
+    assert entry.means("suites/test_forward.py::test_losses_and_logits[isp]")
+    assert not entry.means("suites/my_test_forward.py::test_losses_and_logits[isp]")
+    assert not entry.means("suites/test_forward.py::test_losses_and_logits[i]"), "no character class"
 
 
 @pytest.mark.parametrize(
