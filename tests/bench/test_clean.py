@@ -37,7 +37,8 @@ def test_shares_of_all_parts_add_up() -> None:
     shares = [Part(cases=100, number=number, parts=3).shares() for number in (1, 2, 3)]
     assert sum(sum(share.values()) for share in shares) == 100
     assert all(set(share) == set(MODES) for share in shares)
-    assert {count for share in shares for count in share.values()} == {5, 6}
+    least = 100 // (3 * len(MODES))
+    assert {count for share in shares for count in share.values()} == {least, least + 1}
 
 
 def test_a_right_subject_is_quiet(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_a_wrong_request_is_one_line(option: str, tmp_path: Path, capsys: pytest
 def test_every_word_of_the_case_language_is_drawn_or_left_out_for_a_reason() -> None:
     drawn: dict[str, set[object]] = {field.name: set() for field in fields(Case)}
 
-    @settings(max_examples=250, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=_ALL)
+    @settings(max_examples=400, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=_ALL)
     @seed(1)
     @given(data=st.data())
     def draw(data: st.DataObject) -> None:

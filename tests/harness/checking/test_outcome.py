@@ -166,7 +166,7 @@ def distributed(
 ) -> object:
     """Something that passes for a DTensor with this spec, without a process group."""
     fake = SimpleNamespace(device_mesh=mesh, shape=full.shape, placements=tuple(how), to_local=lambda: local)
-    monkeypatch.setattr("harness.outcome.DTensor", SimpleNamespace)
+    monkeypatch.setattr("torch.distributed.tensor.DTensor", SimpleNamespace)
     return fake
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from harness.errors import RankDied
 from reference.case import Case
 from reports import frames
-from reports import repro as repro_command
 from tests.harness.command_line import ONE, CommandLine, command_line
 from tests.harness.toy_subjects import wrong
 
@@ -75,10 +74,10 @@ def test_a_script_that_cannot_be_written_in_the_end_takes_no_verdict_along(
     def dying(*_: object) -> str:
         raise RankDied("rank 0 ended with status 9", ranks=(0,), positions=())
 
-    monkeypatch.setattr(repro_command, "emit", dying)
+    monkeypatch.setattr("harness.reproducing.repro.emit", dying)
     status, out, _ = shardproof(*words, "--json")
     assert status == 1 and "rank 0 ended with status 9" in json.loads(out)["notes"]
     Path("repro.py").rmdir()
-    monkeypatch.setattr(repro_command, "emit", lambda *_: 1 / 0)
+    monkeypatch.setattr("harness.reproducing.repro.emit", lambda *_: 1 / 0)
     status, out, _ = shardproof(*words)
     assert status == 1 and "note: repro.py was not written: ZeroDivisionError: division by zero\n" in out
