@@ -43,6 +43,10 @@ TOLD = {
 """Variant -> the check that fails for sure, and what its likely causes say."""
 
 
+WORLDS = {"isp-average": (3,)}
+"""A factor of 1/2 may be a constant where no legal case has another tp: no cause is reported there."""
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with engine_named("inproc") as engine:
@@ -60,7 +64,7 @@ def test_a_variant_fails_and_its_cause_is_named(name: str, engine: Engine, data:
     """Every drawn case that can show it fails, so the first one does."""
     mode = data.draw(st.sampled_from(VARIANTS[name].modes))
     shown: dict[str, Any] = words(name)
-    case = data.draw(cases(mode, worlds=(2, 3, 6), **shown))
+    case = data.draw(cases(mode, worlds=WORLDS.get(name, (2, 3, 6)), **shown))
     check, told = TOLD[name]
     result = prove(case, "parallel.subject:subject", engine, checks={check: CHECKS[check]})
     failed = {v.check: v.message for v in result.verdicts if v.verdict == "fail"}
