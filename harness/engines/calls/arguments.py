@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.engines.calls.signature import REDUCE_OPS
 from harness.torch_internals.groups import Pending, waited
 
-__all__ = ["checked", "counted", "form_of", "reduction", "root_of", "rows_of", "sized"]
+__all__ = ["checked", "counted", "reduction", "root_of", "rows_of", "sized"]
 
 _ANY_DTYPE = ("sum", "max", "min", "product")
 
@@ -24,7 +24,7 @@ def checked(tensors: Any) -> list[Tensor]:
     """Plain dense tensors; a functional collective's pending output is waited for. Raises ValueError."""
     plain = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for i, tensor in enumerate(plain):
-        if isinstance(tensor, Pending):
+        if type(tensor) is not Tensor and isinstance(tensor, Pending):
             plain[i] = waited(tensor)
         if tensor.layout is not torch.strided:
             raise ValueError(f"tensor of layout {tensor.layout}: must be dense; legal: tensor.to_dense()")
@@ -38,18 +38,13 @@ def checked(tensors: Any) -> list[Tensor]:
     return plain
 
 
-def form_of(tensors: Sequence[Tensor]) -> str:
-    """How tensors are passed, when not as one list a rank."""
-    return "single" if len(tensors) == 1 else "coalesced"
-
-
 def reduction(opts: Any, tensors: list[Tensor]) -> tuple[str, Sequence[Tensor]]:
     """The reduce op's name and the tensors to reduce: the given list itself, or copies scaled by a factor.
 
     Raises ValueError for a reduce op that the dtype does not have.
     """
     given = getattr(opts, "reduceOp", opts)
-    name = "sum" if given is None else REDUCE_OPS[int(getattr(given, "op", given))]
+    name = "sum" if given is None else REDUCE_OPS[hash(given)]  # torch's hash of a reduce op is its number
     if name in _ANY_DTYPE:
         return name, tensors
     if name == "premul_sum":

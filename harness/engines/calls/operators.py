@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from harness.engines.calls.arguments import form_of
 from harness.engines.calls.signature import REDUCE_OPS, Signature, call_of, dtype_text, shapes_of
 from harness.ledger import OTHER, Call
 from harness.torch_internals.operators import arguments_of
@@ -104,7 +103,14 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
         agreeing = tensors_in(arguments[agree_at]) if agree_at >= 0 else payload
         shapes = shapes_of(agreeing) if op != "all_to_all" else _free_of_rows(described.form, payload)
         root = arguments[peer_at] if rooted else -1
-        signature = Signature(op, described.form or form_of(agreeing), reduce_op, root, dtype_text(payload), shapes)
+        signature = Signature(
+            op,
+            described.form or ("single" if len(agreeing) == 1 else "coalesced"),
+            reduce_op,
+            root,
+            dtype_text(payload),
+            shapes,
+        )
         peer = ranks[arguments[peer_at]] if peer_at >= 0 else -1
         call = call_of(signature, payload, ranks, group.group_desc, peer, is_async)
         tag = arguments[tag_at] if tag_at >= 0 else 0

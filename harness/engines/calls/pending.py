@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from harness.engines.calls.arithmetic import Combine, Operands
+from harness.engines.calls.arithmetic import Operands
 from harness.engines.calls.signature import Signature
 from harness.errors import ranks_text
 from harness.ledger import shape_text
@@ -16,7 +15,6 @@ from harness.ledger import shape_text
 __all__ = [
     "ANY",
     "MAKES_GROUP",
-    "GroupCall",
     "GroupsByRanks",
     "Mismatch",
     "PendingCollective",
@@ -110,29 +108,6 @@ class RankGroup:
         if other is None:
             self.messages.append(mine)
         return other
-
-
-class GroupCall(NamedTuple):
-    """One call as one rank issues it on its process group: group rank `member` of `group`.
-
-    `payload` are the tensors whose bytes the ledger counts. `peer` (a group rank, or ANY) and `tag` are those of a
-    point-to-point call, whose `operands` have an output or an input alone.
-    """
-
-    group: RankGroup
-    member: int
-    signature: Signature
-    operands: Operands
-    combine: Combine
-    payload: Sequence[Tensor]
-    is_async: bool
-    peer: int = ANY
-    tag: int = 0
-
-    @property
-    def rank(self) -> int:
-        """The global rank that issues it."""
-        return self.group.ranks[self.member]
 
 
 GroupsByRanks = dict[tuple[int, tuple[int, ...], str], list[RankGroup]]

@@ -7,6 +7,7 @@ send; gather: this rank's input; scatter: this rank's output; barrier: nothing. 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ __all__ = [
     "dtype_text",
     "field_words",
     "shapes_of",
+    "signature_of",
 ]
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -60,6 +62,23 @@ _FIELDS: dict[str, tuple[str, Callable[[Signature], object]]] = {
     "shapes": ("the shape", lambda signature: shape_text(signature.shapes) or "scalar"),
 }
 """Field -> its name and value in messages, which report the first that differs."""
+
+
+def signature_of(
+    op: str, tensors: Sequence[Tensor], *, form: str = "", reduce_op: str = "", root: int = -1
+) -> Signature:
+    """The signature of a call in whose tensors' dtypes and shapes all ranks must agree.
+
+    `form` is by the number of tensors unless given: "single", or "coalesced".
+    """
+    if len(tensors) == 1:
+        return _of_one(op, form or "single", reduce_op, root, tensors[0].dtype, tensors[0].shape)
+    return Signature(op, form or "coalesced", reduce_op, root, dtype_text(tensors), shapes_of(tensors))
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_one(op: str, form: str, reduce_op: str, root: int, dtype: torch.dtype, shape: torch.Size) -> Signature:
+    return Signature(op, form, reduce_op, root, _DTYPES[dtype], (shape,))
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:

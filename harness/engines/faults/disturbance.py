@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from harness.engines.calls.arithmetic import Operands, transfer
-from harness.engines.calls.pending import GroupCall, PendingCollective, PendingMessage, RankGroup
+from harness.engines.calls.pending import PendingCollective, PendingMessage, RankGroup
 from harness.engines.engine import Engine
 from harness.engines.faults import spoiled
 from harness.engines.faults.spoiled import Finished
 from harness.engines.threads.intervention import Intervened, Plain
-from harness.engines.threads.matcher import CollectiveMatcher, Work
+from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.scheduler import Scheduler
+from harness.engines.threads.work import RankCall
 from harness.faults import Fault, Place
 from harness.ledger import Call, Observer
 from harness.merging import bits_of
@@ -75,44 +76,43 @@ class _Disturbing(CollectiveMatcher):
         self._regrouped = {rank: ranks for ranks in what.groups for rank in ranks} if what else {}
         self._issued = [-1] * world_size
         self._places: dict[tuple[RankGroup, int], dict[int, Place]] = {}
-        self._receives: list[tuple[Work, Place, list[Tensor]]] = []
+        self._receives: list[tuple[RankCall, Place, list[Tensor]]] = []
         self._hit: set[Place] = set()
         self._stale: dict[int, list[Tensor]] = {}
         self._late: dict[tuple[int, PendingCollective | PendingMessage], _Late] = {}
         self._arriving: list[list[_Late]] = [[] for _ in range(world_size)]
         self._replaced: dict[RankGroup, RankGroup] = {}
 
-    def issue(self, call: GroupCall) -> Work:
+    def issue(self, call: RankCall) -> None:
         """As in the base class; a target's call is marked, or goes to other ranks."""
         place = self._next(call)
         if place in self._hit and self._regrouped:
             self._hit.remove(place)
-            call = self._elsewhere(call)
+            self._regroup(call)
         self._places.setdefault((call.group, call.group.numbers[call.member]), {})[call.member] = place
-        return super().issue(call)
+        super().issue(call)
 
-    def post(self, call: GroupCall) -> Work:
+    def post(self, call: RankCall) -> None:
         """As in the base class; what a target's receive gets is spoiled."""
         place = self._next(call)
         before = spoiled.copies(call.payload) if place in self._hit else []
-        work = super().post(call)
+        super().post(call)
         if call.signature.op == "recv":
-            self._receives.append((work, place, before))
+            self._receives.append((call, place, before))
         for received in [receive for receive in self._receives if receive[0].event.done]:
             self._receives.remove(received)
-            work_, place_, before_ = received
-            finished = Finished(work_.signature, transfer, [Operands(before_, ())], [work_.outputs])
-            self._deliver(finished, {0: place_}, work_.event)
-        return work
+            complete, place, before = received
+            finished = Finished(complete.signature, transfer, [Operands(before, ())], [complete.outputs])
+            self._deliver(finished, {0: place}, complete.event)
 
-    def close(self, work: Work) -> None:
+    def close(self, call: RankCall) -> None:
         """As in the base class; from the first wait on, what is late may arrive at the rank's next call."""
-        super().close(work)
-        late = self._late.pop((work.rank, work.event), None)
+        super().close(call)
+        late = self._late.pop((call.rank, call.event), None)
         if late is not None:
-            self._arriving[work.rank].append(late)
+            self._arriving[call.rank].append(late)
 
-    def _next(self, call: GroupCall) -> Place:
+    def _next(self, call: RankCall) -> Place:
         """Count a rank's call, and mark it when it is the target's. What is late arrives now."""
         rank, signature = call.rank, call.signature
         arriving, self._arriving[rank] = self._arriving[rank], []
@@ -121,39 +121,33 @@ class _Disturbing(CollectiveMatcher):
         self._issued[rank] += 1
         place = rank, self._issued[rank]
         if self._what is not None and place in self._targets:
-            target = self._what.target
-            if (signature.op, signature.reduce_op, len(call.group.ranks)) == (
-                target.op,
-                target.reduce_op,
-                target.group_size,
-            ):
+            target, kind = self._what.target, (signature.op, signature.reduce_op, len(call.group.ranks))
+            if kind == (target.op, target.reduce_op, target.group_size):
                 self._hit.add(place)
         return place
 
-    def _elsewhere(self, call: GroupCall) -> GroupCall:
-        """The call, issued in the fault's group in place of its own."""
-        rank, group = call.rank, call.group
-        ranks = self._regrouped.get(rank, group.ranks)
+    def _regroup(self, call: RankCall) -> None:
+        """Issue the call in the fault's group in place of its own."""
+        ranks, group = self._regrouped.get(call.rank, call.group.ranks), call.group
         if self._what is None or call.signature.root >= len(ranks):
-            return call
-        other = self.group(group.life, str(self._what), ranks, f"{group.description}, by fault {self._what.change}")
-        self._replaced[other] = group
-        return call._replace(group=other, member=ranks.index(rank))
+            return
+        call.group = self.group(
+            group.life, str(self._what), ranks, f"{group.description}, by fault {self._what.change}"
+        )
+        call.member = ranks.index(call.rank)
+        self._replaced[call.group] = group
 
-    def _ledger_call(self, call: GroupCall, peer: int) -> Call:
-        return super()._ledger_call(call._replace(group=self._replaced.get(call.group, call.group)), peer)
+    def _ledger_call(self, call: RankCall, group: RankGroup, peer: int) -> Call:
+        return super()._ledger_call(call, self._replaced.get(group, group), peer)
 
-    def _complete(self, work: Work, collective: PendingCollective) -> None:
-        places = self._places.pop((work.group, work.number))
+    def _complete(self, call: RankCall, collective: PendingCollective) -> None:
+        places = self._places.pop((call.group, call.number))
         brought = [operands for operands in collective.operands if operands is not None]
         with unseen():
             kept = [] if self._hit.isdisjoint(places.values()) else list(map(spoiled.copied, brought))
-        super()._complete(work, collective)
-        self._deliver(
-            Finished(collective.signature, work.call.combine, kept, [each.outputs for each in brought]),
-            places,
-            collective,
-        )
+        super()._complete(call, collective)
+        outputs = [each.outputs for each in brought]
+        self._deliver(Finished(collective.signature, call.combine, kept, outputs), places, collective)
 
     def _deliver(
         self, finished: Finished, places: Mapping[int, Place], event: PendingCollective | PendingMessage

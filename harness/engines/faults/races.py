@@ -25,14 +25,15 @@ from torch import Tensor
 from harness.callers import caller_at
 from harness.engines.calls.arithmetic import Operands
 from harness.engines.calls.desync import call_text
-from harness.engines.calls.pending import GroupCall, PendingCollective, RankGroup
+from harness.engines.calls.pending import PendingCollective, RankGroup
 from harness.engines.engine import Engine
 from harness.engines.faults import spoiled
 from harness.engines.threads.intervention import Intervened, Plain
-from harness.engines.threads.matcher import CollectiveMatcher, Race, Work
+from harness.engines.threads.matcher import CollectiveMatcher, Race
 from harness.engines.threads.rank_state import PerRankState
 from harness.engines.threads.rank_threads import RankThread
 from harness.engines.threads.scheduler import Scheduler
+from harness.engines.threads.work import RankCall
 from harness.ledger import Observer
 from harness.merging import same_bits
 from harness.torch_internals.modes import unseen
@@ -116,50 +117,45 @@ class _StressedMatcher(CollectiveMatcher):
     def __init__(self, world_size: int, scheduler: Scheduler, observer: Observer | None, early: Sequence[bool]) -> None:
         super().__init__(world_size, scheduler, observer)
         self._early = itertools.chain(early, itertools.repeat(False))
-        self._flights: dict[Work, _Flight] = {}
+        self._flights: dict[RankCall, _Flight] = {}
         self._begun: dict[tuple[RankGroup, int], list[_Flight]] = {}
 
-    def issue(self, call: GroupCall) -> Work:
-        """As in the base class, on copies."""
-        if not call.is_async:
-            return super().issue(call)
-        group, member, signature, operands = call[:4]
-        with unseen():
-            copies = spoiled.copied(operands)
-        is_root = member == signature.root
-        only_sends = (signature.op == "broadcast" and is_root) or (signature.op == "reduce" and not is_root)
-        flight = self._flight(operands, copies.outputs, poison=not only_sends)
-        self._begun.setdefault((group, group.numbers[member]), []).append(flight)
-        work = super().issue(call._replace(operands=copies))
-        work.outputs = operands.outputs
-        self._flights[work] = flight
-        return work
+    def issue(self, call: RankCall) -> None:
+        """As in the base class, on copies of the operands of an asynchronous call."""
+        if call.is_async:
+            group, member, signature, operands = call.group, call.member, call.signature, call.operands
+            with unseen():
+                call.operands = copies = spoiled.copied(operands)
+            is_root = member == signature.root
+            only_sends = (signature.op == "broadcast" and is_root) or (signature.op == "reduce" and not is_root)
+            flight = self._flight(operands, copies.outputs, poison=not only_sends)
+            self._begun.setdefault((group, group.numbers[member]), []).append(flight)
+            self._flights[call] = flight
+        super().issue(call)
 
-    def post(self, call: GroupCall) -> Work:
-        """As in the base class, on a copy."""
-        if not call.is_async:
-            return super().post(call)
-        with unseen():
-            copies = spoiled.copied(call.operands)
-        flight = self._flight(call.operands, copies.outputs, poison=bool(copies.outputs))
-        work = super().post(call._replace(operands=copies, payload=(*copies.outputs, *copies.inputs)))
-        work.outputs = call.operands.outputs
-        self._flights[work] = flight
-        return work
+    def post(self, call: RankCall) -> None:
+        """As in the base class, on a copy of the tensor of an asynchronous call."""
+        if call.is_async:
+            operands = call.operands
+            with unseen():
+                call.operands = copies = spoiled.copied(operands)
+            call.payload = (*copies.outputs, *copies.inputs)
+            self._flights[call] = self._flight(operands, copies.outputs, poison=bool(copies.outputs))
+        super().post(call)
 
-    def close(self, work: Work) -> None:
+    def close(self, call: RankCall) -> None:
         """As in the base class; the result is there now, and the program may not have written the tensors before."""
-        flight = self._flights.pop(work, None)
+        flight = self._flights.pop(call, None)
         if flight is not None:
             if changed := _changed(flight):
-                self._park(work, self._race(work, changed))
+                self._park(call, self._race(call, changed))
             if not flight.arrived:
                 spoiled.overwrite(flight.outputs, flight.results)
-        super().close(work)
+        super().close(call)
 
-    def _complete(self, work: Work, collective: PendingCollective) -> None:
-        super()._complete(work, collective)
-        for flight in self._begun.pop((work.group, work.number), []):
+    def _complete(self, call: RankCall, collective: PendingCollective) -> None:
+        super()._complete(call, collective)
+        for flight in self._begun.pop((call.group, call.number), []):
             if flight.early and not _changed(flight):
                 spoiled.overwrite(flight.outputs, flight.results)
                 flight.seen, flight.arrived = _seen(flight.tensors), True
@@ -173,12 +169,12 @@ class _StressedMatcher(CollectiveMatcher):
         tensors = [*outputs, *(operands.inputs if operands.inputs is not operands.outputs else ())]
         return _Flight(tensors, _seen(tensors), outputs, results, next(self._early))
 
-    def _race(self, work: Work, tensor: str) -> Race:
+    def _race(self, call: RankCall, tensor: str) -> Race:
         """The race: which rank changed which tensor, and where the call was issued and waited for."""
         waited = caller_at(sys._getframe())
-        issued, until = (at.place if at is not None else "an unknown line" for at in (work.origin, waited))
-        call, between = call_text(work), f"between its issue at {issued} and the wait at {until}"
-        return Race(rank=work.rank, text=f"rank {work.rank} changed the {tensor} of {call} {between}")
+        begun, until = (at.place if at is not None else "an unknown line" for at in (call.origin, waited))
+        between = f"between its issue at {begun} and the wait at {until}"
+        return Race(rank=call.rank, text=f"rank {call.rank} changed the {tensor} of {call_text(call)} {between}")
 
 
 def _seen(tensors: Sequence[Tensor]) -> list[_Look]:

@@ -6,16 +6,16 @@ thread, so in backward too; a program that reads memory without an operator (`da
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from harness.engines.calls.pending import GroupCall
 from harness.engines.threads.intervention import Plain
-from harness.engines.threads.matcher import CollectiveMatcher, Work
+from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.scheduler import Scheduler
+from harness.engines.threads.work import RankCall
 from harness.faults import Place
 from harness.ledger import Observer
 from harness.torch_internals.modes import DispatchMode, leaves
@@ -79,30 +79,28 @@ class _Watching(CollectiveMatcher):
         super().__init__(world_size, scheduler, observer)
         self._pending = pending
         self._issued = [-1] * world_size
-        self._places: dict[Work, Place] = {}
+        self._places: dict[RankCall, Place] = {}
 
-    def issue(self, call: GroupCall) -> Work:
-        """As in the base class."""
-        return self._placed(call.rank, super().issue, call)
+    def issue(self, call: RankCall) -> None:
+        """As in the base class; results that came before the rank's call are no longer pending."""
+        self._count(call)
+        super().issue(call)
 
-    def post(self, call: GroupCall) -> Work:
-        """As in the base class."""
-        return self._placed(call.rank, super().post, call)
+    def post(self, call: RankCall) -> None:
+        """As in the base class; results that came before the rank's call are no longer pending."""
+        self._count(call)
+        super().post(call)
 
-    def close(self, work: Work) -> None:
+    def close(self, call: RankCall) -> None:
         """As in the base class; from here on the program may read the result."""
-        super().close(work)
-        for tensor in work.outputs:
-            self._pending[work.rank].setdefault(_memory(tensor), []).append(self._places[work])
+        super().close(call)
+        for tensor in call.outputs:
+            self._pending[call.rank].setdefault(_memory(tensor), []).append(self._places[call])
 
-    def _placed(self, rank: int, issue: Callable[[GroupCall], Work], call: GroupCall) -> Work:
-        """Issue a rank's next call: the results before it are no longer pending."""
-        self._pending[rank].clear()
-        self._issued[rank] += 1
-        place = rank, self._issued[rank]
-        work = issue(call)
-        self._places[work] = place
-        return work
+    def _count(self, call: RankCall) -> None:
+        self._pending[call.rank].clear()
+        self._issued[call.rank] += 1
+        self._places[call] = call.rank, self._issued[call.rank]
 
 
 def _memory(tensor: Tensor) -> int:

@@ -22,14 +22,15 @@ import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from harness.engines.calls.pending import GroupCall, RankGroup
+from harness.engines.calls.pending import RankGroup
 from harness.engines.threads.inproc import InprocEngine
 from harness.engines.threads.intervention import Plain
-from harness.engines.threads.matcher import CollectiveMatcher, Work
+from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.rank_state import PerRankState
 from harness.engines.threads.rank_threads import Aborted, RankThread
 from harness.engines.threads.rng_streams import CallerStreams
 from harness.engines.threads.scheduler import RankStatus, Scheduler
+from harness.engines.threads.work import RankCall
 from harness.ledger import Observer
 
 __all__ = ["ConcurrentEngine"]
@@ -146,20 +147,20 @@ class _LockedMatcher(CollectiveMatcher):
         with self._lock:
             super().agree_on_group(rank, life, number, ranks)
 
-    def issue(self, call: GroupCall) -> Work:
+    def issue(self, call: RankCall) -> None:
         """As in the base class."""
         with self._lock:
-            return super().issue(call)
+            super().issue(call)
 
-    def post(self, call: GroupCall) -> Work:
+    def post(self, call: RankCall) -> None:
         """As in the base class."""
         with self._lock:
-            return super().post(call)
+            super().post(call)
 
-    def sleep(self, work: Work) -> None:
+    def wait(self, call: RankCall) -> None:
         """As in the base class; other ranks may enter meanwhile."""
         with self._lock:
-            super().sleep(work)
+            super().wait(call)
 
 
 class ConcurrentEngine(InprocEngine):

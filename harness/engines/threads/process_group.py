@@ -1,6 +1,6 @@
 """The process group of the in-process engine: one object a rank and group, handed to unmodified torch code.
 
-Each method turns torch's arguments into a GroupCall and issues it. Sizes that one rank alone can check are checked
+Each method turns torch's arguments into a RankCall and issues it. Sizes that one rank alone can check are checked
 here, with a ValueError in its own code, as gloo and NCCL do. Both generations of method names are defined
 (`answers_torch`): torch 2.11 and 2.12 call others than 2.13.
 """
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.futures import Future
 
 from harness.engines.calls import arithmetic
-from harness.engines.calls.arguments import checked, counted, form_of, reduction, root_of, rows_of, sized
+from harness.engines.calls.arguments import checked, counted, reduction, root_of, rows_of, sized
 from harness.engines.calls.arithmetic import Combine, Operands
-from harness.engines.calls.pending import ANY, GroupCall, RankGroup
-from harness.engines.calls.signature import Signature, dtype_text, shapes_of
-from harness.engines.threads.matcher import CollectiveMatcher, Work
+from harness.engines.calls.pending import ANY, RankGroup
+from harness.engines.calls.signature import Signature, dtype_text, shapes_of, signature_of
+from harness.engines.threads.matcher import CollectiveMatcher
+from harness.engines.threads.work import COMPLETE, BatchedWorks, RankCall, Work
 from harness.torch_internals.groups import answers_torch
 
 __all__ = ["InprocGroup"]
@@ -32,28 +32,9 @@ _TorchGroup: Any = dist.ProcessGroup
 """Untyped on purpose: torch's stubs declare overloads that no Python subclass can match."""
 
 
-class _Batch(dist.Work):
-    """The works of one coalescing block, waited for together."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__()
-        self.works = tuple(works)
-
-    def wait(self, timeout: object = None) -> bool:
-        return all([work.wait() for work in self.works])
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
-
-    def get_future(self) -> Future[list[Tensor]]:
-        future: Future[list[Tensor]] = Future()
-        future.set_result([tensor for work in self.works for tensor in work.result()])
-        return future
-
-
 @answers_torch
 class InprocGroup(_TorchGroup):
-    """Rank `member` of a group. Collectives return a Work; torch waits for it unless the call is asynchronous."""
+    """Rank `member` of a group. Asynchronous calls return a Work, synchronous ones when they are complete."""
 
     def __init__(self, matcher: CollectiveMatcher, group: RankGroup, member: int, name: str) -> None:
         super().__init__(member, len(group.ranks))
@@ -108,43 +89,43 @@ class InprocGroup(_TorchGroup):
 
     # collectives
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """all_reduce, also coalesced and functional."""
         outputs = checked(tensors)
         reduce_op, inputs = reduction(opts, outputs)
-        signature = Signature("all_reduce", form_of(outputs), reduce_op, -1, dtype_text(outputs), shapes_of(outputs))
+        signature = signature_of("all_reduce", outputs, reduce_op=reduce_op)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.all_reduce, outputs, opts)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Work:
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> dist.Work:
         """reduce: only the root's tensor changes."""
         outputs = checked(tensors)
         reduce_op, inputs = reduction(opts, outputs)
-        signature = Signature("reduce", "single", reduce_op, root_of(opts), dtype_text(outputs), shapes_of(outputs))
+        signature = signature_of("reduce", outputs, form="single", reduce_op=reduce_op, root=root_of(opts))
         return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce, outputs, opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """broadcast."""
         outputs = checked(tensors)
-        signature = Signature("broadcast", form_of(outputs), "", root_of(opts), dtype_text(outputs), shapes_of(outputs))
+        signature = signature_of("broadcast", outputs, root=root_of(opts))
         return self._issue(signature, Operands(outputs, outputs), arithmetic.broadcast, outputs, opts)
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """all_gather_single, coalesced; functional calls come here with one tensor."""
         outputs, inputs = checked(outputs), checked(inputs)
         for output, shard in zip(outputs, inputs, strict=True):
             sized("all_gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
-        signature = Signature("all_gather", form_of(inputs), "", -1, dtype_text(inputs), shapes_of(inputs))
+        signature = signature_of("all_gather", inputs)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.all_gather, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def all_gather_single(self, output: Tensor, shard: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: Tensor, shard: Tensor, opts: Any = None) -> dist.Work:
         """all_gather_single (all_gather_into_tensor)."""
         return self.all_gather_single_coalesced((output,), (shard,), opts)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """all_gather into a list; its tensors may differ in size."""
         gathered = checked(outputs if isinstance(outputs[0], Tensor) else outputs[0])
         inputs = checked(inputs)
@@ -153,7 +134,7 @@ class InprocGroup(_TorchGroup):
         signature = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
         return self._issue(signature, Operands(gathered, inputs), arithmetic.all_gather_lists, gathered, opts)
 
-    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
+    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """all_gather_coalesced: one list of outputs for each rank."""
         inputs = checked(inputs)
         counted("all_gather", "list of output lists", output_lists, self.size())
@@ -162,34 +143,34 @@ class InprocGroup(_TorchGroup):
         signature = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
         return self._issue(signature, Operands(gathered, inputs), arithmetic.all_gather_lists, gathered, opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """reduce_scatter_single, coalesced; functional calls come here with one tensor."""
         outputs, fulls = checked(outputs), checked(inputs)
         for output, full in zip(outputs, fulls, strict=True):
             sized("reduce_scatter", "input", full, output.numel() * self.size(), "the output times the group's size")
         reduce_op, inputs = reduction(opts, fulls)
-        signature = Signature("reduce_scatter", form_of(fulls), reduce_op, -1, dtype_text(fulls), shapes_of(fulls))
+        signature = signature_of("reduce_scatter", fulls, reduce_op=reduce_op)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce_scatter, fulls, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter_single(self, output: Tensor, full: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: Tensor, full: Tensor, opts: Any = None) -> dist.Work:
         """reduce_scatter_single (reduce_scatter_tensor)."""
         return self.reduce_scatter_single_coalesced((output,), (full,), opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """reduce_scatter from a list; its tensors may differ in size."""
         outputs = checked(outputs)
         parts = checked(inputs if isinstance(inputs[0], Tensor) else inputs[0])
         counted("reduce_scatter", "input list", parts, self.size())
         sized("reduce_scatter", "output", outputs[0], parts[self._member].numel(), "the input for this rank")
         reduce_op, inputs = reduction(opts, parts)
-        signature = Signature("reduce_scatter", "list", reduce_op, -1, dtype_text(parts), shapes_of(parts))
+        signature = signature_of("reduce_scatter", parts, form="list", reduce_op=reduce_op)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce_scatter_lists, parts, opts)
 
     def all_to_all_single(
         self, output: Tensor, source: Tensor, output_rows: Any, input_rows: Any, opts: Any = None, timeout: Any = None
-    ) -> Work:
+    ) -> dist.Work:
         """all_to_all_single, even or uneven along dim 0."""
         outputs, inputs = checked([output]), checked([source])
         rows = rows_of("output", output, output_rows, self.size()), rows_of("input", source, input_rows, self.size())
@@ -198,7 +179,7 @@ class InprocGroup(_TorchGroup):
 
     alltoall_base = all_to_all_single
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """all_to_all of lists."""
         outputs, inputs = checked(outputs), checked(inputs)
         counted("all_to_all", "output list", outputs, self.size())
@@ -206,35 +187,35 @@ class InprocGroup(_TorchGroup):
         signature = Signature("all_to_all", "list", "", -1, dtype_text(inputs), ())
         return self._issue(signature, Operands(outputs, inputs), arithmetic.all_to_all, inputs, opts)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """gather to the root."""
         inputs, root = checked(inputs), root_of(opts)
         gathered = checked(outputs[0]) if root == self._member else []
         if root == self._member:
             counted("gather", "gather_list", gathered, self.size())
-        signature = Signature("gather", "single", "", root, dtype_text(inputs), shapes_of(inputs))
+        signature = signature_of("gather", inputs, form="single", root=root)
         return self._issue(signature, Operands(gathered, inputs), arithmetic.gather, inputs, opts)
 
-    def gather_single(self, output: Tensor, shard: Tensor, opts: Any = None, timeout: Any = None) -> Work:
+    def gather_single(self, output: Tensor, shard: Tensor, opts: Any = None, timeout: Any = None) -> dist.Work:
         """gather_single (gather_into_tensor): the root's output holds the inputs of all ranks, one after the other."""
         inputs, root = checked([shard]), root_of(opts)
         gathered: list[Tensor] = []
         if root == self._member:
             sized("gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
             gathered = list(checked([output])[0].detach().view(self.size(), *shard.shape).unbind())
-        signature = Signature("gather", "flat", "", root, dtype_text(inputs), shapes_of(inputs))
+        signature = signature_of("gather", inputs, form="flat", root=root)
         return self._issue(signature, Operands(gathered, inputs), arithmetic.gather, inputs, opts)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """scatter from the root."""
         outputs, root = checked(outputs), root_of(opts)
         parts = checked(inputs[0]) if root == self._member else []
         if root == self._member:
             counted("scatter", "scatter_list", parts, self.size())
-        signature = Signature("scatter", "single", "", root, dtype_text(outputs), shapes_of(outputs))
+        signature = signature_of("scatter", outputs, form="single", root=root)
         return self._issue(signature, Operands(outputs, parts), arithmetic.scatter, outputs, opts)
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
         """barrier."""
         signature = Signature("barrier", "single", "", -1, "", ())
         return self._issue(signature, Operands((), ()), arithmetic.meet, (), opts)
@@ -243,7 +224,7 @@ class InprocGroup(_TorchGroup):
         """A barrier: a rank that never issues it ends the run at once, so there is nothing to monitor."""
         opts = dist.BarrierOptions()
         opts.asyncOp = False
-        self.barrier(opts).wait()
+        self.barrier(opts)
 
     # point to point
 
@@ -265,34 +246,39 @@ class InprocGroup(_TorchGroup):
         """The calls from here on are waited for together."""
         self._batch = []
 
-    def end_coalescing(self, device: torch.device) -> _Batch:
+    def end_coalescing(self, device: torch.device) -> BatchedWorks:
         """Their works as one."""
         works, self._batch = self._batch or [], None
-        return _Batch(works)
+        return BatchedWorks(works)
 
     # inside
 
     def _issue(
         self, signature: Signature, operands: Operands, combine: Combine, payload: Sequence[Tensor], opts: Any
-    ) -> Work:
+    ) -> dist.Work:
+        """Issue a collective, and wait for it unless it is asynchronous."""
         is_async = getattr(opts, "asyncOp", True)
-        work = self._matcher.issue(
-            GroupCall(self._group, self._member, signature, operands, combine, payload, is_async)
-        )
-        if self._batch is not None:
-            self._batch.append(work)
-        return work
+        call = RankCall(self._group, self._member, signature, operands, combine, payload, is_async)
+        self._matcher.issue(call)
+        if is_async or self._batch is not None:
+            return self._work(call)
+        self._matcher.wait(call)
+        return COMPLETE
 
     def _post(self, op: str, tensors: Any, peer: int, tag: int) -> Work:
         (tensor,) = checked(tensors)
         caller = sys._getframe(3)  # dist.send is dist.isend and a wait
         is_async = not (caller.f_code.co_name == op and caller.f_globals is vars(c10d))
-        signature = Signature(op, "single", "", -1, dtype_text((tensor,)), (tensor.shape,))
+        signature = signature_of(op, (tensor,))
         operands = Operands((tensor,), ()) if op == "recv" else Operands((), (tensor,))
-        call = GroupCall(
+        call = RankCall(
             self._group, self._member, signature, operands, arithmetic.transfer, (tensor,), is_async, peer, tag
         )
-        work = self._matcher.post(call)
+        self._matcher.post(call)
+        return self._work(call)
+
+    def _work(self, call: RankCall) -> Work:
+        work = Work(self._matcher, call)
         if self._batch is not None:
             self._batch.append(work)
         return work

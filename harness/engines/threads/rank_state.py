@@ -57,7 +57,8 @@ class PerRankState:
         self._holder = rank
         if self._dtypes[rank] is not torch.get_default_dtype():
             torch.set_default_dtype(self._dtypes[rank])
-        self._streams.enter(rank)
+        if not self._streams.clean:
+            self._streams.enter(rank)
         if self._modules:
             for module, own in zip(self._modules, self._globals[rank], strict=True):
                 _replace(vars(module), own)

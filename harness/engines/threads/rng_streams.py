@@ -39,21 +39,19 @@ class _Stream(NamedTuple):
 
 
 class RankStreams:
-    """The streams of all ranks of a run; the process's are at `seed` from here on."""
+    """The streams of all ranks of a run; the process's are at `seed` from here on. `clean`: no code has drawn yet."""
 
     def __init__(self, world_size: int, seed: int) -> None:
         self._seed = seed
         self._states: list[list[Any]] = [[None] * world_size for _ in _STREAMS]
         self._mixed = [False] * len(_STREAMS)
-        self._clean = True
+        self.clean = True
         for stream in _STREAMS:
             stream.seed(seed)
-        self._start = _marks()
+        self._start = _TORCH_MARK(), _PYTHON_MARK(), _NUMPY_MARK()
 
     def enter(self, rank: int) -> None:
-        """Make the process's streams this rank's."""
-        if self._clean:
-            return
+        """Make the process's streams this rank's; not needed while they are `clean`."""
         for stream, states, mixed in zip(_STREAMS, self._states, self._mixed, strict=True):
             if mixed and states[rank] is None:
                 stream.seed(self._seed)
@@ -66,10 +64,10 @@ class RankStreams:
 
     def leave(self, rank: int) -> None:
         """Keep the process's streams as this rank's."""
-        marks = _marks()
-        if self._clean and marks == self._start:
+        marks = _TORCH_MARK(), _PYTHON_MARK(), _NUMPY_MARK()
+        if self.clean and marks == self._start:
             return
-        self._clean = False
+        self.clean = False
         for i, stream in enumerate(_STREAMS):
             self._mixed[i] = self._mixed[i] or marks[i] != self._start[i]
             if self._mixed[i]:
@@ -111,13 +109,9 @@ def _numpy_address() -> int:
     return int(bits.ctypes.state_address)
 
 
-def _reader(*addresses: int) -> Callable[[], tuple[int, ...]]:
-    """A function that reads 32-bit words of this process."""
-    words = [ctypes.c_uint32.from_address(address) for address in addresses]
-    if len(words) == 2:
-        one, two = words
-        return lambda: (one.value, two.value)
-    return lambda: tuple([word.value for word in words])
+def _reader(address: int, words: int, step: int = 1) -> Callable[[], bytes]:
+    """A function that reads every `step`-th of some 32-bit words of this process."""
+    return memoryview((ctypes.c_uint32 * words).from_address(address))[::step].tobytes
 
 
 def _untyped(generator: torch.Generator) -> Any:
@@ -133,7 +127,7 @@ def _torch_mark() -> Callable[[], Any]:
     if offset < 0 or struct.unpack_from("=i?3xII", head, offset + 8) != (1, True, 0, seed % 2**32):
         return lambda: generator.get_state().numpy().tobytes()
     address = (generator_address(generator) or 0) + offset
-    return _reader(address + 8, address + 16, address + 20)
+    return _reader(address + 8, 4)
 
 
 def _python_mark() -> Callable[[], Any]:
@@ -143,19 +137,15 @@ def _python_mark() -> Callable[[], Any]:
     if type(owner).__basicsize__ >= object.__basicsize__ + _BYTES:
         place, *words = struct.unpack(f"=i{_WORDS}I", ctypes.string_at(address, _BYTES))
         if (*words, place) == random.getstate()[1]:
-            return _reader(address, address + 4)
+            return _reader(address, 2)
     return random.getstate
 
 
 _NUMPY = _numpy_address()
-_TORCH_MARK, _PYTHON_MARK, _NUMPY_MARK = _torch_mark(), _python_mark(), _reader(_NUMPY + 4 * _WORDS, _NUMPY)
+_TORCH_MARK, _PYTHON_MARK, _NUMPY_MARK = _torch_mark(), _python_mark(), _reader(_NUMPY, 1 + _WORDS, _WORDS)
 _GENERATOR = torch.default_generator
 _STREAMS = (
     _Stream(lambda seed: _GENERATOR.set_state(_seeded(seed)), _GENERATOR.get_state, _GENERATOR.set_state, _TORCH_MARK),
     _Stream(random.seed, random.getstate, random.setstate, _PYTHON_MARK),
     _Stream(lambda seed: np.random.seed(seed % 2**32), np.random.get_state, np.random.set_state, _NUMPY_MARK),
 )
-
-
-def _marks() -> tuple[Any, Any, Any]:
-    return _TORCH_MARK(), _PYTHON_MARK(), _NUMPY_MARK()

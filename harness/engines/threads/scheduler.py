@@ -132,6 +132,7 @@ class Scheduler:
             self.stopping = True
             order = sorted(range(len(self.statuses)), key=lambda rank: self.statuses[rank] is not RankStatus.RUNNING)
             self._stayed = tuple(rank for rank in order if not self._ended(rank))
+            self._body = _nothing  # it refers to the run, which refers to this: a cycle would keep all results
         return self._stayed
 
     def _ended(self, rank: int) -> bool:
@@ -175,7 +176,8 @@ class Scheduler:
             return _nothing
         if self._halted or not self._ready:
             return self._driver.release
-        return self._turn_of(self._next())
+        rank = self._next()
+        return self._turns[rank].release if self.statuses[rank] is RankStatus.READY else self._turn_of(rank)
 
     def _turn_of(self, rank: int) -> Callable[[], None]:
         if self.statuses[rank] is not RankStatus.NOT_STARTED:

@@ -1,0 +1,177 @@
+"""Calls that in-process ranks have issued, and the works of torch through which programs wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from harness.callers import Caller
+from harness.engines.calls.arithmetic import Combine, Operands
+from harness.engines.calls.pending import ANY, PendingCollective, PendingMessage, RankGroup
+from harness.engines.calls.signature import Signature
+from harness.torch_internals.groups import answers_torch
+
+__all__ = ["COMPLETE", "BatchedWorks", "RankCall", "Work"]
+
+
+class RankCall:
+    """One call of a rank on its process group: what it issues, and from then on the state of the call.
+
+    It is issued by group rank `member` of `group`, global rank `rank`. `payload` are the tensors whose bytes the ledger
+    counts. `peer` (a group rank, or ANY) and `tag` are those of a point-to-point call, whose `operands` have an output
+    or an input alone. `outputs` are the program's tensors that it writes.
+
+    Set when it is issued: `number` counts the rank's calls in the group, `event` is the state over all ranks, `ticket`
+    the observer's. `origin` is the user's line of an asynchronous call. `waited`: whether a wait has returned.
+    """
+
+    __slots__ = (
+        "combine",
+        "event",
+        "group",
+        "is_async",
+        "member",
+        "number",
+        "operands",
+        "origin",
+        "outputs",
+        "payload",
+        "peer",
+        "rank",
+        "signature",
+        "tag",
+        "ticket",
+        "waited",
+    )
+
+    event: PendingCollective | PendingMessage
+    number: int
+
+    def __init__(
+        self,
+        group: RankGroup,
+        member: int,
+        signature: Signature,
+        operands: Operands,
+        combine: Combine,
+        payload: Sequence[Tensor],
+        is_async: bool,
+        peer: int = ANY,
+        tag: int = 0,
+    ) -> None:
+        self.group, self.member, self.rank = group, member, group.ranks[member]
+        self.signature, self.operands, self.combine = signature, operands, combine
+        self.payload, self.is_async, self.peer, self.tag = payload, is_async, peer, tag
+        self.outputs = operands.outputs
+        self.ticket: int | None = None
+        self.origin: Caller | None = None
+        self.waited = False
+
+
+class _Matcher(Protocol):
+    """Waits for calls: threads.matcher."""
+
+    def wait(self, call: RankCall) -> None: ...
+
+
+@answers_torch
+class Work(dist.Work):
+    """An asynchronous call. `wait` and `get_future` let other ranks run until the call is complete."""
+
+    def __init__(self, matcher: _Matcher, call: RankCall) -> None:
+        super().__init__()
+        self._matcher = matcher
+        self._call = call
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return when the call is complete; another rank may run meanwhile."""
+        self._matcher.wait(self._call)
+        return True
+
+    def synchronize(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the call is complete, without waiting."""
+        return self._call.event.done
+
+    def is_success(self) -> bool:
+        """The same as `is_completed`: a call that fails ends the run."""
+        return self.is_completed()
+
+    def exception(self) -> None:
+        """None: a call that fails ends the run."""
+
+    def result(self) -> list[Tensor]:
+        """The outputs, when complete."""
+        self.wait()
+        return list(self._call.outputs)
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A completed future of the outputs. It waits first: C++ would wait for it and no other rank could run."""
+        future: Future[list[Tensor]] = Future()
+        future.set_result(self.result())
+        return future
+
+    def source_rank(self) -> int:
+        """The group rank of the sender, of a receive that is complete. Raises RuntimeError for other calls."""
+        event, op = self._call.event, self._call.signature.op
+        if not isinstance(event, PendingMessage) or op != "recv":
+            raise RuntimeError(f"source_rank: only a receive has a source, this is {op}")
+        return event.peer
+
+
+class _CompleteWork(dist.Work):
+    """The work of any synchronous call, which returns when it is complete; it has no outputs of its own."""
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    is_success = is_completed
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    block_current_stream = synchronize
+
+    def exception(self) -> None:
+        """None."""
+
+
+COMPLETE = _CompleteWork()
+
+
+class BatchedWorks(dist.Work):
+    """The works of one coalescing block, waited for together."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self._works = tuple(works)
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return when all are complete."""
+        return all([work.wait() for work in self._works])
+
+    def is_completed(self) -> bool:
+        """Whether all are complete, without waiting."""
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A completed future of the outputs of all."""
+        future: Future[list[Tensor]] = Future()
+        future.set_result([tensor for work in self._works for tensor in work.result()])
+        return future
