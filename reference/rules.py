@@ -141,7 +141,7 @@ def _uneven(v: Mapping[str, Any]) -> Iterator[Problem]:
     for key in ("kv_heads", "ffn", *head) if dp > 1 else ():
         if v[key] % tp:
             legal = f"tp={math.gcd(v[key], tp)}" if key == "kv_heads" else f"{key}={_multiple(v[key], tp)}"
-            yield key, f"must be a multiple of tp={tp} where dp={dp}: mode=autotp has even data ranks", legal
+            yield key, f"must be a multiple of tp={tp} where dp={dp}: mode=autotp needs equal shares with dp", legal
 
 
 def _sequence(v: Mapping[str, Any]) -> Iterator[Problem]:

@@ -36,7 +36,7 @@ def _changed(case: CaseLike, word: str, steps: int) -> Iterator[CaseLike]:
     for value in dict.fromkeys((now + 1, 2 * now, 1)):
         try:
             other = case.but(**{word: value, "steps": steps})
-            if value != now and other.world_size <= MOST_RANKS:
-                yield other
-        except Exception:  # no legal case
+        except (ValueError, TypeError):  # no legal case; an axis that no word of a case sets
             continue
+        if value != now and other.world_size <= MOST_RANKS:
+            yield other

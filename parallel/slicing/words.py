@@ -49,7 +49,7 @@ class Sliced:
     hidden: int = word(768, "width of the hidden states")
     heads: int = word(12, "query heads")
     kv_heads: int = word(12, "key and value heads; divides heads")
-    head_dim: int = word(64, "features of a head; hidden / heads unless told otherwise")
+    head_dim: int = word(64, "features of a head; hidden / heads by default")
     ffn: int = word(3072, "inner width of the MLP")
     vocab: int = word(50272, "rows of the token table")
     positions: int = word(2050, "rows of the table of positions, where there is one (OPT has 2 more than tokens)")
