@@ -49,7 +49,7 @@ UNJUDGED = "unjudged"
 class Part:
     """What to draw: `number` of `parts` draws its share of `cases` in every mode.
 
-    `dtype` "any" and `steps` 0 are drawn too.
+    `dtype` "any" and `steps` 0 are drawn too. A case that takes longer than `timeout_s` counts as an alarm.
     """
 
     subject: str = SUBJECT
@@ -59,6 +59,7 @@ class Part:
     parts: int = 1
     first_seed: int = 0
     steps: int = 0
+    timeout_s: float = 60.0
 
     def shares(self) -> dict[str, int]:
         """Mode -> how many cases of it this part proves; the shares of all parts and modes add up to `cases`."""
@@ -102,7 +103,7 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
         for mode, share in part.shares().items():
             found: list[Alarm] = []
             for case in _drawn(mode, share, part):
-                told = _alarms(case, part.subject, engine)
+                told = _alarms(case, part, engine)
                 proved, refused = proved + (told is not None), refused + (told is None)
                 found += told or []
             lost = sum(one.verdict == UNJUDGED for one in found)
@@ -143,10 +144,10 @@ def _drawn(mode: str, share: int, part: Part) -> list[Case]:
     return drawn
 
 
-def _alarms(case: Case, subject: str, engine: InprocEngine) -> list[Alarm] | None:
+def _alarms(case: Case, part: Part, engine: InprocEngine) -> list[Alarm] | None:
     """What did not pass of one case; None when the subject does not take it."""
     try:
-        result = prove(case, subject, engine)
+        result = prove(case, part.subject, engine, timeout_s=part.timeout_s)
     except RequestError as error:
         verdict = UNJUDGED if "the dense model diverges" in str(error) else UNKNOWN
         return [Alarm(case=str(case), check="run", verdict=verdict, message=str(error))]
@@ -213,6 +214,7 @@ def _part(asked: argparse.Namespace) -> Part:
         parts=int(parts),
         first_seed=asked.seed,
         steps=asked.steps,
+        timeout_s=asked.timeout,
     )
 
 
@@ -225,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--part", default="1/1", metavar="I/N", help="which of how many shares this process takes (1/1)"
     )
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds a case may take (60)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="other seeds draw other cases (0)")
     parser.add_argument("--out", default="runs/clean", metavar="DIR", help="where the tables go (runs/clean)")
     return parser
