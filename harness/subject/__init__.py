@@ -1,0 +1,33 @@
+"""What a subject provides: its program on a rank, and its optional attributes, each read in one place.
+
+    itself                  a callable, by its name or as it is         `named`, `called`
+    modes, unchecked        what it claims and what it leaves out       `claims`, `claimed`, `left_out`
+    refuses                 cases that it does not support              `refusal`
+    expected                its closed form of a case                   `stated`
+    axes                    rank lists of its own rank order            `orders`, `named_axes`
+    activations, harmless   asked where they are used, by `answered` and `offers`
+
+All of it is the subject's own code: whatever it raises, or leaves with, becomes one sentence (Unanswered). The harness
+knows no modes: which there are is read from the case's own list, by name. `harness.protocols.Subject` states the types.
+"""
+
+from harness.subject.call import NamedSubject, Unanswered, answered, called, named, offers
+from harness.subject.claims import Claims, claimed, claims, left_out, refusal
+from harness.subject.stated import named_axes, orders, stated
+
+__all__ = [
+    "Claims",
+    "NamedSubject",
+    "Unanswered",
+    "answered",
+    "called",
+    "claimed",
+    "claims",
+    "left_out",
+    "named",
+    "named_axes",
+    "offers",
+    "orders",
+    "refusal",
+    "stated",
+]

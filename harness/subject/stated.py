@@ -1,0 +1,74 @@
+"""What a subject states of its traffic: the closed form of its ledger, and rank lists of its own rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from harness.differences import EventKey
+from harness.protocols import Axes, CaseLike, Subject, TermLike
+from harness.subject.call import Unanswered, answered
+
+__all__ = ["named_axes", "orders", "stated"]
+
+_TERM: Mapping[str, type] = {**get_type_hints(EventKey), "calls": int}
+
+
+def stated(case: CaseLike, subject: Subject) -> tuple[TermLike, ...] | None:
+    """The subject's closed form of this case, None when it states none. Raises Unanswered when it cannot be read."""
+    return answered("expected", lambda: _stated(case, subject))
+
+
+def _stated(case: CaseLike, subject: Subject) -> tuple[TermLike, ...] | None:
+    expected: Callable[[CaseLike], object] | None = getattr(subject, "expected", None)
+    found = None if expected is None else expected(case)
+    if found is None:
+        return None
+    terms = tuple(found)  # type: ignore[var-annotated, arg-type]
+    for term in terms:
+        for field, kind in _TERM.items():
+            if not isinstance(getattr(term, field, None), kind):
+                what = f"{type(term).__name__} has no {field} of type {kind.__name__}"
+                raise TypeError(f"{what}, so it is no term; a term has {', '.join(_TERM)}")
+    return terms
+
+
+def orders(case: CaseLike, subject: Subject) -> Axes:
+    """The rank lists that the subject states for axes of its own rank order, none when it states none.
+
+    Raises Unanswered for an axis whose lists do not hold every rank of the case's world exactly once.
+    """
+    return answered("axes", lambda: _orders(case, subject))
+
+
+def named_axes(case: CaseLike, subject: Subject) -> Axes:
+    """By what groups of a run are named: the case's axes, and the subject's own where it states them as it must."""
+    try:
+        return {**case.axes, **orders(case, subject)}
+    except Unanswered:  # the check of groups says so
+        return case.axes
+
+
+def _orders(case: CaseLike, subject: Subject) -> Axes:
+    stating: Callable[[CaseLike], Any] | None = getattr(subject, "axes", None)
+    said = None if stating is None else stating(case)
+    if said is None:
+        return {}
+    if not isinstance(said, Mapping):
+        raise TypeError(f"axes={said!r} must map axes to rank lists; legal: {{'tp': ((0, 1), (2, 3))}}")
+    return {str(axis): _lists(str(axis), lists, case) for axis, lists in said.items()}
+
+
+def _lists(axis: str, said: Any, case: CaseLike) -> tuple[tuple[int, ...], ...]:
+    """The rank lists of one axis; raises ValueError unless they hold every rank once, in groups of the case's size."""
+    own, world = case.axes.get(axis, ()), list(range(case.world_size))
+    legal = own or (tuple(world),)
+    try:
+        lists = tuple(tuple(int(rank) for rank in ranks) for ranks in said)
+    except TypeError:
+        lists = ()
+    if sorted(rank for ranks in lists for rank in ranks) != world:
+        raise ValueError(f"axis {axis}={said!r}: every rank of {len(world)} must be in one rank list; legal: {legal}")
+    if own and {len(ranks) for ranks in lists} != {len(ranks) for ranks in own}:
+        raise ValueError(f"axis {axis}={said!r}: the case has groups of {len(own[0])} ranks; legal: {legal}")
+    return lists
