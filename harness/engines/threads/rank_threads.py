@@ -23,7 +23,6 @@ from typing import Any
 
 from harness.engines.threads.heap import share_one_arena
 from harness.torch_internals.modes import switches
-from harness.torch_internals.threads import forget_dtensor_plans
 
 __all__ = ["Aborted", "RankThread", "RankThreads", "taken_lock"]
 
@@ -78,8 +77,9 @@ class RankThread:
     def _serve(self) -> None:
         with contextlib.suppress(Aborted):
             _without_wakeup_preemption()
-            own = _thread_dict()
-            born = _traces(own) if _shows_thread_locals(own) else None
+            # No variable holds the dict: an exception's traceback keeps this frame longer than the thread, and DTensor's
+            # caches, which lie in the dict, abort the process when they outlive their thread.
+            born = _traces(_thread_dict()) if _shows_thread_locals(_thread_dict()) else None
             while not self._interrupted:
                 self._given.acquire()
                 if self._job is None:
@@ -89,10 +89,9 @@ class RankThread:
                     last = contextvars.Context().run(self._job)
                 finally:
                     self._job = None
-                    self.reusable = not self._interrupted and _traces(own) == born
+                    self.reusable = not self._interrupted and _traces(_thread_dict()) == born
                     self._ended.release()
                 last()
-            forget_dtensor_plans()
 
 
 class RankThreads:

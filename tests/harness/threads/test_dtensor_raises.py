@@ -1,32 +1,83 @@
-"""An operator of DTensor that raises on a rank ends the run and not the process, as torch does when the thread ends."""
+"""However a rank that used DTensor ends, the process goes on: its caches abort it when they outlive their thread."""
 
 from __future__ import annotations
 
-import runpy
+import gc
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RankRaised
-from reference.case import Case
+from harness.errors import ShardproofError
 from tests import ROOT
 
-CASE = "micro=3 tp=2 metric=true heads=24 hidden=96 vocab=388 kv_heads=8 ffn=60"
 
-
-def test_the_process_outlives_the_thread_of_a_rank_in_which_dtensor_raised() -> None:
+def test_the_process_outlives_a_rank_that_used_dtensor_however_it_ends() -> None:
     command = [sys.executable, "-m", "tests.harness.threads.test_dtensor_raises"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "outlived\n"), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "RankRaised: rank 0 of 2 raised RuntimeError: a user's mistake",
+        "RankRaised: rank 0 of 2 raised RuntimeError: aten.mv.default got mixed torch.Tensor and DTensor",
+        "RankRaised: rank 0 of 2 raised SystemExit: 3",
+        "RankRaised: rank 0 of 2 raised RuntimeError: a user's mistake",
+        "TimeLimit: no end within 0.5 s: rank 0 runs",
+        "outlived",
+    ]
+
+
+def _doubled(mesh: DeviceMesh) -> DTensor:
+    x = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
+    return (x + x) * 2
+
+
+def _raises(mesh: DeviceMesh) -> None:
+    _doubled(mesh)
+    raise RuntimeError("a user's mistake")
+
+
+def _misuses(mesh: DeviceMesh) -> None:
+    torch.mv(_doubled(mesh), torch.ones(4))
+
+
+def _exits(mesh: DeviceMesh) -> None:
+    _doubled(mesh)
+    sys.exit(3)
+
+
+def _raises_in_a_thread(mesh: DeviceMesh) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(_raises, mesh).result()
+
+
+def _stays(mesh: DeviceMesh) -> None:
+    _doubled(mesh)
+    while True:
+        time.sleep(0.001)
+
+
+def _ended(engine: InprocEngine, program: Callable[[DeviceMesh], object]) -> ShardproofError:
+    try:
+        engine.run(lambda rank: program(init_device_mesh("cpu", (2,))), world_size=2, timeout_s=0.5 if program is _stays else 30)
+    except ShardproofError as error:
+        return error
+    raise AssertionError("the program does not end by itself")
 
 
 if __name__ == "__main__":
-    subject = runpy.run_path(str(ROOT / "docs" / "examples" / "dtensor_mlp.py"))["subject"]
-    with InprocEngine() as engine, pytest.raises(RankRaised):
-        engine.run(lambda rank: subject(Case.parse(CASE), torch.device("cpu")), world_size=2)
-    time.sleep(0.5)  # the threads end
+    kept = []
+    with InprocEngine() as first:
+        for program in (_raises, _misuses, _exits, _raises_in_a_thread, _stays):
+            kept.append(_ended(first, program))  # its traceback keeps frames of the thread
+            cause = str(kept[-1]).splitlines()[0].partition(", at ")[0].partition(" at ")[0].partition(", need")[0]
+            print(f"{type(kept[-1]).__name__}: {cause}", flush=True)
+    time.sleep(0.3)  # the threads end
+    kept.clear()
+    gc.collect()
     print("outlived")
