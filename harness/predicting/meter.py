@@ -33,8 +33,8 @@ from harness.ledger import Call
 from harness.torch_internals.groups import waits_of_fakes
 from harness.torch_internals.memory import storage_id
 from harness.torch_internals.meta_attention import FUSED, FUSED_BACKWARD, fused_attention
-from harness.torch_internals.modes import DispatchMode
-from harness.torch_internals.operators import explicit_keys, has_kernel, packet_of, short_name
+from harness.torch_internals.modes import DispatchMode, take_themselves_apart
+from harness.torch_internals.operators import dispatch_keys, has_kernel, packet_of, short_name
 
 __all__ = ["END", "START", "WAIT", "Meter", "Stretch", "hidden"]
 
@@ -150,6 +150,8 @@ class Meter(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one operator, and count what it computes and makes."""
+        if take_themselves_apart(types):
+            return NotImplemented
         words = dict(kwargs or {})
         space = func.namespace
         if space in {"_c10d_functional", "c10d"}:
@@ -183,6 +185,8 @@ class Meter(DispatchMode):
     def _passed_on(self, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
         """The tensor of a functional collective: waited for, or handed on as another, by which it is known too."""
         handle = storage_id(args[0])
+        if short_name(func) == "_wrap_tensor_autograd":  # its meta kernel makes a tensor that nobody can wait for
+            return func.redispatch(_EXPLICIT, *args, **words)
         out = func(*args, **words)
         ticket, kept = self._works.get(handle, (-1, None))
         if kept is not None and short_name(func) == "wait_tensor":
@@ -253,5 +257,5 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 }
 _OF_ONE_TENSOR = ("wait_tensor", "_wrap_tensor_autograd")
 """Functional operators that send nothing."""
-_EXPLICIT = explicit_keys()
+_EXPLICIT = dispatch_keys("CompositeExplicitAutograd")
 """Where the implementation of functional collectives lies that issues the call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "not_deterministic",
     "past_modes",
     "switches",
+    "take_themselves_apart",
     "unseen",
 ]
 
@@ -30,6 +31,19 @@ DispatchMode = TorchDispatchMode
 """Sees every operator of its thread. torch.utils._python_dispatch.TorchDispatchMode, which the documentation names."""
 leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
 """The leaves of nested tuples, lists and dicts. torch.utils._pytree.tree_leaves."""
+
+_NO_DISPATCH = Tensor.__torch_dispatch__
+_FAKE: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
+
+
+def take_themselves_apart(types: Iterable[type]) -> bool:
+    """Whether one of the tensors' classes dispatches operators itself: DTensor, the result of a functional collective.
+
+    Such a tensor may have no memory. A mode that returns NotImplemented for it is called again for the operators of
+    which its class makes this one, on plain tensors. Fake tensors are left to their own mode.
+    """
+    return any(kind.__torch_dispatch__ is not _NO_DISPATCH and not issubclass(kind, _FAKE) for kind in types)
+
 
 below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
 """A context in which autograd sees nothing, and versions are still counted. torch._C._AutoDispatchBelowAutograd.

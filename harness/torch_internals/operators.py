@@ -18,7 +18,7 @@ __all__ = [
     "Add",
     "Argument",
     "arguments_of",
-    "explicit_keys",
+    "dispatch_keys",
     "full_name",
     "has_kernel",
     "kernels",
@@ -101,12 +101,11 @@ BACKEND_SELECT: Any = getattr(_keys, "BackendSelect", None)
 """The dispatch key at which calls are recorded. torch._C.DispatchKey.BackendSelect."""
 
 
-def explicit_keys() -> Any:
-    """The keys where functional collectives have the implementation that issues the call.
-
-    Uses torch._C.DispatchKeySet and DispatchKey.CompositeExplicitAutograd.
+def dispatch_keys(key: str) -> Any:
+    """The set of one dispatch key by its name: "CPU", or "CompositeExplicitAutograd", where functional collectives have
+    the implementation that issues the call. Uses torch._C.DispatchKeySet and DispatchKey.
     """
-    return found(torch._C, "DispatchKeySet", "the dry engine")(_keys.CompositeExplicitAutograd)
+    return found(torch._C, "DispatchKeySet", "the dry engine")(getattr(_keys, key))
 
 
 def _has_schemas() -> bool:

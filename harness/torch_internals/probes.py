@@ -10,6 +10,7 @@ from harness.torch_internals import (
     memory,
     meshes,
     meta_attention,
+    meta_device,
     modes,
     operators,
     redirect,
@@ -20,7 +21,7 @@ from harness.torch_internals.lookup import Probe
 
 __all__ = ["PROBES", "failing"]
 
-_PARTS = (autograd, modes, memory, operators, groups, world, redirect, meshes, meta_attention, tracing)
+_PARTS = (autograd, modes, memory, operators, groups, world, redirect, meshes, meta_attention, meta_device, tracing)
 PROBES: tuple[Probe, ...] = tuple(itertools.chain.from_iterable(part.PROBES for part in _PARTS))
 
 

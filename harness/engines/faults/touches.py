@@ -18,7 +18,7 @@ from harness.engines.threads.scheduler import Scheduler
 from harness.engines.threads.work import RankCall
 from harness.faults import Place
 from harness.ledger import Observer
-from harness.torch_internals.modes import DispatchMode, leaves
+from harness.torch_internals.modes import DispatchMode, leaves, take_themselves_apart
 
 __all__ = ["Touches"]
 
@@ -59,6 +59,8 @@ class _Mode(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if take_themselves_apart(types):
+            return NotImplemented
         if self._pending and not func.is_view:
             for value in leaves((args, kwargs)):
                 if isinstance(value, Tensor):

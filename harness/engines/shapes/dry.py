@@ -14,8 +14,10 @@ from __future__ import annotations
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +30,16 @@ from harness.engines.threads.rank_threads import RankThread
 from harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
 from harness.ledger import Observer
 from harness.torch_internals.groups import fake_store
+from harness.torch_internals.meta_device import meta_device
 
 __all__ = ["DryEngine"]
 
-_REFUSED = re.compile(r"meta tensor|meta device|device[^\n]*\bmeta\b|\bmeta\b[^\n]*device|register_meta|'Meta' backend")
-"""torch's errors when a tensor of the meta device has no data, or is used with one that has."""
+_REFUSED = re.compile(
+    r"meta tensor|meta device|meta kernel|device[^\n]*\bmeta\b|\bmeta\b[^\n]*device|register_meta|'meta' backend",
+    re.IGNORECASE,
+)
+"""torch's errors when a tensor of the meta device has no data, meets one that has, or an operator lacks that device."""
+_TORCH = str(Path(torch.__file__).parent)
 _GRACE_S = 5.0
 """How long a rank that was interrupted may take to end."""
 
@@ -69,7 +76,7 @@ class DryEngine(RequestEngine):
     def _run(self, request: RunRequest, ranks: Sequence[int], observers: Sequence[Observer]) -> list[Any]:
         self._require_open()
         self._require_ranks(ranks, request.world_size)
-        with ExitStack() as watching:
+        with meta_device(), ExitStack() as watching:
             if observers:
                 watching.enter_context(Interposer(*observers))
             return [_result(request, rank) for rank in ranks]
@@ -151,16 +158,22 @@ def _failure(error: BaseException, rank: int, world_size: int) -> NoNumbers | No
     position = Position(rank=rank, state="raised", detail=detail, caller=place)
     if _wants_numbers(error):
         text = (
-            f"rank {rank} of {world_size} touched real data{at}: {detail}; the dry engine has shapes and no numbers; "
-            "legal: --engine inproc, or code that reads no value when device.type is 'meta'"
+            f"rank {rank} of {world_size} cannot go on with shapes alone{at}: {detail.partition('. ')[0]}; "
+            "legal: --engine inproc, or code that needs no number when device.type is 'meta'"
         )
         return NoNumbers(text, ranks=(rank,), positions=(position,))
     return RankRaised(f"rank {rank} of {world_size} raised {detail}{at}", ranks=(rank,), positions=(position,))
 
 
 def _wants_numbers(error: BaseException) -> bool:
-    """Whether torch refused because a tensor of the meta device has no data, or because it met one that has."""
-    return isinstance(error, RuntimeError | ValueError | TypeError) and bool(_REFUSED.search(str(error)))
+    """Whether torch refused because a tensor of the meta device has no data, or because it met one that has.
+
+    So too when torch's own code fails in an assertion or for want of a name: some of it was not made for this device.
+    """
+    if isinstance(error, RuntimeError | ValueError | TypeError):
+        return bool(_REFUSED.search(str(error)))
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, AssertionError | AttributeError) and frames[-1].filename.startswith(_TORCH)
 
 
 def _nothing() -> None:

@@ -77,8 +77,8 @@ class RankThread:
     def _serve(self) -> None:
         with contextlib.suppress(Aborted):
             _without_wakeup_preemption()
-            # No variable holds the dict: an exception's traceback keeps this frame longer than the thread, and DTensor's
-            # caches, which lie in the dict, abort the process when they outlive their thread.
+            # No variable holds the dict: the traceback of an exception keeps this frame longer than the thread, and
+            # DTensor's caches, which lie in the dict, abort the process when they outlive their thread.
             born = _traces(_thread_dict()) if _shows_thread_locals(_thread_dict()) else None
             while not self._interrupted:
                 self._given.acquire()

@@ -273,4 +273,4 @@ def test_a_ledger_that_is_not_the_closed_form_fails_the_command(capsys: pytest.C
 
 def test_a_subject_that_looks_at_numbers_cannot_be_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "mode=tp tp=2", "--subject", "tests.harness.shapes.test_dry:_reads"]) == 2
-    assert "cannot be run dry: rank 0 of 2 touched real data" in capsys.readouterr().err
+    assert "cannot be run dry: rank 0 of 2 cannot go on with shapes alone" in capsys.readouterr().err

@@ -64,7 +64,11 @@ def _stays(mesh: DeviceMesh) -> None:
 
 def _ended(engine: InprocEngine, program: Callable[[DeviceMesh], object]) -> ShardproofError:
     try:
-        engine.run(lambda rank: program(init_device_mesh("cpu", (2,))), world_size=2, timeout_s=0.5 if program is _stays else 30)
+        engine.run(
+            lambda rank: program(init_device_mesh("cpu", (2,))),
+            world_size=2,
+            timeout_s=0.5 if program is _stays else 30,
+        )
     except ShardproofError as error:
         return error
     raise AssertionError("the program does not end by itself")

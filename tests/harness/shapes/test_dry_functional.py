@@ -1,0 +1,128 @@
+"""Functional collectives and DTensor on shapes alone: the ledger of a run with numbers, and each wait is seen."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from harness.engines.shapes.dry import DryEngine
+from harness.engines.threads.inproc import InprocEngine
+from harness.ledger import Event
+from harness.predicting.dry_run import dry_run
+from harness.running.execution import execute
+from harness.running.proof import prove
+from reference.case import Case
+from tests import ROOT
+
+CASE = Case.parse("mode=tp tp=2 steps=2 micro=3")
+_Program = Callable[[Tensor, Any], Any]
+
+
+def _splits() -> tuple[list[int], list[int]]:
+    return ([1, 5], [1, 3]) if dist.get_rank() == 0 else ([3, 3], [5, 3])
+
+
+def _of_tensor(x: Tensor, group: Any) -> object:
+    (gathered,) = functional.all_gather_into_tensor_coalesced([x], group)
+    return (
+        functional.all_reduce(x, "sum", group) + 1,
+        functional.all_gather_tensor(x, 0, group) + 1,
+        functional.all_gather_tensor(x, 1, group) + 1,
+        functional.reduce_scatter_tensor(x, "sum", 0, group) + 1,
+        functional.all_to_all_single(x, _splits()[1], _splits()[0], group).view(-1) + 1,
+        functional.broadcast(x, 0, group) + 1,
+        functional.all_gather_tensor_autograd(x, 0, group).sum().backward(),
+        gathered + 1,
+        functional.wait_tensor(functional.all_reduce(x, "max", group)),
+    )
+
+
+def _of_dtensor(x: Tensor, group: Any) -> object:
+    mesh = init_device_mesh(x.device.type, (2,))
+    a = distribute_tensor(x.detach(), mesh, [Shard(1)], src_data_rank=None).requires_grad_()
+    b = distribute_tensor(x.detach().T, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    (a @ b).redistribute(mesh, [Shard(0)]).redistribute(mesh, [Replicate()]).square().sum().backward()
+    return a.grad, b.grad
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("program", [_of_tensor, _of_dtensor], ids=lambda program: program.__name__)
+def test_every_call_is_seen_and_every_use_of_its_result_is_its_wait(program: _Program) -> None:
+    def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
+        program(torch.ones(6, 4, device=device, requires_grad=True), dist.group.WORLD)
+        return {}
+
+    with DryEngine() as dry, InprocEngine() as inproc:
+        ranks = dry_run(CASE, subject, dry, (0, 1), text="").ranks
+        events = execute(CASE, subject, inproc, text="").events
+        assert [verdict.check for verdict in prove(CASE, subject, dry).verdicts if verdict.verdict != "pass"] == []
+    assert [_told(e) for rank in ranks for e in rank.events] == [_told(e) for e in events] != []
+    assert [rank.unwaited for rank in ranks] == [(), ()]
+
+
+def _told(event: Event) -> tuple[object, ...]:
+    """All that depends neither on the clock nor on the device."""
+    left_out = ("start_us", "duration_us", "device")
+    return tuple(getattr(event, name) for name in Event.__slots__ if name not in left_out)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_functional_result_that_is_dropped_or_only_viewed_was_never_waited_for() -> None:
+    def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
+        x = torch.ones(6, 4, device=device)
+        functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD).view(-1)
+        return {"loss/0": functional.all_reduce(x, "sum", dist.group.WORLD).sum()}
+
+    with DryEngine() as dry:
+        result = prove(CASE, subject, dry)
+    (failed,) = [verdict for verdict in result.verdicts if verdict.verdict == "fail"]
+    assert failed.check == "waits"
+    assert "reduce_scatter #0 of tp (2 ranks) at " in failed.message and "all_reduce" not in failed.message
+
+
+def test_a_subject_of_dtensor_runs_on_shapes_with_the_ledger_that_it_has_with_numbers() -> None:
+    subject = runpy.run_path(str(ROOT / "docs" / "examples" / "dtensor_mlp.py"))["subject"]
+    with DryEngine() as dry, InprocEngine() as inproc:
+        result = prove(CASE, subject, dry)
+        events = execute(CASE, subject, inproc, text="").events
+    assert result.verdict == "pass"
+    assert [_told(e)[2:] for e in result.events] == [_told(e)[2:] for e in events] != []
+
+
+def _unique(device: torch.device) -> object:
+    return torch.unique(torch.ones(3, device=device))
+
+
+def _equal(device: torch.device) -> object:
+    return torch.equal(torch.ones(3, device=device), torch.ones(3, device=device))
+
+
+def _own_generator(device: torch.device) -> object:
+    return torch.rand(3, generator=torch.Generator(device), device=device)
+
+
+def _chosen(device: torch.device) -> object:
+    x = torch.ones(3, device=device)
+    return x[x > 0]
+
+
+@pytest.mark.parametrize("program", [_unique, _equal, _own_generator, _chosen], ids=lambda program: program.__name__)
+def test_what_shapes_alone_cannot_run_is_unknown_in_one_sentence(program: Callable[[torch.device], object]) -> None:
+    def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
+        program(device)
+        return {}
+
+    with DryEngine() as dry:
+        (verdict,) = prove(CASE, subject, dry).verdicts
+    assert (verdict.check, verdict.verdict) == ("run", "unknown")
+    assert "\n" not in verdict.message and "legal: --engine inproc" in verdict.message
+    assert verdict.message.startswith("rank 0 of 2 cannot go on with shapes alone, at ")
