@@ -36,7 +36,7 @@ _NO_DISPATCH = Tensor.__torch_dispatch__
 _FAKE: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
 
 
-def take_themselves_apart(types: Iterable[type]) -> bool:
+def take_themselves_apart(types: Iterable[Any]) -> bool:
     """Whether one of the tensors' classes dispatches operators itself: DTensor, the result of a functional collective.
 
     Such a tensor may have no memory. A mode that returns NotImplemented for it is called again for the operators of

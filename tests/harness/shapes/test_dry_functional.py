@@ -50,7 +50,8 @@ def _of_dtensor(x: Tensor, group: Any) -> object:
     mesh = init_device_mesh(x.device.type, (2,))
     a = distribute_tensor(x.detach(), mesh, [Shard(1)], src_data_rank=None).requires_grad_()
     b = distribute_tensor(x.detach().T, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
-    (a @ b).redistribute(mesh, [Shard(0)]).redistribute(mesh, [Replicate()]).square().sum().backward()
+    product: Any = a @ b
+    product.redistribute(mesh, [Shard(0)]).redistribute(mesh, [Replicate()]).square().sum().backward()
     return a.grad, b.grad
 
 
@@ -79,8 +80,9 @@ def _told(event: Event) -> tuple[object, ...]:
 def test_a_functional_result_that_is_dropped_or_only_viewed_was_never_waited_for() -> None:
     def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
         x = torch.ones(6, 4, device=device)
-        functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD).view(-1)
-        return {"loss/0": functional.all_reduce(x, "sum", dist.group.WORLD).sum()}
+        world: Any = dist.group.WORLD
+        functional.reduce_scatter_tensor(x, "sum", 0, world).view(-1)
+        return {"loss/0": functional.all_reduce(x, "sum", world).sum()}
 
     with DryEngine() as dry:
         result = prove(CASE, subject, dry)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -32,7 +33,7 @@ def test_the_process_outlives_a_rank_that_used_dtensor_however_it_ends() -> None
     ]
 
 
-def _doubled(mesh: DeviceMesh) -> DTensor:
+def _doubled(mesh: DeviceMesh) -> Tensor:
     x = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
     return (x + x) * 2
 
