@@ -1,7 +1,7 @@
 # Two commands do everything on a bare machine with Python 3.11+ and git: `make run` and `make test`.
 PYTHON ?= python3
 EXTRAS ?= dev
-PYTEST_ARGS ?= -n auto
+PYTEST_ARGS ?= -n auto --dist worksteal
 BIN := .venv/bin
 comma := ,
 READY := .venv/ready-$(subst $(comma),-,$(EXTRAS))

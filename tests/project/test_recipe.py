@@ -83,10 +83,13 @@ def job(folder: Path, variables: dict[str, str], environment: Path) -> Job:
 
 
 def fresh_environment(folder: Path) -> Path:
-    """A virtual environment with pip and all that is installed here, but for shardproof."""
+    """A virtual environment with pip and all that is installed here, but for shardproof.
+
+    Hypothesis reads the constants of every module outside of a `site-packages`: of torch, half a minute.
+    """
     venv.create(folder, symlinks=True)
-    seen = folder / "seen"
-    seen.mkdir()
+    seen = folder / "seen" / "site-packages"
+    seen.mkdir(parents=True)
     for place in dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")):
         for path in Path(place).iterdir():
             if "shardproof" not in path.name:
@@ -128,10 +131,11 @@ def test_every_step_passes_on_first_use_and_the_gates_hold_from_then_on(wheel: P
     text = subject.read_text().replace(
         "    with implicit_replication():\n", "    with implicit_replication():\n" + more
     )
-    assert more in text
-    subject.write_text(text)
+    fewer = text.replace("case.world_size != 2", "case.world_size != 2 or case.hidden == 96")
+    assert more in text and fewer != text
+    subject.write_text(fewer)  # one case is enough for the gate
     compared = found.run(run)
-    assert compared.returncode == 1 and "breach: " in compared.stdout, compared.stdout + compared.stderr
+    assert compared.returncode == 1 and "breach: calls:0: tp grad_sync" in compared.stdout, compared.stdout
 
 
 def test_the_page_spells_out_no_host_and_names_the_recipes_own_words() -> None:

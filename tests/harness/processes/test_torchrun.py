@@ -82,6 +82,7 @@ def ledger(run: Path) -> pd.DataFrame:
     )
 
 
+@pytest.mark.slow
 def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
     command = ("-m", "shardproof", "run", TINY, "--engine", "torchrun", "--out", "there")
     first, second = torchrun(tmp_path, 2, 1, *command)
@@ -94,6 +95,7 @@ def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(there, ledger(tmp_path / "here" / "latest"))
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_told_and_the_world_goes_on(tmp_path: Path) -> None:
     names = ("where", "raises", "skips", "dtypes_differ", "forgets", "is_killed", "hangs", "world_size_3", "kills_1")
     ((status, out, err),) = torchrun(tmp_path, 1, 2, "-m", "tests.harness.processes.launched_world", *names)
