@@ -1,56 +1,35 @@
 """A ledger compared with a closed form: the exact multiset of events on every rank, and where the two first differ.
 
 Two events are equal when their keys are: phase, region, op, reduce op, axis, group size, dtype and payload bytes. A
-surplus event and a missing one of the same place become one "wrong" event. Differences are sorted as training runs: by
-phase, then by module, in reverse for backward. Payloads are bytes; calls count over the whole run of one rank.
+surplus event and a missing one of the same place become one "wrong" event. A term that leaves fields out counts the
+events that match it; an event that no term counts is surplus. Differences are sorted as training runs: by phase, then
+by module, in reverse for backward. Payloads are bytes; calls count over the whole run of one rank.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from harness.ledger import PHASES, Event
 from harness.protocols import TermLike
+from harness.terms import FIELDS, EventKey, Term, closed_form, key_of
 
-__all__ = ["Difference", "EventKey", "differences", "key_of"]
+__all__ = ["Difference", "differences"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventKey:
-    """What is compared of an event: the fields that an expectation states."""
-
-    phase: str
-    region: str
-    op: str
-    reduce_op: str
-    axis: str
-    group_size: int
-    dtype: str
-    payload_bytes: int
-
-    @property
-    def site(self) -> tuple[str, str, str]:
-        """Phase, region and op."""
-        return self.phase, self.region, self.op
-
-    @property
-    def place(self) -> str:
-        """Phase and region in words: "forward of head"."""
-        return f"{self.phase} of {self.region or 'no module'}"
-
-    def __str__(self) -> str:
-        op = f"{self.op} {self.reduce_op}".strip()
-        return f"{op} of {self.payload_bytes} B {self.dtype} over {self.axis} ({self.group_size} ranks)"
+_LISTED = 3
+"""Places of counted events that a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """One key on which ledger and closed form differ: `expected` or `found` is None when the event is extra or missing.
 
-    `calls` is by how many events they differ on each of `ranks`; `caller` is where the found event was issued.
+    `calls`: by how many events they differ on each of `ranks`, 0 when only their bytes do; `caller`: where the found
+    event was issued. `term`, where a term that leaves fields out does not hold, is that term and what was found; then
+    the key has only what the counted events have in common, unless one event stands for another.
     """
 
     expected: EventKey | None
@@ -58,6 +37,7 @@ class Difference:
     calls: int
     ranks: tuple[int, ...]
     caller: str = ""
+    term: str = ""
 
     @property
     def line(self) -> EventKey:
@@ -71,12 +51,19 @@ class Difference:
         """missing, extra or wrong."""
         return "missing" if self.found is None else "extra" if self.expected is None else "wrong"
 
+    @property
+    def counted(self) -> bool:
+        """Whether a term counts other numbers than it states, and no event is known to be the wrong one."""
+        return bool(self.term) and (self.kind != "wrong" or self.expected == self.found)
+
     def __str__(self) -> str:
+        if self.counted:
+            return f"expected {self.term}"
         place = self.line.place
         times = f"{self.calls} call{'s' if self.calls > 1 else ''}"
         if self.found and self.expected:
             moved = self.expected.place != self.found.place
-            expected = f"{self.expected}" + (f" in {self.expected.place}" if moved else "")
+            expected = self.term or f"{self.expected}" + (f" in {self.expected.place}" if moved else "")
             return f"wrong event in {place} ({times}): {self.found}; expected {expected}"
         return f"{self.kind} event in {place} ({times}): {self.line}"
 
@@ -85,9 +72,7 @@ def differences(
     events: Iterable[Event], terms: Iterable[TermLike], ranks: Iterable[int], order: Sequence[str] = ()
 ) -> list[Difference]:
     """Where the ledger parts from the expectation on any of these ranks, in the order in which training runs."""
-    expected: Counter[EventKey] = Counter()
-    for term in terms:
-        expected[key_of(term)] += term.calls
+    form = closed_form(terms)
     found: dict[int, Counter[EventKey]] = {rank: Counter() for rank in ranks}
     callers: dict[EventKey, str] = {}
     for event in events:
@@ -96,28 +81,21 @@ def differences(
         callers.setdefault(line, event.caller)
     parted: dict[Difference, list[int]] = {}
     for rank, lines in found.items():
-        for difference in _parts(lines - expected, expected - lines, callers):
+        surplus = lines - form.complete
+        if form.partial:
+            for line in [line for line in surplus if line not in form.complete and form.counting(line)]:
+                del surplus[line]
+        parts = _parts(surplus, form.complete - lines, callers)
+        for term in form.partial:
+            parts = _counted(parts, term, lines, callers)
+        for difference in parts:
             parted.setdefault(difference, []).append(rank)
     joined = [replace(difference, ranks=tuple(who)) for difference, who in parted.items()]
     places = {module: place for place, module in enumerate(order)}
     return sorted(joined, key=lambda difference: _when(difference.line, places))
 
 
-def key_of(entry: Event | TermLike) -> EventKey:
-    """What is compared of an event, or what a term of an expectation states of each of its events."""
-    return EventKey(
-        phase=entry.phase,
-        region=entry.region,
-        op=entry.op,
-        reduce_op=entry.reduce_op,
-        axis=entry.axis,
-        group_size=entry.group_size,
-        dtype=entry.dtype,
-        payload_bytes=entry.payload_bytes,
-    )
-
-
-def _parts(surplus: Counter[EventKey], lack: Counter[EventKey], callers: dict[EventKey, str]) -> list[Difference]:
+def _parts(surplus: Counter[EventKey], lack: Counter[EventKey], callers: Mapping[EventKey, str]) -> list[Difference]:
     """Surplus and lacking lines of one rank, joined where one stands in the other's place."""
     parts = []
     for same in (attrgetter("site"), attrgetter("place"), str):
@@ -133,7 +111,70 @@ def _parts(surplus: Counter[EventKey], lack: Counter[EventKey], callers: dict[Ev
     return parts
 
 
-def _when(line: EventKey, places: dict[str, int]) -> tuple[int, int]:
+def _counted(
+    parts: Sequence[Difference], term: Term, lines: Counter[EventKey], callers: Mapping[EventKey, str]
+) -> list[Difference]:
+    """The differences of one rank with what this term counts there; extra events stand for those that it lacks."""
+    matched = Counter({line: calls for line, calls in lines.items() if term.matches(line)})
+    calls, total = matched.total(), sum(line.payload_bytes * calls for line, calls in matched.items())
+    lack = 0 if term.calls is None else term.calls - calls
+    if not lack and term.total_bytes in (None, total):
+        return list(parts)
+    found = f"{calls} call{'s' if calls > 1 else ''}, {total} B" if calls else "none"
+    kept, wrong = list(parts), []
+    while lack > 0 and (extra := _instead(kept, term)):
+        assert extra.found is not None  # it is an extra event
+        legal = replace(extra.found, **{name: getattr(term, name) for name in term.stated if name in FIELDS})
+        taken = min(lack, extra.calls)
+        wrong.append(replace(extra, expected=legal, calls=taken, term=f"{term}, found {found}"))
+        kept.remove(extra)
+        kept += [replace(extra, calls=extra.calls - taken)] if extra.calls > taken else []
+        lack -= taken
+    if wrong and not lack:
+        return kept + wrong
+    line = _common(term, matched)
+    return [
+        *kept,
+        *wrong,
+        Difference(
+            expected=line if lack >= 0 else None,
+            found=line if lack <= 0 else None,
+            calls=abs(lack),
+            ranks=(),
+            term=f"{term}, found {found}{_places(matched, callers)}",
+        ),
+    ]
+
+
+def _instead(parts: Iterable[Difference], term: Term) -> Difference | None:
+    """The extra event that is most like those which this term counts; None when none has anything of them."""
+
+    def alike(part: Difference) -> int:
+        return sum(getattr(term, name) == getattr(part.line, name) for name in FIELDS if name in term.stated)
+
+    extra = [part for part in parts if part.kind == "extra" and not part.term]
+    return max(filter(alike, extra), key=alike, default=None)
+
+
+def _common(term: Term, matched: Iterable[EventKey]) -> EventKey:
+    """What these events, or those that the term counts, have in common; "" and 0 for the rest."""
+    shared = {name: {getattr(line, name) for line in matched} for name in FIELDS}
+    known = {name: values.pop() for name, values in shared.items() if len(values) == 1}
+    blank = EventKey(phase="", region="", op="", reduce_op="", axis="", group_size=0, dtype="", payload_bytes=0)
+    return replace(blank, **known, **{n: getattr(term, n) for n in term.stated if n in FIELDS and n not in known})
+
+
+def _places(matched: Counter[EventKey], callers: Mapping[EventKey, str]) -> str:
+    """Where the first of these calls were issued; "" when there are none."""
+    by_place: Counter[str] = Counter()
+    for line, calls in matched.items():
+        by_place[line.place + (f" at {callers[line]}" if callers[line] else "")] += calls
+    places = [f"{calls} in {place}" for place, calls in by_place.items()]
+    more = f", and at {len(places) - _LISTED} more places" if len(places) > _LISTED else ""
+    return f": {', '.join(places[:_LISTED])}{more}" if places else ""
+
+
+def _when(line: EventKey, places: Mapping[str, int]) -> tuple[int, int]:
     """Sort key: phase, then module; backward phases meet the modules in reverse."""
     last = len(places)
     place = places.get(line.region, last)

@@ -16,8 +16,9 @@ from harness.cases import read_case
 from harness.errors import RequestError
 from harness.ledger import wire_bytes
 from harness.predicting.states import States, mixed_adamw
-from harness.protocols import CaseLike, Subject, TermLike
+from harness.protocols import CaseLike, Subject
 from harness.subject import claimed, named, refusal, stated
+from harness.terms import EventKey, closed_form
 
 __all__ = ["BATCHES", "Candidate", "candidate", "candidates", "growth"]
 
@@ -98,7 +99,7 @@ def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers")
     """mode, tokens, wire_bytes of one rank in a micro-batch by the closed form, for `breakeven.crossings` and its plot.
 
     counted="layers" leaves out all-to-alls and everything outside the layers; "all" leaves out nothing but what happens
-    once a step. Empty when the subject states no closed form. Raises ValueError for another word.
+    once a step. Empty when the subject states no closed form of all fields. Raises ValueError for another word.
     """
     if counted not in ("layers", "all"):
         raise ValueError(f"counted={counted}: must say which bytes count; legal: layers, all")
@@ -107,18 +108,19 @@ def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers")
         for batch in BATCHES:
             one = case.but(batch=batch, steps=1, micro=1)
             terms = stated(one, subject)
-            if terms is None:
+            form = None if terms is None else closed_form(terms)
+            if form is None or form.partial:
                 continue
             sent = sum(
-                term.calls * wire_bytes(term.op, term.payload_bytes, term.group_size)
-                for term in terms
-                if _counts(term, counted)
+                calls * wire_bytes(line.op, line.payload_bytes, line.group_size)
+                for line, calls in form.complete.items()
+                if _counts(line, counted)
             )
             rows.append((case.mode, int(getattr(one, "tokens", batch)), float(sent)))
     return pd.DataFrame(rows, columns=["mode", "tokens", "wire_bytes"])
 
 
-def _counts(term: TermLike, counted: str) -> bool:
+def _counts(line: EventKey, counted: str) -> bool:
     if counted == "all":
-        return term.phase not in ("grad_sync", "step")
-    return term.phase in _PASSES and term.region.startswith("layers.") and term.op != "all_to_all"
+        return line.phase not in ("grad_sync", "step")
+    return line.phase in _PASSES and line.region.startswith("layers.") and line.op != "all_to_all"

@@ -2,7 +2,7 @@
 
 Functions from a `Run` to frames; nothing is printed here. Calls and bytes are those of one rank over the whole run
 (the maximum over ranks), as in `summary.csv`; several cases of a mode on as many ranks are added up. NA stands for
-"without expectation": a subject without a closed form.
+"without expectation": a subject without a closed form, or with one that leaves out phase, op, axis or numbers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def headline(run: Run) -> pd.DataFrame:
         "forward_calls": case.map(_calls(run, "forward")).fillna(0).astype("Int64"),
         "backward_calls": case.map(_calls(run, "backward")).fillna(0).astype("Int64"),
         "payload_bytes": case.map(lines["payload_bytes"].sum()).fillna(0).astype("Int64"),
-        "expected_payload_bytes": case.map(lines["expected_payload_bytes"].sum(min_count=1)).astype("Int64"),
+        "expected_payload_bytes": case.map(lines["expected_payload_bytes"].agg(_known_sum)).astype("Int64"),
         "saved_bytes": case.map(run.memory.groupby("case")["saved_bytes"].max()).astype("Int64"),
         "worst_error": case.map(closest["worst_error"]).astype("float64"),
         "worst_allowed": case.map(closest["worst_allowed"]).astype("float64"),
@@ -97,6 +97,11 @@ def grouped(headline: pd.DataFrame) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def _known_sum(numbers: pd.Series[int]) -> int | None:
+    """Their sum; None when one of them is not known."""
+    return None if numbers.isna().any() or numbers.empty else int(numbers.sum())
 
 
 def _calls(run: Run, phase: str) -> pd.Series[int]:
@@ -144,7 +149,7 @@ def traffic(run: Run, *more: str) -> pd.DataFrame:
     lines = run.summary.assign(agrees=_agrees(run.summary), ranks=ranks.fillna(0).astype("int64"))
     groups = lines.groupby(keys, observed=True, sort=True)
     sums = groups[list(_TRAFFIC)].sum()
-    expected = groups[list(_EXPECTED)].sum(min_count=1)
+    expected = groups[list(_EXPECTED)].agg(_known_sum).astype("Int64")
     agrees = groups["agrees"].agg(lambda marks: next((mark for mark in ("no", "") if mark in set(marks)), "yes"))
     frame = sums.join(expected).assign(cases=groups["case"].nunique(), agrees=agrees).reset_index()
     order = ["cases", "calls", "expected_calls", "payload_bytes", "expected_payload_bytes", "wire_bytes", "agrees"]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from harness.errors import RequestError, ShardproofError
     from harness.recording.annotations import phase, region
     from harness.shard import Shard
-    from parallel.expectation import Term
+    from harness.terms import Term
     from reference.batches import micro_batch
     from reference.case import Case
     from reference.parameters import full as full_parameter
@@ -64,7 +64,7 @@ _PLACES = {
     "RequestError": "harness.errors:RequestError",
     "Shard": "harness.shard:Shard",
     "ShardproofError": "harness.errors:ShardproofError",
-    "Term": "parallel.expectation:Term",
+    "Term": "harness.terms:Term",
     "compare": "reports.comparison:compare",
     "full_parameter": "reference.parameters:full",
     "headline": "reports.summary:headline",

@@ -16,10 +16,10 @@ from harness.checking.group_checks import groups
 from harness.checking.laws import Broken, same_sequence
 from harness.checking.ledger_checks import ledger, unlawful
 from harness.checking.overlap_checks import overlap
-from harness.differences import key_of
 from harness.errors import ranks_text
 from harness.ledger import Event
 from harness.protocols import Axes
+from harness.terms import key_of
 
 __all__ = ["DRY_CHECKS"]
 

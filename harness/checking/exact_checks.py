@@ -108,7 +108,8 @@ def parallelism(evidence: Evidence) -> Finding | None:
         return None
     talked = {event.rank for event in evidence.events if event.group_size > 1 and event.op != "barrier"}
     silent = tuple(rank for rank in range(len(evidence.outcomes)) if rank not in talked)
-    silence_expected = evidence.expectation is not None and not any(t.group_size > 1 for t in evidence.expectation)
+    terms = evidence.expectation
+    silence_expected = terms is not None and all(term.group_size == 1 or term.calls == 0 for term in terms)
     if silent and not silence_expected:
         whom = "no rank" if not talked else f"not rank {', '.join(map(str, silent))}"
         message = f"{whom} sent or received anything in a mesh of " + _mesh(split)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.checking.laws import Broken, broken_laws
 from harness.differences import Difference, differences
 from harness.ledger import OTHER, Event, unmapped
+from harness.protocols import TermLike
+from harness.terms import FIELDS, closed_form
 
 __all__ = ["ledger", "module_order", "unlawful"]
 
@@ -34,8 +37,21 @@ def ledger(evidence: Evidence) -> Finding | None:
         return _parted(found, len(ranks))
     if broken:
         return unlawful(broken[0])
-    calls = sum(term.calls for term in evidence.expectation)
-    return Finding(verdict=PASS, message=f"{calls} events a rank, exactly as expected")
+    return _expected(evidence, evidence.expectation)
+
+
+def _expected(evidence: Evidence, terms: Sequence[TermLike]) -> Finding:
+    """The finding on a ledger that is as these terms state; what they leave out is unchecked."""
+    form = closed_form(terms)
+    if not form.partial:
+        return Finding(verdict=PASS, message=f"{form.complete.total()} events a rank, exactly as expected")
+    left_out = [name for name in (*FIELDS, "calls") if any(name in term.left_out for term in form.partial)]
+    most = max(Counter(event.rank for event in evidence.events).values(), default=0)
+    return Finding(
+        verdict=PASS,
+        message=f"{most} events a rank, as the closed form states",
+        unchecked=(f"closed form: its terms leave out {', '.join(left_out)}",),
+    )
 
 
 def unlawful(first: Broken) -> Finding:
@@ -65,7 +81,9 @@ def _parted(found: Sequence[Difference], ranks_run: int) -> Finding:
     return Finding(
         verdict=FAIL,
         message=f"{first}{more}",
-        worst=Worst(name=f"{first.kind} {first.line.op}", error=float(calls), allowed=0.0, epsilons=0.0),
+        worst=Worst(name=f"{first.kind} {first.line.op}".strip(), error=float(calls), allowed=0.0, epsilons=0.0)
+        if calls
+        else None,
         ranks=ranks,
         phase=first.line.phase,
         region=first.line.region,
@@ -76,5 +94,5 @@ def module_order(evidence: Evidence) -> tuple[str, ...]:
     """Modules as the forward pass meets them: the truth's activations, then regions of the ledger's forward."""
     from_truth = [name.removeprefix("act/") for name in evidence.truth if name.startswith("act/")]
     from_ledger = [event.region for event in evidence.events if event.phase == "forward"]
-    from_terms = [term.region for term in evidence.expectation or () if term.phase == "forward"]
+    from_terms = [term.region for term in evidence.expectation or () if term.phase == "forward" and term.region]
     return tuple(dict.fromkeys([*(from_truth or from_ledger), *from_ledger, *from_terms]))

@@ -10,28 +10,29 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding
-from harness.differences import EventKey, key_of
 from harness.ledger import Event
+from harness.terms import EventKey, Term, closed_form, key_of
 
 __all__ = ["overlap"]
 
 
 def overlap(evidence: Evidence) -> Finding | None:
     """Whether as many calls as promised are hidden on every rank; a call that is missing is told by the ledger."""
-    promised: Counter[EventKey] = Counter()
-    for term in evidence.expectation or ():
-        if getattr(term, "hidden", False):
-            promised[key_of(term)] += term.calls
-    if not promised or evidence.hidden is None:
+    form = closed_form(term for term in evidence.expectation or () if getattr(term, "hidden", False))
+    if not (form.complete or form.partial) or evidence.hidden is None:
         return None
-    issued: dict[tuple[int, EventKey], list[Event]] = defaultdict(list)
+    issued: dict[tuple[int, EventKey | Term], list[Event]] = defaultdict(list)
     for event in evidence.events:
-        if (line := key_of(event)) in promised:
-            issued[event.rank, line].append(event)
+        for counting in form.counting(key_of(event)):
+            issued[event.rank, counting].append(event)
+    promised: Counter[EventKey | Term] = Counter(form.complete)
+    for term in form.partial:  # one without a number promises it of all its calls
+        found = max((len(events) for (_, counting), events in issued.items() if counting == term), default=0)
+        promised[term] = found if term.calls is None else term.calls
     exposed: list[Event] = []
-    for (_, line), events in issued.items():
+    for (_, counting), events in issued.items():
         waited_at_once = [event for event in events if (event.rank, event.call_index) not in evidence.hidden]
-        allowed = max(0, len(events) - promised[line])
+        allowed = max(0, len(events) - promised[counting])
         exposed += waited_at_once[allowed:]
     if not exposed:
         return Finding(verdict=PASS, message=f"{promised.total()} calls a rank travel behind products, as promised")

@@ -72,7 +72,7 @@ def diagnose(
         step=place.step if place else -1,
         phase=finding.phase or (place.phase if place else ""),
         region=finding.region or (place.module if place else ""),
-        first=first if first.phase else First(phase=finding.phase, region=finding.region),
+        first=first if first.phase or first.event else First(phase=finding.phase, region=finding.region),
         causes=shared.causes,
     )
 

@@ -24,7 +24,8 @@ from harness.diagnosing.rules.layouts import from_flaws
 from harness.diagnosing.rules.losses import from_parts, more_classes
 from harness.diagnosing.rules.places import comparable
 from harness.diagnosing.rules.what_ifs import what_if
-from harness.differences import Difference, EventKey
+from harness.differences import Difference
+from harness.terms import EventKey
 
 __all__ = ["likely"]
 
@@ -60,6 +61,13 @@ _USUAL: Mapping[str, tuple[str, str]] = {
     ),
 }
 """What is usually behind a check that nothing else explains: check -> (cause, words)."""
+
+_COUNTED = {
+    "missing": Cause(id="missing_call", words="calls that this term counts are left out"),
+    "extra": Cause(id="extra_call", words="more calls than this term counts: done twice, or not needed"),
+    "wrong": Cause(id="wrong_payload", words="the calls that this term counts are of other sizes"),
+}
+"""What it usually means when a term with fields left out does not hold: kind of the difference -> cause."""
 
 
 def likely(
@@ -115,6 +123,8 @@ def _waits_for_none(evidence: Evidence, parted: Difference) -> bool:
 def _blame(parted: Difference) -> Cause:
     """What a difference between ledger and expectation usually means."""
     line = parted.line
+    if parted.counted:
+        return _COUNTED[parted.kind]
     if parted.kind == "missing":
         left = "each rank keeps its partial sum" if "reduce" in line.op else "ranks work on what they have alone"
         return Cause(id="missing_call", words=f"the {line.op} over {line.axis} is left out: {left}")

@@ -117,7 +117,8 @@ def _first(first: First) -> str:
     shown = [first.name] if first.name else []
     if first.event:
         shown.append(f"in the ledger: {first.event}")
-    return f"{place(first)}: {'; '.join(shown)}" if shown else ""
+    where = f"{place(first)}: " if first.phase else ""
+    return where + "; ".join(shown)
 
 
 def place(first: First) -> str:

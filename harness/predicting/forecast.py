@@ -28,6 +28,7 @@ from harness.predicting.states import States
 from harness.predicting.timeline import Times, parts, play, together
 from harness.protocols import CaseLike, Subject
 from harness.subject import stated
+from harness.terms import closed_form
 
 __all__ = ["DEPTHS", "EQUAL", "Forecast", "Memory", "Traffic", "forecast", "traffic"]
 
@@ -167,14 +168,16 @@ def forecast(
 
 
 def traffic(case: CaseLike, subject: Subject) -> Traffic | None:
-    """Calls and bytes of one rank in one step by the closed form; None when the subject states none."""
+    """Calls and bytes of one rank in one step by the closed form; None when the subject states none of all fields."""
     terms = stated(case.but(steps=1), subject)
-    if terms is None:
+    form = None if terms is None else closed_form(terms)
+    if form is None or form.partial:
         return None
+    calls = form.complete.items()
     return Traffic(
-        calls=sum(term.calls for term in terms),
-        payload_bytes=sum(term.calls * term.payload_bytes for term in terms),
-        wire_bytes=sum(term.calls * wire_bytes(term.op, term.payload_bytes, term.group_size) for term in terms),
+        calls=form.complete.total(),
+        payload_bytes=sum(count * line.payload_bytes for line, count in calls),
+        wire_bytes=sum(count * wire_bytes(line.op, line.payload_bytes, line.group_size) for line, count in calls),
     )
 
 

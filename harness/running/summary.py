@@ -1,16 +1,19 @@
 """The ledger of one case summed up beside its expectation: calls and bytes of one rank by phase, op and axis.
 
 A row holds the maximum over ranks; its `min_*` fields hold the minimum when ranks differ and are None otherwise. All
-counts are over the whole run of the case; payload and wire in bytes. `expected_*` is None without an expectation.
+counts are over the whole run of the case; payload and wire in bytes. `expected_*` is None without an expectation, and
+where its terms leave out what the row needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from operator import attrgetter
 
 from harness.ledger import OPS, PHASES, Event
 from harness.protocols import TermLike
+from harness.terms import FIELDS, Term, closed_form
 
 __all__ = ["COUNTS", "SUMMARY_COLUMNS", "SummaryRow", "summarize"]
 
@@ -24,6 +27,7 @@ SUMMARY_COLUMNS = (
 
 _Key = tuple[str, str, str, int]
 """phase, op, axis, group size."""
+_KEY = attrgetter("phase", "op", "axis", "group_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,21 +66,47 @@ def summarize(
         of_rank = counts.setdefault(key, [[0, 0, 0] for _ in places])[places[event.rank]]
         for place, amount in enumerate((1, event.payload_bytes, event.wire_bytes)):
             of_rank[place] += amount
-    expected: dict[_Key, list[int]] = {}
-    for term in expectation or ():
-        sums = expected.setdefault((term.phase, term.op, term.axis, term.group_size), [0, 0])
-        sums[0] += term.calls
-        sums[1] += term.calls * term.payload_bytes
+    terms = _lines(expectation or ())
     rows = []
-    for key in sorted({*counts, *expected}, key=_order):
+    for key in sorted({*counts, *(_KEY(term) for term in terms if None not in _KEY(term))}, key=_order):
         by_rank = counts.get(key, [[0, 0, 0]])
         most, least = ([pick(column) for column in zip(*by_rank, strict=True)] for pick in (max, min))
-        sums = expected.get(key, [0, 0])
-        rows.append(_row(case, mode, key, most, least, sums if expectation is not None else None))
+        sums = (None, None) if expectation is None else _expected(key, terms)
+        rows.append(_row(case, mode, key, most, least, sums))
     return rows
 
 
-def _row(case: str, mode: str, key: _Key, most: list[int], least: list[int], expected: list[int] | None) -> SummaryRow:
+def _lines(terms: Iterable[TermLike]) -> list[Term]:
+    """These terms with equal ones added up."""
+    form = closed_form(terms)
+    return [*(Term(**asdict(line), calls=calls) for line, calls in form.complete.items()), *form.partial]
+
+
+def _expected(key: _Key, terms: Iterable[Term]) -> tuple[int | None, int | None]:
+    """Calls and bytes that a row must have; None for what cannot be known from its terms.
+
+    Terms that state the same fields count different events, so they add up; others may count the same events twice.
+    """
+    own = [term for term in terms if all(mine in (None, its) for mine, its in zip(_KEY(term), key, strict=True))]
+    fields = {tuple(name for name in term.stated if name in FIELDS) for term in own}
+    if len(fields) > 1 or any(None in _KEY(term) for term in own):
+        return None, None
+    calls = [term.calls for term in own]
+    size = [
+        term.total_bytes if term.payload_bytes is None or term.calls is None else term.calls * term.payload_bytes
+        for term in own
+    ]
+    return _sum(calls), _sum(size)
+
+
+def _sum(numbers: Sequence[int | None]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
+
+
+def _row(
+    case: str, mode: str, key: _Key, most: list[int], least: list[int], expected: tuple[int | None, int | None]
+) -> SummaryRow:
     phase, op, axis, group_size = key
     differ = most != least
     return SummaryRow(
@@ -89,8 +119,8 @@ def _row(case: str, mode: str, key: _Key, most: list[int], least: list[int], exp
         calls=most[0],
         payload_bytes=most[1],
         wire_bytes=most[2],
-        expected_calls=expected[0] if expected else None,
-        expected_payload_bytes=expected[1] if expected else None,
+        expected_calls=expected[0],
+        expected_payload_bytes=expected[1],
         min_calls=least[0] if differ else None,
         min_payload_bytes=least[1] if differ else None,
         min_wire_bytes=least[2] if differ else None,

@@ -5,32 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from harness.differences import EventKey
-from harness.protocols import Axes, CaseLike, Subject, TermLike
+from harness.protocols import Axes, CaseLike, Subject
 from harness.subject.call import Unanswered, answered
+from harness.terms import EventKey, Term
 
 __all__ = ["named_axes", "orders", "stated"]
 
 _TERM: Mapping[str, type] = {**get_type_hints(EventKey), "calls": int}
 
 
-def stated(case: CaseLike, subject: Subject) -> tuple[TermLike, ...] | None:
+def stated(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
     """The subject's closed form of this case, None when it states none. Raises Unanswered when it cannot be read."""
     return answered("expected", lambda: _stated(case, subject))
 
 
-def _stated(case: CaseLike, subject: Subject) -> tuple[TermLike, ...] | None:
+def _stated(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
     expected: Callable[[CaseLike], object] | None = getattr(subject, "expected", None)
     found = None if expected is None else expected(case)
     if found is None:
         return None
-    terms = tuple(found)  # type: ignore[var-annotated, arg-type]
-    for term in terms:
-        for field, kind in _TERM.items():
-            if not isinstance(getattr(term, field, None), kind):
-                what = f"{type(term).__name__} has no {field} of type {kind.__name__}"
-                raise TypeError(f"{what}, so it is no term; a term has {', '.join(_TERM)}")
-    return terms
+    terms: tuple[object, ...] = tuple(found)  # type: ignore[arg-type]
+    return tuple(term if isinstance(term, Term) else _complete(term) for term in terms)
+
+
+def _complete(term: object) -> Term:
+    """A term of another type, which may leave nothing out. Raises TypeError when it does."""
+    for field, kind in _TERM.items():
+        if not isinstance(getattr(term, field, None), kind):
+            what = f"{type(term).__name__} has no {field} of type {kind.__name__}, so it is no term"
+            raise TypeError(f"{what}; a term has {', '.join(_TERM)}; a shardproof.Term may leave some out")
+    return Term(**{field: getattr(term, field) for field in _TERM}, hidden=bool(getattr(term, "hidden", False)))
 
 
 def orders(case: CaseLike, subject: Subject) -> Axes:

@@ -13,15 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from harness.differences import EventKey, key_of
 from harness.ledger import Event
 from harness.protocols import TermLike
+from harness.terms import EventKey, Term, closed_form, key_of
 from harness.witnesses.sighting import UNKNOWN, Sighting, in_words
 
 __all__ = ["AGREES", "CLOSED_FORM", "MISSING", "NOT_ASKED", "Agreement", "Row", "agreement"]
 
 AGREES, MISSING, NOT_ASKED = "=", "missing", "-"
 CLOSED_FORM = "closed_form"
+_Left = tuple[int | None, int | None]
+"""Calls and bytes that no event has used up, None where none are stated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,29 +145,37 @@ def _covered(
 ) -> tuple[dict[tuple[int, int], str], list[Row]]:
     """The closed form's word on every event, and the calls it states that nobody recorded."""
     words: dict[tuple[int, int], str] = {}
-    left: dict[int, Counter[EventKey]] = {}
-    for rank in ranks:
-        left[rank] = Counter()
-        for term in terms:
-            left[rank][key_of(term)] += term.calls
+    form = closed_form(terms)
+    stated: dict[EventKey | Term, _Left] = {line: (calls, None) for line, calls in form.complete.items()}
+    stated |= {term: (term.calls, term.total_bytes) for term in form.partial}
+    left = {rank: dict(stated) for rank in ranks}
     told = sorted(events, key=lambda event: (event.rank, event.call_index))
     for seen, event in zip(recorded, told, strict=True):
-        key = key_of(event)
-        words[seen.rank, seen.index] = AGREES if left[seen.rank][key] > 0 else MISSING
-        left[seen.rank][key] -= 1
+        counting, of_rank = form.counting(key_of(event)), left[seen.rank]
+        for one in counting:
+            of_rank[one] = _less(of_rank[one], event.payload_bytes)
+        over = any(number is not None and number < 0 for one in counting for number in of_rank[one])
+        words[seen.rank, seen.index] = AGREES if counting and not over else MISSING
     last = Counter(seen.rank for seen in recorded)
     extra = [
-        Row(
-            rank=rank,
-            index=last[rank],
-            recorded=None,
-            words={
-                CLOSED_FORM: f"{calls} more {key.phase} {key.op} of {key.payload_bytes} B over {key.axis} in "
-                f"{key.region or 'no module'}"
-            },
-        )
-        for rank, keys in left.items()
-        for key, calls in keys.items()
-        if calls > 0
+        Row(rank=rank, index=last[rank], recorded=None, words={CLOSED_FORM: _more(one, calls, total)})
+        for rank, of_rank in left.items()
+        for one, (calls, total) in of_rank.items()
+        if (calls or 0) > 0 or (total or 0) > 0
     ]
     return words, extra
+
+
+def _less(left: _Left, payload_bytes: int) -> _Left:
+    """What is left after one call."""
+    calls, total = left
+    return None if calls is None else calls - 1, None if total is None else total - payload_bytes
+
+
+def _more(one: EventKey | Term, calls: int | None, total: int | None) -> str:
+    """What the closed form states and nobody recorded."""
+    if isinstance(one, Term):
+        lack = [f"{calls} call{'s' if calls > 1 else ''}"] if calls else []
+        return f"{' of '.join([*lack, *([f'{total} B'] if total else [])])} more of {one}"
+    where = f"of {one.payload_bytes} B over {one.axis} in {one.region or 'no module'}"
+    return f"{calls} more {one.phase} {one.op} {where}"

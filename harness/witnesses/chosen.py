@@ -8,29 +8,21 @@ steps 2 and 3.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from harness.differences import EventKey, key_of
 from harness.errors import MachineError, error_text
 from harness.protocols import CaseLike, TermLike
 from harness.recording.attribution import Attribution
 from harness.recording.observations import Stepped, read
 from harness.recording.watch import Watch
+from harness.terms import Term, closed_form
 
-__all__ = ["Stated", "during", "step_ends", "steps_text", "terms_of"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stated(EventKey):
-    """A line of a closed form (harness.protocols.TermLike) for some steps."""
-
-    calls: int
+__all__ = ["during", "step_ends", "steps_text", "terms_of"]
 
 
 def steps_text(steps: range) -> str:
@@ -89,27 +81,26 @@ def during(steps: range, ends: Sequence[int], make: Callable[[], AbstractContext
 
 def terms_of(
     steps: range, case: CaseLike, terms: Iterable[TermLike], expected: Callable[[Any], Any] | None
-) -> tuple[tuple[Stated, ...] | None, str]:
+) -> tuple[tuple[Term, ...] | None, str]:
     """The closed form of these steps, or None and why it cannot be told.
 
     A closed form counts a whole run. Where the run of one step has each call as many times less as there are steps, all
     steps are equal. Otherwise nobody but its author knows to which step the rest belongs.
     """
-    whole = _calls(terms)
+    whole = closed_form(terms)
     try:
-        one = _calls(expected(case.but(steps=1))) if expected is not None else Counter()
+        one = closed_form(expected(case.but(steps=1)) if expected is not None else ())
     except Exception as problem:  # a third party's function on a case that nobody asked it before
         return None, f"the closed form of one step failed: {error_text(problem)}"
-    for line in (*whole, *one):
-        if whole[line] != case.steps * one[line]:
+    untold = "the closed form does not tell which step has what"
+    for line in (*whole.complete, *one.complete):
+        all_steps, one_step = whole.complete[line], one.complete[line]
+        if all_steps != case.steps * one_step:
             where = f"{line.phase} {line.op} in {line.region or 'no module'}"
-            told = f"{whole[line]} {where} in {case.steps} steps, and {one[line]} in one"
-            return None, f"the closed form does not tell which step has what: {told}"
-    return tuple(Stated(**asdict(line), calls=calls * len(steps)) for line, calls in one.items()), ""
-
-
-def _calls(terms: Iterable[TermLike]) -> Counter[EventKey]:
-    calls: Counter[EventKey] = Counter()
-    for term in terms:
-        calls[key_of(term)] += term.calls
-    return calls
+            return None, f"{untold}: {all_steps} {where} in {case.steps} steps, and {one_step} in one"
+    often = [term.times(case.steps) for term in one.partial]
+    for mine, others in ((whole.partial, often), (often, whole.partial)):
+        if odd := [term for term in mine if term not in others]:
+            return None, f"{untold}: {odd[0]} is not {case.steps} times what one step has"
+    complete = [Term(**asdict(line), calls=calls * len(steps)) for line, calls in one.complete.items()]
+    return (*complete, *(term.times(len(steps)) for term in one.partial)), ""

@@ -237,3 +237,15 @@ def test_one_size_or_one_mode_is_no_growth(run: Run) -> None:
 def test_an_unknown_way_to_count_is_refused(run: Run) -> None:
     with pytest.raises(ValueError, match="legal: layers, all"):
         breakeven.growth(run, "some")
+
+
+def test_a_sum_with_an_unknown_part_is_unknown(run: Run) -> None:
+    lines = run.summary.copy()
+    lines.loc[(lines["mode"] == "tp") & (lines["phase"] == "loss"), "expected_payload_bytes"] = pd.NA
+    part = dataclasses.replace(run, summary=lines)
+    tp, tp_sp = summary.headline(part)["expected_payload_bytes"]
+    assert tp is pd.NA and tp_sp == 8 * ACTIVATION_BYTES
+    by_phase = summary.traffic(part).set_index(["mode", "phase"])
+    assert by_phase.loc[("tp", "loss"), "agrees"] == ""
+    assert by_phase.loc[("tp", "loss"), "expected_payload_bytes"] is pd.NA
+    assert by_phase.loc[("tp", "forward"), "agrees"] == "yes"

@@ -1,0 +1,172 @@
+"""Terms: the lines of a closed form, and which events each of them counts.
+
+A term counts the events of a rank, over the whole run, that match every field it states; a field left out (None)
+matches anything. A term that states every field is complete: a ledger of complete terms is compared as an exact
+multiset of `EventKey`s. Terms that differ in their numbers alone (calls, total_bytes) add up. Payloads are bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from harness.ledger import OPS, PHASES, REDUCE_OPS, Event
+from harness.protocols import TermLike
+
+__all__ = ["FIELDS", "ClosedForm", "EventKey", "Term", "closed_form", "key_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventKey:
+    """What is compared of an event: the fields that a complete term states."""
+
+    phase: str
+    region: str
+    op: str
+    reduce_op: str
+    axis: str
+    group_size: int
+    dtype: str
+    payload_bytes: int
+
+    @property
+    def site(self) -> tuple[str, str, str]:
+        """Phase, region and op."""
+        return self.phase, self.region, self.op
+
+    @property
+    def place(self) -> str:
+        """Phase and region in words: "forward of head"."""
+        return f"{self.phase} of {self.region or 'no module'}"
+
+    def __str__(self) -> str:
+        op = f"{self.op} {self.reduce_op}".strip()
+        return f"{op} of {self.payload_bytes} B {self.dtype} over {self.axis} ({self.group_size} ranks)"
+
+
+FIELDS = tuple(field.name for field in fields(EventKey))
+_NUMBERS = {"group_size": 1, "payload_bytes": 0, "calls": 0, "total_bytes": 0}
+"""Fields that are whole numbers -> the least."""
+_WORDS = {"phase": PHASES, "op": OPS, "reduce_op": REDUCE_OPS}
+"""Fields with a fixed list of legal words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Term:
+    """Calls that every rank issues over the whole run; fields as in the ledger, None where any value will do.
+
+    `payload_bytes` is that of each call, `total_bytes` the sum over all calls; `calls` None: any number of them.
+    `hidden`: each travels while a product is computed, which lies between its issue and its wait. Raises ValueError or
+    TypeError for a field that no call can have, and when nothing is stated.
+    """
+
+    phase: str | None = None
+    region: str | None = None
+    op: str | None = None
+    reduce_op: str | None = None
+    axis: str | None = None
+    group_size: int | None = None
+    dtype: str | None = None
+    payload_bytes: int | None = None
+    calls: int | None = None
+    total_bytes: int | None = None
+    hidden: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.stated:
+            self._check(name)
+        if not self.stated:
+            raise ValueError("Term(): states nothing; legal: Term(op='all_reduce', axis='tp', calls=2)")
+        if self.payload_bytes is not None and self.total_bytes is not None:
+            rule = "state one of the two: of each call, or of all calls together"
+            raise ValueError(f"payload_bytes={self.payload_bytes}, total_bytes={self.total_bytes}: {rule}")
+
+    def _check(self, name: str) -> None:
+        value = getattr(self, name)
+        if name in _NUMBERS:
+            if type(value) is not int or value < _NUMBERS[name]:
+                raise ValueError(f"{name}={value!r}: must be a whole number of at least {_NUMBERS[name]}")
+        elif not isinstance(value, str):
+            raise TypeError(f"{name}={value!r}: must be a word, not {type(value).__name__}; leave it out for any")
+        elif value not in _WORDS.get(name, (value,)):
+            legal = ", ".join(map(repr, _WORDS[name]))
+            raise ValueError(f"{name}={value!r}: is no word of the ledger; legal: {legal}")
+
+    @property
+    def stated(self) -> tuple[str, ...]:
+        """The names of the fields that are not left out, `hidden` aside."""
+        return tuple(name for name in (*FIELDS, "calls", "total_bytes") if getattr(self, name) is not None)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What this term does not compare; a sum of bytes stands for those of each call."""
+        names = [name for name in (*FIELDS, "calls") if getattr(self, name) is None]
+        return tuple(name for name in names if name != "payload_bytes" or self.total_bytes is None)
+
+    def matches(self, line: EventKey | Event) -> bool:
+        """Whether this event has every value that is stated."""
+        return all((value := getattr(self, name)) is None or value == getattr(line, name) for name in FIELDS)
+
+    def times(self, count: int) -> Term:
+        """As many calls and bytes so many times."""
+        calls = None if self.calls is None else self.calls * count
+        return replace(self, calls=calls, total_bytes=None if self.total_bytes is None else self.total_bytes * count)
+
+    def __repr__(self) -> str:
+        """The call that makes this term, without what it leaves out."""
+        said = [f"{name}={json.dumps(getattr(self, name))}" for name in self.stated]
+        return f"Term({', '.join([*said, *(['hidden=True'] if self.hidden else [])])})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedForm:
+    """Terms, those of equal fields added up: the calls of complete ones by what they count, and the other terms."""
+
+    complete: Counter[EventKey]
+    partial: tuple[Term, ...]
+
+    def counting(self, line: EventKey) -> list[EventKey | Term]:
+        """Whatever counts this event: its own key when a complete term states it, and the partial terms it matches."""
+        own: list[EventKey | Term] = [line] if line in self.complete else []
+        return own + [term for term in self.partial if term.matches(line)]
+
+
+def closed_form(terms: Iterable[TermLike]) -> ClosedForm:
+    """These terms, taken apart."""
+    complete: Counter[EventKey] = Counter()
+    partial: dict[tuple[object, ...], Term] = {}
+    for term in terms:
+        if isinstance(term, Term) and not {*FIELDS, "calls"}.issubset(term.stated):
+            pattern = tuple(getattr(term, name) for name in FIELDS)
+            partial[pattern] = _added(partial[pattern], term) if pattern in partial else term
+        else:
+            complete[key_of(term)] += term.calls or 0
+    return ClosedForm(complete=complete, partial=tuple(partial.values()))
+
+
+def _added(one: Term, other: Term) -> Term:
+    """Both as one term; a number that only one of them states is that of both."""
+
+    def both(mine: int | None, theirs: int | None) -> int | None:
+        return theirs if mine is None else mine if theirs is None else mine + theirs
+
+    calls, total = both(one.calls, other.calls), both(one.total_bytes, other.total_bytes)
+    return replace(one, calls=calls, total_bytes=total, hidden=one.hidden or other.hidden)
+
+
+def key_of(entry: Event | TermLike) -> EventKey:
+    """What is compared of an event, or what a complete term states of each of its events."""
+    whole: Any = entry
+    return EventKey(
+        phase=whole.phase,
+        region=whole.region,
+        op=whole.op,
+        reduce_op=whole.reduce_op,
+        axis=whole.axis,
+        group_size=whole.group_size,
+        dtype=whole.dtype,
+        payload_bytes=whole.payload_bytes,
+    )
