@@ -1,5 +1,5 @@
-"""The command line: `shardproof run | show | compare | page | trace | predict | slice | faults | bench | doctor` and
-`help`.
+"""The command line: `shardproof run | show | compare | page | trace | predict | slice | faults | expect | bench |
+doctor` and `help`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
 130 interrupted, 141 the reader of the output has closed it.
@@ -38,6 +38,7 @@ _HANDLERS = {
     "doctor": "reports.doctor:main",
     "predict": "reports.predict:main",
     "slice": "reports.slicing:main",
+    "expect": "reports.expect:main",
     "help": "reports.word_help:main",
 }
 _TIMEOUT = "how long a run of a case may take (60); every case is run up to three times"
@@ -135,6 +136,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_faults(add("faults", help="plant bugs one at a time: which check notices which"))
     _add_predict(add("predict", help="time, memory and bytes at any size, without running it; which mode, and where"))
     _add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
+    expect = add("expect", help="what a case of a run did, as terms to paste into a subject")
+    expect.description = "Print the calls that a run recorded as Python: a function expected(case) of shardproof.Terms."
+    expect.epilog = "example: shardproof expect runs/latest --short"
+    expect.add_argument("run", metavar="RUN", help="run folder, such as runs/latest")
+    expect.add_argument("case", nargs="?", metavar="CASE", help="the case, where the run has several")
+    expect.add_argument("--short", action="store_true", help="one term for all calls of an op over an axis")
     bench = add("bench", help="the performance table, measured here")
     bench.add_argument("--faults", action="store_true", help="instead: what each engine makes of a rank gone wrong")
     bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")

@@ -103,6 +103,7 @@ _CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {
     "show": _check_run_folder,
     "page": _check_run_folder,
     "trace": _check_run_folder,
+    "expect": _check_run_folder,
     "compare": _check_compare,
     "faults": _check_faults,
     "predict": _check_predict,
