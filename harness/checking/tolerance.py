@@ -11,7 +11,8 @@ float64: 1e-9 for all (noise stays near 1e-13, the smallest known bugs near 1e-2
 dense model in the run dtype with its sums in another order, shows how far rounding alone carries a right result.
 Allowed is CONTROL_FACTOR times the worst control run, never less than the stated floor. A tensor within its limits
 proves nothing where half of it, or half as much again, would be within them too, or where `frobenius` may reach
-CEILING: `decidable` is False then.
+CEILING: `decidable` is False then. Beyond CEILING one step leaps so far that a few control runs do not bound it, and
+LEAP times as much is allowed: what is wrong there is wrong by orders of magnitude.
 In float64 control runs are needed only beyond 1e-9: training that leaps about doubles its noise in every step. One
 control run may be lucky (a relu that flips, an update that amplifies), so more of them are run before an error beyond
 the limit counts. Two bounds are added to the limit as they are: what a relu's kink may change (by tensor), and what
@@ -64,6 +65,8 @@ CONTROL_FACTOR = 6.0
 """A right result may be this many times further from the truth than the worst control run."""
 CEILING = 0.5
 """Half of the tensor: a limit as wide as this would let through a missing half of a sum."""
+LEAP = 10.0
+"""How much further than its limit a low-precision tensor may be where rounding alone may change half of it."""
 FACTORS = (0.5, 1.5)
 """A tensor whose limits admit one of these factors on it is undecided."""
 SCALE_ALLOWED = 0.1
@@ -202,7 +205,9 @@ def _allowed(dtype: str, true: Truth, controls: Sequence[Tensor], kinked: Sequen
     for name in MEASURES:
         limit = max([_floor(dtype, name), *(CONTROL_FACTOR * getattr(run, name) for run in honest)])
         limits[name] = limit + max([getattr(run, name) for run in moved], default=0.0)
-    return Distance(**{**limits, "scale": min(limits["scale"], limits["frobenius"])})
+    limits["scale"] = min(limits["scale"], limits["frobenius"])
+    leap = LEAP if dtype != "float64" and limits["frobenius"] >= CEILING else 1.0
+    return Distance(**{name: leap * limit for name, limit in limits.items()})
 
 
 def _decidable(

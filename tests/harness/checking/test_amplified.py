@@ -5,6 +5,7 @@ A subject that returns the state of every step is compared one step at a time; o
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -66,3 +67,15 @@ def test_in_float64_control_runs_widen_the_limit_up_to_where_nothing_is_told() -
     assert (near.right, near.decidable, far.right) == (True, True, False)
     lost = measured(1e-5, 5e-5)
     assert (lost.right, lost.decidable) == (True, False)
+
+
+def test_in_low_precision_a_leap_is_unchecked_but_for_orders_of_magnitude() -> None:
+    truth = torch.linspace(1.0, 2.0, 50, dtype=torch.float64)
+
+    def measured(factor: float, noise: float) -> Any:
+        return measure("grad_norm/1", truth * factor, truth, dtype="bfloat16", controls=[truth * (1 + noise)])
+
+    assert not measured(1.9, 0.08).right, "0.48 is allowed"
+    leaping = measured(3.0, 0.1)
+    assert (leaping.right, leaping.decidable) == (True, False), "unchecked, and named as such"
+    assert not measured(10.0, 0.1).right and not measured(math.inf, 0.1).right
