@@ -41,6 +41,7 @@ _HANDLERS = {
     "expect": "reports.expect:main",
     "help": "reports.word_help:main",
 }
+_TRUTH = "a dense model to compare with; alone: the subject itself on one rank (its attribute truth, or our decoder)"
 _TIMEOUT = "how long a run of a case may take (60); every case is run up to three times"
 _WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
 
@@ -157,6 +158,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.epilog = 'example: shardproof run "mode=tp-sp tp=4 kv_heads=4 dtype=float64" --data corpus.txt'
     run.add_argument("cases", nargs="*", metavar="CASE", help="one case each, key=value words in quotes (help case)")
     run.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation under test ({SUBJECT})")
+    run.add_argument("--truth", metavar="M:O|alone", help=_TRUTH)
     run.add_argument("--modes", default="all", metavar="all|a,b", help="modes to run when no CASE is given (all)")
     run.add_argument(
         "--deep",
@@ -201,6 +203,7 @@ def _add_faults(faults: argparse.ArgumentParser) -> None:
         "and fault in every mode; another subject the faults of its collectives, which need no source."
     )
     faults.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation under test ({SUBJECT})")
+    faults.add_argument("--truth", metavar="M:O|alone", help=_TRUTH)
     faults.add_argument("--quick", action="store_true", help="one mode a mutant and few faults: minutes on two cores")
     part = faults.add_mutually_exclusive_group()
     part.add_argument("--held-back", action="store_true", help="only the mutants that no rule of diagnosis has seen")

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from harness.cases import read_case
 from harness.errors import RequestError
 from harness.ledger import wire_bytes
+from harness.plain_case import PlainCase
 from harness.predicting.states import States, mixed_adamw
 from harness.protocols import CaseLike, Subject
-from harness.subject import claimed, named, refusal, stated
+from harness.subject import case_of, claimed, named, refusal, stated, vocabulary
 from harness.terms import EventKey, closed_form
 
 __all__ = ["BATCHES", "Candidate", "candidate", "candidates", "growth"]
@@ -49,6 +49,9 @@ def candidates(text: str, subject: Subject, *, world: int | None = None, inner: 
 
     Raises RequestError when the text names one case and that cannot be, or when none of several can.
     """
+    given = named(subject)
+    if vocabulary(given) is not None:
+        return [candidate(text, text, subject)]
     words = text.split()
     kept = [word for word in words if word != "mode=all"]
     said = [word for word in kept if word.startswith("mode=")]
@@ -87,11 +90,12 @@ def _says(text: str, key: str) -> bool:
 def candidate(text: str, words: str, subject: Subject) -> Candidate:
     """The case of this text, or the rule that it breaks."""
     try:
-        case: CaseLike = read_case(text)
+        case = case_of(text, named(subject))
     except RequestError as problem:
         return Candidate(text=text, words=words, case=None, reason=str(problem.__cause__))
     reason = refusal(case, named(subject))
-    states = None if _says(text, "optimizer") else mixed_adamw(case.dtype)
+    plain = isinstance(case, PlainCase)
+    states = None if plain or _says(text, "optimizer") else mixed_adamw(case.dtype)
     return Candidate(text=text, words=words, case=None if reason else case, reason=reason, states=states)
 
 

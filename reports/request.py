@@ -18,13 +18,25 @@ from typing import Any
 
 from harness.cases import check_modes, check_words, parse_cases, read_case
 from harness.errors import RequestError
+from harness.plain_case import PlainCase
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read as read_cluster
 from harness.protocols import CaseLike, case_text
 from harness.request import Request, seconds
 from harness.resolve import resolve
 from harness.running.capacity import admit
-from harness.subject import NamedSubject, Unanswered, claims, named, offers, refusal
+from harness.subject import (
+    NamedSubject,
+    Unanswered,
+    cases_of,
+    claims,
+    named,
+    offers,
+    own_cases,
+    refusal,
+    truth_of,
+    vocabulary,
+)
 from reports import experiment
 from reports.files import run_folder
 from reports.limits import limits
@@ -34,6 +46,8 @@ from reports.sides import check_name, side_folder
 
 __all__ = ["LAUNCHED", "default_cases", "read", "requested"]
 
+OURS = "parallel.subject:subject"
+"""The subject of our own: its cases are checked before it is imported."""
 LAUNCHED = "torchrun"
 """The engine whose ranks were launched with us: every one of them runs this command, and rank 0 alone does the work."""
 FIRST_BATCH = "reference.batches:micro_batch"
@@ -41,6 +55,8 @@ DATA_STATUS = "reference.files:status"
 VARIANT_WORDS = "reference.variants:words"
 COVERING_CASES = "reference.covering:covering_cases"
 PLAIN_CASES = "reference.covering:plain_cases"
+_DECODER = ("variant", "data", "deep", "preset_experiment")
+"""Options of `shardproof run` that need the case language of our decoder."""
 SLICE_WORDS = "parallel.slicing.words:Sliced"
 
 
@@ -74,7 +90,8 @@ def _check_compare(arguments: argparse.Namespace) -> None:
 
 def _check_faults(arguments: argparse.Namespace) -> None:
     seconds(arguments.timeout, "timeout")
-    arguments.subject = named(arguments.subject)
+    arguments.subject = named(arguments.subject, arguments.truth or "")
+    truth_of(arguments.subject)
 
 
 def _check_predict(arguments: argparse.Namespace) -> None:
@@ -82,12 +99,29 @@ def _check_predict(arguments: argparse.Namespace) -> None:
     read_cluster(arguments.cluster, PRESETS)
     if arguments.world is not None and arguments.world < 1:
         raise RequestError(f"world={arguments.world}: must be at least 1; legal: --world 8")
+    ours = arguments.subject == OURS
+    if ours:
+        _check_texts(arguments)
+    arguments.subject = named(arguments.subject)
+    if vocabulary(arguments.subject) is not None:
+        _check_own_texts(arguments)
+    elif not ours:
+        _check_texts(arguments)
+
+
+def _check_texts(arguments: argparse.Namespace) -> None:
     for text in arguments.cases:
         words = [word for word in text.split() if word != "mode=all"]
         check_words(" ".join(words))
         if arguments.world is None and any(word.startswith("mode=") for word in words):
             read_case(" ".join(words))
-    arguments.subject = named(arguments.subject)
+
+
+def _check_own_texts(arguments: argparse.Namespace) -> None:
+    if arguments.world is not None:
+        rule = f"searches meshes for cases of our decoder, and {arguments.subject.name} has words of its own"
+        raise RequestError(f"world={arguments.world}: {rule}; legal: no --world, every CASE with its axes")
+    cases_of(arguments.cases, arguments.subject)
 
 
 def _check_slice(arguments: argparse.Namespace) -> None:
@@ -115,8 +149,11 @@ def requested(arguments: argparse.Namespace) -> Request:
     """The request of these options of `shardproof run`. Raises RequestError before anything runs."""
     out = Path(arguments.out).absolute()  # now: the import of a subject may change the folder too
     with chdir("."):
-        given = _words_checked(arguments)
-        subject = named(arguments.subject)
+        _options_checked(arguments)
+        given = _given(arguments) if arguments.subject == OURS else ()
+        subject = named(arguments.subject, arguments.truth or "")
+        given = given or _given(arguments, subject)
+        truth_of(subject)
         if arguments.device == "cuda" and not import_module("torch").cuda.is_available():
             raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
         cases = given or _defaults(arguments, subject)
@@ -137,20 +174,29 @@ def requested(arguments: argparse.Namespace) -> Request:
     )
 
 
-def _words_checked(arguments: argparse.Namespace) -> tuple[CaseLike, ...]:
-    """The cases on the command line, and every rule that needs neither the subject nor torch."""
+def _options_checked(arguments: argparse.Namespace) -> None:
+    """Check every rule that needs neither the subject nor torch."""
     if arguments.emit_repro is not None:
         check_target(arguments.emit_repro)
     experiment.complete(arguments)
     seconds(arguments.timeout, "timeout")
     profiled_tools(arguments)
     _check_choice(arguments)
-    cases = parse_cases(arguments.cases)
+    if arguments.data is not None:
+        _check_data(arguments.data)
+
+
+def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -> tuple[CaseLike, ...]:
+    """The cases on the command line as this subject reads them; without one as cases of our decoder."""
+    own = subject is not None and vocabulary(subject) is not None
+    if own and (word := next((word for word in _DECODER if getattr(arguments, word)), "")):
+        rule = f"is for cases of our decoder, and {arguments.subject} has words of its own"
+        raise RequestError(f"{word.replace('_', '-')}: {rule}; legal: its own words in a CASE")
+    cases = parse_cases(arguments.cases) if subject is None else cases_of(arguments.cases, subject)
     if arguments.variant is not None:
         cases = _as_variant(cases, arguments.variant, given=True)
     if arguments.data is not None:
         cases = tuple(_with_data(case, arguments.data) for case in cases)
-        _check_data(arguments.data)
     profiled_steps(arguments, cases)
     return cases
 
@@ -164,7 +210,8 @@ def _check_choice(arguments: argparse.Namespace) -> None:
         )
     if arguments.cases and arguments.deep:
         raise RequestError("deep: chooses more default cases, and a CASE was given; legal: --deep without a CASE")
-    check_modes(arguments.modes)
+    if arguments.subject == OURS:
+        check_modes(arguments.modes)
 
 
 def _defaults(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[CaseLike, ...]:
@@ -178,11 +225,15 @@ def _defaults(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[Cas
 
 
 def default_cases(subject: NamedSubject, modes: str, *, deep: bool = False) -> tuple[CaseLike, ...]:
-    """The cases that cover the words of the case language in the chosen modes ("all" or "a,b") that are claimed.
+    """The cases that the subject names itself; else those that cover the words of the case language. In either case of
+    the chosen modes ("all" or "a,b") that are claimed.
 
     `deep`: every pair of values of two words; otherwise every pair that is no default. What the subject refuses is left
     out as far as it leaves anything. A subject without `refuses` has not stated which words it knows: plain cases.
     """
+    if not deep and (own := own_cases(subject)) is not None:
+        modes_chosen = claims(subject).chosen(modes)
+        return tuple(case for case in own if case.mode in modes_chosen)
     if not deep and not offers(subject.call, "refuses"):
         plain: Callable[[str], Iterable[CaseLike]] = resolve(PLAIN_CASES)  # type: ignore[assignment]
         return tuple(case for mode in claims(subject).chosen(modes) for case in plain(mode))
@@ -237,6 +288,8 @@ def _read_first(cases: Sequence[CaseLike]) -> None:
     """Read a first batch of every case: unreadable data are a wrong request and not a failure of the subject."""
     read: Callable[..., object] = resolve(FIRST_BATCH)  # type: ignore[assignment]
     for case in cases:
+        if isinstance(case, PlainCase):
+            continue
         try:
             read(case, 0, 0, 0)
         except (ValueError, OSError) as problem:

@@ -29,7 +29,7 @@ from harness.resolve import resolve
 from harness.running.run import RunResult, run
 from harness.running.two_processes.order import arranged
 from harness.running.two_processes.spare import Spare
-from harness.subject import NamedSubject, claims, offers
+from harness.subject import NamedSubject, claims, offers, own_cases
 from reports import page, summary, tables, witnesses
 from reports.experiment import real_size
 from reports.experiment_table import timeline
@@ -85,7 +85,7 @@ def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
     """What the default cases of this subject leave out."""
     if unknown := claims(subject).unknown:
         yield f"{subject.name} claims {', '.join(unknown)}, which no case can have: left out"
-    if not deep and not offers(subject.call, "refuses"):
+    if not deep and own_cases(subject) is None and not offers(subject.call, "refuses"):
         yield f"{subject.name} has no refuses(case): default cases have plain words only; --deep has all words"
 
 

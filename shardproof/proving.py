@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from harness.cases import parse_cases, read_case
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.protocols import CaseLike, Subject
@@ -19,7 +18,7 @@ from harness.running import proof
 from harness.running import run as running
 from harness.running.proof import CaseResult
 from harness.running.run import RunResult
-from harness.subject import named
+from harness.subject import case_of, cases_of, named
 
 __all__ = ["prove", "run"]
 
@@ -29,24 +28,30 @@ def prove(
     subject: str | Subject,
     engine: str | Engine = "inproc",
     *,
+    truth: str = "",
     device: str = "cpu",
     timeout_s: float = 60.0,
 ) -> CaseResult:
     """Run one case on a subject, a callable or its name "module:object", and check it against the dense model.
 
+    `truth`: "module:object" of a dense model of its own, or "alone" for the subject itself on one rank; without it its
+    attribute `truth`, or our decoder.
+
     `engine`: a word of `shardproof run --engine`, or an open engine, which stays open. `result.verdict` is the worst of
     `result.verdicts`; `result.events` is the ledger. Nothing is written. Raises RequestError when the case, the subject
     or the engine is wrong; whatever the subject does wrong is a failed verdict.
     """
-    known = read_case(case) if isinstance(case, str) else case
+    given = named(subject, truth)
+    known = case_of(case, given) if isinstance(case, str) else case
     with engine_named(engine) if isinstance(engine, str) else nullcontext(engine) as opened:
-        return proof.prove(known, subject, opened, device=device, timeout_s=timeout_s)
+        return proof.prove(known, given, opened, device=device, timeout_s=timeout_s)
 
 
 def run(
     cases: Sequence[str],
     subject: str,
     *,
+    truth: str = "",
     engine: str = "inproc",
     device: str = "cpu",
     out: str | Path = "runs",
@@ -57,10 +62,11 @@ def run(
     `result.path` is the folder, for `load` and `shardproof show`; `result.exit_status` that of `shardproof run`. Raises
     RequestError before anything runs when a case, the subject, the engine or the folder is wrong.
     """
+    given = named(subject, truth)
     return running.run(
         Request(
-            cases=parse_cases(cases),
-            subject=named(subject),
+            cases=cases_of(cases, given),
+            subject=given,
             engine=engine,
             device=device,
             out=Path(out),

@@ -19,23 +19,30 @@ NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
     "update": ("param_after", "exp_avg_after", "exp_avg_sq_after", "param"),
 }
 """Check -> the kinds of names it compares, in the order in which training computes them."""
+_REST = "forward"
+"""The check that compares every other kind of name too: what a dense model of a subject's own returns beside these."""
+_KNOWN = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 
 
 def numeric(check: str) -> Callable[[Evidence], Finding | None]:
     """The check that compares these kinds; it answers None when the subject returned nothing of them."""
     kinds = NUMERIC_KINDS[check]
 
+    def belongs(name: str) -> bool:
+        kind = kind_of(name)
+        return kind in kinds or (check == _REST and kind not in _KNOWN)
+
     def compare(evidence: Evidence) -> Finding | None:
-        return _compare(evidence, kinds)
+        return _compare(evidence, belongs)
 
     return compare
 
 
-def _compare(evidence: Evidence, kinds: tuple[str, ...]) -> Finding | None:
-    returned = {name for name in evidence.returned if kind_of(name) in kinds}
+def _compare(evidence: Evidence, belongs: Callable[[str], bool]) -> Finding | None:
+    returned = {name for name in evidence.returned if belongs(name)}
     if not returned:
         return None
-    expected = [name for name in evidence.truth if kind_of(name) in kinds]
+    expected = [name for name in evidence.truth if belongs(name)]
     known = [name for name in expected if name in evidence.merged.tensors]
     unchecked = [name for name in expected if name not in evidence.merged.tensors]
     unchecked += sorted(returned - set(expected) - set(unchecked))

@@ -31,7 +31,7 @@ from harness.merging import Outcomes
 from harness.protocols import CaseLike, Subject
 from harness.running.judging import judged
 from harness.running.proof import NEED_WATCHING
-from harness.running.trial import REFERENCE, Reference, Trial, recorded, watched
+from harness.running.trial import Reference, Trial, recorded, reference_of, watched
 from harness.subject import NamedSubject, answered, named, offers
 
 __all__ = ["FaultResult", "Unproved", "survey", "unproved"]
@@ -87,7 +87,7 @@ def survey(
     checks: Mapping[str, Check] = CHECKS,
     rules: Sequence[Rule] = RULES,
     first_only: bool = False,
-    reference: Reference = REFERENCE,
+    reference: Reference | None = None,
     device: str = "cpu",
     timeout_s: float = 60.0,
 ) -> list[FaultResult]:
@@ -97,7 +97,8 @@ def survey(
     before activations are captured. Raises RequestError when the undisturbed subject does not finish or passes nothing.
     """
     given = named(subject)
-    trial = Trial(case=case, subject=given, engine=engine, reference=reference, device=device, timeout_s=timeout_s)
+    known = reference or reference_of(given, engine, timeout_s)
+    trial = Trial(case=case, subject=given, engine=engine, reference=known, device=device, timeout_s=timeout_s)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -32,7 +32,7 @@ from harness.protocols import CaseLike, Subject, case_text
 from harness.reproducing import repro_script
 from harness.running.judging import judged
 from harness.running.proof import CaseResult, prove
-from harness.running.trial import Trial, recorded
+from harness.running.trial import Trial, recorded, reference_of
 from harness.subject import NamedSubject, named, refusal
 
 __all__ = ["Failure", "emit", "shown_name", "shrunk"]
@@ -113,7 +113,7 @@ def _failing(case: CaseLike, subject: NamedSubject, engine: Engine) -> str | Non
     """The returned tensor that fails in one run of the case, "" when the subject raises; None when nothing fails."""
     if refusal(case, subject):
         return None
-    trial = Trial(case=case, subject=subject, engine=engine)
+    trial = Trial(case=case, subject=subject, engine=engine, reference=reference_of(subject, engine))
     try:
         evidence = recorded(trial)
     except ProgramError:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from harness.errors import RequestError
+from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
 
@@ -23,12 +24,17 @@ _SHAPES_ALONE = "dry"
 
 
 def admit(cases: Iterable[CaseLike], engine: str, limit_bytes: int | None = None) -> None:
-    """Raise RequestError for the first case that is larger than the memory of this machine, or than the limit."""
+    """Raise RequestError for the first case that is larger than the memory of this machine, or than the limit.
+
+    Nothing is known of the size of a plain case.
+    """
     limit = (memory_bytes() if limit_bytes is None else limit_bytes) // _WIDTH
     count: Callable[[CaseLike], Mapping[str, int]]
     count = resolve(FIRST_BATCH if engine == _SHAPES_ALONE else PARTS)  # type: ignore[assignment]
     blame: Any = resolve(CULPRIT)
     for case in cases:
+        if isinstance(case, PlainCase):
+            continue
         sizes = count(case)
         if sum(sizes.values()) > limit:
             found = blame(case, limit)

@@ -24,7 +24,7 @@ from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
 from harness.recording.stopwatch import stopwatch
 from harness.running.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
-from harness.subject import Unanswered, answered, called, named_axes, offers
+from harness.subject import Unanswered, answered, called, named_axes, offers, session
 
 __all__ = ["Execution", "execute", "execute_captured"]
 
@@ -176,7 +176,7 @@ def _run(
     observer: Observer | None,
     timeout_s: float,
 ) -> list[Localized]:
-    with chdir("."):  # where a subject goes, the next run does not start
+    with chdir("."), session(subject):  # where a subject goes, the next run does not start
         return engine.run(
             _on_rank,
             subject,

@@ -28,7 +28,7 @@ from harness.protocols import CaseLike, Subject, TermLike
 from harness.running.dry_trial import dry_evidence
 from harness.running.judging import judged
 from harness.running.store import Store
-from harness.running.trial import REFERENCE, Reference, Trial, elsewhere, explained, recorded, watched
+from harness.running.trial import Reference, Trial, elsewhere, explained, recorded, reference_of, watched
 from harness.running.truths import Truths
 from harness.subject import NamedSubject, Unanswered, named, refusal
 
@@ -88,7 +88,7 @@ def prove(
     subject: str | Subject | NamedSubject,
     engine: Engine,
     *,
-    reference: Reference = REFERENCE,
+    reference: Reference | None = None,
     checks: Mapping[str, Check] = CHECKS,
     device: str = "cpu",
     timeout_s: float = 60.0,
@@ -97,16 +97,18 @@ def prove(
 ) -> CaseResult:
     """Run and check one case on a subject, named or given. `options`: further words of the command that repeats it.
 
-    `truths`: what the dense model computed for the case before, on this device and with this reference.
+    `reference` replaces the subject's own truth, or the decoder where it has none. `truths`: what the dense model
+    computed for the case before, on this device and with this reference.
 
     Raises RequestError when there is no such subject or the dense model cannot compute the case (unreadable data);
     whatever the subject does wrong is a failed verdict.
     """
+    given = named(subject)
     trial = Trial(
         case=case,
-        subject=named(subject),
+        subject=given,
         engine=engine,
-        reference=reference,
+        reference=reference or reference_of(given, engine, timeout_s),
         device=device,
         timeout_s=timeout_s,
         truths=truths or Truths(),
@@ -118,6 +120,7 @@ def prove(
     if reason:
         skip = Verdict(case=trial.text, check="supported", verdict=verdict, worst=None, message=reason)
         return CaseResult(case=case, text=trial.text, verdicts=(skip,), skipped=reason)
+    options = f"{options} --truth {given.truth}".lstrip() if given.truth else options
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on small tensors more threads only wait for each other, above all beside other work
     try:

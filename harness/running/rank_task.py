@@ -30,7 +30,7 @@ from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
 from harness.recording.stopwatch import stopwatch
 from harness.resolve import resolve
-from harness.subject import Unanswered, answered, called, named_axes, offers
+from harness.subject import Unanswered, answered, called, named_axes, offers, session
 
 __all__ = ["Localized", "RankReport", "RankTask", "perform", "placed", "sendable"]
 
@@ -85,9 +85,10 @@ def perform(rank: int, task: RankTask) -> RankReport:
     """Run the subject on this rank as the task says."""
     found: Any = resolve(task.subject) if isinstance(task.subject, str) else task.subject
     device = rank_device(task.device, rank)
-    if task.record:
-        return _recorded(rank, task, found, device)
-    return _watched(rank, task, found, device) if task.watch else _plain(found, task.case, device)
+    with session(found):
+        if task.record:
+            return _recorded(rank, task, found, device)
+        return _watched(rank, task, found, device) if task.watch else _plain(found, task.case, device)
 
 
 def placed(case: CaseLike, subject: Subject, rank: int, capture: Capture) -> Localized:

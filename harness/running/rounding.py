@@ -14,7 +14,7 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.tolerance import FLOAT64_CEILING, Measured, is_state, step_of
 from harness.resolve import resolve
-from harness.running.trial import Trial
+from harness.running.trial import Function, Trial
 
 __all__ = ["control_run", "controlled", "doubtful", "stepwise"]
 
@@ -93,7 +93,7 @@ def control_run(trial: Trial) -> Mapping[str, Tensor]:
     return trial.dense(trial.reference.control, part="control")
 
 
-def _stepped(trial: Trial, name: str, states: Mapping[str, Tensor] | None, **words: int) -> Mapping[str, Tensor]:
+def _stepped(trial: Trial, name: Function, states: Mapping[str, Tensor] | None, **words: int) -> Mapping[str, Tensor]:
     """A function of the reference that begins its steps at these states, when there are any."""
     if states:
         return trial.computed(name, part="control", states=states, **words)

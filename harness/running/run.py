@@ -22,6 +22,7 @@ from harness.protocols import CaseLike, case_text
 from harness.request import Request
 from harness.running.capacity import admit
 from harness.running.environment import environment
+from harness.running.own_truth import compared_with
 from harness.running.proof import CaseResult, prove, with_traceback
 from harness.running.store import Store
 from harness.running.truths import Truths
@@ -29,7 +30,7 @@ from harness.running.two_processes.order import together
 from harness.running.two_processes.second_process import Proved, SecondProcess, prove_all, proved
 from harness.running.two_processes.spare import Spare
 from harness.running.witnessing import CHECK, Witnesses, witnesses
-from harness.subject import NamedSubject, Unanswered, claimed, refusal
+from harness.subject import NamedSubject, Unanswered, claimed, refusal, truth_of
 from harness.torch_internals.lookup import untested
 
 __all__ = [
@@ -107,7 +108,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
         notes=(
             *store.notes,
             *filter(None, [untested()]),
-            *([_DRY] if request.engine == "dry" else []),
+            *([_DRY] if request.engine == "dry" else _truth_note(subject)),
             *(seen.notes if seen else ()),
             *([second.note] if second and second.note else []),
         ),
@@ -198,8 +199,15 @@ def _witnessed(result: CaseResult, subject: NamedSubject, seen: Witnesses | None
     return replace(result, verdicts=(*result.verdicts, told.verdict), diagnoses=diagnoses)
 
 
+def _truth_note(subject: NamedSubject) -> list[str]:
+    """What the subject was compared with, where that is not our decoder."""
+    truth = truth_of(subject)
+    return [] if truth is None else [f"compared with {compared_with(truth)}"]
+
+
 def _words(request: Request) -> dict[str, object]:
     how = {"engine": request.engine, "device": request.device, "timeout_s": request.timeout_s}
+    how |= {"truth": compared_with(truth_of(request.subject))}
     return {"subject": request.subject.name, **how, "cases": len(request.cases)}
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,12 +23,14 @@ from harness.errors import RequestError, error_text
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike, case_text
 from harness.resolve import resolve
 from harness.running.execution import execute, execute_captured
+from harness.running.own_truth import OwnTruth
 from harness.running.truths import Truths
-from harness.subject import NamedSubject, Unanswered, left_out, orders, refusal, stated
+from harness.subject import NamedSubject, Unanswered, left_out, orders, refusal, stated, truth_of
 
 __all__ = [
     "REFERENCE",
     "Asked",
+    "Function",
     "Reference",
     "Trial",
     "elsewhere",
@@ -36,30 +38,33 @@ __all__ = [
     "explained",
     "orders_of",
     "recorded",
+    "reference_of",
     "watched",
 ]
 
 
 T = TypeVar("T")
+Function: TypeAlias = "str | OwnTruth"
+"""A function of the reference: its name, module:object, or a truth of the subject's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Names of the dense model's functions (case, device) -> outcome: the truth, and the control runs beside it.
+    """The dense model's functions (case, device) -> outcome, by name or as they are: truth, and control runs beside it.
 
     `kinks` and `slack` widen limits, so they belong to their truth: "", none, unless they are named with it. So do
     `anchors`, case -> what is stated about the data that truth and ranks both read (harness.protocols.FactsLike). With
     `slack` truth, control and kinks take states=mapping too, the subject's states from which their steps begin.
     `control` and `control_activations` take parts=n too, the number of partial sums in place of their own choice.
     `alike`, case -> case, gives cases that are one to the dense model the same case; "" where each is its own. Truth
-    and true activations are computed of that case, once for all that are alike.
+    and true activations are computed of that case, once for all that are alike. "" for activations: there are none.
     The others are asked when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes of
     data or weights that are read otherwise (see `reference.what_ifs`), of other rules of the steps and of the modules.
     """
 
-    truth: str = "reference.subject:truth"
+    truth: Function = "reference.subject:truth"
     true_activations: str = "reference.subject:true_activations"
-    control: str = "reference.control:control"
+    control: Function = "reference.control:control"
     control_activations: str = "reference.control:control_activations"
     kinks: str = ""
     slack: str = ""
@@ -78,8 +83,20 @@ REFERENCE = Reference(
     anchors="reference.anchors:anchors",
     alike="reference.dense_case:dense_case",
 )
-Asked = tuple[str, tuple[tuple[str, int], ...]]
+_NOTHING = dict.fromkeys(
+    ("true_activations", "control_activations", "shares", "alternatives", "trainings", "rules", "metrics"), ""
+)
+Asked = tuple[Function, tuple[tuple[str, int], ...]]
 """A function of the reference and the words that it was given."""
+
+
+def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0) -> Reference:
+    """What a subject is compared with: the decoder, or a truth of its own. Raises RequestError when it is none."""
+    dense = truth_of(subject)
+    if dense is None:
+        return REFERENCE
+    own = OwnTruth(subject=subject, dense=dense, engine=engine, timeout_s=timeout_s)
+    return Reference(truth=own, control=replace(own, control=True), **_NOTHING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +134,19 @@ class Trial:
         finally:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start_s
 
-    def dense(self, name: str, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
-        """What a function of the reference computes, on the CPU; computed once for trials that share `known`."""
+    def dense(self, name: Function, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
+        """What a function of the reference computes, on the CPU, once for trials that share `known`; nothing of ""."""
+        if not name:
+            return {}
         asked = name, tuple(words.items())
         if asked not in self.known:
             self.known[asked] = self.computed(name, part=part, **words)
         return self.known[asked]
 
-    def true(self, name: str) -> Mapping[str, Tensor]:
+    def true(self, name: Function) -> Mapping[str, Tensor]:
         """What a function of the reference computes of the case that stands for all alike to the dense model."""
+        if not name:
+            return {}
         if (name, ()) not in self.known:
             alike: Any = resolve(self.reference.alike) if self.reference.alike else lambda case: case
             case: CaseLike = alike(self.case)
@@ -133,10 +154,10 @@ class Trial:
         return self.known[name, ()]
 
     def computed(
-        self, name: str, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any
+        self, name: Function, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any
     ) -> Mapping[str, Tensor]:
         """The same, computed anew and timed as this part. Raises RequestError when the reference cannot compute it."""
-        function: Any = resolve(name)
+        function: Any = resolve(name) if isinstance(name, str) else name
         try:
             with self.timed(part):
                 outcome: Mapping[str, Tensor] = function(case or self.case, torch.device(self.device), **words)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 from torch import Tensor
 
@@ -16,9 +16,9 @@ class Truths:
 
     def __init__(self) -> None:
         self._case: CaseLike | None = None
-        self._outcomes: dict[str, Mapping[str, Tensor]] = {}
+        self._outcomes: dict[Hashable, Mapping[str, Tensor]] = {}
 
-    def of(self, case: CaseLike, name: str, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    def of(self, case: CaseLike, name: Hashable, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """The outcome of this function of the reference for this case, computed unless it is known."""
         if case != self._case:  # what the case before left is freed before more is computed
             self._case, self._outcomes = case, {}

@@ -1,6 +1,9 @@
 """What a subject provides: its program on a rank, and its optional attributes, each read in one place.
 
     itself                  a callable, by its name or as it is         `named`, `called`
+    words, cases, draws     cases in its own words, its default cases   `case_of`, `own_cases`, `draws`
+    truth                   a dense model of its own, or "alone"        `truth_of`
+    session                 a context around its ranks and its truth    `session`
     modes, unchecked        what it claims and what it leaves out       `claims`, `claimed`, `left_out`
     refuses                 cases that it does not support              `refusal`
     expected                its closed form of a case                   `stated`
@@ -11,23 +14,34 @@ All of it is the subject's own code: whatever it raises, or leaves with, becomes
 knows no modes: which there are is read from the case's own list, by name. `harness.protocols.Subject` states the types.
 """
 
-from harness.subject.call import NamedSubject, Unanswered, answered, called, named, offers
+from harness.subject.call import NamedSubject, Unanswered, answered, called, named, offers, session
+from harness.subject.cases import case_of, cases_of, draws, own_cases, vocabulary
 from harness.subject.claims import Claims, claimed, claims, left_out, refusal
 from harness.subject.stated import named_axes, orders, stated
+from harness.subject.truth import ALONE, DenseModel, truth_of
 
 __all__ = [
+    "ALONE",
     "Claims",
+    "DenseModel",
     "NamedSubject",
     "Unanswered",
     "answered",
     "called",
+    "case_of",
+    "cases_of",
     "claimed",
     "claims",
+    "draws",
     "left_out",
     "named",
     "named_axes",
     "offers",
     "orders",
+    "own_cases",
     "refusal",
+    "session",
     "stated",
+    "truth_of",
+    "vocabulary",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,9 +16,10 @@ from harness.resolve import resolve
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NamedSubject", "Unanswered", "answered", "called", "named", "offers", "words_of"]
+__all__ = ["NamedSubject", "Unanswered", "answered", "called", "named", "offers", "session", "words_of"]
 
 T = TypeVar("T")
+_FRAMES = 3
 LEFT = "left with status 0 (sys.exit) and returned nothing"
 
 
@@ -27,12 +30,13 @@ class Unanswered(RequestError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSubject:
     """A subject and its `name` in messages. `address`, module:object, is where other processes import it; "" for one
-    that was given as an object.
+    that was given as an object. `truth`, module:object or "alone", was requested in place of its attribute `truth`.
     """
 
     name: str
     call: Subject
     address: str = ""
+    truth: str = ""
 
     @property
     def sent(self) -> str | Subject:
@@ -40,11 +44,11 @@ class NamedSubject:
         return self.address or self.call
 
     def __reduce__(self) -> tuple[object, ...]:
-        return named, (self.sent,)
+        return named, (self.sent, self.truth)
 
 
-def named(subject: str | Subject | NamedSubject) -> NamedSubject:
-    """The subject of this address, or this object under the name that resolves to it.
+def named(subject: str | Subject | NamedSubject, truth: str = "") -> NamedSubject:
+    """The subject of this address, or this object under the name that resolves to it; `truth` as in NamedSubject.
 
     Raises RequestError when there is none, or when it cannot be called.
     """
@@ -55,7 +59,7 @@ def named(subject: str | Subject | NamedSubject) -> NamedSubject:
     name = address or _name_of(found)
     if not callable(found):
         raise RequestError(f"subject {name}: must be callable as subject(case, device), not {type(found).__name__}")
-    return NamedSubject(name=name, call=found, address=address)
+    return NamedSubject(name=name, call=found, address=address, truth=truth)
 
 
 def _name_of(subject: object) -> str:
@@ -82,7 +86,29 @@ def answered(question: str, ask: Callable[[], T]) -> T:
     except KeyboardInterrupt:
         raise
     except BaseException as problem:
-        raise Unanswered(f"subject.{question} failed: {error_text(problem)}") from problem
+        raise Unanswered(f"subject.{question} failed: {error_text(problem)}{_where(problem)}") from problem
+
+
+def _where(problem: BaseException) -> str:
+    """The innermost lines of the user's code that led to this exception: ", at model.py:7 in forward"."""
+    from harness.callers import is_user, shortened  # noqa: PLC0415  (loads torch, which a failed answer may do)
+
+    frames = [frame for frame in traceback.extract_tb(problem.__traceback__) if is_user(frame.filename)]
+    places = [f"{shortened(frame.filename)}:{frame.lineno} in {frame.name}" for frame in frames[: -_FRAMES - 1 : -1]]
+    return f", at {', called from '.join(places)}" if places else ""
+
+
+@contextmanager
+def session(subject: Subject) -> Iterator[None]:
+    """The context of `subject.session()`, in which its ranks and its truth run; without it nothing.
+
+    Raises Unanswered when it cannot be entered or left.
+    """
+    make: Callable[[], AbstractContextManager[object]] | None = getattr(subject, "session", None)
+    with ExitStack() as stack:
+        if make is not None:
+            answered("session", lambda: stack.enter_context(make()))
+        yield
 
 
 def offers(subject: Subject, attribute: str) -> bool:

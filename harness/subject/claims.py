@@ -9,23 +9,26 @@ from harness.cases import check_modes, known_modes
 from harness.errors import RequestError
 from harness.protocols import CaseLike
 from harness.subject.call import NamedSubject, answered, offers, words_of
+from harness.subject.cases import own_cases, vocabulary
 
 __all__ = ["Claims", "claimed", "claims", "left_out", "refusal"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """`modes` can be asked for, in the subject's order; `unknown` ones no case can have."""
+    """`modes` can be requested, in the subject's order; `unknown` ones no case can have. `own`: of its own words."""
 
     subject: str
     modes: tuple[str, ...]
     unknown: tuple[str, ...] = ()
+    own: bool = False
 
     def chosen(self, text: str) -> tuple[str, ...]:
         """Those that an option names, comma separated, or "all". Raises RequestError for any other."""
         if text == "all":
             return self.modes
-        check_modes(text)
+        if not self.own:
+            check_modes(text)
         named = tuple(dict.fromkeys(text.split(",")))
         if other := [mode for mode in named if mode not in self.modes]:
             claimed = ", ".join((*self.modes, *self.unknown))
@@ -43,9 +46,13 @@ def refusal(case: CaseLike, subject: NamedSubject) -> str:
 
 
 def claims(subject: NamedSubject) -> Claims:
-    """What this subject claims; all modes when it says nothing. Raises RequestError for what is no tuple of words, or
-    when no case can have any of them.
+    """What this subject claims; all modes when it says nothing, those of its own cases when these are in its own words.
+
+    Raises RequestError for what is no tuple of words, or when no case can have any of them.
     """
+    if vocabulary(subject) is not None:
+        own = tuple(dict.fromkeys(case.mode for case in own_cases(subject) or ()))
+        return Claims(subject=subject.name, modes=own, own=True)
     known = known_modes()
     said = claimed(subject)
     if said is None:

@@ -1,0 +1,217 @@
+"""Cases in a subject's own words: axes, a few words that every training has, and the words of `subject.words`.
+
+    >>> known = Vocabulary.of({"width": 12, "act": ("gelu", "relu"), "micro": 3})
+    >>> case = known.parse("tp=2 dp=3 act=relu")
+    >>> case.width, case.act, case.world_size, str(case)
+    (12, 'relu', 6, 'tp=2 dp=3 act=relu')
+
+No rule of our decoder holds for such a case. It loads no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+__all__ = ["AXES", "COMMON", "PlainCase", "Vocabulary", "Word", "WordError"]
+
+Word: TypeAlias = "int | float | bool | str"
+AXES = ("tp", "cp", "dp", "pp")
+"""Mesh axes, fastest first, as in Megatron; ranks of one tp group are neighbours. Each is 1 unless the case says."""
+COMMON: Mapping[str, tuple[Word, ...]] = {
+    "steps": (2,),
+    "micro": (2,),
+    "dtype": ("float64", "float32", "bfloat16", "float16"),
+    "seed": (0,),
+}
+"""Words that every case has: the default first, then other legal values where only some are legal."""
+_AT_LEAST: Mapping[str, int] = {**dict.fromkeys(AXES, 1), "steps": 1, "micro": 1, "seed": 0}
+
+
+class WordError(ValueError):
+    """A word that no case can have: names the word, the value, the rule and a legal value."""
+
+    def __init__(self, key: str, value: object, rule: str, legal: object) -> None:
+        super().__init__(f"{key}={_written(value)}: {rule}; legal: {legal}")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The words of a subject's cases: word -> its legal values, the default first; one value alone: any of its type."""
+
+    words: tuple[tuple[str, tuple[Word, ...]], ...]
+
+    @classmethod
+    def of(cls, own: Mapping[str, Any]) -> Vocabulary:
+        """The vocabulary of `subject.words`: word -> its default, or a tuple of its legal values, the default first.
+
+        An own word may be one that every case has, for another default: {"micro": 3}. Raises TypeError for what is no
+        such mapping.
+        """
+        legal = "{'width': 12, 'act': ('gelu', 'relu')}"
+        if not isinstance(own, Mapping):
+            raise TypeError(f"words={own!r} must map words to defaults; legal: {legal}")
+        words: dict[str, tuple[Word, ...]] = {**dict.fromkeys(AXES, (1,)), **COMMON}
+        for key, value in own.items():
+            values = tuple(value) if isinstance(value, tuple | list) else (value,)
+            kinds = {type(one) for one in values}
+            if not isinstance(key, str) or not key.isidentifier() or len(kinds) != 1 or not kinds <= _KINDS:
+                rule = "a word is a name, its values are numbers, booleans or text of one type"
+                raise TypeError(f"words[{key!r}]={value!r}: {rule}; legal: {legal}")
+            if key not in (*AXES, *COMMON, "mode") and hasattr(PlainCase, key):
+                raise TypeError(f"words[{key!r}]: every case has an attribute of this name; legal: another word")
+            if any(not str(one) or any(sign in str(one) for sign in " \t\n=") for one in values):
+                raise TypeError(f"words[{key!r}]={value!r}: a value is text without spaces or =; legal: {legal}")
+            words[key] = values if len(values) > 1 or key not in COMMON else _first(values[0], COMMON[key])
+        return cls(tuple(words.items()))
+
+    def parse(self, text: str) -> PlainCase:
+        """The case of a text of `word=value`; later words override earlier ones. Raises WordError."""
+        return self.case({key: self._read(key, value) for key, value in map(_split, text.split())})
+
+    def case(self, said: Mapping[str, Word]) -> PlainCase:
+        """The case with these words, and the defaults of all others. Raises WordError."""
+        known = dict(self.words)
+        for key, value in said.items():
+            if key not in known:
+                raise WordError(key, value, "is no word of this subject's cases", " ".join(known))
+            if type(value) is not type(known[key][0]):
+                raise WordError(key, value, f"must be of type {type(known[key][0]).__name__}", known[key][0])
+            if len(known[key]) > 1 and value not in known[key]:
+                raise WordError(key, value, "is none of its values", "|".join(map(_written, known[key])))
+            if key in _AT_LEAST and value < _AT_LEAST[key]:  # type: ignore[operator]
+                raise WordError(key, value, f"must be at least {_AT_LEAST[key]}", f"{key}={_AT_LEAST[key]}")
+        values = {key: said.get(key, legal[0]) for key, legal in self.words}
+        return PlainCase(vocabulary=self, values=tuple(values.items()))
+
+    def _read(self, key: str, text: str) -> Word:
+        known = dict(self.words)
+        if key not in known:
+            raise WordError(key, text, "is no word of this subject's cases", " ".join(known))
+        kind = type(known[key][0])
+        if kind is bool:
+            if text not in ("true", "false"):
+                raise WordError(key, text, "must be true or false", f"{key}=true")
+            return text == "true"
+        try:
+            return kind(text)
+        except ValueError:
+            raise WordError(key, text, "must be a number", f"{key}={known[key][0]}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainCase:
+    """One experiment in a subject's own words, each an attribute; `str(case)` parses back to an equal case."""
+
+    vocabulary: Vocabulary
+    values: tuple[tuple[str, Word], ...]
+
+    def __getattr__(self, name: str) -> Any:
+        """The value of a word. Raises AttributeError with the words that there are."""
+        if name.startswith("_") or name in ("vocabulary", "values"):
+            raise AttributeError(name)
+        values = dict(self.values)
+        if name not in values:
+            raise AttributeError(f"case has no word {name}; its words: {' '.join(values)}")
+        return values[name]
+
+    @property
+    def mode(self) -> str:
+        """The word `mode` where the subject has one, else the axes of more than one rank: "tp", "dp+tp", "one"."""
+        values = dict(self.values)
+        if "mode" in values:
+            return str(values["mode"])
+        return "+".join(axis for axis in sorted(AXES) if values[axis] != 1) or "one"
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return int(dict(self.values)["steps"])
+
+    @property
+    def micro(self) -> int:
+        """Micro-batches of a step, on each data rank."""
+        return int(dict(self.values)["micro"])
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of parameters, activations and collectives: "float64"."""
+        return str(dict(self.values)["dtype"])
+
+    @property
+    def seed(self) -> int:
+        """Seed of weights and data."""
+        return int(dict(self.values)["seed"])
+
+    @property
+    def world_size(self) -> int:
+        """Ranks: the product of all axes."""
+        return math.prod(self.axis_sizes.values())
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Mesh axis -> ranks in each of its groups, fastest axis first."""
+        values = dict(self.values)
+        return {axis: int(values[axis]) for axis in AXES}
+
+    @property
+    def axes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Mesh axis -> the rank lists of its groups."""
+        lists, stride = {}, 1
+        for axis, size in self.axis_sizes.items():
+            firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
+            lists[axis] = tuple(tuple(range(first, first + stride * size, stride)) for first in firsts)
+            stride *= size
+        return lists
+
+    def axis_rank(self, axis: str, rank: int) -> int:
+        """The place of a global rank in its group along an axis. Raises KeyError for an unknown axis."""
+        stride = 1
+        for name, size in self.axis_sizes.items():
+            if name == axis:
+                return rank // stride % size
+            stride *= size
+        raise KeyError(axis)
+
+    def samples(self, step: int, micro: int, dp_rank: int, batch: int) -> range:
+        """The numbers of the samples in a micro-batch of `batch` samples on a data rank; no number occurs twice.
+
+        The same samples make up a step for every factorisation of the same dp * micro: data drawn from these numbers
+        alone are the same global batch with one rank (truth = "alone") as with many.
+        """
+        number = (step * self.micro + micro) * self.axis_sizes["dp"] + dp_rank
+        return range(number * batch, (number + 1) * batch)
+
+    def words(self) -> dict[str, Word]:
+        """Every word and its value."""
+        return dict(self.values)
+
+    def but(self, **words: Word) -> PlainCase:
+        """This case with some words changed. Raises WordError for a word that no case of the subject has."""
+        return self.vocabulary.case({**dict(self.values), **words})
+
+    def __str__(self) -> str:
+        defaults = {key: legal[0] for key, legal in self.vocabulary.words}
+        said = [f"{key}={_written(value)}" for key, value in self.values if value != defaults[key]]
+        return " ".join(said) or f"{AXES[0]}={dict(self.values)[AXES[0]]}"
+
+
+_KINDS: frozenset[type] = frozenset({int, float, bool, str})
+
+
+def _first(default: Word, legal: tuple[Word, ...]) -> tuple[Word, ...]:
+    """The legal values with another default."""
+    return (default, *(value for value in legal if value != default)) if len(legal) > 1 else (default,)
+
+
+def _split(said: str) -> tuple[str, str]:
+    key, equals, value = said.partition("=")
+    if not equals:
+        raise WordError(said, "", "must be a word and its value", "tp=2")
+    return key, value
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

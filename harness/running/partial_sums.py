@@ -1,0 +1,94 @@
+"""The same computation with every contraction cut into partial sums: how far rounding alone may carry a right result.
+
+A control run for any dense model: in this context every matrix product of a thread, forward and backward, is the sum of
+products over slices of the contracted dimension, last slice first, each rounded to the dtype of the run; sums over a
+dimension likewise. Attention is made of matrix products here, not torch's fused kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from harness.torch_internals.modes import DispatchMode
+
+__all__ = ["partial_sums"]
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def partial_sums(parts: int) -> Iterator[None]:
+    """In it, contractions of this thread are sums of `parts` partial sums; 1 cuts nothing.
+
+    An odd number leaves fused attention as it is, for its backward takes yet other sums.
+    """
+    kernels = [SDPBackend.MATH] if parts % 2 == 0 else list(SDPBackend.__members__.values())[1:]
+    with sdpa_kernel(kernels), _Cut(parts):
+        yield
+
+
+class _Cut(DispatchMode):
+    """Cuts each operator of _CUT as it is issued."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The operator's result, by partial sums where it contracts."""
+        cut = _CUT.get(operator)
+        if cut is None or kwargs or self._parts == 1 or not args[0].is_floating_point():
+            return operator(*args, **(kwargs or {}))
+        return cut(self._parts, *args)
+
+
+def _mm(parts: int, left: Tensor, right: Tensor) -> Tensor:
+    """left [..., I, K] times right [..., K, J] by slices of K."""
+    pairs = zip(left.tensor_split(parts, -1), right.tensor_split(parts, -2), strict=True)
+    return _added([torch.matmul(a, b) for a, b in pairs if a.shape[-1]], lambda: torch.matmul(left, right))
+
+
+def _addmm(parts: int, bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return _mm(parts, left, right) + bias
+
+
+def _sum(parts: int, tensor: Tensor, dims: Sequence[int] | None, keepdim: bool = False) -> Tensor:
+    """The sum over these dimensions (all, when there are none) by slices of the longest."""
+    over = [dim % tensor.dim() for dim in dims] if dims else list(range(tensor.dim()))
+    if not over:
+        return tensor.clone()
+    longest = max(over, key=lambda dim: tensor.shape[dim])
+    slices = [part for part in tensor.tensor_split(parts, longest) if part.shape[longest]]
+    return _added([part.sum(over, keepdim) for part in slices], lambda: tensor.sum(over, keepdim))
+
+
+def _whole(parts: int, tensor: Tensor) -> Tensor:
+    return _sum(parts, tensor, None) if tensor.dim() else tensor.clone()
+
+
+def _added(terms: Sequence[Tensor], empty: Callable[[], Tensor]) -> Tensor:
+    """The terms added last first; what `empty` gives when there are none."""
+    if not terms:
+        return empty()
+    total = terms[-1]
+    for term in reversed(terms[:-1]):
+        total = total + term
+    return total
+
+
+_CUT: Mapping[Any, Callable[..., Tensor]] = {
+    aten.mm.default: _mm,
+    aten.bmm.default: _mm,
+    aten.addmm.default: _addmm,
+    aten.baddbmm.default: _addmm,
+    aten.sum.dim_IntList: _sum,
+    aten.sum.default: _whole,
+}

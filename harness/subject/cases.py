@@ -1,0 +1,67 @@
+"""The cases of a subject: in the case language of our decoder, or in its own words; and those that it names itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from harness.cases import read_case
+from harness.errors import RequestError
+from harness.plain_case import Vocabulary
+from harness.protocols import CaseLike
+from harness.subject.call import NamedSubject, answered, words_of
+
+__all__ = ["case_of", "cases_of", "draws", "own_cases", "vocabulary"]
+
+
+def vocabulary(subject: NamedSubject) -> Vocabulary | None:
+    """The words of the subject's own cases, from its attribute `words`; None for cases of our decoder.
+
+    Raises Unanswered when `words` cannot be read.
+    """
+    return answered("words", lambda: _vocabulary(subject))
+
+
+def _vocabulary(subject: NamedSubject) -> Vocabulary | None:
+    own = getattr(subject.call, "words", None)
+    return None if own is None else Vocabulary.of(own)
+
+
+def case_of(text: str, subject: NamedSubject) -> CaseLike:
+    """The case of this text as this subject reads it. Raises RequestError when it is none."""
+    own = vocabulary(subject)
+    if own is None:
+        case: CaseLike = read_case(text)
+        return case
+    try:
+        return own.parse(text)
+    except ValueError as problem:
+        raise RequestError(f"case {text!r}: {problem}") from problem
+
+
+def cases_of(texts: Iterable[str], subject: NamedSubject) -> tuple[CaseLike, ...]:
+    """The cases of these texts, each once. Raises RequestError for the first text that is no case."""
+    cases = [case_of(text, subject) for text in texts]
+    return tuple({str(case): case for case in cases}.values())
+
+
+def own_cases(subject: NamedSubject) -> tuple[CaseLike, ...] | None:
+    """The cases that the subject names in its attribute `cases`, None without it.
+
+    Raises RequestError for what is no tuple of cases, and for a subject of own words that names no cases.
+    """
+    texts = words_of(subject, "cases", "('tp=2 dp=3',)")
+    if texts is None and vocabulary(subject) is None:
+        return None
+    if not texts:
+        rule = "has words of its own, so it must name its default cases"
+        raise RequestError(f"subject={subject.name}: {rule}; legal: cases = ('tp=2 dp=3',)")
+    return cases_of(texts, subject)
+
+
+def draws(subject: NamedSubject) -> Any:
+    """The hypothesis strategy of cases in its attribute `draws`, or what a function of that name returns; None without
+    it. Raises Unanswered when that function fails.
+    """
+    found: Callable[[], Any] | Any = getattr(subject.call, "draws", None)
+    return answered("draws", found) if callable(found) else found

@@ -1,0 +1,166 @@
+"""A truth of the subject's own, or the subject on one rank: what is right passes, planted bugs fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardproof
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import RequestError
+from harness.plain_case import Vocabulary
+from harness.running.partial_sums import partial_sums
+from harness.subject import Unanswered
+from tests.harness import own_words
+from tests.harness.own_words import CASES, Network, doubled, subject
+
+OWN = "tests.harness.own_words:subject"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InprocEngine]:
+    with InprocEngine() as opened:
+        yield opened
+
+
+def failed(result: Any) -> set[str]:
+    return {verdict.check for verdict in result.verdicts if verdict.verdict != "pass"}
+
+
+@pytest.mark.parametrize("truth", ["", "alone", "tests.harness.own_words:truth"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_right_subject_agrees_with_its_own_truth_and_with_itself(engine: InprocEngine, case: str, truth: str) -> None:
+    assert failed(shardproof.prove(case, OWN, engine, truth=truth)) == set()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_factor_in_the_loss_is_seen_beside_an_own_truth(engine: InprocEngine, case: str) -> None:
+    result = shardproof.prove(case, doubled, engine)
+    assert {"forward", "parameter_gradients", "update"} <= failed(result)
+    assert all(len(verdict.message.splitlines()) == 6 for verdict in result.verdicts if verdict.verdict == "fail")
+
+
+def test_alone_sees_what_only_several_ranks_do(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_words.Copied, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
+    assert failed(shardproof.prove("tp=2 dp=3", subject, engine, truth="alone")) == set(), "x needs no gradient"
+    monkeypatch.setattr(own_words.Reduced, "forward", staticmethod(lambda ctx, x, group: x.clone()))
+    assert "forward" in failed(shardproof.prove("tp=2 dp=3", subject, engine, truth="alone"))
+
+
+class Failing(Network):
+    """Its truth divides by zero, or is not finite."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
+        """No truth."""
+        if self.how == "raises":
+            raise ZeroDivisionError("1/0")
+        return {"loss/0": torch.tensor(float("nan"))}
+
+
+def test_a_truth_that_fails_is_the_users(engine: InprocEngine) -> None:
+    with pytest.raises(Unanswered, match=r"truth failed: ZeroDivisionError: 1/0, at .*test_own_truth.py:\d+ in"):
+        shardproof.prove("tp=2", Failing("raises"), engine)
+    with pytest.raises(RequestError, match="the truth of .* is not finite in loss/0; legal"):
+        shardproof.prove("tp=2", Failing("nan"), engine)
+
+
+class Untrue(Network):
+    """Has words, and nothing to compare with."""
+
+    truth = None  # type: ignore[assignment]
+
+
+def test_own_words_without_a_truth_are_a_wrong_request(engine: InprocEngine) -> None:
+    with pytest.raises(RequestError, match="so the decoder of shardproof is not its truth; legal"):
+        shardproof.prove("tp=2", Untrue(), engine)
+
+
+def test_a_name_of_another_kind_is_compared_too(engine: InprocEngine) -> None:
+    def truth(case: Any, device: torch.device) -> Mapping[str, Tensor]:
+        return {"output/0": torch.arange(1.0, 5.0, dtype=torch.float64)}
+
+    class One(Network):
+        factor = 1.0
+
+        def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+            torch.distributed.all_reduce(torch.ones(1))
+            return {"output/0": self.factor * truth(case, device)["output/0"]}
+
+    one = One()
+    one.truth = truth
+    assert failed(shardproof.prove("tp=2", one, engine)) == set()
+    one.factor = 1.001
+    assert failed(shardproof.prove("tp=2", one, engine)) == {"forward"}
+
+
+def test_the_session_surrounds_the_ranks_and_the_truth(engine: InprocEngine) -> None:
+    open_now: list[str] = []
+    seen: set[str] = set()
+
+    class Inside(Network):
+        @contextmanager
+        def session(self) -> Iterator[None]:
+            open_now.append("patched")
+            yield
+            open_now.pop()
+
+        def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+            seen.update(f"{word} ranks" for word in open_now)
+            return super().__call__(case, device)
+
+        def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
+            seen.update(f"{word} truth" for word in open_now)
+            return own_words.truth(case, device)
+
+    assert failed(shardproof.prove("tp=2", Inside(), engine)) == set()
+    assert (seen, open_now) == ({"patched ranks", "patched truth"}, [])
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_partial_sums_change_rounding_alone_forward_and_backward(parts: int) -> None:
+    def outcome(dtype: torch.dtype, cut: bool) -> list[Tensor]:
+        torch.manual_seed(5)
+        x, w, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((7, 3, 11), (13, 11), (13,)))
+        leaves = [one.to(dtype).requires_grad_() for one in (x, w, b)]
+        with partial_sums(parts if cut else 1):
+            y = torch.nn.functional.linear(*leaves)
+            q = y.view(1, 7, 3, 13).transpose(1, 2)
+            z = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum((0, 1)).square().mean()
+            return [z.detach(), *torch.autograd.grad(z, leaves)]
+
+    exact = outcome(torch.float64, False)
+    assert all(torch.allclose(a, b, rtol=1e-11) for a, b in zip(outcome(torch.float64, True), exact, strict=True))
+    low, cut = outcome(torch.bfloat16, False), outcome(torch.bfloat16, True)
+    assert any(not torch.equal(a, b) for a, b in zip(low, cut, strict=True)), "nothing was cut"
+
+
+def test_a_plain_case_has_its_words_and_refuses_others() -> None:
+    known = Vocabulary.of({"width": 12, "act": ("relu", "tanh"), "micro": 3, "tied": False})
+    case = known.parse("tp=2 dp=3 pp=2 tied=true")
+    assert (case.width, case.act, case.micro, case.tied, case.world_size) == (12, "relu", 3, True, 12)
+    assert known.parse(str(case)) == case and case.but(act="tanh").act == "tanh"
+    assert case.axes["dp"] == ((0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11))
+    drawn = {n for step in range(2) for micro in range(3) for dp in range(3) for n in case.samples(step, micro, dp, 5)}
+    assert drawn == set(range(2 * 3 * 3 * 5)), "every sample once"
+    for text, rule in {
+        "tp=0": "tp=0: must be at least 1; legal: tp=1",
+        "depth=3": "depth=3: is no word of this subject's cases; legal: tp cp dp pp steps",
+        "act=gelu": "act=gelu: is none of its values; legal: relu|tanh",
+        "tied=1": "tied=1: must be true or false",
+        "width=x": "width=x: must be a number; legal: width=12",
+        "tp": "tp=: must be a word and its value",
+    }.items():
+        with pytest.raises(ValueError, match=rule.replace("|", r"\|")):
+            known.parse(text)
+    for wrong in ({"axes": 3}, {"a b": 3}, {"act": ("a", 3)}, {"act": "a b"}, ["width"]):
+        with pytest.raises(TypeError, match="words"):
+            Vocabulary.of(wrong)  # type: ignore[arg-type]
