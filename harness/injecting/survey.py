@@ -31,7 +31,8 @@ from harness.merging import Outcomes
 from harness.protocols import CaseLike, Subject
 from harness.running.judging import judged
 from harness.running.proof import NEED_WATCHING
-from harness.running.trial import Reference, Trial, recorded, reference_of, watched
+from harness.running.trial import Trial, recorded, watched
+from harness.running.truth.reference import Reference, reference_of
 from harness.subject import NamedSubject, answered, named, offers
 
 __all__ = ["FaultResult", "Unproved", "survey", "unproved"]

@@ -32,7 +32,8 @@ from harness.protocols import CaseLike, Subject, case_text
 from harness.reproducing import repro_script
 from harness.running.judging import judged
 from harness.running.proof import CaseResult, prove
-from harness.running.trial import Trial, recorded, reference_of
+from harness.running.trial import Trial, recorded
+from harness.running.truth.reference import reference_of
 from harness.subject import NamedSubject, named, refusal
 
 __all__ = ["Failure", "emit", "shown_name", "shrunk"]

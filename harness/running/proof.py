@@ -28,8 +28,9 @@ from harness.protocols import CaseLike, Subject, TermLike
 from harness.running.dry_trial import dry_evidence
 from harness.running.judging import judged
 from harness.running.store import Store
-from harness.running.trial import Reference, Trial, elsewhere, explained, recorded, reference_of, watched
-from harness.running.truths import Truths
+from harness.running.trial import Trial, elsewhere, explained, recorded, watched
+from harness.running.truth.kept import Truths
+from harness.running.truth.reference import Reference, reference_of
 from harness.subject import NamedSubject, Unanswered, named, refusal
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "with_traceback"]

@@ -14,7 +14,8 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.tolerance import FLOAT64_CEILING, Measured, is_state, step_of
 from harness.resolve import resolve
-from harness.running.trial import Function, Trial
+from harness.running.trial import Trial
+from harness.running.truth.reference import Function
 
 __all__ = ["control_run", "controlled", "doubtful", "stepwise"]
 

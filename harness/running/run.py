@@ -22,10 +22,10 @@ from harness.protocols import CaseLike, case_text
 from harness.request import Request
 from harness.running.capacity import admit
 from harness.running.environment import environment
-from harness.running.own_truth import compared_with
 from harness.running.proof import CaseResult, prove, with_traceback
 from harness.running.store import Store
-from harness.running.truths import Truths
+from harness.running.truth.kept import Truths
+from harness.running.truth.own_truth import compared_with
 from harness.running.two_processes.order import together
 from harness.running.two_processes.second_process import Proved, SecondProcess, prove_all, proved
 from harness.running.two_processes.spare import Spare

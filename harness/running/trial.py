@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,80 +23,25 @@ from harness.errors import RequestError, error_text
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike, case_text
 from harness.resolve import resolve
 from harness.running.execution import execute, execute_captured
-from harness.running.own_truth import OwnTruth
-from harness.running.truths import Truths
-from harness.subject import NamedSubject, Unanswered, left_out, orders, refusal, stated, truth_of
+from harness.running.truth.kept import Truths
+from harness.running.truth.reference import REFERENCE, Function, Reference
+from harness.subject import NamedSubject, Unanswered, left_out, orders, refusal, stated
 
 __all__ = [
-    "REFERENCE",
     "Asked",
-    "Function",
-    "Reference",
     "Trial",
     "elsewhere",
     "expectation_of",
     "explained",
     "orders_of",
     "recorded",
-    "reference_of",
     "watched",
 ]
 
 
 T = TypeVar("T")
-Function: TypeAlias = "str | OwnTruth"
-"""A function of the reference: its name, module:object, or a truth of the subject's own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """The dense model's functions (case, device) -> outcome, by name or as they are: truth, and control runs beside it.
-
-    `kinks` and `slack` widen limits, so they belong to their truth: "", none, unless they are named with it. So do
-    `anchors`, case -> what is stated about the data that truth and ranks both read (harness.protocols.FactsLike). With
-    `slack` truth, control and kinks take states=mapping too, the subject's states from which their steps begin.
-    `control` and `control_activations` take parts=n too, the number of partial sums in place of their own choice.
-    `alike`, case -> case, gives cases that are one to the dense model the same case; "" where each is its own. Truth
-    and true activations are computed of that case, once for all that are alike. "" for activations: there are none.
-    The others are asked when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes of
-    data or weights that are read otherwise (see `reference.what_ifs`), of other rules of the steps and of the modules.
-    """
-
-    truth: Function = "reference.subject:truth"
-    true_activations: str = "reference.subject:true_activations"
-    control: Function = "reference.control:control"
-    control_activations: str = "reference.control:control_activations"
-    kinks: str = ""
-    slack: str = ""
-    anchors: str = ""
-    alike: str = ""
-    shares: str = "reference.shares:shares"
-    alternatives: str = "reference.what_ifs:alternatives"
-    trainings: str = "reference.what_if_training:trainings"
-    rules: str = "reference.what_if_rules:rules"
-    metrics: str = "reference.what_if_metrics:metrics"
-
-
-REFERENCE = Reference(
-    kinks="reference.kinks:kinks",
-    slack="reference.adam:slack",
-    anchors="reference.anchors:anchors",
-    alike="reference.dense_case:dense_case",
-)
-_NOTHING = dict.fromkeys(
-    ("true_activations", "control_activations", "shares", "alternatives", "trainings", "rules", "metrics"), ""
-)
 Asked = tuple[Function, tuple[tuple[str, int], ...]]
 """A function of the reference and the words that it was given."""
-
-
-def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0) -> Reference:
-    """What a subject is compared with: the decoder, or a truth of its own. Raises RequestError when it is none."""
-    dense = truth_of(subject)
-    if dense is None:
-        return REFERENCE
-    own = OwnTruth(subject=subject, dense=dense, engine=engine, timeout_s=timeout_s)
-    return Reference(truth=own, control=replace(own, control=True), **_NOTHING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.running.trial import Reference
+from harness.running.truth.reference import Reference
 from harness.shard import Shard
 from reference.case import Case
 

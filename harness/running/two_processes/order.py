@@ -12,7 +12,7 @@ from typing import Any
 from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
 from harness.resolve import resolve
-from harness.running.trial import REFERENCE
+from harness.running.truth.reference import REFERENCE
 
 __all__ = ["arranged", "together"]
 

@@ -19,7 +19,7 @@ from harness.engines.engine import Unwaited
 from harness.engines.named import engine_named
 from harness.outcome import localize
 from harness.running.proof import prove
-from harness.running.trial import Reference
+from harness.running.truth.reference import Reference
 from reference import subject as dense
 from reference.anchors import Facts
 from reference.case import Case

@@ -12,7 +12,7 @@ from harness.checking.evidence import FAIL, PASS
 from harness.engines.threads.inproc import InprocEngine
 from harness.reproducing.repro import shrunk
 from harness.running.proof import prove
-from harness.running.trial import REFERENCE, Reference
+from harness.running.truth.reference import REFERENCE, Reference
 from parallel.subject import subject
 from reference.case import Case
 

@@ -19,7 +19,7 @@ from harness.faults import Fault, faults_of
 from harness.injecting.equivalence import UNREAD, proof_of
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.running.execution import execute
-from harness.running.trial import Reference
+from harness.running.truth.reference import Reference
 from harness.shard import Shard
 from parallel.subject import subject
 from reference import subject as dense

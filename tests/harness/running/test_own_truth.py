@@ -14,7 +14,7 @@ import shardproof
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.plain_case import Vocabulary
-from harness.running.partial_sums import partial_sums
+from harness.running.truth.partial_sums import partial_sums
 from harness.subject import Unanswered
 from tests.harness import own_words
 from tests.harness.own_words import CASES, Network, doubled, subject

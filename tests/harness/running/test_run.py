@@ -16,7 +16,7 @@ from harness.errors import RequestError
 from harness.request import Request
 from harness.running.proof import prove
 from harness.running.run import RunResult, run
-from harness.running.trial import Reference
+from harness.running.truth.reference import Reference
 from harness.subject import named
 from reference.case import Case
 from reports.frames import load

@@ -1,7 +1,7 @@
 """A truth of the subject's own: its dense model, or the subject itself on one rank; and the control runs of either.
 
 Both run in float64 for the truth. Control runs are the same function in the case's dtype, every contraction cut into
-partial sums (harness.running.partial_sums). The subject on one rank sees the data ranks' micro-batches in sequence:
+partial sums (harness.running.truth.partial_sums). The subject on one rank sees the data ranks' micro-batches in sequence:
 every axis is 1 and there are dp times as many micro-batches.
 """
 
@@ -22,7 +22,7 @@ from harness.outcome import localize
 from harness.plain_case import AXES, PlainCase
 from harness.protocols import CaseLike, Value, case_text
 from harness.running.execution import execute
-from harness.running.partial_sums import partial_sums
+from harness.running.truth.partial_sums import partial_sums
 from harness.subject import ALONE, DenseModel, NamedSubject, answered, session
 
 __all__ = ["OwnTruth", "compared_with", "one_rank"]
