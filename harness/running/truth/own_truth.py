@@ -1,8 +1,8 @@
 """A truth of the subject's own: its dense model, or the subject itself on one rank; and the control runs of either.
 
 Both run in float64 for the truth. Control runs are the same function in the case's dtype, every contraction cut into
-partial sums (harness.running.truth.partial_sums). The subject on one rank sees the data ranks' micro-batches in sequence:
-every axis is 1 and there are dp times as many micro-batches.
+partial sums (harness.running.truth.partial_sums). The subject on one rank sees the data ranks' micro-batches in
+sequence: every axis is 1 and there are dp times as many micro-batches.
 """
 
 from __future__ import annotations
