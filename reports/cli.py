@@ -1,5 +1,5 @@
-"""The command line: `shardproof run | show | compare | page | trace | predict | slice | faults | expect | bench |
-doctor` and `help`.
+"""The command line: `shardproof run | show | compare | page | trace | predict | slice | faults | expect | names |
+bench | doctor` and `help`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
 130 interrupted, 141 the reader of the output has closed it.
@@ -39,6 +39,7 @@ _HANDLERS = {
     "predict": "reports.predict:main",
     "slice": "reports.slicing:main",
     "expect": "reports.expect:main",
+    "names": "reports.names:main",
     "help": "reports.word_help:main",
 }
 _TRUTH = "a dense model to compare with; alone: the subject itself on one rank (its attribute truth, or our decoder)"
@@ -143,6 +144,12 @@ def _parser() -> argparse.ArgumentParser:
     expect.add_argument("run", metavar="RUN", help="run folder, such as runs/latest")
     expect.add_argument("case", nargs="?", metavar="CASE", help="the case, where the run has several")
     expect.add_argument("--short", action="store_true", help="one term for all calls of an op over an axis")
+    names = add("names", help="the names, shapes and dtypes that a subject may return in a case")
+    names.description = "Compute the truth of a case and print its names, by kind and in the order of computation."
+    names.epilog = 'example: shardproof names "mode=tp tp=2 layers=1"'
+    names.add_argument("case", metavar="CASE", help="key=value words in quotes (help case)")
+    names.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"whose truth and words ({SUBJECT})")
+    names.add_argument("--truth", metavar="M:O|alone", help=_TRUTH)
     bench = add("bench", help="the performance table, measured here")
     bench.add_argument("--faults", action="store_true", help="instead: what each engine makes of a rank gone wrong")
     bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")
