@@ -11,8 +11,7 @@ from hypothesis.errors import Unsatisfiable
 
 from harness.errors import RequestError
 from harness.request import seconds
-from harness.subject import claims, named
-from reference.case import Case
+from harness.subject import case_of, claims
 from shardproof.options import add_options, option_path, option_value
 from shardproof.pytest_plugin import ENGINE_OPENED
 from suites import known_failures, step_summary
@@ -20,7 +19,7 @@ from suites.ledger_gate import LedgerGate
 from suites.necessity import Collective, collectives
 from suites.profiles import ONE_CASE, register
 from suites.prover import Prover
-from suites.request import check, chosen_modes, header
+from suites.request import check, chosen_modes, header, subject_of
 
 _MARKERS = (
     "inproc: runs what cannot be sent to other processes, so ranks must be threads of this one",
@@ -73,9 +72,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _modes(config: pytest.Config) -> Sequence[str]:
+    subject = subject_of(config)
     if text := option_value(config, "case"):
-        return [Case.parse(text).mode]
-    return chosen_modes(option_value(config, "subject"), option_value(config, "modes"))
+        return [case_of(text, subject).mode]
+    return chosen_modes(subject, option_value(config, "modes"))
 
 
 def _collectives(config: pytest.Config) -> list[Collective]:
@@ -86,9 +86,9 @@ def _collectives(config: pytest.Config) -> list[Collective]:
     text = option_value(config, "case")
     quick = not text and _profile(config) == "quick"
     try:
-        only = Case.parse(text) if text else None
         timeout_s = seconds(option_value(config, "case_timeout"), "case-timeout")
-        subject = named(option_value(config, "subject"))
+        subject = subject_of(config)
+        only = case_of(text, subject) if text else None
         return list(collectives(subject, modes, quick=quick, only=only, timeout_s=timeout_s))
     except RequestError as problem:
         raise pytest.Collector.CollectError(str(problem)) from problem
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     if (engine := option_value(config, "engine")) != "inproc":
         _skip(items, "inproc", f"engine {engine}: planted code and closures are not sent to ranks")
     if path := option_path(config, "known_failures"):
-        claimed = claims(named(option_value(config, "subject"))).modes
+        claimed = claims(subject_of(config)).modes
         known_failures.mark(session, items, known_failures.read(path), claimed, _modes(config))
 
 
@@ -145,7 +145,7 @@ def prover(request: pytest.FixtureRequest) -> Iterator[Prover]:
     """Proves cases of the subject under test, on one engine for the whole session."""
     config = request.config
     out = option_path(config, "run_dir")
-    words = {name: option_value(config, name) for name in ("subject", "worlds", "device", "engine", "case")}
+    words = {name: option_value(config, name) for name in ("subject", "truth", "worlds", "device", "engine", "case")}
     config.stash[ENGINE_OPENED] = True
     timeout_s = seconds(option_value(config, "case_timeout"), "case-timeout")
     with Prover.on(**words, out=out, command=config.invocation_params.args, timeout_s=timeout_s) as prover:

@@ -24,7 +24,9 @@ from harness.engines.named import ENGINES, engine_named
 from harness.engines.processes.launched.torchrun import serve, serves
 from harness.errors import ShardproofError
 from harness.ledger import REPEATABLE, Event
+from harness.protocols import CaseLike
 from harness.running.proof import CaseResult, prove
+from harness.subject import NamedSubject
 from reference.case import Case
 from suites.request import chosen_modes
 from suites.strategies import cases
@@ -69,7 +71,7 @@ def _of_mode(mode: str, share: int, first_seed: int, worlds: Sequence[int], fixe
     return found[1 : share + 1]
 
 
-def differences(case: Case, subject: str, engines: Mapping[str, Engine]) -> list[str]:
+def differences(case: CaseLike, subject: str | NamedSubject, engines: Mapping[str, Engine]) -> list[str]:
     """What an engine says of this case that the first does not; a case that an engine cannot run is a difference."""
     results: dict[str, CaseResult] = {}
     told: list[str] = []

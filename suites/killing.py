@@ -19,8 +19,9 @@ from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.errors import RankDied, RequestError
 from harness.faults import Fault, faults_of
+from harness.protocols import CaseLike
 from harness.running.execution import execute
-from harness.subject import NamedSubject, claims, refusal
+from harness.subject import NamedSubject, claims, own_cases, refusal
 from reference.case import Case
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.held_back import HELD_BACK
@@ -55,7 +56,7 @@ class KillPlan:
 
     mode: str
     name: str = ""
-    case: Case | None = None
+    case: CaseLike | None = None
     faults: tuple[Fault, ...] = ()
     timeout_s: float = 60.0
 
@@ -101,7 +102,13 @@ def planted(*, quick: bool, only: str = "") -> list[KillPlan]:
 
 
 def disturbed(
-    subject: NamedSubject, mode: str, engine: Engine, *, quick: bool, only: Case | None = None, timeout_s: float = 60.0
+    subject: NamedSubject,
+    mode: str,
+    engine: Engine,
+    *,
+    quick: bool,
+    only: CaseLike | None = None,
+    timeout_s: float = 60.0,
 ) -> list[KillPlan]:
     """The faults of one mode, from the ledgers of undisturbed runs; none in a mode that the subject refuses.
 
@@ -117,13 +124,16 @@ def disturbed(
     return plans
 
 
-def _shown(subject: NamedSubject, mode: str, quick: bool) -> list[Case]:
-    """The cases of a mode whose collectives are disturbed: those that the subject takes."""
-    cases = [Case.parse(words.format(mode=mode)) for words in _SMALL]
-    taken = [case for case in cases if not refusal(case, subject)][:1]
+def _shown(subject: NamedSubject, mode: str, quick: bool) -> list[CaseLike]:
+    """The cases of a mode whose collectives are disturbed: those that the subject names, else some that it takes."""
+    if (own := own_cases(subject)) is not None:
+        taken = [case for case in own if case.mode == mode and not refusal(case, subject)]
+        return taken[:1] if quick else taken
+    usual = [Case.parse(words.format(mode=mode)) for words in _SMALL]
+    shown = [case for case in usual if not refusal(case, subject)][:1]
     knows = not quick and callable(getattr(subject.call, "refuses", None))
-    wider = [Case.parse(f"{case} {_OPTIONS}") for case in taken if knows]
-    return taken + [case for case in wider if not refusal(case, subject)]
+    wider = [Case.parse(f"{case} {_OPTIONS}") for case in shown if knows]
+    return [*shown, *(case for case in wider if not refusal(case, subject))]
 
 
 def _parts(faults: Sequence[Fault]) -> Iterator[tuple[Fault, ...]]:

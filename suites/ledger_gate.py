@@ -14,10 +14,10 @@ import pytest
 
 from harness.engines.engine import Engine
 from harness.ledger import COLUMNS
+from harness.protocols import CaseLike
 from harness.running import store
 from harness.running.execution import execute
 from harness.subject import NamedSubject, refusal
-from reference.case import Case
 from reports.baselines import read_events, write_events
 from reports.compare import events_table
 from reports.differences import differences
@@ -37,7 +37,7 @@ class LedgerGate:
     update: bool = False
     timeout_s: float = 60.0
 
-    def holds(self, case: Case) -> None:
+    def holds(self, case: CaseLike) -> None:
         """Compare what a case sends with its stored ledger; skip a case that the subject refuses.
 
         Raises AssertionError with the difference, RequestError for a stored ledger that cannot be read.
@@ -56,7 +56,7 @@ class LedgerGate:
             table = plain(events_table(found))
             raise AssertionError(f"{case} sends something else than {path}:\n{table}if it should: --update-ledgers")
 
-    def _events(self, case: Case) -> pd.DataFrame:
+    def _events(self, case: CaseLike) -> pd.DataFrame:
         run = execute(
             case, self.subject.call, self.engine, text=str(case), name=self.subject.address, timeout_s=self.timeout_s
         )

@@ -14,8 +14,8 @@ from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.errors import ProgramError
 from harness.faults import Fault
+from harness.protocols import CaseLike
 from harness.subject import NamedSubject, refusal
-from reference.case import Case
 from suites.killing import disturbed
 from suites.mutants.rows import Killed, faults_killed
 
@@ -30,7 +30,7 @@ class Collective:
     """
 
     mode: str
-    case: Case | None = None
+    case: CaseLike | None = None
     faults: tuple[Fault, ...] = ()
     refused: str = ""
     problem: str = ""
@@ -40,7 +40,7 @@ class Collective:
 
 
 def collectives(
-    subject: NamedSubject, modes: Sequence[str], *, quick: bool, only: Case | None = None, timeout_s: float = 60.0
+    subject: NamedSubject, modes: Sequence[str], *, quick: bool, only: CaseLike | None = None, timeout_s: float = 60.0
 ) -> Iterator[Collective]:
     """The collectives to disturb in these modes; with `only` those of this case. `quick` takes few faults of a mode.
 
@@ -52,7 +52,7 @@ def collectives(
 
 
 def _of_mode(
-    subject: NamedSubject, mode: str, engine: Engine, quick: bool, only: Case | None, timeout_s: float
+    subject: NamedSubject, mode: str, engine: Engine, quick: bool, only: CaseLike | None, timeout_s: float
 ) -> Iterator[Collective]:
     reason = refusal(only, subject) if only else ""
     if reason:

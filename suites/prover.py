@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, Self
 
 import hypothesis
@@ -23,13 +24,16 @@ from harness.diagnosing.six_lines import site
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.errors import RequestError
+from harness.plain_case import Vocabulary
+from harness.protocols import CaseLike
 from harness.running.environment import environment
 from harness.running.proof import CaseResult, prove, with_traceback
 from harness.running.store import Store
 from harness.running.summary import summarize
-from harness.subject import NamedSubject, named, refusal
+from harness.subject import NamedSubject, case_of, named, refusal, vocabulary
 from reference.case import Case
 from reports.request import default_cases
+from suites.own_cases import around
 from suites.pairwise import rows
 from suites.request import world_sizes
 from suites.strategies import cases
@@ -58,7 +62,7 @@ class Prover:
     refusals: list[str] = field(default_factory=list)
     rows: dict[str, dict[int, int]] = field(default_factory=dict)
     told: dict[str, str] = field(default_factory=dict)
-    only: Case | None = None
+    only: CaseLike | None = None
     timeout_s: float = 60.0
 
     @classmethod
@@ -67,6 +71,7 @@ class Prover:
         cls,
         subject: str,
         worlds: str,
+        truth: str = "",
         device: str = "cpu",
         out: Path | None = None,
         command: Sequence[object] = (),
@@ -78,16 +83,17 @@ class Prover:
 
         World sizes beyond what was launched are not drawn. Raises RequestError when none is left.
         """
-        request = {"subject": subject, "worlds": worlds, "engine": engine, "device": device}
+        request = {"subject": subject, "truth": truth, "worlds": worlds, "engine": engine, "device": device}
         store = Store(out, subject, environment([*map(str, command)], request)) if out else None
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             with engine_named(engine) as opened:
                 drawn = _launched(world_sizes(worlds), opened)
-                only = Case.parse(case) if case else None
+                given = named(subject, truth)
+                only = case_of(case, given) if case else None
                 yield cls(
-                    subject=named(subject),
+                    subject=given,
                     worlds=drawn,
                     engine=opened,
                     device=device,
@@ -100,15 +106,21 @@ class Prover:
             if store:
                 store.close()
 
-    def drawn(self, data: st.DataObject, mode: str, **fixed: Any) -> Case:
+    def drawn(
+        self, data: st.DataObject, mode: str, *, where_known: Mapping[str, Any] = MappingProxyType({}), **fixed: Any
+    ) -> Any:
         """The case to prove: `only`, or one drawn of this mode with these `fixed` words, as the subject takes it.
 
-        Skips the test when the subject refuses `only`; a drawn case that has no stand-in (`fitting`) is not counted.
+        Words of `where_known` are fixed too, but for a subject of own words that has them not. Skips the test when the
+        subject refuses `only` or has no such word; a drawn case that has no stand-in (`fitting`) is not counted.
         """
         if self.only is not None:
             if reason := self.refused(self.only):
                 pytest.skip(reason)
             return self.only
+        if (own := vocabulary(self.subject)) is not None:
+            return self._drawn_of_own_words(data, mode, own, where_known, fixed)
+        fixed = {**where_known, **fixed}
         flags = {word: value for word, value in self._row(data, mode).items() if word not in fixed}
         case = data.draw(cases(mode, self.worlds, flags=flags, **fixed), label="case")
         found = self.fitting(case, **fixed)
@@ -119,6 +131,28 @@ class Prover:
             self.skip_refused()
         self.refusals.clear()
         return found
+
+    def _drawn_of_own_words(
+        self,
+        data: st.DataObject,
+        mode: str,
+        own: Vocabulary,
+        where_known: Mapping[str, Any],
+        fixed: Mapping[str, Any],
+    ) -> CaseLike:
+        """A case around those that the subject names. Skips the test when it has not a word that must be fixed."""
+        known = dict(own.words)
+        if lacking := [word for word in fixed if word not in known]:
+            pytest.skip(f"cases of {self.subject.name} have no word {lacking[0]}")
+        words = {word: value for word, value in where_known.items() if word in known}
+        case: CaseLike = data.draw(around(self.subject, mode, {**words, **fixed}), label="case")
+        if reason := self.refused(case):
+            self.refusals.append(reason)
+            if len(self.refusals) >= _ENOUGH:
+                self.skip_refused()
+            hypothesis.reject()
+        self.refusals.clear()
+        return case
 
     def _row(self, data: st.DataObject, mode: str) -> Mapping[str, bool]:
         """The boolean words of a draw. Until a property has drawn every row of them, it draws no row twice; each
@@ -149,7 +183,7 @@ class Prover:
         taken = [near for near in self._default(case, fixed) if not self.refused(near)]
         return taken[case.seed % len(taken)] if taken else None
 
-    def refused(self, case: Case) -> str:
+    def refused(self, case: CaseLike) -> str:
         """Why the subject does not take this case, "" when it does. Raises Unanswered when its own words fail."""
         return refusal(case, self.subject)
 
@@ -160,11 +194,11 @@ class Prover:
                 if near.world_size in self.worlds:
                     yield near
 
-    def proof(self, case: Case, subject: Any = None) -> CaseResult:
+    def proof(self, case: CaseLike, subject: Any = None) -> CaseResult:
         """All that is known of this case; `subject` stands in for the one under test (a planted bug)."""
         return prove(case, subject or self.subject, self.engine, timeout_s=self.timeout_s)
 
-    def holds(self, case: Case, *checks: str) -> None:
+    def holds(self, case: CaseLike, *checks: str) -> None:
         """Assert that these checks pass on this case; skip when the subject refuses it.
 
         A check that has nothing to look at is no pass: it fails, unless the subject is a third party's, which may

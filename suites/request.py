@@ -17,11 +17,14 @@ from harness.cases import check_modes, read_case
 from harness.engines.named import known_engine
 from harness.errors import RequestError
 from harness.request import seconds
-from harness.subject import claims, named
+from harness.subject import NamedSubject, case_of, claims, named, truth_of
 from shardproof.options import OPTIONS, option_path, option_value
 from suites import known_failures
 
-__all__ = ["check", "chosen_modes", "header", "world_sizes"]
+__all__ = ["check", "chosen_modes", "header", "subject_of", "world_sizes"]
+
+OURS = "parallel.subject:subject"
+"""The subject of our own: its cases are checked before it is imported."""
 
 
 def check(config: pytest.Config) -> None:
@@ -33,12 +36,19 @@ def check(config: pytest.Config) -> None:
         world_sizes(option_value(config, "worlds"))
         seconds(option_value(config, "case_timeout"), "case-timeout")
         _check_device(option_value(config, "device"), faults=bool(option_value(config, "faults")))
-        if text := option_value(config, "case"):
+        ours = option_value(config, "subject") == OURS
+        text = option_value(config, "case")
+        if text and ours:
             read_case(text)
-        check_modes(option_value(config, "modes"))
+        if ours:
+            check_modes(option_value(config, "modes"))
         _check_files(config)
         _check_profile(config)
-        chosen_modes(option_value(config, "subject"), option_value(config, "modes"))  # imports the subject, so last
+        subject = subject_of(config)  # imports it, so last
+        chosen_modes(subject, option_value(config, "modes"))
+        truth_of(subject)
+        if text:
+            case_of(text, subject)
     except RequestError as problem:
         raise pytest.UsageError(str(problem)) from problem
 
@@ -46,7 +56,8 @@ def check(config: pytest.Config) -> None:
 def header(config: pytest.Config) -> str:
     """One line: who is under test, where and how deep; and what of it cannot be."""
     words = [f"{name} {option_value(config, name)}" for name in ("subject", "modes", "worlds", "engine")]
-    unknown = claims(named(option_value(config, "subject"))).unknown
+    words += [f"truth {truth}" for truth in [option_value(config, "truth")] if truth]
+    unknown = claims(subject_of(config)).unknown
     words += [f"without {mode}, which no case can have" for mode in unknown]
     if (path := option_path(config, "known_failures")) and not path.exists():
         words.append(f"no known failures, since {option_value(config, 'known_failures')} is not there")
@@ -107,6 +118,11 @@ def world_sizes(text: str) -> tuple[int, ...]:
     return worlds
 
 
-def chosen_modes(subject: str, text: str) -> Sequence[str]:
+def subject_of(config: pytest.Config) -> NamedSubject:
+    """The subject under test with the truth that was requested. Raises RequestError when there is none."""
+    return named(option_value(config, "subject"), option_value(config, "truth"))
+
+
+def chosen_modes(subject: str | NamedSubject, text: str) -> Sequence[str]:
     """The modes to prove: all that the subject claims and a case can have, or those of them that are named."""
     return claims(named(subject)).chosen(text)

@@ -17,4 +17,4 @@ def test_the_ledger_is_the_closed_form_and_parallelism_happened(prover: Prover, 
 def test_every_asynchronous_call_is_expected_hidden_and_waited_for(
     prover: Prover, mode: str, data: st.DataObject
 ) -> None:
-    prover.holds(prover.drawn(data, mode, steps=2, overlap=True), "ledger", "waits", "overlap")
+    prover.holds(prover.drawn(data, mode, steps=2, where_known={"overlap": True}), "ledger", "waits", "overlap")

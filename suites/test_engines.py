@@ -14,7 +14,8 @@ from harness.engines.engine import Engine
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
-from reference.case import Case
+from harness.protocols import CaseLike
+from harness.subject import own_cases
 from suites.engines import SUBJECT, differences, drawn
 from suites.profiles import PROFILES
 from suites.prover import Prover
@@ -24,7 +25,7 @@ LARGEST_WORLD = 4
 """Ranks that are processes at the same time."""
 
 
-def compared(prover: Prover) -> list[Case]:
+def compared(prover: Prover) -> list[CaseLike]:
     """The cases to compare, as the subject takes them; skips the test, with the reason, where there is none."""
     examples = settings().max_examples
     quick = examples <= PROFILES["quick"]
@@ -35,6 +36,8 @@ def compared(prover: Prover) -> list[Case]:
         if reason := prover.refused(only):
             pytest.skip(reason)
         return [only]
+    if (own := own_cases(prover.subject)) is not None:
+        return _taken(prover, [case for case in own if case.world_size <= LARGEST_WORLD], len(own))
     worlds = tuple(world for world in prover.worlds if world <= largest)
     if not worlds:
         pytest.skip(f"worlds {prover.worlds}: none that real processes run here; legal: --worlds 2,3")
@@ -47,6 +50,14 @@ def compared(prover: Prover) -> list[Case]:
     return list(taken)
 
 
+def _taken(prover: Prover, named: list[CaseLike], of: int) -> list[CaseLike]:
+    """Those of the cases that a subject names that it takes too; skips the test where there is none."""
+    taken = [case for case in named if not prover.refused(case)]
+    if not taken:
+        pytest.skip(f"{prover.subject.name} names {of} cases, none that it takes on at most {LARGEST_WORLD} ranks")
+    return taken
+
+
 def test_every_engine_says_the_same(prover: Prover) -> None:
     found = compared(prover)
     with InprocEngine() as inproc, PoolEngine() as pool, DryEngine() as dry:
@@ -54,5 +65,5 @@ def test_every_engine_says_the_same(prover: Prover) -> None:
         if prover.subject.name == SUBJECT:
             engines["dry"] = dry  # a third party's may look at numbers
         engines.setdefault(prover.engine.name, prover.engine)
-        apart = {str(case): told for case in found if (told := differences(case, prover.subject.name, engines))}
+        apart = {str(case): told for case in found if (told := differences(case, prover.subject, engines))}
     assert not apart

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.merging import merge
+from harness.protocols import CaseLike
 from harness.running.execution import execute
-from reference.case import Case
 from suites.prover import Prover
 from suites.request import chosen_modes
 
@@ -20,7 +20,7 @@ EXAMPLES = max(1, settings().max_examples // 5)
 """An example runs every mode, so fewer are drawn."""
 
 
-def outcomes(prover: Prover, case: Case, modes: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+def outcomes(prover: Prover, case: CaseLike, modes: list[str]) -> dict[str, dict[str, torch.Tensor]]:
     """Mode -> its merged outcome, of the modes that take the case."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     run = prover.subject.call
@@ -51,11 +51,13 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_all_modes_compute_the_same(prover: Prover, data: st.DataObject) -> None:
-    modes = list(chosen_modes(prover.subject.name, "all"))
+    modes = list(chosen_modes(prover.subject, "all"))
     if len(modes) == 1:
         pytest.skip(f"{prover.subject.name} claims {modes[0]} alone, so there is no mode to compare it with")
     mode = "tp-sp" if "tp-sp" in modes else modes[0]
-    case = prover.drawn(data, mode, delivery="tensors", packed=False)  # packs are delivered otherwise
+    case = prover.drawn(
+        data, mode, where_known={"delivery": "tensors", "packed": False}
+    )  # packs are delivered otherwise
     found = outcomes(prover, case, modes)
     if len(found) < 2:
         reason = f"case {case}: {prover.subject.name} takes it in no other mode"

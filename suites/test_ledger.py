@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.subject import named
-from reference.case import Case
+from harness.protocols import CaseLike
+from harness.subject import case_of
 from reports.request import default_cases
 from shardproof.options import option_path, option_value
 from suites.ledger_gate import LedgerGate, file_of
+from suites.request import subject_of
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -19,14 +20,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         gated = bool(option_value(metafunc.config, "ledger_baseline"))
         only = option_value(metafunc.config, "case")
         cases = (
-            (Case.parse(only),)
+            (case_of(only, subject_of(metafunc.config)),)
             if only
-            else default_cases(named(option_value(metafunc.config, "subject")), option_value(metafunc.config, "modes"))
+            else default_cases(subject_of(metafunc.config), option_value(metafunc.config, "modes"))
         )
         metafunc.parametrize("case", cases if gated else (), ids=str)
 
 
-def test_the_ledger_is_the_stored_one(ledger_gate: LedgerGate, case: Case) -> None:
+def test_the_ledger_is_the_stored_one(ledger_gate: LedgerGate, case: CaseLike) -> None:
     ledger_gate.holds(case)
 
 
@@ -34,7 +35,7 @@ def test_no_stored_ledger_is_left_over(pytestconfig: pytest.Config) -> None:
     folder = option_path(pytestconfig, "ledger_baseline")
     if folder is None or option_value(pytestconfig, "modes") != "all" or option_value(pytestconfig, "case"):
         pytest.skip("needs --ledger-baseline and all default cases")
-    files = {file_of(str(case)) for case in default_cases(named(option_value(pytestconfig, "subject")), "all")}
+    files = {file_of(str(case)) for case in default_cases(subject_of(pytestconfig), "all")}
     left: list[Path] = [path for path in sorted(folder.glob("*.csv")) if path.name not in files]
     if option_value(pytestconfig, "update_ledgers"):
         for path in left:

@@ -19,9 +19,9 @@ from harness.faults import Fault
 from harness.injecting.equivalence import UNCHANGED, UNREAD
 from harness.injecting.kill_matrix import AND_MORE, MISLEADING, NONE, RIGHT, Kill
 from harness.injecting.survey import FaultResult, survey, unproved
+from harness.protocols import CaseLike
 from harness.running.proof import CaseResult, prove
 from harness.subject import NamedSubject
-from reference.case import Case
 from suites.mutants.draws import showing
 from suites.mutants.mutant import OURS, Mutant
 
@@ -131,7 +131,7 @@ def _told(diagnosis: Diagnosis | None) -> str:
 
 
 def faults_killed(
-    case: Case, faults: Sequence[Fault], subject: NamedSubject, engine: Engine, timeout_s: float = 60.0
+    case: CaseLike, faults: Sequence[Fault], subject: NamedSubject, engine: Engine, timeout_s: float = 60.0
 ) -> list[Killed]:
     """The rows of these faults of a subject's collectives, in this case.
 
@@ -153,12 +153,12 @@ def faults_killed(
 
 
 def _surveyed(
-    case: Case, faults: Sequence[Fault], subject: NamedSubject, engine: Engine, timeout_s: float
+    case: CaseLike, faults: Sequence[Fault], subject: NamedSubject, engine: Engine, timeout_s: float
 ) -> list[tuple[Fault, FaultResult]]:
     return [(result.fault, result) for result in survey(case, subject, engine, faults=faults, timeout_s=timeout_s)]
 
 
-def _fault_row(case: Case, result: FaultResult, unmissed: str) -> Killed:
+def _fault_row(case: CaseLike, result: FaultResult, unmissed: str) -> Killed:
     fault = result.fault
     row = Kill(
         name=str(fault),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -53,7 +54,8 @@ lenient = Narrow(lambda case: "")
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
-    """What torch loads when it first computes stays loaded, see `test_plugin_faults`."""
+    """What torch and pandas load when they first compute stays loaded, see `test_plugin_faults`."""
+    pd.DataFrame({"loaded": ["once"]})
     with InprocEngine() as engine:
         execute(Case.parse(CASE), subject, engine, text=CASE)
 

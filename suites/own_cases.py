@@ -1,0 +1,53 @@
+"""Cases to draw for a subject of its own words: around the cases that it names, or from its own strategy.
+
+Around a case: other seeds, 2 or 3 steps, 1 to 3 micro-batches, and every legal value of a word that has several; the
+axes stay those of the case, for the subject has named the layouts that it supports. Words that a property fixes stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hypothesis import strategies as st
+
+from harness.errors import RequestError
+from harness.plain_case import COMMON, PlainCase
+from harness.subject import NamedSubject, draws, own_cases
+
+__all__ = ["around"]
+
+_DRAWN: Mapping[str, st.SearchStrategy[Any]] = {
+    "steps": st.integers(2, 3),
+    "micro": st.sampled_from((3, 2, 1)),
+    "seed": st.integers(0, 2**31 - 1),
+}
+
+
+def around(subject: NamedSubject, mode: str, fixed: Mapping[str, Any]) -> st.SearchStrategy[PlainCase]:
+    """A strategy of cases of this mode with these fixed words. Raises RequestError for a strategy that is none."""
+    own = draws(subject)
+    if own is not None and not isinstance(own, st.SearchStrategy):
+        rule = f"draws={own!r} must be a hypothesis strategy of cases, or a function that returns one"
+        raise RequestError(f"subject={subject.name}: {rule}; legal: draws = st.sampled_from(cases)")
+    if own is not None:
+        return own.filter(lambda case: case.mode == mode).map(lambda case: case.but(**fixed))
+    named = [case for case in own_cases(subject) or () if isinstance(case, PlainCase) and case.mode == mode]
+    return st.sampled_from(named).flatmap(lambda case: _near(case, fixed))
+
+
+def _near(case: PlainCase, fixed: Mapping[str, Any]) -> st.SearchStrategy[PlainCase]:
+    """Cases that differ from this one in words that no layout depends on."""
+    choices = {key: st.sampled_from(legal) for key, legal in case.vocabulary.words if len(legal) > 1}
+    free = {key: words for key, words in {**choices, **_DRAWN}.items() if key not in fixed and _may_vary(key, case)}
+    return st.fixed_dictionaries(free).map(lambda words: case.but(**{**words, **fixed}))
+
+
+def _may_vary(key: str, case: PlainCase) -> bool:
+    """A word that a named case sets itself, other than steps, micro and seed, is what that case is for; so are the mode
+    and the dtype.
+    """
+    if key in ("mode", "dtype"):
+        return False
+    defaults = {word: legal[0] for word, legal in case.vocabulary.words}
+    return key in COMMON or dict(case.values)[key] == defaults[key]
