@@ -7,7 +7,7 @@ agree on everything that the rest of the harness sees: results by rank, the obse
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -23,13 +23,17 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """One run of a program. Raises RequestError for a world without ranks, or a time limit (s) that is not positive."""
+    """One run of a program; `per_rank` names modules whose state every rank has for itself (see Engine.run).
+
+    Raises RequestError for a world without ranks, or a time limit (s) that is not positive.
+    """
 
     program: Program
     args: tuple[Any, ...]
     world_size: int
     seed: int
     timeout_s: float
+    per_rank: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -75,12 +79,15 @@ class Engine(Protocol):
         observer: Observer | None = None,
         seed: int = 0,
         timeout_s: float = 60.0,
+        per_rank: Sequence[str] = (),
     ) -> list[Any]:
         """The results of `program(rank, *args)` by rank.
 
         Every rank starts with its random streams at `seed`. A remote engine takes no observer:
-        harness.running.rank_task makes one inside every rank. Raises RequestError (exit status 2), ProgramError (1) or
-        MachineError (3); the engine stays usable.
+        harness.running.rank_task makes one inside every rank. `per_rank` names modules whose globals, class attributes
+        and singletons every rank has for itself, as it has in a process of its own: needed where ranks share a process.
+
+        Raises RequestError (exit status 2), ProgramError (1) or MachineError (3); the engine stays usable.
         """
         ...
 
@@ -109,9 +116,17 @@ class RequestEngine(ABC):
         observer: Observer | None = None,
         seed: int = 0,
         timeout_s: float = 60.0,
+        per_rank: Sequence[str] = (),
     ) -> list[Any]:
         """The results of `program(rank, *args)` by rank; see Engine.run."""
-        request = RunRequest(program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s)
+        request = RunRequest(
+            program=program,
+            args=args,
+            world_size=world_size,
+            seed=seed,
+            timeout_s=timeout_s,
+            per_rank=tuple(per_rank),
+        )
         return self.run_request(request, observer)
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from harness.running.judging import judged
 from harness.running.proof import NEED_WATCHING
 from harness.running.trial import Trial, recorded, watched
 from harness.running.truth.reference import Reference, reference_of
-from harness.subject import NamedSubject, answered, named, offers
+from harness.subject import NamedSubject, answered, kept_per_rank, named, offers
 
 __all__ = ["FaultResult", "Unproved", "survey", "unproved"]
 
@@ -211,7 +211,13 @@ def _touched(trial: Trial) -> frozenset[Place]:
             trial.subject.call(case, torch.device(trial.device))
 
     intervened = Intervened(trial.engine, touches)
-    intervened.run(program, world_size=case.world_size, seed=case.seed, timeout_s=trial.timeout_s)
+    intervened.run(
+        program,
+        world_size=case.world_size,
+        seed=case.seed,
+        timeout_s=trial.timeout_s,
+        per_rank=kept_per_rank(trial.subject.call),
+    )
     return touches.touched
 
 

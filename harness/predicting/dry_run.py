@@ -18,7 +18,7 @@ from harness.predicting.meter import Meter, Stretch
 from harness.protocols import CaseLike, Subject
 from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
-from harness.subject import called, named_axes
+from harness.subject import called, kept_per_rank, named_axes
 
 __all__ = ["DryRank", "DryRun", "dry_run"]
 
@@ -95,6 +95,7 @@ def dry_run(
                 observers=(recorder, meter),
                 seed=case.seed,
                 timeout_s=timeout_s,
+                per_rank=kept_per_rank(subject),
             )
         run.append(_of_rank(rank, recorder, meter, saved))
     return DryRun(ranks=tuple(run), seconds=time.perf_counter() - start_s)

@@ -132,6 +132,9 @@ class Meter(DispatchMode):
             for hook in hooks:
                 hook.remove()
             self._end(END, -1)
+            for _ticket, kept in self._works.values():
+                if isinstance(kept, Tensor):  # dropped by the program: torch's list would keep it for the process
+                    torch.ops._c10d_functional.wait_tensor.default.redispatch(_EXPLICIT, kept)
             self._works.clear()
 
     def issued(self, _rank: int, call: Call) -> int:

@@ -24,7 +24,7 @@ from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
 from harness.recording.stopwatch import stopwatch
 from harness.running.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
-from harness.subject import Unanswered, answered, called, named_axes, offers, session
+from harness.subject import Unanswered, answered, called, kept_per_rank, named_axes, offers, session
 
 __all__ = ["Execution", "execute", "execute_captured"]
 
@@ -187,6 +187,7 @@ def _run(
             observer=observer,
             seed=case.seed,
             timeout_s=timeout_s,
+            per_rank=kept_per_rank(subject),
         )
 
 

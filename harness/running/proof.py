@@ -31,7 +31,7 @@ from harness.running.store import Store
 from harness.running.trial import Trial, elsewhere, explained, recorded, watched
 from harness.running.truth.kept import Truths
 from harness.running.truth.reference import Reference, reference_of
-from harness.subject import NamedSubject, Unanswered, named, refusal
+from harness.subject import NamedSubject, Unanswered, kept_per_rank, named, refusal
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "with_traceback"]
 
@@ -116,6 +116,7 @@ def prove(
     )
     try:
         verdict, reason = SKIP, refusal(case, trial.subject)
+        kept_per_rank(trial.subject.call)  # every run needs it
     except Unanswered as problem:
         verdict, reason = UNKNOWN, str(problem)
     if reason:

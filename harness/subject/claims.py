@@ -1,4 +1,7 @@
-"""Which cases a subject takes: the modes it claims, the cases it refuses, the names it leaves out on purpose."""
+"""Which cases a subject takes: the modes it claims, the cases it refuses, the names it leaves out on purpose.
+
+And the modules whose state its ranks cannot share.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from typing import Any
 
 from harness.cases import check_modes, known_modes
 from harness.errors import RequestError
-from harness.protocols import CaseLike
-from harness.subject.call import NamedSubject, answered, offers, words_of
+from harness.protocols import CaseLike, Subject
+from harness.subject.call import NamedSubject, answered, named, offers, words_of
 from harness.subject.cases import own_cases, vocabulary
 
-__all__ = ["Claims", "claimed", "claims", "left_out", "refusal"]
+__all__ = ["Claims", "claimed", "claims", "kept_per_rank", "left_out", "refusal"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,3 +78,10 @@ def left_out(subject: NamedSubject) -> tuple[str, ...]:
     words.
     """
     return words_of(subject, "unchecked", "('grad/*.bias',)") or ()
+
+
+def kept_per_rank(subject: Subject) -> tuple[str, ...]:
+    """The modules in the attribute `per_rank`, () without it. Raises RequestError for what is no tuple of words."""
+    if not offers(subject, "per_rank"):
+        return ()
+    return words_of(named(subject), "per_rank", "('megatron.core.parallel_state',)") or ()

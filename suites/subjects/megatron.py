@@ -1,8 +1,8 @@
 """Unmodified Megatron-Core as a subject: one step of GPTModel under tensor parallelism, and the same on one rank.
 
 Megatron is written for CUDA, so two things are answered for it (`on_cpu`): the current device is the CPU, and the CUDA
-random tracker does nothing. The globals of `parallel_state`, one set a process, must be one set a rank: run the subject
-on `engine()`. Its cross entropy computes in float32, whatever the model does, so cases are float32.
+random tracker does nothing. The state of `parallel_state`, one set a process, must be one set a rank
+(`subject.per_rank`). Its cross entropy computes in float32, whatever the model does, so cases are float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-__all__ = ["REFERENCE", "STATE", "control", "engine", "nothing", "on_cpu", "subject", "truth"]
+__all__ = ["REFERENCE", "control", "nothing", "on_cpu", "subject", "truth"]
 
 STATE = "megatron.core.parallel_state"
 REFERENCE = Reference(
@@ -63,14 +63,12 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def engine() -> InprocEngine:
-    """An engine whose ranks have a parallel state each."""
-    return InprocEngine(per_rank_modules=(STATE,))
-
-
 def subject(case: Case, device: torch.device) -> dict[str, Tensor | Shard]:
     """One forward and backward: the loss, and every gradient as the shard that Megatron says it is."""
     return _step(case, case.tp, getattr(torch, case.dtype))
+
+
+vars(subject)["per_rank"] = (STATE,)
 
 
 def truth(case: Case, device: torch.device) -> dict[str, Tensor]:
@@ -89,8 +87,8 @@ def nothing(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Te
 
 
 def _on_one_rank(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    with engine() as alone:
-        (outcome,) = alone.run(lambda rank: _step(case, 1, dtype), world_size=1, seed=case.seed)
+    with InprocEngine() as alone:
+        (outcome,) = alone.run(lambda rank: _step(case, 1, dtype), world_size=1, seed=case.seed, per_rank=(STATE,))
     return {name: value.local if isinstance(value, Shard) else value for name, value in outcome.items()}
 
 

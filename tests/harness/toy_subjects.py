@@ -6,7 +6,7 @@ They compute the dense model on every rank, so that only what a test plants is w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -40,6 +40,7 @@ class LoopEngine:
         observer: Observer | None = None,
         seed: int = 0,
         timeout_s: float = 60.0,
+        per_rank: Sequence[str] = (),
     ) -> list[Any]:
         """The results by rank; what a rank raises comes as the engines' errors do."""
         results = []

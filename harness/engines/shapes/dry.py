@@ -26,6 +26,7 @@ import torch.distributed as dist
 from harness.callers import raised_at
 from harness.engines.engine import Program, RequestEngine, RunRequest
 from harness.engines.interposer import Interposer
+from harness.engines.threads.module_state import own_state
 from harness.engines.threads.rank_threads import RankThread
 from harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
 from harness.ledger import Observer
@@ -63,14 +64,22 @@ class DryEngine(RequestEngine):
         observers: Sequence[Observer] = (),
         seed: int = 0,
         timeout_s: float = 60.0,
+        per_rank: Sequence[str] = (),
     ) -> list[Any]:
-        """The results of `program(rank, *args)` on these ranks, in their order.
+        """The results of `program(rank, *args)` on these ranks, in their order; `per_rank` as Engine.run has it.
 
         `timeout_s` is for each of them, in seconds of the processor; on the clock it may be ten times as long.
 
         Raises RequestError, NoNumbers, RankRaised or TimeLimit.
         """
-        request = RunRequest(program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s)
+        request = RunRequest(
+            program=program,
+            args=args,
+            world_size=world_size,
+            seed=seed,
+            timeout_s=timeout_s,
+            per_rank=tuple(per_rank),
+        )
         return self._run(request, ranks, observers)
 
     def _run(self, request: RunRequest, ranks: Sequence[int], observers: Sequence[Observer]) -> list[Any]:
@@ -131,9 +140,9 @@ def _ended(thread: RankThread, timeout_s: float) -> bool:
 
 
 def _in_world(request: RunRequest, rank: int) -> Any:
-    """Run the program as this rank; random streams, torch.distributed and the excepthook are restored."""
+    """Run the program as this rank; random streams, modules, torch.distributed and the excepthook are restored."""
     hook = sys.excepthook
-    with torch.random.fork_rng(devices=()):
+    with own_state(request.per_rank), torch.random.fork_rng(devices=()):
         torch.manual_seed(request.seed)
         dist.init_process_group("fake", rank=rank, world_size=request.world_size, store=fake_store())
         try:

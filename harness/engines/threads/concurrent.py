@@ -8,7 +8,7 @@ What the other engine can do because one rank runs at a time, this one cannot:
 
     random streams   torch's, Python's and numpy's global streams are one for all ranks, so a program that draws from
                      them is not repeatable; give each rank a generator: torch.Generator().manual_seed(seed)
-    module globals   are shared by all ranks; there is no `per_rank_modules`
+    module globals   are shared by all ranks; `per_rank` is refused
     default dtype    is shared by all ranks
     any-source recv  takes from the rank that sends first by the clock
     interventions    faults and schedules need turns; there are none here
@@ -20,17 +20,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from types import ModuleType
 
 from harness.engines.calls.pending import RankGroup
 from harness.engines.threads.inproc import InprocEngine
 from harness.engines.threads.intervention import Plain
 from harness.engines.threads.matcher import CollectiveMatcher
+from harness.engines.threads.module_state import Place
 from harness.engines.threads.rank_state import PerRankState
 from harness.engines.threads.rank_threads import Aborted, RankThread
 from harness.engines.threads.rng_streams import CallerStreams
 from harness.engines.threads.scheduler import RankStatus, Scheduler
 from harness.engines.threads.work import RankCall
+from harness.errors import RequestError
 from harness.ledger import Observer
 
 __all__ = ["ConcurrentEngine"]
@@ -39,9 +40,14 @@ __all__ = ["ConcurrentEngine"]
 class _AtOnce(Plain):
     """The parts of a run without turns."""
 
-    def state(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: CallerStreams) -> PerRankState:
-        """Nothing is swapped."""
-        return _SharedState(world_size, seed, modules, caller)
+    def state(self, world_size: int, seed: int, places: Sequence[Place], caller: CallerStreams) -> PerRankState:
+        """Nothing is swapped. Raises RequestError for state of modules that each rank would have for itself."""
+        if places:
+            raise RequestError(
+                "engine=inproc-concurrent: ranks that run at the same time share the state of modules, so there is no "
+                "per_rank; legal: --engine inproc, --engine pool"
+            )
+        return _SharedState(world_size, seed, places, caller)
 
     def scheduler(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> Scheduler:
         """All ranks may run."""
@@ -170,6 +176,3 @@ class ConcurrentEngine(InprocEngine):
     takes_interventions = False
     _on_one_processor = False
     _parts = _AtOnce()
-
-    def __init__(self) -> None:
-        super().__init__()

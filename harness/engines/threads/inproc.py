@@ -5,9 +5,9 @@ asynchronous and coalesced, objects, point to point, groups, DeviceMesh, DTensor
 depend on the machine's load; a rank that deviates from the others ends the run in milliseconds.
 
 What ranks share because they share the process: the environment (RANK and WORLD_SIZE are not per rank: use
-torch.distributed.get_rank), the working folder, CUDA's current device and generators, class attributes, and globals
-of modules that `per_rank_modules` does not list. A rank that blocks in native code until another rank acts (a store's
-wait, a lock) keeps its turn and runs into the time limit. torch.compile was not tried.
+torch.distributed.get_rank), the working folder, CUDA's current device and generators, and the state of modules (their
+globals, class attributes and singletons) that `per_rank` does not name. A rank that blocks in native code until another
+rank acts (a store's wait, a lock) keeps its turn and runs into the time limit. torch.compile was not tried.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from harness.engines.threads import postmortem
 from harness.engines.threads.heap import Heap
 from harness.engines.threads.intervention import Intervention, Plain
 from harness.engines.threads.matcher import Race
+from harness.engines.threads.module_state import places_of
 from harness.engines.threads.postmortem import Raised
-from harness.engines.threads.rank_state import PerRankState, modules_named
+from harness.engines.threads.rank_state import PerRankState
 from harness.engines.threads.rank_threads import Aborted, RankThread, RankThreads
 from harness.engines.threads.rank_world import Enter, installed
 from harness.engines.threads.rng_streams import CallerStreams
@@ -51,10 +52,10 @@ _SETTLE_S = 0.02
 
 
 class InprocEngine(RequestEngine):
-    """Runs programs on ranks that are threads. `per_rank_modules` names modules whose globals each rank has to itself.
+    """Runs programs on ranks that are threads.
 
-    During a run torch uses one thread; number of threads, random streams, default dtype, the listed globals and
-    torch.distributed are restored after it, also when it fails.
+    During a run torch uses one thread; number of threads, random streams, default dtype, the state of the modules that
+    `per_rank` names and torch.distributed are restored after it, also when it fails.
     """
 
     name = "inproc"
@@ -63,8 +64,7 @@ class InprocEngine(RequestEngine):
     _on_one_processor = True
     _parts: Intervention = Plain()
 
-    def __init__(self, *, per_rank_modules: Sequence[str] = ()) -> None:
-        self._modules = modules_named(per_rank_modules)
+    def __init__(self) -> None:
         self._threads = RankThreads(on_one_processor=self._on_one_processor)
         weakref.finalize(self, self._threads.end)
         self._streams = CallerStreams()
@@ -79,8 +79,9 @@ class InprocEngine(RequestEngine):
         parts = intervention or self._parts
         self.unwaited = ()
         num_threads = torch.get_num_threads()
+        places = places_of(request.per_rank)
         with installed() as enter, self._unmapped.recorded():
-            state = parts.state(request.world_size, request.seed, self._modules, self._streams)
+            state = parts.state(request.world_size, request.seed, places, self._streams)
             threads = self._threads.take(request.world_size)
             run = _Run(request, threads, state, observer, parts)
             try:

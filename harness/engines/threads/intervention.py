@@ -7,11 +7,11 @@ without one uses the plain parts at no cost. `Intervened` is an engine in which 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, Protocol
 
 from harness.engines.engine import Engine, RequestEngine, RunRequest
 from harness.engines.threads.matcher import CollectiveMatcher
+from harness.engines.threads.module_state import Place
 from harness.engines.threads.rank_state import PerRankState
 from harness.engines.threads.rank_threads import RankThread
 from harness.engines.threads.rng_streams import CallerStreams
@@ -25,7 +25,7 @@ __all__ = ["Intervened", "Intervention", "Plain"]
 class Intervention(Protocol):
     """Makes the parts of one run."""
 
-    def state(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: CallerStreams) -> PerRankState:
+    def state(self, world_size: int, seed: int, places: Sequence[Place], caller: CallerStreams) -> PerRankState:
         """What each rank has to itself."""
         ...
 
@@ -41,9 +41,9 @@ class Intervention(Protocol):
 class Plain:
     """The parts as they are: the intervention that changes nothing, and the base of all others."""
 
-    def state(self, world_size: int, seed: int, modules: Sequence[ModuleType], caller: CallerStreams) -> PerRankState:
-        """Random streams, default dtype and the globals of the listed modules."""
-        return PerRankState(world_size, seed, modules, caller)
+    def state(self, world_size: int, seed: int, places: Sequence[Place], caller: CallerStreams) -> PerRankState:
+        """Random streams, default dtype and the state of the named modules."""
+        return PerRankState(world_size, seed, places, caller)
 
     def scheduler(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> Scheduler:
         """First come, first served."""

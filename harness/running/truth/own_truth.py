@@ -97,6 +97,9 @@ class _InParts:
     subject: NamedSubject
     parts: int
 
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.subject.call, attribute)  # session, per_rank
+
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         with _cut(self.parts):
             return self.subject.call(case, device)

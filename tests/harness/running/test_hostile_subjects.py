@@ -75,14 +75,20 @@ class Closed:
         return dense.subject(case, device)
 
     def __getattr__(self, name: str) -> object:
-        unread = ("modes", "refuses", "expected", "activations", "unchecked", "axes", "harmless")
+        unread = ("modes", "refuses", "expected", "activations", "unchecked", "axes", "harmless", "per_rank")
         raise (RuntimeError if name in unread else AttributeError)(f"no {name} here")
 
 
-class Unsaid(Closed):
+class Stateless(Closed):
     """The same, and takes every case."""
 
     modes = refuses = None
+
+
+class Unsaid(Stateless):
+    """The same, and runs."""
+
+    per_rank = None
 
 
 def raising(*_: object) -> str:
@@ -224,6 +230,8 @@ def test_attributes_that_raise_when_they_are_read_are_told_where_they_are_asked(
     (verdict,) = told(engine, Closed()).verdicts
     assert verdict.verdict == "unknown"
     assert verdict.message.startswith("subject.modes failed: RuntimeError: no modes here, at tests/")
+    (verdict,) = told(engine, Stateless()).verdicts
+    assert verdict.message.startswith("subject.per_rank failed: RuntimeError: no per_rank here, at tests/")
     unknown = {verdict.check: verdict.message for verdict in told(engine, Unsaid()).verdicts}
     assert unknown["expectation"].startswith("subject.expected failed: RuntimeError: no expected here, at tests/")
     assert unknown["activations"].startswith("subject.activations failed: RuntimeError: no activations here, at tests/")

@@ -246,8 +246,10 @@ def test_a_closed_engine_refuses_and_a_run_within_a_run_too(engine: InprocEngine
 
 
 def test_an_unknown_module_to_keep_per_rank_is_a_wrong_request() -> None:
-    with pytest.raises(RequestError, match="per_rank_modules 'no.such': must be a module that can be imported"):
-        InprocEngine(per_rank_modules=("no.such",))
+    with InprocEngine() as engine:
+        with pytest.raises(RequestError, match="per_rank 'no.such': must be a module that can be imported"):
+            engine.run(lambda rank: rank, world_size=2, per_rank=("no.such",))
+        assert engine.run(lambda rank: rank, world_size=2) == [0, 1]
 
 
 def test_calls_from_other_threads_and_after_the_run_are_refused(engine: InprocEngine) -> None:

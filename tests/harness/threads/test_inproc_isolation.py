@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from harness.errors import RankRaised
 
 KEPT = threading.local()
 CONTEXT: contextvars.ContextVar[int] = contextvars.ContextVar("CONTEXT", default=-1)
-MODULE = "tests.rank_globals_of_a_test"
 
 
 @pytest.fixture
@@ -115,50 +113,6 @@ def test_dropout_masks_are_equal_on_all_ranks_and_those_of_one_process(engine: I
     torch.manual_seed(3)
     expected = torch.cat([torch.nn.functional.dropout(torch.ones(50), 0.5) for _ in range(2)])
     assert all(torch.equal(mask, expected) for mask in engine.run(program, world_size=4, seed=3))
-
-
-@pytest.fixture
-def module() -> Iterator[ModuleType]:
-    made = ModuleType(MODULE)
-    vars(made).update(RANK=None, SEEN=[], TABLE={"inner": []}, doomed=1)
-    sys.modules[MODULE] = made
-    yield made
-    del sys.modules[MODULE]
-
-
-def test_globals_of_listed_modules_are_one_set_a_rank_and_the_callers_afterwards(module: ModuleType) -> None:
-    state: Any = module
-
-    def program(rank: int) -> tuple[Any, ...]:
-        start = (
-            state.RANK,
-            list(state.SEEN),
-            list(state.TABLE["inner"]),
-            hasattr(state, "doomed"),
-            hasattr(state, "made"),
-        )
-        state.RANK = rank
-        state.SEEN.append(rank)
-        state.TABLE["inner"].append(rank)
-        if rank == 1:
-            del state.doomed
-            state.made = True
-        dist.barrier()
-        return start, state.RANK, state.SEEN, state.TABLE, hasattr(state, "doomed"), hasattr(state, "made")
-
-    def fail(rank: int) -> None:
-        state.RANK = rank
-        raise ValueError(rank)
-
-    before = dict(vars(module))
-    with InprocEngine(per_rank_modules=(MODULE,)) as engine:
-        for _ in range(2):
-            for rank, found in enumerate(engine.run(program, world_size=3)):
-                assert found == ((None, [], [], True, False), rank, [rank], {"inner": [rank]}, rank != 1, rank == 1)
-            assert dict(vars(module)) == before and state.SEEN is before["SEEN"]
-        with pytest.raises(RankRaised):
-            engine.run(fail, world_size=2)
-        assert dict(vars(module)) == before
 
 
 def test_thread_state_that_a_program_leaves_behind_does_not_reach_the_next(engine: InprocEngine) -> None:

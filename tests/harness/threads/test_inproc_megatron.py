@@ -99,8 +99,8 @@ def step(rank: int, tp: int) -> tuple[float, Tensor, int]:
 
 
 def run(tp: int, counts: Counts | None = None) -> list[Any]:
-    with InprocEngine(per_rank_modules=(STATE,)) as engine:
-        return engine.run(step, tp, world_size=tp, observer=counts)
+    with InprocEngine() as engine:
+        return engine.run(step, tp, world_size=tp, observer=counts, per_rank=(STATE,))
 
 
 @pytest.mark.parametrize("tp", [2, 4])

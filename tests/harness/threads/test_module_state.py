@@ -1,0 +1,172 @@
+"""What a module keeps for a process (globals, class attributes, singletons) is one set a rank where it is named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.engines.engine import Engine
+from harness.engines.shapes.dry import DryEngine
+from harness.engines.threads.concurrent import ConcurrentEngine
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import RankRaised, RequestError
+from harness.running.execution import execute
+from harness.running.proof import prove
+from reference.case import Case
+
+MODULE = "tests_module_kept_per_rank"
+SOURCE = """
+import functools, logging
+from collections import defaultdict
+
+LOG = logging.getLogger("tests")
+RANK = None
+SEEN = []
+ALSO_SEEN = SEEN
+TABLE = {"inner": []}
+COUNTS = defaultdict(list)
+doomed = 1
+
+class Registry:
+    current = None
+    members = {}
+    _instance = None
+
+    def __new__(cls):
+        if cls._instance is None:
+            cls._instance = super().__new__(cls)
+            cls._instance.made_by = RANK
+        return cls._instance
+
+class Holder:
+    def __init__(self):
+        self.value, self.parts, self.inner = None, [], None
+
+HOLDER = Holder()
+HOLDER.inner = Holder()
+HELD = (Holder(),)
+
+@functools.cache
+def first_rank():
+    return RANK
+
+def counted():
+    counted.calls += 1
+counted.calls = 0
+"""
+
+
+@pytest.fixture
+def module() -> Iterator[Any]:
+    made = ModuleType(MODULE)
+    exec(SOURCE, vars(made))
+    sys.modules[MODULE] = made
+    yield made
+    del sys.modules[MODULE]
+
+
+def _shown(m: Any) -> tuple[Any, ...]:
+    """All that the module keeps, as values."""
+    kept = m.RANK, list(m.SEEN), m.SEEN is m.ALSO_SEEN, list(m.TABLE["inner"]), dict(m.COUNTS), m.counted.calls
+    named = hasattr(m, "doomed"), hasattr(m, "made"), hasattr(m.Registry, "made"), m.Registry.current
+    held = [(h.value, list(h.parts)) for h in (m.HOLDER, m.HOLDER.inner, *m.HELD)]
+    return *kept, *named, dict(m.Registry.members), m.Registry._instance is None, held, vars(m.LOG).get("rank")
+
+
+def _written(m: Any, rank: int) -> None:
+    m.RANK = m.Registry.current = m.HOLDER.value = m.HOLDER.inner.value = rank
+    m.SEEN.append(rank)
+    m.TABLE["inner"].append(rank)
+    m.COUNTS[rank].append(rank)
+    m.Registry.members[rank] = m.Registry()
+    m.HOLDER.parts.append(rank)
+    m.HELD[0].parts.append(rank)
+    m.counted()
+    if rank == 1:
+        del m.doomed
+        m.made = m.Registry.made = True
+
+
+def _program(rank: int) -> tuple[Any, ...]:
+    """What a rank finds at its start, and after all ranks have written."""
+    m: Any = sys.modules[MODULE]
+    start = _shown(m)
+    _written(m, rank)
+    cached = m.first_rank()
+    dist.barrier()
+    return start, _shown(m), cached, m.first_rank(), m.Registry().made_by, m.Registry.members[rank].made_by
+
+
+@pytest.mark.parametrize("kind", [InprocEngine, DryEngine])
+def test_every_rank_starts_from_the_callers_state_and_keeps_its_own(module: Any, kind: type[Engine]) -> None:
+    before = _shown(module)
+    with kind() as engine:
+        for _ in range(2):
+            ranks = engine.run(_program, world_size=3, per_rank=(MODULE,))
+            assert _shown(module) == before
+    for rank, (start, end, *cached) in enumerate(ranks):
+        assert start == before
+        assert cached == [rank] * 4
+        one = rank == 1
+        held = [(rank, [rank]), (rank, []), (None, [rank])]
+        names = (not one, one, one, rank)
+        assert end[:6] == (rank, [rank], True, [rank], {rank: [rank]}, 1)
+        assert (*end[6:10], end[11], end[12], end[13]) == (*names, False, held, None)
+        assert list(end[10]) == [rank]
+
+
+def test_the_callers_state_is_restored_when_a_rank_raises(module: Any) -> None:
+    def fail(rank: int) -> None:
+        _written(module, rank)
+        raise ValueError(rank)
+
+    before = _shown(module)
+    with InprocEngine() as engine, pytest.raises(RankRaised):
+        engine.run(fail, world_size=2, per_rank=(MODULE,))
+    assert _shown(module) == before
+
+
+def test_what_is_not_named_is_shared(module: Any) -> None:
+    with InprocEngine() as engine:
+        shared = engine.run(_program, world_size=2)
+    assert [end[0] for _, end, *_ in shared] == [1, 1]
+
+
+def test_ranks_that_run_at_once_cannot_have_it(module: Any) -> None:
+    with ConcurrentEngine() as engine, pytest.raises(RequestError, match="legal: --engine inproc, --engine pool"):
+        engine.run(_program, world_size=2, per_rank=(MODULE,))
+
+
+class _Subject:
+    """Keeps its rank in the module, and returns it after another rank has run."""
+
+    per_rank: Any = (MODULE,)
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, int]] = []
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+        m: Any = sys.modules[MODULE]
+        m.Registry.current = dist.get_rank()
+        dist.barrier()
+        self.found.append((dist.get_rank(), m.Registry.current))
+        return {}
+
+
+def test_a_subject_states_the_modules(module: Any) -> None:
+    case, subject = Case.parse("mode=tp tp=2"), _Subject()
+    with InprocEngine() as engine:
+        execute(case, subject, engine, text="")
+        assert sorted(subject.found) == [(0, 0), (1, 1)]
+        subject.per_rank = MODULE
+        with pytest.raises(RequestError, match=r"per_rank='.*' must be a tuple of words; legal: per_rank = \('meg"):
+            prove(case, subject, engine)
+        subject.per_rank = ("no.such",)
+        with pytest.raises(RequestError, match="per_rank 'no.such': must be a module that can be imported"):
+            prove(case, subject, engine)
