@@ -34,7 +34,7 @@ from harness.torch_internals.groups import waits_of_fakes
 from harness.torch_internals.memory import storage_id
 from harness.torch_internals.meta_attention import FUSED, FUSED_BACKWARD, fused_attention
 from harness.torch_internals.modes import DispatchMode, take_themselves_apart
-from harness.torch_internals.operators import dispatch_keys, has_kernel, packet_of, short_name
+from harness.torch_internals.operators import dispatch_keys, end_functional, has_kernel, packet_of, short_name
 
 __all__ = ["END", "START", "WAIT", "Meter", "Stretch", "hidden"]
 
@@ -134,7 +134,7 @@ class Meter(DispatchMode):
             self._end(END, -1)
             for _ticket, kept in self._works.values():
                 if isinstance(kept, Tensor):  # dropped by the program: torch's list would keep it for the process
-                    torch.ops._c10d_functional.wait_tensor.default.redispatch(_EXPLICIT, kept)
+                    end_functional(kept)
             self._works.clear()
 
     def issued(self, _rank: int, call: Call) -> int:
@@ -193,7 +193,7 @@ class Meter(DispatchMode):
         out = func(*args, **words)
         ticket, kept = self._works.get(handle, (-1, None))
         if kept is not None and short_name(func) == "wait_tensor":
-            func.redispatch(_EXPLICIT, kept)  # torch's own list of works under way
+            end_functional(kept)
             self._waited(handle)
         elif kept is not None:
             self._works[storage_id(out)] = ticket, kept

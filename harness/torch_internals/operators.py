@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from harness.torch_internals.groups import fake_group
 from harness.torch_internals.lookup import Probe, found
@@ -19,6 +20,7 @@ __all__ = [
     "Argument",
     "arguments_of",
     "dispatch_keys",
+    "end_functional",
     "full_name",
     "has_kernel",
     "kernels",
@@ -106,6 +108,14 @@ def dispatch_keys(key: str) -> Any:
     the implementation that issues the call. Uses torch._C.DispatchKeySet and DispatchKey.
     """
     return found(torch._C, "DispatchKeySet", "the dry engine")(getattr(_keys, key))
+
+
+def end_functional(tensor: Tensor) -> None:
+    """Take the functional collective that made this tensor from torch's list of those under way.
+
+    Uses torch.ops._c10d_functional.wait_tensor.
+    """
+    torch.ops._c10d_functional.wait_tensor.default.redispatch(dispatch_keys("CompositeExplicitAutograd"), tensor)
 
 
 def _has_schemas() -> bool:
