@@ -13,6 +13,7 @@ from typing import Protocol
 
 __all__ = [
     "COLUMNS",
+    "NO_UPDATE",
     "REPEATABLE",
     "OPS",
     "OTHER",
@@ -26,7 +27,9 @@ __all__ = [
     "wire_bytes",
 ]
 
-PHASES = ("data", "forward", "loss", "backward", "recompute", "grad_sync", "metric", "step")
+PHASES = ("data", "forward", "loss", "backward", "recompute", "pipeline", "grad_sync", "metric", "step")
+NO_UPDATE = "step: no optimizer of torch.optim stepped and no parameter was seen to change, so all is in step 0"
+"""The doubt of a run whose forwards are micro-batches of one step as far as can be seen."""
 OPS = (
     "broadcast",
     "all_reduce",
@@ -55,7 +58,8 @@ class Call:
     `group` holds the global ranks in group order; `group_desc` is what the user called the group ("tp", "mesh_tp").
     `peer` is the group's root or the other end of a point-to-point call as a global rank, -1 when there is none.
     `device` is the type of device that the payload is on; where there is no payload, the host.
-    `operator` is torch's name of an operator whose op is `other`: "c10d::shuffle_".
+    `operator` is torch's name of an operator whose op is `other`: "c10d::shuffle_". `address` is where an all_gather or
+    a broadcast writes first in memory, 0 for other calls and where there is no memory.
     """
 
     op: str
@@ -69,6 +73,7 @@ class Call:
     peer: int = -1
     device: str = "cpu"
     operator: str = ""
+    address: int = 0
 
 
 class Observer(Protocol):
@@ -88,10 +93,10 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One call on one rank; all fields but the last two are the contract's columns of `ledger.csv`, in its order.
+    """One call on one rank; all fields but the last three are the contract's columns of `ledger.csv`, in its order.
 
     `group` holds the global ranks of the call's group; the file names the group by `axis`. `operator` is torch's name
-    of what is `other`; only messages name it.
+    of what is `other`; only messages name it. `doubts` are sentences on what is not certain of its axis or step.
     """
 
     case: str
@@ -117,9 +122,11 @@ class Event:
     caller: str
     group: tuple[int, ...]
     operator: str = ""
+    doubts: tuple[str, ...] = ()
 
 
-COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Event) if f.name not in {"group", "operator"})
+_UNWRITTEN = {"group", "operator", "doubts"}
+COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Event) if f.name not in _UNWRITTEN)
 REPEATABLE = tuple(name for name in COLUMNS if name not in {"start_us", "duration_us", "caller"})
 """The columns that are equal in every run of a case, on every engine and in every release."""
 

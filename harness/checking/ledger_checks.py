@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.checking.laws import Broken, broken_laws
 from harness.differences import Difference, differences
-from harness.ledger import OTHER, Event, unmapped
+from harness.ledger import NO_UPDATE, OTHER, Event, unmapped
 from harness.protocols import TermLike
 from harness.terms import FIELDS, closed_form
 
@@ -27,7 +27,7 @@ def ledger(evidence: Evidence) -> Finding | None:
             return unlawful(broken[0])
         if not evidence.events and world_size > 1:
             return None
-        unchecked = ("closed form: the subject states no expectation",)
+        unchecked = ("closed form: the subject states no expectation", *_doubts(evidence))
         return Finding(
             verdict=PASS, message=f"{len(evidence.events)} events obey the general laws", unchecked=unchecked
         )
@@ -44,14 +44,21 @@ def _expected(evidence: Evidence, terms: Sequence[TermLike]) -> Finding:
     """The finding on a ledger that is as these terms state; what they leave out is unchecked."""
     form = closed_form(terms)
     if not form.partial:
-        return Finding(verdict=PASS, message=f"{form.complete.total()} events a rank, exactly as expected")
+        message = f"{form.complete.total()} events a rank, exactly as expected"
+        return Finding(verdict=PASS, message=message, unchecked=_doubts(evidence))
     left_out = [name for name in (*FIELDS, "calls") if any(name in term.left_out for term in form.partial)]
     most = max(Counter(event.rank for event in evidence.events).values(), default=0)
     return Finding(
         verdict=PASS,
         message=f"{most} events a rank, as the closed form states",
-        unchecked=(f"closed form: its terms leave out {', '.join(left_out)}",),
+        unchecked=(f"closed form: its terms leave out {', '.join(left_out)}", *_doubts(evidence)),
     )
+
+
+def _doubts(evidence: Evidence) -> tuple[str, ...]:
+    """What the recorder could not know for certain; a run of one step has its step right."""
+    doubts = dict.fromkeys(doubt for event in evidence.events for doubt in event.doubts)
+    return tuple(sorted(doubt for doubt in doubts if doubt != NO_UPDATE or evidence.case.steps > 1))
 
 
 def unlawful(first: Broken) -> Finding:

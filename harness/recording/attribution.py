@@ -9,14 +9,20 @@ A call made outside of modules, optimizer and backward is loss when a model's fo
 Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step; at the end of the run
 metric after a step, grad_sync after a backward, data after nothing. Metric is also what a module without parameters
 does with gradients off, once a forward with gradients on has been; an evaluation without gradients keeps its loss.
+
+Where no optimizer of torch.optim steps, a step is what changed the parameters after a backward (updates.Looks).
+After a step, a reduction of one element is metric, and gathers of the updated parameters belong to the step: calls that
+write into a parameter's memory, and all_gathers of at least half as many bytes as the parameters have. A send or recv
+is pipeline in a group described as one of stages, and outside of all of these in a group without a description.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
+from harness.ledger import NO_UPDATE
+from harness.recording.lanes import Frame, Lane, Site, Waiting, elements, gathers, is_hop
 from harness.recording.naming import Paths
 from harness.recording.observations import (
     LEAF,
@@ -30,46 +36,9 @@ from harness.recording.observations import (
     Stepped,
     Stepping,
 )
+from harness.recording.updates import Look, Memory
 
 __all__ = ["Attribution", "Site"]
-
-
-class Site(NamedTuple):
-    """Where something belongs. Steps and micro-batches count from 0; `phase` is "" while it is not settled."""
-
-    step: int
-    microbatch: int
-    phase: str
-    region: str
-
-
-class _Frame(NamedTuple):
-    """A module's forward (`counts`: one that makes a micro-batch) or an optimizer's step that is going on."""
-
-    site: Site
-    task: int
-    counts: bool = False
-    steps: bool = False
-
-
-class _Lane:
-    """One thread of the rank: what is going on, and which stretch of node numbers belongs to which site."""
-
-    def __init__(self) -> None:
-        self.frames: list[_Frame] = []
-        self.numbers: list[int] = []
-        self.sites: list[Site] = []
-        self.latest: Site | None = None
-
-    def mark(self, number: int, site: Site) -> None:
-        """Nodes from this number on belong to the site."""
-        self.numbers.append(number)
-        self.sites.append(site)
-
-    def made(self, node: int) -> Site | None:
-        """The site whose forward made this node, None when it is older than every mark."""
-        index = bisect_right(self.numbers, node) - 1
-        return self.sites[index] if index >= 0 else None
 
 
 class Attribution:
@@ -80,12 +49,21 @@ class Attribution:
         self.paths = Paths()
         self.step = 0
         self.microbatch = 0
-        self._since = ""  # what was last outside of calls: "" forward inside (a backward) backward stepped
+        self._since = (
+            ""  # what was last outside of calls: "" forward sent (after it) inside (a backward) backward stepped
+        )
         self._gradients_on = False
         self._stepped_since = False
+        self._by_hand = True
+        self._look: Look = ()
+        self._backward_since = False  # since the last step
+        self._stepless = False
+        self.updates = 0  # steps that were known by the parameters alone
         self._counts: dict[int, int] = {}
-        self._pending: list[tuple[int, Site, str]] = []
-        self._lanes: dict[int, _Lane] = {0: _Lane()}
+        self._pending: list[Waiting] = []
+        self._backward_of = 0  # the micro-batch that the latest backward is of
+        self._memory = Memory(())
+        self._lanes: dict[int, Lane] = {0: Lane()}
         self._made_in: dict[int, int] = {}
 
     @classmethod
@@ -98,6 +76,8 @@ class Attribution:
                 attribution.paths.add(seen.module)
             elif isinstance(seen, Arrived):
                 attribution._made_in[seen.task] = seen.made_in
+            elif isinstance(seen, Stepped):
+                attribution._by_hand = False
         for seen in observations:
             attribution.feed(seen)
         attribution._settle("")
@@ -107,6 +87,11 @@ class Attribution:
         """Take the next observation of the rank."""
         _FEED[type(seen)](self, self._lane(seen.lane), seen)
 
+    @property
+    def doubt(self) -> str:
+        """What is not certain of the steps: "" unless a forward followed a backward and nothing was ever updated."""
+        return NO_UPDATE if self._stepless and self._by_hand and not self.updates else ""
+
     def current(self, lane: int) -> Site:
         """What is going on in a lane; the phase is "" between a backward or a step and what follows it."""
         frame = self._above(self._lane(lane), OUTSIDE)
@@ -114,21 +99,21 @@ class Attribution:
             return frame.site
         return self._here({"forward": "loss", "inside": "backward"}.get(self._since, ""))
 
-    def _lane(self, number: int) -> _Lane:
+    def _lane(self, number: int) -> Lane:
         lane = self._lanes.get(number)
         if lane is None:
-            lane = self._lanes[number] = _Lane()
+            lane = self._lanes[number] = Lane()
         return lane
 
     def _here(self, phase: str, region: str = "") -> Site:
         return Site(self.step, self.microbatch, phase, region)
 
-    def _above(self, lane: _Lane, task: int) -> _Frame | None:
+    def _above(self, lane: Lane, task: int) -> Frame | None:
         """The innermost frame; another thread of the rank works for whatever the first thread is doing."""
         frames = lane.frames or (self._lanes[0].frames if task == OUTSIDE else [])
         return frames[-1] if frames else None
 
-    def _made(self, lane: _Lane, task: int, node: int) -> Site:
+    def _made(self, lane: Lane, task: int, node: int) -> Site:
         """The site whose forward made the running node; the latest such site when no numbered node runs."""
         if node not in {OUTSIDE, LEAF}:
             # A backward inside a backward (reentrant checkpointing) runs nodes that its own thread made.
@@ -140,7 +125,7 @@ class Attribution:
                 return made
         return (lane.latest or self._here(""))._replace(region="")
 
-    def _entered(self, lane: _Lane, seen: Entered) -> None:
+    def _entered(self, lane: Lane, seen: Entered) -> None:
         above = self._above(lane, seen.task)
         counts = False
         if seen.task != OUTSIDE and (above is None or above.task != seen.task):
@@ -149,6 +134,7 @@ class Attribution:
             site = made._replace(phase="recompute", region=self.paths.module(seen.module, made.region))
         elif above is None or above.steps:
             counts = next(seen.module.parameters(), None) is not None
+            self._compare(seen.look)
             if counts:
                 self._forward(seen)
             # A module without parameters has no phase of its own: its calls are settled like those around it.
@@ -156,7 +142,7 @@ class Attribution:
         else:
             step, microbatch, phase, region = above.site
             site = Site(step, microbatch, phase, self.paths.module(seen.module, region))
-        lane.frames.append(_Frame(site, seen.task, counts))
+        lane.frames.append(Frame(site, seen.task, counts))
         lane.mark(seen.number, site)
 
     def _forward(self, seen: Entered) -> None:
@@ -166,40 +152,62 @@ class Attribution:
             self.step += 1
             self._stepped_since = False
             self._counts.clear()
+        self._stepless = self._stepless or self._backward_since
         self.microbatch = self._counts.get(id(seen.module), 0)
         self._counts[id(seen.module)] = self.microbatch + 1
         self._gradients_on = seen.grad
         self._since = "entered"
         self._settle("data")
 
-    def _left(self, lane: _Lane, seen: Left) -> None:
+    def _compare(self, look: Look) -> None:
+        """Whether parameters were changed since the last look: after a backward, that is a step."""
+        if not look:
+            return
+        before, self._look = self._look, look
+        changed = any(then != now for then, now in zip(before, look, strict=False))
+        if changed and self._by_hand and self._backward_since:
+            self._settle("grad_sync")
+            self._updated()
+            self.updates += 1
+
+    def _updated(self) -> None:
+        self._since = "stepped"
+        self._stepped_since = True
+        self._backward_since = False
+
+    def _left(self, lane: Lane, seen: Left) -> None:
         frame = lane.frames.pop()
         if frame.counts:
             self._since = "forward"
         lane.mark(seen.number, lane.frames[-1].site if lane.frames else frame.site._replace(region=""))
 
-    def _arrived(self, lane: _Lane, seen: Arrived) -> None:
+    def _arrived(self, lane: Lane, seen: Arrived) -> None:
         self._since = "inside"
+        self._backward_since = True
         self._made_in[seen.task] = seen.made_in
-        self._made(lane, seen.task, seen.node)
+        self._backward_of = self._made(lane, seen.task, seen.node).microbatch
+        for waiting in [waiting for waiting in self._pending if waiting.site.phase == "pipeline"]:
+            self._pending.remove(waiting)
+            self._place(waiting, waiting.site._replace(microbatch=self._backward_of))
 
-    def _ended(self, _lane: _Lane, _seen: Ended) -> None:
+    def _ended(self, _lane: Lane, _seen: Ended) -> None:
         self._since = "backward"
 
-    def _stepping(self, lane: _Lane, seen: Stepping) -> None:
+    def _stepping(self, lane: Lane, seen: Stepping) -> None:
         self._settle("grad_sync")
         steps = [place for place, frame in enumerate(lane.frames) if frame.steps]
         if len(steps) > seen.depth:
             del lane.frames[steps[seen.depth] :]  # a step that raised, so that it never ended
-        lane.frames.append(_Frame(self._here("step"), seen.task, steps=True))
+        lane.frames.append(Frame(self._here("step"), seen.task, steps=True))
 
-    def _stepped(self, lane: _Lane, _seen: Stepped) -> None:
+    def _stepped(self, lane: Lane, _seen: Stepped) -> None:
         lane.frames.pop()
-        self._since = "stepped"
-        self._stepped_since = True
+        self._by_hand = False
+        self._updated()
 
-    def _issued(self, lane: _Lane, seen: Issued) -> None:
+    def _issued(self, lane: Lane, seen: Issued) -> None:
         said_phase, said_region = seen.override
+        self._compare(seen.look)
         above = self._above(lane, seen.task)
         if above is not None and above.task == seen.task:
             site = above.site
@@ -209,18 +217,51 @@ class Attribution:
             site = self._here("")
         if seen.task == OUTSIDE and self._since == "inside":
             self._since = "backward"
-        if not site.phase and seen.quiet and self._gradients_on:
-            site = site._replace(phase="metric")
-        elif not site.phase and self._since == "forward":
-            site = site._replace(phase="loss")
-        if not site.phase or (said_phase == "data" and site.phase == "loss"):
-            self._pending.append((seen.ticket, site._replace(phase=said_phase or ""), self._since))
+        waits = False
+        if is_hop(seen.call, outside=not site.phase):
+            site, waits = self._hop(seen.call.op, site)
+        elif not site.phase:
+            site = site._replace(phase=self._between(seen))
+        if waits or not site.phase or (said_phase == "data" and site.phase == "loss"):
+            open_ = said_phase or ("pipeline" if waits else "")
+            self._pending.append(Waiting(seen.ticket, site._replace(phase=open_), self._since, seen.call))
         if said_phase:
             site = site._replace(phase=said_phase)
         self.sites[seen.ticket] = site if said_region is None else site._replace(region=said_region)
 
-    def _in_backward(self, lane: _Lane, seen: Issued) -> Site:
+    def _hop(self, op: str, site: Site) -> tuple[Site, bool]:
+        """The site of a message between stages, and whether its micro-batch is that of what follows."""
+        if site.phase:
+            return site._replace(phase="pipeline"), False
+        sends = op == "send" and self._since in {"forward", "sent", "backward"}
+        if sends and self._since == "backward":
+            return Site(self.step, self._backward_of, "pipeline", site.region), False
+        if sends:
+            self._since = "sent"
+        return site._replace(phase="pipeline"), not sends
+
+    def _between(self, seen: Issued) -> str:
+        """The phase of a call outside of everything, "" when what follows settles it."""
+        if seen.quiet and self._gradients_on:
+            return "metric"
+        if self._since == "forward":
+            return "loss"
+        call = seen.call
+        if self._since == "stepped" and call.op in {"all_reduce", "reduce"} and elements(call) == 1:
+            return "metric"
+        if self._since in {"stepped", "backward"} and call.address and self._parameters().holds(call.address):
+            return "step"
+        return ""
+
+    def _parameters(self) -> Memory:
+        """The memory of the parameters of every model seen so far."""
+        if len(self.paths.models) != self._memory.models:
+            self._memory = Memory(self.paths.models)
+        return self._memory
+
+    def _in_backward(self, lane: Lane, seen: Issued) -> Site:
         self._since = "inside"
+        self._backward_since = True
         site = self._made(lane, seen.task, seen.node)
         if not site.region and seen.outer != OUTSIDE:
             # Made by a plain function that was run again: it stands where the node that ran it stands.
@@ -231,16 +272,23 @@ class Attribution:
 
     def _settle(self, by: str) -> None:
         """What follows has come, "" for the end: name the phase of what waited. Data belongs to the coming batch."""
-        for ticket, site, since in self._pending:
-            settled = site.phase or by or _LAST.get(since, "data")
-            then = self._here(settled) if settled == "data" else site._replace(phase=settled)
-            self.sites[ticket] = then._replace(region=self.sites[ticket].region)
+        gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self._pending if gathers(waiting)}
+        if gathered and not 2 * sum(gathered.values()) >= self._parameters().parameter_bytes > 0:
+            gathered.clear()
+        for waiting in self._pending:
+            otherwise = by or _LAST.get(waiting.since, "data")
+            phase = waiting.site.phase or ("step" if waiting.ticket in gathered else otherwise)
+            coming = phase == "data" or (phase, by) == ("pipeline", "data")
+            self._place(waiting, self._here(phase) if coming else waiting.site._replace(phase=phase))
         self._pending.clear()
+
+    def _place(self, waiting: Waiting, site: Site) -> None:
+        self.sites[waiting.ticket] = site._replace(region=self.sites[waiting.ticket].region)
 
 
 _LAST = {"backward": "grad_sync", "stepped": "metric"}
 """The phase of calls that nothing follows, by what went before them."""
-_FEED: dict[type, Callable[[Attribution, _Lane, Any], None]] = {
+_FEED: dict[type, Callable[[Attribution, Lane, Any], None]] = {
     Entered: Attribution._entered,
     Left: Attribution._left,
     Arrived: Attribution._arrived,

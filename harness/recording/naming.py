@@ -7,34 +7,87 @@ itself is "".
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-__all__ = ["Paths", "axis_name"]
+__all__ = ["Paths", "axis_name", "group_word"]
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_BY_TORCH = re.compile(r"|undefined|default_pg|mesh_default|mesh_dim_\d+|.*:split:\d+")
+"""Descriptions that nobody chose."""
+_FILLERS = frozenset({"parallel", "group", "gloo", "ag", "and", "with"})
+_SPELT = {
+    "tensor": "tp",
+    "tensor_model": "tp",
+    "data": "dp",
+    "context": "cp",
+    "pipeline": "pp",
+    "pipeline_model": "pp",
+    "pipe": "pp",
+    "stage": "pp",
+    "MODEL_PARALLEL_GROUP": "tp_pp",
+    "data_cp": "dp_cp",
+    "tensor_data": "tp_dp",
+    "tensor_data_cp": "tp_dp_cp",
+    "tensor_context": "tp_cp",
+    "expert": "ep",
+    "experts": "ep",
+    "expert_model": "ep",
+    "expert_data": "edp",
+    "expert_tensor": "etp",
+    "expert_tensor_model": "etp_ep",
+    "expert_tensor_model_pipeline": "etp_ep_pp",
+    "efsdp": "edp",
+    "embd": "embedding",
+    "embedding": "embedding",
+    "position_embedding": "position_embedding",
+}
+"""Words of Megatron-Core (parallel_state.initialize_model_parallel), without fillers, and of torchtitan's meshes."""
+_KNOWN = frozenset(_SPELT.values()) | {"wp", "wdp"}
+
+
+def group_word(group_desc: str) -> str:
+    """The name that a description gives its group, "" for the words that torch gives to every group by itself.
+
+    DeviceMesh's "mesh_dp_shard" is "dp_shard"; Megatron-Core's "DATA_PARALLEL_GROUP_WITH_CP" is "dp_cp".
+    """
+    if _BY_TORCH.fullmatch(group_desc):
+        return ""
+    if (said := group_desc.removeprefix("mesh_")) in _SPELT:
+        return _SPELT[said]
+    parts = [part for part in said.lower().split("_") if part not in _FILLERS]
+    return _SPELT.get("_".join(parts), said)
 
 
 def axis_name(
     group: tuple[int, ...], group_desc: str, axes: Mapping[str, tuple[tuple[int, ...], ...]], world_size: int
-) -> str:
-    """The axis of a group of global ranks.
+) -> tuple[str, str]:
+    """The axis of a group of global ranks, and what is not certain of it: "" where nothing is.
 
-    First what the user called it ("tp", DeviceMesh's "mesh_tp") when the case has such an axis; then the one axis of
-    several ranks that has this rank list; then "world" when it holds every rank; else the rank list, "0,2".
+    First what the program called the group ("tp", DeviceMesh's "mesh_tp", Megatron-Core's names) when the case has such
+    an axis, or when it is a known word for something else ("ep", "dp_cp"); of joint words ("dp_shard", "dp_cp") the one
+    axis that has the same ranks. Then the one axis of several ranks that has this rank list; then an unknown word as it
+    is; then "world" when the group holds every rank; else the rank list, "0,2".
     """
-    said = group_desc.removeprefix("mesh_")
+    said, ranks = group_word(group_desc), tuple(sorted(group))
     if said in axes:
-        return said
-    ranks = tuple(sorted(group))
-    if len(ranks) > 1:
-        having = [axis for axis, lists in axes.items() if any(tuple(sorted(ranks_)) == ranks for ranks_ in lists)]
-        if len(having) == 1:
-            return having[0]
-    if len(ranks) == world_size:
-        return "world"
-    return ",".join(map(str, group))
+        return said, ""
+    split = axes if len(ranks) > 1 else {}
+    having = [axis for axis, lists in split.items() if any(tuple(sorted(ranks_)) == ranks for ranks_ in lists)]
+    joint = said.split("_") if said else []
+    meant = [axis for axis in having if axis in joint]
+    if len(meant) == 1:
+        return meant[0], ""
+    if said in _KNOWN or set(joint) & axes.keys():
+        return said, ""
+    if len(having) == 1:
+        why = f"its group is described as {group_desc!r}" if said else "its group has no description"
+        return having[0], f"axis {having[0]}: {why}, so it is named after the axis of the case that has the same ranks"
+    if said:
+        return said, ""
+    return "world" if len(ranks) == world_size else ",".join(map(str, group)), ""
 
 
 class Paths:
@@ -44,7 +97,7 @@ class Paths:
     """
 
     def __init__(self) -> None:
-        self._models: list[nn.Module] = []
+        self.models: list[nn.Module] = []
         self._of_module: dict[int, str] = {}
         self._of_parameter: dict[int, str] = {}
 
@@ -52,7 +105,7 @@ class Paths:
         """Learn a model's modules; one that holds models seen before names their modules anew."""
         if id(model) in self._of_module:
             return
-        self._models.append(model)
+        self.models.append(model)
         for path, module in _unwrapped(model):
             self._of_module[id(module)] = path
         for path, module in _unwrapped(model):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from harness.recording.annotations import Override
+from harness.recording.updates import Look
 
 __all__ = [
     "LEAF",
@@ -37,7 +38,8 @@ class Entered(NamedTuple):
     """A module's call began; `outermost` when none was going on in this lane.
 
     `number`: the sequence number that the next autograd node of this thread will get. `task`: the graph task that runs
-    in this thread. `node`: the number of the node that runs in it. `grad`: gradients were on, told of outermost ones.
+    in this thread. `node`: the number of the node that runs in it. Of outermost ones, `grad`: gradients were on, and
+    `look` at the parameters (updates.Looks): () inside of a backward, and after an optimizer's step.
     """
 
     lane: int
@@ -47,6 +49,7 @@ class Entered(NamedTuple):
     module: nn.Module
     outermost: bool
     grad: bool
+    look: Look
 
 
 class Left(NamedTuple):
@@ -91,7 +94,7 @@ class Issued(NamedTuple):
 
     `parameter`: whose gradient accumulates, when a leaf's node runs. `quiet`: gradients are off inside an outermost
     module without parameters. `again`: activation checkpointing runs a plain function again. `outer`: the number of the
-    node that started this backward inside of another one.
+    node that started this backward inside of another one. `look`: as that of Entered, () inside of modules too.
     """
 
     lane: int
@@ -103,6 +106,7 @@ class Issued(NamedTuple):
     outer: int
     override: Override
     ticket: int
+    look: Look
     started_s: float
     call: Any
     caller: Any

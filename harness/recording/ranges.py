@@ -174,11 +174,15 @@ class _Drawing:
         above = self._attribution.current(seen.lane).region if isinstance(seen, Entered) else ""
         if isinstance(seen, Left):
             self._leave(seen.lane)
+        updates = self._attribution.updates
         self._attribution.feed(seen)
         if not self.draws:
             if isinstance(seen, Entered):
                 self._pushed.setdefault(seen.lane, []).append(_HIDDEN)
             return
+        if self._attribution.updates > updates:
+            self._switch("step")  # an update by hand, which is over
+            self._switch("")
         site = self._follow(seen.lane)
         if isinstance(seen, Entered):
             self._enter(seen.lane, site.region, above)

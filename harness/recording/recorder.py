@@ -134,13 +134,15 @@ class Recorder:
 
     def _events(self, rank: int, track: _Track) -> Iterator[Event]:
         observations = [read(plain) for plain in list(track.observations)]
-        sites, axes = Attribution.of(observations).sites, dict[tuple[tuple[int, ...], str], str]()
+        attribution, axes = Attribution.of(observations), dict[tuple[tuple[int, ...], str], tuple[str, str]]()
         issued = sorted((seen for seen in observations if isinstance(seen, Issued)), key=lambda seen: seen.ticket)
         for seen in issued:
             group = seen.call.group, seen.call.group_desc
             if group not in axes:
                 axes[group] = axis_name(*group, self._axes, self._world_size)
-            yield self._event(rank, seen, sites[seen.ticket], axes[group], self._span_s(track, seen))
+            axis, doubt = axes[group]
+            doubts = tuple(filter(None, (doubt, attribution.doubt)))
+            yield self._event(rank, seen, attribution.sites[seen.ticket], axis, doubts, self._span_s(track, seen))
 
     def _span_s(self, track: _Track, seen: Issued) -> tuple[float, float]:
         """When a call started and how long it took: on its device where that was marked, else for the host."""
@@ -149,7 +151,9 @@ class Recorder:
             return seen.started_s, track.ended_s.get(seen.ticket, seen.started_s) - seen.started_s
         return self._stopwatch.host_s(begun), 0.0 if ended is None else self._stopwatch.us(begun, ended) / 1e6
 
-    def _event(self, rank: int, seen: Issued, site: Site, axis: str, span_s: tuple[float, float]) -> Event:
+    def _event(
+        self, rank: int, seen: Issued, site: Site, axis: str, doubts: tuple[str, ...], span_s: tuple[float, float]
+    ) -> Event:
         call: Call = seen.call
         return Event(
             case=self._case,
@@ -175,4 +179,5 @@ class Recorder:
             caller="" if seen.caller is None else Caller(*seen.caller).place,
             group=call.group,
             operator=call.operator,
+            doubts=doubts,
         )

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from harness.recording.observations import (
     Stepped,
     Stepping,
 )
+from harness.recording.updates import Looks
 from harness.torch_internals.autograd import (
     called_by,
     current_node,
@@ -65,14 +66,15 @@ _now_s = time.perf_counter
 class Lane:
     """One thread of one rank: where its observations go, and what module is outermost in it."""
 
-    __slots__ = ("bare", "depth", "emit", "number", "on_output", "outer", "rank", "tickets")
+    __slots__ = ("bare", "depth", "emit", "looks", "number", "on_output", "outer", "rank", "tickets")
 
-    def __init__(self, rank: int, number: int, emit: Emit, on_output: OnOutput | None, tickets: Iterator[int]) -> None:
+    def __init__(self, rank: int, number: int, emit: Emit, on_output: OnOutput | None, of_rank: _OfRank) -> None:
         self.rank = rank
         self.number = number
         self.emit: Emit | None = emit
         self.on_output = on_output
-        self.tickets = tickets
+        self.tickets = of_rank.tickets
+        self.looks = of_rank.looks
         self.depth = 0
         self.outer: nn.Module | None = None
         self.bare: bool | None = None
@@ -92,9 +94,10 @@ class Lane:
         caller, again, outer = around(frame, in_backward=task != OUTSIDE and not self.depth)
         ticket = next(self.tickets)
         if self.emit is not None:
-            said = overridden()
+            said, lane = overridden(), self.number
+            look = self.looks.at() if self.looks.on and task == OUTSIDE and not self.depth else ()
             self.emit(
-                (Issued, self.number, task, node, parameter, quiet, again, outer, said, ticket, _now_s(), call, caller)
+                (Issued, lane, task, node, parameter, quiet, again, outer, said, ticket, look, _now_s(), call, caller)
             )
         return ticket
 
@@ -102,6 +105,14 @@ class Lane:
         if self.bare is None:
             self.bare = self.outer is not None and next(self.outer.parameters(), None) is None
         return self.bare
+
+
+class _OfRank(NamedTuple):
+    """What the lanes of a rank share: the numbers of lanes and of calls, and the looks at parameters."""
+
+    numbers: Iterator[int]
+    tickets: Iterator[int]
+    looks: Looks
 
 
 class Watch:
@@ -117,7 +128,7 @@ class Watch:
         self._ends = ends
         self._local = threading.local()
         self._open: dict[int, list[Lane]] = {}
-        self._counts: dict[int, tuple[Iterator[int], Iterator[int]]] = {}  # rank -> lane numbers and tickets
+        self._ranks: dict[int, _OfRank] = {}
         self._installed = ExitStack()
 
     def __enter__(self) -> Self:
@@ -155,8 +166,10 @@ class Watch:
         return lane
 
     def _lane(self, rank: int) -> Lane:
-        numbers, tickets = self._counts.setdefault(rank, (itertools.count(), itertools.count()))
-        lane = Lane(rank, next(numbers), self._emit(rank), self._on_output, tickets)
+        of_rank = self._ranks.get(rank)
+        if of_rank is None:
+            of_rank = self._ranks.setdefault(rank, _OfRank(itertools.count(), itertools.count(), Looks()))
+        lane = Lane(rank, next(of_rank.numbers), self._emit(rank), self._on_output, of_rank)
         self._open.setdefault(rank, []).append(lane)
         return lane
 
@@ -197,6 +210,7 @@ class Watch:
     def _stepped(self, _optimizer: object, _args: object, _kwargs: object) -> None:
         lane = self._mine()
         if lane is not None and lane.emit is not None:
+            lane.looks.on = False  # an optimizer ends the steps
             lane.emit((Stepped, lane.number))
 
 
@@ -225,15 +239,13 @@ def _watching(
         lane.depth = depth + 1
         task = _task()
         if depth:
-            emit(
-                (Entered, lane.number, _number(), task, OUTSIDE if task == OUTSIDE else _running(), module, False, True)
-            )
+            node = OUTSIDE if task == OUTSIDE else _running()
+            emit((Entered, lane.number, _number(), task, node, module, False, True, ()))
         else:
             lane.outer, lane.bare = module, None
-            grad = _grad()
-            emit(
-                (Entered, lane.number, _number(), task, OUTSIDE if task == OUTSIDE else _running(), module, True, grad)
-            )
+            node = OUTSIDE if task == OUTSIDE else _running()
+            look = lane.looks.at(module) if task == OUTSIDE and lane.looks.on else ()
+            emit((Entered, lane.number, _number(), task, node, module, True, _grad(), look))
         try:
             output = original(module, *args, **kwargs)
             if lane.on_output is not None:

@@ -32,6 +32,7 @@ __all__ = [
     "not_compiled",
     "number_of",
     "unversioned",
+    "version_of",
     "when_backward_ends",
 ]
 
@@ -135,6 +136,11 @@ def _function_of(code: CodeType) -> type[Function] | None:
     return None
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, by its counter; 0 where it has none. Uses Tensor._version."""
+    return int(getattr(tensor, "_version", 0))
+
+
 _unversioned: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
 
 
@@ -199,10 +205,17 @@ def _is_called() -> bool:
 
 def _counts_no_change() -> bool:
     tensor = torch.ones(1)
-    before = tensor._version
+    before = version_of(tensor)
     with unversioned((tensor,)):
         tensor.add_(1)
-    return tensor._version == before
+    return version_of(tensor) == before
+
+
+def _counts_changes() -> bool:
+    tensor = torch.ones(1)
+    before = version_of(tensor)
+    tensor.add_(1)
+    return version_of(tensor) > before
 
 
 PROBES = (
@@ -229,5 +242,11 @@ PROBES = (
         names="torch.autograd._unsafe_preserve_version_counter",
         otherwise="autograd may refuse a tensor that a fault has overwritten",
         works=_counts_no_change,
+    ),
+    Probe(
+        feature="steps of programs that update parameters by hand on a GPU",
+        names="torch.Tensor._version",
+        otherwise="they count as micro-batches of step 0",
+        works=_counts_changes,
     ),
 )

@@ -4,10 +4,14 @@ Phases come from the trace alone, by the contract's rules (product.md, section 7
 recompute in a module or a checkpoint that runs inside one, step inside an optimizer's, forward inside a model; the rest
 is settled by what follows. A model is an outermost module that calls others, since a trace does not tell parameters: a
 loss or metric module without children has no phase of its own. Needs `with_stack=True`. Times in microseconds.
+
+Left open, "", is what a trace does not hold: whether a message goes between stages, whether an all_gather after a step
+gathers parameters, and where the updates of a program without optimizers are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +101,7 @@ class Phases:
     _no_grad: dict[object, int] = field(default_factory=dict)
     _since: str = ""
     _trained: bool = False
+    _stepped: bool = False
 
     def feed(self, kind: str, row: Trace, calls_modules: bool) -> None:
         """Take the next row."""
@@ -104,7 +109,7 @@ class Phases:
         self._close(start_us)
         above = self._threads.setdefault(thread, [])
         if kind == CALL:
-            self._call(thread, above)
+            self._call(thread, above, row)
             return
         if kind in (QUIET, LOUD):
             # A trace that begins inside of a no_grad shows its end alone.
@@ -116,6 +121,7 @@ class Phases:
             self._settle("data")
             self._trained = not self._no_grad.get(thread, 0)
         elif kind == STEP:
+            self._stepped = True
             self._settle("grad_sync")
         elif kind == NODE:
             self._since = "backward"
@@ -134,9 +140,14 @@ class Phases:
                 ended = above.pop()
                 self._since = "forward" if ended.model else "stepped" if ended.kind == STEP else self._since
 
-    def _call(self, thread: object, above: Sequence[_Open]) -> None:
+    def _call(self, thread: object, above: Sequence[_Open], row: Trace) -> None:
         kinds = [open_.kind for open_ in above]
-        if NODE in kinds:
+        name = str(row["name"]).removeprefix("c10d::")
+        hop, outside = name.startswith(("send", "recv")), not kinds
+        if hop:
+            phase = ""
+            self._since = "sent" if outside and self._since == "forward" and name.startswith("send") else self._since
+        elif NODE in kinds:
             phase = "backward" if kinds[-1] == NODE else "recompute"
         elif STEP in kinds:
             phase = "step"
@@ -146,6 +157,10 @@ class Phases:
             phase = "metric"
         elif self._since == "forward":
             phase = "loss"
+        elif self._since == "stepped" and name.startswith(("allreduce_", "reduce_")) and _elements(row) == 1:
+            phase = "metric"
+        elif self._since == "stepped" and "allgather" in name:
+            phase = ""
         else:
             phase = ""
             self._pending.append((len(self._said), self._since))
@@ -158,5 +173,15 @@ class Phases:
     def _settle(self, by: str) -> None:
         last = {"backward": "grad_sync", "stepped": "metric"}
         for index, since in self._pending:
-            self._said[index] = by or last.get(since, "data")
+            unknown = since == "backward" and not self._stepped
+            self._said[index] = "" if unknown else by or last.get(since, "data")
         self._pending.clear()
+
+
+def _elements(row: Trace) -> int:
+    """How many elements the tensors of a reduction's first argument have, -1 where the row has no shapes."""
+    dims = row.get("args", {}).get("Input Dims") or [None]
+    shapes = dims[0]
+    if shapes is None:
+        return -1
+    return math.prod(shapes) if all(isinstance(size, int) for size in shapes) else sum(map(math.prod, shapes))

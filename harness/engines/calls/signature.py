@@ -36,6 +36,8 @@ _WORDS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_
 REDUCE_OPS: dict[int, str] = {getattr(ReduceOp, word.upper()).value: word for word in _WORDS}
 """torch's reduce ops, by their number, in the ledger's words."""
 
+_WRITING = ("all_gather", "broadcast")
+"""Ops whose payload is what they write."""
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -127,4 +129,13 @@ def call_of(
         is_async=is_async,
         peer=peer,
         device=payload[0].device.type if payload else "cpu",
+        address=_address(payload[0]) if payload and signature.op in _WRITING else 0,
     )
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the tensor lies in memory, 0 for one that has no memory."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0

@@ -63,6 +63,14 @@ def test_a_name_that_no_axis_has_is_a_note() -> None:
     assert found.unchecked == ("group 0,3: no axis of the case or of subject.axes(case) has this name",)
 
 
+@pytest.mark.parametrize(("ranks", "verdict"), [((0, 1, 2, 3), PASS), ((0, 1), FAIL)])
+def test_an_axis_that_joins_two_has_the_ranks_of_both(ranks: tuple[int, ...], verdict: str) -> None:
+    joint = tuple(replace(event, axis="tp_dp", group=ranks) for event in events())
+    found = groups(evidence(case=CASE, events=joint))
+    assert found is not None
+    assert (found.verdict, found.unchecked) == (verdict, ())
+
+
 def _judged(ledger: Any) -> Finding:
     found = groups(evidence(events=ledger))
     assert found is not None

@@ -1,0 +1,83 @@
+"""Lanes of a rank: what is going on in each of its threads, and which nodes of autograd belong to which place.
+
+Here too: calls that wait for what follows them, and what can be read off a call by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from typing import Any, NamedTuple
+
+from harness.recording.naming import group_word
+
+__all__ = ["Frame", "Lane", "Site", "Waiting", "elements", "gathers", "is_hop"]
+
+
+class Site(NamedTuple):
+    """Where something belongs. Steps and micro-batches count from 0; `phase` is "" while it is not settled."""
+
+    step: int
+    microbatch: int
+    phase: str
+    region: str
+
+
+class Frame(NamedTuple):
+    """A module's forward (`counts`: one that makes a micro-batch) or an optimizer's step that is going on."""
+
+    site: Site
+    task: int
+    counts: bool = False
+    steps: bool = False
+
+
+class Lane:
+    """One thread of the rank: what is going on, and which stretch of node numbers belongs to which site."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.numbers: list[int] = []
+        self.sites: list[Site] = []
+        self.latest: Site | None = None
+
+    def mark(self, number: int, site: Site) -> None:
+        """Nodes from this number on belong to the site."""
+        self.numbers.append(number)
+        self.sites.append(site)
+
+    def made(self, node: int) -> Site | None:
+        """The site whose forward made this node, None when it is older than every mark."""
+        index = bisect_right(self.numbers, node) - 1
+        return self.sites[index] if index >= 0 else None
+
+
+class Waiting(NamedTuple):
+    """A call that what follows settles: its phase, "" while that is open, or its step and micro-batch alone.
+
+    `since`: what was last before it, as in Attribution.
+    """
+
+    ticket: int
+    site: Site
+    since: str
+    call: Any
+
+
+def is_hop(call: Any, *, outside: bool) -> bool:
+    """Whether a call is a message between the stages of a pipeline."""
+    if call.op not in {"send", "recv"}:
+        return False
+    word = group_word(call.group_desc)
+    return word == "pp" or (outside and not word)
+
+
+def gathers(waiting: Waiting) -> bool:
+    """Whether a call may gather the parameters that a step has just updated."""
+    call = waiting.call
+    return not waiting.site.phase and waiting.since == "stepped" and call.op == "all_gather" and "float" in call.dtype
+
+
+def elements(call: Any) -> int:
+    """How many elements a call's tensors have."""
+    return sum(math.prod(shape) for shape in call.shapes)
