@@ -161,7 +161,7 @@ class Attribution:
 
     def _compare(self, look: Look) -> None:
         """Whether parameters were changed since the last look: after a backward, that is a step."""
-        if not look:
+        if not look or look is self._look:
             return
         before, self._look = self._look, look
         changed = any(then != now for then, now in zip(before, look, strict=False))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,41 @@ from harness.torch_internals.autograd import version_of
 
 __all__ = ["Look", "Looks", "Memory"]
 
-Look = tuple[bytes | int, ...]
-"""One value a parameter, in the order in which they were first seen: bytes of it, or its version counter."""
+Look = tuple[tuple[bytes | int, ...], ...]
+"""Of each parameter, in the order in which they were first seen: some of its elements, or its version counter."""
 
 _PARAMETERS, _MOST = 4, 64
 """Parameters looked at in one outermost module, and in all of them."""
 _PLAIN = (Tensor, nn.Parameter)
+
+
+class _Looked:
+    """One parameter that is looked at: its first, its middle and its last element where they lie now."""
+
+    __slots__ = ("_address", "_cells", "_places", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._address = 0
+        self._cells: list[Any] = []
+        dims = list(zip(tensor.shape, tensor.stride(), strict=True))
+        middle = sum(size // 2 * stride for size, stride in dims)
+        last = sum((size - 1) * stride for size, stride in dims)
+        self._places = tuple(place * tensor.element_size() for place in sorted({0, middle, last}))
+
+    def values(self) -> tuple[bytes | int, ...]:
+        """The bytes of the elements; the version counter on other devices and while there is no memory (FSDP)."""
+        address = self.tensor.data_ptr()
+        if address != self._address:
+            self._address, self._cells = address, self._found(address)
+        return tuple([cell.raw for cell in self._cells]) or (version_of(self.tensor),)
+
+    def _found(self, address: int) -> list[Any]:
+        size, storage = self.tensor.element_size(), self.tensor.untyped_storage()
+        begin = self.tensor.storage_offset() * size
+        if not self.tensor.is_cpu or begin + self._places[-1] + size > storage.nbytes():
+            return []
+        return [(ctypes.c_char * size).from_address(address + place) for place in self._places]
 
 
 class Looks:
@@ -33,18 +63,28 @@ class Looks:
     def __init__(self) -> None:
         self.on = True
         self._seen: set[int] = set()
-        self._chosen: list[tuple[Tensor, tuple[int, ...]]] = []
+        self._looked: list[_Looked] = []
+        self._latest: Look = ()
 
     def at(self, model: nn.Module | None = None) -> Look:
-        """The values now; some parameters of a model that is new are looked at from now on."""
+        """The values now, the same object as before where nothing changed; a new model's are among them from now on."""
         if model is not None and id(model) not in self._seen:
             self._seen.add(id(model))
-            if len(self._chosen) < _MOST:
-                trained = _spread([p for p in model.parameters() if p.requires_grad], _PARAMETERS)
-                known = {id(parameter) for parameter, _ in self._chosen}
-                local = [part for part in map(_local, trained) if id(part) not in known]
-                self._chosen += [(part, places) for part in local if (places := _places(part))]
-        return tuple([_value(parameter, places) for parameter, places in self._chosen])
+            self._add(model)
+        if not self._looked:
+            return ()
+        now = tuple([looked.values() for looked in self._looked])
+        if now != self._latest:
+            self._latest = now
+        return self._latest
+
+    def _add(self, model: nn.Module) -> None:
+        if len(self._looked) >= _MOST:
+            return
+        known = {id(looked.tensor) for looked in self._looked}
+        trained = [_local(parameter) for parameter in model.parameters() if parameter.requires_grad]
+        plain = [part for part in trained if type(part) in _PLAIN and part.numel()]
+        self._looked += [_Looked(part) for part in _spread(plain, _PARAMETERS) if id(part) not in known]
 
 
 class Memory:
@@ -83,23 +123,3 @@ def _spread(parameters: list[Tensor], most: int) -> list[Tensor]:
     if len(parameters) <= most:
         return parameters
     return [parameters[place * (len(parameters) - 1) // (most - 1)] for place in range(most)]
-
-
-def _value(parameter: Tensor, places: tuple[int, ...]) -> bytes | int:
-    """The elements at these bytes; the version counter where there are none, as in a parameter that FSDP has freed."""
-    read = parameter.element_size()
-    if parameter.is_cpu:
-        storage_bytes = parameter.untyped_storage().nbytes()
-        if parameter.storage_offset() * read + places[-1] + read <= storage_bytes:
-            address = parameter.data_ptr()
-            return b"".join([ctypes.string_at(address + place, read) for place in places])
-    return version_of(parameter)
-
-
-def _places(parameter: Tensor) -> tuple[int, ...]:
-    """Where the first, the middle and the last element begin, in bytes from the first; none of a tensor without."""
-    if type(parameter) not in _PLAIN or not parameter.numel():
-        return ()
-    dims = list(zip(parameter.shape, parameter.stride(), strict=True))
-    elements = {0, sum(size // 2 * stride for size, stride in dims), sum((size - 1) * stride for size, stride in dims)}
-    return tuple(element * parameter.element_size() for element in sorted(elements))
