@@ -32,6 +32,7 @@ from harness.running.trial import Trial, elsewhere, explained, recorded, watched
 from harness.running.truth.kept import Truths
 from harness.running.truth.reference import Reference, reference_of
 from harness.subject import NamedSubject, Unanswered, kept_per_rank, named, refusal
+from harness.torch_internals.compiler import leave_unloaded
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "with_traceback"]
 
@@ -123,6 +124,7 @@ def prove(
         skip = Verdict(case=trial.text, check="supported", verdict=verdict, worst=None, message=reason)
         return CaseResult(case=case, text=trial.text, verdicts=(skip,), skipped=reason)
     options = f"{options} --truth {given.truth}".lstrip() if given.truth else options
+    leave_unloaded()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on small tensors more threads only wait for each other, above all beside other work
     try:

@@ -31,6 +31,7 @@ from harness.recording.saved import SavedActivations
 from harness.recording.stopwatch import stopwatch
 from harness.resolve import resolve
 from harness.subject import Unanswered, answered, called, named_axes, offers, session
+from harness.torch_internals.compiler import leave_unloaded
 
 __all__ = ["Localized", "RankReport", "RankTask", "perform", "placed", "sendable"]
 
@@ -83,6 +84,7 @@ def sendable(task: RankTask) -> RankTask:
 
 def perform(rank: int, task: RankTask) -> RankReport:
     """Run the subject on this rank as the task says."""
+    leave_unloaded()
     found: Any = resolve(task.subject) if isinstance(task.subject, str) else task.subject
     device = rank_device(task.device, rank)
     with session(found):

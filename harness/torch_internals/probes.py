@@ -6,6 +6,7 @@ import itertools
 
 from harness.torch_internals import (
     autograd,
+    compiler,
     groups,
     memory,
     meshes,
@@ -21,7 +22,20 @@ from harness.torch_internals.lookup import Probe
 
 __all__ = ["PROBES", "failing"]
 
-_PARTS = (autograd, modes, memory, operators, groups, world, redirect, meshes, meta_attention, meta_device, tracing)
+_PARTS = (
+    autograd,
+    compiler,
+    modes,
+    memory,
+    operators,
+    groups,
+    world,
+    redirect,
+    meshes,
+    meta_attention,
+    meta_device,
+    tracing,
+)
 PROBES: tuple[Probe, ...] = tuple(itertools.chain.from_iterable(part.PROBES for part in _PARTS))
 
 

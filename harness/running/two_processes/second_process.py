@@ -167,6 +167,7 @@ def serve(descriptor: int) -> None:
     """The second process: prove the cases that come until nobody is there any more."""
     connection = Connection(descriptor)
     proving: Any = resolve(_PROVING)
+    gc.enable()  # imports, which make no garbage, were done without
     with suppress(EOFError, OSError), proving(_received(connection)) as prove_case:
         for number in itertools.count():
             case = connection.recv()

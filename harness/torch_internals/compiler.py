@@ -1,0 +1,93 @@
+"""torch's compiler left unloaded where nothing is compiled: the first optimizer loads it, in more than a second.
+
+Optimizers mark for it what is not to be compiled. Until something else loads it (torch.compile, a checkpoint) they are
+called without these marks, then as torch has them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from harness.torch_internals.lookup import Probe
+
+__all__ = ["PROBES", "leave_unloaded"]
+
+_COMPILER = "torch._dynamo"
+_INSTEAD = "__dynamo_disable"
+"""Where torch keeps what it calls in place of a function that is never to be compiled."""
+_STEP = "_use_grad"
+"""The name of the function that torch wraps around the step of its optimizers."""
+
+
+def leave_unloaded() -> None:
+    """From now on the optimizers of this process do not load the compiler.
+
+    Uses `__wrapped__` and its `__dynamo_disable` of Optimizer.zero_grad and its like, and `__wrapped__` of the steps of
+    torch.optim; where they are missing the compiler is loaded.
+    """
+    if _COMPILER in sys.modules:
+        return
+    for wrapper in _never_compiled():
+        function = getattr(wrapper, "__wrapped__", None)
+        if function is not None and _INSTEAD not in vars(function):
+            setattr(function, _INSTEAD, _undisabled(wrapper, function))
+    for kind in vars(torch.optim).values():
+        step = vars(kind).get("step") if isinstance(kind, type) and issubclass(kind, Optimizer) else None
+        if step is not None and getattr(getattr(step, "__code__", None), "co_name", "") == _STEP:
+            kind.step = _unbroken(step)
+
+
+def _never_compiled() -> Iterator[Callable[..., Any]]:
+    """The methods of optimizers that torch keeps from its compiler."""
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        yield getattr(Optimizer, name)
+
+
+def _undisabled(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **words: Any) -> Any:
+        if _COMPILER not in sys.modules:
+            return function(*arguments, **words)
+        vars(function).pop(_INSTEAD, None)  # torch puts its own there
+        return wrapper(*arguments, **words)
+
+    return call
+
+
+def _unbroken(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step without the breaks of a compiled graph around it: gradients are on where the optimizer wants them."""
+    plain: Callable[..., Any] = step.__wrapped__  # type: ignore[attr-defined]
+
+    @functools.wraps(step)
+    def call(optimizer: Optimizer, *arguments: Any, **words: Any) -> Any:
+        if _COMPILER in sys.modules:
+            return step(optimizer, *arguments, **words)
+        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+            return plain(optimizer, *arguments, **words)
+
+    return call
+
+
+def _stays_unloaded() -> bool:
+    if _COMPILER in sys.modules:  # then it is too late for a trial: only the names are looked at
+        return all(hasattr(wrapper, "__wrapped__") for wrapper in _never_compiled())
+    leave_unloaded()
+    optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=1.0)
+    optimizer.zero_grad()
+    optimizer.step()
+    return _COMPILER not in sys.modules
+
+
+PROBES = (
+    Probe(
+        feature="optimizers without torch's compiler",
+        names="Optimizer.zero_grad.__wrapped__.__dynamo_disable, SGD.step.__wrapped__",
+        otherwise="the first optimizer of a process takes a second longer",
+        works=_stays_unloaded,
+    ),
+)
