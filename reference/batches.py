@@ -65,7 +65,8 @@ def micro_batch(
     """Micro-batch `micro` of step `step` on data rank `dp_rank`: a pure function of the case and its corpus.
 
     `padding` is the label of what is not to be learned, before any is masked; another one is a what-if's.
-    Neither the mode nor tp, wp, pp or cp changes it, up to 8 shards (see `reference.edges`). Raises DataError when the
+    It is micro-batch number `micro * dp + dp_rank` of the step, the same for every dp and micro of one product. Neither
+    the mode nor tp, wp, pp or cp changes it, up to 8 shards (see `reference.edges`). Raises DataError when the
     corpus cannot be read, ValueError when the case has no such micro-batch.
     """
     for name, value, limit in (("step", step, math.inf), ("micro", micro, case.micro), ("dp_rank", dp_rank, case.dp)):
@@ -77,7 +78,7 @@ def micro_batch(
     if edges is not None:
         window = window.flatten().scatter(0, edges.places, edges.ids).view_as(window)
     rows = _rows(case, window, is_end)
-    generator = torch.Generator(device="cpu").manual_seed(mixed(case.seed, step, micro, dp_rank))
+    generator = torch.Generator(device="cpu").manual_seed(mixed(case.seed, step, number, 0))
     labels = rows.labels.where(rows.labels >= 0, padding)
     counted = torch.empty(0, dtype=torch.int64, device="cpu") if edges is None else edges.labels
     labels, loss_mask = _masked(labels, _valid_count(case, number), counted, generator)

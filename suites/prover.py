@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from harness.checking.checks import CHECKS
+from harness.checking.checks import CHECKS, LAWS
 from harness.checking.evidence import FAIL, SKIP, Verdict
 from harness.diagnosing.six_lines import site
 from harness.engines.engine import Engine
@@ -204,7 +204,8 @@ class Prover:
         A check that has nothing to look at is no pass: it fails, unless the subject is a third party's, which may
         return less than ours.
         """
-        asked = {name: CHECKS[name] for name in checks}
+        known = {**CHECKS, **LAWS}
+        asked = {name: known[name] for name in checks}
         result = prove(case, self.subject, self.engine, checks=asked, device=self.device, timeout_s=self.timeout_s)
         if self.store is not None:
             named_file = with_traceback(result.verdicts, result.text, result.traceback, self.store)

@@ -16,9 +16,10 @@ from harness.checking.group_checks import groups
 from harness.checking.ledger_checks import ledger
 from harness.checking.numeric_checks import NUMERIC_KINDS, numeric
 from harness.checking.overlap_checks import overlap
+from harness.checking.regrouping import regrouping
 from harness.errors import error_text
 
-__all__ = ["CHECKS", "Check", "examine"]
+__all__ = ["CHECKS", "LAWS", "Check", "examine"]
 
 Check = Callable[[Evidence], Finding | None]
 
@@ -39,6 +40,10 @@ CHECKS: Mapping[str, Check] = {
 }
 """Name -> check. Layouts come before numbers, numbers in the order in which training computes them. A name that stands
 twice keeps its first place."""
+
+
+LAWS: Mapping[str, Check] = {"regrouping": regrouping}
+"""Checks that need no dense model and further runs of the subject, one for each other grouping of its global batch."""
 
 
 def examine(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict[str, Finding]:

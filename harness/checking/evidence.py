@@ -17,10 +17,35 @@ from harness.ledger import Event
 from harness.merging import Merged, Outcomes, against, merge
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike
 
-__all__ = ["FAIL", "PASS", "SKIP", "UNKNOWN", "Evidence", "Finding", "Verdict", "Worst", "gathered", "split_axes"]
+__all__ = [
+    "FAIL",
+    "PASS",
+    "SKIP",
+    "UNKNOWN",
+    "Evidence",
+    "Finding",
+    "Regrouped",
+    "Verdict",
+    "Worst",
+    "gathered",
+    "split_axes",
+]
 
 PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
 """`skip` is the word of a case that the subject does not claim; no check ever answers it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regrouped:
+    """The merged `tensors` of a run of the same global batch with these `sizes` of dp and micro."""
+
+    sizes: Mapping[str, int]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def words(self) -> str:
+        """The grouping as words of a case."""
+        return " ".join(f"{word}={size}" for word, size in self.sizes.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +74,7 @@ class Evidence:
     declared     patterns of names that the subject leaves out on purpose
     shares       what a diagnosis asked of the dense model (see Reference.shares); empty until then
     alternatives "<what if>/<name>" -> what the dense model computes of data read otherwise; empty until then
+    regrouped    merged outcomes of the same global batch in other groupings; empty when none was run
     others       evidence of the same subject in cases that differ in one size, when a diagnosis asked for them
     """
 
@@ -74,6 +100,7 @@ class Evidence:
     declared: tuple[str, ...] = ()
     shares: Mapping[str, Tensor] = field(default_factory=dict)
     alternatives: Mapping[str, Tensor] = field(default_factory=dict)
+    regrouped: tuple[Regrouped, ...] = ()
     others: tuple[Evidence, ...] = ()
 
     @property

@@ -12,7 +12,7 @@ from itertools import islice
 
 import torch
 
-from harness.checking.checks import CHECKS, Check, examine
+from harness.checking.checks import CHECKS, LAWS, Check, examine
 from harness.checking.dry_checks import DRY_CHECKS
 from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
@@ -28,10 +28,10 @@ from harness.protocols import CaseLike, Subject, TermLike
 from harness.running.dry_trial import dry_evidence
 from harness.running.judging import judged
 from harness.running.store import Store
-from harness.running.trial import Trial, elsewhere, explained, recorded, watched
+from harness.running.trial import Trial, elsewhere, explained, recorded, regrouped, watched
 from harness.running.truth.kept import Truths
 from harness.running.truth.reference import Reference, reference_of
-from harness.subject import NamedSubject, Unanswered, kept_per_rank, named, refusal
+from harness.subject import NamedSubject, Unanswered, kept_per_rank, named, refusal, truth_of
 from harness.torch_internals.compiler import leave_unloaded
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "with_traceback"]
@@ -125,6 +125,8 @@ def prove(
         return CaseResult(case=case, text=trial.text, verdicts=(skip,), skipped=reason)
     options = f"{options} --truth {given.truth}".lstrip() if given.truth else options
     leave_unloaded()
+    if checks is CHECKS and truth_of(given) is not None:  # the decoder's truth shows more, and sooner
+        checks = {**CHECKS, **LAWS}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on small tensors more threads only wait for each other, above all beside other work
     try:
@@ -154,6 +156,8 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str) -> CaseResu
     looking = bool(NEED_WATCHING & set(checks))
     if looking:
         evidence = watched(trial, evidence)
+    if LAWS.keys() & checks:
+        evidence = regrouped(trial, evidence)
     with trial.timed("checks"):
         evidence, findings = judged(trial, evidence, checks)
     context = findings

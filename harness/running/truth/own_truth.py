@@ -87,7 +87,19 @@ class OwnTruth:
             raise RequestError(
                 f"case {case_text(one)!r}: {rule}: {problem.cause}; legal: --truth MODULE:OBJECT"
             ) from problem
-        return merge(run.outcomes).tensors
+        tensors = merge(run.outcomes).tensors
+        return tensors if isinstance(case, PlainCase) else _by_data_rank(tensors, case)
+
+
+def _by_data_rank(tensors: Mapping[str, Tensor], case: CaseLike) -> Mapping[str, Tensor]:
+    """The tensors with the rows of logits in the decoder's order: all of the first data rank's, then the next one's."""
+    dp: int = getattr(case, "dp", 1)
+
+    def ordered(rows: Tensor) -> Tensor:
+        turned: Tensor = rows.unflatten(0, (case.micro, dp, -1)).transpose(0, 1).flatten(0, 2)
+        return turned
+
+    return {name: ordered(rows) if name.startswith("logits/") else rows for name, rows in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +120,15 @@ class _InParts:
 def one_rank(case: CaseLike, subject: NamedSubject) -> CaseLike:
     """The case on one rank, with the micro-batches of all data ranks in sequence.
 
-    Raises RequestError for a case of our decoder on several data ranks, whose data depend on their number.
+    Raises RequestError where no such case can be.
     """
-    dp = getattr(case, "dp", 1)
-    if not isinstance(case, PlainCase):
-        if dp == 1:
-            return case.but(tp=1)
-        rule = f"{subject.name} cannot be its own truth here, for the decoder's data depend on dp"
-        raise RequestError(f"dp={dp}: {rule}; legal: dp=1, or the decoder's own truth (no --truth alone)")
-    return case.but(**dict.fromkeys(AXES, 1), micro=case.micro * dp)
+    micro = case.micro * getattr(case, "dp", 1)
+    axes = (*AXES, "wp") if hasattr(case, "wp") else AXES
+    try:
+        return case.but(**dict.fromkeys(axes, 1), micro=micro)
+    except ValueError as problem:
+        rule = f"{subject.name} cannot be its own truth: there is no such case on one rank ({problem})"
+        raise RequestError(f"case {case_text(case)!r}: {rule}; legal: --truth MODULE:OBJECT") from problem
 
 
 def compared_with(truth: DenseModel | str | None) -> str:

@@ -1,0 +1,77 @@
+"""The regrouping law: one global batch gives one step, however it is split over data ranks and micro-batches.
+
+It needs no dense model. Loss, token count, gradients and gradient norm of the first step are the same to rounding, the
+parameters after it too, but for what an optimizer makes of rounding. A breach is named by its factor: most real bugs of
+data parallelism and gradient accumulation are one (a loss averaged where it must be summed, a mean of means).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped, Worst
+from harness.checking.tolerance import FLOAT64_ALLOWED, FLOAT64_CEILING, Measured, kind_of, measure, step_of
+
+__all__ = ["regrouping"]
+
+_FIRST_STEP = ("loss", "tokens", "grad", "grad_norm")
+_LATER = ("loss", "tokens", "grad_norm", "param", "param_after")
+"""Kinds that are compared with the wider limit: an optimizer may make full steps of gradients that are zero but for
+rounding."""
+_CONSTANT = 1e-6
+"""A tensor is a factor times another when what is left is this share of it at most."""
+
+
+def regrouping(evidence: Evidence) -> Finding | None:
+    """Whether the step is the same in every other grouping that was run; None when there was none."""
+    if not evidence.regrouped:
+        return None
+    for other in evidence.regrouped:
+        wrong = tuple(measured for measured in _compared(evidence.merged.tensors, other.tensors) if not measured.right)
+        if wrong:
+            return _breach(evidence, other, wrong)
+    groupings = ", ".join(other.words for other in evidence.regrouped)
+    return Finding(verdict=PASS, message=f"the same step as with {groupings}")
+
+
+def _compared(base: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Iterator[Measured]:
+    for name, tensor in base.items():
+        kind, step = kind_of(name), step_of(name)
+        first = kind in _FIRST_STEP and (kind == "grad" or step == 0)
+        if (first or kind in _LATER) and name in other and other[name].shape == tensor.shape:
+            found = measure(name, other[name], tensor, dtype="float64")
+            limit = FLOAT64_ALLOWED if first else FLOAT64_CEILING
+            if first or found.error > limit:
+                yield found
+
+
+def _breach(evidence: Evidence, other: Regrouped, wrong: tuple[Measured, ...]) -> Finding:
+    name = wrong[0].name
+    case = evidence.case
+    here = " ".join(f"{word}={getattr(case, word)}" for word in other.sizes)
+    said = _factor(evidence.merged.tensors[name].double(), other.tensors[name].double(), evidence, other)
+    return Finding(
+        verdict=FAIL,
+        message=f"{name} with {other.words} is {said} with {here}, though the same samples make up the step",
+        worst=Worst(name=name, error=wrong[0].error, allowed=wrong[0].allowed, epsilons=wrong[0].epsilons),
+        wrong=wrong,
+        names=tuple(measured.name for measured in wrong),
+    )
+
+
+def _factor(base: Tensor, other: Tensor, evidence: Evidence, grouping: Regrouped) -> str:
+    """How the other grouping's tensor relates to this one's, in words. Where one size grows the other falls, so a
+    factor is named by the size with which it grows.
+    """
+    square = float(base.square().sum())
+    ratio = float((base * other).sum()) / square if square else math.nan
+    left = float((other - ratio * base).square().sum()) if math.isfinite(ratio) else math.inf
+    if not left <= _CONSTANT**2 * square * ratio**2:
+        return "no multiple of what it is (a mean of means, where counts of tokens differ?)"
+    for word, size in grouping.sizes.items():
+        if math.isclose(ratio, size / getattr(evidence.case, word), rel_tol=1e-4):
+            return f"{ratio:.4g} times what it is (the factor grows with {word})"
+    return f"{ratio:.4g} times what it is (no ratio of sizes: a mean of means, where counts of tokens differ?)"

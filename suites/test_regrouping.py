@@ -1,0 +1,25 @@
+"""Regrouping: the same global batch gives the same step, however it is split over data ranks and micro-batches."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.running.trial import groupings
+from suites.prover import Prover
+
+EXAMPLES = max(1, settings().max_examples // 4)
+"""An example runs up to three groupings, so fewer are drawn."""
+
+
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_the_same_batch_gives_the_same_step(prover: Prover, mode: str, data: st.DataObject) -> None:
+    case = prover.drawn(data, mode, dtype="float64", steps=1)
+    if not hasattr(case, "dp"):
+        pytest.skip(f"cases of {prover.subject.name} have no data axis (no word dp)")
+    if not groupings(case, prover.subject):
+        hypothesis.reject()
+    prover.holds(case, "merge", "regrouping")

@@ -1,0 +1,86 @@
+"""The regrouping law: right subjects keep it, a loss that is averaged wrongly breaks it and is named by its factor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.cases import read_case
+from harness.checking.checks import LAWS
+from harness.engines.threads.inproc import InprocEngine
+from harness.running.proof import prove
+from harness.running.trial import groupings
+from harness.subject import case_of, named
+from parallel.subject import subject as decoder
+from tests.harness import own_words
+
+Loss = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+class Averaged:
+    """Its loss is a mean over valid samples, whose numbers differ by data rank; `mean` says how it is made."""
+
+    words, cases, truth = {"micro": 2}, ("dp=3",), "alone"
+
+    def __init__(self, mean: Loss) -> None:
+        self.mean = mean
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        """The loss of one step."""
+        batches = [case.samples(0, micro, dist.get_rank(), 5) for micro in range(case.micro)]
+        numbers = torch.tensor([n for batch in batches for n in batch], dtype=torch.float64)
+        valid = (numbers % 7 < 1 + numbers % 4).double()
+        return {"loss/0": self.mean(case, (numbers.sqrt() * valid).sum(), valid.sum())}
+
+
+def summed(x: Tensor) -> Tensor:
+    """The sum over all ranks."""
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+def law(subject: Any, text: str) -> Any:
+    given = named(subject)
+    with InprocEngine() as engine:
+        (verdict,) = prove(case_of(text, given), given, engine, checks=LAWS).verdicts
+    return verdict
+
+
+def test_a_mean_over_all_valid_samples_keeps_the_law() -> None:
+    verdict = law(Averaged(lambda case, loss, count: summed(loss) / summed(count)), "dp=3")
+    assert (verdict.verdict, verdict.message) == ("pass", "the same step as with dp=1 micro=6, dp=6 micro=1")
+
+
+@pytest.mark.parametrize(
+    ("mean", "said"),
+    [
+        (lambda case, loss, count: summed(loss / count) / case.dp, "(no ratio of sizes: a mean of means"),
+        (lambda case, loss, count: summed(loss) / summed(count) * case.dp, "(the factor grows with dp)"),
+        (lambda case, loss, count: summed(loss) / summed(count) / case.dp, "(the factor grows with micro)"),
+    ],
+)
+def test_a_loss_that_is_averaged_wrongly_breaks_it(mean: Loss, said: str) -> None:
+    verdict = law(Averaged(mean), "dp=3")
+    assert verdict.verdict == "fail" and said in verdict.message
+    assert "what:   loss/0 with dp=1 micro=6 is " in verdict.message and len(verdict.message.splitlines()) == 6
+
+
+def test_a_gradient_that_is_not_divided_by_the_micro_batches_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert law(own_words.subject, "tp=2 dp=3").verdict == "pass"
+    monkeypatch.setattr(own_words, "loss_of", lambda case, y: y.square().sum() / (own_words.ROWS * case.dp))
+    verdict = law(own_words.subject, "tp=2 dp=3")
+    assert verdict.verdict == "fail" and "(the factor grows with micro)" in verdict.message
+
+
+def test_the_decoder_keeps_it_and_is_its_own_truth_on_one_rank() -> None:
+    case = read_case("mode=tp-sp tp=2 dp=3 micro=2 steps=1 layers=1")
+    assert [sizes for sizes, _ in groupings(case, named(decoder))] == [{"dp": 1, "micro": 6}, {"dp": 2, "micro": 3}]
+    with InprocEngine() as engine:
+        result = prove(case, named(decoder, "alone"), engine)
+    assert result.verdict == "pass" and "regrouping" in {verdict.check for verdict in result.verdicts}
