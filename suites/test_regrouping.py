@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.running.trial import groupings
+from harness.running.regrouped import groupings
 from suites.prover import Prover
 
 EXAMPLES = max(1, settings().max_examples // 4)

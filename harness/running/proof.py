@@ -27,8 +27,9 @@ from harness.ledger import Event
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.running.dry_trial import dry_evidence
 from harness.running.judging import judged
+from harness.running.regrouped import regrouped
 from harness.running.store import Store
-from harness.running.trial import Trial, elsewhere, explained, recorded, regrouped, watched
+from harness.running.trial import Trial, elsewhere, explained, recorded, watched
 from harness.running.truth.kept import Truths
 from harness.running.truth.reference import Reference, reference_of
 from harness.subject import NamedSubject, Unanswered, kept_per_rank, named, refusal, truth_of

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence, Regrouped, gathered
+from harness.checking.evidence import Evidence, gathered
 from harness.checking.exact_checks import same_outcomes
 from harness.checking.tolerance import is_state, kind_of
 from harness.engines.engine import Engine
 from harness.errors import RequestError, error_text
-from harness.merging import merge
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike, case_text
 from harness.resolve import resolve
 from harness.running.execution import execute, execute_captured
@@ -34,10 +33,8 @@ __all__ = [
     "elsewhere",
     "expectation_of",
     "explained",
-    "groupings",
     "orders_of",
     "recorded",
-    "regrouped",
     "watched",
 ]
 
@@ -45,11 +42,6 @@ __all__ = [
 T = TypeVar("T")
 Asked = tuple[Function, tuple[tuple[str, int], ...]]
 """A function of the reference and the words that it was given."""
-
-
-_GROUPINGS = 2
-_LARGEST = 8
-"""Ranks of a grouping, where the case itself has fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,46 +192,6 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
         saved_bytes=plain.saved_bytes,
         hidden=plain.hidden,
     )
-
-
-def regrouped(trial: Trial, evidence: Evidence) -> Evidence:
-    """The same evidence with up to _GROUPINGS runs of the same global batch, grouped otherwise: on one data rank, and
-    on another number of them. Only in float64; groupings that cannot be or that the subject refuses are left out.
-    """
-    found = []
-    for sizes, case in groupings(trial.case, trial.subject):
-        with trial.timed("regrouped"):
-            run = execute(
-                case,
-                trial.subject.call,
-                trial.engine,
-                text=case_text(case),
-                record=False,
-                device=trial.device,
-                timeout_s=trial.timeout_s,
-                name=trial.subject.address,
-            )
-        found.append(Regrouped(sizes=sizes, tensors=merge(run.outcomes).tensors))
-    return replace(evidence, regrouped=tuple(found))
-
-
-def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int], CaseLike]]:
-    """Up to _GROUPINGS other sizes of dp and micro with the same product, each with its case: one data rank, then as
-    many as fit on the ranks there are, or _LARGEST. None without a data axis; what the subject refuses is left out.
-    """
-    dp = getattr(case, "dp", 0)
-    if not dp or case.dtype != "float64":
-        return []
-    whole, most = dp * case.micro, max(case.world_size, _LARGEST) * dp // case.world_size
-    sizes = [n for n in range(1, min(whole, most) + 1) if whole % n == 0 and n != dp]
-    found: list[tuple[dict[str, int], CaseLike]] = []
-    for n in sizes[:1] + sizes[:0:-1]:
-        words = {"dp": n, "micro": whole // n}
-        with suppress(ValueError):  # this grouping breaks a rule of the case language
-            other = case.but(**words)
-            if len(found) < _GROUPINGS and not refusal(other, subject):
-                found.append((words, other))
-    return found
 
 
 def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:

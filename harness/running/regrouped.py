@@ -1,0 +1,59 @@
+"""Runs of the same global batch, split otherwise over data ranks and micro-batches (harness.checking.regrouping)."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from harness.checking.evidence import Evidence, Regrouped
+from harness.merging import merge
+from harness.protocols import CaseLike, case_text
+from harness.running.execution import execute
+from harness.running.trial import Trial
+from harness.subject import NamedSubject, refusal
+
+__all__ = ["groupings", "regrouped"]
+
+_GROUPINGS = 2
+_LARGEST = 8
+"""Ranks of a grouping, where the case itself has fewer."""
+
+
+def regrouped(trial: Trial, evidence: Evidence) -> Evidence:
+    """The same evidence with up to _GROUPINGS runs of the same global batch, grouped otherwise: on one data rank, and
+    on another number of them. Only in float64; groupings that cannot be or that the subject refuses are left out.
+    """
+    found = []
+    for sizes, case in groupings(trial.case, trial.subject):
+        with trial.timed("regrouped"):
+            run = execute(
+                case,
+                trial.subject.call,
+                trial.engine,
+                text=case_text(case),
+                record=False,
+                device=trial.device,
+                timeout_s=trial.timeout_s,
+                name=trial.subject.address,
+            )
+        found.append(Regrouped(sizes=sizes, tensors=merge(run.outcomes).tensors))
+    return replace(evidence, regrouped=tuple(found))
+
+
+def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int], CaseLike]]:
+    """Up to _GROUPINGS other sizes of dp and micro with the same product, each with its case: one data rank, then as
+    many as fit on the ranks there are, or _LARGEST. None without a data axis; what the subject refuses is left out.
+    """
+    dp = getattr(case, "dp", 0)
+    if not dp or case.dtype != "float64":
+        return []
+    whole, most = dp * case.micro, max(case.world_size, _LARGEST) * dp // case.world_size
+    sizes = [n for n in range(1, min(whole, most) + 1) if whole % n == 0 and n != dp]
+    found: list[tuple[dict[str, int], CaseLike]] = []
+    for n in sizes[:1] + sizes[:0:-1]:
+        words = {"dp": n, "micro": whole // n}
+        with suppress(ValueError):  # this grouping breaks a rule of the case language
+            other = case.but(**words)
+            if len(found) < _GROUPINGS and not refusal(other, subject):
+                found.append((words, other))
+    return found
