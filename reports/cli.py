@@ -1,5 +1,5 @@
 """The command line: `shardproof run | show | compare | page | trace | predict | slice | faults | expect | names |
-bench | doctor` and `help`.
+new-subject | bench | doctor` and `help`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
 130 interrupted, 141 the reader of the output has closed it.
@@ -28,6 +28,7 @@ __all__ = ["main"]
 ENGINES = ("inproc", "inproc-concurrent", "pool", "torchrun", "dry")
 DEVICES = ("cpu", "cuda")
 SUBJECT = "parallel.subject:subject"
+LIKE = ("mlp", "dtensor", "fsdp2", "hf")
 CLUSTER = "8xH100-NVLink-IB400"
 _HANDLERS = {
     "run": "reports.run:main",
@@ -42,6 +43,7 @@ _HANDLERS = {
     "slice": "reports.slicing:main",
     "expect": "reports.expect:main",
     "names": "reports.names:main",
+    "new-subject": "reports.new_subject:main",
     "help": "reports.word_help:main",
 }
 _TRUTH = "a dense model to compare with; alone: the subject itself on one rank (its attribute truth, or our decoder)"
@@ -166,6 +168,13 @@ def _parser() -> argparse.ArgumentParser:
     names.add_argument("case", metavar="CASE", help="key=value words in quotes (help case)")
     names.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"whose truth and words ({SUBJECT})")
     names.add_argument("--truth", metavar="M:O|alone", help=_TRUTH)
+    new = add("new-subject", help="write a subject that runs, to start from")
+    new.description = (
+        "Write a runnable subject of at most 60 lines: a model, its truth and its words. Overwrites nothing."
+    )
+    new.epilog = "example: shardproof new-subject my_model.py --like dtensor"
+    new.add_argument("file", metavar="FILE", help="the new file, such as my_model.py")
+    new.add_argument("--like", choices=LIKE, default="mlp", help="what it is made of (mlp: by hand)")
     bench = add("bench", help="the performance table, measured here")
     bench.add_argument("--faults", action="store_true", help="instead: what each engine makes of a rank gone wrong")
     bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")
