@@ -28,6 +28,7 @@ from harness.diagnosing.rules.places import timeline
 from harness.diagnosing.six_lines import repeat_command
 from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError
+from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, Subject, case_text
 from harness.reproducing import repro_script
 from harness.running.judging import judged
@@ -192,8 +193,18 @@ def _mended(evidence: Evidence, name: str) -> Evidence:
 
 def _attributes(case: CaseLike) -> dict[str, Any]:
     """Every public attribute of the case that is plain data: its words and what follows from them."""
-    named = [name for name in dir(case) if not name.startswith("_") and not callable(getattr(case, name))]
-    return {name: getattr(case, name) for name in named}
+    own = case.words() if isinstance(case, PlainCase) else {}
+    found = {name: getattr(case, name) for name in dir(case) if not name.startswith("_")}
+    return {name: value for name, value in {**found, **own}.items() if _is_data(value)}
+
+
+def _is_data(value: object) -> bool:
+    """Whether a literal of Python says this value."""
+    if isinstance(value, Mapping):
+        return all(_is_data(part) for item in value.items() for part in item)
+    if isinstance(value, tuple | list):
+        return all(map(_is_data, value))
+    return value is None or type(value) in (int, float, bool, str)
 
 
 def _header(failure: Failure, subject: str) -> str:

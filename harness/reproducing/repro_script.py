@@ -45,6 +45,11 @@ class PlainCase:
         """The place of a rank in its group along an axis."""
         return next(list(ranks).index(rank) for ranks in self.__dict__["axes"][axis] if rank in ranks)
 
+    def samples(self, step: int, micro: int, dp_rank: int, batch: int) -> range:
+        """The numbers of the samples in a micro-batch on a data rank."""
+        number = (step * self.__dict__["micro"] + micro) * self.__dict__["dp"] + dp_rank
+        return range(number * batch, (number + 1) * batch)
+
 
 def case_of(facts: Mapping[str, Any]) -> Any:
     """The case: the words alone, or for a subject that is part of shardproof its own kind of case."""

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
-from harness.reproducing.repro import emit, shrunk
+from harness.reproducing import repro_script
+from harness.reproducing.repro import emit, shown_name, shrunk
+from harness.subject import case_of, named
 from reference.case import Case
 from suites.mutants.planting import planted, replaced
 from tests.harness.command_line import CommandLine
@@ -165,3 +168,16 @@ def test_the_command_writes_the_script_of_our_own_subject(shardproof: CommandLin
     status, out, _ = shardproof("run", words, "--emit-repro", "none.py")
     assert status == 0
     assert "none.py was not written: no case failed" in " ".join(out.split()) and not Path("none.py").exists()
+
+
+def test_a_case_of_own_words_is_carried_whole(engine: Engine) -> None:
+    doubled = named("tests.harness.own_words:doubled")
+    case: Any = case_of("tp=2 dp=3 act=tanh steps=1", doubled)
+    text = emit(case, doubled, engine)
+    assert text is not None and shown_name(text) == "loss/0"
+    facts = ast.literal_eval(text.partition("\n\nFACTS = ")[2].partition("\n\nif __name__")[0])
+    carried = repro_script.case_of(facts)
+    shrunk = case.but(tp=carried.tp, dp=carried.dp, micro=carried.micro)
+    assert (carried.act, carried.width, carried.axes) == ("tanh", 12, shrunk.axes)
+    last = (0, shrunk.micro - 1, shrunk.dp - 1, 5)
+    assert carried.samples(*last) == shrunk.samples(*last)
