@@ -24,6 +24,7 @@ __all__ = [
     "UNKNOWN",
     "Evidence",
     "Finding",
+    "Located",
     "Regrouped",
     "Verdict",
     "Worst",
@@ -46,6 +47,18 @@ class Regrouped:
     def words(self) -> str:
         """The grouping as words of a case."""
         return " ".join(f"{word}={size}" for word, size in self.sizes.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """The first module that differs from the truth's, found without a declared layout: a place, never a verdict.
+
+    `phase` is "forward" or "backward", `module` its path ("" is the model itself), `words` how it shows.
+    """
+
+    phase: str
+    module: str
+    words: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +89,7 @@ class Evidence:
     alternatives "<what if>/<name>" -> what the dense model computes of data read otherwise; empty until then
     regrouped    merged outcomes of the same global batch in other groupings; empty when none was run
     others       evidence of the same subject in cases that differ in one size, when a diagnosis asked for them
+    located      the first wrong module, when a diagnosis looked for it without a declared layout
     """
 
     case: CaseLike
@@ -102,6 +116,7 @@ class Evidence:
     alternatives: Mapping[str, Tensor] = field(default_factory=dict)
     regrouped: tuple[Regrouped, ...] = ()
     others: tuple[Evidence, ...] = ()
+    located: Located | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.checking.evidence import Evidence
 from harness.checking.group_checks import strays
@@ -41,7 +41,7 @@ class First:
 
     `name` is the first wrong tensor, "" when only the ledger shows it; `event` is the first event that parts from the
     expectation, "" when none does. `phase` and `region` are those of the earlier of the two; `step` is -1 when that is
-    the event, which may be missing in every step.
+    the event, which may be missing in every step. `note`: how the module was found, "" when a layout was declared.
     """
 
     phase: str = ""
@@ -49,6 +49,7 @@ class First:
     step: int = -1
     name: str = ""
     event: str = ""
+    note: str = ""
 
 
 def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | None) -> First:
@@ -67,7 +68,7 @@ def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | N
         )
     if shown is None:
         return _never_waited(evidence)
-    return First(phase=shown.phase, region=shown.region, step=shown.step, name=shown.name, event=event)
+    return replace(shown, event=event)
 
 
 def _never_waited(evidence: Evidence) -> First:
@@ -119,6 +120,8 @@ def _order(phase: str) -> int:
 def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     """The place that the first wrong tensor tells."""
     name = wrong[0]
+    if (found := evidence.located) is not None:
+        return First(phase=found.phase, region=found.module, step=0, name=name, note=found.words)
     place, kind = place_of(name, evidence.case.steps), kind_of(name)
     phase, region, step = place.phase, place.module, place.step
     if kind == "logits" and step:

@@ -115,6 +115,8 @@ def _how_much(evidence: Evidence, finding: Finding, check: str) -> str:
 def _first(first: First) -> str:
     """The place and what shows it: "backward of head in step 0: act_grad/final_norm; in the ledger: ..."."""
     shown = [first.name] if first.name else []
+    if first.note:
+        shown.append(f"{first.note} (no layout was declared)")
     if first.event:
         shown.append(f"in the ledger: {first.event}")
     where = f"{place(first)}: " if first.phase else ""

@@ -55,7 +55,9 @@ from harness.torch_internals.autograd import (
 __all__ = ["Lane", "Watch"]
 
 Emit = Callable[[tuple[Any, ...]], object]
+OnInput = Callable[["Lane", nn.Module, tuple[Any, ...], Mapping[str, Any]], object]
 OnOutput = Callable[["Lane", nn.Module, Any], object]
+_OnCall = tuple[OnInput | None, OnOutput | None]
 
 _task, _node, _number = current_task, current_node, next_number
 _grad = torch.is_grad_enabled
@@ -66,13 +68,13 @@ _now_s = time.perf_counter
 class Lane:
     """One thread of one rank: where its observations go, and what module is outermost in it."""
 
-    __slots__ = ("bare", "depth", "emit", "looks", "number", "on_output", "outer", "rank", "tickets")
+    __slots__ = ("bare", "depth", "emit", "looks", "number", "on_input", "on_output", "outer", "rank", "tickets")
 
-    def __init__(self, rank: int, number: int, emit: Emit, on_output: OnOutput | None, of_rank: _OfRank) -> None:
+    def __init__(self, rank: int, number: int, emit: Emit, on_call: _OnCall, of_rank: _OfRank) -> None:
         self.rank = rank
         self.number = number
         self.emit: Emit | None = emit
-        self.on_output = on_output
+        self.on_input, self.on_output = on_call
         self.tickets = of_rank.tickets
         self.looks = of_rank.looks
         self.depth = 0
@@ -118,13 +120,21 @@ class _OfRank(NamedTuple):
 class Watch:
     """Passes every observation of every rank to `emit(rank)`, a function that takes plain tuples (observations.read).
 
-    `on_output(lane, module, output)`, when given, gets the output of every module call before its Left is told. With
-    `ends`, the end of every backward is told too.
+    `on_output(lane, module, output)`, when given, gets the output of every module call before its Left is told, and
+    `on_input(lane, module, args, kwargs)` what it is called with after its Entered. With `ends`, the end of every
+    backward is told too.
     """
 
-    def __init__(self, emit: Callable[[int], Emit], on_output: OnOutput | None = None, *, ends: bool = False) -> None:
+    def __init__(
+        self,
+        emit: Callable[[int], Emit],
+        on_output: OnOutput | None = None,
+        *,
+        on_input: OnInput | None = None,
+        ends: bool = False,
+    ) -> None:
         self._emit = emit
-        self._on_output = on_output
+        self._on_call = on_input, on_output
         self._ends = ends
         self._local = threading.local()
         self._open: dict[int, list[Lane]] = {}
@@ -169,7 +179,7 @@ class Watch:
         of_rank = self._ranks.get(rank)
         if of_rank is None:
             of_rank = self._ranks.setdefault(rank, _OfRank(itertools.count(), itertools.count(), Looks()))
-        lane = Lane(rank, next(of_rank.numbers), self._emit(rank), self._on_output, of_rank)
+        lane = Lane(rank, next(of_rank.numbers), self._emit(rank), self._on_call, of_rank)
         self._open.setdefault(rank, []).append(lane)
         return lane
 
@@ -247,6 +257,8 @@ def _watching(
             look = lane.looks.at(module) if task == OUTSIDE and lane.looks.on else ()
             emit((Entered, lane.number, _number(), task, node, module, True, _grad(), look))
         try:
+            if lane.on_input is not None:
+                lane.on_input(lane, module, args, kwargs)
             output = original(module, *args, **kwargs)
             if lane.on_output is not None:
                 lane.on_output(lane, module, output)

@@ -17,7 +17,7 @@ from harness.engines.engine import Engine, Unwaited
 from harness.ledger import Event, Observer
 from harness.outcome import localize
 from harness.protocols import CaseLike, Subject
-from harness.recording.capture import Capture
+from harness.recording.capturing.capture import Capture
 from harness.recording.overlap import Overlap, Place
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder

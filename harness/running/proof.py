@@ -27,6 +27,7 @@ from harness.ledger import Event
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.running.dry_trial import dry_evidence
 from harness.running.judging import judged
+from harness.running.locating.wrong_module import with_wrong_module
 from harness.running.regrouped import regrouped
 from harness.running.store import Store
 from harness.running.trial import Trial, elsewhere, explained, recorded, watched
@@ -168,7 +169,7 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str) -> CaseResu
         with trial.timed("checks"):
             context = {**examine(evidence), **findings}
         wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
-        evidence = explained(trial, evidence, wrong)
+        evidence = with_wrong_module(trial, explained(trial, evidence, wrong), wrong)
         evidence = _with_other_sizes(trial, evidence, context)
     return _result(trial, evidence, findings, context, options)
 

@@ -23,7 +23,7 @@ from harness.errors import RequestError, error_text
 from harness.ledger import Event
 from harness.outcome import Block, blocks, localize
 from harness.protocols import CaseLike, Subject
-from harness.recording.capture import Capture
+from harness.recording.capturing.capture import Capture
 from harness.recording.overlap import Overlap, Place
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder

@@ -28,6 +28,7 @@ __all__ = [
     "current_task",
     "defined_in",
     "function_context",
+    "has_hooks",
     "next_number",
     "not_compiled",
     "number_of",
@@ -75,6 +76,14 @@ def called_by(caller: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Ite
         if nn.Module._call_impl is not wrapped:
             raise RuntimeError("nn.Module._call_impl was wrapped by other code meanwhile: leave in reverse order")
         nn.Module._call_impl = original  # type: ignore[method-assign]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks of its own run before or after this module's forward, as plans of DTensor and FSDP2 put there.
+
+    Uses nn.Module._forward_hooks and _forward_pre_hooks; where they are missing, a module is taken to have some.
+    """
+    return bool(getattr(module, "_forward_hooks", True) or getattr(module, "_forward_pre_hooks", True))
 
 
 def not_compiled(code: CodeType) -> None:
@@ -203,6 +212,12 @@ def _is_called() -> bool:
     return calls == [1]
 
 
+def _sees_hooks() -> bool:
+    bare, hooked = nn.Identity(), nn.Identity()
+    hooked.register_forward_hook(lambda *_: None)
+    return has_hooks(hooked) and not has_hooks(bare)
+
+
 def _counts_no_change() -> bool:
     tensor = torch.ones(1)
     before = version_of(tensor)
@@ -230,6 +245,12 @@ PROBES = (
         names="torch.nn.Module._call_impl",
         otherwise="calls have no module",
         works=_is_called,
+    ),
+    Probe(
+        feature="missing sums located in the module that leaves them out",
+        names="torch.nn.Module._forward_hooks _forward_pre_hooks",
+        otherwise="the place may be a torch.nn module in place of the one around it",
+        works=_sees_hooks,
     ),
     Probe(
         feature="metrics distinguished from the forward of an autograd Function",

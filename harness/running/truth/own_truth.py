@@ -25,7 +25,7 @@ from harness.running.execution import execute
 from harness.running.truth.partial_sums import partial_sums
 from harness.subject import ALONE, DenseModel, NamedSubject, answered, session
 
-__all__ = ["OwnTruth", "compared_with", "one_rank"]
+__all__ = ["EXACT", "InParts", "OwnTruth", "compared_with", "one_rank"]
 
 EXACT = "float64"
 
@@ -69,7 +69,7 @@ class OwnTruth:
 
     def _alone(self, case: CaseLike, device: torch.device, parts: int) -> Mapping[str, Tensor]:
         one = one_rank(case, self.subject)
-        call = _InParts(self.subject, parts) if parts else self.subject.call
+        call = InParts(self.subject, parts) if parts else self.subject.call
         name = "" if parts else self.subject.address
         try:
             run = execute(
@@ -103,16 +103,18 @@ def _by_data_rank(tensors: Mapping[str, Tensor], case: CaseLike) -> Mapping[str,
 
 
 @dataclass(frozen=True, slots=True)
-class _InParts:
+class InParts:
     """The subject with its contractions cut into partial sums on every rank."""
 
     subject: NamedSubject
     parts: int
 
     def __getattr__(self, attribute: str) -> Any:
+        """Any other attribute is the subject's."""
         return getattr(self.subject.call, attribute)  # session, per_rank
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
+        """The subject's outcome in partial sums."""
         with _cut(self.parts):
             return self.subject.call(case, device)
 

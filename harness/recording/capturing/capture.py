@@ -23,7 +23,7 @@ from harness.recording.attribution import Attribution
 from harness.recording.observations import read
 from harness.recording.watch import Emit, Lane, Watch
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "first_tensor"]
 
 
 class _Captured:
@@ -81,7 +81,7 @@ class Capture:
         captured = self._of(lane.rank)
         site = captured.attribution.current(lane.number)
         path = captured.attribution.paths.module(module, "")
-        tensor = _first_tensor(output) if path and self._wanted(site.step, site.microbatch) else None
+        tensor = first_tensor(output) if path and self._wanted(site.step, site.microbatch) else None
         if tensor is None:
             return
         if site.phase == "forward" and path not in captured.outputs:
@@ -112,12 +112,12 @@ def _copy(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
 
-def _first_tensor(output: Any) -> Tensor | None:
+def first_tensor(output: Any) -> Tensor | None:
     """The first tensor of an output: itself, or the first in a tuple, list or mapping."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
         output = list(output.values())
     if isinstance(output, (tuple, list)):
-        return next((found for part in output if (found := _first_tensor(part)) is not None), None)
+        return next((found for part in output if (found := first_tensor(part)) is not None), None)
     return None

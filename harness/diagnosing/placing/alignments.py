@@ -1,0 +1,244 @@
+"""Whether the local tensors of all ranks are the truth's tensor under some layout, when nobody declares which.
+
+Tried are all layouts that the shapes allow. Every axis of the case holds the tensor whole, cuts it along a dim in rank
+order (uneven parts too), cuts the sequence in zigzag (rank i of p holds the pieces i and 2p-1-i), or leaves partial
+sums. Several axes may cut, also the same dim; calls of several micro-batches are rows like those of other ranks.
+Sequence and batch may change places, and heads or rows may be flattened. Partial sums must differ between ranks: equal
+ones are no parts but a wrong factor. A tensor whose elements are all equal shows nothing.
+
+Which layout is meant is unknown, so agreement is no verdict: a wrong tensor may agree under a layout that nobody meant.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.checking.tolerance import measure
+from harness.diagnosing.placing.plans import CALLS, Place, Plan, along, has_shape, joined, plans
+from harness.protocols import Axes
+
+__all__ = ["AGREES", "DIFFERS", "UNKNOWN", "Fit", "Target", "fit"]
+
+AGREES, DIFFERS, UNKNOWN = "agrees", "differs", "unknown"
+"""`unknown`: no layout has these shapes, or the tensor shows nothing."""
+_SAME = 1e-6
+"""Partial sums that are closer to each other than this are equal."""
+
+Parts = dict[Place, Tensor]
+Factors = Mapping[tuple[int, int], float]
+"""(rank, call) -> by what its gradients are to be divided."""
+Basis = Mapping[str, Mapping[int, int]]
+"""Axis -> rank -> its coordinate, such that every rank has a place of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The truth's tensor, one for each call, the same of control runs, and the rms of its kind of tensor."""
+
+    calls: tuple[Tensor, ...]
+    dtype: str
+    controls: tuple[tuple[Tensor, ...], ...] = ()
+    kind: float = 0.0
+
+    def shows(self) -> bool:
+        """Whether its elements are numbers, and not all the same one."""
+        numbers = [call for call in self.calls if call.numel()]
+        one = numbers[0].flatten()[0] if numbers else None
+        return one is not None and bool(torch.isfinite(one)) and any(bool((call != one).any()) for call in numbers)
+
+    def call(self, number: int) -> Target:
+        """One call alone."""
+        controls = tuple((run[number],) for run in self.controls if len(run) == len(self.calls))
+        return Target(calls=(self.calls[number],), dtype=self.dtype, controls=controls, kind=self.kind)
+
+    def joined(self, dim: int) -> Target:
+        """All calls as one, along this dim."""
+        controls = tuple((torch.cat(run, dim),) for run in self.controls if len(run) == len(self.calls))
+        return Target(calls=(torch.cat(self.calls, dim),), dtype=self.dtype, controls=controls, kind=self.kind)
+
+    def near(self, value: Tensor) -> bool:
+        """Whether a tensor is the only call, within the limits of the checks."""
+        (truth,) = self.calls
+        controls = [run[0] for run in self.controls if run[0].shape == truth.shape]
+        return measure("", value, truth, dtype=self.dtype, controls=controls, kind=self.kind).right
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How the ranks' tensors are the truth's: `layout` in words, `summed` the axis of partial sums, "" without.
+
+    `factors`: by what the gradients of each rank and call are too large, when that was to be found out.
+    """
+
+    state: str
+    layout: str = ""
+    summed: str = ""
+    factors: Factors | None = None
+
+
+def fit(
+    parts: Mapping[int, Sequence[Tensor]],
+    target: Target,
+    axes: Axes,
+    *,
+    scaled: bool = False,
+    factors: Factors | None = None,
+) -> Fit:
+    """Whether these tensors (rank -> one for each call) are the target under some layout.
+
+    With `scaled` every rank and call may have a factor of its own. By `factors`, found before, they are divided first.
+    """
+    if not target.shows() or not parts or len({len(calls) for calls in parts.values()}) != 1:
+        return Fit(state=UNKNOWN)
+    if factors:
+        parts = {
+            rank: [call / factors.get((rank, number), 1.0) for number, call in enumerate(calls)]
+            for rank, calls in parts.items()
+        }
+    count, states = len(next(iter(parts.values()))), [UNKNOWN]
+    if count == len(target.calls) > 1 and not scaled:
+        alone = [{rank: [calls[number]] for rank, calls in parts.items()} for number in range(count)]
+        fits = [fit(one, target.call(number), axes) for number, one in enumerate(alone)]
+        if all(one.state == AGREES for one in fits):
+            return fits[0]
+        states += [one.state for one in fits]
+    for basis in _bases(list(parts), axes):
+        found = _in_basis(parts, target, basis, scaled)
+        if found.state == AGREES:
+            return found
+        states.append(found.state)
+    return Fit(state=DIFFERS if DIFFERS in states else UNKNOWN)
+
+
+def _in_basis(given: Mapping[int, Sequence[Tensor]], target: Target, basis: Basis, scaled: bool) -> Fit:
+    """The same for ranks that have coordinates on these axes."""
+    names, state = (*basis, CALLS), UNKNOWN
+    places = {
+        (*(basis[axis][rank] for axis in basis), number): (rank, number)
+        for rank, calls in given.items()
+        for number in range(len(calls))
+    }
+    several = len(places) > len(given) or len(target.calls) > 1
+    for rows in (0, 1) if several else (None,):
+        try:
+            whole = target if rows is None else target.joined(rows)
+        except (RuntimeError, IndexError):  # calls of other shapes
+            continue
+        wanted = tuple(whole.calls[0].shape)
+        for view in _views(next(iter(given.values()))[0], target.calls[0]):
+            try:
+                parts = {place: view(given[rank][number]) for place, (rank, number) in places.items()}
+            except RuntimeError:  # another rank has another shape
+                continue
+            shapes = {place: tuple(part.shape) for place, part in parts.items()}
+            for plan in plans(names, len(wanted), rows):
+                if has_shape(shapes, plan, wanted):
+                    state = DIFFERS
+                    if (factors := _agrees(parts, plan, whole, scaled)) is not None:
+                        return Fit(
+                            state=AGREES,
+                            layout=plan.words(names),
+                            summed=plan.summed(names),
+                            factors={places[place]: factor for place, factor in factors.items()},
+                        )
+    return Fit(state=state)
+
+
+def _bases(ranks: Sequence[int], axes: Axes) -> Iterator[Basis]:
+    """Every set of axes on which each of these ranks has a place of its own."""
+    found: dict[str, dict[int, int]] = {}
+    seen: list[list[list[int]]] = []
+    for axis, lists in axes.items():
+        groups = sorted(held for group in lists if (held := [rank for rank in group if rank in ranks]))
+        same_size = len({len(group) for group in groups}) == 1 and len(groups[0]) > 1
+        if same_size and sum(map(len, groups)) == len(ranks) and groups not in seen:
+            seen.append(groups)
+            found[axis] = {rank: place for group in groups for place, rank in enumerate(group)}
+    bases = [
+        names
+        for size in range(len(found) + 1)
+        for names in itertools.combinations(found, size)
+        if math.prod(max(found[name].values()) + 1 for name in names) == len(ranks)
+        and len({tuple(found[name][rank] for name in names) for rank in ranks}) == len(ranks)
+    ]
+    yield from ({name: found[name] for name in names} for names in bases)
+    if not bases:
+        yield {"all ranks": {rank: place for place, rank in enumerate(sorted(ranks))}}
+
+
+def _views(local: Tensor, truth: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
+    """How a local tensor may be looked at so that it has the dims of the truth."""
+    dims = truth.dim()
+    if local.dim() > dims > 0:
+        yield lambda part: part.flatten(dims - 1)
+    elif local.dim() == dims:
+        yield lambda part: part
+        if dims > 2:
+            yield lambda part: part.transpose(0, 1)
+    elif local.dim() == dims - 1 > 0:
+        first, second = truth.shape[:2]
+        yield lambda part: part.unflatten(0, (first, -1))
+        yield lambda part: part.unflatten(0, (-1, second))
+        yield lambda part: part.unflatten(0, (-1, first)).transpose(0, 1)
+        yield lambda part: part.unflatten(0, (second, -1)).transpose(0, 1)
+
+
+def _agrees(parts: Parts, plan: Plan, target: Target, scaled: bool) -> dict[Place, float] | None:
+    """The factor of every part (1 unless `scaled`) when the parts make up the target; None when they do not."""
+    axis = next((place for place, (act, _) in enumerate(plan.acts) if act == "sum"), None)
+    found = dict(parts)
+    if axis is not None:
+        for group in along(found, axis):
+            if _all_equal([found[place] for place in group]):
+                return None
+        sums = {group[0]: torch.stack([found[place] for place in group]).sum(0) for group in along(found, axis)}
+        found = sums
+    factors = dict.fromkeys(parts, 1.0)
+    if scaled:
+        own = _factors(found, plan, target)
+        if own is None:
+            return None
+        factors = {place: own[_owner(place, plan)] for place in parts}
+        found = {place: part / own[_owner(place, plan)] for place, part in found.items()}
+    truth = target.calls[0]
+    for value in joined(found, plan).values():
+        if not target.near(value[tuple(slice(size) for size in truth.shape)]):
+            return None
+    return factors
+
+
+def _owner(place: Place, plan: Plan) -> Place:
+    """The coordinates of a part where only those axes count that cut."""
+    return tuple(at if axis in plan.order else 0 for axis, at in enumerate(place))
+
+
+def _factors(found: Parts, plan: Plan, target: Target) -> dict[Place, float] | None:
+    """By what the parts at the first place of all axes that do not cut are larger than the truth's."""
+    firsts = {place: part for place, part in found.items() if place == _owner(place, plan)}
+    number = {place: index for index, place in enumerate(firsts)}
+    ids = {place: torch.full_like(part, float(number[place]), dtype=torch.float64) for place, part in firsts.items()}
+    truth = target.calls[0].double()
+    region = tuple(slice(size) for size in truth.shape)
+    (value,) = joined(firsts, plan).values()
+    (who,) = joined(ids, plan).values()
+    value, who = value[region].double(), who[region]
+    factors = {}
+    for place, index in number.items():
+        mine = who == index
+        size = float(truth[mine].square().sum())
+        factors[place] = float((value[mine] * truth[mine]).sum()) / size if size else 1.0
+    usable = all(math.isfinite(factor) and factor for factor in factors.values())
+    return factors if usable else None
+
+
+def _all_equal(parts: Sequence[Tensor]) -> bool:
+    """Whether all parts are the same numbers: then they are not parts of a sum."""
+    first = parts[0].double()
+    size = float(first.abs().max()) if first.numel() else 0.0
+    return all(bool(((part.double() - first).abs() <= _SAME * size).all()) for part in parts[1:])

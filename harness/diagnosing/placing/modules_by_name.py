@@ -1,0 +1,293 @@
+"""The first module that computes something else than the truth, found without any declared layout.
+
+Modules of truth and ranks are matched by name: equal paths, then the unique longest common end ("model.layers.0.mlp"
+is "layers.0.mlp"); what has no counterpart is left out. A module agrees when its tensors are the truth's under some
+layout (`placing.alignments`). In forward the place is the first module whose output agrees under none: the module
+itself where what it was given agrees, the code of the module around it where that does not. In backward it is whoever
+uses the output of the last module whose gradient agrees under none. Partial sums that nobody adds up before the
+first wrong module are the place themselves. A module is left out when one around it agrees: nothing went wrong there.
+
+This is a place and never a verdict: it is looked for only where checks have failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from harness.checking.evidence import Located
+from harness.checking.tolerance import kind_rms
+from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Factors, Fit, Target, fit
+from harness.diagnosing.placing.names import same_modules
+from harness.ledger import Event
+from harness.merging import merge
+from harness.protocols import Axes
+from harness.recording.capturing.module_calls import Held, ModuleCalls
+
+__all__ = ["Watched", "located"]
+
+_SUMS = ("all_reduce", "reduce_scatter", "reduce")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """The modules of all ranks and of the truth, by the same call of the case. `controls` are runs of the truth in the
+    case's dtype; `first_call` says that the truth's tensors are those of the first call alone.
+    """
+
+    ranks: Sequence[ModuleCalls]
+    truth: ModuleCalls
+    axes: Axes
+    dtype: str
+    controls: Sequence[ModuleCalls] = ()
+    first_call: bool = False
+    events: Collection[Event] = field(default=())
+
+
+def located(watched: Watched, *, forward: bool, backward: bool) -> Located | None:
+    """The first wrong module of forward when something of it is wrong, else of backward; None when all agree."""
+    search = _Search(watched)
+    return search.forward() if forward else search.backward() if backward else None
+
+
+class _Search:
+    """One search: what was compared is kept, because places are looked at from several sides."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._of = watched
+        self._factors: Factors | None = None
+        mine = dict.fromkeys(path for rank in watched.ranks for path in rank.outputs)
+        self._names = same_modules(list(mine), list(watched.truth.outputs))
+        self._order = [path for path in watched.truth.outputs if path in self._names]
+        self._plain = {path for path, own in self._names.items() if all(own in rank.plain for rank in watched.ranks)}
+        self._linear = {path for path, own in self._names.items() if any(own in rank.linear for rank in watched.ranks)}
+
+    def forward(self) -> Located | None:
+        """The place of the first output that agrees under no layout."""
+        fits = self._compared(lambda calls: calls.outputs)
+        wrong = self._first_wrong(self._order, fits, "forward")
+        if wrong is None:
+            return None
+        parts = self._left_in_parts(self._order[: self._order.index(wrong)], fits, "forward", wrong)
+        if parts:
+            axis = fits[parts[0]].summed
+            inner = next((path for path in parts if path not in self._plain), self._around(parts[-1]))
+            return self._place("forward", inner, f"what it returns are partial sums over {axis} that nobody adds up")
+        module = wrong
+        while module and self._given(module).state == DIFFERS:
+            module = self._around(module)
+        words = "its output agrees with the dense model's under no layout"
+        if not module and wrong == self._order[0]:  # nothing was computed before: the data
+            return self._place("forward", wrong, "what it is given agrees with the dense model's under no layout")
+        if module != wrong:
+            words = f"what it gives to {self._names[wrong]} agrees with the dense model under no layout"
+        return self._place("forward", module, words)
+
+    def backward(self) -> Located | None:
+        """The place of the first gradient of an output, in the order of backward, that agrees under no layout."""
+        order = list(reversed(self._order))
+        fits = self._gradients(order)
+        wrong = self._first_wrong(order, fits, "backward")
+        if wrong is None:
+            return None
+        parts = self._left_in_parts(order[: order.index(wrong)], fits, "backward", wrong)
+        if parts:
+            words = (
+                f"the gradients of what {self._names[parts[0]]} returns are partial sums over {fits[parts[0]].summed}"
+            )
+            return self._place("backward", self._user(parts[0]), f"{words} that nobody adds up")
+        words = f"the gradient of what {self._names[wrong]} returns agrees with the dense model's under no layout"
+        return self._place("backward", self._user(wrong), words)
+
+    def _place(self, phase: str, module: str, words: str) -> Located:
+        return Located(phase=phase, module=self._names.get(module, module), words=words)
+
+    def _after(self, path: str, fits: Mapping[str, Fit], phase: str) -> Iterator[Fit]:
+        """What becomes of a module's tensor: in forward the outputs of the modules around it, from inside out; in
+        backward the gradients that leave them.
+        """
+        for out in self._outside(path):
+            if phase == "forward":
+                yield fits[out]
+            else:
+                inside = next(number for number, other in enumerate(self._order) if other.startswith(f"{out}."))
+                yield fits[self._order[inside - 1]] if inside else _NO_FIT
+
+    def _first_wrong(self, order: Sequence[str], fits: Mapping[str, Fit], phase: str) -> str | None:
+        """The first of these that differs. One after which all is right again lies otherwise and is not wrong."""
+        for path in order:
+            if fits[path].state == DIFFERS and not any(fit.state == AGREES for fit in self._after(path, fits, phase)):
+                return path
+        return None
+
+    def _left_in_parts(self, before: Sequence[str], fits: Mapping[str, Fit], phase: str, wrong: str) -> list[str]:
+        """The last modules in a row, before the first wrong one, that are partial sums and stay so."""
+        parts: list[str] = []
+        for path in reversed(before):
+            if fits[path].summed and not any(map(_whole, self._after(path, fits, phase))):
+                parts.insert(0, path)
+            elif parts and fits[path].state != UNKNOWN:
+                break
+        if not parts:
+            return []
+        last = parts[-1]
+        axis, around = fits[last].summed, list(self._outside(last)) or [""]
+        regions = {self._names.get(path, path) for path in (*parts, *around, wrong)}
+        added = any(
+            event.op in _SUMS and event.phase == phase and event.axis == axis and event.region in regions
+            for event in self._of.events
+        )
+        return [] if added else parts
+
+    def _outside(self, path: str) -> Iterator[str]:
+        """The modules around this one, from inside out, as far as they have a counterpart."""
+        while path := path.rpartition(".")[0]:
+            if path in self._names:
+                yield path
+
+    def _around(self, path: str) -> str:
+        return next(self._outside(path), "")
+
+    def _user(self, module: str) -> str:
+        """The module whose backward gives the gradient of what `module` returns.
+
+        A module inside another hands on to the next inside it, the last one to the code around them. What lies between
+        two blocks (a residual sum), or between two linear maps, is code of the module around both; a block that begins
+        with a norm uses what it is given beside that norm too.
+        """
+        order = list(self._of.truth.outputs)
+        later = order[order.index(module) + 1 :]
+        if not later:
+            return module
+        following, around = later[0], self._around(module)
+        if following not in self._names:
+            return self._around(following)
+        if self._around(following) == around:
+            between = any(path.startswith(f"{module}.") for path in self._order)
+            if {module, following} <= self._linear:
+                between = self._given_back(following).state != DIFFERS
+            return around if around and between else following
+        if following in self._linear:
+            return following
+        return next((out for out in self._outside(following) if self._around(out) == around), following)
+
+    def _compared(self, of: Callable[[ModuleCalls], Mapping[str, Sequence[Held]]]) -> dict[str, Fit]:
+        targets = self._targets(of)
+        return {path: self._fit(path, targets[path], of) if path in targets else _NO_FIT for path in self._order}
+
+    def _gradients(self, order: Sequence[str]) -> dict[str, Fit]:
+        """The same of gradients. The first that agrees up to a factor of every rank and call shows how the subject's
+        loss is scaled, which is no fault of a module: a wrong loss is judged by itself.
+        """
+        targets, factors = self._targets(_gradients_of), self._factors
+        fits = dict.fromkeys(order, _NO_FIT)
+        for path in order:
+            if path in targets:
+                scaled = factors is None
+                fits[path] = self._fit(path, targets[path], _gradients_of, scaled=scaled, factors=factors)
+                if scaled and fits[path].state != UNKNOWN:
+                    self._factors = factors = fits[path].factors or {}
+        return fits
+
+    def _given_back(self, path: str) -> Fit:
+        """Whether the gradient of what a module was given agrees, all uses of that tensor together."""
+        target = self._targets(_input_gradients_of).get(path)
+        return self._fit(path, target, _input_gradients_of, factors=self._factors) if target else _NO_FIT
+
+    def _given(self, path: str) -> Fit:
+        """Whether what a module is given agrees: DIFFERS when one of its inputs does not."""
+        own, state = self._names[path], UNKNOWN
+        mine = [rank.inputs[own] for rank in self._of.ranks if own in rank.inputs]
+        counts = {len(call) for calls in (self._of.truth.inputs.get(path, ()), *mine) for call in calls}
+        # With other arguments than the truth's only the first, the hidden states, is sure to be the same one.
+        for number in range(max(counts, default=0) if len(counts) == 1 else min(1, min(counts, default=0))):
+
+            def of(calls: ModuleCalls, number: int = number) -> dict[str, list[Held]]:
+                return {
+                    name: [call[number] for call in given if len(call) > number] for name, given in calls.inputs.items()
+                }
+
+            target = self._targets(of).get(path)
+            found = self._fit(path, target, of) if target else _NO_FIT
+            if found.state == DIFFERS:
+                return found
+            state = AGREES if AGREES in (state, found.state) else UNKNOWN
+        return Fit(state=state)
+
+    def _targets(self, of: Callable[[ModuleCalls], Mapping[str, Sequence[Held]]]) -> dict[str, Target]:
+        """Path of the truth -> its tensors, for modules all of whose calls could be read."""
+        calls_of_all = (self._of.truth, *self._of.controls)
+        runs = [{path: _plainly(held) for path, held in of(calls).items()} for calls in calls_of_all]
+        truth = {path: calls for path, calls in runs[0].items() if calls}
+        rms = kind_rms(
+            {f"it/{path}/{number}": call for path, calls in truth.items() for number, call in enumerate(calls)}
+        )
+        return {
+            path: Target(
+                calls=tuple(calls),
+                dtype=self._of.dtype,
+                controls=tuple(tuple(run[path]) for run in runs[1:] if run.get(path)),
+                kind=rms.get("it", 0.0),
+            )
+            for path, calls in truth.items()
+        }
+
+    def _fit(
+        self,
+        path: str,
+        target: Target,
+        of: Callable[[ModuleCalls], Mapping[str, Sequence[Held]]],
+        *,
+        scaled: bool = False,
+        factors: Factors | None = None,
+    ) -> Fit:
+        own = self._names[path]
+        held = {rank: list(of(calls)[own]) for rank, calls in enumerate(self._of.ranks) if of(calls).get(own)}
+        if self._of.first_call:
+            held = {rank: calls[:1] for rank, calls in held.items()}
+        if any(not one.blocks for calls in held.values() for one in calls):
+            return _NO_FIT
+        parts = _as_declared(held)
+        return (
+            Fit(state=DIFFERS) if parts is None else fit(parts, target, self._of.axes, scaled=scaled, factors=factors)
+        )
+
+
+_NO_FIT = Fit(state=UNKNOWN)
+
+
+def _whole(found: Fit) -> bool:
+    """Whether a tensor agrees without being partial sums."""
+    return found.state == AGREES and not found.summed
+
+
+def _gradients_of(calls: ModuleCalls) -> Mapping[str, Sequence[Held]]:
+    return calls.gradients
+
+
+def _input_gradients_of(calls: ModuleCalls) -> Mapping[str, Sequence[Held]]:
+    return calls.input_gradients
+
+
+def _plainly(held: Sequence[Held]) -> list[Tensor]:
+    """The tensors of a program on one rank; none when one of them could not be read."""
+    return [one.blocks[0].local for one in held] if all(len(one.blocks) == 1 for one in held) else []
+
+
+def _as_declared(held: Mapping[int, Sequence[Held]]) -> dict[int, list[Tensor]] | None:
+    """Every rank's tensors, a DTensor as the full one of its mesh; None when ranks do not hold what they declare."""
+    parts: dict[int, list[Tensor]] = {}
+    for rank, calls in held.items():
+        parts[rank] = []
+        for number, one in enumerate(calls):
+            if not one.mesh:
+                parts[rank].append(one.blocks[0].local)
+                continue
+            others = [held[other][number] for other in one.mesh if other in held and number < len(held[other])]
+            merged = merge([{"it": other.blocks} for other in others])
+            if merged.flaws:
+                return None
+            parts[rank].append(merged.tensors["it"])
+    return parts

@@ -1,0 +1,31 @@
+"""Which module of a subject is which of its truth, by the paths of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["same_modules"]
+
+
+def same_modules(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
+    """Paths of the truth -> those of the ranks: equal ones, then those whose common end is the longest for both."""
+    found = {path: path for path in theirs if path in set(mine)}
+    left, right = [p for p in theirs if p not in found], [p for p in mine if p not in found]
+    for path in left:
+        best = _best(path, right)
+        if best and _best(best, left) == path:
+            found[path] = best
+    return found
+
+
+def _best(path: str, others: Sequence[str]) -> str:
+    """The one path with the longest common end, "" when there are several or none."""
+    ends = {other: _common_end(path, other) for other in others}
+    most = max(ends.values(), default=0)
+    best = [other for other, length in ends.items() if length == most]
+    return best[0] if most and len(best) == 1 else ""
+
+
+def _common_end(one: str, other: str) -> int:
+    pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
+    return next((count for count, (a, b) in enumerate(pairs) if a != b), min(one.count("."), other.count(".")) + 1)

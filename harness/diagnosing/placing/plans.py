@@ -1,0 +1,126 @@
+"""Every way in which the tensors of several ranks may be parts of one, and how the parts are put together again.
+
+A part has a place: its coordinates on the axes of a mesh, and the number of its call last.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["CALLS", "Place", "Plan", "along", "has_shape", "joined", "plans"]
+
+CALLS = ""
+"""The name of the axis on which the calls of one rank lie."""
+Place = tuple[int, ...]
+"""Coordinates on the axes, the call last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What every axis does ("whole", "sum", "cut" or "zigzag", and the dim), and in which order the cuts are undone."""
+
+    acts: tuple[tuple[str, int], ...]
+    order: tuple[int, ...]
+
+    def words(self, names: Sequence[str]) -> str:
+        """The layout in words: "cut along dim 1 over tp, partial sums over dp"."""
+        words = []
+        for name, (act, dim) in zip(names, self.acts, strict=True):
+            if name and act == "sum":
+                words.append(f"partial sums over {name}")
+            elif name and act != "whole":
+                words.append(f"{'cut' if act == 'cut' else 'in zigzag'} along dim {dim} over {name}")
+        return ", ".join(words) or "whole"
+
+    def summed(self, names: Sequence[str]) -> str:
+        """The axis over which there are partial sums, "" without."""
+        return next((name for name, (act, _) in zip(names, self.acts, strict=True) if act == "sum"), "")
+
+
+@lru_cache(maxsize=256)
+def plans(names: tuple[str, ...], dims: int, rows: int | None) -> tuple[Plan, ...]:
+    """Every way in which these axes may lie, plain ones first; the calls always are rows along `rows`."""
+    found: list[Plan] = []
+    choices: list[list[tuple[str, int]]] = []
+    for name in names:
+        if name == CALLS:
+            choices.append([("whole", 0)] if rows is None else [("cut", rows)])
+        else:
+            cuts = [("cut", dim) for dim in range(dims)]
+            choices.append([("whole", 0), *cuts, ("sum", 0), *(("zigzag", dim) for dim in range(min(dims, 2)))])
+    acts = [plan for plan in itertools.product(*choices) if sum(act == "sum" for act, _ in plan) <= 1]
+    rank = {"whole": 0, "cut": 0, "sum": 1, "zigzag": 2}
+    for plan in sorted(acts, key=lambda plan: max(rank[act] for act, _ in plan)):
+        split = [place for place, (act, _) in enumerate(plan) if act in ("cut", "zigzag")]
+        seen = set()
+        for order in itertools.permutations(split):
+            by_dim = tuple(sorted(order, key=lambda place: plan[place][1]))
+            if by_dim not in seen:
+                seen.add(by_dim)
+                found.append(Plan(acts=plan, order=order))
+    return tuple(found)
+
+
+def has_shape(shapes: Mapping[Place, tuple[int, ...]], plan: Plan, wanted: tuple[int, ...]) -> bool:
+    """Whether the parts make up this shape; along one dim that is cut the last part may end with padding."""
+    if {len(shape) for shape in shapes.values()} != {len(wanted)}:
+        return False
+    found, last = dict(shapes), dict.fromkeys(range(len(wanted)), 0)
+    for axis, (act, _) in enumerate(plan.acts):
+        if act == "sum":
+            for group in along(found, axis):
+                if len({found[place] for place in group}) > 1:
+                    return False
+            found = {place: shape for place, shape in found.items() if not place[axis]}
+    for axis in plan.order:
+        act, dim = plan.acts[axis]
+        joined = {}
+        for group in along(found, axis):
+            if len({_without(found[place], dim) for place in group}) > 1:
+                return False
+            lengths = [found[place][dim] for place in group]
+            if act == "zigzag" and (len(set(lengths)) > 1 or lengths[0] % 2 or len(group) < 2):
+                return False
+            first, last[dim] = found[group[0]], last[dim] or lengths[-1]
+            joined[group[0]] = (*first[:dim], sum(lengths), *first[dim + 1 :])
+        found = joined
+    for shape in found.values():
+        padding = [has - wants for has, wants in zip(shape, wanted, strict=True)]
+        if min(padding, default=0) < 0 or sum(map(bool, padding)) > 1:
+            return False
+        if any(more and more >= last[dim] for dim, more in enumerate(padding)):
+            return False
+    return True
+
+
+def joined(found: dict[Place, Tensor], plan: Plan) -> dict[Place, Tensor]:
+    """The parts with all cuts undone."""
+    for axis in plan.order:
+        act, dim = plan.acts[axis]
+        found = {group[0]: _undone([found[place] for place in group], act, dim) for group in along(found, axis)}
+    return found
+
+
+def _undone(parts: Sequence[Tensor], act: str, dim: int) -> Tensor:
+    if act == "cut":
+        return torch.cat(list(parts), dim)
+    halves = [part.chunk(2, dim) for part in parts]
+    return torch.cat([*(first for first, _ in halves), *(last for _, last in reversed(halves))], dim)
+
+
+def along(places: Mapping[Place, object], axis: int) -> list[list[Place]]:
+    """The places in groups that differ on this axis alone, each in its order."""
+    groups: dict[Place, list[Place]] = {}
+    for place in sorted(places):
+        groups.setdefault((*place[:axis], 0, *place[axis + 1 :]), []).append(place)
+    return list(groups.values())
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])

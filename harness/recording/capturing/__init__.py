@@ -1,0 +1,1 @@
+"""What modules return and what flows back into them, captured from outside."""

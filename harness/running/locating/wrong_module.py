@@ -1,0 +1,106 @@
+"""The first wrong module of a failed case whose subject does not say how its activations lie."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from harness.checking.evidence import Evidence, Located
+from harness.checking.tolerance import is_state, kind_of, step_of
+from harness.diagnosing.placing.modules_by_name import Watched, located
+from harness.errors import error_text
+from harness.outcome import blocks
+from harness.protocols import CaseLike, Subject
+from harness.recording.capturing.module_calls import Held, ModuleCalls
+from harness.resolve import resolve
+from harness.running.locating.captured_run import calls_of_ranks, calls_of_truth
+from harness.running.rank_task import RankTask
+from harness.running.trial import Trial
+from harness.running.truth.own_truth import EXACT, InParts, OwnTruth, one_rank
+from harness.running.truth.reference import Function
+from harness.subject import ALONE
+
+__all__ = ["with_wrong_module"]
+
+_PARTS = 2
+"""Into how many partial sums the control run of a subject that is its own truth cuts its sums."""
+_LATER = frozenset({"act", "act_grad", "grad", "grad_norm", "tokens", "param", "metric"})
+"""Kinds of names that a forward of step 0 does not compute, or that modules compute themselves."""
+
+
+def with_wrong_module(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
+    """The same evidence with the first wrong module of step 0, found in one more run without any declared layout.
+
+    As it is when activations were compared by their declared layout, when nothing of step 0 is wrong, or when truth and
+    subject have no modules in common. What keeps the run from being made is noted as a problem of the explanation.
+    """
+    first_forward = (name for name in wrong if kind_of(name) not in _LATER and not is_state(name))
+    forward = any(step_of(name) <= 0 for name in first_forward)
+    backward = any(kind_of(name) == "grad" for name in wrong)
+    if not (forward or backward) or any(kind_of(name) == "act" for name in evidence.returned):
+        return evidence
+    try:
+        with trial.timed("located"):
+            return replace(evidence, located=_located(trial, evidence, forward=forward, backward=backward))
+    except Exception as problem:  # the verdict stands; only its place is less exact
+        trial.problems["explanation"] = f"the first wrong module could not be looked for: {error_text(problem)}"
+        return evidence
+
+
+def _located(trial: Trial, evidence: Evidence, *, forward: bool, backward: bool) -> Located | None:
+    truth, controls, first_call = _truths(trial, evidence)
+    if not truth.outputs:
+        return None
+    watched = Watched(
+        ranks=_ranks(trial, trial.case, trial.subject.sent),
+        truth=truth,
+        axes=evidence.axes,
+        dtype=evidence.case.dtype,
+        controls=controls,
+        first_call=first_call,
+        events=evidence.events,
+    )
+    return located(watched, forward=forward, backward=backward)
+
+
+def _ranks(trial: Trial, case: CaseLike, subject: str | Subject) -> list[ModuleCalls]:
+    task = RankTask(case=case, subject=subject, device=trial.device, text=trial.text)
+    return calls_of_ranks(task, trial.engine, trial.timeout_s)
+
+
+def _truths(trial: Trial, evidence: Evidence) -> tuple[ModuleCalls, list[ModuleCalls], bool]:
+    """The modules of the truth and of its control runs, and whether they are those of the first micro-batch alone."""
+    names, case, low = trial.reference, trial.case, trial.case.dtype != EXACT
+    named = trial.true(names.true_activations)
+    if any(kind_of(name) == "act" for name in named):
+        runs = evidence.controls
+        if low and not any(kind_of(name) == "act" for run in runs for name in run):
+            runs = (trial.dense(names.control_activations, part="control"),)
+        return _of_names(named), [_of_names(run) for run in runs], True
+    if isinstance(names.truth, OwnTruth) and names.truth.dense == ALONE:
+        one, own = one_rank(case, trial.subject), trial.subject
+        (calls,) = _ranks(trial, one.but(dtype=EXACT), own.sent)
+        return calls, _ranks(trial, one, InParts(own, _PARTS)) if low and calls.outputs else [], False
+    calls = calls_of_truth(_function(names.truth), case, trial.device)
+    more = [calls_of_truth(_function(names.control), case, trial.device)] if low and calls.outputs else []
+    return calls, more, False
+
+
+def _function(name: Function) -> Any:
+    return resolve(name) if isinstance(name, str) else name
+
+
+def _of_names(outcome: Mapping[str, Tensor]) -> ModuleCalls:
+    """Activations by their names as the calls of modules, one for each."""
+
+    def of(kind: str) -> dict[str, tuple[Held, ...]]:
+        return {
+            name.partition("/")[2]: (Held(blocks=blocks(tensor)),)
+            for name, tensor in outcome.items()
+            if kind_of(name) == kind
+        }
+
+    return ModuleCalls(outputs=of("act"), inputs={}, gradients=of("act_grad"))

@@ -1,0 +1,96 @@
+"""The first wrong module is named for subjects that declare no layout: some of the bugs of `bench.places`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof
+from bench.places.bugs import BUGS, MEGATRON, TP, Bug
+from bench.places.by_hand import subject
+from bench.places.dense import REFERENCE, truth
+from bench.places.planting import diagnosed, found_in_megatron, is_right
+from harness.engines.named import engine_named
+from harness.engines.threads.inproc import InprocEngine
+from harness.running.proof import prove
+from reference.case import Case
+from suites.mutants.planting import planted, replaced
+
+SOME = (
+    "row linear averages",
+    "attention without its mask",
+    "residual detached",
+    "one column linear does not sum its input's gradient",
+    "row-wise plan that sums nothing",
+    "ours: input gradient of one linear halved",
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InprocEngine]:
+    with InprocEngine() as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_bug_is_traced_to_its_module_without_a_declared_layout(name: str, engine: InprocEngine) -> None:
+    bug = BUGS[name]
+    result = diagnosed(bug, engine)
+    assert result.diagnosis is not None
+    first = result.diagnosis.first
+    assert is_right((first.phase, first.region), bug.phase, bug.place)
+    told = next(verdict.message for verdict in result.verdicts if verdict.verdict == "fail")
+    assert f"{first.phase} of {first.region} in step 0" in told
+    assert "no layout was declared" in told
+
+
+def test_ranks_in_other_processes_send_what_their_modules_returned() -> None:
+    bug = BUGS["row linear averages"]
+    with engine_named("pool") as pool:
+        result = prove(Case.parse(bug.case), "tests.bench.averaging_subject:subject", pool, reference=REFERENCE)
+    assert result.diagnosis is not None
+    assert (result.diagnosis.first.phase, result.diagnosis.first.region) == (bug.phase, bug.place)
+
+
+class Own:
+    """The decoder split by hand with words of its own, planted with a bug; compared with a truth of its own."""
+
+    words = {"layers": 2, "hidden": 16, "ffn": 24, "head_dim": 4, "vocab": 40, "seq": 8, "batch": 2, "micro": 3}  # noqa: RUF012
+
+    def __init__(self, bug: Bug) -> None:
+        self.wrong = planted(replaced(bug.module, bug.old, bug.new), bug.subject)
+
+    def __call__(self, case: Any, device: torch.device) -> Any:
+        return self.wrong(case, device)
+
+    def truth(self, case: Any, device: torch.device) -> Any:
+        """The dense decoder."""
+        return truth(case, device)
+
+
+@pytest.mark.parametrize("compared_with", ["", "alone"])
+def test_an_own_truth_and_a_subject_on_one_rank_are_captured_too(compared_with: str, engine: InprocEngine) -> None:
+    bug = BUGS["row linear without its all-reduce"]
+    result = shardproof.prove("tp=2 dp=1", Own(bug), engine, truth=compared_with)
+    assert result.diagnosis is not None
+    assert (result.diagnosis.first.phase, result.diagnosis.first.region) == (bug.phase, bug.place)
+
+
+def test_nothing_is_looked_for_where_nothing_failed(engine: InprocEngine) -> None:
+    result = prove(Case.parse(TP), subject, engine, reference=REFERENCE)
+    assert result.verdict == "pass"
+    assert "located" not in result.seconds
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", ["no sum leaves a tensor-parallel region", "no column linear sums its input's gradient"]
+)
+def test_bugs_of_megatron_are_traced_too(name: str) -> None:
+    pytest.importorskip("megatron.core", reason="needs the extra `peers`")
+    phase, module = MEGATRON[name]
+    assert is_right(found_in_megatron(name), phase, module)
