@@ -232,8 +232,10 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
 def _add_faults(faults: argparse.ArgumentParser) -> None:
     faults.description = (
         "Plant bugs one at a time and prove each: the kill matrix. Our own implementation gets every mutant, variant "
-        "and fault in every mode; another subject the faults of its collectives, which need no source."
+        "and fault in every mode; another subject the faults of its collectives, which need no source. With a CASE: "
+        "the faults of that case's collectives."
     )
+    faults.add_argument("cases", nargs="*", metavar="CASE", help="key=value words in quotes (help case)")
     faults.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation under test ({SUBJECT})")
     faults.add_argument("--truth", metavar="M:O|alone", help=_TRUTH)
     faults.add_argument("--quick", action="store_true", help="one mode a mutant and few faults: minutes on two cores")

@@ -20,11 +20,12 @@ from typing import Any
 
 from harness.checking.checks import CHECKS
 from harness.injecting.kill_matrix import COLUMNS, Figures, Kill, figures, killed_alone
+from harness.protocols import case_text
 from harness.request import seconds
 from harness.resolve import resolve
 from harness.running.environment import environment
 from harness.running.store import Store
-from harness.subject import named
+from harness.subject import cases_of, named
 from reports.tables import Table
 from reports.text import append_step_summary, show_message, show_table, ticking
 
@@ -41,9 +42,16 @@ def main(arguments: argparse.Namespace) -> int:
     kills: Any = resolve(f"{KILLING}:kills")
     only = "held-back" if arguments.held_back else "open" if arguments.open else ""
     timeout_s = seconds(arguments.timeout, "timeout")
-    plans = planned(subject, quick=arguments.quick, only=only, timeout_s=timeout_s)
+    cases = cases_of(arguments.cases, subject)
+    plans = planned(subject, quick=arguments.quick, only=only, cases=cases, timeout_s=timeout_s)
     total = sum(plan.rows for plan in plans)
-    words = {"subject": subject.name, "quick": arguments.quick, "only": only, "rows": total}
+    words = {
+        "subject": subject.name,
+        "cases": [case_text(case) for case in cases],
+        "quick": arguments.quick,
+        "only": only,
+        "rows": total,
+    }
     store = Store(Path(arguments.out), subject.name, environment(tuple(sys.argv), words))
     processes = min(_PROCESSES, os.cpu_count() or 1)
     try:

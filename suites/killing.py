@@ -19,7 +19,7 @@ from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.errors import RankDied, RequestError
 from harness.faults import Fault, faults_of
-from harness.protocols import CaseLike
+from harness.protocols import CaseLike, case_text
 from harness.running.execution import execute
 from harness.subject import NamedSubject, claims, own_cases, refusal
 from reference.case import Case
@@ -66,11 +66,21 @@ class KillPlan:
         return len(self.faults) or 1
 
 
-def planned(subject: NamedSubject, *, quick: bool, only: str = "", timeout_s: float = 60.0) -> list[KillPlan]:
+def planned(
+    subject: NamedSubject,
+    *,
+    quick: bool,
+    only: str = "",
+    cases: Sequence[CaseLike] = (),
+    timeout_s: float = 60.0,
+) -> list[KillPlan]:
     """What to plant in this subject; `only` "held-back" are those mutants alone, "open" is everything else.
 
-    Raises RequestError when it takes none of the cases that would show a fault, or has no such mutants.
+    With `cases` the faults of their collectives, and no mutants. Raises RequestError when the subject takes none of the
+    cases that would show a fault, or refuses a given one, or has no such mutants.
     """
+    if cases:
+        return _of_cases(subject, cases, quick, only, timeout_s)
     plans = planted(quick=quick, only=only) if subject.name == OURS else []
     if only == "held-back":
         if not plans:
@@ -87,6 +97,22 @@ def planned(subject: NamedSubject, *, quick: bool, only: str = "", timeout_s: fl
             f"legal: a subject that takes {_SMALL[-1].format(mode='tp')!r}"
         )
     return [replace(plan, timeout_s=timeout_s) for plan in plans]
+
+
+def _of_cases(
+    subject: NamedSubject, cases: Sequence[CaseLike], quick: bool, only: str, timeout_s: float
+) -> list[KillPlan]:
+    if only:
+        raise RequestError(f"--{only} with a CASE: mutants come with cases of their own; legal: leave one of them out")
+    for case in cases:
+        if reason := refusal(case, subject):
+            raise RequestError(f"case {case_text(case)!r}: {subject.name} does not take it: {reason}; legal: another")
+    with engine_named("inproc") as engine:
+        plans = [disturbed(subject, case.mode, engine, quick=quick, only=case, timeout_s=timeout_s) for case in cases]
+    if not any(plans):
+        rule = "its ranks issue no collective, so there is nothing to disturb"
+        raise RequestError(f"case {case_text(cases[0])!r}: {rule}; legal: a case of two or more ranks")
+    return [replace(plan, timeout_s=timeout_s) for of_case in plans for plan in of_case]
 
 
 def planted(*, quick: bool, only: str = "") -> list[KillPlan]:
@@ -116,7 +142,7 @@ def disturbed(
     """
     plans, known = [], set[str]()
     for case in [only] if only else _shown(subject, mode, quick):
-        events = execute(case, subject.call, engine, text=str(case), timeout_s=timeout_s).events
+        events = execute(case, subject.call, engine, text=case_text(case), timeout_s=timeout_s).events
         faults = [fault for fault in faults_of(events, case.axes) if str(fault) not in known]
         known |= {str(fault) for fault in faults}
         chosen = faults[:: max(1, len(faults) // _QUICK_FAULTS)] if quick else faults

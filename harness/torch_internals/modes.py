@@ -16,6 +16,7 @@ from harness.torch_internals.lookup import Probe
 __all__ = [
     "PROBES",
     "DispatchMode",
+    "FakeTensor",
     "below_autograd",
     "copy_each",
     "leaves",
@@ -33,7 +34,8 @@ leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
 """The leaves of nested tuples, lists and dicts. torch.utils._pytree.tree_leaves."""
 
 _NO_DISPATCH = Tensor.__torch_dispatch__
-_FAKE: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
+FakeTensor: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
+"""Tensors with shapes alone, by which DTensor finds what an operator returns. torch._subclasses.FakeTensor."""
 
 
 def take_themselves_apart(types: Iterable[Any]) -> bool:
@@ -42,7 +44,7 @@ def take_themselves_apart(types: Iterable[Any]) -> bool:
     Such a tensor may have no memory. A mode that returns NotImplemented for it is called again for the operators of
     which its class makes this one, on plain tensors. Fake tensors are left to their own mode.
     """
-    return any(kind.__torch_dispatch__ is not _NO_DISPATCH and not issubclass(kind, _FAKE) for kind in types)
+    return any(kind.__torch_dispatch__ is not _NO_DISPATCH and not issubclass(kind, FakeTensor) for kind in types)
 
 
 below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)

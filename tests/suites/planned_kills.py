@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from harness.injecting.kill_matrix import Kill
 from harness.subject import NamedSubject
@@ -65,7 +66,9 @@ def kill(
     )
 
 
-def planned(subject: NamedSubject, *, quick: bool, only: str = "", timeout_s: float = 60.0) -> list[_Plan]:
+def planned(
+    subject: NamedSubject, *, quick: bool, only: str = "", cases: Sequence[Any] = (), timeout_s: float = 60.0
+) -> list[_Plan]:
     """Four rows, the last one a survivor unless it must be quick; of held-back mutants two others."""
     if only == "held-back":
         rows = [kill("secret", "replicas", right="no", held_back=True), kill("d", "merge", right="yes", held_back=True)]

@@ -14,13 +14,13 @@ from harness.diagnosing.diagnosis import ended
 from harness.diagnosing.rules.causes import Cause
 from harness.errors import MachineError, RequestError
 from harness.injecting.kill_matrix import COLUMNS, figures, killed_alone
-from harness.subject import named
+from harness.subject import cases_of, named
 from reports import faults
 from reports.cli import main
 from suites import killing
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.held_back import HELD_BACK
-from suites.mutants.rows import cause_told
+from suites.mutants.rows import OURS, cause_told
 from tests.suites import planned_kills
 from tests.suites.planned_kills import INTERRUPTED, kill
 
@@ -178,3 +178,27 @@ def test_ours_gets_a_row_for_every_mutant_and_variant() -> None:
 def test_a_subject_that_takes_no_case_is_a_wrong_request() -> None:
     with pytest.raises(RequestError, match="takes none of the cases whose collectives would be disturbed"):
         killing.planned(named("tests.harness.toy_subjects:right"), quick=True)
+
+
+def test_a_given_case_is_disturbed_and_no_other() -> None:
+    subject = named("tests.suites.planned_kills:theirs")
+    (case,) = cases_of(["tp=3 layers=1 hidden=24 heads=3 kv_heads=3 ffn=30 steps=1"], subject)
+    plans = killing.planned(subject, quick=True, cases=(case,))
+    assert {plan.case for plan in plans} == {case}
+    assert {fault.target.group_size for plan in plans for fault in plan.faults} == {3}
+    assert killing.planned(named(OURS), quick=True, cases=(case,))[0].faults  # and no mutant
+    with pytest.raises(RequestError, match="--held-back with a CASE"):
+        killing.planned(subject, quick=True, only="held-back", cases=(case,))
+    with pytest.raises(RequestError, match="its ranks issue no collective"):
+        killing.planned(named("tests.harness.toy_subjects:right"), quick=True, cases=(case,))
+    with pytest.raises(RequestError, match="does not take it: .* claims the modes tp, not fsp"):
+        killing.planned(subject, quick=True, cases=cases_of(["mode=fsp"], subject))
+
+
+def test_the_command_reads_the_case_in_the_words_of_the_subject(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["faults", "tp=2 hidden=7 heads=2", "--out", str(tmp_path)]) == 2
+    assert "hidden=7" in capsys.readouterr().err
+    assert main(["faults", "tp=2", "--quick", "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "latest" / "env.json").read_text())["request"]["cases"] == ["mode=tp"]

@@ -18,7 +18,8 @@ from harness.engines.threads.scheduler import Scheduler
 from harness.engines.threads.work import RankCall
 from harness.faults import Place
 from harness.ledger import Observer
-from harness.torch_internals.modes import DispatchMode, leaves, take_themselves_apart
+from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
+from harness.torch_internals.operators import short_name
 
 __all__ = ["Touches"]
 
@@ -61,9 +62,9 @@ class _Mode(DispatchMode):
     ) -> Any:
         if take_themselves_apart(types):
             return NotImplemented
-        if self._pending and not func.is_view:
+        if self._pending and not func.is_view and short_name(func) != "wait_tensor":
             for value in leaves((args, kwargs)):
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
                     self._touched.update(self._pending.get(_memory(value), ()))
         return func(*args, **(kwargs or {}))
 
