@@ -87,6 +87,7 @@ class Evidence:
     declared     patterns of names that the subject leaves out on purpose
     shares       what a diagnosis asked of the dense model (see Reference.shares); empty until then
     alternatives "<what if>/<name>" -> what the dense model computes of data read otherwise; empty until then
+    precision    dtype whose limits hold where a float64 case computes with a lower one; "" for the case's own
     regrouped    merged outcomes of the same global batch in other groupings; empty when none was run
     others       evidence of the same subject in cases that differ in one size, when a diagnosis asked for them
     located      the first wrong module, when a diagnosis looked for it without a declared layout
@@ -114,6 +115,7 @@ class Evidence:
     declared: tuple[str, ...] = ()
     shares: Mapping[str, Tensor] = field(default_factory=dict)
     alternatives: Mapping[str, Tensor] = field(default_factory=dict)
+    precision: str = ""
     regrouped: tuple[Regrouped, ...] = ()
     others: tuple[Evidence, ...] = ()
     located: Located | None = None

@@ -56,7 +56,7 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
         name,
         evidence.merged.tensors[name],
         evidence.truth[name],
-        dtype=evidence.case.dtype,
+        dtype=evidence.precision or evidence.case.dtype,
         controls=[control[name] for control in evidence.controls if name in control],
         kinks=[kink[name] for kink in evidence.kinks if name in kink],
         slack=evidence.slack.get(name),

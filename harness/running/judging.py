@@ -10,16 +10,23 @@ training amplifies it. Where the first step agrees and a later one does not:
 
 In lower precision every step is compared from the subject's own state at once. No error that
 rounding may explain is called wrong before more control runs were made.
+
+Where all errors of a float64 case are as small as float32 may make them, the ranks are run once more and looked at:
+if they compute with a lower precision somewhere (an island), its limits hold, and the findings say where it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from harness.checking.checks import CHECKS, Check, examine
 from harness.checking.evidence import Evidence, Finding
 from harness.checking.numeric_checks import NUMERIC_KINDS
-from harness.checking.tolerance import CONTROL_FACTOR, Measured, distance, is_state, step_of
+from harness.checking.tolerance import CONTROL_FACTOR, Measured, distance, epsilon, is_state, step_of
+from harness.errors import MachineError, ProgramError
+from harness.recording.islands import Island, Probed
+from harness.running.execution import execute
 from harness.running.rounding import control_run, controlled, doubtful, stepwise
 from harness.running.trial import Trial
 
@@ -28,11 +35,21 @@ __all__ = ["CONDITIONED", "judged"]
 CONDITIONED = 1e-8
 """Training from the start is well conditioned for a tensor for which control runs of it allow no more than this."""
 
+_ISLAND = 1e-3
+"""The largest error for which a lower precision inside a float64 case is looked for."""
+_PARTS = (1, 2, 3, 5)
+"""Into how many partial sums the control runs of that precision cut theirs."""
+
 Found = tuple[Evidence, dict[str, Finding]]
 
 
 def judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> Found:
     """What these checks find, and the evidence with every control run that they came to need."""
+    found = _judged(trial, evidence, checks)
+    return _with_islands(trial, found, checks) if evidence.case.dtype == "float64" else found
+
+
+def _judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check]) -> Found:
     if evidence.case.dtype != "float64":
         evidence = stepwise(trial, evidence)
     findings = examine(evidence, checks)
@@ -51,6 +68,45 @@ def judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check] = CHECK
         return one_step
     from_start = _doubted(trial, evidence, findings, checks)
     return from_start if any(m.allowed <= CONDITIONED for m in _wrong(from_start[1])) else one_step
+
+
+def _with_islands(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
+    """The findings by the limits of the lowest precision that the ranks compute with, where that may explain them."""
+    evidence, findings = found
+    wrong = _wrong(findings)
+    if not wrong or max(measured.error for measured in wrong) > _ISLAND:
+        return found
+    islands = _islands(trial)
+    if not islands:
+        return found
+    lowest = max(islands, key=lambda island: epsilon(island.dtype))
+    lower = evidence.case.but(dtype=lowest.dtype)
+    controls = [trial.computed(trial.reference.control, lower, part="control", parts=parts) for parts in _PARTS]
+    seen = replace(evidence, precision=lowest.dtype, controls=tuple(controls))
+    unseen = f"errors below those of {lowest.dtype} (the float64 case uses {lowest})"
+    again = _again(seen, findings, checks)
+    changed = {
+        name: replace(finding, unchecked=(*finding.unchecked, unseen)) if finding is not findings[name] else finding
+        for name, finding in again.items()
+    }
+    return seen, changed
+
+
+def _islands(trial: Trial) -> list[Island]:
+    """Where the ranks compute with a lower precision; none where they cannot be looked at."""
+    try:
+        run = execute(
+            trial.case,
+            Probed(trial.subject),
+            trial.engine,
+            text=trial.text,
+            record=False,
+            device=trial.device,
+            timeout_s=trial.timeout_s,
+        )
+    except (ProgramError, MachineError):  # a program that a dispatch mode disturbs: its errors stand
+        return []
+    return [Island.read(name) for name in dict.fromkeys(name for outcome in run.outcomes for name in outcome)]
 
 
 def _wrong(findings: Mapping[str, Finding]) -> list[Measured]:

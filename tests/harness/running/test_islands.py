@@ -1,0 +1,63 @@
+"""Float32 inside a float64 case: named, judged by float32's limits, and no excuse for a bug."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.cases import read_case
+from harness.engines.threads.inproc import InprocEngine
+from harness.recording.islands import Probed
+from harness.running.execution import execute
+from harness.running.proof import prove
+from harness.subject import case_of, named
+from tests.harness import own_words
+from tests.harness.own_words import Network
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """The island."""
+    rounded: Tensor = torch.special.expit(x.float()).double()
+    return rounded
+
+
+class Sharp(Network):
+    """The same in float64, as truth and subject have it."""
+
+    words = {**own_words.WORDS, "act": ("expit", "rounded", "wrong")}
+    cases = ("tp=2 dp=3 act=rounded", "tp=2", "dp=2")
+
+    def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
+        """Dense training, all of it in float64."""
+        return own_words.truth(case.but(act="expit"), device)
+
+
+@pytest.fixture
+def acts(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"expit": torch.special.expit, "rounded": sigmoid, "wrong": lambda x: sigmoid(x) * 1.0001}
+    for name, act in known.items():
+        monkeypatch.setattr(torch, name, act, raising=False)
+
+
+@pytest.mark.usefixtures("acts")
+def test_an_island_is_named_and_judged_by_its_limits() -> None:
+    with InprocEngine() as engine:
+        subject = named(Sharp())
+        result = prove(case_of("tp=2 dp=3 act=rounded", subject), subject, engine)
+        wrong = prove(case_of("tp=2 dp=3 act=wrong", subject), subject, engine)
+    assert result.verdict == "pass"
+    unchecked = {name for verdict in result.verdicts for name in verdict.unchecked}
+    said = "errors below those of float32 (the float64 case uses float32, which enters at tests/harness/running/test_"
+    assert any(name.startswith(said) for name in unchecked), unchecked
+    assert wrong.verdict == "fail", "0.01 % is no rounding of float32"
+
+
+def test_our_own_subject_has_none() -> None:
+    case = read_case("mode=isp tp=2 dp=2 wp=2 micro=3 optimizer=adamw clip=0.1 metric=true recompute=full")
+    with InprocEngine() as engine:
+        run = execute(case, Probed(named("parallel.subject:subject")), engine, text=str(case), record=False)
+    assert run.outcomes == ({},) * 4
