@@ -13,6 +13,7 @@ from typing import Protocol
 
 __all__ = [
     "COLUMNS",
+    "EITHER_GATHER",
     "NO_UPDATE",
     "REPEATABLE",
     "OPS",
@@ -30,6 +31,7 @@ __all__ = [
 PHASES = ("data", "forward", "loss", "backward", "recompute", "pipeline", "grad_sync", "metric", "step")
 NO_UPDATE = "step: no optimizer of torch.optim stepped and no parameter was seen to change, so all is in step 0"
 """The doubt of a run whose forwards are micro-batches of one step as far as can be seen."""
+EITHER_GATHER = "phase: a gather before parameters changed by hand is grad_sync, and may be one of updated parameters"
 OPS = (
     "broadcast",
     "all_reduce",

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from harness.ledger import NO_UPDATE
+from harness.ledger import EITHER_GATHER, NO_UPDATE
 from harness.recording.lanes import Frame, Lane, Site, Waiting, elements, gathers, is_hop
 from harness.recording.naming import Paths
 from harness.recording.observations import (
@@ -54,13 +54,14 @@ class Attribution:
         )
         self._gradients_on = False
         self._stepped_since = False
-        self._by_hand = True
+        self._by_hand = True  # while no optimizer of torch.optim has stepped
         self._look: Look = ()
         self._backward_since = False  # since the last step
         self._stepless = False
         self.updates = 0  # steps that were known by the parameters alone
-        self._counts: dict[int, int] = {}
+        self._counts: dict[tuple[int, bool], int] = {}
         self._pending: list[Waiting] = []
+        self._unsure: set[int] = set()  # gathers before an update by hand
         self._backward_of = 0  # the micro-batch that the latest backward is of
         self._memory = Memory(())
         self._lanes: dict[int, Lane] = {0: Lane()}
@@ -87,10 +88,10 @@ class Attribution:
         """Take the next observation of the rank."""
         _FEED[type(seen)](self, self._lane(seen.lane), seen)
 
-    @property
-    def doubt(self) -> str:
-        """What is not certain of the steps: "" unless a forward followed a backward and nothing was ever updated."""
-        return NO_UPDATE if self._stepless and self._by_hand and not self.updates else ""
+    def doubts(self, ticket: int) -> tuple[str, ...]:
+        """What is not certain of the step and the phase of a call."""
+        unsure = (ticket in self._unsure and EITHER_GATHER, self._stepless and not self.updates and NO_UPDATE)
+        return tuple(doubt for doubt in unsure if doubt)
 
     def current(self, lane: int) -> Site:
         """What is going on in a lane; the phase is "" between a backward or a step and what follows it."""
@@ -152,9 +153,10 @@ class Attribution:
             self.step += 1
             self._stepped_since = False
             self._counts.clear()
-        self._stepless = self._stepless or self._backward_since
-        self.microbatch = self._counts.get(id(seen.module), 0)
-        self._counts[id(seen.module)] = self.microbatch + 1
+        self._stepless = self._by_hand and (self._stepless or self._backward_since)
+        counted = id(seen.module), seen.grad  # an evaluation between micro-batches is none of them
+        self.microbatch = self._counts.get(counted, 0)
+        self._counts[counted] = self.microbatch + 1
         self._gradients_on = seen.grad
         self._since = "entered"
         self._settle("data")
@@ -166,6 +168,7 @@ class Attribution:
         before, self._look = self._look, look
         changed = any(then != now for then, now in zip(before, look, strict=False))
         if changed and self._by_hand and self._backward_since:
+            self._unsure |= {waiting.ticket for waiting in self._pending if gathers(waiting)}
             self._settle("grad_sync")
             self._updated()
             self.updates += 1
@@ -272,12 +275,14 @@ class Attribution:
 
     def _settle(self, by: str) -> None:
         """What follows has come, "" for the end: name the phase of what waited. Data belongs to the coming batch."""
-        gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self._pending if gathers(waiting)}
-        if gathered and not 2 * sum(gathered.values()) >= self._parameters().parameter_bytes > 0:
+        gathered = {waiting.ticket: waiting for waiting in self._pending if gathers(waiting)}
+        sent = sum(waiting.call.payload_bytes for waiting in gathered.values())
+        if gathered and not 2 * sent >= self._parameters().parameter_bytes > 0:
             gathered.clear()
         for waiting in self._pending:
             otherwise = by or _LAST.get(waiting.since, "data")
-            phase = waiting.site.phase or ("step" if waiting.ticket in gathered else otherwise)
+            after = waiting.since == "stepped" and waiting.ticket in gathered
+            phase = waiting.site.phase or ("step" if after else otherwise)
             coming = phase == "data" or (phase, by) == ("pipeline", "data")
             self._place(waiting, self._here(phase) if coming else waiting.site._replace(phase=phase))
         self._pending.clear()

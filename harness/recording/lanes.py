@@ -73,9 +73,9 @@ def is_hop(call: Any, *, outside: bool) -> bool:
 
 
 def gathers(waiting: Waiting) -> bool:
-    """Whether a call may gather the parameters that a step has just updated."""
-    call = waiting.call
-    return not waiting.site.phase and waiting.since == "stepped" and call.op == "all_gather" and "float" in call.dtype
+    """Whether a call after a backward may gather updated parameters."""
+    after, call = waiting.since in {"backward", "stepped"}, waiting.call
+    return not waiting.site.phase and after and call.op == "all_gather" and "float" in call.dtype
 
 
 def elements(call: Any) -> int:

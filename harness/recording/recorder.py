@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from harness.callers import Caller
 from harness.ledger import Call, Event, shape_text, wire_bytes
@@ -39,13 +39,6 @@ class _Track:
         self.ended_s: dict[int, float] = {}
         self.begun: dict[int, Mark] = {}
         self.ended: dict[int, Mark] = {}
-
-
-class _Named(NamedTuple):
-    """The axis of a group, and what is not certain of its calls."""
-
-    axis: str
-    doubts: tuple[str, ...]
 
 
 class Recorder:
@@ -141,14 +134,21 @@ class Recorder:
 
     def _events(self, rank: int, track: _Track) -> Iterator[Event]:
         observations = [read(plain) for plain in list(track.observations)]
-        attribution, axes = Attribution.of(observations), dict[tuple[tuple[int, ...], str], _Named]()
+        attribution, names = Attribution.of(observations), dict[tuple[tuple[int, ...], str, bool], tuple[str, str]]()
         issued = sorted((seen for seen in observations if isinstance(seen, Issued)), key=lambda seen: seen.ticket)
         for seen in issued:
-            group = seen.call.group, seen.call.group_desc
-            if group not in axes:
-                axis, doubt = axis_name(*group, self._axes, self._world_size)
-                axes[group] = _Named(axis, tuple(filter(None, (doubt, attribution.doubt))))
-            yield self._event(rank, seen, attribution.sites[seen.ticket], axes[group], self._span_s(track, seen))
+            site = attribution.sites[seen.ticket]
+            group = seen.call.group, seen.call.group_desc, site.phase == "pipeline"
+            if group not in names:
+                names[group] = self._axis(*group)
+            axis, doubt = names[group]
+            doubts = (*((doubt,) if doubt else ()), *attribution.doubts(seen.ticket))
+            yield self._event(rank, seen, site, axis, doubts, self._span_s(track, seen))
+
+    def _axis(self, group: tuple[int, ...], group_desc: str, hops: bool) -> tuple[str, str]:
+        """The axis of a group and what is not certain of it; messages between stages have no axis but pp by ranks."""
+        axes = {"pp": self._axes["pp"]} if hops and "pp" in self._axes else {} if hops else self._axes
+        return axis_name(group, group_desc, axes, self._world_size)
 
     def _span_s(self, track: _Track, seen: Issued) -> tuple[float, float]:
         """When a call started and how long it took: on its device where that was marked, else for the host."""
@@ -157,7 +157,9 @@ class Recorder:
             return seen.started_s, track.ended_s.get(seen.ticket, seen.started_s) - seen.started_s
         return self._stopwatch.host_s(begun), 0.0 if ended is None else self._stopwatch.us(begun, ended) / 1e6
 
-    def _event(self, rank: int, seen: Issued, site: Site, named: _Named, span_s: tuple[float, float]) -> Event:
+    def _event(
+        self, rank: int, seen: Issued, site: Site, axis: str, doubts: tuple[str, ...], span_s: tuple[float, float]
+    ) -> Event:
         call: Call = seen.call
         return Event(
             case=self._case,
@@ -170,7 +172,7 @@ class Recorder:
             region=site.region,
             op=call.op,
             reduce_op=call.reduce_op,
-            axis=named.axis,
+            axis=axis,
             group_size=len(call.group),
             dtype=call.dtype,
             shape=shape_text(call.shapes),
@@ -183,5 +185,5 @@ class Recorder:
             caller="" if seen.caller is None else Caller(*seen.caller).place,
             group=call.group,
             operator=call.operator,
-            doubts=named.doubts,
+            doubts=doubts,
         )

@@ -1,0 +1,228 @@
+"""Ledgers of pipelines: every message between stages has phase pipeline, its step and the micro-batch that it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from harness.engines.threads.inproc import InprocEngine
+from harness.ledger import Event
+from harness.recording.recorder import Recorder
+from tests.harness.recording.test_manual_updates import gradient, in_data
+
+STEPS, MICRO, WIDTH = 2, 5, 4
+Message = tuple[str, int, int]
+"""Op, step, micro-batch."""
+
+
+class Stage:
+    """One stage of one forward, one backward, written after the paper (Narayanan et al. 2021), with batched messages.
+
+    `said` is what it did, in order.
+    """
+
+    def __init__(self, rank: int, stages: int, group: dist.ProcessGroup | None) -> None:
+        self.rank, self.stages, self.group = rank, stages, group
+        torch.manual_seed(rank)
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.said: list[Message] = []
+        self.step = 0
+
+    def swap(self, *messages: tuple[str, int, Tensor, int]) -> None:
+        """Send and receive at once: op, stage, tensor, micro-batch."""
+        calls = {"send": dist.isend, "recv": dist.irecv}
+        there = [message for message in messages if 0 <= message[1] < self.stages]
+        batch = [dist.P2POp(calls[op], tensor, stage, self.group) for op, stage, tensor, _ in there]
+        self.said += [(op, self.step, micro) for op, _, _, micro in there]
+        for work in dist.batch_isend_irecv(batch) if batch else ():
+            work.wait()
+
+    def run(self, update: Callable[[list[nn.Parameter]], object]) -> None:
+        """One step."""
+        before, after = self.rank - 1, self.rank + 1
+        inputs = [torch.ones(2, WIDTH, requires_grad=True) for _ in range(MICRO)]
+        gradients = [torch.empty(2, WIDTH) for _ in range(MICRO)]
+        outputs: list[Tensor] = []
+        first = min(self.stages - self.rank - 1, MICRO)
+
+        def forward(micro: int) -> Tensor:
+            outputs.append(self.model(inputs[micro]))
+            return outputs[micro].detach()
+
+        def backward(micro: int) -> Tensor:
+            last = self.rank == self.stages - 1
+            outputs[micro].backward(torch.ones(2, WIDTH) if last else gradients[micro])
+            returned = inputs[micro].grad
+            assert returned is not None
+            return returned
+
+        for micro in range(first):
+            self.swap(("recv", before, inputs[micro].data, micro))
+            self.swap(("send", after, forward(micro), micro))
+        if first < MICRO:
+            self.swap(("recv", before, inputs[first].data, first))
+        for micro in range(first, MICRO):
+            self.swap(("send", after, forward(micro), micro), ("recv", after, gradients[micro - first], micro - first))
+            done = ("send", before, backward(micro - first), micro - first)
+            self.swap(done, *([("recv", before, inputs[micro + 1].data, micro + 1)] if micro + 1 < MICRO else []))
+        for micro in range(MICRO - first, MICRO):
+            self.swap(("recv", after, gradients[micro], micro))
+            self.swap(("send", before, backward(micro), micro))
+        update(list(self.model.parameters()))
+        self.model.zero_grad()
+        self.step += 1
+
+
+def ran(program: Callable[[int], object], world_size: int, **axes: tuple[tuple[int, ...], ...]) -> list[list[Event]]:
+    """The events of every rank."""
+
+    def on_rank(rank: int) -> None:
+        with recorder.on_rank(rank):
+            program(rank)
+
+    with InprocEngine() as engine, Recorder("", "", world_size, axes) as recorder:
+        engine.run(on_rank, world_size=world_size, observer=recorder)
+    return [[event for event in recorder.events() if event.rank == rank] for rank in range(world_size)]
+
+
+def messages(events: list[Event]) -> list[Message]:
+    assert {event.phase for event in events if event.op in ("send", "recv")} == {"pipeline"}
+    return [(event.op, event.step, event.microbatch) for event in events if event.phase == "pipeline"]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("described", ["", "PIPELINE_MODEL_PARALLEL_GROUP"])
+def test_1f1b_by_hand(stages: int, described: str) -> None:
+    said: dict[int, list[Message]] = {}
+
+    def program(rank: int) -> None:
+        group = dist.new_group(list(range(stages)), group_desc=described) if described else None
+        stage = Stage(rank, stages, group)
+        said[rank] = stage.said
+        for _step in range(STEPS):
+            stage.run(in_data)
+
+    by_rank = ran(program, stages, tp=(tuple(range(stages)),))
+    assert [messages(events) for events in by_rank] == [said[rank] for rank in range(stages)]
+    assert {event.axis for events in by_rank for event in events} == {"pp" if described else "world"}
+    assert not [event.doubts for events in by_rank for event in events if event.doubts]
+
+
+def test_a_case_with_stages_names_messages_without_a_description_after_them() -> None:
+    def program(rank: int) -> None:
+        Stage(rank, 2, None).run(in_data)
+
+    by_rank = ran(program, 2, pp=((0, 1),), tp=((0,), (1,)))
+    assert {event.axis for events in by_rank for event in events} == {"pp"}
+
+
+def test_what_else_a_stage_sends_keeps_its_phase() -> None:
+    """A ring of context parallel ranks inside of a module, and tied gradients after the last backward."""
+
+    def program(rank: int) -> None:
+        alone = dist.new_group([rank], use_local_synchronization=True, group_desc="cp")
+        stage = Stage(rank, 2, None)
+        stage.model = nn.Sequential(Ring(alone, rank), stage.model)
+
+        def update(parameters: list[nn.Parameter]) -> None:
+            dist.all_reduce(gradient(parameters[0]))
+            in_data(parameters)
+
+        for _step in range(STEPS):
+            stage.run(update)
+
+    for events in ran(program, 2):
+        inside = [(e.op, e.phase, e.step, e.microbatch) for e in events if e.axis == "cp"]
+        steps = [(step, micro) for step in range(STEPS) for micro in range(MICRO)]
+        assert inside == [(op, "forward", step, micro) for step, micro in steps for op in ("send", "recv")]
+        assert [(e.phase, e.step) for e in events if e.op == "all_reduce"] == [("grad_sync", s) for s in range(STEPS)]
+
+
+class Ring(nn.Module):
+    """Sends its input to itself, as a ring of one rank does."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        super().__init__()
+        self.group, self.rank = group, rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input itself, [B, D]."""
+        sent = dist.isend(x.detach(), self.rank, group=self.group)
+        received = dist.irecv(torch.empty_like(x), self.rank, group=self.group)
+        for work in (sent, received):
+            assert work is not None
+            work.wait()
+        return x
+
+
+def test_data_between_a_send_and_the_next_forward_is_data() -> None:
+    def program(rank: int) -> None:
+        model = nn.Linear(WIDTH, WIDTH)
+        for _micro in range(2):
+            x = torch.ones(2, WIDTH)
+            dist.broadcast(x, 0)
+            if rank == 0:
+                dist.send(model(x).detach(), 1)
+            else:
+                dist.recv(x, 0)
+                model(x)
+
+    sender, receiver = ran(program, 2)
+    assert [(e.op, e.phase, e.microbatch) for e in sender] == [
+        ("broadcast", "data", 0),
+        ("send", "pipeline", 0),
+        ("broadcast", "data", 1),
+        ("send", "pipeline", 1),
+    ]
+    assert [(e.phase, e.microbatch) for e in receiver if e.op == "recv"] == [("pipeline", 0), ("pipeline", 1)]
+
+
+class Counting(nn.Linear):
+    """A linear map that counts its forwards."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, D] to [B, D]."""
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_torchs_schedule_1f1b() -> None:
+    """Its first step also sends shapes, and may run the module once more for them."""
+    more: dict[int, int] = {}
+
+    def program(rank: int) -> None:
+        model = Counting(WIDTH, WIDTH)
+        stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, MICRO, loss_fn=lambda out, goal: (out - goal).square().mean())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            before = model.calls
+            schedule.step(*((torch.ones(MICRO, WIDTH),) if rank == 0 else ()), target=torch.zeros(MICRO, WIDTH))
+            more[step] = model.calls - before - MICRO
+            for p in model.parameters():
+                dist.all_reduce(gradient(p))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first, last = ran(program, 2)
+    turns = [("send", 0), *[(op, m + (op == "send")) for m in range(MICRO) for op in ("send", "recv")]]
+    first_turns = [turn for turn in turns if turn[1] < MICRO]
+    last_turns = [(op, m) for m in range(MICRO) for op in ("recv", "send")]
+    for events, expected in ((first, first_turns), (last, last_turns)):
+        sent = [event for event in events if event.op in ("send", "recv")]
+        tensors = [event for event in sent if event.shape == f"1x{WIDTH}"]
+        assert {event.phase for event in sent} == {"pipeline"}
+        assert {event.step for event in sent if event not in tensors} == {0}
+        for step in range(STEPS):
+            mine = [(e.op, e.microbatch - more[step]) for e in tensors if e.step == step]
+            assert mine == expected
+        assert [(e.phase, e.step) for e in events if e.op == "all_reduce"] == [
+            ("grad_sync", step) for step in range(STEPS) for _ in range(2)
+        ]
