@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from harness.ledger import EITHER_GATHER, NO_UPDATE
-from harness.recording.lanes import Frame, Lane, Site, Waiting, elements, gathers, is_hop
+from harness.recording.lanes import Frame, Lane, Site, Waiting, gathers, is_hop, is_scalar, phase_of, reduces
 from harness.recording.naming import Paths
 from harness.recording.observations import (
     LEAF,
@@ -30,6 +30,7 @@ from harness.recording.observations import (
     Arrived,
     Ended,
     Entered,
+    Finished,
     Issued,
     Left,
     Observation,
@@ -162,16 +163,23 @@ class Attribution:
         self._settle("data")
 
     def _compare(self, look: Look) -> None:
-        """Whether parameters were changed since the last look: after a backward, that is a step."""
+        """Whether parameters were changed since the last look: after a backward, that is a step.
+
+        When more of them change before the next forward, what was reduced meanwhile was reduced for them.
+        """
         if not look or look is self._look:
             return
         before, self._look = self._look, look
-        changed = any(then != now for then, now in zip(before, look, strict=False))
-        if changed and self._by_hand and self._backward_since:
+        changed = self._by_hand and any(then != now for then, now in zip(before, look, strict=False))
+        if changed and self._backward_since:
             self._unsure |= {waiting.ticket for waiting in self._pending if gathers(waiting)}
             self._settle("grad_sync")
             self._updated()
             self.updates += 1
+        elif changed and self._since == "stepped":
+            for waiting in [waiting for waiting in self._pending if reduces(waiting)]:
+                self._pending.remove(waiting)
+                self._place(waiting, waiting.site._replace(phase="grad_sync"))
 
     def _updated(self) -> None:
         self._since = "stepped"
@@ -207,6 +215,9 @@ class Attribution:
         lane.frames.pop()
         self._by_hand = False
         self._updated()
+
+    def _finished(self, _lane: Lane, seen: Finished) -> None:
+        self._compare(seen.look)
 
     def _issued(self, lane: Lane, seen: Issued) -> None:
         said_phase, said_region = seen.override
@@ -249,12 +260,12 @@ class Attribution:
             return "metric"
         if self._since == "forward":
             return "loss"
-        call = seen.call
-        if self._since == "stepped" and call.op in {"all_reduce", "reduce"} and elements(call) == 1:
+        if self._since == "stepped" and not self._by_hand and is_scalar(seen.call):
             return "metric"
-        if self._since in {"stepped", "backward"} and call.address and self._parameters().holds(call.address):
-            return "step"
-        return ""
+        address = seen.call.address
+        return (
+            "step" if self._since in {"stepped", "backward"} and address and self._parameters().holds(address) else ""
+        )
 
     def _parameters(self) -> Memory:
         """The memory of the parameters of every model seen so far."""
@@ -275,14 +286,11 @@ class Attribution:
 
     def _settle(self, by: str) -> None:
         """What follows has come, "" for the end: name the phase of what waited. Data belongs to the coming batch."""
-        gathered = {waiting.ticket: waiting for waiting in self._pending if gathers(waiting)}
-        sent = sum(waiting.call.payload_bytes for waiting in gathered.values())
-        if gathered and not 2 * sent >= self._parameters().parameter_bytes > 0:
+        gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self._pending if gathers(waiting)}
+        if gathered and not 2 * sum(gathered.values()) >= self._parameters().parameter_bytes > 0:
             gathered.clear()
         for waiting in self._pending:
-            otherwise = by or _LAST.get(waiting.since, "data")
-            after = waiting.since == "stepped" and waiting.ticket in gathered
-            phase = waiting.site.phase or ("step" if after else otherwise)
+            phase = phase_of(waiting, by, gathers_parameters=waiting.ticket in gathered)
             coming = phase == "data" or (phase, by) == ("pipeline", "data")
             self._place(waiting, self._here(phase) if coming else waiting.site._replace(phase=phase))
         self._pending.clear()
@@ -291,8 +299,6 @@ class Attribution:
         self.sites[waiting.ticket] = site._replace(region=self.sites[waiting.ticket].region)
 
 
-_LAST = {"backward": "grad_sync", "stepped": "metric"}
-"""The phase of calls that nothing follows, by what went before them."""
 _FEED: dict[type, Callable[[Attribution, Lane, Any], None]] = {
     Entered: Attribution._entered,
     Left: Attribution._left,
@@ -301,4 +307,5 @@ _FEED: dict[type, Callable[[Attribution, Lane, Any], None]] = {
     Stepping: Attribution._stepping,
     Stepped: Attribution._stepped,
     Issued: Attribution._issued,
+    Finished: Attribution._finished,
 }

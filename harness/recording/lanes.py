@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from harness.recording.naming import group_word
 
-__all__ = ["Frame", "Lane", "Site", "Waiting", "elements", "gathers", "is_hop"]
+__all__ = ["Frame", "Lane", "Site", "Waiting", "gathers", "is_hop", "is_scalar", "phase_of", "reduces"]
 
 
 class Site(NamedTuple):
@@ -78,6 +78,22 @@ def gathers(waiting: Waiting) -> bool:
     return not waiting.site.phase and after and call.op == "all_gather" and "float" in call.dtype
 
 
-def elements(call: Any) -> int:
-    """How many elements a call's tensors have."""
-    return sum(math.prod(shape) for shape in call.shapes)
+def phase_of(waiting: Waiting, by: str, *, gathers_parameters: bool) -> str:
+    """The phase of a call that is settled `by` what follows: data, grad_sync, or the end, ""."""
+    if waiting.site.phase:
+        return waiting.site.phase
+    if waiting.since == "stepped" and gathers_parameters:
+        return "step"
+    if waiting.since == "stepped" and by == "data" and is_scalar(waiting.call):
+        return "metric"
+    return by or {"backward": "grad_sync", "stepped": "metric"}.get(waiting.since, "data")
+
+
+def reduces(waiting: Waiting) -> bool:
+    """Whether a call without a phase may reduce gradients."""
+    return not waiting.site.phase and waiting.call.op in {"all_reduce", "reduce", "reduce_scatter"}
+
+
+def is_scalar(call: Any) -> bool:
+    """Whether a call reduces one element."""
+    return call.op in {"all_reduce", "reduce"} and sum(math.prod(shape) for shape in call.shapes) == 1

@@ -20,6 +20,7 @@ __all__ = [
     "Arrived",
     "Ended",
     "Entered",
+    "Finished",
     "Issued",
     "Left",
     "Observation",
@@ -112,7 +113,14 @@ class Issued(NamedTuple):
     caller: Any
 
 
-Observation = Entered | Left | Arrived | Ended | Stepping | Stepped | Issued
+class Finished(NamedTuple):
+    """The rank's program returned or raised; `look`: as that of Entered."""
+
+    lane: int
+    look: Look
+
+
+Observation = Entered | Left | Arrived | Ended | Stepping | Stepped | Issued | Finished
 
 
 def read(plain: tuple[Any, ...]) -> Observation:

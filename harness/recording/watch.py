@@ -35,6 +35,7 @@ from harness.recording.observations import (
     Arrived,
     Ended,
     Entered,
+    Finished,
     Issued,
     Left,
     Stepped,
@@ -160,10 +161,12 @@ class Watch:
     def on_rank(self, rank: int) -> Iterator[None]:
         """This thread runs the program of a rank until the context is left."""
         before: Lane | None = getattr(self._local, "lane", None)
-        self.lane(rank)
+        mine = self.lane(rank)
         try:
             yield
         finally:
+            if mine.looks.on and mine.emit is not None:
+                mine.emit((Finished, mine.number, mine.looks.at()))
             for lane in self._open.pop(rank):
                 lane.emit = None
             self._local.lane = before
