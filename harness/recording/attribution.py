@@ -10,10 +10,10 @@ Otherwise what follows settles it: data before a forward, grad_sync before an op
 metric after a step, grad_sync after a backward, data after nothing. Metric is also what a module without parameters
 does with gradients off, once a forward with gradients on has been; an evaluation without gradients keeps its loss.
 
-Where no optimizer of torch.optim steps, a step is what changed the parameters after a backward (updates.Looks).
-After a step, a reduction of one element is metric, and gathers of the updated parameters belong to the step: calls that
-write into a parameter's memory, and all_gathers of at least half as many bytes as the parameters have. A send or recv
-is pipeline in a group described as one of stages, and outside of all of these in a group without a description.
+Where no optimizer of torch.optim steps, what changed the parameters after a backward is a step (updates.Looks). After
+a step one reduced element is metric; what writes into a parameter's memory, and all_gathers of half the parameters'
+bytes or more, belong to the step. A send or recv is pipeline in a group of stages, and outside of all of these in a
+group without a description.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from harness.recording.observations import (
     Stepped,
     Stepping,
 )
-from harness.recording.updates import Look, Memory
+from harness.recording.updates import Look, Memory, differ
 
 __all__ = ["Attribution", "Site"]
 
@@ -64,7 +64,7 @@ class Attribution:
         self._pending: list[Waiting] = []
         self._unsure: set[int] = set()  # gathers before an update by hand
         self._backward_of = 0  # the micro-batch that the latest backward is of
-        self._memory = Memory(())
+        self._memory = Memory()
         self._lanes: dict[int, Lane] = {0: Lane()}
         self._made_in: dict[int, int] = {}
 
@@ -91,8 +91,8 @@ class Attribution:
 
     def doubts(self, ticket: int) -> tuple[str, ...]:
         """What is not certain of the step and the phase of a call."""
-        unsure = (ticket in self._unsure and EITHER_GATHER, self._stepless and not self.updates and NO_UPDATE)
-        return tuple(doubt for doubt in unsure if doubt)
+        step = (NO_UPDATE,) if self._stepless and not self.updates else ()
+        return (*step, EITHER_GATHER) if ticket in self._unsure else step
 
     def current(self, lane: int) -> Site:
         """What is going on in a lane; the phase is "" between a backward or a step and what follows it."""
@@ -163,22 +163,17 @@ class Attribution:
         self._settle("data")
 
     def _compare(self, look: Look) -> None:
-        """Whether parameters were changed since the last look: after a backward, that is a step.
-
-        When more of them change before the next forward, what was reduced meanwhile was reduced for them.
-        """
-        if not look or look is self._look:
+        """Parameters that changed since the last look, after a backward, are a step; more of them belong to it."""
+        before, self._look = self._look, look or self._look
+        if not self._by_hand or not differ(before, self._look):
             return
-        before, self._look = self._look, look
-        changed = self._by_hand and any(then != now for then, now in zip(before, look, strict=False))
-        if changed and self._backward_since:
+        if self._backward_since:
             self._unsure |= {waiting.ticket for waiting in self._pending if gathers(waiting)}
             self._settle("grad_sync")
             self._updated()
             self.updates += 1
-        elif changed and self._since == "stepped":
-            for waiting in [waiting for waiting in self._pending if reduces(waiting)]:
-                self._pending.remove(waiting)
+        elif self._since == "stepped":
+            for waiting in self._taken(reduces):
                 self._place(waiting, waiting.site._replace(phase="grad_sync"))
 
     def _updated(self) -> None:
@@ -197,8 +192,7 @@ class Attribution:
         self._backward_since = True
         self._made_in[seen.task] = seen.made_in
         self._backward_of = self._made(lane, seen.task, seen.node).microbatch
-        for waiting in [waiting for waiting in self._pending if waiting.site.phase == "pipeline"]:
-            self._pending.remove(waiting)
+        for waiting in self._taken(lambda waiting: waiting.site.phase == "pipeline"):
             self._place(waiting, waiting.site._replace(microbatch=self._backward_of))
 
     def _ended(self, _lane: Lane, _seen: Ended) -> None:
@@ -215,9 +209,6 @@ class Attribution:
         lane.frames.pop()
         self._by_hand = False
         self._updated()
-
-    def _finished(self, _lane: Lane, seen: Finished) -> None:
-        self._compare(seen.look)
 
     def _issued(self, lane: Lane, seen: Issued) -> None:
         said_phase, said_region = seen.override
@@ -262,16 +253,8 @@ class Attribution:
             return "loss"
         if self._since == "stepped" and not self._by_hand and is_scalar(seen.call):
             return "metric"
-        address = seen.call.address
-        return (
-            "step" if self._since in {"stepped", "backward"} and address and self._parameters().holds(address) else ""
-        )
-
-    def _parameters(self) -> Memory:
-        """The memory of the parameters of every model seen so far."""
-        if len(self.paths.models) != self._memory.models:
-            self._memory = Memory(self.paths.models)
-        return self._memory
+        after = self._since in {"stepped", "backward"} and seen.call.address
+        return "step" if after and self._memory.of(self.paths.models).holds(seen.call.address) else ""
 
     def _in_backward(self, lane: Lane, seen: Issued) -> Site:
         self._since = "inside"
@@ -287,13 +270,19 @@ class Attribution:
     def _settle(self, by: str) -> None:
         """What follows has come, "" for the end: name the phase of what waited. Data belongs to the coming batch."""
         gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self._pending if gathers(waiting)}
-        if gathered and not 2 * sum(gathered.values()) >= self._parameters().parameter_bytes > 0:
+        if gathered and not 2 * sum(gathered.values()) >= self._memory.of(self.paths.models).parameter_bytes > 0:
             gathered.clear()
         for waiting in self._pending:
             phase = phase_of(waiting, by, gathers_parameters=waiting.ticket in gathered)
             coming = phase == "data" or (phase, by) == ("pipeline", "data")
             self._place(waiting, self._here(phase) if coming else waiting.site._replace(phase=phase))
         self._pending.clear()
+
+    def _taken(self, chosen: Callable[[Waiting], bool]) -> list[Waiting]:
+        """The chosen calls, which wait no more."""
+        taken = [waiting for waiting in self._pending if chosen(waiting)]
+        self._pending = [waiting for waiting in self._pending if not chosen(waiting)]
+        return taken
 
     def _place(self, waiting: Waiting, site: Site) -> None:
         self.sites[waiting.ticket] = site._replace(region=self.sites[waiting.ticket].region)
@@ -307,5 +296,5 @@ _FEED: dict[type, Callable[[Attribution, Lane, Any], None]] = {
     Stepping: Attribution._stepping,
     Stepped: Attribution._stepped,
     Issued: Attribution._issued,
-    Finished: Attribution._finished,
+    Finished: lambda attribution, _lane, seen: attribution._compare(seen.look),
 }

@@ -11,14 +11,14 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from harness.torch_internals.autograd import version_of
 
-__all__ = ["Look", "Looks", "Memory"]
+__all__ = ["Look", "Looks", "Memory", "differ"]
 
 Look = tuple[tuple[bytes | int, ...], ...]
 """Of each parameter, in the order in which they were first seen: some of its elements, or its version counter."""
@@ -87,19 +87,31 @@ class Looks:
         self._looked += [_Looked(part) for part in _spread(plain, _PARAMETERS) if id(part) not in known]
 
 
+def differ(before: Look, now: Look) -> bool:
+    """Whether a parameter changed; those that the later look alone has are new."""
+    return before is not now and any(then != value for then, value in zip(before, now, strict=False))
+
+
 class Memory:
     """The memory of the parameters of some models; `parameter_bytes` are those of this rank's parts of them."""
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        held: dict[int, int] = {}
-        self.models = len(models)
+    def __init__(self) -> None:
         self.parameter_bytes = 0
-        for parameter in {id(p): p for model in models for p in model.parameters()}.values():
-            local = _local(parameter)
-            self.parameter_bytes += local.numel() * local.element_size()
-            if type(local) in _PLAIN and local.device.type != "meta":
-                storage = local.untyped_storage()
-                held[storage.data_ptr()] = storage.nbytes()
+        self._models = 0
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def of(self, models: Sequence[nn.Module]) -> Self:
+        """This memory, read anew when there are more models than before."""
+        if len(models) > self._models:
+            self._models = len(models)
+            self._read([_local(p) for p in {id(p): p for model in models for p in model.parameters()}.values()])
+        return self
+
+    def _read(self, parts: Sequence[Tensor]) -> None:
+        self.parameter_bytes = sum(part.numel() * part.element_size() for part in parts)
+        storages = [part.untyped_storage() for part in parts if type(part) in _PLAIN and part.device.type != "meta"]
+        held = {storage.data_ptr(): storage.nbytes() for storage in storages}
         self._starts = sorted(held)
         self._ends = [start + held[start] for start in self._starts]
 

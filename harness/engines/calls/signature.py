@@ -21,6 +21,7 @@ __all__ = [
     "REDUCE_OPS",
     "Shapes",
     "Signature",
+    "address_of",
     "call_of",
     "described",
     "difference",
@@ -129,13 +130,15 @@ def call_of(
         is_async=is_async,
         peer=peer,
         device=payload[0].device.type if payload else "cpu",
-        address=_address(payload[0]) if payload and signature.op in _WRITING else 0,
+        address=address_of(signature, payload),
     )
 
 
-def _address(tensor: Tensor) -> int:
-    """Where the tensor lies in memory, 0 for one that has no memory."""
+def address_of(signature: Signature, payload: Sequence[Tensor]) -> int:
+    """Where a call writes first in memory; 0 for one that does not write its payload, or whose tensors have none."""
+    if not payload or signature.op not in _WRITING:
+        return 0
     try:
-        return tensor.data_ptr()
+        return payload[0].data_ptr()
     except RuntimeError:
         return 0

@@ -29,7 +29,7 @@ from harness.engines.calls.pending import (
     label_group,
     world_of,
 )
-from harness.engines.calls.signature import call_of
+from harness.engines.calls.signature import address_of, call_of
 from harness.engines.engine import Unwaited
 from harness.engines.threads.rank_threads import Aborted
 from harness.engines.threads.scheduler import Scheduler
@@ -214,7 +214,8 @@ class CollectiveMatcher:
         arguments = call.signature, payload, group.ranks, group.description, peer, call.is_async
         if len(payload) > 1:
             return call_of(*arguments)
-        key = (group, call.signature, payload[0].shape if payload else None, peer, call.is_async)
+        shape, address = payload[0].shape if payload else None, address_of(call.signature, payload)
+        key = (group, call.signature, shape, peer, call.is_async, address)
         found = self._calls.get(key)
         if found is None:
             found = self._calls[key] = call_of(*arguments)

@@ -90,6 +90,35 @@ def test_zero_1_gathers_the_updated_parameters_in_its_step(views: bool, by_hand:
     assert {e.op for e in events if EITHER_GATHER in e.doubts} == ({"all_gather"} if unknown else set())
 
 
+@pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer", "by-hand"])
+def test_a_broadcast_into_a_parameter_belongs_to_the_step_and_one_of_data_to_the_next(by_hand: bool) -> None:
+    """Each rank updates every other parameter and sends it; the batch that follows has the shape of a weight."""
+
+    def program(rank: int) -> None:
+        model = mlp()
+        mine = list(model.parameters())[rank::2]
+        optimizer = torch.optim.SGD(mine, lr=LR)
+        for _step in range(STEPS):
+            x = torch.ones(3, 4)
+            dist.broadcast(x, 0)
+            model(x).sum().backward()
+            for p in model.parameters():
+                dist.all_reduce(gradient(p))
+            if by_hand:
+                in_data(mine)
+            else:
+                optimizer.step()
+            model.zero_grad()
+            for place, p in enumerate(model.parameters()):
+                dist.broadcast(p.data, place % 2)
+
+    count = len(list(mlp().parameters()))
+    reduced, sent = [("all_reduce", "grad_sync")] * count, [("broadcast", "step")] * count
+    events = recorded(program)
+    for rank in range(2):
+        assert places(events, rank) == every_step(("broadcast", "data"), *reduced, *sent)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 def test_zero_redundancy_optimizer_broadcasts_the_parameters_in_its_step() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415  (warns)
