@@ -24,7 +24,7 @@ from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from harness.recording.annotations import overridden
@@ -48,6 +48,7 @@ from harness.torch_internals.autograd import (
     current_task,
     defined_in,
     next_number,
+    nodes_of,
     not_compiled,
     number_of,
     when_backward_ends,
@@ -266,7 +267,7 @@ def _watching(
             if lane.on_output is not None:
                 lane.on_output(lane, module, output)
             if not depth and task == OUTSIDE:
-                for node in _nodes(output):
+                for node in nodes_of(output):
                     node.register_prehook(arrival(lane, number_of(node)))
             return output
         finally:
@@ -284,19 +285,3 @@ def _running() -> int:
     """Number of the autograd node that runs in this thread."""
     node = _node()
     return OUTSIDE if node is None else number_of(node)
-
-
-def _nodes(output: object, levels: int = 3) -> Iterator[Any]:
-    """The nodes that made the tensors of an output: a tensor, or tensors in tuples, lists, mappings, dataclasses."""
-    if isinstance(output, Tensor):
-        if output.grad_fn is not None:
-            yield output.grad_fn
-    elif levels:
-        if isinstance(output, Mapping):
-            parts = list(output.values())
-        elif isinstance(output, (tuple, list)):
-            parts = list(output)
-        else:
-            parts = list(getattr(output, "__dict__", {}).values())
-        for part in parts:
-            yield from _nodes(part, levels - 1)

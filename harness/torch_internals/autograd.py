@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -30,6 +30,7 @@ __all__ = [
     "function_context",
     "has_hooks",
     "next_number",
+    "nodes_of",
     "not_compiled",
     "number_of",
     "unversioned",
@@ -49,6 +50,22 @@ next_number: Callable[[], int] = found(getattr(torch._C, "_autograd", None), "_g
 
 number_of: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 """The sequence number of a node, which counts up as a thread makes nodes. Uses Node._sequence_nr."""
+
+
+def nodes_of(output: object, levels: int = 3) -> Iterator[Any]:
+    """The nodes that made the tensors of an output: a tensor, or tensors in tuples, lists, mappings, dataclasses."""
+    if isinstance(output, Tensor):
+        if output.grad_fn is not None:
+            yield output.grad_fn
+    elif levels:
+        if isinstance(output, Mapping):
+            parts = list(output.values())
+        elif isinstance(output, (tuple, list)):
+            parts = list(output)
+        else:
+            parts = list(getattr(output, "__dict__", {}).values())
+        for part in parts:
+            yield from nodes_of(part, levels - 1)
 
 
 def when_backward_ends(then: Callable[[], None]) -> None:
