@@ -20,7 +20,7 @@ _MOST = 3
 
 def unchecked_notes(run: Run) -> list[str]:
     """All notes, the most important first; only checks that passed have something to add."""
-    return [*_unreturned(run), *_read(run), *_rows(run)]
+    return [*_unreturned(run), *_regrouped(run), *_read(run), *_rows(run)]
 
 
 def _unreturned(run: Run) -> list[str]:
@@ -39,6 +39,15 @@ def _unreturned(run: Run) -> list[str]:
 
 def _kinds(names: list[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in Counter(name.partition("/")[0] for name in names).items())
+
+
+def _regrouped(run: Run) -> list[str]:
+    """The groupings of the same batch that could not be compared, by the reason."""
+    unfinished = Counter(unchecked for _, unchecked in _passed(run, "regrouping") if unchecked)
+    return [
+        f"regrouping: the subject does not finish {words} in {_cases(count)}; subject.refuses can state why"
+        for words, count in unfinished.items()
+    ]
 
 
 def _read(run: Run) -> list[str]:

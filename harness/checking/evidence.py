@@ -38,10 +38,13 @@ PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regrouped:
-    """The merged `tensors` of a run of the same global batch with these `sizes` of dp and micro."""
+    """The merged `tensors` of a run of the same global batch with these `sizes` of dp and micro; `problem` is why the
+    subject did not finish it.
+    """
 
     sizes: Mapping[str, int]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    problem: str = ""
 
     @property
     def words(self) -> str:

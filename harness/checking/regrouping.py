@@ -33,8 +33,12 @@ def regrouping(evidence: Evidence) -> Finding | None:
         wrong = tuple(measured for measured in _compared(evidence.merged.tensors, other.tensors) if not measured.right)
         if wrong:
             return _breach(evidence, other, wrong)
-    groupings = ", ".join(other.words for other in evidence.regrouped)
-    return Finding(verdict=PASS, message=f"the same step as with {groupings}")
+    same = ", ".join(other.words for other in evidence.regrouped if not other.problem)
+    return Finding(
+        verdict=PASS,
+        message=f"the same step as with {same}" if same else "no other grouping was compared",
+        unchecked=tuple(f"{other.words} ({other.problem})" for other in evidence.regrouped if other.problem),
+    )
 
 
 def _compared(base: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Iterator[Measured]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from harness.engines.devices import rank_device
 from harness.engines.interposer import observing
+from harness.engines.threads.module_state import own_state
 from harness.errors import RequestError, error_text
 from harness.ledger import Event
 from harness.outcome import Block, blocks, localize
@@ -30,7 +31,7 @@ from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
 from harness.recording.stopwatch import stopwatch
 from harness.resolve import resolve
-from harness.subject import Unanswered, answered, called, named_axes, offers, session
+from harness.subject import Unanswered, answered, called, kept_per_rank, named_axes, offers, session
 from harness.torch_internals.compiler import leave_unloaded
 
 __all__ = ["Localized", "RankReport", "RankTask", "perform", "placed", "sendable"]
@@ -87,7 +88,7 @@ def perform(rank: int, task: RankTask) -> RankReport:
     leave_unloaded()
     found: Any = resolve(task.subject) if isinstance(task.subject, str) else task.subject
     device = rank_device(task.device, rank)
-    with session(found):
+    with own_state(kept_per_rank(found)), session(found):
         if task.record:
             return _recorded(rank, task, found, device)
         return _watched(rank, task, found, device) if task.watch else _plain(found, task.case, device)

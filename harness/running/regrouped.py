@@ -6,11 +6,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from harness.checking.evidence import Evidence, Regrouped
+from harness.errors import ProgramError
 from harness.merging import merge
 from harness.protocols import CaseLike, case_text
 from harness.running.execution import execute
 from harness.running.trial import Trial
-from harness.subject import NamedSubject, refusal
+from harness.subject import NamedSubject, own_cases, refusal
 
 __all__ = ["groupings", "regrouped"]
 
@@ -21,10 +22,15 @@ _LARGEST = 8
 
 def regrouped(trial: Trial, evidence: Evidence) -> Evidence:
     """The same evidence with up to _GROUPINGS runs of the same global batch, grouped otherwise: on one data rank, and
-    on another number of them. Only in float64; groupings that cannot be or that the subject refuses are left out.
+    on another number of them. Only in float64; groupings that cannot be or that the subject refuses are left out. One
+    that the subject does not finish is no failure of this case.
     """
-    found = []
-    for sizes, case in groupings(trial.case, trial.subject):
+    found = tuple(_run(trial, sizes, case) for sizes, case in groupings(trial.case, trial.subject))
+    return replace(evidence, regrouped=found)
+
+
+def _run(trial: Trial, sizes: dict[str, int], case: CaseLike) -> Regrouped:
+    try:
         with trial.timed("regrouped"):
             run = execute(
                 case,
@@ -36,16 +42,19 @@ def regrouped(trial: Trial, evidence: Evidence) -> Evidence:
                 timeout_s=trial.timeout_s,
                 name=trial.subject.address,
             )
-        found.append(Regrouped(sizes=sizes, tensors=merge(run.outcomes).tensors))
-    return replace(evidence, regrouped=tuple(found))
+    except ProgramError as error:
+        return Regrouped(sizes=sizes, problem=error.cause)
+    return Regrouped(sizes=sizes, tensors=merge(run.outcomes).tensors)
 
 
 def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int], CaseLike]]:
     """Up to _GROUPINGS other sizes of dp and micro with the same product, each with its case: one data rank, then as
-    many as fit on the ranks there are, or _LARGEST. None without a data axis; what the subject refuses is left out.
+    many as fit on the ranks there are, or _LARGEST. None without a data axis, which a subject of own cases has where
+    one of them has data ranks; what the subject refuses is left out.
     """
-    dp = getattr(case, "dp", 0)
-    if not dp or case.dtype != "float64":
+    dp, named = getattr(case, "dp", 0), own_cases(subject)
+    has_data_axis = dp > 1 or (dp == 1 and (named is None or any(getattr(one, "dp", 0) > 1 for one in named)))
+    if not has_data_axis or case.dtype != "float64":
         return []
     whole, most = dp * case.micro, max(case.world_size, _LARGEST) * dp // case.world_size
     sizes = [n for n in range(1, min(whole, most) + 1) if whole % n == 0 and n != dp]

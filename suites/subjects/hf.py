@@ -48,5 +48,5 @@ def subject(case, device):
 
 
 subject.truth, subject.cases = truth, ("tp=2", "tp=2 dtype=float32")  # what runs when no case is named
-subject.words = {"kind": ("llama", "qwen3"), "micro": 3}  # words of a case beside tp, steps, dtype, seed
+subject.words = {"kind": "llama", "micro": 3}  # words of a case beside tp, steps, dtype, seed
 subject.refuses = lambda case: "is split over tp alone" if case.world_size > case.tp else ""

@@ -84,3 +84,23 @@ def test_the_decoder_keeps_it_and_is_its_own_truth_on_one_rank() -> None:
     with InprocEngine() as engine:
         result = prove(case, named(decoder, "alone"), engine)
     assert result.verdict == "pass" and "regrouping" in {verdict.check for verdict in result.verdicts}
+
+
+def test_a_grouping_that_the_subject_does_not_finish_is_reported_and_is_no_failure() -> None:
+    def three_at_most(case: Any, loss: Tensor, count: Tensor) -> Tensor:
+        if case.dp > 3:
+            raise RuntimeError("the mesh has 3 ranks")
+        return summed(loss) / summed(count)
+
+    verdict = law(Averaged(three_at_most), "dp=3")
+    assert (verdict.verdict, verdict.message) == ("pass", "the same step as with dp=1 micro=6")
+    (unchecked,) = verdict.unchecked
+    assert unchecked.startswith("dp=6 micro=1 (rank 0 of 6 raised RuntimeError: the mesh has 3 ranks")
+
+
+def test_a_subject_whose_own_cases_have_no_data_ranks_is_not_run_on_several() -> None:
+    given = named(own_words.subject)
+    assert groupings(case_of("tp=2", given), given)
+    split = Averaged(lambda case, loss, count: loss)
+    split.cases = ("tp=3",)
+    assert groupings(case_of("tp=3", named(split)), named(split)) == []

@@ -1,0 +1,79 @@
+"""Foreign systems as subjects of their own words and truths: torch's DTensor, FSDP2 and DDP, Hugging Face, Megatron.
+
+Those of `shardproof new-subject` are run in tests/reports/test_new_subject.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from harness.checking.evidence import FAIL, PASS
+from harness.engines.engine import Engine
+from harness.engines.named import engine_named
+from harness.engines.threads.inproc import InprocEngine
+from harness.running.proof import CaseResult, prove
+from harness.subject import case_of, named
+
+NEEDS = {"hf": "transformers", "qwen3": "transformers", "mcore": "megatron"}
+PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+RIGHT = [
+    ("two_d:subject", "tp=2 dp=2 sp=true loss_parallel=true"),
+    ("two_d:subject", "tp=3 sp=true"),
+    ("ddp:subject", "dp=3 bucket_bytes=400"),
+    ("qwen3:subject", "tp=2"),
+    ("mcore:subject", "tp=2 dp=2"),
+    ("mcore:subject", "tp=2 sp=true llama=true"),
+]
+ON_PROCESSES = [("fsdp2:subject", "dp=2"), ("two_d:subject", "tp=2 loss_parallel=true"), ("mcore:subject", "tp=2")]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Engine]:
+    with engine_named("pool") as engine:
+        yield engine
+
+
+def proved(name: str, text: str, engine: Engine) -> CaseResult:
+    """The case of a subject of `suites.subjects`. Skips the test where its package is not installed."""
+    module = name.partition(":")[0]
+    if module in NEEDS and importlib.util.find_spec(NEEDS[module]) is None:
+        pytest.skip(f"needs {NEEDS[module]} of the extra `peers`")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if module in NEEDS else "error")  # other packages' own
+        given = named(f"suites.subjects.{name}")
+        return prove(case_of(text, given), given, engine)
+
+
+def of_peers(cases: list[tuple[str, str]]) -> list[Any]:
+    return [pytest.param(*case, marks=PEERS if case[0].partition(":")[0] in NEEDS else ()) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "text"), of_peers(RIGHT))
+def test_unmodified_systems_are_right(name: str, text: str) -> None:
+    with InprocEngine() as threads:
+        result = proved(name, text, threads)
+    assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
+    assert {"forward", "parameter_gradients", "update", "replicas"} <= {verdict.check for verdict in result.verdicts}
+    assert result.events
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "text"), of_peers(ON_PROCESSES))
+def test_on_processes_too(processes: Engine, name: str, text: str) -> None:
+    result = proved(name, text, processes)
+    assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+def test_a_defect_of_transformers_is_found_in_its_module() -> None:
+    with InprocEngine() as threads:
+        result = proved("qwen3:accumulating", "tp=2 micro=2", threads)
+    assert result.verdict == FAIL
+    message = next(verdict.message for verdict in result.verdicts if verdict.verdict == FAIL)
+    assert "first:  grad_sync of model.layers.0.self_attn.k_norm in step 0" in message
