@@ -1,0 +1,169 @@
+"""The ledger of unmodified Megatron-Core: its 1F1B schedule with tied embeddings and the distributed optimizer.
+
+Megatron is written for CUDA: what it asks for on "cuda" is made on the CPU, and its random tracker does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from harness.engines.threads.inproc import InprocEngine
+from harness.ledger import Event
+from harness.recording.recorder import Recorder
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Megatron's own, at import
+    pytest.importorskip("megatron.core", reason="needs the extra `peers`")
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.transformer import TransformerConfig
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+STEPS, MICRO, SEQ = 2, 3, 8
+
+
+class NoTracker:
+    """Stands for the CUDA random tracker."""
+
+    def is_initialized(self) -> bool:
+        """As after model_parallel_cuda_manual_seed."""
+        return True
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "") -> Iterator[None]:
+        """Draw from the common stream."""
+        yield
+
+
+class OnCpu(TorchFunctionMode):
+    """What is asked for on "cuda" is made on the CPU, and calls itself a CUDA tensor."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The function's own result."""
+        words = dict(kwargs or {})
+        if str(words.get("device", "")).startswith("cuda"):
+            words["device"] = "cpu"
+        found = function(*args, **words)
+        return found.replace("torch.", "torch.cuda.") if function is Tensor.type and isinstance(found, str) else found
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and "get_cuda_rng_tracker" in vars(module):
+            monkeypatch.setattr(module, "get_cuda_rng_tracker", lambda *_, **__: NoTracker())
+
+
+def config_of(**words: Any) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=torch.float32,
+        gradient_accumulation_fusion=False,
+        **words,
+    )
+
+
+def forward(_data: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
+    """The schedule's forward step: the output and the function that reduces it to the loss."""
+    tokens, mask = torch.arange(SEQ).view(1, SEQ), torch.ones(1, 1, SEQ, SEQ).triu(1).bool()
+    return model(tokens, tokens, mask, labels=tokens), lambda out: (out.mean(), {"loss": out.detach().mean()})
+
+
+def ran(program: Callable[[], object], world_size: int, **axes: tuple[tuple[int, ...], ...]) -> list[Event]:
+    """The events of all ranks."""
+
+    def on_rank(rank: int) -> None:
+        with OnCpu(), recorder.on_rank(rank):
+            program()
+
+    with InprocEngine() as engine, Recorder("", "", world_size, axes) as recorder:
+        engine.run(on_rank, world_size=world_size, observer=recorder, per_rank=("megatron.core.parallel_state",))
+    return recorder.events()
+
+
+def pipeline() -> None:
+    """Two stages, two data ranks: 1F1B with tied embeddings, and the distributed optimizer with clipping."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    config = config_of(pipeline_dtype=torch.float32, batch_p2p_comm=True, batch_p2p_sync=False)
+    last = parallel_state.is_pipeline_last_stage()
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=32,
+        max_sequence_length=SEQ,
+        pre_process=not last,
+        post_process=last,
+        share_embeddings_and_output_weights=True,
+    )
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt)
+    how = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True, clip_grad=1.0)
+    optimizer = get_megatron_optimizer(how, [model])
+    config.finalize_model_grads_func = finalize_model_grads
+    for _step in range(STEPS):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(()),
+            model=[model],
+            num_microbatches=MICRO,
+            seq_length=SEQ,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        optimizer.step()
+        if last:
+            dist.all_reduce(losses[0]["loss"].clone(), group=parallel_state.get_data_parallel_group())
+
+
+def test_the_1f1b_schedule_and_the_distributed_optimizer() -> None:
+    alone = ((0,), (1,), (2,), (3,))
+    events = ran(pipeline, 4, tp=alone, cp=alone, dp=((0, 1), (2, 3)), pp=((0, 2), (1, 3)))
+    assert not [event.doubts for event in events if event.doubts]
+    update = [
+        ("reduce_scatter", "grad_sync", "dp"),
+        ("all_reduce", "grad_sync", "embedding"),
+        ("all_reduce", "grad_sync", "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),  # the norm
+        ("all_gather", "step", "dp"),
+    ]
+    turns = [("send", 0), *[(op, m + (op == "send")) for m in range(MICRO) for op in ("send", "recv")]]
+    messages = {
+        False: [turn for turn in turns if turn[1] < MICRO],
+        True: [(op, m) for m in range(MICRO) for op in ("recv", "send")],
+    }
+    for rank in range(4):
+        last = rank >= 2
+        # Before its first forward it compares what the optimizer of each rank is.
+        mine = [e for e in events if e.rank == rank and e.phase != "data"]
+        for step in range(STEPS):
+            of_step = [e for e in mine if e.step == step]
+            hops = [e for e in of_step if e.phase == "pipeline"]
+            assert [(e.op, e.microbatch) for e in hops] == messages[last]
+            assert {e.axis for e in hops} == {"pp"}
+            rest = [(e.op, e.phase, e.axis) for e in of_step if e.phase not in ("pipeline", "forward")]
+            assert rest == [*update, *([("all_reduce", "metric", "dp")] if last else [])]
+            assert {e.axis for e in of_step if e.phase == "forward"} <= {"tp"}
