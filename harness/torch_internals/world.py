@@ -30,6 +30,7 @@ __all__ = [
     "by_thread",
     "group_of_ranks",
     "groups_made_by",
+    "in_world_of",
     "leave_world",
     "rank_tables",
     "ranks_of",
@@ -163,6 +164,34 @@ def leave_world() -> None:
     ranks = getattr(c10d._world, "_ranks", {})
     if ranks.pop(get_ident(), None) is not None:
         _registry._unregister_all_process_groups()
+
+
+@contextmanager
+def in_world_of(tables: Any) -> Iterator[None]:
+    """Within it this thread is the rank of these tables; groups that it makes later have no names here.
+
+    A backward in it stays in it, as on the rank's own thread. Afterwards the thread is what it was.
+    """
+    ranks, ident = getattr(c10d._world, "_ranks", None), get_ident()
+    if ranks is None:  # the run has ended
+        yield
+        return
+    before = ranks.get(ident)
+    leave_world()
+    torch.autograd.set_multithreading_enabled(False)
+    _enter_tables(ranks, ident, tables)
+    try:
+        yield
+    finally:
+        leave_world()
+        if before is not None:
+            _enter_tables(ranks, ident, before)
+
+
+def _enter_tables(ranks: dict[int, Any], ident: int, tables: Any) -> None:
+    ranks[ident] = tables
+    for group, name in tables.pg_names.items():
+        register(name, group)
 
 
 def group_of_ranks(tag: str, ranks: tuple[int, ...]) -> Any:

@@ -30,9 +30,9 @@ from harness.engines.engine import Engine
 from harness.engines.faults import spoiled
 from harness.engines.threads.intervention import Intervened, Plain
 from harness.engines.threads.matcher import CollectiveMatcher, Race
-from harness.engines.threads.rank_state import PerRankState
 from harness.engines.threads.rank_threads import RankThread
 from harness.engines.threads.scheduler import Scheduler
+from harness.engines.threads.state.rank_state import PerRankState
 from harness.engines.threads.work import RankCall
 from harness.ledger import Observer
 from harness.merging import same_bits

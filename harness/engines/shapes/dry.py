@@ -26,8 +26,8 @@ import torch.distributed as dist
 from harness.callers import raised_at
 from harness.engines.engine import Program, RequestEngine, RunRequest
 from harness.engines.interposer import Interposer
-from harness.engines.threads.module_state import own_state
 from harness.engines.threads.rank_threads import RankThread
+from harness.engines.threads.state.module_state import own_state
 from harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
 from harness.ledger import Observer
 from harness.torch_internals.groups import fake_store

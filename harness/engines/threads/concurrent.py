@@ -25,11 +25,11 @@ from harness.engines.calls.pending import RankGroup
 from harness.engines.threads.inproc import InprocEngine
 from harness.engines.threads.intervention import Plain
 from harness.engines.threads.matcher import CollectiveMatcher
-from harness.engines.threads.module_state import Place
-from harness.engines.threads.rank_state import PerRankState
 from harness.engines.threads.rank_threads import Aborted, RankThread
-from harness.engines.threads.rng_streams import CallerStreams
 from harness.engines.threads.scheduler import RankStatus, Scheduler
+from harness.engines.threads.state.module_state import Place
+from harness.engines.threads.state.rank_state import PerRankState
+from harness.engines.threads.state.rng_streams import CallerStreams
 from harness.engines.threads.work import RankCall
 from harness.errors import RequestError
 from harness.ledger import Observer
@@ -101,6 +101,10 @@ class _FreeScheduler(Scheduler):
             self.statuses[rank] = RankStatus.READY
             self._running += 1
             self._turns[rank].release()
+
+    def take_over(self, rank: int, why: str) -> None:
+        """Refused: ranks that run at once have no turn to hand over. Raises RuntimeError."""
+        raise RuntimeError(f"{why} on rank {rank}: the engine inproc-concurrent takes calls from the rank's own thread")
 
     def halt(self) -> None:
         """A rank failed: the driver wakes at once, the others go on until they wait."""

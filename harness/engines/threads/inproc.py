@@ -6,8 +6,9 @@ depend on the machine's load; a rank that deviates from the others ends the run 
 
 What ranks share because they share the process: the environment (RANK and WORLD_SIZE are not per rank: use
 torch.distributed.get_rank), the working folder, CUDA's current device and generators, and the state of modules (their
-globals, class attributes and singletons) that `per_rank` does not name. A rank that blocks in native code until another
-rank acts (a store's wait, a lock) keeps its turn and runs into the time limit. torch.compile was not tried.
+globals, class attributes and singletons) that `per_rank` does not name. A rank that blocks until another rank acts in
+another way than by a call (a store's wait, a lock, a queue) keeps its turn and runs into the time limit. Threads that a
+rank starts are in its world; of one rank's threads one at a time is in a call.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from harness.engines.threads import postmortem
 from harness.engines.threads.heap import Heap
 from harness.engines.threads.intervention import Intervention, Plain
 from harness.engines.threads.matcher import Race
-from harness.engines.threads.module_state import places_of
 from harness.engines.threads.postmortem import Raised
-from harness.engines.threads.rank_state import PerRankState
 from harness.engines.threads.rank_threads import Aborted, RankThread, RankThreads
 from harness.engines.threads.rank_world import Enter, installed
-from harness.engines.threads.rng_streams import CallerStreams
 from harness.engines.threads.scheduler import RankStatus, RunEnd
+from harness.engines.threads.state.module_state import places_of
+from harness.engines.threads.state.rank_state import PerRankState
+from harness.engines.threads.state.rng_streams import CallerStreams
 from harness.engines.threads.unmapped import Unmapped
 from harness.errors import (
     Desynchronised,
@@ -163,6 +164,8 @@ class _Run:
             return of_mismatch(failure)
         if end is RunEnd.TIME:
             return postmortem.of_time(self.scheduler, self.request.timeout_s)
+        if end is RunEnd.STUCK and self.scheduler.guests:
+            return postmortem.of_guests(self.scheduler)
         if end is RunEnd.STUCK:
             done = [status is RankStatus.DONE for status in self.scheduler.statuses]
             return of_deadlock(done, self.matcher.waiting)
@@ -176,6 +179,8 @@ class _Run:
             text += f"; rank {ranks_text(abandoned)} is in native code and could not be interrupted: thread abandoned"
         if self.raised_first and isinstance(first := self.raised[0].error, NotComputed):
             return NotComputed(first.cause, ranks=cause.ranks, positions=found)
+        if cause.kind == postmortem.UNSERVED:
+            return NotComputed(text, ranks=cause.ranks, positions=found)
         if self.raised_first:
             return RankRaised(text, ranks=cause.ranks, positions=found)
         if isinstance(self.matcher.failure, Race):

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from harness.engines.engine import Engine, RequestEngine, RunRequest
 from harness.engines.threads.matcher import CollectiveMatcher
-from harness.engines.threads.module_state import Place
-from harness.engines.threads.rank_state import PerRankState
 from harness.engines.threads.rank_threads import RankThread
-from harness.engines.threads.rng_streams import CallerStreams
 from harness.engines.threads.scheduler import Scheduler
+from harness.engines.threads.state.module_state import Place
+from harness.engines.threads.state.rank_state import PerRankState
+from harness.engines.threads.state.rng_streams import CallerStreams
 from harness.errors import RequestError
 from harness.ledger import Observer
 

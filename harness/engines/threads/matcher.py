@@ -31,10 +31,10 @@ from harness.engines.calls.pending import (
 )
 from harness.engines.calls.signature import address_of, call_of
 from harness.engines.engine import Unwaited
-from harness.engines.threads.rank_threads import Aborted
 from harness.engines.threads.scheduler import Scheduler
 from harness.engines.threads.work import RankCall
 from harness.ledger import Call, Observer
+from harness.torch_internals.world import rank_tables
 
 __all__ = ["CollectiveMatcher", "Race"]
 
@@ -84,11 +84,11 @@ class CollectiveMatcher:
     def issue(self, call: RankCall) -> None:
         """A rank issues a collective, which is complete when every rank has issued it.
 
-        Raises RuntimeError outside the rank's thread, Aborted when the run has ended.
+        Raises RuntimeError outside the rank's threads, Aborted when the run has ended.
         """
         rank, scheduler = call.rank, self.scheduler
         if get_ident() != scheduler.idents[rank] or scheduler.stopping:
-            self._refuse(call)
+            self._admit(call)
         group, member, signature = call.group, call.member, call.signature
         number = call.number = group.numbers[member]
         collective = group.collectives.get(number)
@@ -112,10 +112,10 @@ class CollectiveMatcher:
     def post(self, call: RankCall) -> None:
         """A rank sends to its peer or receives from it; the call is complete when both have issued theirs.
 
-        Raises RuntimeError outside the rank's thread, Aborted when the run has ended.
+        Raises RuntimeError outside the rank's threads, Aborted when the run has ended.
         """
         if get_ident() != self.scheduler.idents[call.rank] or self.scheduler.stopping:
-            self._refuse(call)
+            self._admit(call)
         group, number = call.group, call.group.posted[call.member]
         (tensor,) = call.payload
         mine = PendingMessage(call.member, number, call.peer, call.tag, call.signature, tensor)
@@ -171,14 +171,15 @@ class CollectiveMatcher:
                     self.observer.completed(rank, call.ticket)
         return tuple(found)
 
-    def _refuse(self, call: RankCall) -> NoReturn:
-        """The rank cannot call now: from another thread, or since the run has ended."""
-        if get_ident() != self.scheduler.idents[call.rank]:
+    def _admit(self, call: RankCall) -> None:
+        """Another thread than the one that acts for the rank: it goes on in its place, if the rank started it."""
+        mine = rank_tables()
+        if mine is None or mine.matcher is not self or mine.rank != call.rank:
             raise RuntimeError(
                 f"{call.signature.op} on rank {call.rank}: the in-process engine takes calls from the rank's own "
-                f"thread only, while the run lasts; this is thread {current_thread().name!r}"
+                f"threads only, while the run lasts; this is thread {current_thread().name!r}"
             )
-        raise Aborted
+        self.scheduler.take_over(call.rank, f"{call.signature.op} in thread {current_thread().name!r}")
 
     def _follow(self, call: RankCall) -> None:
         """Remember an asynchronous call, and the line that issued it, until it is waited for."""

@@ -5,16 +5,28 @@ Read after the driver has the turn back and before the threads are ended, so eve
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from harness.callers import caller_of, issued_at, raised_at
 from harness.engines.calls.desync import RootCause, position_in_call
 from harness.engines.threads.matcher import CollectiveMatcher
+from harness.engines.threads.own_threads import Stillness
 from harness.engines.threads.scheduler import RankStatus, Scheduler
 from harness.errors import Position, error_text
 
-__all__ = ["Raised", "of_raise", "of_time", "positions"]
+__all__ = ["UNSERVED", "Raised", "of_guests", "of_raise", "of_time", "positions"]
+
+
+_BLOCKED = (
+    "; where ranks are threads of one process, a lock or a queue that waits for another rank may wait for ever; "
+    "legal: --engine pool"
+)
+UNSERVED = "unserved"
+"""The kind of a root cause that is no fault of the program: the engine cannot run it."""
+_LOOKS = 30
+"""More than a thread must stand still for."""
 
 
 class Raised(NamedTuple):
@@ -54,6 +66,27 @@ def of_time(scheduler: Scheduler, timeout_s: float) -> RootCause:
     """The time limit was reached while a rank was running."""
     frames = scheduler.frames()
     running = [rank for rank, status in enumerate(scheduler.statuses) if status is RankStatus.RUNNING]
-    places = ((rank, caller_of(frames[rank])) for rank in running)
-    texts = [f"rank {rank} runs" + (f" at {place}" if place else "") for rank, place in places]
-    return RootCause(f"no end within {timeout_s:g} s: {', '.join(texts) or 'no rank was running'}", tuple(running))
+    blocked = _blocked([scheduler.idents[rank] for rank in running])
+    texts = []
+    for rank in running:
+        place, does = caller_of(frames[rank]), "is blocked" if scheduler.idents[rank] in blocked else "runs"
+        texts.append(f"rank {rank} {does}" + (f" at {place}" if place else ""))
+    text = f"no end within {timeout_s:g} s: {', '.join(texts) or 'no rank was running'}"
+    return RootCause(text + (_BLOCKED if blocked else ""), tuple(running))
+
+
+def of_guests(scheduler: Scheduler) -> RootCause:
+    """No rank can go on, and threads that ranks started want to call for them."""
+    texts = [f"rank {rank} calls {why}" for rank, why in sorted(scheduler.guests.items())]
+    rule = "while its own thread waits in another call, and the threads of a rank call one at a time here"
+    return RootCause(f"{', '.join(texts)} {rule}; legal: --engine pool", tuple(sorted(scheduler.guests)), UNSERVED)
+
+
+def _blocked(idents: Sequence[int]) -> set[int]:
+    """The threads among these that stand still."""
+    looks = {ident: Stillness(ident, strictly=True) for ident in idents}
+    still: set[int] = set()
+    for _ in range(_LOOKS):
+        still = {ident for ident, look in looks.items() if look()}
+        time.sleep(0.001)
+    return still

@@ -24,7 +24,7 @@ from typing import Any
 from harness.engines.threads.heap import share_one_arena
 from harness.torch_internals.modes import switches
 
-__all__ = ["Aborted", "RankThread", "RankThreads", "taken_lock"]
+__all__ = ["Aborted", "RankThread", "RankThreads", "interrupt", "taken_lock"]
 
 
 class Aborted(BaseException):
@@ -71,8 +71,7 @@ class RankThread:
     def interrupt(self) -> None:
         """Raise Aborted in the thread as soon as it runs Python code again."""
         self._interrupted = True
-        ident = ctypes.c_ulong(self.thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Aborted))
+        interrupt(self.thread)
 
     def _serve(self) -> None:
         with contextlib.suppress(Aborted):
@@ -126,6 +125,12 @@ class RankThreads:
         """End all idle threads."""
         while self._idle:
             self._idle.pop().begin("rank (ending)", None)
+
+
+def interrupt(thread: threading.Thread) -> None:
+    """Raise Aborted in a thread as soon as it runs Python code again."""
+    ident = ctypes.c_ulong(thread.ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Aborted))
 
 
 def _nothing() -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from harness.engines.threads.matcher import CollectiveMatcher
+from harness.engines.threads.own_threads import followed
 from harness.engines.threads.process_group import InprocGroup
 from harness.torch_internals.meshes import kept_apart
 from harness.torch_internals.redirect import redirected
@@ -70,12 +71,17 @@ def installed() -> Iterator[Enter]:
         undo.enter_context(redirected(c10d.split_group, _split_group))
         undo.enter_context(groups_made_by(_new_group))
         undo.enter_context(kept_apart(_rank_of_thread))
+        undo.enter_context(followed(_hand_back))
         yield functools.partial(_enter, ranks, dist.HashStore())
 
 
 def _enter(ranks: dict[int, Any], store: Any, matcher: CollectiveMatcher, rank: int, world_size: int) -> None:
     ranks[get_ident()] = mine = _Rank(matcher=matcher, rank=rank, world_size=world_size, store=store)
     _make_default(mine)
+
+
+def _hand_back(mine: _Rank) -> None:
+    mine.matcher.scheduler.hand_back(mine.rank)
 
 
 def _mine() -> _Rank | None:

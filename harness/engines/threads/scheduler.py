@@ -22,8 +22,9 @@ from types import FrameType
 
 import torch
 
-from harness.engines.threads.rank_state import PerRankState
+from harness.engines.threads.own_threads import Stillness
 from harness.engines.threads.rank_threads import Aborted, RankThread, taken_lock
+from harness.engines.threads.state.rank_state import PerRankState
 
 __all__ = ["RankStatus", "RunEnd", "Scheduler"]
 
@@ -55,13 +56,18 @@ class RunEnd(Enum):
 class Scheduler:
     """Runs `body(rank)` in one thread a rank. The ranks call `wait`, `wake` and `halt`, the driver the rest.
 
-    `idents` are the threads' identities as threading.get_ident returns them.
+    `idents` are the identities of the threads that act for the ranks, as threading.get_ident returns them. Of the
+    threads of one rank one acts at a time: another takes over when that one is blocked or has ended. `guests` are those
+    ranks of which a thread wants to, with its call in words.
     """
 
     def __init__(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> None:
         world_size = len(threads)
         self.statuses = [RankStatus.NOT_STARTED] * world_size
         self.idents = [0] * world_size
+        self.guests: dict[int, str] = {}
+        self._own = [0] * world_size
+        self._handing_over = threading.Lock()
         self.stopping = False
         self._halted = False
         self._stayed: tuple[int, ...] = ()
@@ -97,6 +103,29 @@ class Scheduler:
     def halt(self) -> None:
         """A rank failed: from the next change of turns on, the driver gives them."""
         self._halted = True
+
+    # what other threads of a rank call
+
+    def take_over(self, rank: int, why: str) -> None:
+        """Act for the rank from here on, as soon as the thread that does is blocked or has ended. Raises Aborted."""
+        acting, still = 0, Stillness(0)
+        self.guests[rank] = why
+        while not self.stopping:
+            with self._handing_over:
+                if acting != self.idents[rank]:
+                    acting, still = self.idents[rank], Stillness(self.idents[rank])
+                if acting == threading.get_ident() or (self.statuses[rank] is RankStatus.RUNNING and still()):
+                    self.idents[rank] = threading.get_ident()
+                    self.guests.pop(rank, None)
+                    return
+            time.sleep(0.001)
+        raise Aborted
+
+    def hand_back(self, rank: int) -> None:
+        """A thread that the rank started is done: the rank's own thread acts for it again."""
+        with self._handing_over:
+            if self.idents[rank] == threading.get_ident():
+                self.idents[rank] = self._own[rank]
 
     # what the driver calls
 
@@ -163,9 +192,11 @@ class Scheduler:
         with contextlib.suppress(Aborted):
             if not self.stopping:
                 torch.autograd.set_multithreading_enabled(False)  # a backward stays on its rank's thread
-                self.idents[rank] = threading.get_ident()
+                self.idents[rank] = self._own[rank] = threading.get_ident()
                 self._state.enter(rank)
                 self._body(rank)
+                if self.idents[rank] != self._own[rank]:
+                    self.take_over(rank, "its end")
                 self._state.end(rank)
         self.statuses[rank] = RankStatus.DONE
         return self._successor()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import sys
 import threading
@@ -252,26 +253,28 @@ def test_an_unknown_module_to_keep_per_rank_is_a_wrong_request() -> None:
         assert engine.run(lambda rank: rank, world_size=2) == [0, 1]
 
 
-def test_calls_from_other_threads_and_after_the_run_are_refused(engine: InprocEngine) -> None:
+def test_calls_from_threads_that_no_rank_started_and_after_the_run_are_refused(engine: InprocEngine) -> None:
+    groups: queue.Queue[Any] = queue.Queue()
+    refused: list[str] = []
+
+    def call() -> None:
+        try:
+            groups.get().barrier()
+        except RuntimeError as problem:
+            refused.append(str(problem))
+
+    thread = threading.Thread(target=call, name="helper")
+    thread.start()
+
     def program(rank: int) -> Any:
-        refused: list[str] = []
-        group = dist.group.WORLD
-
-        def call() -> None:
-            try:
-                group.barrier()  # type: ignore[union-attr]
-            except RuntimeError as problem:
-                refused.append(str(problem))
-
-        thread = threading.Thread(target=call, name="helper")
-        thread.start()
+        groups.put(dist.group.WORLD)
         thread.join()
-        return refused, group
+        return dist.group.WORLD
 
-    ((refused, group),) = engine.run(program, world_size=1)
-    rule = "the in-process engine takes calls from the rank's own thread only, while the run lasts"
+    (group,) = engine.run(program, world_size=1)
+    rule = "the in-process engine takes calls from the rank's own threads only, while the run lasts"
     assert refused == [f"barrier on rank 0: {rule}; this is thread 'helper'"]
-    with pytest.raises(RuntimeError, match="takes calls from the rank's own thread only, while the run lasts"):
+    with pytest.raises(RuntimeError, match="takes calls from the rank's own threads only, while the run lasts"):
         group.barrier()
     error, _ = raised(engine, lambda rank: group.barrier(), world_size=1)
     assert type(error.__cause__) is RuntimeError

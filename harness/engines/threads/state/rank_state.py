@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from harness.engines.threads.module_state import Place, own
-from harness.engines.threads.rng_streams import CallerStreams, RankStreams
+from harness.engines.threads.state.module_state import Place, own
+from harness.engines.threads.state.rng_streams import CallerStreams, RankStreams
 
 __all__ = ["PerRankState"]
 
