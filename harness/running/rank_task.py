@@ -19,7 +19,7 @@ from torch import Tensor
 
 from harness.engines.devices import rank_device
 from harness.engines.interposer import observing
-from harness.engines.threads.module_state import own_state
+from harness.engines.threads.state.module_state import own_state
 from harness.errors import RequestError, error_text
 from harness.ledger import Event
 from harness.outcome import Block, blocks, localize
