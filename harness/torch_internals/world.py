@@ -7,13 +7,14 @@ the registry kept per thread.
 
 from __future__ import annotations
 
+import concurrent.futures.thread as executors
 import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from threading import get_ident
+from threading import Thread, get_ident
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "groups_made_by",
     "in_world_of",
     "leave_world",
+    "not_waited_for",
     "rank_tables",
     "ranks_of",
     "register",
@@ -186,6 +188,11 @@ def in_world_of(tables: Any) -> Iterator[None]:
         leave_world()
         if before is not None:
             _enter_tables(ranks, ident, before)
+
+
+def not_waited_for(thread: Thread) -> None:
+    """At its end the process does not wait for this thread of an executor. Uses concurrent.futures' _threads_queues."""
+    getattr(executors, "_threads_queues", {}).pop(thread, None)
 
 
 def _enter_tables(ranks: dict[int, Any], ident: int, tables: Any) -> None:

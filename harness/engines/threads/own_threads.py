@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.engines.threads.rank_threads import Aborted, interrupt
-from harness.torch_internals.world import in_world_of, rank_tables
+from harness.torch_internals.world import in_world_of, not_waited_for, rank_tables
 
 __all__ = ["Stillness", "followed"]
 
@@ -26,7 +26,6 @@ _LOOKS = 20
 """Looks, a millisecond or more apart, at which a thread must be at the same place to stand still."""
 _TASK = Path("/proc/self/task")
 _WAITS_IN = (threading.__file__, executors.__file__)
-_THREADS_OF_EXECUTORS: Any = getattr(executors, "_threads_queues", {})
 
 
 @contextmanager
@@ -68,7 +67,7 @@ def followed(left: Callable[[Any], None]) -> Iterator[None]:
         ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
         for thread in started:
             if thread.is_alive():
-                _THREADS_OF_EXECUTORS.pop(thread, None)
+                not_waited_for(thread)
 
 
 def _as_rank(tables: Any, left: Callable[[Any], None], function: Callable[..., Any], *args: Any, **words: Any) -> Any:
