@@ -28,7 +28,7 @@ __all__ = ["main"]
 ENGINES = ("inproc", "inproc-concurrent", "pool", "torchrun", "dry")
 DEVICES = ("cpu", "cuda")
 SUBJECT = "parallel.subject:subject"
-LIKE = ("mlp", "dtensor", "fsdp2", "hf")
+LIKE = ("mlp", "dtensor", "fsdp2", "hf", "megatron")
 CLUSTER = "8xH100-NVLink-IB400"
 _HANDLERS = {
     "run": "reports.run:main",

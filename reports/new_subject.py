@@ -22,10 +22,13 @@ LIKE: Mapping[str, str] = {
     "dtensor": "DTensor's parallel styles",
     "fsdp2": "fully_shard",
     "hf": "a Hugging Face model under its own tp plan",
+    "megatron": "Megatron-Core's GPTModel",
 }
-"""Name of a file in `suites/subjects` -> what it shows."""
-_NEEDS = {"hf": "transformers"}
-"""The package that a subject needs beside torch, by the name that pip and import know."""
+"""What can be written -> what it shows."""
+_FILES = {"megatron": "megatron_gpt"}
+"""Names of files in `suites/subjects`, where they differ."""
+_NEEDS = {"hf": ("transformers", "transformers"), "megatron": ("megatron", "megatron-core")}
+"""The package that a subject needs beside torch, as import and as pip know it."""
 _FOLDER = Path(__file__).resolve().parents[1] / "suites" / "subjects"
 
 
@@ -33,7 +36,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Write the file and print the command that runs it. Exit status 0; raises RequestError, and writes nothing, when
     there is a file already or the name is none of a module.
     """
-    target, text = Path(arguments.file), (_FOLDER / f"{arguments.like}.py").read_text(encoding="utf-8")
+    source = _FOLDER / f"{_FILES.get(arguments.like, arguments.like)}.py"
+    target, text = Path(arguments.file), source.read_text(encoding="utf-8")
     if target.suffix != ".py" or not target.stem.isidentifier():
         raise RequestError(f"file={target}: must be the file of a module; legal: my_model.py")
     try:
@@ -46,11 +50,9 @@ def main(arguments: argparse.Namespace) -> int:
         raise RequestError(
             f"file={target}: cannot be written ({reason}); legal: a file in a folder of yours"
         ) from problem
-    needed = _NEEDS.get(arguments.like, "")
-    if needed and find_spec(needed) is None:
-        show_message(
-            f"note: it needs {needed}, which is not installed: pip install {needed}", sys.stderr, style="yellow"
-        )
+    package, known = _NEEDS.get(arguments.like, ("torch", "torch"))
+    if find_spec(package) is None:
+        show_message(f"note: it needs {known}, which is not installed: pip install {known}", sys.stderr, style="yellow")
     folder = "" if target.parent == Path() else f"cd {shlex.quote(str(target.parent))} && "
     show_message(f"{target} is written: {LIKE[arguments.like]}. Run it, then make it yours:\n", sys.stdout)
     show_message(f"    {folder}shardproof run --subject {target.stem}:subject", sys.stdout)

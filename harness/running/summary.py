@@ -7,6 +7,7 @@ where its terms leave out what the row needs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -67,11 +68,12 @@ def summarize(
         for place, amount in enumerate((1, event.payload_bytes, event.wire_bytes)):
             of_rank[place] += amount
     terms = _lines(expectation or ())
+    alike = Counter(key[:3] for key in counts)
     rows = []
     for key in sorted({*counts, *(_KEY(term) for term in terms if None not in _KEY(term))}, key=_order):
         by_rank = counts.get(key, [[0, 0, 0]])
         most, least = ([pick(column) for column in zip(*by_rank, strict=True)] for pick in (max, min))
-        sums = (None, None) if expectation is None else _expected(key, terms)
+        sums = (None, None) if expectation is None else _expected(key, terms, alone=alike[key[:3]] < 2)
         rows.append(_row(case, mode, key, most, least, sums))
     return rows
 
@@ -82,14 +84,15 @@ def _lines(terms: Iterable[TermLike]) -> list[Term]:
     return [*(Term(**asdict(line), calls=calls) for line, calls in form.complete.items()), *form.partial]
 
 
-def _expected(key: _Key, terms: Iterable[Term]) -> tuple[int | None, int | None]:
+def _expected(key: _Key, terms: Iterable[Term], *, alone: bool) -> tuple[int | None, int | None]:
     """Calls and bytes that a row must have; None for what cannot be known from its terms.
 
     Terms that state the same fields count different events, so they add up; others may count the same events twice.
+    `alone`: no other row has its phase, op and axis, so that terms need not state the size of the group.
     """
     own = [term for term in terms if all(mine in (None, its) for mine, its in zip(_KEY(term), key, strict=True))]
     fields = {tuple(name for name in term.stated if name in FIELDS) for term in own}
-    if len(fields) > 1 or any(None in _KEY(term) for term in own):
+    if len(fields) > 1 or any(None in _KEY(term)[: 3 if alone else 4] for term in own):
         return None, None
     calls = [term.calls for term in own]
     size = [

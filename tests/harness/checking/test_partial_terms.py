@@ -159,6 +159,7 @@ def test_a_summary_knows_what_terms_of_equal_fields_tell_and_no_more() -> None:
     row = ("phase", "op", "axis", "group_size")
     assert expected(*generalised(row, summed=True)) == whole
     assert expected(*generalised(row, summed=False)) == {phase: (calls, None) for phase, (calls, _) in whole.items()}
+    assert expected(*generalised(row[:3], summed=True)) == whole, "one size of groups over tp"
     assert expected(ALL) == dict.fromkeys(whole, (None, None))
     assert expected(*TERMS, Term(phase="forward", calls=8)) == whole | {"forward": (None, None)}
     fewer = generalised(row, summed=True)[:2]
