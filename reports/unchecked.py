@@ -1,4 +1,4 @@
-"""What the checks of a run did not see, in a few notes: names that were not returned, the corpus, rows never looked up.
+"""What the checks of a run did not see, in a few notes: names not returned, doubts on the ledger, the corpus, its rows.
 
 Every case's own list is in `verdicts.jsonl`; a note adds the cases up.
 """
@@ -14,13 +14,14 @@ __all__ = ["unchecked_notes"]
 _ON_PURPOSE = " (left out on purpose)"
 _READING = "statements about the data hold; "
 _REPEATED = "it is repeated"
+_DOUBTS = ("axis ", "step: ", "phase: ")
 _MOST = 3
 """Different amounts of tokens that a note lists."""
 
 
 def unchecked_notes(run: Run) -> list[str]:
     """All notes, the most important first; only checks that passed have something to add."""
-    return [*_unreturned(run), *_regrouped(run), *_read(run), *_rows(run)]
+    return [*_unreturned(run), *_doubts(run), *_regrouped(run), *_read(run), *_rows(run)]
 
 
 def _unreturned(run: Run) -> list[str]:
@@ -35,6 +36,12 @@ def _unreturned(run: Run) -> list[str]:
         if words:
             notes[f"{message}{words}"] = None
     return list(notes)
+
+
+def _doubts(run: Run) -> list[str]:
+    """What the ledgers are not certain of (harness.ledger.Event.doubts), and in how many cases."""
+    told = Counter(part for _, unchecked in _passed(run, "ledger") for part in unchecked.split("; "))
+    return [f"not certain: {part} ({_cases(told[part])})" for part in told if part.startswith(_DOUBTS)]
 
 
 def _kinds(names: list[str]) -> str:

@@ -17,6 +17,8 @@ __all__ = ["Paths", "axis_name", "group_word"]
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _BY_TORCH = re.compile(r"|undefined|default_pg|mesh_default|mesh_dim_\d+|.*:split:\d+")
 """Descriptions that nobody chose."""
+_WORLD = ("default_pg", "mesh_default")
+"""torch's own names for the group of all ranks: the only axis of the case that has them all is no guess."""
 _FILLERS = frozenset({"parallel", "group", "gloo", "ag", "and", "with"})
 _SPELT = {
     "tensor": "tp",
@@ -82,6 +84,8 @@ def axis_name(
         return meant[0], ""
     if said in _KNOWN or set(joint) & axes.keys():
         return said, ""
+    if len(having) == 1 and group_desc in _WORLD:
+        return having[0], ""
     if len(having) == 1:
         why = f"its group is described as {group_desc!r}" if said else "its group has no description"
         return having[0], f"axis {having[0]}: {why}, so it is named after the axis of the case that has the same ranks"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from harness.cases import parse_cases
 from harness.checking.evidence import Verdict
+from harness.ledger import NO_UPDATE
 from harness.request import Request
 from harness.running.run import run
 from harness.running.store import Store
@@ -40,6 +41,15 @@ def test_a_repeated_corpus_comes_first_and_equal_amounts_are_added_up(tmp_path: 
     read = [("data", HOLDS + amount, (), "pass") for amount in amounts]
     assert notes(tmp_path, *read, ("data", HOLDS + "failed", (), "fail")) == [
         "data: it is repeated (1 case); many (2 cases); a (1 case); other amounts (1 case)"
+    ]
+
+
+def test_what_is_not_certain_of_the_ledger_is_a_note(tmp_path: Path) -> None:
+    doubts = ("closed form: the subject states no expectation", "axis tp: its group has no description", NO_UPDATE)
+    rows = [("ledger", "9 events", doubts[: count + 2], "pass") for count in range(2)]
+    assert notes(tmp_path, *rows) == [
+        "not certain: axis tp: its group has no description (2 cases)",
+        f"not certain: {NO_UPDATE} (1 case)",
     ]
 
 
