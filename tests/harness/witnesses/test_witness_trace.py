@@ -89,6 +89,27 @@ def test_phases_follow_from_what_a_row_lies_in_and_from_what_follows() -> None:
     assert phases == [*before, "grad_sync", "step", "metric"]
 
 
+def test_what_a_trace_does_not_hold_is_left_open() -> None:
+    """Messages, which may go between stages; gathers after a step; what follows a backward where nothing steps."""
+    model = [module("Model_0", 10, 20), module("Linear_0", 12, 10)]
+    sent = [call("send", 32, [[[4]]]), call("broadcast_", 34, [[4]])]
+    back = [node(50, 20), call("allreduce_", 80, [[7]])]
+    stepped = [
+        row("Optimizer.step#SGD.step", "user_annotation", 90, 10),
+        call("_allgather_base_", 110, [8, 2]),
+        call("allreduce_", 112, [[1]]),
+        call("allreduce_", 114, [[3]]),
+        module("Model_0", 120, 20),
+        module("Linear_0", 122, 10),
+    ]
+
+    def phases(*rows: Any) -> list[str]:
+        return [s.phase for s in sightings({"distributedInfo": HEADER, "traceEvents": [*model, *rows]}, [], 0)]
+
+    assert phases(*sent, *back) == ["", "data", ""]
+    assert phases(*sent[:1], *back, *stepped) == ["", "grad_sync", "", "metric", "data"]
+
+
 def test_groups_and_dtypes_come_from_torchs_own_log_and_the_header() -> None:
     seen = sightings(TRACE, LOG, 0)
     assert [s.op for s in seen[:5]] == ["broadcast", "all_gather", "all_reduce", "all_reduce", "reduce_scatter"]
