@@ -56,12 +56,16 @@ class Regrouped:
 class Located:
     """The first module that differs from the truth's, found without a declared layout: a place, never a verdict.
 
-    `phase` is "forward" or "backward", `module` its path ("" is the model itself), `words` how it shows.
+    `phase` is "forward" or "backward", `module` its path ("" is the model itself), `words` how it shows. `summed` is
+    the axis over which its tensors are partial sums, else `shown` are the wrong tensor and the truth's, one pair for
+    each layout that its shape allows.
     """
 
     phase: str
     module: str
     words: str
+    summed: str = ""
+    shown: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ the first that is found is reported.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.group_checks import lists_text, strays
@@ -25,6 +26,7 @@ from harness.diagnosing.rules.losses import from_parts, more_classes
 from harness.diagnosing.rules.places import comparable
 from harness.diagnosing.rules.what_ifs import what_if
 from harness.differences import Difference
+from harness.merging import Merged
 from harness.terms import EventKey
 
 __all__ = ["likely"]
@@ -95,12 +97,36 @@ def likely(
     call_first = call_first and by_call[0].id != "wrong_place"  # that changes no number
     numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
     said = (what_if(evidence, numbers) or more_classes(evidence, numbers[0], parted)) if numbers else []
-    said = said or (from_parts(evidence, numbers[0]) if numbers else [])
+    said = said or (from_parts(evidence, numbers[0]) if numbers else []) or _from_located(evidence)
     if not said and not call_first:
         said = by_numbers(evidence, numbers) if numbers else []
     said = said or by_call
     usual = [Cause(id=known, words=words) for check, (known, words) in _USUAL.items() if check in failed]
     return tuple(said or usual[:1])
+
+
+def _from_located(evidence: Evidence) -> list[Cause]:
+    """What the numbers of the first wrong module tell, under whichever layout they tell something."""
+    found = evidence.located
+    if found is None:
+        return []
+    if found.summed:
+        words = f"the ranks' values add up to the truth over {found.summed}: each holds one partial sum, never reduced"
+        return [Cause(id="not_summed", words=words)]
+    name = f"{'act' if found.phase == 'forward' else 'act_grad'}/{found.module}"
+    for value, truth in found.shown:
+        merged = Merged(tensors={**evidence.merged.tensors, name: value}, flaws=evidence.merged.flaws)
+        seen = replace(evidence, truth={**evidence.truth, name: truth}, merged=merged, shares={}, others=())
+        if said := by_numbers(seen, [name]):
+            return [_undecided(cause) for cause in said]
+    return []
+
+
+def _undecided(cause: Cause) -> Cause:
+    """A factor that equals a size of the case: cases of other sizes are not searched for their first wrong module."""
+    if not cause.follows:
+        return cause
+    return replace(cause, words=f"{cause.words} (a constant factor would look the same)", follows=())
 
 
 def _from_groups(evidence: Evidence) -> list[Cause]:

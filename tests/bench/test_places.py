@@ -12,21 +12,30 @@ import shardproof
 from bench.places.bugs import BUGS, MEGATRON, TP, Bug
 from bench.places.by_hand import subject
 from bench.places.dense import REFERENCE, truth
-from bench.places.planting import diagnosed, found_in_megatron, is_right
+from bench.places.planting import diagnosed, found_in_megatron, is_right, wordless
+from harness.diagnosing.placing.modules_by_name import located
 from harness.engines.named import engine_named
 from harness.engines.threads.inproc import InprocEngine
+from harness.running.locating import wrong_module
+from harness.running.locating.wrong_module import modules_of
 from harness.running.proof import prove
+from harness.running.trial import Trial, recorded
+from harness.running.truth.reference import reference_of
+from harness.subject import case_of, named
+from parallel.subject import subject as ours
 from reference.case import Case
 from suites.mutants.planting import planted, replaced
 
-SOME = (
-    "row linear averages",
-    "attention without its mask",
-    "residual detached",
-    "one column linear does not sum its input's gradient",
-    "row-wise plan that sums nothing",
-    "ours: input gradient of one linear halved",
-)
+SOME = {
+    "row linear averages": "",
+    "attention without its mask": "",
+    "residual detached": "",
+    "one column linear does not sum its input's gradient": "not_summed",
+    "row-wise plan that sums nothing": "not_summed",
+    "ours: input gradient of one linear halved": "averaged",
+    "reduce-scatter hands out other parts": "shifted_shard",
+}
+"""Bug -> the cause that its first module's numbers tell, "" for none."""
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +51,7 @@ def test_a_bug_is_traced_to_its_module_without_a_declared_layout(name: str, engi
     assert result.diagnosis is not None
     first = result.diagnosis.first
     assert is_right((first.phase, first.region), bug.phase, bug.place)
+    assert SOME[name] in {"", *(cause.id for cause in result.diagnosis.causes)}
     told = next(verdict.message for verdict in result.verdicts if verdict.verdict == "fail")
     assert f"{first.phase} of {first.region} in step 0" in told
     assert "no layout was declared" in told
@@ -83,6 +93,32 @@ def test_nothing_is_looked_for_where_nothing_failed(engine: InprocEngine) -> Non
     result = prove(Case.parse(TP), subject, engine, reference=REFERENCE)
     assert result.verdict == "pass"
     assert "located" not in result.seconds
+
+
+def test_a_run_that_memory_may_not_hold_is_not_made(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrong_module, "memory_bytes", lambda: 1000)
+    result = diagnosed(BUGS["row linear averages"], engine)
+    assert (result.verdict, "located" in result.seconds) == ("fail", False)
+    (note,) = [verdict for verdict in result.verdicts if verdict.check == "explanation"]
+    assert "the first wrong module was not looked for" in note.message
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ours", "mode=isp family=internlm2 vocab=264 tp=2 wp=2 dp=2 packed=true positions=rope delivery=local"),
+        ("ours", "mode=tp-sp family=llama vocab=264 tp=2 dp=3 micro=3 recompute=full dtype=bfloat16"),
+        ("suites.subjects.two_d:subject", "tp=2 sp=true loss_parallel=true"),
+        ("suites.subjects.two_d:subject", "tp=2 dp=2 sp=true dtype=float32"),
+    ],
+)
+def test_modules_of_right_subjects_agree(name: str, text: str, engine: InprocEngine) -> None:
+    subject = named(wordless(ours) if name == "ours" else name)
+    trial = Trial(case=case_of(text, subject), subject=subject, engine=engine, reference=reference_of(subject, engine))
+    modules = modules_of(trial, recorded(trial))
+    assert modules is not None
+    assert located(modules, forward=True, backward=False) is None
+    assert located(modules, forward=False, backward=True) is None
 
 
 @pytest.mark.peers

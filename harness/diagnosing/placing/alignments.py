@@ -27,6 +27,7 @@ __all__ = ["AGREES", "DIFFERS", "UNKNOWN", "Fit", "Target", "fit"]
 
 AGREES, DIFFERS, UNKNOWN = "agrees", "differs", "unknown"
 """`unknown`: no layout has these shapes, or the tensor shows nothing."""
+_MOST_SHOWN = 6
 _SAME = 1e-6
 """Partial sums that are closer to each other than this are equal."""
 
@@ -73,13 +74,15 @@ class Target:
 class Fit:
     """How the ranks' tensors are the truth's: `layout` in words, `summed` the axis of partial sums, "" without.
 
-    `factors`: by what the gradients of each rank and call are too large, when that was to be found out.
+    `factors`: by what the gradients of each rank and call are too large, when that was to be found out. `shown`: of a
+    tensor that differs, what it is under each layout without partial sums, beside the truth's.
     """
 
     state: str
     layout: str = ""
     summed: str = ""
     factors: Factors | None = None
+    shown: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 def fit(
@@ -101,24 +104,26 @@ def fit(
             rank: [call / factors.get((rank, number), 1.0) for number, call in enumerate(calls)]
             for rank, calls in parts.items()
         }
-    count, states = len(next(iter(parts.values()))), [UNKNOWN]
+    count, states, shown = len(next(iter(parts.values()))), [UNKNOWN], list[tuple[Tensor, Tensor]]()
     if count == len(target.calls) > 1 and not scaled:
         alone = [{rank: [calls[number]] for rank, calls in parts.items()} for number in range(count)]
         fits = [fit(one, target.call(number), axes) for number, one in enumerate(alone)]
         if all(one.state == AGREES for one in fits):
             return fits[0]
         states += [one.state for one in fits]
+        shown += next((one.shown for one in fits if one.state == DIFFERS), ())
     for basis in _bases(list(parts), axes):
         found = _in_basis(parts, target, basis, scaled)
         if found.state == AGREES:
             return found
         states.append(found.state)
-    return Fit(state=DIFFERS if DIFFERS in states else UNKNOWN)
+        shown += found.shown
+    return Fit(state=DIFFERS if DIFFERS in states else UNKNOWN, shown=tuple(shown[:_MOST_SHOWN]))
 
 
 def _in_basis(given: Mapping[int, Sequence[Tensor]], target: Target, basis: Basis, scaled: bool) -> Fit:
     """The same for ranks that have coordinates on these axes."""
-    names, state = (*basis, CALLS), UNKNOWN
+    names, state, shown = (*basis, CALLS), UNKNOWN, list[tuple[Tensor, Tensor]]()
     places = {
         (*(basis[axis][rank] for axis in basis), number): (rank, number)
         for rank, calls in given.items()
@@ -147,7 +152,9 @@ def _in_basis(given: Mapping[int, Sequence[Tensor]], target: Target, basis: Basi
                             summed=plan.summed(names),
                             factors={places[place]: factor for place, factor in factors.items()},
                         )
-    return Fit(state=state)
+                    if not plan.summed(names) and not scaled:
+                        shown += _shown(parts, plan, whole.calls[0])
+    return Fit(state=state, shown=tuple(shown))
 
 
 def _bases(ranks: Sequence[int], axes: Axes) -> Iterator[Basis]:
@@ -187,6 +194,12 @@ def _views(local: Tensor, truth: Tensor) -> Iterator[Callable[[Tensor], Tensor]]
         yield lambda part: part.unflatten(0, (-1, second))
         yield lambda part: part.unflatten(0, (-1, first)).transpose(0, 1)
         yield lambda part: part.unflatten(0, (second, -1)).transpose(0, 1)
+
+
+def _shown(parts: Parts, plan: Plan, truth: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The one tensor that these parts make up and the truth; nothing when ranks that should hold the same do not."""
+    first, *others = joined(parts, plan).values()
+    return [(first, truth)] if first.shape == truth.shape and all(torch.equal(first, other) for other in others) else []
 
 
 def _agrees(parts: Parts, plan: Plan, target: Target, scaled: bool) -> dict[Place, float] | None:

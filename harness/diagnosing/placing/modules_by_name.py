@@ -15,14 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from harness.checking.evidence import Located
 from harness.checking.tolerance import kind_rms
 from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Factors, Fit, Target, fit
 from harness.diagnosing.placing.names import same_modules
+from harness.diagnosing.placing.tensors import as_declared, plainly, stages
 from harness.ledger import Event
-from harness.merging import merge
 from harness.protocols import Axes
 from harness.recording.capturing.module_calls import Held, ModuleCalls
 
@@ -74,16 +72,18 @@ class _Search:
         if parts:
             axis = fits[parts[0]].summed
             inner = next((path for path in parts if path not in self._plain), self._around(parts[-1]))
-            return self._place("forward", inner, f"what it returns are partial sums over {axis} that nobody adds up")
-        module = wrong
+            words = f"what it returns are partial sums over {axis} that nobody adds up"
+            return Located(phase="forward", module=self._own(inner), words=words, summed=axis)
+        module, given = wrong, self._given(wrong)
         while module and self._given(module).state == DIFFERS:
             module = self._around(module)
-        words = "its output agrees with the dense model's under no layout"
-        if not module and wrong == self._order[0]:  # nothing was computed before: the data
-            return self._place("forward", wrong, "what it is given agrees with the dense model's under no layout")
+        shown, words = fits[wrong].shown, "its output agrees with the dense model's under no layout"
         if module != wrong:
-            words = f"what it gives to {self._names[wrong]} agrees with the dense model under no layout"
-        return self._place("forward", module, words)
+            shown = given.shown
+            words = f"what it gives to {self._names[wrong]} agrees with the dense model's under no layout"
+        if not module and wrong == self._order[0]:  # nothing was computed before: the data
+            module, words = wrong, "what it is given agrees with the dense model's under no layout"
+        return Located(phase="forward", module=self._own(module), words=words, shown=shown)
 
     def backward(self) -> Located | None:
         """The place of the first gradient of an output, in the order of backward, that agrees under no layout."""
@@ -94,20 +94,25 @@ class _Search:
             return None
         parts = self._left_in_parts(order[: order.index(wrong)], fits, "backward", wrong)
         if parts:
+            first, axis = parts[0], fits[parts[0]].summed
             words = (
-                f"the gradients of what {self._names[parts[0]]} returns are partial sums over {fits[parts[0]].summed}"
+                f"the gradients of what {self._names[first]} returns are partial sums over {axis} that nobody adds up"
             )
-            return self._place("backward", self._user(parts[0]), f"{words} that nobody adds up")
+            return Located(phase="backward", module=self._own(self._user(first)), words=words, summed=axis)
         words = f"the gradient of what {self._names[wrong]} returns agrees with the dense model's under no layout"
-        return self._place("backward", self._user(wrong), words)
+        module = self._own(self._user(wrong))
+        return Located(phase="backward", module=module, words=words, shown=fits[wrong].shown)
 
-    def _place(self, phase: str, module: str, words: str) -> Located:
-        return Located(phase=phase, module=self._names.get(module, module), words=words)
+    def _own(self, path: str) -> str:
+        """The path of the ranks' module."""
+        return self._names.get(path, path)
 
     def _after(self, path: str, fits: Mapping[str, Fit], phase: str) -> Iterator[Fit]:
         """What becomes of a module's tensor: in forward the outputs of the modules around it, from inside out; in
-        backward the gradients that leave them.
+        backward the gradients that leave it and them.
         """
+        if phase == "backward" and fits[path].state == DIFFERS:
+            yield self._given_back(path)
         for out in self._outside(path):
             if phase == "forward":
                 yield fits[out]
@@ -219,7 +224,7 @@ class _Search:
     def _targets(self, of: Callable[[ModuleCalls], Mapping[str, Sequence[Held]]]) -> dict[str, Target]:
         """Path of the truth -> its tensors, for modules all of whose calls could be read."""
         calls_of_all = (self._of.truth, *self._of.controls)
-        runs = [{path: _plainly(held) for path, held in of(calls).items()} for calls in calls_of_all]
+        runs = [{path: plainly(held) for path, held in of(calls).items()} for calls in calls_of_all]
         truth = {path: calls for path, calls in runs[0].items() if calls}
         rms = kind_rms(
             {f"it/{path}/{number}": call for path, calls in truth.items() for number, call in enumerate(calls)}
@@ -249,10 +254,15 @@ class _Search:
             held = {rank: calls[:1] for rank, calls in held.items()}
         if any(not one.blocks for calls in held.values() for one in calls):
             return _NO_FIT
-        parts = _as_declared(held)
-        return (
-            Fit(state=DIFFERS) if parts is None else fit(parts, target, self._of.axes, scaled=scaled, factors=factors)
-        )
+        parts, axes = as_declared(held), self._of.axes
+        if parts is None:
+            return Fit(state=DIFFERS)
+        found = fit(parts, target, axes, scaled=scaled, factors=factors)
+        for stage in stages(parts, axes) if found.state == DIFFERS else ():
+            # Stages of a pipeline count their layers from 0 each: one of them is the truth's.
+            of_stage = fit(stage, target, axes, scaled=scaled, factors=factors)
+            found = of_stage if of_stage.state == AGREES else found
+        return found
 
 
 _NO_FIT = Fit(state=UNKNOWN)
@@ -269,25 +279,3 @@ def _gradients_of(calls: ModuleCalls) -> Mapping[str, Sequence[Held]]:
 
 def _input_gradients_of(calls: ModuleCalls) -> Mapping[str, Sequence[Held]]:
     return calls.input_gradients
-
-
-def _plainly(held: Sequence[Held]) -> list[Tensor]:
-    """The tensors of a program on one rank; none when one of them could not be read."""
-    return [one.blocks[0].local for one in held] if all(len(one.blocks) == 1 for one in held) else []
-
-
-def _as_declared(held: Mapping[int, Sequence[Held]]) -> dict[int, list[Tensor]] | None:
-    """Every rank's tensors, a DTensor as the full one of its mesh; None when ranks do not hold what they declare."""
-    parts: dict[int, list[Tensor]] = {}
-    for rank, calls in held.items():
-        parts[rank] = []
-        for number, one in enumerate(calls):
-            if not one.mesh:
-                parts[rank].append(one.blocks[0].local)
-                continue
-            others = [held[other][number] for other in one.mesh if other in held and number < len(held[other])]
-            merged = merge([{"it": other.blocks} for other in others])
-            if merged.flaws:
-                return None
-            parts[rank].append(merged.tensors["it"])
-    return parts

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.checking.evidence import Evidence, Located
+from harness.checking.evidence import Evidence
 from harness.checking.tolerance import is_state, kind_of, step_of
 from harness.diagnosing.placing.modules_by_name import Watched, located
 from harness.errors import error_text
@@ -16,6 +16,7 @@ from harness.outcome import blocks
 from harness.protocols import CaseLike, Subject
 from harness.recording.capturing.module_calls import Held, ModuleCalls
 from harness.resolve import resolve
+from harness.running.capacity import memory_bytes
 from harness.running.locating.captured_run import calls_of_ranks, calls_of_truth
 from harness.running.rank_task import RankTask
 from harness.running.trial import Trial
@@ -23,8 +24,10 @@ from harness.running.truth.own_truth import EXACT, InParts, OwnTruth, one_rank
 from harness.running.truth.reference import Function
 from harness.subject import ALONE
 
-__all__ = ["with_wrong_module"]
+__all__ = ["modules_of", "with_wrong_module"]
 
+_COPIES = 8
+"""How often what autograd saves is held at most: inputs, outputs and the gradients of both, of subject and truth."""
 _PARTS = 2
 """Into how many partial sums the control run of a subject that is its own truth cuts its sums."""
 _LATER = frozenset({"act", "act_grad", "grad", "grad_norm", "tokens", "param", "metric"})
@@ -42,19 +45,30 @@ def with_wrong_module(trial: Trial, evidence: Evidence, wrong: Collection[str]) 
     backward = any(kind_of(name) == "grad" for name in wrong)
     if not (forward or backward) or any(kind_of(name) == "act" for name in evidence.returned):
         return evidence
+    needed = _COPIES * sum(evidence.saved_bytes) * trial.case.micro
+    if needed > memory_bytes() // 2:
+        rule = f"its run would hold about {needed / 2**30:.3g} GiB of what modules return"
+        trial.problems["explanation"] = f"the first wrong module was not looked for: {rule}; legal: smaller sizes"
+        return evidence
     try:
         with trial.timed("located"):
-            return replace(evidence, located=_located(trial, evidence, forward=forward, backward=backward))
+            modules = modules_of(trial, evidence)
+            found = None if modules is None else located(modules, forward=forward, backward=backward)
+            return replace(evidence, located=found)
     except Exception as problem:  # the verdict stands; only its place is less exact
         trial.problems["explanation"] = f"the first wrong module could not be looked for: {error_text(problem)}"
         return evidence
 
 
-def _located(trial: Trial, evidence: Evidence, *, forward: bool, backward: bool) -> Located | None:
+def modules_of(trial: Trial, evidence: Evidence) -> Watched | None:
+    """What the modules of the ranks and of the truth computed in step 0, by one more run; None for a truth without any.
+
+    Raises what the engine raises, and RequestError when the truth cannot be computed.
+    """
     truth, controls, first_call = _truths(trial, evidence)
     if not truth.outputs:
         return None
-    watched = Watched(
+    return Watched(
         ranks=_ranks(trial, trial.case, trial.subject.sent),
         truth=truth,
         axes=evidence.axes,
@@ -63,7 +77,6 @@ def _located(trial: Trial, evidence: Evidence, *, forward: bool, backward: bool)
         first_call=first_call,
         events=evidence.events,
     )
-    return located(watched, forward=forward, backward=backward)
 
 
 def _ranks(trial: Trial, case: CaseLike, subject: str | Subject) -> list[ModuleCalls]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Target, fit
 from harness.diagnosing.placing.names import same_modules
+from harness.diagnosing.placing.tensors import stages
 
 AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
 PAIR = {"tp": ((0, 1),)}
@@ -105,6 +106,15 @@ def test_lower_precision_is_held_to_its_own_limits() -> None:
     low = {0: [FULL.float()], 1: [FULL.float()]}
     assert fit(low, target(FULL, dtype="float32"), PAIR).state == AGREES
     assert fit({rank: [x[0] * 1.001] for rank, x in low.items()}, target(FULL, dtype="float32"), PAIR).state == DIFFERS
+
+
+def test_stages_of_a_pipeline_are_looked_at_apart() -> None:
+    axes = {"tp": ((0, 1), (2, 3)), "pp": ((0, 2), (1, 3))}
+    other = [-part for part in ROWS]  # the second stage's layer 0 is another one
+    parts = {rank: [part] for rank, part in enumerate([*ROWS, *other])}
+    assert fit(parts, target(FULL), axes).state == DIFFERS
+    assert [fit(stage, target(FULL), axes).state for stage in stages(parts, axes)] == [AGREES, DIFFERS]
+    assert stages(parts, {"tp": axes["tp"]}) == []
 
 
 def test_modules_are_matched_by_equal_names_then_by_their_longest_common_end() -> None:

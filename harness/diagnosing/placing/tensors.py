@@ -1,0 +1,43 @@
+"""The tensors that ranks held, as those that are put together: declared layouts undone, stages of a pipeline apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from harness.merging import merge
+from harness.protocols import Axes
+from harness.recording.capturing.module_calls import Held
+
+__all__ = ["as_declared", "plainly", "stages"]
+
+
+def plainly(held: Sequence[Held]) -> list[Tensor]:
+    """The tensors of a program on one rank; none when one of them could not be read."""
+    return [one.blocks[0].local for one in held] if all(len(one.blocks) == 1 for one in held) else []
+
+
+def as_declared(held: Mapping[int, Sequence[Held]]) -> dict[int, list[Tensor]] | None:
+    """Every rank's tensors, a DTensor as the full one of its mesh; None when ranks do not hold what they declare."""
+    parts: dict[int, list[Tensor]] = {}
+    for rank, calls in held.items():
+        parts[rank] = []
+        for number, one in enumerate(calls):
+            if not one.mesh:
+                parts[rank].append(one.blocks[0].local)
+                continue
+            others = [held[other][number] for other in one.mesh if other in held and number < len(held[other])]
+            merged = merge([{"it": other.blocks} for other in others])
+            if merged.flaws:
+                return None
+            parts[rank].append(merged.tensors["it"])
+    return parts
+
+
+def stages(parts: Mapping[int, list[Tensor]], axes: Axes) -> list[dict[int, list[Tensor]]]:
+    """The ranks of each stage of a pipeline (axis pp) with their tensors; nothing where there is one stage."""
+    lists = axes.get("pp", ())
+    count = max(map(len, lists), default=1)
+    places = [{ranks[stage] for ranks in lists if len(ranks) == count} for stage in range(count)] if count > 1 else []
+    return [{rank: calls for rank, calls in parts.items() if rank in ranks} for ranks in places]
