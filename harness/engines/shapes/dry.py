@@ -36,10 +36,14 @@ from harness.torch_internals.meta_device import meta_device
 __all__ = ["DryEngine"]
 
 _REFUSED = re.compile(
-    r"meta tensor|meta device|meta kernel|device[^\n]*\bmeta\b|\bmeta\b[^\n]*device|register_meta|'meta' backend",
+    r"meta tensor|meta device|meta kernel|device[^\n]*\bmeta\b|\bmeta\b[^\n]*device|register_meta|'meta' backend"
+    r"|INTERNAL ASSERT FAILED",
     re.IGNORECASE,
 )
-"""torch's errors when a tensor of the meta device has no data, meets one that has, or an operator lacks that device."""
+"""torch's errors when a tensor of the meta device has no data, meets one that has, or an operator lacks that device.
+
+Its C++ asserts results that works of the fake group do not have: so does the reducer of DistributedDataParallel.
+"""
 _TORCH = str(Path(torch.__file__).parent)
 _GRACE_S = 5.0
 """How long a rank that was interrupted may take to end."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardproof
 from harness.differences import differences
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
@@ -233,3 +234,9 @@ def test_the_process_random_stream_is_given_back() -> None:
     with DryEngine() as engine:
         drawn = engine.run(lambda rank: torch.rand(1).item(), world_size=2, seed=5)
     assert drawn[0] == drawn[1] and torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_the_reducer_of_ddp_computes_is_not_known() -> None:
+    result = shardproof.prove("dp=3 layers=1 micro=1 steps=1", "suites.subjects.ddp:subject", "dry")
+    assert result.verdict == "unknown"
+    assert "cannot go on with shapes alone" in result.verdicts[0].message
