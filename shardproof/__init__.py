@@ -7,7 +7,7 @@
 Users import these names and no others; the folders behind them may change. Each is imported when it is first used, so
 that `import shardproof` costs nothing.
 
-    a subject       Shard, Term, phase, region
+    a subject       Shard, Term, phase, region, cuda_on_cpu
     the dense model full_parameter, parameter_shapes, micro_batch, train_dense
     a proof         Case, prove, run, RequestError, ShardproofError
     a run folder    load, headline, traffic, side_by_side, snapshot, compare
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from harness.recording.annotations import phase, region
     from harness.shard import Shard
     from harness.terms import Term
+    from harness.torch_internals.cuda_on_cpu import cuda_on_cpu
     from reference.batches import micro_batch
     from reference.case import Case
     from reference.parameters import full as full_parameter
@@ -44,6 +45,7 @@ __all__ = [
     "ShardproofError",
     "Term",
     "compare",
+    "cuda_on_cpu",
     "full_parameter",
     "headline",
     "load",
@@ -66,6 +68,7 @@ _PLACES = {
     "ShardproofError": "harness.errors:ShardproofError",
     "Term": "harness.terms:Term",
     "compare": "reports.comparison:compare",
+    "cuda_on_cpu": "harness.torch_internals.cuda_on_cpu:cuda_on_cpu",
     "full_parameter": "reference.parameters:full",
     "headline": "reports.summary:headline",
     "load": "reports.frames:load",

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import layers as linears
 from megatron.core.transformer import attention, dot_product_attention, mlp, transformer_block, transformer_layer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from suites.subjects.megatron import on_cpu
+from shardproof import cuda_on_cpu
 
 __all__ = ["CASE", "PATCHES", "planted"]
 
@@ -125,6 +125,6 @@ def _no_sum(original: Any, *args: Any, **kwargs: Any) -> Any:
 def planted(name: str) -> Iterator[None]:
     """Inside, Megatron has this bug."""
     with ExitStack() as stack:
-        stack.enter_context(on_cpu())
+        stack.enter_context(cuda_on_cpu())
         stack.enter_context(PATCHES[name]())
         yield

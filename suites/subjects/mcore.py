@@ -8,14 +8,14 @@ from contextlib import nullcontext
 
 import torch
 
-from shardproof import Shard
-from suites.subjects.megatron import on_cpu
+from shardproof import Shard, cuda_on_cpu
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron's own, at import
     from megatron.core import distributed, parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -66,6 +66,7 @@ def build(case):
 
 def subject(case, device):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=case.tp)
+    model_parallel_cuda_manual_seed(1)
     model, places = build(case), torch.arange(12).expand(2, 12)
     mask, dp_rank = torch.ones(1, 1, 12, 12).triu(1).bool(), parallel_state.get_data_parallel_rank()
     outcome, optimizer = {}, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -95,5 +96,5 @@ def subject(case, device):
 subject.truth = "alone"
 subject.words = {"sp": False, "llama": False, "dtype": "float32"}  # its cross entropy computes in float32
 subject.cases = ("tp=2", "tp=2 dp=2 sp=true", "tp=2 llama=true", "tp=2 sp=true llama=true")
-subject.per_rank = ("megatron.core.parallel_state",)
-subject.session = on_cpu
+subject.per_rank = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")
+subject.session = cuda_on_cpu

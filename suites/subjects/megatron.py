@@ -1,17 +1,13 @@
 """Unmodified Megatron-Core as a subject: one step of GPTModel under tensor parallelism, and the same on one rank.
 
-Megatron is written for CUDA, so two things are answered for it (`on_cpu`): the current device is the CPU, and the CUDA
-random tracker does nothing. The state of `parallel_state`, one set a process, must be one set a rank
-(`subject.per_rank`). Its cross entropy computes in float32, whatever the model does, so cases are float32.
+Megatron is written for CUDA, so CUDA's questions are answered for the CPU (`subject.session`). What it keeps for a
+process, its groups and its random streams, must be one set a rank (`subject.per_rank`). Its cross entropy computes in
+float32, whatever the model does, so cases are float32.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import warnings
-from collections.abc import Iterator
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,17 +16,19 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.running.truth.reference import Reference
 from harness.shard import Shard
 from reference.case import Case
+from shardproof import cuda_on_cpu
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron's own, at import
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
-__all__ = ["REFERENCE", "control", "nothing", "on_cpu", "subject", "truth"]
+__all__ = ["REFERENCE", "control", "nothing", "subject", "truth"]
 
-STATE = "megatron.core.parallel_state"
+STATE = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")
 REFERENCE = Reference(
     truth=f"{__name__}:truth",
     true_activations=f"{__name__}:nothing",
@@ -39,36 +37,12 @@ REFERENCE = Reference(
 )
 
 
-class _NoTracker:
-    """Stands for the CUDA random tracker."""
-
-    def is_initialized(self) -> bool:
-        """As after model_parallel_cuda_manual_seed."""
-        return True
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "") -> Iterator[None]:
-        """Draw from the common stream."""
-        yield
-
-
-@contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    """Inside, Megatron's questions about CUDA are answered for the CPU."""
-    with contextlib.ExitStack() as answered:
-        answered.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")))
-        for name, module in list(sys.modules.items()):
-            if name.startswith("megatron.") and "get_cuda_rng_tracker" in vars(module):
-                answered.enter_context(mock.patch.object(module, "get_cuda_rng_tracker", lambda *_, **__: _NoTracker()))
-        yield
-
-
 def subject(case: Case, device: torch.device) -> dict[str, Tensor | Shard]:
     """One forward and backward: the loss, and every gradient as the shard that Megatron says it is."""
     return _step(case, case.tp, getattr(torch, case.dtype))
 
 
-vars(subject)["per_rank"] = (STATE,)
+vars(subject).update(per_rank=STATE, session=cuda_on_cpu)
 
 
 def truth(case: Case, device: torch.device) -> dict[str, Tensor]:
@@ -87,13 +61,14 @@ def nothing(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Te
 
 
 def _on_one_rank(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    with InprocEngine() as alone:
-        (outcome,) = alone.run(lambda rank: _step(case, 1, dtype), world_size=1, seed=case.seed, per_rank=(STATE,))
+    with InprocEngine() as alone, cuda_on_cpu():
+        (outcome,) = alone.run(lambda rank: _step(case, 1, dtype), world_size=1, seed=case.seed, per_rank=STATE)
     return {name: value.local if isinstance(value, Shard) else value for name, value in outcome.items()}
 
 
 def _step(case: Case, tp: int, dtype: torch.dtype) -> dict[str, Tensor | Shard]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    model_parallel_cuda_manual_seed(case.seed)
     model = _model(case, dtype)
     tokens = torch.arange(case.batch * case.seq).view(case.batch, case.seq) * 7 % case.vocab
     places = torch.arange(case.seq).expand(case.batch, case.seq)

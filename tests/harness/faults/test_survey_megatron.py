@@ -23,14 +23,14 @@ CASE = Case.parse(
 
 
 def test_gpt_model_equals_itself_on_one_rank() -> None:
-    with megatron.on_cpu(), InprocEngine() as engine:
+    with InprocEngine() as engine:
         result = prove(CASE, megatron.subject, engine, reference=megatron.REFERENCE)
     assert result.verdict == PASS
     assert {"forward", "parameter_gradients", "replicas"} <= {verdict.check for verdict in result.verdicts}
 
 
 def test_every_collective_is_necessary_and_every_doubled_sum_is_noticed() -> None:
-    with megatron.on_cpu(), InprocEngine() as engine:
+    with InprocEngine() as engine:
         events = execute(CASE, megatron.subject, engine, text="").events
         faults = faults_of(events, CASE.axes, kinds=("drop", "double"))
         results = survey(CASE, megatron.subject, engine, faults=faults, reference=megatron.REFERENCE, first_only=True)

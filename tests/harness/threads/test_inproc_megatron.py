@@ -1,13 +1,11 @@
 """Unmodified Megatron-Core in the in-process engine: at TP 2 and 4 GPTModel equals TP 1, with 4L + 5 all_reduces.
 
-Megatron is written for CUDA, so three things are answered for it: the current device is the CPU, the CUDA random
-tracker does nothing, and the globals of `parallel_state`, one set a process, are one set a rank.
+Megatron is written for CUDA, whose questions are answered for the CPU; its groups and random streams, one set a
+process, are one set a rank.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from torch import Tensor
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised
 from harness.ledger import Call
+from harness.torch_internals.cuda_on_cpu import cuda_on_cpu
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron's own, at import
@@ -28,24 +27,12 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 LAYERS = 2
-STATE = "megatron.core.parallel_state"
-
-
-class NoTracker:
-    """Stands for the CUDA random tracker."""
-
-    def is_initialized(self) -> bool:
-        """As after model_parallel_cuda_manual_seed."""
-        return True
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "") -> Iterator[None]:
-        """Draw from the common stream."""
-        yield
+STATE = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")
 
 
 class Counts:
@@ -64,16 +51,15 @@ class Counts:
 
 
 @pytest.fixture(autouse=True)
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and "get_cuda_rng_tracker" in vars(module):
-            monkeypatch.setattr(module, "get_cuda_rng_tracker", lambda *_, **__: NoTracker())
+def cpu() -> Iterator[None]:
+    with cuda_on_cpu():
+        yield
 
 
 def step(rank: int, tp: int) -> tuple[float, Tensor, int]:
     """One forward and backward of GPTModel: loss, gradient of the replicated final norm, rank in the group."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    model_parallel_cuda_manual_seed(0)
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=32,
@@ -100,7 +86,7 @@ def step(rank: int, tp: int) -> tuple[float, Tensor, int]:
 
 def run(tp: int, counts: Counts | None = None) -> list[Any]:
     with InprocEngine() as engine:
-        return engine.run(step, tp, world_size=tp, observer=counts, per_rank=(STATE,))
+        return engine.run(step, tp, world_size=tp, observer=counts, per_rank=STATE)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -1,0 +1,234 @@
+"""CUDA's questions answered for the CPU, for libraries that are written for GPUs and asked to run without one.
+
+    with shardproof.cuda_on_cpu(): ...          subject.session = shardproof.cuda_on_cpu
+
+There is one device, number 0, which is the CPU: `device="cuda"`, `.cuda()` and `.to("cuda")` stay where they are, its
+random stream is the CPU's, streams and events are done when they are asked, ranges of nvtx are dropped. A tensor is no
+copy after `.cuda()`, and `tensor.is_cuda` is False. Names that were imported from torch before (`from torch import
+zeros`) are not reached, nor is torch.Generator("cuda").
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["cuda_on_cpu"]
+
+_MAKERS = (
+    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand "
+    "rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros "
+    "zeros_like"
+).split()
+_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+_ZEROS = "max_memory_allocated max_memory_reserved memory_allocated memory_reserved utilization".split()
+_DONE = (
+    "empty_cache init ipc_collect reset_max_memory_allocated reset_peak_memory_stats set_device set_stream synchronize"
+).split()
+
+
+class _Event:
+    """An event of the CPU: it has happened when it is recorded."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._at_s = 0.0
+
+    def record(self, stream: object = None) -> None:
+        """Take the time."""
+        self._at_s = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds on the host's clock."""
+        return 1000 * (end._at_s - self._at_s)
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self, stream: object = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Stream:
+    """The one stream of the CPU; a context too."""
+
+    device = torch.device("cpu")
+    cuda_stream = stream_id = device_index = 0
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Whatever is asked for, there is one."""
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to leave."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        """The event, recorded."""
+        made = event or _Event()
+        made.record()
+        return made
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+    def wait_event(self, event: object) -> None:
+        """Nothing to wait for."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Answers:
+    """The answers in place, for as long as anybody is inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = self._available = 0
+        self._undo = ExitStack()
+
+    def enter(self, available: bool) -> None:
+        with self._lock:
+            if not self._inside:
+                self._put()
+            self._inside += 1
+            self._available += available
+
+    def leave(self, available: bool) -> None:
+        with self._lock:
+            self._inside -= 1
+            self._available -= available
+            if not self._inside:
+                self._undo.close()
+
+    def _put(self) -> None:
+        for name in _MAKERS:
+            self._set(torch, name, _made_here(getattr(torch, name)))
+        for name in _METHODS:
+            self._set(Tensor, name, _made_here(getattr(Tensor, name)))
+        self._set(Tensor, "to", _moved_here(Tensor.to))
+        self._set(Tensor, "cuda", _itself)
+        self._set(torch.nn.Module, "to", _moved_here(torch.nn.Module.to))
+        self._set(torch.nn.Module, "cuda", _itself)
+        self._set(Tensor, "pin_memory", _itself)
+        self._set(Tensor, "record_stream", _nothing)
+        was_available = torch.cuda.is_available
+        self._set(torch.cuda, "is_available", lambda: self._available > 0 or was_available())
+        for name, answer in _ANSWERS.items():
+            self._set(torch.cuda, name, answer)
+            if name in vars(torch.cuda.random):
+                self._set(torch.cuda.random, name, answer)
+        for name in ("mark", "range_end", "range_pop", "range_push", "range_start"):
+            self._set(torch.cuda.nvtx, name, _nothing)
+        self._set(torch.cuda.nvtx, "range", lambda *_, **__: nullcontext())
+
+    def _set(self, owner: Any, name: str, value: object) -> None:
+        """Until the last one leaves; what the owner inherits is inherited again."""
+        if name in vars(owner):
+            self._undo.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            self._undo.callback(delattr, owner, name)
+        setattr(owner, name, value)
+
+
+@contextmanager
+def cuda_on_cpu(*, available: bool = False) -> Iterator[None]:
+    """Within it, CUDA's questions are answered for the CPU, in all threads of the process.
+
+    It may be entered again and by several threads; all is as before when the last one has left. With `available`,
+    torch.cuda.is_available() is True, for libraries that refuse to run otherwise; others then choose kernels of a GPU.
+    """
+    _ANSWERING.enter(available)
+    try:
+        yield
+    finally:
+        _ANSWERING.leave(available)
+
+
+def _here(device: Any) -> Any:
+    """The device, the CPU for one of CUDA."""
+    if isinstance(device, torch.device):
+        return torch.device("cpu") if device.type == "cuda" else device
+    if isinstance(device, str):
+        return "cpu" if device.partition(":")[0] == "cuda" else device
+    return "cpu" if isinstance(device, int) and not isinstance(device, bool) else device
+
+
+def _made_here(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*args: Any, **words: Any) -> Any:
+        if words.get("device") is not None:
+            words["device"] = _here(words["device"])
+        return make(*args, **words)
+
+    return made
+
+
+def _moved_here(to: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(to)
+    def moved(owner: Any, *args: Any, **words: Any) -> Any:
+        if words.get("device") is not None:
+            words["device"] = _here(words["device"])
+        return to(owner, *map(_here, args[:1]), *args[1:], **words)
+
+    return moved
+
+
+def _itself(owner: Any, *_: object, **__: object) -> Any:
+    return owner
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Nothing to do."""
+
+
+def _properties(*_: object) -> SimpleNamespace:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return SimpleNamespace(name="cpu", major=0, minor=0, total_memory=total, multi_processor_count=1, warp_size=1)
+
+
+_ANSWERS: dict[str, Any] = {
+    **dict.fromkeys(_ZEROS, lambda *_, **__: 0),
+    **dict.fromkeys(_DONE, _nothing),
+    "Event": _Event,
+    "Stream": _Stream,
+    "current_device": lambda: 0,
+    "current_stream": _Stream,
+    "default_generators": (torch.default_generator,),
+    "default_stream": _Stream,
+    "device": lambda *_: nullcontext(),
+    "device_count": lambda: 1,
+    "get_device_capability": lambda *_: (0, 0),
+    "get_device_name": lambda *_: "cpu",
+    "get_device_properties": _properties,
+    "is_bf16_supported": lambda *_, **__: True,
+    "is_initialized": lambda: True,
+    "mem_get_info": lambda *_: (_properties().total_memory,) * 2,
+    "memory_stats": lambda *_: {},
+    "stream": lambda *_: nullcontext(),
+}
+"""What torch.cuda's functions for random streams rest on is here: they need no answers of their own."""
+_ANSWERING = _Answers()

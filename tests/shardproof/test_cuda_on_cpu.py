@@ -1,0 +1,104 @@
+"""cuda_on_cpu: a program written for CUDA computes on the CPU what it computes there when it is written for the CPU."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardproof
+from harness.engines.threads.inproc import InprocEngine
+from harness.running.execution import execute
+from reference.case import Case
+
+
+def _names() -> list[dict[str, Any]]:
+    """All that it may change."""
+    return [dict(vars(owner)) for owner in (torch, Tensor, nn.Module, torch.cuda, torch.cuda.random, torch.cuda.nvtx)]
+
+
+def _trained(device: Any) -> tuple[Tensor, ...]:
+    """A model, data and an optimizer on the device; moved in every way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5, device=device), nn.Dropout(0.5), nn.Linear(5, 2)).to(device)
+    x = torch.randn(4, 3, device=device).to(device, torch.float32).to(device=device)
+    loss = (model(x) + x.new_ones(2, device=device) + torch.ones_like(x[:, :2], device=device)).square().sum()
+    loss.backward()
+    torch.optim.Adam(model.parameters(), foreach=False).step()
+    return (loss.detach(), *(p.detach() for p in model.parameters()))
+
+
+def test_a_step_on_cuda_is_the_step_on_the_cpu_in_every_bit() -> None:
+    before = _names()
+    expected = _trained("cpu")
+    for device in ("cuda", "cuda:0", torch.device("cuda", 0), 0):
+        with shardproof.cuda_on_cpu():
+            found = _trained(device)
+        assert all(
+            torch.equal(one, other) and one.device.type == "cpu" for one, other in zip(found, expected, strict=True)
+        )
+    assert _names() == before
+
+
+def test_streams_events_devices_and_random_states_are_answered() -> None:
+    with shardproof.cuda_on_cpu():
+        assert (torch.cuda.device_count(), torch.cuda.current_device(), torch.cuda.get_device_name()) == (1, 0, "cpu")
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.device(0), torch.cuda.nvtx.range("step"):
+            start.record()
+            x = torch.rand(3).cuda(non_blocking=True).pin_memory()
+            x.record_stream(torch.cuda.current_stream())
+            end.record()
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        torch.cuda.synchronize()
+        assert start.elapsed_time(end) >= 0 and end.query()
+        state = torch.cuda.get_rng_state()
+        drawn = torch.rand(3, device="cuda")
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.rand(3), drawn)
+        torch.cuda.manual_seed_all(3)
+        assert torch.equal(torch.rand(3, device="cuda"), torch.rand(3, generator=torch.Generator().manual_seed(3)))
+        assert torch.cuda.get_device_properties(0).total_memory > 0 and torch.cuda.memory_allocated() == 0
+
+
+def test_it_stays_until_the_last_one_of_several_threads_has_left() -> None:
+    before, entered, leave = _names(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with shardproof.cuda_on_cpu(available=True):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with shardproof.cuda_on_cpu():
+        available = torch.cuda.is_available()
+        thread.start()
+        entered.wait(10)
+        assert torch.cuda.is_available()
+    assert torch.zeros(1, device="cuda").device.type == "cpu"
+    leave.set()
+    thread.join()
+    assert _names() == before and torch.cuda.is_available() == available
+
+
+class _ForGpus:
+    """A subject that was written for GPUs alone."""
+
+    session = staticmethod(shardproof.cuda_on_cpu)
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        x = torch.full((3,), float(dist.get_rank() + 1), device="cuda")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            dist.all_reduce(x)
+        torch.cuda.current_stream().synchronize()
+        return {"loss/0": x.cuda().sum()}
+
+
+def test_ranks_that_are_threads_share_it_as_their_session() -> None:
+    with InprocEngine() as engine:
+        run = execute(Case.parse("mode=tp tp=2"), _ForGpus(), engine, text="")
+    assert [event.payload_bytes for event in run.events] == [12, 12]
