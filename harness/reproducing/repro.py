@@ -142,7 +142,7 @@ def _wrong(evidence: Evidence) -> list[str]:
 def _script(failure: Failure, subject: str) -> str:
     """The text of the script: what it is, the body, the facts."""
     case = failure.result.case
-    own = subject.split(".", maxsplit=1)[0].split(":", maxsplit=1)[0] in OWN
+    own = subject.split(".", maxsplit=1)[0].split(":", maxsplit=1)[0] in OWN and not isinstance(case, PlainCase)
     facts: dict[str, Any] = {
         "subject": subject,
         "case_text": case_text(case) if own else "",

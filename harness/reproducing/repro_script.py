@@ -8,6 +8,7 @@ can be said. Imports nothing but the standard library, torch and the subject. Ti
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import importlib
 import math
@@ -119,8 +120,9 @@ def on_rank(facts: Mapping[str, Any], rank: int, store: str) -> int:
         module, _, name = facts["subject"].partition(":")
         torch.manual_seed(facts["seed"])
         subject = getattr(importlib.import_module(module), name)
-        outcome = subject(case_of(facts), torch.device("cpu"))
-        mine = boxes(outcome[facts["name"]]) if facts["name"] in outcome else []
+        with getattr(subject, "session", contextlib.nullcontext)():
+            outcome = subject(case_of(facts), torch.device("cpu"))
+            mine = boxes(outcome[facts["name"]]) if facts["name"] in outcome else []
         everybody: list[Any] = [None] * world_size
         dist.all_gather_object(everybody, mine)
         return judged(everybody, facts) if rank == 0 else GONE

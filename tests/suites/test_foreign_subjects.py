@@ -6,18 +6,23 @@ Those of `shardproof new-subject` are run in tests/reports/test_new_subject.py.
 from __future__ import annotations
 
 import importlib.util
+import shlex
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.checking.evidence import FAIL, PASS
+from harness.checking.evidence import PASS
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import CaseResult, prove
 from harness.subject import case_of, named
+from reports import cli
 
 NEEDS = {"hf": "transformers", "qwen3": "transformers", "mcore": "megatron"}
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
@@ -69,11 +74,20 @@ def test_on_processes_too(processes: Engine, name: str, text: str) -> None:
     assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
-def test_a_defect_of_transformers_is_found_in_its_module() -> None:
-    with InprocEngine() as threads:
-        result = proved("qwen3:accumulating", "tp=2 micro=2", threads)
-    assert result.verdict == FAIL
-    message = next(verdict.message for verdict in result.verdicts if verdict.verdict == FAIL)
-    assert "first:  grad_sync of model.layers.0.self_attn.k_norm in step 0" in message
+def test_a_defect_of_transformers_is_found_in_its_module_by_one_command_and_reproduced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="needs the extra `peers`")
+    monkeypatch.chdir(tmp_path)
+    command = ["run", "tp=2 micro=2", "--subject", "suites.subjects.qwen3:accumulating"]
+    assert cli.main([*command, "--emit-repro", "found.py"]) == 1
+    out = capsys.readouterr().out
+    assert "\nfirst:  grad_sync of model.layers.0.self_attn.k_norm in step 0: grad/" in out
+    repeat = next(line.partition("repeat: ")[2] for line in out.splitlines() if line.startswith("repeat: "))
+    assert shlex.split(repeat) == ["shardproof", *command]
+    script = subprocess.run([sys.executable, "found.py"], capture_output=True, text=True, timeout=300, check=False)
+    assert (script.returncode, script.stdout.splitlines()[-1]) == (1, "reproduced"), script.stderr
+    assert script.stdout.startswith("grad/model.layers.0.self_attn.k_norm.weight: ")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import base64
+import struct
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +185,31 @@ def test_a_case_of_own_words_is_carried_whole(engine: Engine) -> None:
     assert (carried.act, carried.width, carried.axes) == ("tanh", 12, shrunk.axes)
     last = (0, shrunk.micro - 1, shrunk.dp - 1, 5)
     assert carried.samples(*last) == shrunk.samples(*last)
+
+
+class Patched:
+    """Right inside its session alone."""
+
+    def __init__(self) -> None:
+        self.inside = False
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """A patch that a library needs."""
+        self.inside = True
+        yield
+        self.inside = False
+
+    def __call__(self, case: Any, device: torch.device) -> dict[str, float]:
+        """A loss."""
+        return {"loss/0": float(self.inside)}
+
+
+patched = Patched()
+
+
+def test_a_script_runs_the_subject_in_its_session(tmp_path: Path) -> None:
+    one = base64.b64encode(zlib.compress(struct.pack("d", 1.0))).decode()
+    facts = {"subject": f"{__name__}:patched", "case_text": "", "case": {}, "world_size": 1, "seed": 0}
+    facts |= {"name": "loss/0", "shape": (), "measure": "frobenius", "allowed": 0.0, "scale": 1.0, "truth": one}
+    assert repro_script.on_rank(facts, 0, str(tmp_path / "store")) == repro_script.GONE
