@@ -126,7 +126,7 @@ def _summed(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> L
     alike: dict[tuple[int, int], list[int]] = {}
     for rank, amount in zip(ranks, amounts, strict=True):
         alike.setdefault(amount, []).append(rank)
-    told = [f"{calls} calls, {size} B on {ranks_text(who)}" for (calls, size), who in alike.items()]
+    told = [f"rank {ranks_text(who)}: {calls} calls, {size} B" for (calls, size), who in alike.items()]
     return Line(term=term, differ="; ".join(told) if len(alike) > 1 else "")
 
 

@@ -113,7 +113,7 @@ def test_ranks_that_differ_have_a_comment_and_a_term_that_holds_for_all(tmp_path
     assert differences(kept, terms, range(2)) == []
     assert differences([*kept, kept[0]], terms, range(2))
     told = [line.differ for line in found if line.differ]
-    assert told[-1] == "2 calls, 8192 B on 0; 0 calls, 0 B on 1"
+    assert told[-1] == "rank 0: 2 calls, 8192 B; rank 1: 0 calls, 0 B"
     text = expect.written("c", "r", found)
     assert text.count("# ranks differ, and a term is for all of them: ") == 2
     assert ("payload_bytes=4096, calls=4" in text) == (not short), "what is equal on all ranks stays whole"
