@@ -1,19 +1,19 @@
 """Megatron-Core's GPTModel as it is, split over tp on CPUs, compared with itself on one rank. Needs megatron-core.
+
 shardproof calls `subject` on every rank, and once more with tp=1 for the truth.
 """
 
 import contextlib
 import warnings
-from unittest import mock
 
 import torch
 
-from shardproof import Shard
+from shardproof import Shard, cuda_on_cpu
 
 with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
 
@@ -35,6 +35,7 @@ def placed(case, weight, tensor):  # a part is returned with its offsets and the
 
 def subject(case, device):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=case.tp)
+    model_parallel_cuda_manual_seed(case.seed)
     model, places, mask = build(case), torch.arange(12).expand(3, 12), torch.ones(1, 1, 12, 12).triu(1).bool()
     total = torch.zeros((), dtype=getattr(torch, case.dtype))
     for micro in range(case.micro):
@@ -47,13 +48,13 @@ def subject(case, device):
 
 
 @contextlib.contextmanager
-def on_cpu():  # what Megatron wants of CUDA: a device, and random states, from which nothing here draws
-    fork = mock.patch.object(CudaRNGStatesTracker, "fork", contextlib.nullcontext)
-    with fork, mock.patch("torch.cuda.current_device", lambda: "cpu"), warnings.catch_warnings(action="ignore"):
+def session():  # Megatron asks CUDA for its device and random states, and warns of its own defaults
+    with cuda_on_cpu(), warnings.catch_warnings(action="ignore"):
         yield
 
 
-subject.truth, subject.session, subject.cases = "alone", on_cpu, ("tp=2", "tp=4 micro=3")
+subject.truth, subject.cases = "alone", ("tp=2", "tp=4 micro=3")  # what runs when no case is named
+subject.session = session
 subject.words = {"dtype": "float32", "steps": 1}  # its cross entropy computes in float32
-subject.per_rank = ("megatron.core.parallel_state",)  # a state of the process must be one of each rank
+subject.per_rank = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")  # a state for each rank
 subject.refuses = lambda case: "is one step of tp alone" if case.steps > 1 or case.world_size > case.tp else ""
