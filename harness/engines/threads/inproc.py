@@ -23,6 +23,7 @@ from harness.engines.calls.desync import RootCause, of_deadlock, of_mismatch, of
 from harness.engines.engine import RequestEngine, RunRequest
 from harness.engines.threads import postmortem
 from harness.engines.threads.heap import Heap
+from harness.engines.threads.hints import hint
 from harness.engines.threads.intervention import Intervention, Plain
 from harness.engines.threads.matcher import Race
 from harness.engines.threads.postmortem import Raised
@@ -117,6 +118,7 @@ class _Run:
         self.matcher = parts.matcher(request.world_size, self.scheduler, observer)
         self.raised: list[Raised] = []
         self.raised_first = False
+        self.hint = ""
         self.values: list[Any] = [None] * request.world_size
 
     def results(self, enter: Enter) -> list[Any]:
@@ -151,6 +153,9 @@ class _Run:
             error = RuntimeError("a call on a process group of an earlier run, which has ended")
         if not self.raised and self.matcher.failure is None:
             self.raised_first = True
+            others = [status for other, status in enumerate(self.scheduler.statuses) if other != rank]
+            ran = any(status is not RankStatus.NOT_STARTED for status in others)
+            self.hint = hint(error, others_ran=ran, per_rank=self.request.per_rank)
         self.raised.append(Raised(rank, error))
         self.scheduler.halt()
 
@@ -182,7 +187,7 @@ class _Run:
         if cause.kind == postmortem.UNSERVED:
             return NotComputed(text, ranks=cause.ranks, positions=found)
         if self.raised_first:
-            return RankRaised(text, ranks=cause.ranks, positions=found)
+            return RankRaised(text + self.hint, ranks=cause.ranks, positions=found)
         if isinstance(self.matcher.failure, Race):
             return Raced(text, ranks=cause.ranks, positions=found)
         if cause.kind:

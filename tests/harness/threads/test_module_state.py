@@ -170,3 +170,27 @@ def test_a_subject_states_the_modules(module: Any) -> None:
         subject.per_rank = ("no.such",)
         with pytest.raises(RequestError, match="per_rank 'no.such': must be a module that can be imported"):
             prove(case, subject, engine)
+
+
+def test_an_exception_over_state_that_ranks_share_names_the_module_and_the_engine_that_works(module: Any) -> None:
+    source = "def initialize():\n    assert RANK is None, 'is already initialized'\n    globals().update(RANK=1)"
+    exec(compile(source, __file__, "exec"), vars(module))
+
+    def program(rank: int) -> None:
+        module.initialize()
+        dist.barrier()
+
+    legal = rf"if --engine pool passes, .* they are threads; legal: subject.per_rank = \('{MODULE}',\)"
+    with InprocEngine() as engine:
+        with pytest.raises(RankRaised, match=f"rank 1 of 2 raised AssertionError: is already initialized.*{legal}"):
+            engine.run(program, world_size=2)
+        module.RANK = None
+        assert engine.run(program, world_size=2, per_rank=(MODULE,)) == [None, None]
+        with pytest.raises(RankRaised) as caught:  # no other rank has run, so nothing was shared
+            engine.run(lambda rank: (module.initialize(), module.initialize()), world_size=2, per_rank=(MODULE,))
+    assert "--engine pool" not in caught.value.cause
+
+
+def test_a_question_about_cuda_where_there_is_none_names_the_context_that_answers_it() -> None:
+    with InprocEngine() as engine, pytest.raises(RankRaised, match="legal: subject.session = shardproof.cuda_on_cpu"):
+        engine.run(lambda rank: torch.zeros(1, device="cuda"), world_size=2)
