@@ -1,0 +1,125 @@
+"""How long a pipeline takes: its timeline by simulation, and the closed forms of the bubble beside it.
+
+Messages take no time here. Times are exact: integers or fractions, in any unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from parallel.schedules.pipeline import Action, Kind, Pipeline
+from reference.rules import CaseError
+
+__all__ = ["Span", "Times", "bubble", "bubble_stated", "duration_stated", "idle_inside", "timeline"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """What one micro-batch takes on all chunks of a rank: forward, input gradient, weight gradient.
+
+    Raises CaseError when a time is not positive (only the weight gradient may take no time).
+    """
+
+    forward: Fraction | int = 1
+    input: Fraction | int = 1
+    weight: Fraction | int = 1
+
+    def __post_init__(self) -> None:
+        for key, value in (("forward", self.forward), ("input", self.input)):
+            if value <= 0:
+                raise CaseError(key, value, "must be more than 0", "1")
+        if self.weight < 0:
+            raise CaseError("weight", self.weight, "must not be negative", "0")
+
+    @property
+    def all(self) -> Fraction:
+        """Forward and backward of one micro-batch on one rank."""
+        return Fraction(self.forward + self.input + self.weight)
+
+    def of(self, pipeline: Pipeline, kind: Kind) -> Fraction:
+        """The time of one computation of one chunk."""
+        whole = self.input if pipeline.splits_backward else self.input + self.weight
+        return Fraction({Kind.F: self.forward, Kind.B: whole, Kind.W: self.weight}[kind]) / pipeline.chunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """When one computation runs."""
+
+    action: Action
+    start: Fraction
+    end: Fraction
+
+
+def timeline(
+    pipeline: Pipeline, made: Sequence[Sequence[Action]], times: Times | None = None
+) -> tuple[tuple[Span, ...], ...]:
+    """Spans of all ranks when each computation of `made` starts as soon as its rank and its inputs allow.
+
+    Raises ValueError when the orders wait for each other forever.
+    """
+    times = times or Times()
+    lasts = {kind: times.of(pipeline, kind) for kind in (Kind.F, Kind.B, Kind.W)}
+    ends: dict[Action, Fraction] = {}
+    spans: list[list[Span]] = [[] for _ in made]
+    moved = True
+    while moved:
+        moved = False
+        for own, actions in zip(spans, made, strict=True):
+            while len(own) < len(actions):
+                action = actions[len(own)]
+                needs = pipeline.needs(action)
+                if any(need not in ends for need in needs):
+                    break
+                start = max([own[-1].end if own else Fraction(0), *(ends[need] for need in needs)])
+                own.append(Span(action=action, start=start, end=start + lasts[action.kind]))
+                ends[action] = own[-1].end
+                moved = True
+    for rank, (own, actions) in enumerate(zip(spans, made, strict=True)):
+        if len(own) < len(actions):
+            raise ValueError(f"order of rank {rank}: waits forever for the input of {actions[len(own)]}")
+    return tuple(map(tuple, spans))
+
+
+def bubble(spans: Sequence[Sequence[Span]]) -> Fraction:
+    """The part of all ranks' time, from the first start to the last end, in which they compute nothing."""
+    whole = len(spans) * max(own[-1].end for own in spans)
+    return 1 - sum((span.end - span.start for own in spans for span in own), Fraction(0)) / whole
+
+
+def idle_inside(own: Sequence[Span]) -> Fraction:
+    """How long a rank computes nothing between its first and its last computation."""
+    return own[-1].end - own[0].start - sum((span.end - span.start for span in own), Fraction(0))
+
+
+def duration_stated(pipeline: Pipeline, times: Times | None = None) -> Fraction | None:
+    """Closed form of the time of one step of training; None where no closed form is known.
+
+    GPipe, 1F1B: (micro+pp-1)(F+I+W), arXiv:2104.04473 section 2.2.1. Interleaved, group=pp and micro a multiple of pp:
+    the part of pp-1 divided by chunks, section 2.2.2. ZB-H1, W <= F and W <= I: (pp-1)(F+I-W) more than the work,
+    arXiv:2401.10241 section 2.3, and W more for every micro-batch that is missing to pp. ZBV, F = I = W and at least
+    2pp-1 micro-batches: no rank ever waits once it has begun (section 6), and rank pp-1 begins
+    (pp-1)F/2 after rank 0.
+    """
+    times = times or Times()
+    pp, micro, work = pipeline.pp, pipeline.micro, pipeline.micro * times.all
+    match pipeline.schedule:
+        case "gpipe" | "1f1b":
+            return work + (pp - 1) * times.all
+        case "interleaved" if pipeline.in_a_row == pp and micro % pp == 0:
+            return work + Fraction(pp - 1, pipeline.chunks) * times.all
+        case "zb-h1" if times.weight <= min(times.forward, times.input):
+            return work + (pp - 1) * (times.forward + times.input) - (min(micro, pp) - 1) * times.weight
+        case "zbv" if times.forward == times.input == times.weight and micro >= 2 * pp - 1:
+            return work + Fraction(pp - 1, 2) * times.forward
+        case _:
+            return None
+
+
+def bubble_stated(pipeline: Pipeline, times: Times | None = None) -> Fraction | None:
+    """Closed form of `bubble`; None where no closed form is known. GPipe, 1F1B: (pp-1)/(micro+pp-1)."""
+    times = times or Times()
+    whole = duration_stated(pipeline, times)
+    return None if whole is None else 1 - pipeline.micro * times.all / whole

@@ -1,0 +1,1 @@
+"""Pipeline schedules: laws over thousands of shapes, planted bugs, torch's and Megatron-Core's own orders."""

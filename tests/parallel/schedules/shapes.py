@@ -1,0 +1,64 @@
+"""Pipelines to check: every small one, and drawn larger ones; and all checks of one, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from hypothesis import strategies as st
+
+from parallel.schedules.checks import check_complete, check_conserved, check_legal, delivery, live, live_stated
+from parallel.schedules.messages import Program, message_counts, sends_stated
+from parallel.schedules.pipeline import SCHEDULES, Action, Kind, Pipeline
+from parallel.schedules.timing import bubble, bubble_stated, timeline
+
+
+def every(schedule: str, pp: int, micro: int) -> Iterator[Pipeline]:
+    """Every legal pipeline of a schedule up to these sizes, with 2 or 3 chunks and all groups where it has them."""
+    for ranks, batches in product(range(1, pp + 1), range(1, micro + 1)):
+        if schedule == "interleaved":
+            for chunks, group in product((2, 3), range(ranks, batches + 1)):
+                if ranks > 1 and not 0 < batches % group < ranks:
+                    yield Pipeline(schedule=schedule, pp=ranks, micro=batches, chunks=chunks, group=group)
+        else:
+            yield Pipeline(schedule=schedule, pp=ranks, micro=batches, chunks=1 + (schedule == "zbv"))
+
+
+@st.composite
+def larger(draw: st.DrawFn) -> Pipeline:
+    """A pipeline of up to 12 ranks, with fewer and with more micro-batches than ranks, whole and broken groups."""
+    schedule, pp = draw(st.sampled_from(SCHEDULES)), draw(st.integers(2, 12))
+    if schedule != "interleaved":
+        return Pipeline(schedule=schedule, pp=pp, micro=draw(st.integers(1, 40)), chunks=1 + (schedule == "zbv"))
+    group = draw(st.integers(pp, pp + 4))
+    rest = draw(st.sampled_from([0, *range(pp, group)]))
+    micro = group * draw(st.integers(1, 3)) + rest
+    return Pipeline(schedule=schedule, pp=pp, micro=micro, chunks=draw(st.integers(2, 4)), group=group)
+
+
+def computations(made: Sequence[Program]) -> list[list[Action]]:
+    """The programs without their messages."""
+    return [[action for step in steps for action in step if action.kind.computes] for steps in made]
+
+
+def broken(pipeline: Pipeline, made: Sequence[Program]) -> dict[str, object]:
+    """The checks that programs do not pass, with what each found."""
+    try:
+        simulated = bubble(timeline(pipeline, computations(made)))
+        stated = bubble_stated(pipeline)
+        slow = [f"bubble {simulated}, closed form {stated}"] if stated is not None and simulated != stated else []
+    except ValueError as forever:
+        slow = [str(forever)]
+    ranks = range(pipeline.pp)
+    lives = [(live(made[rank]), live_stated(pipeline, rank)) for rank in ranks]
+    counts = [message_counts(steps) for steps in made]
+    sends = [(count[Kind.SEND_FORWARD], count[Kind.SEND_BACKWARD]) for count in counts]
+    found: dict[str, list[object]] = {
+        "complete": [*check_complete(pipeline, made)],
+        "conserved": [*check_conserved(pipeline, made)],
+        "legal": [*check_legal(pipeline, made, *delivery(pipeline))],
+        "live": [pair for pair in lives if pair[0] != pair[1]],
+        "sends": [rank for rank in ranks if sends[rank] != sends_stated(pipeline, rank)],
+        "time": [*slow],
+    }
+    return {name: breaches for name, breaches in found.items() if breaches}

@@ -1,0 +1,155 @@
+"""Laws of every schedule, over every small pipeline and drawn larger ones; what a pipeline cannot be is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from parallel.schedules.checks import Sends, check_legal, live
+from parallel.schedules.messages import message_bytes, message_counts, programs, sends_stated
+from parallel.schedules.orders import order, orders
+from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline
+from parallel.schedules.timing import Times, bubble, duration_stated, idle_inside, timeline
+from reference.rules import CaseError
+from tests.parallel.schedules.shapes import broken, every, larger
+
+SIZES = {"interleaved": (5, 11), "zbv": (6, 14)}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_small_pipeline_keeps_all_laws(schedule: str) -> None:
+    for pipeline in every(schedule, *SIZES.get(schedule, (8, 20))):
+        assert not broken(pipeline, programs(pipeline)), pipeline
+
+
+def test_there_are_hundreds_of_them() -> None:
+    assert sum(1 for schedule in SCHEDULES for _ in every(schedule, *SIZES.get(schedule, (8, 20)))) > 700
+
+
+@given(pipeline=larger())
+def test_a_larger_pipeline_keeps_all_laws(pipeline: Pipeline) -> None:
+    assert not broken(pipeline, programs(pipeline))
+
+
+@given(pipeline=larger())
+def test_all_ranks_together_send_each_micro_batch_once_over_each_border_and_way(pipeline: Pipeline) -> None:
+    sent = sum(sum(sends_stated(pipeline, rank)) for rank in range(pipeline.pp))
+    borders = pipeline.virtual_stages - 1 - pipeline.v_shaped
+    assert sent == 2 * pipeline.micro * borders
+
+
+@pytest.mark.parametrize("times", [Times(forward=2, input=3, weight=2), Times(forward=1, input=1, weight=0)])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "zbv"])
+def test_a_step_takes_as_long_as_its_closed_form_for_unequal_times(schedule: str, times: Times) -> None:
+    for pipeline in every(schedule, 4, 9):
+        stated = duration_stated(pipeline, times)
+        if stated is not None:
+            assert max(own[-1].end for own in timeline(pipeline, orders(pipeline), times)) == stated, pipeline
+
+
+def test_zbv_has_no_bubble_inside_a_rank_and_zb_h1_a_third_of_that_of_1f1b() -> None:
+    zbv = Pipeline(schedule="zbv", pp=4, micro=7, chunks=2)
+    assert [idle_inside(own) for own in timeline(zbv, orders(zbv))] == [0] * 4
+    plain, filled = (Pipeline(schedule=name, pp=4, micro=8) for name in ("1f1b", "zb-h1"))
+    assert bubble(timeline(plain, orders(plain))) == Fraction(9, 33)
+    assert bubble(timeline(filled, orders(filled))) == Fraction(3, 27)
+
+
+def test_weight_gradients_put_off_keep_as_many_activations_on_every_rank_as_1f1b_on_its_first() -> None:
+    for pipeline in every("zb-h1", 6, 12):
+        held = {live(steps, until=Kind.W) for steps in programs(pipeline)}
+        assert held == {min(pipeline.pp, pipeline.micro)}
+
+
+def test_live_chunks_of_the_runs_of_megatron_and_torch() -> None:
+    """Numbers of around.md 13.2 and 13.3, from runs of Megatron-Core 0.16.1 and torch 2.13."""
+    interleaved = Pipeline(schedule="interleaved", pp=4, micro=8, chunks=2)
+    assert [live(steps) for steps in programs(interleaved)] == [11, 9, 7, 5]
+    in_fives = Pipeline(schedule="interleaved", pp=4, micro=5, chunks=2, group=5)
+    assert [live(steps) for steps in programs(in_fives)] == [10, 10, 8, 6]
+    zbv = Pipeline(schedule="zbv", pp=4, micro=16, chunks=2)
+    assert [live(steps) for steps in programs(zbv)] == [8, 8, 8, 8]
+
+
+def test_batches_of_1f1b_are_those_of_a_run_of_megatron() -> None:
+    """Closed form of around.md 13.1: batches of one message and of two."""
+    for pipeline in every("1f1b", 6, 9):
+        for rank, steps in enumerate(programs(pipeline)):
+            sizes = [len(step) for step in steps if not step[0].kind.computes]
+            first, last = rank == 0, rank == pipeline.pp - 1
+            warm = min(pipeline.pp - 1 - rank, pipeline.micro)
+            steady = pipeline.micro - warm
+            assert sizes.count(1) == (not first) * (2 * warm + 2 * (steady > 0)) + (not last) * 2 * warm
+            assert sizes.count(2) == (not last) * steady + (not first) * max(steady - 1, 0)
+
+
+def test_one_message_at_a_time_waits_forever_in_1f1b_but_not_in_gpipe() -> None:
+    for pipeline in every("gpipe", 5, 7):
+        assert not check_legal(pipeline, programs(pipeline), Sends.BLOCKING, 1)
+    pipeline = Pipeline(schedule="1f1b", pp=2, micro=2)
+    assert check_legal(pipeline, programs(pipeline), Sends.BLOCKING, 1) == [
+        "rank 0: waits forever in send_forward of micro-batch 1 on stage 0",
+        "rank 1: waits forever in send_backward of micro-batch 0 on stage 1",
+    ]
+
+
+def test_the_hop_inside_the_last_rank_of_a_v_is_no_message() -> None:
+    made = programs(Pipeline(schedule="zbv", pp=3, micro=4, chunks=2))
+    assert [sum(message_counts(steps).values()) for steps in made] == [16, 32, 16]
+
+
+def test_a_message_is_split_over_context_and_tensor_ranks() -> None:
+    assert message_bytes(seq=48, batch=2, hidden=16, itemsize=2, cp=2, split=4) == 6 * 2 * 16 * 2
+
+
+def test_schedules_need_no_torch() -> None:
+    code = "import sys, parallel.schedules.picture, parallel.schedules.layers; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"schedule": "2f1b"}, "schedule=2f1b: is not a schedule; legal: gpipe 1f1b interleaved zb-h1 zbv"),
+        ({"pp": 0}, "pp=0: must be at least 1; legal: 1"),
+        ({"micro": 0}, "micro=0: must be at least 1; legal: 1"),
+        ({"chunks": 2}, "chunks=2: schedule=1f1b has one chunk on every rank; legal: 1"),
+        ({"group": 4}, "group=4: only schedule=interleaved has groups; legal: leave it out"),
+        ({"schedule": "zbv"}, "chunks=1: schedule=zbv has two chunks on every rank; legal: 2"),
+        (
+            {"schedule": "interleaved"},
+            "chunks=1: schedule=interleaved needs at least two chunks on every rank; legal: 2",
+        ),
+        (
+            {"schedule": "interleaved", "pp": 1, "chunks": 2},
+            "pp=1: schedule=interleaved needs at least two ranks; legal: 2",
+        ),
+        (
+            {"schedule": "interleaved", "chunks": 2, "micro": 3},
+            "micro=3: schedule=interleaved needs at least pp=4 micro-batches; legal: 4",
+        ),
+        ({"schedule": "interleaved", "chunks": 2, "group": 3}, "group=3: must be from pp=4 to micro=6; legal: 4"),
+        (
+            {"schedule": "interleaved", "chunks": 2},
+            "micro=6: the last group would have 2 micro-batches, fewer than pp=4 (group=4); legal: 4",
+        ),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused_with_the_rule(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(CaseError) as refused:
+        Pipeline(**dict[str, Any](schedule="1f1b", pp=4, micro=6) | words)
+    assert str(refused.value) == message
+
+
+def test_a_rank_that_is_not_and_a_time_that_cannot_be_are_refused() -> None:
+    with pytest.raises(CaseError, match="rank=4: is not a rank of pp=4; legal: 0 to 3"):
+        order(Pipeline(schedule="1f1b", pp=4, micro=6), 4)
+    with pytest.raises(CaseError, match="input=0: must be more than 0; legal: 1"):
+        Times(input=0)
+    with pytest.raises(CaseError, match="weight=-1: must not be negative; legal: 0"):
+        Times(weight=-1)
