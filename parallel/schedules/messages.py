@@ -125,8 +125,12 @@ def _by_iteration(pipeline: Pipeline, rank: int, made: Sequence[Action]) -> Prog
         if iteration >= warm:
             steps.append((backwards[iteration - warm],))
             batch += _message(pipeline, Kind.SEND_BACKWARD, backwards[iteration - warm])
-        batch += gradients.get(iteration - warm, ())
-        steps.append(tuple(sorted(batch, key=lambda message: _IN_A_BATCH.index(message.kind))))
+        received = gradients.get(iteration - warm, ())
+        alone = iteration == warm - 1 == total - 1  # without a steady phase the first gradient is a batch of its own
+        steps.append(
+            tuple(sorted([*batch, *received * (not alone)], key=lambda message: _IN_A_BATCH.index(message.kind)))
+        )
+        steps.append(received * alone)
     return tuple(filter(None, steps))
 
 

@@ -1,0 +1,208 @@
+"""Megatron-Core's schedules run as they are, every rank for itself: the same computations and the same batches.
+
+Their communicator is theirs but for the call that would send: it notes which messages are issued together. Three things
+are answered for it: tensors that it makes on CUDA are made on the CPU, groups are their size and a rank, and
+torch.distributed counts as initialised.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from parallel.schedules.layers import layers_of
+from parallel.schedules.messages import programs
+from parallel.schedules.pipeline import Kind, Pipeline
+from tests.parallel.schedules.shapes import every
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Megatron's own, at import
+    pytest.importorskip("megatron.core", reason="needs the extra `peers`")
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import schedules as theirs
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+Step = tuple[Any, ...]
+"""("F" or "B", chunk, micro-batch), or the kinds of the messages of a batch."""
+
+
+class OnTheCPU(TorchFunctionMode):
+    """Makes on the CPU what is asked of CUDA."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        words = dict(kwargs or {})
+        return func(*args, **words | ({"device": "cpu"} if words.get("device") == "cuda" else {}))
+
+
+class Group:
+    """A process group of which only the size and this rank are known."""
+
+    def __init__(self, ranks: int = 1, own: int = 0) -> None:
+        self.ranks, self.own = ranks, own
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.own
+
+
+class Noting(P2PCommunicator):
+    """Megatron-Core's communicator; what it would send and receive together is one step of `done`."""
+
+    def __init__(self, group: Group, config: Any, done: list[Step]) -> None:
+        self.pp_group, self.config, self.done = group, config, done
+        self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
+
+    def _communicate(
+        self, *, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool, **_: Any
+    ) -> Any:
+        issued = {
+            Kind.SEND_BACKWARD: tensor_send_prev is not None,
+            Kind.RECV_FORWARD: recv_prev,
+            Kind.SEND_FORWARD: tensor_send_next is not None,
+            Kind.RECV_BACKWARD: recv_next,
+        }
+        if any(issued.values()):
+            self.done.append(tuple(kind for kind, there in issued.items() if there))
+        received = [torch.zeros(2, 1, 4, requires_grad=True) if there else None for there in (recv_prev, recv_next)]
+        return *received, None
+
+
+class Note(torch.autograd.Function):
+    """Passes a tensor on and calls back when its gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: Callable[[], None]) -> Tensor:
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.seen()
+        return grad, None
+
+
+class Chunk(nn.Module):
+    """A chunk of a model that computes nothing."""
+
+    def __init__(self, config: Any, number: int, done: list[Step]) -> None:
+        super().__init__()
+        self.config, self.number, self.done = config, number, done
+        self.model_type, self.vp_stage = ModelType.encoder_or_decoder, number
+        self.own = nn.Parameter(torch.zeros(2, 1, 4))
+
+    def set_input_tensor(self, inputs: list[Tensor | None]) -> None:
+        self.input = inputs[0]
+
+    def compute(self, micro: int) -> Tensor:
+        self.done.append(("F", self.number, micro))
+        given = self.own if self.input is None else self.input
+        output: Tensor = Note.apply(given, lambda: self.done.append(("B", self.number, micro)))
+        return output
+
+
+def step(batches: Iterator[int], chunk: Chunk) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    return chunk.compute(next(batches)), lambda output: (output.sum(), {})
+
+
+def run(pipeline: Pipeline, rank: int) -> list[Step]:
+    """What Megatron-Core does on a rank, in order."""
+    looped = pipeline.schedule == "interleaved"
+    config = TransformerConfig(
+        num_layers=pipeline.virtual_stages,
+        hidden_size=4,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=pipeline.pp,
+        virtual_pipeline_model_parallel_size=pipeline.chunks if looped else None,
+        microbatch_group_size_per_vp_stage=pipeline.in_a_row if looped else None,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=True,
+        overlap_p2p_comm=False,
+        deallocate_pipeline_outputs=False,
+    )
+    done: list[Step] = []
+    group, one = Group(pipeline.pp, rank), Group()
+    chunks = [Chunk(config, number, done) for number in range(pipeline.chunks)]
+    names = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
+    with OnTheCPU(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr("torch.distributed.is_initialized", lambda: True)
+        getattr(theirs, names[looped])(
+            forward_step_func=step,
+            data_iterator=[iter(range(pipeline.micro)) for _ in chunks],
+            model=chunks,
+            num_microbatches=pipeline.micro,
+            seq_length=2,
+            micro_batch_size=1,
+            p2p_communicator=Noting(group, config, done),
+            pg_collection=SimpleNamespace(tp=one, cp=one, embd=one, pos_embd=one, pp=group, dp_cp=one),
+        )
+    return done
+
+
+def ours(pipeline: Pipeline) -> list[list[Step]]:
+    return [
+        [(s[0].kind.value, s[0].chunk, s[0].micro) if s[0].kind.computes else tuple(a.kind for a in s) for s in steps]
+        for steps in programs(pipeline)
+    ]
+
+
+@pytest.mark.parametrize(("schedule", "sizes"), [("1f1b", (5, 7)), ("interleaved", (4, 9))])
+def test_computations_and_batches_are_those_of_megatron(schedule: str, sizes: tuple[int, int]) -> None:
+    pipelines = [pipeline for pipeline in every(schedule, *sizes) if pipeline.pp > 1]
+    assert len(pipelines) > 20
+    for pipeline in pipelines:
+        for rank, stated in enumerate(ours(pipeline)):
+            assert stated == run(pipeline, rank), (pipeline, rank)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "layers", "first", "last"),
+    [
+        (Pipeline(schedule="1f1b", pp=4, micro=4), 12, None, None),
+        (Pipeline(schedule="1f1b", pp=4, micro=4), 13, 2, 5),
+        (Pipeline(schedule="1f1b", pp=4, micro=4), 14, None, 5),
+        (Pipeline(schedule="1f1b", pp=2, micro=4), 5, 2, 3),
+        (Pipeline(schedule="interleaved", pp=4, micro=4, chunks=3), 24, None, None),
+        (Pipeline(schedule="interleaved", pp=4, micro=4, chunks=2), 20, 2, 6),
+        (Pipeline(schedule="interleaved", pp=4, micro=4, chunks=2), 22, 4, None),
+    ],
+)
+def test_layers_of_every_stage_are_those_of_megatron(
+    pipeline: Pipeline, layers: int, first: int | None, last: int | None
+) -> None:
+    looped = pipeline.schedule == "interleaved"
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=4,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=pipeline.pp,
+        virtual_pipeline_model_parallel_size=pipeline.chunks if looped else None,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        pipeline_dtype=torch.float32,
+    )
+    found = []
+    for stage in range(pipeline.virtual_stages):
+        chunk, rank = divmod(stage, pipeline.pp)
+        start = get_transformer_layer_offset(config, chunk if looped else None, rank)
+        found.append(range(start, start + get_num_layers_to_build(config, chunk if looped else None, rank)))
+    assert layers_of(pipeline, layers, first, last) == tuple(found)
+
+
+def test_another_order_would_be_seen() -> None:
+    pipeline = Pipeline(schedule="interleaved", pp=2, micro=4, chunks=2)
+    stated = ours(pipeline)
+    assert run(pipeline, 0) == stated[0] != stated[1]
