@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from harness.checking.evidence import PASS
 from harness.engines.engine import Engine
@@ -23,6 +25,7 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import CaseResult, prove
 from harness.subject import case_of, named
 from reports import cli
+from suites.subjects import two_d
 
 NEEDS = {"hf": "transformers", "qwen3": "transformers", "mcore": "megatron"}
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
@@ -72,6 +75,35 @@ def test_unmodified_systems_are_right(name: str, text: str) -> None:
 def test_on_processes_too(processes: Engine, name: str, text: str) -> None:
     result = proved(name, text, processes)
     assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
+
+
+class Extra:
+    """A subject with one call more, which changes no result."""
+
+    def __init__(self, right: Any) -> None:
+        vars(self).update(vars(right))
+        self.right = right
+
+    def __call__(self, case: Any, device: torch.device) -> Any:
+        outcome = self.right(case, device)
+        dist.all_reduce(outcome["loss/0"].clone())
+        return outcome
+
+
+extra = Extra(two_d.subject)
+
+
+def test_a_stored_ledger_is_a_gate_that_one_call_more_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    case = "tp=2 sp=true steps=1 micro=1"
+    for name, status in (("suites.subjects.two_d:subject", 0), (f"{__name__}:extra", 1)):
+        assert cli.main(["run", case, "--subject", name]) == 0
+        if not status:
+            assert cli.main(["compare", "runs/latest", "--save-baseline", "main"]) == 0
+        assert cli.main(["compare", "main", "runs/latest", "--fail", "calls:0", "--fail", "bytes:0"]) == status
+    assert "breach: calls:0: tp metric outside modules: new all_reduce (0 -> 1 calls)" in capsys.readouterr().out
 
 
 @pytest.mark.slow
