@@ -1,12 +1,10 @@
 """The ledger of unmodified Megatron-Core: its 1F1B schedule with tied embeddings and the distributed optimizer.
 
-Megatron is written for CUDA: what it asks for on "cuda" is made on the CPU, and its random tracker does nothing.
+Megatron is written for CUDA, whose questions are answered for the CPU.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Event
 from harness.recording.recorder import Recorder
+from harness.torch_internals.cuda_on_cpu import cuda_on_cpu
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron's own, at import
@@ -34,43 +33,28 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+STATE = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")
 STEPS, MICRO, SEQ = 2, 3, 8
 
 
-class NoTracker:
-    """Stands for the CUDA random tracker."""
-
-    def is_initialized(self) -> bool:
-        """As after model_parallel_cuda_manual_seed."""
-        return True
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "") -> Iterator[None]:
-        """Draw from the common stream."""
-        yield
-
-
-class OnCpu(TorchFunctionMode):
-    """What is asked for on "cuda" is made on the CPU, and calls itself a CUDA tensor."""
+class CudaNames(TorchFunctionMode):
+    """`Tensor.type` names CUDA, without which the distributed optimizer refuses a parameter."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The function's own result."""
-        words = dict(kwargs or {})
-        if str(words.get("device", "")).startswith("cuda"):
-            words["device"] = "cpu"
-        found = function(*args, **words)
-        return found.replace("torch.", "torch.cuda.") if function is Tensor.type and isinstance(found, str) else found
+        found = function(*args, **(kwargs or {}))
+        own = function is Tensor.type and isinstance(found, str) and "cuda" not in found
+        return found.replace("torch.", "torch.cuda.") if own else found
 
 
 @pytest.fixture(autouse=True)
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and "get_cuda_rng_tracker" in vars(module):
-            monkeypatch.setattr(module, "get_cuda_rng_tracker", lambda *_, **__: NoTracker())
+def cpu() -> Iterator[None]:
+    with cuda_on_cpu():
+        yield
 
 
 def config_of(**words: Any) -> TransformerConfig:
@@ -97,17 +81,18 @@ def ran(program: Callable[[], object], world_size: int, **axes: tuple[tuple[int,
     """The events of all ranks."""
 
     def on_rank(rank: int) -> None:
-        with OnCpu(), recorder.on_rank(rank):
+        with CudaNames(), recorder.on_rank(rank):
             program()
 
     with InprocEngine() as engine, Recorder("", "", world_size, axes) as recorder:
-        engine.run(on_rank, world_size=world_size, observer=recorder, per_rank=("megatron.core.parallel_state",))
+        engine.run(on_rank, world_size=world_size, observer=recorder, per_rank=STATE)
     return recorder.events()
 
 
 def pipeline() -> None:
     """Two stages, two data ranks: 1F1B with tied embeddings, and the distributed optimizer with clipping."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model_parallel_cuda_manual_seed(0)
     config = config_of(pipeline_dtype=torch.float32, batch_p2p_comm=True, batch_p2p_sync=False)
     last = parallel_state.is_pipeline_last_stage()
     gpt = GPTModel(
