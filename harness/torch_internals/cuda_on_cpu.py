@@ -5,13 +5,14 @@
 There is one device, number 0, which is the CPU: `device="cuda"`, `.cuda()` and `.to("cuda")` stay where they are, its
 random stream is the CPU's, streams and events are done when they are asked, ranges of nvtx are dropped. A tensor is no
 copy after `.cuda()`, and `tensor.is_cuda` is False. Names that were imported from torch before (`from torch import
-zeros`) are not reached, nor is torch.Generator("cuda").
+zeros`) are not reached, nor is torch.Generator("cuda"). A device mesh is to be made for "cpu".
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -125,16 +126,17 @@ class _Answers:
                 self._undo.close()
 
     def _put(self) -> None:
+        self._undo.callback(_forget_rules)
         for name in _MAKERS:
             self._set(torch, name, _made_here(getattr(torch, name)))
         for name in _METHODS:
             self._set(Tensor, name, _made_here(getattr(Tensor, name)))
         self._set(Tensor, "to", _moved_here(Tensor.to))
-        self._set(Tensor, "cuda", _itself)
+        self._set(Tensor, "cuda", _itself())
         self._set(torch.nn.Module, "to", _moved_here(torch.nn.Module.to))
-        self._set(torch.nn.Module, "cuda", _itself)
-        self._set(Tensor, "pin_memory", _itself)
-        self._set(Tensor, "record_stream", _nothing)
+        self._set(torch.nn.Module, "cuda", _itself())
+        self._set(Tensor, "pin_memory", _itself())
+        self._set(Tensor, "record_stream", _always(None))
         was_available = torch.cuda.is_available
         self._set(torch.cuda, "is_available", lambda: self._available > 0 or was_available())
         for name, answer in _ANSWERS.items():
@@ -142,7 +144,7 @@ class _Answers:
             if name in vars(torch.cuda.random):
                 self._set(torch.cuda.random, name, answer)
         for name in ("mark", "range_end", "range_pop", "range_push", "range_start"):
-            self._set(torch.cuda.nvtx, name, _nothing)
+            self._set(torch.cuda.nvtx, name, _always(None))
         self._set(torch.cuda.nvtx, "range", lambda *_, **__: nullcontext())
 
     def _set(self, owner: Any, name: str, value: object) -> None:
@@ -197,12 +199,22 @@ def _moved_here(to: Callable[..., Any]) -> Callable[..., Any]:
     return moved
 
 
-def _itself(owner: Any, *_: object, **__: object) -> Any:
-    return owner
+def _itself() -> Callable[..., Any]:
+    return lambda owner, *_, **__: owner
 
 
-def _nothing(*_: object, **__: object) -> None:
-    """Nothing to do."""
+def _always(answer: object) -> Callable[..., Any]:
+    """A function of its own for every name: torch's compiler keeps a rule for each, by identity."""
+    return lambda *_, **__: answer
+
+
+def _forget_rules() -> None:
+    """If torch's compiler was imported meanwhile, it looks torch's functions up again.
+
+    Uses torch._dynamo.trace_rules.get_torch_obj_rule_map.
+    """
+    rules = getattr(sys.modules.get("torch._dynamo.trace_rules"), "get_torch_obj_rule_map", None)
+    getattr(rules, "cache_clear", bool)()
 
 
 def _properties(*_: object) -> SimpleNamespace:
@@ -211,8 +223,8 @@ def _properties(*_: object) -> SimpleNamespace:
 
 
 _ANSWERS: dict[str, Any] = {
-    **dict.fromkeys(_ZEROS, lambda *_, **__: 0),
-    **dict.fromkeys(_DONE, _nothing),
+    **{name: _always(0) for name in _ZEROS},
+    **{name: _always(None) for name in _DONE},
     "Event": _Event,
     "Stream": _Stream,
     "current_device": lambda: 0,

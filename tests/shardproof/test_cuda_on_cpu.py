@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 import threading
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,11 +17,13 @@ import shardproof
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.execution import execute
 from reference.case import Case
+from tests import ROOT
 
 
 def _names() -> list[dict[str, Any]]:
-    """All that it may change."""
-    return [dict(vars(owner)) for owner in (torch, Tensor, nn.Module, torch.cuda, torch.cuda.random, torch.cuda.nvtx)]
+    """All that it may change; torch imports modules of its own when they are needed."""
+    owners: tuple[Any, ...] = (torch, Tensor, nn.Module, torch.cuda, torch.cuda.random, torch.cuda.nvtx)
+    return [{name: x for name, x in vars(owner).items() if not isinstance(x, ModuleType)} for owner in owners]
 
 
 def _trained(device: Any) -> tuple[Tensor, ...]:
@@ -102,3 +108,18 @@ def test_ranks_that_are_threads_share_it_as_their_session() -> None:
     with InprocEngine() as engine:
         run = execute(Case.parse("mode=tp tp=2"), _ForGpus(), engine, text="")
     assert [event.payload_bytes for event in run.events] == [12, 12]
+
+
+def _compiler_imported_within() -> None:
+    with shardproof.cuda_on_cpu():
+        importlib.import_module("torch._dynamo")
+        rules = sys.modules["torch._dynamo.trace_rules"]
+        during = rules.get_torch_obj_rule_map()
+        assert torch.cuda.synchronize in during
+    assert torch.cuda.synchronize in rules.get_torch_obj_rule_map()
+
+
+def test_the_compiler_may_be_imported_within_and_has_its_own_rules_afterwards() -> None:
+    command = [sys.executable, "-c", f"import {__name__} as tests; tests._compiler_imported_within()"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
