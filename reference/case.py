@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reference import rules
+from reference.groups import Groups, Layout, RankOrder
 from reference.presets import FAMILIES, FOLLOWS, PRESETS, follow
 from reference.rules import CaseError
 from reference.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Meaning, described, word
@@ -186,34 +187,27 @@ class Case:
         return self.batch * self.seq
 
     @property
-    def axes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+    def axes(self) -> dict[str, Groups]:
         """Mesh axis -> the rank lists of its groups. Order tp, cp, dp, pp, fastest first (Megatron 4.8)."""
-        axes: dict[str, tuple[tuple[int, ...], ...]] = {}
-        for sizes in self._meshes():
-            axes |= rules.rank_lists(sizes)
-        return axes
+        return self.layout.lists()
 
     @property
     def axis_sizes(self) -> dict[str, int]:
         """Mesh axis -> ranks in each of its groups: what `axes` says, without listing the ranks."""
-        return {axis: size for sizes in self._meshes() for axis, size in sizes.items()}
+        return self.layout.sizes
 
     def axis_rank(self, axis: str, rank: int) -> int:
         """The place of a global rank in its group along an axis, as in `axes`. Raises KeyError for an unknown axis."""
-        for sizes in self._meshes():
-            stride = 1
-            for name, size in sizes.items():
-                if name == axis:
-                    return rank // stride % size
-                stride *= size
-        raise KeyError(axis)
+        return self.layout.place(axis, rank)
 
-    def _meshes(self) -> tuple[dict[str, int], ...]:
-        """The meshes over this case's ranks, each axis with its size, fastest first: weights have their own in isp."""
-        own = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+    @property
+    def layout(self) -> Layout:
+        """The rank orders over this case's ranks: weights have their own in isp."""
+        own = RankOrder((("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)))
         if self.mode != "isp":
-            return (own,)
-        return own, {"wp": self.wp, "wdp": self.tp * self.cp * self.dp // self.wp, "pp": self.pp}
+            return Layout(orders=(own,))
+        wdp = self.tp * self.cp * self.dp // self.wp
+        return Layout(orders=(own, RankOrder((("wp", self.wp), ("wdp", wdp), ("pp", self.pp)))))
 
 
 def _resolve(words: dict[str, Word]) -> dict[str, Any]:

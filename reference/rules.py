@@ -12,7 +12,7 @@ from typing import Any
 
 from reference.variants import VARIANTS, lack
 
-__all__ = ["MODES", "SEQUENCE_MODES", "CaseError", "check", "check_word", "legal_words", "rank_lists", "read", "write"]
+__all__ = ["MODES", "SEQUENCE_MODES", "CaseError", "check", "check_word", "legal_words", "read", "write"]
 
 MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
 SEQUENCE_MODES = ("tp-sp", "msp", "fsp", "isp")
@@ -237,16 +237,3 @@ def check_word(key: str, value: object) -> None:
 def write(value: int | float | bool | str) -> str:
     """The text that `read` turns into this value."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def rank_lists(sizes: Mapping[str, int]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Axis -> rank lists of its groups on a mesh whose first axis runs fastest (Megatron `RankGenerator`)."""
-    world = math.prod(sizes.values())
-    lists: dict[str, tuple[tuple[int, ...], ...]] = {}
-    stride = 1
-    for axis, size in sizes.items():
-        span = stride * size
-        starts = (start for first in range(0, world, span) for start in range(first, first + stride))
-        lists[axis] = tuple(tuple(range(start, start + span, stride)) for start in starts)
-        stride = span
-    return lists

@@ -18,13 +18,13 @@ _UNSPLIT = everywhere("delivery=local", ("tp", "tp-sp")) | everywhere("", ("mtp"
 _RULES = Change(
     module="parallel.mesh",
     old="from reference.case import Case\n",
-    new="from reference.case import Case\nfrom reference.rules import rank_lists\n",
+    new="from reference.case import Case\nfrom reference.groups import RankOrder\n",
 )
 
 
 def _relabelled(sizes: str) -> Change:
     """Groups along these axes, the fastest first, in place of the case's: the same on every rank and for all calls."""
-    new = f"for name, groups in {{**case.axes, **rank_lists({{{sizes}}})}}.items():"
+    new = f"for name, groups in {{**case.axes, **RankOrder(({sizes})).lists()}}.items():"
     return Change(module="parallel.mesh", old="for name, groups in case.axes.items():", new=new)
 
 
@@ -127,7 +127,7 @@ GROUPS = (
         name="weight-groups-strided",
         stands_for="B-66: InternEvo process_group_initializer, two orders of one mesh: strided where blocks belong",
         modes={"isp": "wp>1 wdp>1"},
-        changes=(_RULES, _relabelled('"wdp": case.axis_sizes["wdp"], "wp": case.wp')),
+        changes=(_RULES, _relabelled('("wdp", case.axis_sizes["wdp"]), ("wp", case.wp)')),
         kills="groups",
         alone=True,
         phase="data|forward",
@@ -140,7 +140,7 @@ GROUPS = (
         modes=everywhere("dp>1 tp>1", TENSOR),
         changes=(
             _RULES,
-            _relabelled('"dp": case.dp, "tp": case.tp'),
+            _relabelled('("dp", case.dp), ("tp", case.tp)'),
             Change(
                 module="parallel.mesh",
                 old="return case.axis_rank(name, rank)",

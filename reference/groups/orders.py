@@ -1,0 +1,166 @@
+"""Rank orders: ranks numbered by the axes of a mesh, the fastest axis first.
+
+    rank = sum over axes of (place on the axis) * (product of the sizes of all faster axes)
+
+A group along some axes holds the ranks that differ only in their places on these. Axes are joined by `-`: "dp-cp"; the
+order of the words does not matter, the members of a group and the groups themselves always ascend.
+
+Source: Megatron-Core `parallel_state.py`: RankGenerator, generate_masked_orthogonal_rank_groups, and for the cuts of
+one group create_hierarchical_groups, create_hybrid_dp_cp_groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from reference.rules import CaseError
+
+__all__ = ["Groups", "RankOrder", "check_size", "hybrid", "levels"]
+
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankOrder:
+    """Ranks 0 .. world-1 of a mesh. `axes` are (name, size), the fastest first; sizes count ranks."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, order: str, sizes: Mapping[str, int]) -> RankOrder:
+        """The mesh of an order string such as "tp-cp-dp-pp", in any letter case.
+
+        An axis of size 1 may be left out of the order. Raises CaseError for an unknown or repeated word, for a left out
+        axis of more than one rank and for a size that is no whole number of at least 1.
+        """
+        for axis, size in sizes.items():
+            check_size(axis, size)
+        words, whole = order.lower().split("-"), "-".join(sizes)
+        for word in words:
+            if word not in sizes:
+                raise CaseError("order", order, f"{word!r} is not an axis", f"order={whole}")
+            if words.count(word) > 1:
+                raise CaseError("order", order, f"names {word} twice", f"order={'-'.join(dict.fromkeys(words))}")
+        absent = [axis for axis in sizes if axis not in words]
+        for axis in absent:
+            if sizes[axis] > 1:
+                rule = f"must name {axis}, whose size is {sizes[axis]}"
+                raise CaseError("order", order, rule, f"order={'-'.join([*words, *absent])}")
+        return cls(tuple((axis, sizes[axis]) for axis in [*words, *absent]))
+
+    @property
+    def world(self) -> int:
+        """Ranks of the mesh."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> its size, fastest first."""
+        return dict(self.axes)
+
+    def groups(self, axes: str) -> Groups:
+        """All groups along these axes. Raises CaseError for a word that is not an axis."""
+        inside, outside = self._parted(axes)
+        offsets = _sums(inside)
+        return tuple(tuple(first + offset for offset in offsets) for first in _sums(outside))
+
+    def group(self, axes: str, rank: int) -> tuple[int, ...]:
+        """The group of a rank along these axes. Raises CaseError for an unknown axis and an unknown rank."""
+        self._check_rank(rank)
+        inside, _ = self._parted(axes)
+        first = rank - sum(rank // stride % size * stride for size, stride in inside)
+        return tuple(first + offset for offset in _sums(inside))
+
+    def lists(self) -> dict[str, Groups]:
+        """Axis -> its groups."""
+        return {axis: self.groups(axis) for axis, _ in self.axes}
+
+    def place(self, axis: str, rank: int) -> int:
+        """The place of a rank in its group along one axis. Raises KeyError for an unknown axis."""
+        for name, size, stride in self._strides():
+            if name == axis:
+                return rank // stride % size
+        raise KeyError(axis)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis -> the place of a rank on it. Raises CaseError for a rank outside the mesh."""
+        self._check_rank(rank)
+        return {axis: rank // stride % size for axis, size, stride in self._strides()}
+
+    def rank(self, places: Mapping[str, int]) -> int:
+        """The rank at these places, 0 on an axis that is left out.
+
+        Raises CaseError for an unknown axis and for a place outside its axis.
+        """
+        sizes = self.sizes
+        for axis, place in places.items():
+            if axis not in sizes:
+                raise CaseError("axis", axis, "is not an axis of this mesh", " ".join(sizes))
+            if not 0 <= place < sizes[axis]:
+                raise CaseError(axis, place, f"must be a place on an axis of {sizes[axis]}", f"0..{sizes[axis] - 1}")
+        return sum(places.get(axis, 0) * stride for axis, _, stride in self._strides())
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world:
+            raise CaseError("rank", rank, f"must be one of {self.world} ranks", f"0..{self.world - 1}")
+
+    def _strides(self) -> Iterator[tuple[str, int, int]]:
+        """Axis, size and stride of each axis, fastest first."""
+        stride = 1
+        for axis, size in self.axes:
+            yield axis, size, stride
+            stride *= size
+
+    def _parted(self, axes: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Size and stride of the axes that these words name, and of all others."""
+        words = set(axes.split("-"))
+        for word in sorted(words - set(self.sizes)):
+            raise CaseError("group", axes, f"{word!r} is not an axis of this mesh", "-".join(self.sizes))
+        inside = [(size, stride) for axis, size, stride in self._strides() if axis in words]
+        return inside, [(size, stride) for axis, size, stride in self._strides() if axis not in words]
+
+
+def check_size(field: str, size: object) -> None:
+    """Raise CaseError unless a size is a whole number of at least 1."""
+    if type(size) is not int or size < 1:
+        raise CaseError(field, size, "must be a whole number of at least 1", f"{field}=1")
+
+
+def levels(ranks: Sequence[int], sizes: Sequence[int]) -> tuple[Groups, ...]:
+    """One group cut into levels: level 0 groups neighbours, each higher level strides over the lower ones.
+
+    Megatron-Core cuts the context group into [inner, outer] for all-to-all and point-to-point, and the dp-cp group into
+    [ranks of one optimizer instance, instances]. Raises CaseError when the sizes do not multiply to the group's.
+    """
+    for size in sizes:
+        check_size("level", size)
+    if math.prod(sizes) != len(ranks):
+        written = "x".join(map(str, sizes))
+        raise CaseError("levels", written, f"must multiply to the {len(ranks)} ranks of the group", f"{len(ranks)}")
+    mesh = RankOrder(tuple((str(level), size) for level, size in enumerate(sizes)))
+    return tuple(tuple(tuple(ranks[i] for i in group) for group in groups) for groups in mesh.lists().values())
+
+
+def hybrid(ranks: Sequence[int]) -> dict[int, Groups]:
+    """Size -> blocks of that many neighbours, for each power of two above 1 and below the largest in the group.
+
+    Megatron-Core's groups of hybrid data and context parallelism. Raises CaseError when a size leaves a smaller last
+    block: sizes of groups must divide.
+    """
+    check_size("ranks", len(ranks))
+    sizes = [2**power for power in range(1, int(math.log2(len(ranks))))]
+    if sizes and len(ranks) % sizes[-1]:
+        legal = 2 ** int(math.log2(len(ranks)))
+        raise CaseError("ranks", len(ranks), f"blocks of {sizes[-1]} must divide the group", f"a group of {legal}")
+    return {size: tuple(tuple(ranks[i : i + size]) for i in range(0, len(ranks), size)) for size in sizes}
+
+
+def _sums(axes: Iterable[tuple[int, int]]) -> list[int]:
+    """The sum of place * stride for all places on axes of (size, stride), the first axis fastest."""
+    sums = [0]
+    for size, stride in axes:
+        sums = [place * stride + faster for place in range(size) for faster in sums]
+    return sums
