@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "etp alone": (lambda: megatron(world=4, etp=2), "etp=2: is a size of experts: it needs ep; legal: ep=1"),
     "pp not last": (
-        lambda: megatron(**GUARDED, order="tp-cp-ep-pp-dp"),  # type: ignore[arg-type]
+        lambda: megatron(**GUARDED, order="tp-cp-ep-pp-dp"),
         "order=tp-cp-ep-pp-dp: must end in pp, as dp=4 differs from edp=2 of the experts; legal: order=tp-cp-ep-dp-pp",
     ),
     "pipelines apart": (
@@ -115,5 +115,5 @@ def test_a_refusal_names_field_value_rule_and_a_legal_value(name: str) -> None:
 @pytest.mark.parametrize("order", ["tp-cp-ep-pp-dp", "tp-pp-cp-ep-dp", "cp-tp-pp-ep-dp"])
 def test_megatron_refuses_these_orders(order: str) -> None:
     with pytest.raises(CaseError):
-        megatron(**GUARDED, order=order)  # type: ignore[arg-type]
+        megatron(**GUARDED, order=order)
     assert megatron(**GUARDED, order="TP-CP-EP-DP-PP") == megatron(**GUARDED)  # type: ignore[arg-type]
