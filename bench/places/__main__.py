@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 
 from bench.places.bugs import BUGS, MEGATRON
-from bench.places.held_back import HELD_BACK, MEGATRON_HELD_BACK
+from bench.places.held_back import HELD_BACK, MEGATRON_HELD_BACK, TUTORIALS
 from bench.places.planting import found, found_in_megatron, is_right
 
 __all__ = ["main"]
@@ -26,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="bugs whose name contains this")
     parser.add_argument("--held-back", action="store_true", help="those that the search was not written on")
     given = parser.parse_args(arguments)
-    only, bugs, patches = given.only, *((HELD_BACK, MEGATRON_HELD_BACK) if given.held_back else (BUGS, MEGATRON))
+    only, bugs, patches = (
+        given.only,
+        *(({**HELD_BACK, **TUTORIALS}, MEGATRON_HELD_BACK) if given.held_back else (BUGS, MEGATRON)),
+    )
     seen = {name: (found(bug), bug.phase, bug.place) for name, bug in bugs.items() if only in name}
     if importlib.util.find_spec("megatron"):
         with warnings.catch_warnings():

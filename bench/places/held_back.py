@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from bench.places.bugs import CORE, DENSE, SP, TP, Bug, by_dtensor, by_hand, ours
 
-__all__ = ["HELD_BACK", "MEGATRON_HELD_BACK"]
+__all__ = ["HELD_BACK", "MEGATRON_HELD_BACK", "TUTORIALS"]
+
+
+def _tutorial(name: str, old: str, new: str, place: str) -> Bug:
+    """A bug of a subject under suites/subjects, whose truth is the one beside the right subject."""
+    module, case = f"suites.subjects.{name}", "dp=3" if name == "fsdp2" else "tp=2 dp=3"
+    return Bug(subject=f"{module}:subject", case=case, module=module, old=old, new=new, phase="forward", place=place)
+
 
 _GATHER = "return torch.cat(parts, dim)"
 _RESIDUAL = "x = x + self.attention(self.norm1(x))"
@@ -110,3 +117,22 @@ MEGATRON_HELD_BACK: dict[str, tuple[str, str]] = {
     "another epsilon in the last norm": ("forward", "decoder.final_layernorm"),
 }
 """Patch of `bench.places.megatron` -> phase and place."""
+
+_ALL_REDUCE = 'dist.all_reduce(y.detach(), group=mesh.get_group("tp"))'
+_PART = "model[0].weight.data[first : first + rows].clone()"
+_SAMPLES = "case.samples(step, micro, dp_rank, 5)"
+
+TUTORIALS: dict[str, Bug] = {
+    "mlp: the last sum left out": _tutorial("mlp", _ALL_REDUCE, "None", "2"),
+    "mlp: another rank's rows": _tutorial("mlp", _PART, _PART.replace("data[", "data.roll(rows, 0)["), "0"),
+    "mlp: relu for gelu": _tutorial("mlp", "torch.nn.GELU()", "torch.nn.ReLU()", "1"),
+    "mlp: averaged": _tutorial("mlp", _ALL_REDUCE, f"({_ALL_REDUCE}, y.detach().div_(2), None)[2]", "2"),
+    "mlp: the first data rank's samples": _tutorial("mlp", _SAMPLES, _SAMPLES.replace("dp_rank", "0"), "0"),
+    "dtensor: another epsilon": _tutorial("dtensor", "LayerNorm(case.width)", "LayerNorm(case.width, eps=0.1)", "1"),
+    "dtensor: approximate gelu": _tutorial("dtensor", "nn.GELU()", 'nn.GELU("tanh")', "3"),
+    "dtensor: other weights": _tutorial("dtensor", "100 * case.seed)", "100 * case.seed + 1)", "0"),
+    "fsdp2: another epsilon": _tutorial("fsdp2", "nn.LayerNorm(size)", "nn.LayerNorm(size, eps=0.1)", "0.0"),
+    "fsdp2: silu for gelu": _tutorial("fsdp2", "nn.GELU()", "nn.SiLU()", "0.2"),
+    "fsdp2: the first micro-batch's samples": _tutorial("fsdp2", _SAMPLES, _SAMPLES.replace("micro", "0"), "0.0"),
+}
+"""Name -> bug of a subject with a truth and words of its own."""

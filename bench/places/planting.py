@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import shardproof
 from bench.places.bugs import Bug
 from bench.places.dense import REFERENCE
 from harness.diagnosing.diagnosis import Diagnosis
@@ -35,6 +36,8 @@ def wordless(subject: Callable[..., Any]) -> Callable[..., Any]:
 def diagnosed(bug: Bug, engine: Engine) -> CaseResult:
     """The case of a bug proved on a subject that has it."""
     wrong = planted(replaced(bug.module, bug.old, bug.new), bug.subject)
+    if bug.module.startswith("suites.subjects."):
+        return shardproof.prove(bug.case, wrong, engine, truth=f"{bug.module}:truth")
     reference = OURS if bug.subject.startswith("parallel.") else REFERENCE
     return prove(Case.parse(bug.case), wordless(wrong), engine, reference=reference)
 

@@ -12,6 +12,7 @@ import shardproof
 from bench.places.bugs import BUGS, MEGATRON, TP, Bug
 from bench.places.by_hand import subject
 from bench.places.dense import REFERENCE, truth
+from bench.places.held_back import TUTORIALS
 from bench.places.planting import diagnosed, found_in_megatron, is_right, wordless
 from harness.diagnosing.placing.modules_by_name import located
 from harness.engines.named import engine_named
@@ -34,6 +35,8 @@ SOME = {
     "row-wise plan that sums nothing": "not_summed",
     "ours: input gradient of one linear halved": "averaged",
     "reduce-scatter hands out other parts": "shifted_shard",
+    "mlp: the last sum left out": "not_summed",
+    "mlp: averaged": "averaged",
 }
 """Bug -> the cause that its first module's numbers tell, "" for none."""
 
@@ -46,7 +49,7 @@ def engine() -> Iterator[InprocEngine]:
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_bug_is_traced_to_its_module_without_a_declared_layout(name: str, engine: InprocEngine) -> None:
-    bug = BUGS[name]
+    bug = {**BUGS, **TUTORIALS}[name]
     result = diagnosed(bug, engine)
     assert result.diagnosis is not None
     first = result.diagnosis.first

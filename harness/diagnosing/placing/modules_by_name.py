@@ -66,14 +66,13 @@ class _Search:
         """The place of the first output that agrees under no layout."""
         fits = self._compared(lambda calls: calls.outputs)
         wrong = self._first_wrong(self._order, fits, "forward")
-        if wrong is None:
-            return None
-        parts = self._left_in_parts(self._order[: self._order.index(wrong)], fits, "forward", wrong)
-        if parts:
+        if parts := self._left_in_parts(self._order, fits, "forward", wrong):
             axis = fits[parts[0]].summed
             inner = next((path for path in parts if path not in self._plain), self._around(parts[-1]))
             words = f"what it returns are partial sums over {axis} that nobody adds up"
             return Located(phase="forward", module=self._own(inner), words=words, summed=axis)
+        if wrong is None:
+            return None
         module, given = wrong, self._given(wrong)
         while module and self._given(module).state == DIFFERS:
             module = self._around(module)
@@ -90,15 +89,14 @@ class _Search:
         order = list(reversed(self._order))
         fits = self._gradients(order)
         wrong = self._first_wrong(order, fits, "backward")
-        if wrong is None:
-            return None
-        parts = self._left_in_parts(order[: order.index(wrong)], fits, "backward", wrong)
-        if parts:
+        if parts := self._left_in_parts(order, fits, "backward", wrong):
             first, axis = parts[0], fits[parts[0]].summed
             words = (
                 f"the gradients of what {self._names[first]} returns are partial sums over {axis} that nobody adds up"
             )
             return Located(phase="backward", module=self._own(self._user(first)), words=words, summed=axis)
+        if wrong is None:
+            return None
         words = f"the gradient of what {self._names[wrong]} returns agrees with the dense model's under no layout"
         module = self._own(self._user(wrong))
         return Located(phase="backward", module=module, words=words, shown=fits[wrong].shown)
@@ -127,21 +125,24 @@ class _Search:
                 return path
         return None
 
-    def _left_in_parts(self, before: Sequence[str], fits: Mapping[str, Fit], phase: str, wrong: str) -> list[str]:
-        """The last modules in a row, before the first wrong one, that are partial sums and stay so."""
+    def _left_in_parts(self, order: Sequence[str], fits: Mapping[str, Fit], phase: str, wrong: str | None) -> list[str]:
+        """The last modules in a row, before the first wrong one, that are partial sums and stay so.
+
+        Without a wrong one they must be the last of all; then the loss may add them up.
+        """
         parts: list[str] = []
-        for path in reversed(before):
+        for path in reversed(order[: order.index(wrong)] if wrong else order):
             if fits[path].summed and not any(map(_whole, self._after(path, fits, phase))):
                 parts.insert(0, path)
-            elif parts and fits[path].state != UNKNOWN:
+            elif (parts or wrong is None) and fits[path].state != UNKNOWN:
                 break
         if not parts:
             return []
-        last = parts[-1]
+        last, phases = parts[-1], {phase} if wrong else {phase, "loss"}
         axis, around = fits[last].summed, list(self._outside(last)) or [""]
-        regions = {self._names.get(path, path) for path in (*parts, *around, wrong)}
+        regions = {self._names.get(path, path) for path in (*parts, *around, wrong or "")}
         added = any(
-            event.op in _SUMS and event.phase == phase and event.axis == axis and event.region in regions
+            event.op in _SUMS and event.phase in phases and event.axis == axis and event.region in regions
             for event in self._of.events
         )
         return [] if added else parts
