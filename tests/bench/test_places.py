@@ -73,6 +73,8 @@ class Own:
 
     words = {"layers": 2, "hidden": 16, "ffn": 24, "head_dim": 4, "vocab": 40, "seq": 8, "batch": 2, "micro": 3}  # noqa: RUF012
 
+    cases = ("tp=2",)
+
     def __init__(self, bug: Bug) -> None:
         self.wrong = planted(replaced(bug.module, bug.old, bug.new), bug.subject)
 
