@@ -35,6 +35,24 @@ def test_every_suite_passes_or_says_which_word_it_lacks(outside: Callable[..., p
     )
 
 
+class Split(Network):
+    """The same over tp alone."""
+
+    cases: Any = ("tp=2",)
+
+    def refuses(self, case: Any) -> str:
+        return "has no data ranks" if case.dp > 1 else ""
+
+
+split = Split()
+
+
+def test_a_subject_without_data_ranks_has_no_other_grouping(outside: Callable[..., pytest.RunResult]) -> None:
+    result = outside("suites.test_regrouping", "--subject", "tests.suites.test_own_words:split", "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*no case that *:split names has data ranks (dp > 1)"])
+
+
 def test_a_wrong_one_fails_and_is_repeated_with_its_truth(outside: Callable[..., pytest.RunResult]) -> None:
     words = ("--subject", f"{OWN}doubled", "--truth", f"{OWN}truth", "--case", "tp=2 dp=3 act=tanh")
     result = outside("suites.test_forward", *words)
