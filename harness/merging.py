@@ -11,14 +11,14 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from harness.outcome import Block
 
-__all__ = ["FLAWS", "Flaw", "Merged", "Outcomes", "against", "bits_of", "differing", "merge", "same_bits"]
+__all__ = ["FLAWS", "Flaw", "Merged", "Outcomes", "against", "bits_of", "differing", "held_once", "merge", "same_bits"]
 
 FLAWS = ("missing", "shape", "dtype", "overlap", "omission", "replica conflict")
 
@@ -30,6 +30,8 @@ Placed = list[tuple[int, Block]]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integers that have its bits."""
+_SMALL = 2**16
+"""Elements of a tensor that may be held twice."""
 _REDUCE = {
     "sum": torch.Tensor.add,
     "avg": torch.Tensor.add,
@@ -126,6 +128,25 @@ def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
     for _, block in parts:
         full[tuple(slice(a, b) for a, b in block.region)] = block.local
     return full
+
+
+def held_once(outcomes: Outcomes, merged: Merged) -> tuple[Mapping[str, Sequence[Block]], ...]:
+    """The same outcomes, the blocks of large tensors as views of the merged ones, so that nothing is held twice."""
+    large = {name: tensor for name, tensor in merged.tensors.items() if tensor.numel() > _SMALL}
+    if not large:
+        return tuple(outcomes)
+    return tuple(
+        {
+            name: [_view(block, large[name]) for block in found] if name in large else found
+            for name, found in outcome.items()
+        }
+        for outcome in outcomes
+    )
+
+
+def _view(block: Block, full: Tensor) -> Block:
+    """The block as a part of the full tensor, which has its bits there; one that was still to be reduced has not."""
+    return block if block.reduce_op else replace(block, local=full[tuple(slice(a, b) for a, b in block.region)])
 
 
 def _agree(placed: Placed) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from reference import activations as observation
 from reference import layers
 from reference.case import Case
 from reference.decoder import Arithmetic
@@ -26,7 +25,6 @@ from reference.training import train
 
 __all__ = [
     "control",
-    "control_activations",
     "fused_attention",
     "reordered",
     "split_attention",
@@ -38,16 +36,12 @@ __all__ = [
 def control(
     case: Case, device: torch.device, *, parts: int = 0, states: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The outcome of dense training in the case's dtype with the sums in another order, in `parts` (see reordered).
+    """The outcome of dense training and its activations, in the case's dtype, with the sums in another order.
 
-    `states`: those from which every step begins (see reference.states).
+    `parts`: of how many (see reordered). `states`: those from which every step begins (see reference.states).
     """
-    return train(case, weights(case, device), arithmetic=reordered(case, parts), last_first=True, states=states)
-
-
-def control_activations(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
-    """The activations and activation gradients of the control run."""
-    return observation.observe(case, weights(case, device), arithmetic=reordered(case, parts))
+    other = reordered(case, parts)
+    return train(case, weights(case, device), arithmetic=other, last_first=True, states=states, observed=True)
 
 
 def reordered(case: Case, parts: int = 0) -> Arithmetic:

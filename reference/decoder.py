@@ -16,7 +16,7 @@ from reference import layers
 from reference.batches import Batch
 from reference.case import Case
 
-__all__ = ["PLAIN", "Arithmetic", "Tap", "logits"]
+__all__ = ["PLAIN", "Arithmetic", "Tap", "logits", "silent"]
 
 Tap = Callable[[str, Tensor], None]
 """Called with every module's dotted name and output tensor, in the order of the forward pass."""
@@ -49,12 +49,12 @@ class Arithmetic:
 PLAIN = Arithmetic()
 
 
-def _silent(module: str, output: Tensor) -> None:
+def silent(module: str, output: Tensor) -> None:
     """The tap of those who do not listen."""
 
 
 def logits(
-    case: Case, weights: Mapping[str, Tensor], batch: Batch, *, tap: Tap = _silent, arithmetic: Arithmetic = PLAIN
+    case: Case, weights: Mapping[str, Tensor], batch: Batch, *, tap: Tap = silent, arithmetic: Arithmetic = PLAIN
 ) -> Tensor:
     """Logits [B, S, vocab] in the weights' dtype. The batch lies on the weights' device."""
     run = _Pass(case=case, weights=weights, batch=batch, tap=tap, arithmetic=arithmetic)

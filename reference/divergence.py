@@ -19,6 +19,8 @@ __all__ = ["GROWN", "diverged_in", "refuse_divergence"]
 
 GROWN = 1000.0
 """A loss this many times that of the first step (or 1, if that is more) has left what training can mean."""
+_ROWS = 1024
+"""Rows of a parameter that are looked at together."""
 _SLOWER = (0.1, 0.01, 0.001)
 """Shares of the learning rate that are tried."""
 
@@ -34,17 +36,18 @@ def diverged_in(case: Case, outcome: Mapping[str, Tensor]) -> int | None:
         if not math.isfinite(norm) or not loss <= most:
             return step
     left = (tensor for name, tensor in outcome.items() if name.startswith("param/"))
-    return None if all(bool(torch.isfinite(tensor).all()) for tensor in left) else case.steps - 1
+    finite = all(bool(torch.isfinite(rows).all()) for tensor in left for rows in tensor.split(_ROWS))
+    return None if finite else case.steps - 1
 
 
 def refuse_divergence(case: Case, weights: Mapping[str, Tensor], outcome: Mapping[str, Tensor]) -> None:
-    """Raise CaseError when this outcome of dense training from these weights diverges."""
+    """Raise CaseError when this outcome of dense training from these weights, in float64, diverges."""
     step = diverged_in(case, outcome)
     if step is None:
         return
     rule = f"the dense model diverges in step {step} (loss {float(outcome[f'loss/{step}']):.3g})"
     for share in _SLOWER:
         slower = case.but(lr=float(f"{case.lr * share:.2g}"))
-        if diverged_in(slower, train(slower, weights)) is None:
+        if diverged_in(slower, train(slower, weights, dtype=torch.float64)) is None:
             raise CaseError("lr", case.lr, rule, f"lr={slower.lr}")
     raise CaseError("steps", case.steps, rule, f"steps={max(step, 1)}")

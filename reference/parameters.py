@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from reference.case import Case
 
-__all__ = ["Shape", "dtype_of", "full", "shapes"]
+__all__ = ["Shape", "drawn", "dtype_of", "full", "shapes"]
 
 Shape = tuple[int, ...]
 
@@ -29,6 +30,11 @@ def dtype_of(case: Case) -> torch.dtype:
 
 def shapes(case: Case) -> dict[str, Shape]:
     """Parameter name -> full shape, in the order of the forward pass."""
+    return dict(_shapes(case))
+
+
+@lru_cache(maxsize=8)
+def _shapes(case: Case) -> dict[str, Shape]:
     found: dict[str, Shape] = {"embedding.tokens.weight": (case.vocab, case.hidden)}
     if case.positions == "learned":
         found["embedding.positions.weight"] = (case.seq, case.hidden)
@@ -46,16 +52,42 @@ def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor
     Drawn uniformly in float64 from a generator seeded with sha256(seed, name), then rounded, so that every dtype, mode
     and mesh starts from the same numbers. Raises ValueError for a name that the case does not have.
     """
-    shape = shapes(case).get(name)
-    if shape is None:
-        legal = next(iter(shapes(case)))
-        raise ValueError(f"name={name}: is not a parameter of the case '{case}'; legal: {legal}")
     if torch.device(device).type == "meta":
-        return torch.empty(shape, dtype=dtype_of(case), device=device)
-    digest = hashlib.sha256(f"{case.seed} {name}".encode("ascii")).digest()
+        return torch.empty(_shape(case, name), dtype=dtype_of(case), device=device)
+    return drawn(case, name).to(device, copy=True)
+
+
+def drawn(case: Case, name: str) -> Tensor:
+    """The same on the CPU, drawn once and shared by all callers, so it must not be written to.
+
+    Those of one model are kept, until another one is drawn. Raises ValueError for a name that the case does not have.
+    """
+    shape, dtype = _shape(case, name), dtype_of(case)
+    weights = _latest(case.seed, dtype, tuple(_shapes(case).items()))
+    if name not in weights:
+        weights[name] = _draw(case.seed, name, shape).to(dtype)
+    return weights[name]
+
+
+def _shape(case: Case, name: str) -> Shape:
+    shape = _shapes(case).get(name)
+    if shape is None:
+        legal = next(iter(_shapes(case)))
+        raise ValueError(f"name={name}: is not a parameter of the case '{case}'; legal: {legal}")
+    return shape
+
+
+@lru_cache(maxsize=1)
+def _latest(_seed: int, _dtype: torch.dtype, _shapes: tuple[tuple[str, Shape], ...]) -> dict[str, Tensor]:
+    """Where the weights of the model that was drawn last are kept."""
+    return {}
+
+
+def _draw(seed: int, name: str, shape: Shape) -> Tensor:
+    digest = hashlib.sha256(f"{seed} {name}".encode("ascii")).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    unit = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
-    return _scaled(name, unit).to(dtype_of(case)).to(device)
+    unit = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
+    return _scaled(name, unit)
 
 
 def _scaled(name: str, unit: Tensor) -> Tensor:
@@ -65,7 +97,7 @@ def _scaled(name: str, unit: Tensor) -> Tensor:
         return 0.2 * _away(unit)
     if module.endswith("norm"):
         return 1 + 0.5 * _away(unit)
-    return unit * math.sqrt(0.75 / unit.shape[-1])  # standard deviation 1 / (2 sqrt(in))
+    return unit.mul_(math.sqrt(0.75 / unit.shape[-1]))  # standard deviation 1 / (2 sqrt(in))
 
 
 def _away(unit: Tensor) -> Tensor:

@@ -14,15 +14,15 @@ from torch import Tensor
 from reference import activations as observation
 from reference.case import Case
 from reference.divergence import refuse_divergence
-from reference.parameters import full, shapes
+from reference.parameters import drawn, shapes
 from reference.training import train
 
 __all__ = ["activations", "subject", "true_activations", "truth", "weights"]
 
 
 def weights(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Every full weight of the case, in its dtype."""
-    return {name: full(case, name).to(device) for name in shapes(case)}
+    """Every full weight of the case, in its dtype, to be read only (see reference.parameters.drawn)."""
+    return {name: drawn(case, name).to(device) for name in shapes(case)}
 
 
 def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
@@ -31,15 +31,15 @@ def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 def truth(case: Case, device: torch.device, *, states: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The same outcome with all arithmetic in float64; for float64 cases it is `subject`.
+    """The same outcome and the activations (see reference.activations), with all arithmetic in float64.
 
     `states`: those that an implementation returned, from which every step begins (see reference.states). Without them
     a case whose training leaves what can be judged raises CaseError (see reference.divergence).
     """
-    exact = _exact(weights(case, device))
-    outcome = train(case, exact, states=states)
+    rounded = weights(case, device)
+    outcome = train(case, rounded, dtype=torch.float64, states=states, observed=True)
     if states is None:
-        refuse_divergence(case, exact, outcome)
+        refuse_divergence(case, rounded, outcome)
     return outcome
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -40,14 +41,15 @@ class Feed(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """What one step's forwards add up to: scalars, logits [dp*micro*batch, seq, vocab] or None when too large, and the
-    metric of every data rank, when the case has one.
+    """What one step's forwards add up to: scalars, logits [dp*micro*batch, seq, vocab] or None when too large, the
+    metric of every data rank, when the case has one, and the activations of micro-batch 0 when they are observed.
     """
 
     loss: Tensor
     tokens: Tensor
     logits: Tensor | None
     metrics: list[metric.Totals]
+    activations: Mapping[str, Tensor]
 
 
 def train(
@@ -60,29 +62,37 @@ def train(
     decay: float = WEIGHT_DECAY,
     clipping: Clipping | None = None,
     states: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    observed: bool = False,
 ) -> dict[str, Tensor]:
-    """The outcome of training these full weights on their device and in their dtype.
+    """The outcome of training these full weights on their device and in their dtype, or in the one given.
 
     `last_first` adds the micro-batches' gradients in reversed order; `decay` and `clipping` are for what-ifs. `states`,
     when given, are the states after all steps but the last (see reference.states): every step begins at the one before
-    it and not at what the model itself came to. The weights given are left as they are.
+    it and not at what the model itself came to. `observed` adds the activations (see reference.activations). The
+    weights given are left as they are.
     """
-    parameters = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+    parameters = {
+        name: weight.detach().to(dtype or weight.dtype, copy=True).requires_grad_() for name, weight in weights.items()
+    }
     stepper = optimizer(case, list(parameters.values()), decay)
     outcome: dict[str, Tensor] = {}
     metrics: list[metric.Totals] = []
+    activations: Mapping[str, Tensor] = {}
     for step in range(case.steps):
         if states is not None and step:
             load(case, step - 1, parameters, stepper, states)
         stepper.zero_grad()
-        sums = _accumulate(case, parameters, step, feed, arithmetic, last_first)
+        sums = _accumulate(case, parameters, step, feed, arithmetic, last_first, observed and step == 0)
         gradients = {name: _gradient(weight).div_(sums.tokens) for name, weight in parameters.items()}
         outcome[f"tokens/{step}"] = sums.tokens.long()
         outcome[f"loss/{step}"] = sums.loss / sums.tokens
         if sums.logits is not None:
             outcome[f"logits/{step}"] = sums.logits
         if step == 0:
-            outcome |= {f"grad/{name}": gradient.clone() for name, gradient in gradients.items()}
+            clipped = case.clip > 0 or clipping is not None
+            outcome |= {f"grad/{name}": grad.clone() if clipped else grad for name, grad in gradients.items()}
+            activations = sums.activations
         outcome[f"grad_norm/{step}"] = gradient_norm(gradients)
         (clipping or clip)(gradients, outcome[f"grad_norm/{step}"], case.clip)
         stepper.step()
@@ -90,11 +100,17 @@ def train(
         metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
     if metrics:
         outcome |= metric.outcome(metrics, exact=case.dtype == "float64")
-    return outcome | {f"param/{name}": weight.detach() for name, weight in parameters.items()}
+    return outcome | {f"param/{name}": weight.detach() for name, weight in parameters.items()} | dict(activations)
 
 
 def _accumulate(
-    case: Case, parameters: Mapping[str, Tensor], step: int, feed: Feed, arithmetic: Arithmetic, last_first: bool
+    case: Case,
+    parameters: Mapping[str, Tensor],
+    step: int,
+    feed: Feed,
+    arithmetic: Arithmetic,
+    last_first: bool,
+    observed: bool,
 ) -> Sums:
     """Run every micro-batch of a step forward and backward; gradients of the summed loss add up in the parameters."""
     device = next(iter(parameters.values())).device
@@ -102,10 +118,13 @@ def _accumulate(
     places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
     losses, tokens, rows = {}, {}, {}
     metrics: dict[int, metric.Totals] = {}
+    outputs: dict[int, dict[str, Tensor]] = {}
     for place in reversed(places) if last_first else places:
         data_rank, micro = place
         batch = feed(case, step, micro, data_rank, device=device)
-        logits = decoder.logits(case, parameters, batch, arithmetic=arithmetic)
+        tapped = outputs.setdefault(data_rank, {}) if observed and micro == 0 else None
+        tap = decoder.silent if tapped is None else partial(_kept, tapped)
+        logits = decoder.logits(case, parameters, batch, tap=tap, arithmetic=arithmetic)
         summed, tokens[place] = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
         summed.backward()
         losses[place] = summed.detach()
@@ -119,7 +138,21 @@ def _accumulate(
         tokens=torch.stack([tokens[place] for place in places]).sum(),
         logits=torch.cat([rows[place] for place in places]) if keep else None,
         metrics=[metrics[data_rank] for data_rank in sorted(metrics)],
+        activations=_joined([outputs[data_rank] for data_rank in sorted(outputs)]),
     )
+
+
+def _kept(outputs: dict[str, Tensor], module: str, output: Tensor) -> None:
+    output.retain_grad()
+    outputs[module] = output
+
+
+def _joined(outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Every module's output and the gradient in it, of all data ranks (see reference.activations)."""
+    modules = list(outputs[0]) if outputs else []
+    acts = {f"act/{name}": torch.cat([one[name].detach().flatten(2) for one in outputs]) for name in modules}
+    slopes = {f"act_grad/{name}": torch.cat([_gradient(one[name]).flatten(2) for one in outputs]) for name in modules}
+    return acts | slopes
 
 
 def _added(one: metric.Totals, other: metric.Totals) -> metric.Totals:
@@ -127,7 +160,7 @@ def _added(one: metric.Totals, other: metric.Totals) -> metric.Totals:
 
 
 def _gradient(weight: Tensor) -> Tensor:
-    assert weight.grad is not None  # every parameter of a case takes part in its forward pass
+    assert weight.grad is not None  # every parameter of a case takes part in its forward pass, and every module
     return weight.grad
 
 

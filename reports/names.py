@@ -65,7 +65,7 @@ def names(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
     with engine_named("inproc") as engine:
         reference = reference_of(subject, engine)
         trial = Trial(case=case, subject=subject, engine=engine, reference=reference)
-        truth = {**trial.true(reference.truth), **trial.true(reference.true_activations)}
+        truth = trial.true(reference.truth)
     return {name: truth[name] for name in timeline(list(truth), case.steps)}
 
 

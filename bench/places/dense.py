@@ -23,18 +23,12 @@ __all__ = [
     "Mlp",
     "Norm",
     "control",
-    "nothing",
     "rows",
     "truth",
     "weights",
 ]
 
-REFERENCE = Reference(
-    truth=f"{__name__}:truth",
-    true_activations=f"{__name__}:nothing",
-    control=f"{__name__}:control",
-    control_activations=f"{__name__}:nothing",
-)
+REFERENCE = Reference(truth=f"{__name__}:truth", control=f"{__name__}:control")
 
 
 class Norm(nn.Module):

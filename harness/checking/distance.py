@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["MEASURES", "Distance", "Truth", "distance", "distance_from", "ratio", "real"]
+__all__ = [
+    "BLOCK",
+    "MEASURES",
+    "Distance",
+    "Truth",
+    "blocks_of",
+    "distance",
+    "distance_from",
+    "ratio",
+    "real",
+]
 
 MEASURES = ("frobenius", "peak", "scale")
+BLOCK = 2**18
+"""Elements that are compared at a time: large tensors are gone through in blocks, so that no temporary is as large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +64,7 @@ def distance(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """A truth in float64, with what several comparisons need of it: its largest element and its rms."""
+    """A truth, with what several comparisons need of it in float64: its largest element and its rms."""
 
     numbers: Tensor
     largest: float
@@ -60,22 +73,41 @@ class Truth:
     @classmethod
     def of(cls, truth: Tensor) -> Truth:
         """What is needed of this truth."""
+        if truth.numel() > BLOCK:
+            sums = _Sums()
+            for block in blocks_of(truth):
+                sums.add(real(block))
+            if sums.sound:
+                return cls(numbers=truth, largest=sums.largest, rms=sums.rms)
         numbers = real(truth)
         largest = _largest(numbers)
-        return cls(numbers=numbers, largest=largest, rms=_rms(numbers, largest))
+        return cls(numbers=truth, largest=largest, rms=_rms(numbers, largest))
 
 
-def distance_from(value: Tensor, true: Truth, least: float, own: float = 0.0, slack: Tensor | None = None) -> Distance:
-    """The same for a truth that several values are compared with."""
-    t, rms = true.numbers, true.rms
-    if t.numel() == 0:
+def distance_from(
+    value: Tensor,
+    true: Truth,
+    least: float,
+    own: float = 0.0,
+    slack: Tensor | None = None,
+    factor: float = 1.0,
+) -> Distance:
+    """The same of `factor` times the value, for a truth that several values are compared with.
+
+    A large tensor is gone through once, in blocks, and nothing of its size is made.
+    """
+    if true.numbers.numel() == 0:
         return Distance(frobenius=0.0, peak=0.0)
-    x = real(value)
+    found = _in_blocks(value, true, least, own, slack, factor) if true.numbers.numel() > BLOCK else None
+    return found or _at_once(value, true, least, own, slack, factor)
+
+
+def _at_once(value: Tensor, true: Truth, least: float, own: float, slack: Tensor | None, factor: float) -> Distance:
+    t, rms = real(true.numbers), true.rms
+    x = real(value) if factor == 1 else factor * real(value)
     if not math.isfinite(_largest(x)) or not math.isfinite(true.largest):
         return Distance(frobenius=math.inf, peak=math.inf, scale=math.inf)
-    gap = x - t
-    if slack is not None:
-        gap = gap.sign() * (gap.abs() - slack.double()).clamp_min(0.0)
+    gap = _gap(x, t, slack)
     scale = max(rms, least)
     if scale == 0:
         wrong = math.inf if bool(gap.any()) else 0.0
@@ -85,6 +117,65 @@ def distance_from(value: Tensor, true: Truth, least: float, own: float = 0.0, sl
     outside = largest if own == 0 else float(size.masked_fill(size <= own * t.abs(), 0.0).max())
     along = abs(float(((gap / scale) * (t / rms)).mean())) if rms > 0 else 0.0
     return Distance(frobenius=_rms(gap, largest) / scale, peak=outside / scale, scale=along)
+
+
+def _in_blocks(
+    value: Tensor, true: Truth, least: float, own: float, slack: Tensor | None, factor: float
+) -> Distance | None:
+    """The same by sums over blocks; None where squares or a scale would vanish or overflow."""
+    scale, sums, outside, along = max(true.rms, least), _Sums(), 0.0, 0.0
+    slacks = blocks_of(slack) if slack is not None else itertools.repeat(None)
+    for here, there, loose in zip(blocks_of(value), map(real, blocks_of(true.numbers)), slacks, strict=False):
+        gap = _gap(real(here) if factor == 1 else factor * real(here), there, loose)
+        largest = sums.add(gap)
+        along += float(gap.reshape(-1).dot(there.reshape(-1)))
+        if own and largest > outside:
+            size = gap.abs_()
+            outside = max(outside, float(size.masked_fill_(size <= own * there.abs(), 0.0).max()))
+    if not sums.sound or not math.isfinite(true.largest) or scale == 0 or true.rms == 0:
+        return None
+    return Distance(
+        frobenius=sums.rms / scale,
+        peak=(outside if own else sums.largest) / scale,
+        scale=abs(along / sums.count / scale / true.rms),
+    )
+
+
+def _gap(x: Tensor, t: Tensor, slack: Tensor | None) -> Tensor:
+    gap = x - t
+    return gap if slack is None else gap.sign() * (gap.abs() - slack.double()).clamp_min_(0.0)
+
+
+class _Sums:
+    """The largest size and the rms of numbers that come in blocks."""
+
+    def __init__(self) -> None:
+        self.largest, self.count, self._squares = 0.0, 0, 0.0
+
+    def add(self, numbers: Tensor) -> float:
+        """Take a block in; returns its largest absolute value."""
+        flat = numbers.reshape(-1)
+        low, high = flat.aminmax()
+        largest = max(-float(low), float(high))
+        self.largest = math.nan if math.isnan(largest) else max(self.largest, largest)
+        self.count += flat.numel()
+        self._squares += float(flat.dot(flat))
+        return largest
+
+    @property
+    def sound(self) -> bool:
+        """Whether no number is so large or so small that its square is lost."""
+        return 1e-140 < self.largest < 1e140
+
+    @property
+    def rms(self) -> float:
+        """The root of the mean square."""
+        return math.sqrt(self._squares / self.count)
+
+
+def blocks_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensor in blocks of at most BLOCK elements; itself when it is one."""
+    return (tensor,) if tensor.numel() <= BLOCK else tensor.reshape(-1).split(BLOCK)
 
 
 def real(tensor: Tensor) -> Tensor:

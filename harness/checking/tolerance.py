@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.checking.distance import MEASURES, Distance, Truth, distance, distance_from, ratio, real
+from harness.checking.distance import MEASURES, Distance, Truth, blocks_of, distance, distance_from, ratio
 
 __all__ = [
     "CEILING",
@@ -134,9 +134,10 @@ def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
     squares: dict[str, float] = {}
     counts: dict[str, int] = {}
     for name, tensor in truth.items():
-        if tensor.is_floating_point() and bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and all(bool(torch.isfinite(block).all()) for block in blocks_of(tensor)):
             kind = kind_of(name)
-            squares[kind] = squares.get(kind, 0.0) + float(tensor.double().square().sum())
+            summed = sum(float(block.double().square().sum()) for block in blocks_of(tensor))
+            squares[kind] = squares.get(kind, 0.0) + summed
             counts[kind] = counts.get(kind, 0) + tensor.numel()
     return {kind: math.sqrt(squares[kind] / max(counts[kind], 1)) for kind in squares}
 
@@ -218,8 +219,7 @@ def _decidable(
         return False
     if slack is None and allowed.frobenius < _SURE and true.rms >= least:
         return True  # the tensor is within _SURE of the truth or wrong anyhow, so half of it is beyond
-    x = real(value)
-    return all(distance_from(factor * x, true, least, own, slack).worstratio(allowed)[0] > 1 for factor in FACTORS)
+    return all(distance_from(value, true, least, own, slack, by).worstratio(allowed)[0] > 1 for by in FACTORS)
 
 
 def _loose(slack: Tensor, dtype: str, limit: float) -> int:

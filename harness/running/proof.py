@@ -35,6 +35,7 @@ from harness.running.truth.kept import Truths
 from harness.running.truth.reference import Reference, reference_of
 from harness.subject import NamedSubject, Unanswered, kept_per_rank, named, refusal, truth_of
 from harness.torch_internals.compiler import leave_unloaded
+from harness.torch_internals.memory import give_back
 
 __all__ = ["NEED_WATCHING", "CaseResult", "prove", "with_traceback"]
 
@@ -155,9 +156,11 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str) -> CaseResu
             findings = examine(evidence, DRY_CHECKS)
         return _result(trial, evidence, findings, findings, options)
     evidence = recorded(trial)
+    give_back(evidence.merged.tensors.values())
     looking = bool(NEED_WATCHING & set(checks))
     if looking:
         evidence = watched(trial, evidence)
+        give_back(evidence.merged.tensors.values())
     if LAWS.keys() & checks:
         evidence = regrouped(trial, evidence)
     with trial.timed("checks"):

@@ -36,8 +36,6 @@ def stepwise(trial: Trial, evidence: Evidence) -> Evidence:
     control: dict[str, Tensor] = {}
     if case.dtype != "float64":
         control = dict(_stepped(trial, names.control, states))
-        if any(name.startswith("act/") for name in evidence.truth):
-            control |= trial.dense(names.control_activations, part="control")
     controls = (control,) if control else ()
     if states is None:
         return replace(evidence, controls=controls)
@@ -77,10 +75,7 @@ def doubtful(evidence: Evidence, wrong: Collection[Measured]) -> bool:
 def controlled(trial: Trial, evidence: Evidence) -> Evidence:
     """The same evidence with MORE_PARTS control runs more, for one may be lucky, and what a relu's kink may change."""
     names, states = trial.reference, evidence.states
-    more = []
-    for parts in MORE_PARTS:
-        run = _stepped(trial, names.control, states, parts=parts)
-        more.append({**run, **trial.dense(names.control_activations, part="control", parts=parts)})
+    more = [_stepped(trial, names.control, states, parts=parts) for parts in MORE_PARTS]
     sides = (1, -1) if names.kinks else ()
     kinks = tuple(_stepped(trial, names.kinks, states, side=side) for side in sides)
     controls = (*evidence.controls, *more)

@@ -32,6 +32,7 @@ from harness.running.two_processes.spare import Spare
 from harness.running.witnessing import CHECK, Witnesses, witnesses
 from harness.subject import NamedSubject, Unanswered, claimed, refusal, truth_of
 from harness.torch_internals.lookup import untested
+from harness.torch_internals.memory import keep_freed_memory
 
 __all__ = [
     "Progress",
@@ -123,6 +124,7 @@ def proving(request: Request) -> Iterator[Callable[[CaseLike], CaseResult]]:
     RequestError.
     """
     truths = Truths()
+    keep_freed_memory()
     with engine_named(request.engine) as engine:
 
         def prove_case(case: CaseLike) -> CaseResult:

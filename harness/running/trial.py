@@ -20,10 +20,12 @@ from harness.checking.exact_checks import same_outcomes
 from harness.checking.tolerance import is_state, kind_of
 from harness.engines.engine import Engine
 from harness.errors import RequestError, error_text
+from harness.merging import held_once
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike, case_text
 from harness.resolve import resolve
 from harness.running.execution import execute, execute_captured
 from harness.running.truth.kept import Truths
+from harness.running.truth.own_truth import OwnTruth
 from harness.running.truth.reference import REFERENCE, Function, Reference
 from harness.subject import NamedSubject, Unanswered, left_out, orders, refusal, stated
 
@@ -129,11 +131,12 @@ def recorded(trial: Trial) -> Evidence:
             name=trial.subject.address,
         )
     merged = gathered(run.outcomes, (), truth)
+    outcomes = held_once(run.outcomes, merged)
     if not any(is_state(name) for outcome in run.outcomes for name in outcome):
         truth = {name: tensor for name, tensor in truth.items() if not is_state(name)}
     return Evidence(
         case=case,
-        outcomes=run.outcomes,
+        outcomes=outcomes,
         captured=(),
         merged=merged,
         truth=truth,
@@ -150,7 +153,7 @@ def recorded(trial: Trial) -> Evidence:
 
 def watched(trial: Trial, evidence: Evidence) -> Evidence:
     """The same evidence with an unrecorded run beside it: activations captured, outcomes to compare bit for bit."""
-    case, names = trial.case, trial.reference
+    case = trial.case
     with trial.timed("plain"):
         plain = execute_captured(
             case,
@@ -163,8 +166,9 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
         )
     if plain.problem:
         trial.problems["activations"] = plain.problem
-    repeats = [plain.outcomes]
+    repeats = [evidence.outcomes]  # rather than the same once more
     if not same_outcomes(evidence.outcomes, plain.outcomes):
+        repeats = [plain.outcomes]
         with trial.timed("again"):  # tells a subject that is not deterministic from a recording that disturbs it
             again = execute(
                 case,
@@ -177,17 +181,13 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
                 name=trial.subject.address,
             )
         repeats.append(again.outcomes)
-    truth = {**evidence.truth, **trial.true(names.true_activations)}
     captured = plain.captured
-    if not names.true_activations:  # an own truth knows no modules, unless it returns their tensors by name
-        captured = tuple({name: found[name] for name in found if name in truth} for found in captured)
-    controls = [{**run, **trial.dense(names.control_activations, part="control")} for run in evidence.controls]
+    if isinstance(trial.reference.truth, OwnTruth):  # it knows no modules, unless it returns their tensors by name
+        captured = tuple({name: found[name] for name in found if name in evidence.truth} for found in captured)
     return replace(
         evidence,
         captured=captured,
-        merged=gathered(evidence.outcomes, captured, truth, evidence.merged.tensors),
-        truth=truth,
-        controls=tuple(controls),
+        merged=gathered(evidence.outcomes, captured, evidence.truth, evidence.merged.tensors),
         repeats=tuple(repeats),
         saved_bytes=plain.saved_bytes,
         hidden=plain.hidden,

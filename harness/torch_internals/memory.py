@@ -1,7 +1,11 @@
-"""Identities of torch's objects in memory."""
+"""Torch's memory: identities of objects in it, and freed memory that is kept for the next tensor of its size."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +13,13 @@ from torch import Tensor
 
 from harness.torch_internals.lookup import Probe
 
-__all__ = ["PROBES", "generator_address", "storage_id"]
+__all__ = ["PROBES", "generator_address", "give_back", "keep_freed_memory", "storage_id"]
+
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+"""Parameters of glibc's mallopt, by malloc.h."""
+_KEPT_BYTES = 2**30
+_LARGE_BYTES = 2**27
+"""Of the tensors of a case beside which other memory no longer matters."""
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -24,6 +34,29 @@ def storage_id(tensor: Tensor) -> int:
 def generator_address(generator: torch.Generator) -> int | None:
     """Where the C++ object of a generator lies. Uses Generator._cdata; None where it is missing."""
     return getattr(generator, "_cdata", None)
+
+
+def keep_freed_memory() -> None:
+    """Let this process take large tensors from its heap, and give back what is free at its end above a GiB.
+
+    glibc's own way is a mapping for every large tensor: its pages are new, so the first write to each is a page fault,
+    and half of a run at real widths is spent there. Does nothing where there is no glibc.
+    """
+    for parameter, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _KEPT_BYTES), (_ARENA_MAX, 1)):
+        _glibc("mallopt", parameter, value)
+
+
+def give_back(held: Iterable[Tensor]) -> None:
+    """Free what a run has left, and give it back to the system, where such tensors are still held that it counts."""
+    if sum(tensor.nbytes for tensor in held) > _LARGE_BYTES:
+        gc.collect()
+        _glibc("malloc_trim", 0)
+
+
+def _glibc(name: str, *words: int) -> None:
+    """Call a function of glibc, if that is what there is."""
+    with contextlib.suppress(OSError, AttributeError):
+        getattr(ctypes.CDLL(None), name)(*words)
 
 
 def _one_storage_one_number() -> bool:

@@ -26,15 +26,10 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
-__all__ = ["REFERENCE", "control", "nothing", "subject", "truth"]
+__all__ = ["REFERENCE", "control", "subject", "truth"]
 
 STATE = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")
-REFERENCE = Reference(
-    truth=f"{__name__}:truth",
-    true_activations=f"{__name__}:nothing",
-    control=f"{__name__}:control",
-    control_activations=f"{__name__}:nothing",
-)
+REFERENCE = Reference(truth=f"{__name__}:truth", control=f"{__name__}:control")
 
 
 def subject(case: Case, device: torch.device) -> dict[str, Tensor | Shard]:
@@ -53,11 +48,6 @@ def truth(case: Case, device: torch.device) -> dict[str, Tensor]:
 def control(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
     """The same on one rank in the case's dtype."""
     return _on_one_rank(case, getattr(torch, case.dtype))
-
-
-def nothing(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
-    """Activations are not compared: Megatron's own model is the truth here, and nobody says how its modules split."""
-    return {}
 
 
 def _on_one_rank(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from harness.subject import named
 from reference.case import Case
-from reference.subject import true_activations, truth
+from reference.subject import truth
 from reports.names import KINDS, OWN, names, tables
 from tests.harness import own_words
 from tests.harness.command_line import CommandLine, command_line
@@ -28,7 +28,7 @@ def test_every_name_of_the_dense_model_is_listed_under_a_kind_that_is_explained(
     case = Case.parse(f"mode=tp tp=1 {SMALL} metric=true optimizer=adamw lr=0.01 steps=3")
     found = names(case, OURS)
     cpu = torch.device("cpu")
-    dense = truth(case, cpu) | true_activations(case, cpu)
+    dense = truth(case, cpu)
     assert {name: value.shape for name, value in found.items()} == {name: value.shape for name, value in dense.items()}
     shown = tables(found)
     assert not [one.title for one in shown if one.title.endswith(OWN)]

@@ -87,11 +87,11 @@ def _ranks(trial: Trial, case: CaseLike, subject: str | Subject) -> list[ModuleC
 def _truths(trial: Trial, evidence: Evidence) -> tuple[ModuleCalls, list[ModuleCalls], bool]:
     """The modules of the truth and of its control runs, and whether they are those of the first micro-batch alone."""
     names, case, low = trial.reference, trial.case, trial.case.dtype != EXACT
-    named = trial.true(names.true_activations)
+    named = {} if isinstance(names.truth, OwnTruth) else trial.true(names.truth)
     if any(kind_of(name) == "act" for name in named):
         runs = evidence.controls
         if low and not any(kind_of(name) == "act" for run in runs for name in run):
-            runs = (trial.dense(names.control_activations, part="control"),)
+            runs = (trial.dense(names.control, part="control"),)
         return _of_names(named), [_of_names(run) for run in runs], True
     if isinstance(names.truth, OwnTruth) and names.truth.dense == ALONE:
         one, own = one_rank(case, trial.subject), trial.subject

@@ -22,17 +22,15 @@ class Reference:
     `kinks` and `slack` widen limits, so they belong to their truth: "", none, unless they are named with it. So do
     `anchors`, case -> what is stated about the data that truth and ranks both read (harness.protocols.FactsLike). With
     `slack` truth, control and kinks take states=mapping too, the subject's states from which their steps begin.
-    `control` and `control_activations` take parts=n too, the number of partial sums in place of their own choice.
-    `alike`, case -> case, gives cases that are one to the dense model the same case; "" where each is its own. Truth
-    and true activations are computed of that case, once for all that are alike. "" for activations: there are none.
+    `control` takes parts=n too, the number of partial sums in place of its own choice.
+    `alike`, case -> case, gives cases that are one to the dense model the same case; "" where each is its own. The
+    truth is computed of that case, once for all that are alike. Activations are among outcomes of truth and control.
     The others are asked when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes of
     data or weights that are read otherwise (see `reference.what_ifs`), of other rules of the steps and of the modules.
     """
 
     truth: Function = "reference.subject:truth"
-    true_activations: str = "reference.subject:true_activations"
     control: Function = "reference.control:control"
-    control_activations: str = "reference.control:control_activations"
     kinks: str = ""
     slack: str = ""
     anchors: str = ""
@@ -50,9 +48,7 @@ REFERENCE = Reference(
     anchors="reference.anchors:anchors",
     alike="reference.dense_case:dense_case",
 )
-_NOTHING = dict.fromkeys(
-    ("true_activations", "control_activations", "shares", "alternatives", "trainings", "rules", "metrics"), ""
-)
+_NOTHING = dict.fromkeys(("shares", "alternatives", "trainings", "rules", "metrics"), "")
 
 
 def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0) -> Reference:

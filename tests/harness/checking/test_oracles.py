@@ -110,15 +110,10 @@ def other_truth(case: Case, device: torch.device) -> dict[str, Tensor]:
     return dense.truth(case.but(seed=case.seed + 1), device)
 
 
-def other_activations(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """The activations of another seed."""
-    return dense.true_activations(case.but(seed=case.seed + 1), device)
-
-
 def test_a_proof_against_another_model_fails_in_every_number() -> None:
     """No number is compared with itself (TransformerEngine's parallel loss test did: bugs.md, B-111)."""
     case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=4 ffn=16 seq=8 vocab=264")
-    wrong = Reference(truth=f"{__name__}:other_truth", true_activations=f"{__name__}:other_activations")
+    wrong = Reference(truth=f"{__name__}:other_truth")
     with engine_named("inproc") as engine:
         result = prove(case, "parallel.subject:subject", engine, reference=wrong)
     failed = {verdict.check for verdict in result.verdicts if verdict.verdict == FAIL}

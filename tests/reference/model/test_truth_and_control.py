@@ -8,7 +8,7 @@ from torch import Tensor
 
 from reference import layers
 from reference.case import Case
-from reference.control import control, control_activations, reordered, split_linear, split_norm
+from reference.control import control, reordered, split_linear, split_norm
 from reference.subject import activations, subject, true_activations, truth, weights
 from tests.reference.model.dense_run import CPU
 
@@ -65,10 +65,12 @@ def test_norms_of_the_control_round_in_other_places_backward_only() -> None:
 def test_low_precision_and_control_lie_some_epsilons_from_the_truth(text: str, dtype: str) -> None:
     case = Case.parse(text).but(dtype=dtype)
     found, other, true = subject(case, CPU), control(case, CPU), truth(case, CPU)
-    assert found.keys() == other.keys() == true.keys()
+    observed = {name for name in true if name.startswith("act")}
+    assert found.keys() | observed == other.keys() == true.keys()
     for name, value in true.items():
+        assert name in observed or value.shape == found[name].shape
         assert value.dtype == (torch.int64 if name.startswith("tokens/") else torch.float64), name
-        assert value.shape == found[name].shape == other[name].shape
+        assert value.shape == other[name].shape
     for kind in ("loss/", "logits/", "grad/", "grad_norm/", "param/"):
         assert epsilons(found, true, dtype, kind) < 40, kind
         assert epsilons(other, true, dtype, kind) < 40, kind
@@ -96,8 +98,10 @@ def test_truth_of_float64_is_the_subject_and_control_is_within_rounding(text: st
 
 def test_control_activations_differ_by_rounding() -> None:
     case = Case.parse(CASES["gpt"]).but(dtype="float32")
-    found, other, true = activations(case, CPU), control_activations(case, CPU), true_activations(case, CPU)
-    assert found.keys() == other.keys() == true.keys()
+    found, other, true = activations(case, CPU), control(case, CPU), truth(case, CPU)
+    assert found.keys() == {name for name in other if name.startswith("act")}
+    alone = true_activations(case, CPU)
+    assert all(torch.equal(true[name], alone[name]) for name in found), "in training as in a pass of their own"
     assert torch.equal(found["act/embedding"], other["act/embedding"])
     for kind in ("act/", "act_grad/"):
         assert epsilons(found, true, "float32", kind) < 40
