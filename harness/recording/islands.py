@@ -53,6 +53,10 @@ class Probed:
 
     subject: NamedSubject
 
+    def __getattr__(self, attribute: str) -> Any:
+        """Any other attribute is the subject's."""
+        return getattr(self.subject.call, attribute)  # session, per_rank
+
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """Run the subject and return a name for each island."""
         with _Probe() as probe:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -61,3 +62,29 @@ def test_our_own_subject_has_none() -> None:
     with InprocEngine() as engine:
         run = execute(case, Probed(named("parallel.subject:subject")), engine, text=str(case), record=False)
     assert run.outcomes == ({},) * 4
+
+
+class Patched(Network):
+    """Runs inside its session alone."""
+
+    inside = False
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """A patch that a library needs."""
+        self.inside = True
+        yield
+        self.inside = False
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        """The outcome."""
+        if not self.inside:
+            raise RuntimeError("not patched")
+        return super().__call__(case, device)
+
+
+def test_they_are_looked_for_in_the_session_of_the_subject() -> None:
+    given = named(Patched())
+    with InprocEngine() as engine:
+        run = execute(case_of("tp=2", given), Probed(given), engine, text="tp=2", record=False)
+    assert run.outcomes == ({},) * 2
