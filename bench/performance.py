@@ -6,6 +6,8 @@ Machines are shared and noisy, so every number that is compared is a ratio of ru
     engine / bare ranks      the engine's ranks over the same rank mathematics without a collective, by world size
     recorded / unrecorded    the same ranks with a recorder over without one
     refused request          a wrong word on the command line over `python -c pass`
+    one case, further case   a run of one case on 2 ranks over `import torch`, and what each case more takes
+    real widths              a proof at hidden 2048 over its ranks alone, in CPU time; not with --quick
     at once / in turns       the concurrent engine over the other one, at a large shape
     witnesses                recorder, nvtx, CommDebugMode, torch profiler, nsys over an unwatched step, on gloo
     examples per second      in-process engine, pool engine (persistent gloo processes), processes spawned for each
@@ -31,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.processes import pooled_example, spawned_example
+from bench.proof_costs import further_case, one_case, real_widths
 from bench.witnesses import measured
 from bench.workload import Sizes, data, dense, largest_error, rank_program, weights
 from harness.engines.processes.forked.pool import PoolEngine
@@ -72,8 +75,10 @@ def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
     return seconds
 
 
-def measure(*, rounds: int, spawns: int, worlds: Sequence[int] = (2, 4, 8)) -> list[Row]:
-    """All rows. `rounds` of the quick comparisons, `spawns` examples with processes spawned for each."""
+def measure(*, rounds: int, spawns: int, worlds: Sequence[int] = (2, 4, 8), quick: bool = False) -> list[Row]:
+    """All rows. `rounds` of the quick comparisons, `spawns` examples with processes spawned for each; `quick` leaves
+    the proof at real widths out.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -85,6 +90,7 @@ def measure(*, rounds: int, spawns: int, worlds: Sequence[int] = (2, 4, 8)) -> l
                 rows += _example_rows(engine, world_size, rounds, spawns)
         rows += _witness_rows(max(rounds // 4, 1))
         rows.append(_refused_row(max(rounds // 4, 1)))
+        rows += _proof_rows(max(rounds // 8, 1), quick=quick)
     finally:
         torch.set_num_threads(threads)
     return rows
@@ -233,6 +239,20 @@ def _refused_row(rounds: int) -> Row:
     )
 
 
+def _proof_rows(rounds: int, *, quick: bool) -> list[Row]:
+    """CPU time of proofs: one case over importing torch, a further case, real widths over their ranks."""
+    case_s, over_import = one_case(rounds)
+    further_s = further_case(rounds)
+    rows = [
+        Row(metric="one case, CPU time", value=case_s, unit="s", versus="import torch", ratio=over_import),
+        Row(metric="further case, CPU time", value=further_s, unit="s", versus="one case", ratio=further_s / case_s),
+    ]
+    if not quick:
+        proof_s, over_ranks = real_widths()
+        rows.append(Row(metric="real widths, CPU time", value=proof_s, unit="s", versus="its ranks", ratio=over_ranks))
+    return rows
+
+
 def main(arguments: Sequence[str] = ()) -> int:
     """Measure, print the table and write `bench.csv`: what `shardproof bench` calls. Returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -240,8 +260,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     )
     parser.add_argument("--rounds", type=int, default=40, help="rounds of every comparison (40)")
     parser.add_argument("--out", type=Path, default=Path("runs") / "bench", help="folder of bench.csv (runs/bench)")
+    parser.add_argument("--quick", action="store_true", help="without the proof at real widths")
     options = parser.parse_args(arguments)
-    rows = measure(rounds=max(options.rounds, 1), spawns=2)
+    rows = measure(rounds=max(options.rounds, 1), spawns=2, quick=options.quick)
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "bench.csv").open("w", newline="") as file:
         writer = csv.writer(file)

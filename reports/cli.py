@@ -178,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = add("bench", help="the performance table, measured here")
     bench.add_argument("--faults", action="store_true", help="instead: what each engine makes of a rank gone wrong")
     bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")
+    bench.add_argument("--quick", action="store_true", help="without the proof at real widths, which takes a minute")
     add("doctor", help="what this machine offers, what would be skipped, and why")
     about = add("help", help="`help case`: every word of a CASE with its meaning and legal values; `help slice`")
     about.add_argument("topic", choices=("case", "slice"), metavar="case|slice", help="the words of a CASE or a slice")
