@@ -62,7 +62,8 @@ def test_what_only_the_clock_can_tell_ends_soon_after_the_limit(fault: Fault, mo
     with InprocEngine() as engine:
         row = seen(engine, fault)
     assert row.detected and not row.late
-    assert re.search(r"rank 1 runs at \S*\bfault_programs\.py", row.message), "of a path that starts where pytest does"
+    place = r"rank 1 (runs|is blocked) at \S*\bfault_programs\.py"
+    assert re.search(place, row.message), "of a path that starts where pytest does"
 
 
 def test_a_rank_that_ends_its_process_is_seen_from_outside(capfd: pytest.CaptureFixture[str]) -> None:
