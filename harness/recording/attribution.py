@@ -80,6 +80,8 @@ class Attribution:
                 attribution._made_in[seen.task] = seen.made_in
             elif isinstance(seen, Stepped):
                 attribution._by_hand = False
+            elif isinstance(seen, Finished) and seen.moved:
+                attribution._memory = Memory(moved=True)
         for seen in observations:
             attribution.feed(seen)
         attribution._settle("")

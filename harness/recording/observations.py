@@ -114,10 +114,11 @@ class Issued(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The rank's program returned or raised; `look`: as that of Entered."""
+    """The rank's program returned or raised; `look`: as that of Entered, `moved`: parameters came to lie elsewhere."""
 
     lane: int
     look: Look
+    moved: bool
 
 
 Observation = Entered | Left | Arrived | Ended | Stepping | Stepped | Issued | Finished

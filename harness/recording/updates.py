@@ -31,10 +31,11 @@ _PLAIN = (Tensor, nn.Parameter)
 class _Looked:
     """One parameter that is looked at: its first, its middle and its last element where they lie now."""
 
-    __slots__ = ("_address", "_cells", "_places", "tensor")
+    __slots__ = ("_address", "_cells", "_places", "moved", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+        self.moved = False
         self._address = 0
         self._cells: list[Any] = []
         dims = list(zip(tensor.shape, tensor.stride(), strict=True))
@@ -46,6 +47,7 @@ class _Looked:
         """The bytes of the elements; the version counter on other devices and while there is no memory (FSDP)."""
         address = self.tensor.data_ptr()
         if address != self._address:
+            self.moved = self.moved or bool(self._address)
             self._address, self._cells = address, self._found(address)
         return tuple([cell.raw for cell in self._cells]) or (version_of(self.tensor),)
 
@@ -65,6 +67,11 @@ class Looks:
         self._seen: set[int] = set()
         self._looked: list[_Looked] = []
         self._latest: Look = ()
+
+    @property
+    def moved(self) -> bool:
+        """Whether a parameter has come to lie elsewhere: an update by hand put another tensor into its place."""
+        return any(looked.moved for looked in self._looked)
 
     def at(self, model: nn.Module | None = None) -> Look:
         """The values now, the same object as before where nothing changed; a new model's are among them from now on."""
@@ -93,10 +100,14 @@ def differ(before: Look, now: Look) -> bool:
 
 
 class Memory:
-    """The memory of the parameters of some models; `parameter_bytes` are those of this rank's parts of them."""
+    """The memory of the parameters of some models; `parameter_bytes` are those of this rank's parts of them.
 
-    def __init__(self) -> None:
+    It is read after the run. Where parameters `moved` meanwhile, it says nothing about the time of a call.
+    """
+
+    def __init__(self, *, moved: bool = False) -> None:
         self.parameter_bytes = 0
+        self._moved = moved
         self._models = 0
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -116,9 +127,9 @@ class Memory:
         self._ends = [start + held[start] for start in self._starts]
 
     def holds(self, address: int) -> bool:
-        """Whether a parameter's storage has this address."""
+        """Whether a parameter's storage has this address, as far as that is known."""
         index = bisect_right(self._starts, address) - 1
-        return bool(address) and index >= 0 and address < self._ends[index]
+        return not self._moved and bool(address) and index >= 0 and address < self._ends[index]
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ class Watch:
             yield
         finally:
             if mine.looks.on and mine.emit is not None:
-                mine.emit((Finished, mine.number, mine.looks.at()))
+                mine.emit((Finished, mine.number, mine.looks.at(), mine.looks.moved))
             for lane in self._open.pop(rank):
                 lane.emit = None
             self._local.lane = before

@@ -188,3 +188,21 @@ def test_with_an_optimizer_its_steps_alone_count() -> None:
             optimizer.step()
 
     assert places(recorded(program)) == [("all_reduce", "loss", step) for step in range(STEPS) for _ in range(MICRO)]
+
+
+def test_data_where_a_parameter_lies_later_are_no_update() -> None:
+    """Memory that a replaced parameter gets may have held the data of an earlier step."""
+
+    def program(_rank: int) -> None:
+        model = nn.Linear(3, 2, bias=False)
+        inputs = [torch.ones(2, 3) for _ in range(STEPS)]
+        for x in inputs:
+            dist.broadcast(x, 0)
+            model(x).sum().backward()
+            with torch.no_grad():
+                updated = model.weight.sub(torch.full((2, 3), LR))
+            x.copy_(updated)
+            model.weight.data, model.weight.grad = x, None
+
+    expected = [("broadcast", "data", step) for step in range(STEPS)]
+    assert places(recorded(program)) == expected
