@@ -9,7 +9,6 @@ A call made outside of modules, optimizer and backward is loss when a model's fo
 Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step; at the end of the run
 metric after a step, grad_sync after a backward, data after nothing. Metric is also what a module without parameters
 does with gradients off, once a forward with gradients on has been; an evaluation without gradients keeps its loss.
-
 Where no optimizer of torch.optim steps, what changed the parameters after a backward is a step (updates.Looks). After
 a step one reduced element is metric; what writes into a parameter's memory, and all_gathers of half the parameters'
 bytes or more, belong to the step. A send or recv is pipeline in a group of stages, and outside of all of these in a
@@ -63,7 +62,7 @@ class Attribution:
         self._counts: dict[tuple[int, bool], int] = {}
         self._pending: list[Waiting] = []
         self._unsure: set[int] = set()  # gathers before an update by hand
-        self._backward_of = 0  # the micro-batch that the latest backward is of
+        self._backward_of = 0  # the micro-batch of the latest backward
         self._memory = Memory()
         self._lanes: dict[int, Lane] = {0: Lane()}
         self._made_in: dict[int, int] = {}
@@ -71,8 +70,7 @@ class Attribution:
     @classmethod
     def of(cls, observations: Iterable[Observation]) -> Attribution:
         """Read a whole run: its end settles what is open, and all its models are known from the start."""
-        observations = list(observations)
-        attribution = cls()
+        observations, attribution = list(observations), cls()
         for seen in observations:
             if isinstance(seen, Entered) and seen.outermost:
                 attribution.paths.add(seen.module)
@@ -80,8 +78,8 @@ class Attribution:
                 attribution._made_in[seen.task] = seen.made_in
             elif isinstance(seen, Stepped):
                 attribution._by_hand = False
-            elif isinstance(seen, Finished) and seen.moved:
-                attribution._memory = Memory(moved=True)
+            elif isinstance(seen, Finished):
+                attribution._memory.moved |= seen.moved
         for seen in observations:
             attribution.feed(seen)
         attribution._settle("")

@@ -105,9 +105,9 @@ class Memory:
     It is read after the run. Where parameters `moved` meanwhile, it says nothing about the time of a call.
     """
 
-    def __init__(self, *, moved: bool = False) -> None:
+    def __init__(self) -> None:
         self.parameter_bytes = 0
-        self._moved = moved
+        self.moved = False
         self._models = 0
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -129,7 +129,7 @@ class Memory:
     def holds(self, address: int) -> bool:
         """Whether a parameter's storage has this address, as far as that is known."""
         index = bisect_right(self._starts, address) - 1
-        return not self._moved and bool(address) and index >= 0 and address < self._ends[index]
+        return not self.moved and bool(address) and index >= 0 and address < self._ends[index]
 
 
 def _local(parameter: Tensor) -> Tensor:
