@@ -20,6 +20,7 @@ from harness.engines.named import engine_named
 from harness.errors import RankDied, RequestError
 from harness.faults import Fault, faults_of
 from harness.protocols import CaseLike, case_text
+from harness.running.capacity import admit
 from harness.running.execution import execute
 from harness.subject import NamedSubject, claims, own_cases, refusal
 from reference.case import Case
@@ -104,6 +105,7 @@ def _of_cases(
 ) -> list[KillPlan]:
     if only:
         raise RequestError(f"--{only} with a CASE: mutants come with cases of their own; legal: leave one of them out")
+    admit(cases, "inproc")
     for case in cases:
         if reason := refusal(case, subject):
             raise RequestError(f"case {case_text(case)!r}: {subject.name} does not take it: {reason}; legal: another")

@@ -17,6 +17,7 @@ from harness.cases import check_modes, read_case
 from harness.engines.named import known_engine
 from harness.errors import RequestError
 from harness.request import seconds
+from harness.running.capacity import admit
 from harness.subject import NamedSubject, case_of, claims, named, truth_of
 from shardproof.options import OPTIONS, option_path, option_value
 from suites import known_failures
@@ -48,7 +49,7 @@ def check(config: pytest.Config) -> None:
         chosen_modes(subject, option_value(config, "modes"))
         truth_of(subject)
         if text:
-            case_of(text, subject)
+            admit([case_of(text, subject)], option_value(config, "engine"))
     except RequestError as problem:
         raise pytest.UsageError(str(problem)) from problem
 

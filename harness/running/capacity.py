@@ -1,4 +1,4 @@
-"""Whether this machine can hold a case, asked before anything of it is allocated. Sizes are elements; GiB in messages.
+"""Whether this machine can hold a case, checked before anything of it is made. Sizes are elements; GiB in messages.
 
 The harness knows no model: what a case comes to is asked of the reference, by name.
 """
@@ -14,20 +14,27 @@ from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
 
-__all__ = ["CULPRIT", "FIRST_BATCH", "PARTS", "admit", "memory_bytes"]
+__all__ = ["CULPRIT", "FIRST_BATCH", "PARTS", "admit", "admit_ranks", "memory_bytes"]
 
 PARTS, FIRST_BATCH, CULPRIT = (f"reference.size:{name}" for name in ("parts", "first_batch", "culprit"))
 
 _WIDTH = 8
 """Bytes of an element: the truth is float64, tokens are int64."""
 _SHAPES_ALONE = "dry"
+_THREADS = 4096
+"""Ranks that are threads. A thread each is within Linux's default limits; a step of more takes over an hour."""
+_PROCESS_BYTES = 2**27
+"""Memory of a rank that is a process, before it has a model: 128 MiB."""
 
 
 def admit(cases: Iterable[CaseLike], engine: str, limit_bytes: int | None = None) -> None:
-    """Raise RequestError for the first case that is larger than the memory of this machine, or than the limit.
+    """Raise RequestError for the first case of too many ranks, or larger than the memory of this machine or the limit.
 
-    Nothing is known of the size of a plain case.
+    Nothing is known of the size of a plain case, only its ranks.
     """
+    cases = tuple(cases)
+    for case in cases:
+        admit_ranks(case, engine)
     limit = (memory_bytes() if limit_bytes is None else limit_bytes) // _WIDTH
     count: Callable[[CaseLike], Mapping[str, int]]
     count = resolve(FIRST_BATCH if engine == _SHAPES_ALONE else PARTS)  # type: ignore[assignment]
@@ -48,6 +55,27 @@ def admit(cases: Iterable[CaseLike], engine: str, limit_bytes: int | None = None
             raise RequestError(
                 f"case {case_text(case)!r}: {word}{rule}, and this machine has {_gib(limit)}; legal: {legal}"
             )
+
+
+def admit_ranks(case: CaseLike, engine: str) -> None:
+    """Raise RequestError for a case of more ranks than the engine of this name can run on this machine.
+
+    `dry` runs few of them, and how many `torchrun` has is decided where it was launched.
+    """
+    most = {
+        "inproc": (_THREADS, "threads"),
+        "inproc-concurrent": (_THREADS, "threads"),
+        "pool": (max(2, memory_bytes() // _PROCESS_BYTES), "processes"),
+    }
+    if engine not in most or case.world_size <= most[engine][0]:
+        return
+    limit, kind = most[engine]
+    sizes: dict[str, int] = getattr(case, "axis_sizes", {"world size": case.world_size})
+    axis = max(sizes, key=sizes.__getitem__)
+    fits = limit * sizes[axis] // case.world_size
+    rule = f"comes to {case.world_size} ranks, and engine {engine} runs at most {limit} {kind} on this machine"
+    legal = f"at most {axis}={fits}, or --engine dry" if fits else "smaller axes, or --engine dry"
+    raise RequestError(f"case {case_text(case)!r}: {axis}={sizes[axis]}: {rule}; legal: {legal}")
 
 
 def memory_bytes() -> int:

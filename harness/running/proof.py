@@ -25,6 +25,7 @@ from harness.engines.shapes.dry import DryEngine
 from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError
 from harness.ledger import Event
 from harness.protocols import CaseLike, Subject, TermLike
+from harness.running.capacity import admit_ranks
 from harness.running.dry_trial import dry_evidence
 from harness.running.judging import judged
 from harness.running.locating.wrong_module import with_wrong_module
@@ -105,10 +106,11 @@ def prove(
     `reference` replaces the subject's own truth, or the decoder where it has none. `truths`: what the dense model
     computed for the case before, on this device and with this reference.
 
-    Raises RequestError when there is no such subject or the dense model cannot compute the case (unreadable data);
-    whatever the subject does wrong is a failed verdict.
+    Raises RequestError when there is no such subject, the case has too many ranks for this machine, or the dense model
+    cannot compute it (unreadable data); whatever the subject does wrong is a failed verdict.
     """
     given = named(subject)
+    admit_ranks(case, engine.name)
     trial = Trial(
         case=case,
         subject=given,

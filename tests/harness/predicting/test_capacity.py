@@ -9,6 +9,7 @@ import pytest
 
 from harness.cases import parse_cases
 from harness.errors import RequestError
+from harness.plain_case import Vocabulary
 from harness.request import Request
 from harness.running.capacity import admit, memory_bytes
 from harness.running.run import run
@@ -16,6 +17,8 @@ from harness.subject import named
 from reference.case import Case
 from reference.parameters import shapes
 from reference.size import culprit, parts
+from shardproof import prove
+from tests.harness import own_words
 from tests.harness.command_line import command_line
 
 GIB = 2**30
@@ -74,6 +77,34 @@ def test_shapes_alone_need_room_for_one_micro_batch() -> None:
 def test_no_word_is_blamed_that_another_one_needs() -> None:
     case = Case.parse("tp=64 heads=64 kv_heads=64 hidden=1048576 ffn=1048576")
     assert culprit(case, GIB) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "engine", "rule"),
+    [
+        ("tp=100000", "inproc", "tp=100000: comes to 100000 ranks, and engine inproc runs at most 4096 threads"),
+        ("tp=2 dp=3000", "inproc-concurrent", "dp=3000: comes to 6000 ranks, .*; legal: at most dp=2048, or --engine"),
+        ("dp=999999 tp=999999 pp=999999", "pool", r"tp=999999: comes to \d+ ranks, .* processes .*; legal: smaller axes"),
+    ],
+)
+def test_every_case_has_a_bound_on_its_ranks(words: str, engine: str, rule: str) -> None:
+    own = Vocabulary.of(own_words.WORDS)
+    with pytest.raises(RequestError, match=rule):
+        admit([own.parse("tp=2"), own.parse(words)], engine)
+    admit([own.parse("tp=2 dp=3"), Case.parse("mode=tp tp=2")], engine)
+    admit([own.parse(words)], "dry")
+
+
+def test_too_many_ranks_are_refused_before_the_truth_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RequestError, match=r"dp=5000: .* legal: at most dp=4096, or --engine dry"):
+        prove("dp=5000", own_words.subject)
+    with pytest.raises(RequestError, match=r"dp=100000: .* legal: at most dp=2048, or --engine dry"):
+        admit([Case.parse("mode=tp tp=2 dp=100000 seq=8 layers=1")], "inproc")
+    words = ("--subject", "tests.harness.own_words:subject", "tp=2 dp=5000")
+    status, out, err = command_line(tmp_path, monkeypatch, capsys)("faults", *words)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
 
 
 def test_a_usual_case_is_far_from_the_limit() -> None:
