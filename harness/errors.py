@@ -163,6 +163,7 @@ class RankDied(MachineError):
 def error_text(error: BaseException) -> str:
     """An exception in one line: its type and the first line of what it says, with " ..." where more lines follow.
 
+    A first line that ends in a colon announces what follows: the next line is joined to it.
     A user's own exception may raise when it is asked what it says; then that is what it says. Characters that no file
     takes (half of a surrogate pair) are written as escapes.
     """
@@ -171,6 +172,8 @@ def error_text(error: BaseException) -> str:
         lines = [line for line in said.splitlines() if line.strip()]
     except Exception as problem:
         lines = [f"(what it says cannot be read: its __str__ raised {type(problem).__name__})"]
+    while len(lines) > 1 and lines[0].endswith(":"):
+        lines[:2] = [f"{lines[0]} {lines[1].strip()}"]
     return type(error).__name__ + (f": {lines[0]}" if lines else "") + (" ..." if len(lines) > 1 else "")
 
 

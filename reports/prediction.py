@@ -109,7 +109,8 @@ def _place(made: tuple[Candidate, Forecast | None]) -> tuple[int, float]:
     one = made[1]
     if one is None:
         return 2, 0.0
-    return (0, -one.tokens_per_s_per_rank) if one.fits else (1, one.memory.peak)
+    slowness = -one.tokens_per_s_per_rank if one.tokens else one.step_s
+    return (0, slowness) if one.fits else (1, one.memory.peak)
 
 
 def _frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -129,7 +130,7 @@ def _row(candidate: Candidate, one: Forecast | None) -> dict[str, object]:
         "compute_s": times.compute_s if times else None,
         "exposed_s": sum(times.exposed_s.values()) if times else None,
         "hidden_s": sum(times.hidden_s.values()) if times else None,
-        "tokens": one.tokens if one else None,
+        "tokens": (one.tokens or None) if one else None,
         "tokens_per_s_per_rank": one.tokens_per_s_per_rank if one else None,
         "tokens_per_s": one.tokens_per_s_per_rank * one.case.world_size if one else None,
         "flops": one.flops if one else None,
@@ -159,6 +160,9 @@ def _fastest(rows: pd.DataFrame, changes: pd.DataFrame, cluster: Cluster) -> str
     best = rows.iloc[0]
     name = best["words"] if len(rows) > 1 else best["case"]
     need = best["peak_bytes"] / _GIB
+    step_s = best["step_s"]
+    if best["fits"] == "yes" and pd.isna(best["tokens"]):
+        return f"fastest that fits into the {room}: {name}: {figure(step_s)} s a step; it needs {figure(need)} GiB"
     if best["fits"] == "yes":
         each, together = figure(best["tokens_per_s_per_rank"]), figure(best["tokens_per_s"])
         speed = f"{each} tokens/s a GPU, {together} on {best['ranks']:,}"

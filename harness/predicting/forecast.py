@@ -13,6 +13,7 @@ peak, less its gradients, plus theirs. Units: seconds, bytes, FLOPs; bytes of ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -65,7 +66,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """One case on one cluster. `tokens` are those of all ranks in one step; `times` are those of one step.
+    """One case on one cluster. `times` are those of one step, `tokens` those of all ranks in it; 0: the case has none.
 
     `ledger` says how the dry run compares with the closed form: "equal", the first difference, or that none is stated.
     `depths` are the layers that were run, () when it was the model itself. `events` is the ledger of the rank.
@@ -89,7 +90,9 @@ class Forecast:
 
     @property
     def tokens_per_s_per_rank(self) -> float:
-        """Throughput of one rank's share."""
+        """Throughput of one rank's share; NaN where the case has no tokens."""
+        if not self.tokens:
+            return math.nan
         return self.tokens / self.step_s / self.case.world_size if self.step_s else 0.0
 
     @property

@@ -8,7 +8,7 @@
 A dispatch mode for tensors of the meta device, entered in the thread of one rank, forward and backward. FLOPs are those
 of matrix products and attention (two a multiply-add, masked pairs counted too) by torch.utils.flop_counter's formulas.
 Live bytes are those of storages, each once, from its first to its last use; storages that are resized keep their first
-size. Units: FLOPs, bytes.
+size. A subject that leaves the device aside holds its tensors on the CPU: then those are counted. Units: FLOPs, bytes.
 
 Two things are made on meta as they are on a device: attention takes its fused kernel
 (harness.torch_internals.meta_attention), and functional collectives, whose meta kernels only make shapes, are sent to
@@ -66,9 +66,10 @@ def hidden(stretches: Sequence[Stretch]) -> set[int]:
 
 
 class _Live:
-    """The storages of the meta device that exist now."""
+    """The storages of one device that exist now."""
 
     def __init__(self) -> None:
+        self.seen = False
         self._peak_bytes = 0
         self._now_bytes = 0
         self._known: dict[int, Any] = {}
@@ -79,6 +80,7 @@ class _Live:
         return peak
 
     def see(self, tensor: Tensor) -> None:
+        self.seen = True
         storage = tensor.untyped_storage()
         key, size = storage_id(tensor), storage.nbytes()
         if key in self._known:
@@ -109,7 +111,7 @@ class Meter(DispatchMode):
         self._tickets = 0
         self._calls: dict[int, Call] = {}
         self._works: dict[int, tuple[int, Any]] = {}
-        self._live = _Live()
+        self._live, self._on_cpu = _Live(), _Live()
 
     @property
     def peak_bytes(self) -> int:
@@ -201,8 +203,8 @@ class Meter(DispatchMode):
 
     def _see(self, out: Any) -> None:
         if isinstance(out, Tensor):
-            if out.is_meta:
-                self._live.see(out)
+            if out.is_meta or out.is_cpu:
+                (self._live if out.is_meta else self._on_cpu).see(out)
         elif isinstance(out, tuple | list):
             for part in out:
                 self._see(part)
@@ -214,7 +216,8 @@ class Meter(DispatchMode):
             self._end(WAIT, ticket)
 
     def _end(self, then: str, ticket: int) -> None:
-        self.stretches.append(Stretch(self._flops, then, ticket, self._live.peak_bytes()))
+        meta_bytes, cpu_bytes = self._live.peak_bytes(), self._on_cpu.peak_bytes()
+        self.stretches.append(Stretch(self._flops, then, ticket, meta_bytes if self._live.seen else cpu_bytes))
         self._flops = 0
 
     def _before(self, optimizer: Optimizer, _args: object, _words: object) -> None:
@@ -225,8 +228,9 @@ class Meter(DispatchMode):
         self.gradient_bytes = _bytes([p.grad for p in held if p.grad is not None])
 
     def _after(self, optimizer: Optimizer, _args: object, _words: object) -> None:
-        state = optimizer.state.values()
-        self.optimizer_bytes = _bytes([x for of in state for x in of.values() if isinstance(x, Tensor) and x.is_meta])
+        state = optimizer.state.items()
+        kept = [x for p, of in state for x in of.values() if isinstance(x, Tensor) and x.device == p.device]
+        self.optimizer_bytes = _bytes(kept)
 
 
 def _bytes(tensors: list[Tensor]) -> int:

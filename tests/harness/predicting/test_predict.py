@@ -6,11 +6,13 @@ The largest model on 16,384 ranks must be predicted in seconds on a laptop, its 
 from __future__ import annotations
 
 import json
+import math
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from harness.engines.shapes.dry import DryEngine
@@ -26,6 +28,7 @@ from reports.breakeven import crossings
 from reports.cli import main
 from reports.planning import candidates, growth
 from reports.prediction import predict
+from tests.harness import own_words
 
 CLUSTER = PRESETS["8xH100-NVLink-IB400"]
 MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
@@ -262,6 +265,16 @@ def test_a_wrong_request_is_one_message(words: list[str], message: str, capsys: 
     assert main(words) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error and error.count("\n") == 1
+
+
+def test_own_words_have_no_tokens_and_tensors_on_the_cpu_are_counted() -> None:
+    with DryEngine() as engine:
+        told = predict("tp=2 dp=3 width=7 dtype=float32", own_words.subject, CLUSTER, engine)
+    (row,) = told.rows.to_dict("records")
+    assert pd.isna(row["tokens"]) and math.isnan(row["tokens_per_s"]) and "tokens" not in told.fastest
+    assert " s a step; it needs " in told.fastest
+    weights = 4 * 2 * (24 // 2) * 7
+    assert row["peak_bytes"] >= 2 * weights  # with their gradients; its optimizer is a loop by hand
 
 
 def test_a_ledger_that_is_not_the_closed_form_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:

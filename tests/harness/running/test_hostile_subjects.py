@@ -150,6 +150,7 @@ def test_an_exception_without_words_ends_one_case_and_not_the_run(tmp_path: Path
         (ValueError("one"), "ValueError: one"),
         (ValueError("one\n\n"), "ValueError: one"),
         (ValueError("\none\ntwo"), "ValueError: one ..."),
+        (ValueError("2 of 3 are wrong:\n  w1: too wide\n  w2"), "ValueError: 2 of 3 are wrong: w1: too wide ..."),
         (ValueError(), "ValueError"),
         (ValueError("half \ud800"), r"ValueError: half \ud800"),
     ],
