@@ -37,8 +37,8 @@ from harness.predicting.timeline import AFTER_BACKWARD
 from parallel.registry import MODES
 from parallel.subject import subject
 from reference.case import Case
-from reports.tables import Table
-from reports.text import show_table
+from reports.printing.tables import Table
+from reports.printing.text import show_table
 
 __all__ = ["CALLS", "PAYLOADS", "Asked", "CostRow", "fitted", "held_against", "main", "measured", "table", "written"]
 

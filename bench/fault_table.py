@@ -25,8 +25,8 @@ from harness.engines.engine import Engine
 from harness.engines.named import ENGINES, engine_named
 from harness.errors import MachineError, ProgramError
 from harness.resolve import resolve
-from reports.tables import Table
-from reports.text import show_table
+from reports.printing.tables import Table
+from reports.printing.text import show_table
 
 __all__ = ["FAULTS", "Fault", "Seen", "main", "measured", "seen"]
 

@@ -25,7 +25,7 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.torch_internals.compiler import leave_unloaded
 from harness.torch_internals.memory import keep_freed_memory
 from parallel.subject import subject
-from reference import parameters
+from reference.model import parameters
 from reference.case import Case
 
 leave_unloaded()

@@ -79,7 +79,16 @@ def results(tree: Path, texts: list[str], work: Path) -> Results:
         "DIGESTS": str(digests),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "reports.cli", "run", "--subject", "digested:subject", "--out", str(work / "runs")]
+    command = [
+        sys.executable,
+        "-m",
+        "reports.commands.cli",
+        "run",
+        "--subject",
+        "digested:subject",
+        "--out",
+        str(work / "runs"),
+    ]
     ended = subprocess.run([*command, *texts], cwd=tree, env=environment, capture_output=True, text=True, check=False)
     if not (work / "runs/latest").exists():
         raise SystemExit(f"{tree}: no run folder; exit {ended.returncode}\n{ended.stdout}\n{ended.stderr}")

@@ -35,7 +35,7 @@ from parallel.slicing.held import Held, beside, in_turn, widths
 from parallel.slicing.sizes import shard_sizes
 from parallel.strategy import Parts
 from reference.case import Case
-from reference.parameters import dtype_of, shapes
+from reference.model.parameters import dtype_of, shapes
 
 __all__ = ["activation", "attention_heads", "head_held", "parts", "placements"]
 

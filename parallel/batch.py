@@ -22,8 +22,8 @@ from torch import Tensor
 
 from parallel.collectives import broadcast
 from parallel.mesh import Mesh
-from reference.batches import Batch, micro_batch
 from reference.case import Case
+from reference.data.batches import Batch, micro_batch
 
 __all__ = ["SIZES_PER_KEY", "Delivered", "deliver", "hidden_pairs"]
 

@@ -21,7 +21,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.roles import is_column, is_row
 from parallel.strategy import Parts
 from reference.case import Case
-from reference.parameters import dtype_of, shapes
+from reference.model.parameters import dtype_of, shapes
 
 __all__ = ["activation", "head_partial", "parts", "placements", "sequence_partial"]
 

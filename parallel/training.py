@@ -25,8 +25,8 @@ from parallel.norm import wide
 from parallel.strategy import Mode, Parts
 from parallel.transformer import Transformer
 from reference.case import Case
-from reference.parameters import dtype_of, full
-from reference.states import after
+from reference.model.parameters import dtype_of, full
+from reference.training.states import after
 
 __all__ = ["LARGEST_LOGITS", "Rank", "Scaling", "Value", "set_up", "train"]
 

@@ -17,7 +17,7 @@ from parallel.norm import Norm
 from parallel.roles import attention_linears, head_norms, mlp_linears
 from parallel.strategy import Mode, Parts
 from reference.case import Case
-from reference.parameters import dtype_of
+from reference.model.parameters import dtype_of
 
 __all__ = ["Layer", "Transformer"]
 

@@ -11,7 +11,7 @@
     dropped-heads          | Mode.placements     | of attention: kv_heads // tp kv heads on each rank
 
 The closed form stays that of the right mathematics. Which cases show a variant, and where it comes from:
-`reference.variants`.
+`reference.case.variants`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from parallel.ulysses import by_all_to_all
 from parallel.weight_tables import WeightEmbedding, WeightHead
 from parallel.weights import WeightLinear
 from reference.case import Case
-from reference.parameters import dtype_of, shapes
+from reference.model.parameters import dtype_of, shapes
 
 __all__ = ["activation", "partial", "parts", "placements"]
 

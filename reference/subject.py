@@ -11,18 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from reference import activations as observation
 from reference.case import Case
-from reference.divergence import refuse_divergence
-from reference.parameters import drawn, shapes
-from reference.training import train
+from reference.model.parameters import weights
+from reference.training import activations as observation
+from reference.training.divergence import refuse_divergence
+from reference.training.steps import train
 
-__all__ = ["activations", "subject", "true_activations", "truth", "weights"]
-
-
-def weights(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Every full weight of the case, in its dtype, to be read only (see reference.parameters.drawn)."""
-    return {name: drawn(case, name).to(device) for name in shapes(case)}
+__all__ = ["activations", "subject", "true_activations", "truth"]
 
 
 def subject(case: Case, device: torch.device) -> dict[str, Tensor]:

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from harness.shard import Shard
     from harness.terms import Term
     from harness.torch_internals.cuda_on_cpu import cuda_on_cpu
-    from reference.batches import micro_batch
     from reference.case import Case
-    from reference.parameters import full as full_parameter
-    from reference.parameters import shapes as parameter_shapes
-    from reference.training import train as train_dense
-    from reports.comparison import compare
-    from reports.frames import load
-    from reports.modes import side_by_side
-    from reports.snapshot import snapshot
-    from reports.summary import headline, traffic
+    from reference.data.batches import micro_batch
+    from reference.model.parameters import full as full_parameter
+    from reference.model.parameters import shapes as parameter_shapes
+    from reference.training.steps import train as train_dense
+    from reports.comparing.comparison import compare
+    from reports.comparing.modes import side_by_side
+    from reports.comparing.snapshot import snapshot
+    from reports.stored.frames import load
+    from reports.stored.summary import headline, traffic
     from shardproof.proving import prove, run
 
 __all__ = [
@@ -67,21 +67,21 @@ _PLACES = {
     "Shard": "harness.shard:Shard",
     "ShardproofError": "harness.errors:ShardproofError",
     "Term": "harness.terms:Term",
-    "compare": "reports.comparison:compare",
+    "compare": "reports.comparing.comparison:compare",
     "cuda_on_cpu": "harness.torch_internals.cuda_on_cpu:cuda_on_cpu",
-    "full_parameter": "reference.parameters:full",
-    "headline": "reports.summary:headline",
-    "load": "reports.frames:load",
-    "micro_batch": "reference.batches:micro_batch",
-    "parameter_shapes": "reference.parameters:shapes",
+    "full_parameter": "reference.model.parameters:full",
+    "headline": "reports.stored.summary:headline",
+    "load": "reports.stored.frames:load",
+    "micro_batch": "reference.data.batches:micro_batch",
+    "parameter_shapes": "reference.model.parameters:shapes",
     "phase": "harness.recording.annotations:phase",
     "prove": "shardproof.proving:prove",
     "region": "harness.recording.annotations:region",
     "run": "shardproof.proving:run",
-    "side_by_side": "reports.modes:side_by_side",
-    "snapshot": "reports.snapshot:snapshot",
-    "traffic": "reports.summary:traffic",
-    "train_dense": "reference.training:train",
+    "side_by_side": "reports.comparing.modes:side_by_side",
+    "snapshot": "reports.comparing.snapshot:snapshot",
+    "traffic": "reports.stored.summary:traffic",
+    "train_dense": "reference.training.steps:train",
 }
 """Name -> where it is; the imports above say the same to type checkers, and a test compares the two."""
 

@@ -1,4 +1,4 @@
-"""The command: `shardproof ...` and `python -m shardproof ...`. Its words and exit statuses are in `reports.cli`."""
+"""The command: `shardproof ...` and `python -m shardproof ...`; its words are in `reports.commands.cli`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _WRONG_REQUEST
     for room in ROOMS:  # before the working directory is searched: a plain folder there hides an editable install
         import_module(room)
-    status: int = import_module("reports.cli").main(arguments)
+    status: int = import_module("reports.commands.cli").main(arguments)
     return status
 
 

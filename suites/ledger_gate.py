@@ -18,11 +18,11 @@ from harness.protocols import CaseLike
 from harness.running import store
 from harness.running.execution import execute
 from harness.subject import NamedSubject, refusal
-from reports.baselines import read_events, write_events
-from reports.compare import events_table
-from reports.differences import differences
-from reports.snapshot import counted
-from reports.text import plain
+from reports.commands.compare import events_table
+from reports.comparing.baselines import read_events, write_events
+from reports.comparing.differences import differences
+from reports.comparing.snapshot import counted
+from reports.printing.text import plain
 
 __all__ = ["LedgerGate", "file_of"]
 

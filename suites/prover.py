@@ -32,7 +32,7 @@ from harness.running.store import Store
 from harness.running.summary import summarize
 from harness.subject import NamedSubject, case_of, named, refusal, vocabulary
 from reference.case import Case
-from reports.request import default_cases
+from reports.options.request import default_cases
 from suites.own_cases import around
 from suites.pairwise import rows
 from suites.request import world_sizes

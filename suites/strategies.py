@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from harness.engines.faults.races import Schedule
 from reference.case import Case
-from reference.rules import SEQUENCE_MODES
+from reference.case.rules import SEQUENCE_MODES
 
 __all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from harness.protocols import CaseLike
 from harness.subject import case_of
-from reports.request import default_cases
+from reports.options.request import default_cases
 from shardproof.options import option_path, option_value
 from suites.ledger_gate import LedgerGate, file_of
 from suites.request import subject_of

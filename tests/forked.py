@@ -18,7 +18,7 @@ from pathlib import Path
 __all__ = ["Forked", "started"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_IMPORTED = ("parallel.subject", "reports.run", "harness.engines.processes.forked.pool")
+_IMPORTED = ("parallel.subject", "reports.commands.run", "harness.engines.processes.forked.pool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

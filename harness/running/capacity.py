@@ -16,7 +16,7 @@ from harness.resolve import resolve
 
 __all__ = ["CULPRIT", "FIRST_BATCH", "PARTS", "admit", "admit_ranks", "memory_bytes"]
 
-PARTS, FIRST_BATCH, CULPRIT = (f"reference.size:{name}" for name in ("parts", "first_batch", "culprit"))
+PARTS, FIRST_BATCH, CULPRIT = (f"reference.training.size:{name}" for name in ("parts", "first_batch", "culprit"))
 
 _WIDTH = 8
 """Bytes of an element: the truth is float64, tokens are int64."""

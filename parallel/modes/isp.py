@@ -55,7 +55,7 @@ from parallel.expectation import (
 from parallel.roles import attention_linears, mlp_linears
 from parallel.strategy import Mode
 from reference.case import Case
-from reference.parameters import Shape, shapes
+from reference.model.parameters import Shape, shapes
 
 __all__ = ["ISP"]
 

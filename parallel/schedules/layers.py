@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 from parallel.schedules.pipeline import Pipeline
-from reference.rules import CaseError
+from reference.errors import CaseError
 
 __all__ = ["layers_of"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from reference.rules import CaseError
+from reference.errors import CaseError
 
 __all__ = ["SCHEDULES", "Action", "Kind", "Pipeline"]
 

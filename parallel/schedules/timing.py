@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from parallel.schedules.pipeline import Action, Kind, Pipeline
-from reference.rules import CaseError
+from reference.errors import CaseError
 
 __all__ = ["Span", "Times", "bubble", "bubble_stated", "duration_stated", "idle_inside", "timeline"]
 

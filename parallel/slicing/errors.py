@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reference.rules import CaseError
+from reference.errors import CaseError
 
 __all__ = ["SliceError"]
 

@@ -13,9 +13,10 @@ from typing import Any
 from parallel.slicing.errors import SliceError
 from parallel.slicing.families import FAMILIES, Family
 from parallel.slicing.heads import SPARE, Heads
-from reference.presets import PRESETS, mlp_width
-from reference.rules import CaseError, read
-from reference.words import Meaning, described, word
+from reference.case.presets import PRESETS, mlp_width
+from reference.case.rules import read
+from reference.case.words import Meaning, described, word
+from reference.errors import CaseError
 
 __all__ = ["CONTAINERS", "PATHS", "Sliced"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reference.errors import CaseError
 from reference.groups.orders import Groups, RankOrder
-from reference.rules import CaseError
 
 __all__ = ["Layout"]
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from reference.rules import CaseError
+from reference.errors import CaseError
 
 __all__ = ["Groups", "RankOrder", "check_size", "hybrid", "levels"]
 

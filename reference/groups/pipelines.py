@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from reference.errors import CaseError
 from reference.groups.orders import check_size
-from reference.rules import CaseError
 
 __all__ = ["Pipeline"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from reference.errors import CaseError
 from reference.groups.layouts import Layout
 from reference.groups.orders import RankOrder, check_size
-from reference.rules import CaseError
 
 __all__ = ["internevo", "megatron", "picotron", "torchtitan"]
 

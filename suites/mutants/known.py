@@ -4,8 +4,9 @@
 
 The parts stand where they are used, and this table joins them: the id and what it looks like in
 `harness.diagnosing.rules.causes`, the rule that the dense model breaks to look the same in
-`harness.diagnosing.rules.what_ifs` and `reference.what_ifs`, the changes of our source in `suites.mutants.catalogue`,
-the variants of a case in `reference.variants`. Mutants that are held back are not in it.
+`harness.diagnosing.rules.what_ifs` and `reference.what_ifs.inputs`, the changes of our source in
+`suites.mutants.catalogue`, the variants of a case in `reference.case.variants`. Mutants that are held back are not in
+it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from reference.case import Case
-from reference.rules import SEQUENCE_MODES
+from reference.case.rules import SEQUENCE_MODES
 from suites.mutants.planting import Subject, planted, planted_everywhere, source_of
 
 Words = Mapping[str, int | float | bool | str]

@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.clean import Part, campaign, main
 from parallel.subject import subject as right
 from reference.case import Case
-from reference.rules import MODES, legal_words
+from reference.case.rules import MODES, legal_words
 from suites.strategies import NOT_DRAWN, every_word
 
 

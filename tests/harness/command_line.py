@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.engines import named as named_engines
-from reports import cli
+from reports.commands import cli
 
 __all__ = ["ONE", "TOY", "CommandLine", "Printed", "command_line"]
 

@@ -18,8 +18,8 @@ from harness.ledger import Event, wire_bytes
 from harness.merging import Outcomes
 from harness.outcome import localize
 from harness.shard import Shard
-from reference.anchors import Facts
 from reference.case import Case
+from reference.data.anchors import Facts
 
 __all__ = [
     "MODULES",

@@ -8,9 +8,9 @@ import torch
 from parallel import batch as delivery
 from parallel.batch import Delivered, deliver, hidden_pairs
 from parallel.mesh import Mesh
-from reference import layers
-from reference.batches import Batch, micro_batch
 from reference.case import Case
+from reference.data.batches import Batch, micro_batch
+from reference.model import layers
 from tests.parallel.ranks import CPU, Calls, on_ranks
 
 TP, DP = 3, 2

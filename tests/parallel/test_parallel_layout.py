@@ -11,7 +11,7 @@ from parallel.layout import Box, Placement, gather, local_shape, pieces, rows, s
 from parallel.mesh import axis_size
 from parallel.registry import MODES
 from reference.case import Case
-from reference.parameters import full, shapes
+from reference.model.parameters import full, shapes
 from tests.parallel.ranks import MEGATRON
 
 

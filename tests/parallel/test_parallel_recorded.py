@@ -17,7 +17,7 @@ from harness.recording.recorder import Recorder
 from parallel.expectation import Term
 from parallel.subject import subject
 from reference.case import Case
-from reference.parameters import shapes
+from reference.model.parameters import shapes
 from tests.parallel.ranks import CPU, MEGATRON
 
 

@@ -20,6 +20,7 @@ from parallel.subject import subject
 from parallel.training import set_up
 from reference import subject as dense
 from reference.case import Case
+from reference.model.parameters import weights
 from tests.parallel.ranks import CPU, MEGATRON, on_ranks
 
 
@@ -160,7 +161,7 @@ def test_parallelism_happened() -> None:
         model: nn.Module = set_up(case, MODES["tp"], Mesh.of(case), CPU).model
         return sum(p.numel() for p in model.parameters()), {name for name, _ in model.named_parameters()}
 
-    whole = sum(value.numel() for value in dense.weights(case, CPU).values())
+    whole = sum(value.numel() for value in weights(case, CPU).values())
     for elements, names in on_ranks(4, program):
         assert elements < whole / 2
-        assert names == set(dense.weights(case, CPU))
+        assert names == set(weights(case, CPU))

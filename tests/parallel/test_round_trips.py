@@ -17,8 +17,8 @@ from parallel.batch import Delivered, deliver
 from parallel.layout import Placement, gather, pieces, shard
 from parallel.mesh import Mesh, axis_rank, axis_size
 from parallel.registry import MODES
-from reference.batches import micro_batch
 from reference.case import Case
+from reference.data.batches import micro_batch
 from suites.prover import Prover
 
 CPU = torch.device("cpu")

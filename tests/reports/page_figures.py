@@ -18,7 +18,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from reports.bars import PHASE_COLOURS
+from reports.pages.bars import PHASE_COLOURS
 
 __all__ = ["Compared", "compared"]
 

@@ -20,11 +20,11 @@ from harness.ledger import Event, wire_bytes
 from harness.running.environment import environment
 from harness.running.store import Store
 from harness.running.summary import summarize
-from reports.baselines import save, side
-from reports.comparison import compare
-from reports.frames import load
-from reports.snapshot import snapshot
-from reports.summary import headline, traffic
+from reports.comparing.baselines import save, side
+from reports.comparing.comparison import compare
+from reports.comparing.snapshot import snapshot
+from reports.stored.frames import load
+from reports.stored.summary import headline, traffic
 
 __all__ = ["main", "measured", "written"]
 

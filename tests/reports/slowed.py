@@ -23,10 +23,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from parallel.subject import subject as ours
 from reference.case import Case
-from reports.baselines import side
-from reports.comparison import Comparison, compare
-from reports.limits import limits
-from reports.snapshot import Snapshot
+from reports.comparing.baselines import side
+from reports.comparing.comparison import Comparison, compare
+from reports.comparing.limits import limits
+from reports.comparing.snapshot import Snapshot
 from suites.prover import Prover
 
 __all__ = ["MODULE", "Slowed", "main", "stored"]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from harness.errors import RequestError
-from reports.baselines import save, side
-from reports.comparison import compare
-from reports.frames import load
-from reports.snapshot import members, snapshot, span
+from reports.comparing.baselines import save, side
+from reports.comparing.comparison import compare
+from reports.comparing.snapshot import members, snapshot, span
+from reports.stored.frames import load
 from tests.harness.command_line import CommandLine, command_line
 from tests.reports import sample_run
 from tests.reports.toy_traffic import WAYS, stored

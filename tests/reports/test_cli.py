@@ -16,8 +16,9 @@ from torch import Tensor
 from harness.engines.named import ENGINES
 from harness.resolve import resolve
 from reference.case import Case
-from reports import cli, frames, show
-from reports import run as run_command
+from reports.commands import cli, show
+from reports.commands import run as run_command
+from reports.stored import frames
 from tests.harness.command_line import ONE, TOY, CommandLine, command_line
 from tests.harness.toy_subjects import right
 from tests.reports import sample_run

@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 
 from harness.errors import RequestError
-from reports.baselines import side
-from reports.comparison import Comparison, compare
-from reports.frames import load
-from reports.limits import breaches, limits
+from reports.comparing.baselines import side
+from reports.comparing.comparison import Comparison, compare
+from reports.comparing.limits import breaches, limits
+from reports.stored.frames import load
 from tests.harness.command_line import CommandLine, command_line
 from tests.reports import sample_run
 from tests.reports.slowed import MODULE

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from reports.cli import main
-from reports.frames import load
+from reports.commands.cli import main
+from reports.stored.frames import load
 from tests.project.test_readme import FIRST_SCREEN, table_rows
 from tests.reports.page_figures import compared
 from tests.reports.test_page_in_a_browser import CHROMIUM, SCHEMES, audited, browse, needs_axe

@@ -8,8 +8,8 @@ import platform
 import pytest
 import torch
 
-from reports import cli, doctor
-from reports.doctor import Machine
+from reports.commands import cli, doctor
+from reports.commands.doctor import Machine
 
 FULL = Machine(
     python="3.12.1",

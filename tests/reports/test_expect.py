@@ -19,7 +19,8 @@ from harness.protocols import TermLike
 from harness.running.proof import prove
 from parallel.subject import subject as ours
 from reference.case import Case
-from reports import expect, frames
+from reports.commands import expect
+from reports.stored import frames
 from tests.harness.command_line import CommandLine, command_line
 from tests.reports import sample_run
 

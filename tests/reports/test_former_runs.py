@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.run_folder import SCHEMA
-from reports.frames import RunFolderError, load
+from reports.stored.frames import RunFolderError, load
 from tests.harness.command_line import CommandLine, command_line
 
 FORMER = Path(__file__).parent / "run_of_schema_1"

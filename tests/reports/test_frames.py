@@ -14,7 +14,7 @@ from harness.ledger import COLUMNS
 from harness.running.store import Store
 from harness.running.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
 from harness.running.summary import summarize
-from reports.frames import SUMMARY_COLUMNS, RunFolderError, load
+from reports.stored.frames import SUMMARY_COLUMNS, RunFolderError, load
 from tests.reports import sample_run
 
 

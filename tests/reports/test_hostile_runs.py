@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from reports.baselines import save, side
-from reports.frames import load
+from reports.comparing.baselines import save, side
+from reports.stored.frames import load
 from tests.harness.command_line import CommandLine, command_line
 from tests.reports import sample_run
 

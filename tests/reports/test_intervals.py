@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from reports.intervals import phase_times, ratio_of_medians
-from reports.snapshot import TIME_TYPES
+from reports.comparing.intervals import phase_times, ratio_of_medians
+from reports.comparing.snapshot import TIME_TYPES
 
 
 def drawn(seed: int, slow: str = "", factor: float = 1.3, blocks: int = 40) -> pd.DataFrame:

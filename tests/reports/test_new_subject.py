@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from reports import cli
-from reports.new_subject import LIKE
+from reports.commands import cli
+from reports.commands.new_subject import LIKE
 
 BROKEN = {
     "mlp": ("tp=2 dp=3", "dist.all_reduce(tensor, group=group)", "pass"),

@@ -11,10 +11,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from reports import page, plots, tables
-from reports.frames import Run, in_order, load
-from reports.modules import by_module, tree
-from reports.timeline import last_micro_batch, timeline
+from reports.pages import page, plots
+from reports.pages.modules import by_module, tree
+from reports.pages.timeline import last_micro_batch, timeline
+from reports.printing import tables
+from reports.stored.frames import Run, in_order, load
 from tests.reports import sample_run
 
 VOID = {"meta", "br", "hr", "img", "link", "input", "path", "use", "rect", "line", "circle"}

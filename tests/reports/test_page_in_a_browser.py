@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from reports import page
-from reports.frames import load
+from reports.pages import page
+from reports.stored.frames import load
 from tests import ROOT
 from tests.reports import sample_run
 

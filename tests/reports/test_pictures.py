@@ -10,8 +10,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from reports import bars, page, spread
-from reports.frames import Run, load
+from reports.pages import bars, page
+from reports.stored import spread
+from reports.stored.frames import Run, load
 from tests.reports import sample_run
 from tests.reports.map_figures import map_flaws
 from tests.reports.page_figures import compared

@@ -8,8 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from reports import breakeven, summary, tables
-from reports.frames import Run, in_order, load
+from reports.comparing import breakeven
+from reports.printing import tables
+from reports.stored import summary
+from reports.stored.frames import Run, in_order, load
 from tests.reports import sample_run
 from tests.reports.sample_run import ACTIVATION_BYTES, TP, TP_SP
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from reports import summary, tables, text
-from reports.frames import load
-from reports.tables import Table
+from reports.printing import tables, text
+from reports.printing.tables import Table
+from reports.stored import summary
+from reports.stored.frames import load
 from tests.reports import sample_run
 
 TABLE = Table(

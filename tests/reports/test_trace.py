@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from reports.frames import load
-from reports.trace import trace_events, write
+from reports.commands.trace import trace_events, write
+from reports.stored.frames import load
 from tests.harness.command_line import CommandLine, command_line
 from tests.reports import sample_run
 from tests.reports.toy_traffic import stored

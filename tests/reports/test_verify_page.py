@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from reports import cli
+from reports.commands import cli
 from tests import ROOT
 
 PAGE = (ROOT / "docs" / "verify.md").read_text()

@@ -9,8 +9,8 @@ import pytest
 
 from parallel.slicing.words import Sliced
 from reference.case import Case, CaseError
-from reference.words import Meaning
-from reports import word_help
+from reference.case.words import Meaning
+from reports.commands import word_help
 from tests import ROOT
 from tests.harness.command_line import CommandLine, command_line
 

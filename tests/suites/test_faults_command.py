@@ -15,8 +15,8 @@ from harness.diagnosing.rules.causes import Cause
 from harness.errors import MachineError, RequestError
 from harness.injecting.kill_matrix import COLUMNS, figures, killed_alone
 from harness.subject import cases_of, named
-from reports import faults
-from reports.cli import main
+from reports.commands import faults
+from reports.commands.cli import main
 from suites import killing
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.held_back import HELD_BACK

@@ -24,7 +24,7 @@ from harness.engines.named import engine_named
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import CaseResult, prove
 from harness.subject import case_of, named
-from reports import cli
+from reports.commands import cli
 from suites.subjects import two_d
 
 NEEDS = {"hf": "transformers", "qwen3": "transformers", "mcore": "megatron"}

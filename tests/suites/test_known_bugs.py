@@ -11,7 +11,7 @@ import pytest
 from harness.diagnosing.rules.causes import CAUSES
 from harness.diagnosing.rules.what_ifs import WHAT_IF
 from parallel.variants import DEVIATING
-from reference.variants import VARIANTS
+from reference.case.variants import VARIANTS
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.known import KNOWN, SHOWN_BY, main
 from tests import ROOT

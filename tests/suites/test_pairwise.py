@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from reference.rules import MODES
+from reference.case.rules import MODES
 from suites.pairwise import rows
 from suites.prover import Prover
 from suites.strategies import cases

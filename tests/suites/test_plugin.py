@@ -15,8 +15,8 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.subject import named
 from reference.case import Case
-from reports import cli
-from reports.frames import load
+from reports.commands import cli
+from reports.stored.frames import load
 from shardproof import pytest_plugin
 from shardproof.options import OPTIONS
 from suites import step_summary

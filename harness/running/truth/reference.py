@@ -26,27 +26,28 @@ class Reference:
     `alike`, case -> case, gives cases that are one to the dense model the same case; "" where each is its own. The
     truth is computed of that case, once for all that are alike. Activations are among outcomes of truth and control.
     The others are asked when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes of
-    data or weights that are read otherwise (see `reference.what_ifs`), of other rules of the steps and of the modules.
+    data or weights that are read otherwise (see `reference.what_ifs.inputs`), of other rules of the steps and of the
+    modules.
     """
 
     truth: Function = "reference.subject:truth"
-    control: Function = "reference.control:control"
+    control: Function = "reference.training.control:control"
     kinks: str = ""
     slack: str = ""
     anchors: str = ""
     alike: str = ""
-    shares: str = "reference.shares:shares"
-    alternatives: str = "reference.what_ifs:alternatives"
-    trainings: str = "reference.what_if_training:trainings"
-    rules: str = "reference.what_if_rules:rules"
-    metrics: str = "reference.what_if_metrics:metrics"
+    shares: str = "reference.what_ifs.shares:shares"
+    alternatives: str = "reference.what_ifs.inputs:alternatives"
+    trainings: str = "reference.what_ifs.training:trainings"
+    rules: str = "reference.what_ifs.rules:rules"
+    metrics: str = "reference.what_ifs.metrics:metrics"
 
 
 REFERENCE = Reference(
-    kinks="reference.kinks:kinks",
-    slack="reference.adam:slack",
-    anchors="reference.anchors:anchors",
-    alike="reference.dense_case:dense_case",
+    kinks="reference.training.kinks:kinks",
+    slack="reference.training.adam:slack",
+    anchors="reference.data.anchors:anchors",
+    alike="reference.model.dense_case:dense_case",
 )
 _NOTHING = dict.fromkeys(("shares", "alternatives", "trainings", "rules", "metrics"), "")
 

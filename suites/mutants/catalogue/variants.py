@@ -1,11 +1,11 @@
 """The variants as rows of the kill matrix: known deviations of real systems, chosen by a word and not planted.
 
-What each replaces is told in `parallel.variants`, where it comes from in `reference.variants`.
+What each replaces is told in `parallel.variants`, where it comes from in `reference.case.variants`.
 """
 
 from __future__ import annotations
 
-from reference.variants import VARIANTS, words
+from reference.case.variants import VARIANTS, words
 from suites.mutants.mutant import Mutant, everywhere
 
 __all__ = ["VARIANT_ROWS"]

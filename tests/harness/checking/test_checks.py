@@ -14,7 +14,7 @@ from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
 from harness.engines.engine import Unwaited
 from harness.outcome import localize
 from harness.shard import Shard
-from reference.anchors import Facts
+from reference.data.anchors import Facts
 from tests.harness.toy_evidence import case, events, evidence, named, outcome_of, truth
 
 W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"

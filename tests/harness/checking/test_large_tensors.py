@@ -14,7 +14,7 @@ from harness.merging import held_once, merge
 from harness.outcome import localize
 from harness.shard import Shard
 from reference.case import Case
-from reference.parameters import drawn, full, shapes
+from reference.model.parameters import drawn, full, shapes
 
 
 def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -25,7 +25,7 @@ from harness.subject import named
 from parallel import training
 from parallel.subject import subject
 from reference.case import Case
-from reference.states import kept
+from reference.training.states import kept
 
 WHEN = 6
 SMALL = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 micro=1 steps=10 "

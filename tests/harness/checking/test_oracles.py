@@ -21,8 +21,8 @@ from harness.outcome import localize
 from harness.running.proof import prove
 from harness.running.truth.reference import Reference
 from reference import subject as dense
-from reference.anchors import Facts
 from reference.case import Case
+from reference.data.anchors import Facts
 from tests.harness.toy_evidence import TERMS, events, evidence, named, outcome_of, truth, without
 
 

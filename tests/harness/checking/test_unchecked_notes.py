@@ -11,8 +11,8 @@ from harness.request import Request
 from harness.running.run import run
 from harness.running.store import Store
 from harness.subject import named
-from reports.frames import load
-from reports.unchecked import unchecked_notes
+from reports.stored.frames import load
+from reports.stored.unchecked import unchecked_notes
 
 HOLDS = "40 statements about the data hold; "
 

@@ -7,7 +7,7 @@ import pytest
 
 from harness.checking.evidence import Verdict
 from harness.diagnosing.six_lines import site
-from reports.bugs import bugs
+from reports.stored.bugs import bugs
 from suites.prover import Prover
 
 

@@ -15,8 +15,8 @@ from harness.running.capacity import admit, memory_bytes
 from harness.running.run import run
 from harness.subject import named
 from reference.case import Case
-from reference.parameters import shapes
-from reference.size import culprit, parts
+from reference.model.parameters import shapes
+from reference.training.size import culprit, parts
 from shardproof import prove
 from tests.harness import own_words
 from tests.harness.command_line import command_line
@@ -42,7 +42,7 @@ def test_a_vast_case_is_refused_naming_its_word_and_a_legal_value(words: str, tm
 def test_the_command_line_refuses_before_it_reads_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reports.request._read_first", lambda cases: pytest.fail("data was read"))
+    monkeypatch.setattr("reports.options.request._read_first", lambda cases: pytest.fail("data was read"))
     status, out, err = command_line(tmp_path, monkeypatch, capsys)("run", "seq=100000000000")
     assert (status, out, err.count("\n")) == (2, "", 1)
 

@@ -24,10 +24,10 @@ from harness.predicting.forecast import EQUAL, forecast, traffic
 from harness.predicting.states import mixed_adamw
 from parallel.subject import subject
 from reference.case import Case
-from reports.breakeven import crossings
-from reports.cli import main
-from reports.planning import candidates, growth
-from reports.prediction import predict
+from reports.commands.cli import main
+from reports.comparing.breakeven import crossings
+from reports.predicting.planning import candidates, growth
+from reports.predicting.prediction import predict
 from tests.harness import own_words
 
 CLUSTER = PRESETS["8xH100-NVLink-IB400"]

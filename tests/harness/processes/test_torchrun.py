@@ -23,7 +23,8 @@ from harness.request import Request
 from harness.running.run import run
 from harness.subject import named
 from reference.case import Case
-from reports import cli, frames
+from reports.commands import cli
+from reports.stored import frames
 from tests import ROOT
 
 LIMIT_S = 120.0

@@ -9,7 +9,7 @@ import pytest
 
 from harness.errors import RequestError
 from harness.subject import claims, named
-from reference.rules import MODES
+from reference.case.rules import MODES
 
 
 def that(**attributes: object) -> Callable[..., Mapping[str, Any]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.errors import RankDied
 from reference.case import Case
-from reports import frames
+from reports.stored import frames
 from tests.harness.command_line import ONE, CommandLine, command_line
 from tests.harness.toy_subjects import wrong
 

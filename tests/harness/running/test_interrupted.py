@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import reports.request
 from harness.cases import parse_cases
 from harness.running.interrupts import interrupted_after
-from reports.frames import load
+from reports.options import request
+from reports.stored.frames import load
 from shardproof.__main__ import main
 from tests.forked import started
 
@@ -23,7 +23,7 @@ _RUN = ["run", "--subject"]
 
 def default_run(subject: str, cases: list[str]) -> int:
     """`shardproof run` without cases, when these are the default ones."""
-    reports.request.default_cases = lambda *_, **__: parse_cases(cases)
+    request.default_cases = lambda *_, **__: parse_cases(cases)
     return main([*_RUN, subject])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from parallel.subject import subject as ours
 from reference.case import Case
-from reports import cli
+from reports.commands import cli
 
 TINY = "layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1"
 PARSED: Counter[str] = Counter()

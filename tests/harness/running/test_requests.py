@@ -11,9 +11,9 @@ import torch
 
 from harness.subject import named
 from parallel.subject import subject
-from reference.rules import MODES
-from reports import cli
-from reports import request as request_command
+from reference.case.rules import MODES
+from reports.commands import cli
+from reports.options import request as request_command
 from tests.harness.command_line import ONE, TOY, CommandLine, command_line
 
 

@@ -19,7 +19,7 @@ from harness.running.run import RunResult, run
 from harness.running.truth.reference import Reference
 from harness.subject import named
 from reference.case import Case
-from reports.frames import load
+from reports.stored.frames import load
 from tests.harness.toy_subjects import LoopEngine
 
 TOY = "tests.harness.toy_subjects:"

@@ -11,7 +11,7 @@ from harness.running.trial import Trial, recorded
 from harness.subject import named
 from parallel.subject import subject as right
 from reference.case import Case
-from reference.covering import covering_cases
+from reference.case.covering import covering_cases
 from suites.mutants.catalogue import MUTANTS
 from suites.mutants.mutant import Mutant
 

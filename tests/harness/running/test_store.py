@@ -24,7 +24,7 @@ from harness.running import store as store_module
 from harness.running.environment import environment
 from harness.running.store import Store, safe_name
 from harness.running.summary import SUMMARY_COLUMNS, summarize
-from reports.frames import load
+from reports.stored.frames import load
 from tests.harness.toy_evidence import TERMS, events, without
 
 CASE = "mode=tp"

@@ -9,9 +9,9 @@ import pytest
 
 from harness.checking.evidence import Verdict
 from harness.running.store import Store
-from reports.cli import main
-from reports.frames import load
-from reports.summary import headline
+from reports.commands.cli import main
+from reports.stored.frames import load
+from reports.stored.summary import headline
 
 FIRST, SECOND = "mode=tp tp=2", "mode=tp tp=4"
 CHECKS = ("forward", "replicas", "update")

@@ -9,8 +9,8 @@ import pytest
 
 from harness.engines.named import ENGINES
 from reference.case import Case
-from reports import frames
-from reports import request as request_command
+from reports.options import request as request_command
+from reports.stored import frames
 from tests.harness.command_line import CommandLine, command_line
 from tests.reports.map_figures import map_flaws
 

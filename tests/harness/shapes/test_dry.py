@@ -31,7 +31,7 @@ from harness.running.execution import execute, execute_captured
 from harness.running.proof import prove
 from parallel.subject import subject
 from reference.case import Case
-from reference.parameters import shapes
+from reference.model.parameters import shapes
 from suites.strategies import cases
 
 MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")

@@ -15,7 +15,7 @@ from harness.errors import MachineError
 from harness.recording.recorder import Recorder
 from harness.torch_internals import autograd, lookup, memory, modes, probes, world
 from harness.torch_internals.lookup import Probe, found
-from reports import cli
+from reports.commands import cli
 
 
 @pytest.mark.parametrize("probe", probes.PROBES, ids=lambda probe: probe.feature.replace(" ", "_"))

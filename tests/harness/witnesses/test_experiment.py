@@ -12,10 +12,10 @@ from harness.errors import RequestError
 from harness.request import Request
 from harness.running.run import run
 from harness.subject import named
-from reports.experiment import EXPERIMENTS, complete, real_size
-from reports.experiment_table import timeline
-from reports.frames import load
-from reports.profiling import profiled_steps
+from reports.commands.experiment_table import timeline
+from reports.options.experiment import EXPERIMENTS, complete, real_size
+from reports.options.profiling import profiled_steps
+from reports.stored.frames import load
 
 NAME = "gpt3-857m-tp4"
 

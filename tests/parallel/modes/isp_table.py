@@ -10,7 +10,7 @@ from collections import Counter
 
 from parallel.modes import isp
 from reference.case import Case
-from reference.parameters import shapes
+from reference.model.parameters import shapes
 
 Line = tuple[str, str, str, int]
 """(phase, op, axis, payload bytes)."""

@@ -14,7 +14,7 @@ from itertools import product
 
 from parallel.strategy import Mode
 from reference.case import Case
-from reference.parameters import shapes
+from reference.model.parameters import shapes
 
 Line = tuple[str, str, str, str, int]
 """(phase, region, op, axis, payload bytes)."""

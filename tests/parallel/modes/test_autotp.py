@@ -22,7 +22,7 @@ from parallel.slicing.slices import slices
 from parallel.slicing.words import Sliced
 from parallel.subject import subject
 from reference.case import Case
-from reference.parameters import full, shapes
+from reference.model.parameters import full, shapes
 from suites.mutants.planting import planted, replaced
 from suites.strategies import cases
 from tests.parallel.modes.mode_tables import Line, promised, rows

@@ -16,7 +16,7 @@ from harness.running.execution import Execution, execute
 from parallel.registry import MODES
 from parallel.subject import subject
 from reference.case import Case
-from reference.parameters import shapes
+from reference.model.parameters import shapes
 from suites.mutants.planting import planted, replaced
 from suites.prover import Prover
 

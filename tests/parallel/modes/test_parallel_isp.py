@@ -18,6 +18,7 @@ from parallel.training import Rank, set_up
 from parallel.weights import WeightLinear
 from reference import subject as dense
 from reference.case import Case
+from reference.model.parameters import weights
 from tests.parallel.ranks import CPU, on_ranks
 
 EVO = "family=internlm2 vocab=264"
@@ -132,7 +133,7 @@ def test_every_rank_holds_only_its_share_of_the_weights() -> None:
     def program(rank: int) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in _state(case).model.named_parameters()}
 
-    whole = {name: tuple(weight.shape) for name, weight in dense.weights(case, CPU).items()}
+    whole = {name: tuple(weight.shape) for name, weight in weights(case, CPU).items()}
     for shapes in on_ranks(4, program):
         assert set(shapes) == set(whole)
         assert shapes["embedding.tokens.weight"] == (264, 16)

@@ -24,7 +24,7 @@ from parallel.subject import subject
 from parallel.variants import DEVIATING
 from reference import subject as dense
 from reference.case import Case, CaseError
-from reference.variants import VARIANTS, words
+from reference.case.variants import VARIANTS, words
 from suites.strategies import cases
 from tests.parallel.ranks import CPU, along_tp, numbers, on_ranks
 

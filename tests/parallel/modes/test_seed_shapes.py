@@ -32,7 +32,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.registry import MODES
 from parallel.training import set_up
 from reference.case import Case
-from reference.presets import mlp_width
+from reference.case.presets import mlp_width
 from tests.parallel.ranks import CPU, on_ranks
 
 Shape = tuple[int, ...]

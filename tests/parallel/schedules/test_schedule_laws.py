@@ -15,7 +15,7 @@ from parallel.schedules.messages import message_bytes, message_counts, programs,
 from parallel.schedules.orders import order, orders
 from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline
 from parallel.schedules.timing import Times, bubble, duration_stated, idle_inside, timeline
-from reference.rules import CaseError
+from reference.errors import CaseError
 from tests.parallel.schedules.shapes import broken, every, larger
 
 SIZES = {"interleaved": (5, 11), "zbv": (6, 14)}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parallel.schedules.layers import layers_of
 from parallel.schedules.pipeline import Pipeline
-from reference.rules import CaseError
+from reference.errors import CaseError
 from tests.parallel.schedules.shapes import larger
 
 

@@ -8,9 +8,9 @@ from torch.nn import functional
 
 from harness.engines.named import engine_named
 from harness.running.proof import prove
-from reference.batches import micro_batch
 from reference.case import Case
-from reference.subject import weights
+from reference.data.batches import micro_batch
+from reference.model.parameters import weights
 from tests.reference.model.dense_run import CPU, ignored_labels
 from tests.reference.model.double_torch import DoubleTorch
 from tests.reference.model.test_dense_opt import ALLOWED, hugging_face, modeling_opt, renamed

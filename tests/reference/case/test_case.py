@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reference.case import Case, CaseError
-from reference.presets import PRESETS, mlp_width
-from reference.rules import MODES
-from reference.variants import VARIANTS, lack
+from reference.case.presets import PRESETS, mlp_width
+from reference.case.rules import MODES
+from reference.case.variants import VARIANTS, lack
 from suites.strategies import cases
 
 

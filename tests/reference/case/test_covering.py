@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from reference import covering
-from reference.case import Case, CaseError
-from reference.covering import FIXED, SHARED, covering_cases
-from reference.designs import BRIEF
-from reference.rules import MODES, legal_words
+from reference.case import Case, CaseError, covering
+from reference.case.covering import FIXED, SHARED, covering_cases
+from reference.case.designs import BRIEF
+from reference.case.rules import MODES, legal_words
 
 NUMBERS = {"tp": (2, 4), "dp": (1, 2), "wp": (1, 2, 4), "kv_heads": (2, 8), "clip": (0.0, 0.1)}
 NUMBERS |= {"label_smoothing": (0.0, 0.1)}

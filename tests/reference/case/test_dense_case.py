@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reference import dense_case as module
 from reference.case import Case
-from reference.dense_case import SPLIT, dense_case
-from reference.rules import MODES
+from reference.case.rules import MODES
+from reference.model import dense_case as module
+from reference.model.dense_case import SPLIT, dense_case
 from reference.subject import true_activations, truth
 from suites.strategies import cases
 

@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import rules
-from reference.case import Case, CaseError
-from reference.presets import FAMILIES, PRESETS
-from reference.rules import MODES
+from reference.case import Case, CaseError, rules
+from reference.case.presets import FAMILIES, PRESETS
+from reference.case.rules import MODES
 from suites.strategies import cases
 
 ISP = "mode=isp tied=false "

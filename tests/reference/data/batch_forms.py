@@ -1,4 +1,4 @@
-"""The three forms of micro-batches that the tests of `reference.batches` run through."""
+"""The three forms of micro-batches that the tests of `reference.data.batches` run through."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from reference.batches import Batch, micro_batch
 from reference.case import Case
-from reference.packing import IGNORED
+from reference.data.batches import Batch, micro_batch
+from reference.data.packing import IGNORED
 
 FORMS = {
     "rows": "dp=3 tp=2 micro=2 steps=2",

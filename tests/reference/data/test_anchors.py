@@ -16,12 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import anchors as module
-from reference.anchors import anchors
-from reference.batches import Batch, micro_batch
 from reference.case import Case
-from reference.edges import own_edges, shard_edges
-from reference.packing import IGNORED
+from reference.data import anchors as module
+from reference.data.anchors import anchors
+from reference.data.batches import Batch, micro_batch
+from reference.data.edges import own_edges, shard_edges
+from reference.data.packing import IGNORED
 from tests.reference.data.batch_forms import FORMS, all_batches, every_form, valid
 from tests.reference.model.drawn_cases import models
 

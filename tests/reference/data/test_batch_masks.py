@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference.batches import micro_batch
 from reference.case import Case
-from reference.packing import IGNORED
+from reference.data.batches import micro_batch
+from reference.data.packing import IGNORED
 from tests.reference.data.batch_forms import FORMS, all_batches, every_form, valid
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reference import readers
-from reference.batches import micro_batch
 from reference.case import Case
-from reference.corpus import documents
-from reference.packing import IGNORED
+from reference.data import readers
+from reference.data.batches import micro_batch
+from reference.data.corpus import documents
+from reference.data.packing import IGNORED
 from tests.reference.data.batch_forms import FORMS, all_batches, equal, every_form, valid
 
 

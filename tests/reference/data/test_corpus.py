@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import corpus
 from reference.case import Case
-from reference.corpus import documents
-from reference.internevo_files import read_internevo, write_internevo
-from reference.readers import END
+from reference.data import corpus
+from reference.data.corpus import documents
+from reference.data.internevo_files import read_internevo, write_internevo
+from reference.data.readers import END
 
 
 def case(path: Path, *, vocab: int = END + 1, **words: int) -> Case:

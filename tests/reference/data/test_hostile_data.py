@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reference import corpus, files, readers
-from reference.files import DataError
-from reference.internevo_files import read_internevo, write_internevo
+from reference.data import corpus, files, readers
+from reference.data.files import DataError
+from reference.data.internevo_files import read_internevo, write_internevo
 
 
 def read(path: Path, vocab: int = 257) -> corpus.Tokens:

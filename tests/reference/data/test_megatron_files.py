@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from reference.case import Case
-from reference.corpus import documents
-from reference.files import DataError
-from reference.megatron_files import read_megatron
+from reference.data.corpus import documents
+from reference.data.files import DataError
+from reference.data.megatron_files import read_megatron
 
 DOCUMENTS = [[[5, 6, 7], [8]], [[50256]], [[1, 2], [], [3]]]
 """Documents of sequences of tokens."""

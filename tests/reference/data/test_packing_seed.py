@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.packing import (
+from reference.data.packing import (
     Data,
     build_pack,
     build_unpack,

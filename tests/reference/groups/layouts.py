@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from reference.errors import CaseError
 from reference.groups import Layout, RankOrder, megatron
-from reference.rules import CaseError
 
 WORDS = ("tp", "cp", "ep", "dp", "pp")
 

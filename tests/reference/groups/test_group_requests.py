@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from reference.errors import CaseError
 from reference.groups import Pipeline, RankOrder, hybrid, internevo, levels, megatron, picotron, torchtitan
-from reference.rules import CaseError
 
 SIZES = {"tp": 2, "dp": 3, "pp": 1}
 MESH = RankOrder.of("tp-dp-pp", SIZES)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from reference.errors import CaseError
 from reference.groups import Pipeline, hybrid, levels, megatron, systems
-from reference.rules import CaseError
 from tests.reference.groups.layouts import requests
 
 REASON = "megatron-core (extra `peers`) is not installed"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reference import decoder, loss
-from reference.batches import Batch
 from reference.case import Case
-from reference.subject import weights
+from reference.data.batches import Batch
+from reference.model import decoder, loss
+from reference.model.parameters import weights
 
 CPU = torch.device("cpu")
 

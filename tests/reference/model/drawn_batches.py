@@ -10,8 +10,8 @@ from itertools import accumulate
 
 import torch
 
-from reference.batches import Batch
 from reference.case import Case
+from reference.data.batches import Batch
 
 
 def rows(case: Case, seed: int) -> Batch:

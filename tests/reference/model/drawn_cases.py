@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from reference.case import Case
-from reference.presets import FAMILIES
+from reference.case.presets import FAMILIES
 
 
 @st.composite

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from reference.activations import observe
-from reference.batches import Batch, micro_batch
 from reference.case import Case
-from reference.parameters import shapes
-from reference.subject import activations, subject, true_activations, weights
+from reference.data.batches import Batch, micro_batch
+from reference.model.parameters import shapes, weights
+from reference.subject import activations, subject, true_activations
+from reference.training.activations import observe
 from tests.reference.model.dense_run import CPU, dense_run
 from tests.reference.model.drawn_batches import rows
 from tests.reference.model.drawn_cases import models

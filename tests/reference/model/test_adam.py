@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reference.adam import EPS, rounding_slack
+from reference.training.adam import EPS, rounding_slack
 
 ELEMENTS = 500
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from reference.case import Case
-from reference.parameters import shapes
-from reference.subject import weights
+from reference.model.parameters import shapes, weights
 from tests.reference.model.dense_run import CPU, dense_run, ignored_labels, largest_difference
 from tests.reference.model.double_torch import DoubleTorch
 from tests.reference.model.drawn_batches import rows

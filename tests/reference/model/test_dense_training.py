@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reference import training
-from reference.batches import Batch, micro_batch
 from reference.case import Case
-from reference.parameters import shapes
-from reference.subject import subject, weights
-from reference.training import Feed, train
+from reference.data.batches import Batch, micro_batch
+from reference.model.parameters import shapes, weights
+from reference.subject import subject
+from reference.training import steps as training
+from reference.training.steps import Feed, train
 from tests.reference.model.dense_run import CPU, dense_run, ignored_labels
 from tests.reference.model.drawn_batches import alone, joined, rows, sentences
 from tests.reference.model.drawn_cases import models

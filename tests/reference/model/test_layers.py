@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from reference import layers
+from reference.model import layers
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

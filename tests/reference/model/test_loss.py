@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from reference import loss
+from reference.model import loss
 
 SHAPE = (2, 5)
 

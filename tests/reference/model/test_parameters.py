@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.case import Case
-from reference.parameters import full, shapes
+from reference.model.parameters import full, shapes
 from tests.reference.model.drawn_cases import models
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")

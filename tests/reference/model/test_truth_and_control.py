@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import layers
 from reference.case import Case
-from reference.control import control, reordered, split_linear, split_norm
-from reference.subject import activations, subject, true_activations, truth, weights
+from reference.model import layers
+from reference.model.parameters import weights
+from reference.subject import activations, subject, true_activations, truth
+from reference.training.control import control, reordered, split_linear, split_norm
 from tests.reference.model.dense_run import CPU
 
 DTYPES = ("float32", "bfloat16", "float16")

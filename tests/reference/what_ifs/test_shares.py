@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from reference import subject as dense
-from reference.batches import micro_batch
 from reference.case import Case
-from reference.parameters import full
-from reference.shares import shares
-from reference.what_ifs import alternatives
+from reference.data.batches import micro_batch
+from reference.model.parameters import full
+from reference.what_ifs.inputs import alternatives
+from reference.what_ifs.shares import shares
 
 CPU = torch.device("cpu")
 SIZES = "tp=1 dp=3 layers=1 heads=2 kv_heads=2 hidden=8 ffn=12 seq=8 vocab=264 steps=2"

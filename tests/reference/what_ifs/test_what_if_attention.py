@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from reference import layers
 from reference import subject as dense
-from reference.batches import micro_batch
 from reference.case import Case
-from reference.parameters import full
-from reference.what_ifs import alternatives
+from reference.data.batches import micro_batch
+from reference.model import layers
+from reference.model.parameters import full
+from reference.what_ifs.inputs import alternatives
 
 CPU = torch.device("cpu")
 RANKS = 4

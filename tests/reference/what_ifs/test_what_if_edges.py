@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from reference import subject as dense
-from reference.batches import micro_batch
 from reference.case import Case
-from reference.parameters import full
-from reference.what_if_edges import edges
+from reference.data.batches import micro_batch
+from reference.model.parameters import full, weights
+from reference.what_ifs.edges import edges
 
 CPU = torch.device("cpu")
 PARTS = 2
@@ -30,7 +30,7 @@ READINGS: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, int
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Tensor]:
-    return edges(CASE, {name: tensor.double() for name, tensor in dense.weights(CASE, CPU).items()}, CPU)
+    return edges(CASE, {name: tensor.double() for name, tensor in weights(CASE, CPU).items()}, CPU)
 
 
 @pytest.mark.parametrize("reading", READINGS)
@@ -74,5 +74,5 @@ def test_the_last_token_taken_for_padding() -> None:
     x = logits - logits.amax(-1, keepdim=True)
     hit = x.gather(-1, batch.labels.where(others, 0)[..., None])[..., 0] * others
     loss = ((x.exp().sum(-1).log() - hit) * counts).sum() / counts.sum()
-    weights = {name: tensor.double() for name, tensor in dense.weights(case, CPU).items()}
-    torch.testing.assert_close(edges(case, weights, CPU)["edge_off.last_token_out_2/loss/0"], loss)
+    exact = {name: tensor.double() for name, tensor in weights(case, CPU).items()}
+    torch.testing.assert_close(edges(case, exact, CPU)["edge_off.last_token_out_2/loss/0"], loss)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference import decoder, metric
 from reference import subject as dense
-from reference.batches import micro_batch
 from reference.case import Case
-from reference.what_if_metrics import metrics
-from reference.what_ifs import weights_of
+from reference.data.batches import micro_batch
+from reference.model import decoder, metric
+from reference.what_ifs.inputs import weights_of
+from reference.what_ifs.metrics import metrics
 
 CPU = torch.device("cpu")
 SIZES = "layers=1 hidden=16 heads=4 ffn=12 vocab=264 seq=8 batch=2 micro=3 steps=2 lr=0.1"

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from reference import layers
 from reference import subject as dense
-from reference.batches import micro_batch
 from reference.case import Case
-from reference.parameters import full
-from reference.what_if_rules import rules
+from reference.data.batches import micro_batch
+from reference.model import layers
+from reference.model.parameters import full
+from reference.what_ifs.rules import rules
 
 CPU = torch.device("cpu")
 SIZES = "layers=1 hidden=16 heads=4 kv_heads=2 ffn=12 seq=8 vocab=264 batch=2 micro=1 steps=1 fuse_qkv=false bias=true"

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from reference import subject as dense
-from reference.batches import micro_batch
 from reference.case import Case
-from reference.parameters import full
-from reference.what_ifs import alternatives
+from reference.data.batches import micro_batch
+from reference.model.parameters import full
+from reference.what_ifs.inputs import alternatives
 
 CPU = torch.device("cpu")
 SIZES = "layers=1 hidden=8 heads=2 kv_heads=2 ffn=12 seq=8 batch=2 vocab=264 steps=1"

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from reference import subject as dense
 from reference.case import Case
-from reference.parameters import full
-from reference.what_if_training import trainings
+from reference.model.parameters import full
+from reference.what_ifs.training import trainings
 
 CPU = torch.device("cpu")
 SIZES = "mode=tp tp=1 layers=1 hidden=8 heads=2 kv_heads=2 ffn=12 seq=8 batch=2 vocab=264 micro=2 lr=0.1"

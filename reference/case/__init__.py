@@ -1,0 +1,14 @@
+"""The case: one experiment in words, what each word means, which words go together. It loads no torch.
+
+case          `Case`: the frozen, validated value and its one-line text form
+words         what each word means and its legal values
+rules         which values are legal, alone and together
+presets       named models, the families' defaults, sizes that follow other sizes
+variants      known deviations of real systems, and which cases can show each
+covering      the cases that run when none is given (designs: the tables they start from)
+"""
+
+from reference.case.case import Case
+from reference.errors import CaseError
+
+__all__ = ["Case", "CaseError"]

@@ -1,0 +1,233 @@
+"""The case: one experiment as a frozen, validated value with a one-line text form.
+
+A case names the model, the mode, the mesh degrees, the batch, the training and the dtype. It holds no tensors and no
+behaviour of any implementation: `reference` and `parallel` share it, and nothing else but parameter names.
+
+Sizes count elements; `seq` is tokens per sequence, `batch` sequences per micro-batch and data rank, `micro`
+micro-batches per step.
+
+    >>> str(Case.parse("mode=tp-sp tp=4 kv_heads=4 seed=3"))
+    'mode=tp-sp tp=4 kv_heads=4 seed=3'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from reference.case import rules
+from reference.case.presets import FAMILIES, FOLLOWS, PRESETS, follow
+from reference.case.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Meaning, described, word
+from reference.errors import CaseError
+from reference.groups import Groups, Layout, RankOrder
+
+__all__ = ["Case", "CaseError"]
+
+Word = int | float | bool | str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One experiment. The plain constructor fills gaps with `tiny-gpt`; `of` and `parse` know presets and families.
+
+    Raises CaseError (a ValueError) naming the key, the value, the rule and a legal value.
+    """
+
+    preset: str = word("tiny-gpt", "a named model; words of the case override its own", group=SPLIT)
+    mode: str = word(
+        "tp", "how the work is split: Megatron's tp, tp-sp; InternEvo's mtp, msp, fsp, isp; DeepSpeed's autotp"
+    )
+    tp: int = word(2, "tensor-parallel ranks; in mode=isp the ranks that split the sequence")
+    dp: int = word(1, "data-parallel ranks")
+    pp: int = word(1, "pipeline stages (1 only, so far)")
+    cp: int = word(1, "context-parallel ranks (1 only, so far)")
+    wp: int = word(1, "ranks that split the weights in mode=isp; divides tp*dp")
+    family: str = word(
+        "gpt", "architecture: its defaults, how rows of data are filled, whether the vocabulary is padded", group=MODEL
+    )
+    layers: int = word(2, "transformer layers")
+    hidden: int = word(64, "width of the hidden states")
+    heads: int = word(8, "query heads; divides hidden")
+    kv_heads: int = word(2, "key and value heads; divides heads")
+    activation: str = word("gelu", "activation of the MLP; swiglu has a gate and an up projection")
+    ffn: int = word(256, "inner width of the MLP")
+    vocab: int = word(509, "tokens of the vocabulary, padding not counted")
+    positions: str = word("learned", "a table of positions, or rotary embedding")
+    norm: str = word("layernorm", "LayerNorm with bias, or RMSNorm")
+    bias: bool = word(True, "linear layers have biases")
+    tied: bool = word(True, "the head shares the weight of the token embedding")
+    qk_norm: bool = word(False, "norms over each query and key head")
+    fuse_qkv: bool = word(True, "one projection for query, key and value")
+    fuse_mlp: bool = word(False, "one projection for gate and up (activation=swiglu)")
+    seq: int = word(32, "tokens of a sequence", group=DATA)
+    batch: int = word(2, "sequences of a micro-batch, on each data rank")
+    micro: int = word(2, "micro-batches of a step")
+    packed: bool = word(False, "sequences packed into one row, with borders (InternEvo)")
+    data: str = word(
+        "", "file to read: text, JSONL, Megatron .bin/.idx, InternEvo .bin/.meta", legal="a path, no spaces"
+    )
+    delivery: str = word(
+        "tensors", "how a batch reaches the ranks: one broadcast for each tensor, two for all, or read by every rank"
+    )
+    attention_mask: bool = word(True, "the attention mask is broadcast too (delivery=tensors or flat)")
+    embedding: str = word(
+        "vocab",
+        "the token table is split by rows (vocab) or by columns (hidden), or whole (mode=autotp)",
+        group=TRAFFIC,
+    )
+    head: str = word(
+        "parallel",
+        "parallel: a loss of split logits; gather: whole logits on every rank; isp: exchange, gather or local; "
+        "autotp: gather (training) or sum (inference)",
+    )
+    cross_entropy: str = word("unfused", "one all-reduce for each term of the loss, or one for all")
+    fuse_weights: bool = word(False, "gather the weights of a layer in one call (mode=isp)")
+    recompute: str = word("none", "what backward computes again: nothing, the attention core, whole layers")
+    overlap: bool = word(True, "collectives run while the rank computes; false awaits each at once")
+    metric: bool = word(
+        False, "accuracy and perplexity of every micro-batch (InternEvo), with collectives of their own"
+    )
+    steps: int = word(2, "optimizer steps", group=TRAINING)
+    optimizer: str = word("sgd", "SGD, or AdamW with decoupled weight decay 0.01")
+    lr: float = word(1.0, "learning rate", legal="a positive number")
+    clip: float = word(0.0, "largest gradient norm; 0 is off", legal="0 or a positive number")
+    dropout: float = word(0.0, "dropout probability (0 only, so far)", legal="0")
+    label_smoothing: float = word(0.0, "share of a label that is spread over the other tokens", legal="in [0, 1)")
+    dtype: str = word("float64", "dtype of parameters, activations and collectives")
+    seed: int = word(0, "seed of weights and data", legal="0 .. 2**64 - 1")
+    variant: str = word("", "a real system's known deviation from the right mathematics: the run must fail")
+
+    def __post_init__(self) -> None:
+        rules.check({name: getattr(self, name) for name in _TYPES} | {"preset": self.preset})
+
+    @classmethod
+    def of(cls, **words: Word) -> Case:
+        """The case that these words describe: preset first, then family, then sizes that follow other sizes."""
+        values = _resolve(words)
+        return cls(**values)
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """The case written as `key=value` words in any order; later words override earlier ones.
+
+        Raises CaseError: an unknown key, an illegal value, or words that cannot go together.
+        """
+        return cls.of(**cls.read_words(text))
+
+    @classmethod
+    def read_words(cls, text: str) -> dict[str, Word]:
+        """The words of a text by key, whatever case they make together. Raises CaseError for an unknown key, and for a
+        value that is no number where the key takes one.
+        """
+        words: dict[str, Word] = {}
+        for said in text.split():
+            key, equals, value = said.partition("=")
+            if not equals or key not in _TYPES:
+                raise CaseError(key, value or said, "is not a word of the case language", "one of " + " ".join(_TYPES))
+            words[key] = rules.read(key, value, _TYPES[key])
+        return words
+
+    @classmethod
+    def check_words(cls, text: str) -> None:
+        """Raise CaseError for each that `read_words` raises it for, and for a word that is none of those of its key."""
+        for key, value in cls.read_words(text).items():
+            rules.check_word(key, value)
+
+    def but(self, **words: Word) -> Case:
+        """This case with some words changed; sizes that follow others (wp, ffn, ...) follow again unless said."""
+        return Case.of(**{**self.words(), **words})
+
+    def words(self) -> dict[str, Word]:
+        """The words that differ from the defaults: the shortest dict that `of` turns into this case."""
+        words: dict[str, Word] = {}
+        if self.preset != "tiny-gpt":
+            words["preset"] = self.preset
+        told = _resolve(words)
+        for name in _TYPES:
+            mine = getattr(self, name)
+            if told[name] != mine:
+                words[name] = mine
+                told = _resolve(words)
+        return words
+
+    @classmethod
+    def meanings(cls) -> tuple[Meaning, ...]:
+        """Every word of the case language with its meaning, legal values and default, in the order of `str`."""
+        return described(cls, {**rules.legal_words(), "preset": tuple(PRESETS)}, FOLLOWS)
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={rules.write(value)}" for key, value in self.words().items())
+
+    @property
+    def world_size(self) -> int:
+        """Ranks: tp * dp * pp * cp."""
+        return self.tp * self.dp * self.pp * self.cp
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.heads
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the sharded vocabulary: gpt pads to a multiple of 128 * tp (Megatron), the others never pad.
+
+        Under isp of 128 * lcm(tp, wp): tp splits the logits, wp the weights. Under autotp no table is padded.
+        """
+        if self.family != "gpt":
+            return self.vocab
+        unit = 128 * math.lcm(self.tp, self.wp)
+        return -(-self.vocab // unit) * unit
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one data rank."""
+        return self.batch * self.seq
+
+    @property
+    def axes(self) -> dict[str, Groups]:
+        """Mesh axis -> the rank lists of its groups. Order tp, cp, dp, pp, fastest first (Megatron 4.8)."""
+        return self.layout.lists()
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Mesh axis -> ranks in each of its groups: what `axes` says, without listing the ranks."""
+        return self.layout.sizes
+
+    def axis_rank(self, axis: str, rank: int) -> int:
+        """The place of a global rank in its group along an axis, as in `axes`. Raises KeyError for an unknown axis."""
+        return self.layout.place(axis, rank)
+
+    @property
+    def layout(self) -> Layout:
+        """The rank orders over this case's ranks: weights have their own in isp."""
+        own = RankOrder((("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)))
+        if self.mode != "isp":
+            return Layout(orders=(own,))
+        wdp = self.tp * self.cp * self.dp // self.wp
+        return Layout(orders=(own, RankOrder((("wp", self.wp), ("wdp", wdp), ("pp", self.pp)))))
+
+
+def _resolve(words: dict[str, Word]) -> dict[str, Any]:
+    """All values of a case from the words given: preset, then family, then the words, then what follows from them."""
+    preset = str(words.get("preset", "tiny-gpt"))
+    if preset not in PRESETS:
+        raise CaseError("preset", preset, "must be a known preset", " ".join(PRESETS))
+    values: dict[str, Any] = {**_DEFAULTS, **PRESETS[preset], "preset": preset}
+    family = str(words.get("family", values["family"]))
+    if family not in FAMILIES:
+        raise CaseError("family", family, "must be a known family", " ".join(FAMILIES))
+    if family != values["family"]:
+        values |= FAMILIES[family]
+    values |= words
+    for follower, leaders in FOLLOWS.items():
+        if follower not in words and any(leader in words for leader in leaders):
+            values[follower] = follow(follower, values)
+    return values
+
+
+_TYPES: dict[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Case)}
+"""Every word of the case language and its type, in the order that `str` prints them."""
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Case) if f.name != "preset"}

@@ -1,0 +1,61 @@
+"""The first default cases of every mode: covering designs for the words of several values.
+
+A row is a case but for its other words, which `reference.case.covering` chooses. Every two values of a row's words that
+are no defaults stand in one row. Three families with two values of another word each need six rows; with three (a batch
+that is delivered in two ways, or packed) eight beside the plain case, which is one. tp=4 and dp=2 exclude each other on
+4 ranks, so that each needs three rows; rows that need neither have 2 ranks. The rows were found by simulated annealing
+over the cost of a run; nothing depends on their being the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["BRIEF", "DESIGNS"]
+
+_MEGATRON = (
+    "tp=4 kv_heads=8 family=opt activation=relu delivery=flat recompute=selective",
+    "dp=2 family=llama activation=relu delivery=flat recompute=full",
+    "tp=4 kv_heads=8 family=internlm2 activation=swiglu delivery=flat recompute=full",
+    "tp=4 kv_heads=8 family=llama activation=swiglu positions=rope packed=true delivery=local recompute=selective",
+    "dp=2 family=opt activation=swiglu positions=rope packed=true delivery=local recompute=full",
+    "dp=2 family=internlm2 activation=relu positions=rope packed=true delivery=local recompute=selective",
+)
+_INTERNEVO = (
+    "tp=2 dp=1 family=llama activation=swiglu delivery=flat recompute=none",
+    "dp=2 family=opt activation=relu delivery=flat recompute=selective",
+    "dp=2 family=internlm2 activation=swiglu delivery=tensors recompute=selective",
+    "tp=4 kv_heads=8 family=opt activation=swiglu positions=rope packed=true delivery=local recompute=selective",
+    "tp=4 kv_heads=8 family=internlm2 activation=relu delivery=flat recompute=full",
+    "dp=2 family=llama activation=relu positions=rope packed=true delivery=local recompute=full",
+    "tp=4 kv_heads=8 family=llama activation=relu delivery=tensors recompute=selective",
+    "tp=2 dp=1 family=opt activation=swiglu delivery=tensors recompute=full",
+)
+_WEIGHTS_SPLIT = (
+    "tp=4 wp=other family=internlm2 activation=relu delivery=tensors head=gather recompute=selective",
+    "dp=2 wp=tp family=opt activation=relu positions=rope packed=true delivery=local head=local recompute=selective",
+    "dp=2 wp=other family=llama activation=relu delivery=tensors head=local recompute=none",
+    "dp=2 wp=tp family=internlm2 activation=swiglu delivery=flat head=local recompute=full",
+    "tp=4 wp=other family=llama activation=swiglu positions=rope packed=true delivery=local head=gather recompute=full",
+    "tp=4 wp=other family=opt activation=relu delivery=flat head=local recompute=full",
+    "tp=2 dp=1 wp=tp family=llama activation=swiglu delivery=flat head=gather recompute=selective fuse_weights=true "
+    "overlap=true",
+    "dp=2 wp=tp family=opt activation=swiglu delivery=tensors head=gather recompute=full",
+)
+DESIGNS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("tp", "tp-sp"), _MEGATRON),
+    **dict.fromkeys(("mtp", "msp", "fsp"), _INTERNEVO),
+    "isp": _WEIGHTS_SPLIT,
+}
+"""Mode -> its rows."""
+BRIEF: Mapping[str, tuple[str, ...]] = {
+    "autotp": (
+        "tp=4 kv_heads=6 ffn=30 vocab=269 family=llama norm=layernorm bias=true tied=false packed=true delivery=local "
+        "metric=true fuse_qkv=false fuse_mlp=true qk_norm=true overlap=false recompute=full optimizer=adamw clip=0.1",
+        "tp=4 kv_heads=6 ffn=30 vocab=269 family=gpt head=sum activation=relu norm=rmsnorm bias=false "
+        "recompute=selective delivery=flat attention_mask=false label_smoothing=0.1 cross_entropy=fused",
+    )
+}
+"""Modes whose default cases are these, beside a plain one, in place of a list of pairs: most of their code is that of
+another mode, whose list has the pairs. In `deep` they have all pairs as well.
+"""

@@ -1,0 +1,232 @@
+"""What makes a case legal: one rule a line, each with the message that a user reads when it is broken.
+
+Works on the plain values of a case, so that it knows nothing of the class. Sources: modes.md sections 3.1 and 4
+(divisibility of heads, vocabulary, sequence), Megatron-Core `TransformerConfig`, InternEvo `initialize/launch.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reference.case.variants import VARIANTS, lack
+from reference.errors import CaseError
+
+__all__ = ["MODES", "SEQUENCE_MODES", "check", "check_word", "legal_words", "read", "write"]
+
+MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
+SEQUENCE_MODES = ("tp-sp", "msp", "fsp", "isp")
+"""Modes whose hidden states are split along the sequence."""
+
+_WORDS: dict[str, tuple[str, ...]] = {
+    "mode": MODES,
+    "family": ("gpt", "internlm2", "opt", "llama"),
+    "positions": ("learned", "rope"),
+    "norm": ("layernorm", "rmsnorm"),
+    "activation": ("gelu", "swiglu", "relu"),
+    "delivery": ("tensors", "flat", "local"),
+    "embedding": ("vocab", "hidden", "whole"),
+    "head": ("parallel", "gather", "exchange", "local", "sum"),
+    "cross_entropy": ("unfused", "fused"),
+    "recompute": ("none", "selective", "full"),
+    "optimizer": ("sgd", "adamw"),
+    "dtype": ("float64", "float32", "bfloat16", "float16"),
+}
+_SIZES = "tp dp pp cp wp layers hidden heads kv_heads ffn vocab seq batch micro steps".split()
+
+LARGEST_SEED = 2**64 - 1
+
+Problem = tuple[str, str, str]
+"""Key, the rule it breaks, a legal value."""
+
+
+def legal_words() -> dict[str, tuple[str, ...]]:
+    """Key -> its legal values, for the keys whose values are words."""
+    return {**_WORDS, "variant": tuple(VARIANTS)}
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """Raise CaseError for the first broken rule of these values."""
+    for rules in (_domains, _model, _mesh, _training, _variant):
+        for key, rule, legal in rules(values):
+            raise CaseError(key, write(values[key]), rule, legal)
+
+
+def _domains(v: Mapping[str, Any]) -> Iterator[Problem]:
+    for key, words in _WORDS.items():
+        if v[key] not in words:
+            yield key, "is not a known word", "|".join(words)
+    for key in _SIZES:
+        if v[key] < 1:
+            yield key, "must be at least 1", f"{key}=1"
+    if v["seed"] < 0:
+        yield "seed", "must not be negative", "seed=0"
+    if v["seed"] > LARGEST_SEED:
+        yield "seed", "must be below 2**64, for torch's generators take no more", f"seed={LARGEST_SEED}"
+    if any(c.isspace() for c in v["data"]):
+        yield "data", "must be a path without spaces, so that the case stays one line of words", "data=corpus.txt"
+
+
+def _model(v: Mapping[str, Any]) -> Iterator[Problem]:
+    if v["hidden"] % v["heads"]:
+        yield "heads", f"must divide hidden={v['hidden']}", f"hidden={_hidden(v)}"
+    if v["heads"] % v["kv_heads"]:
+        yield "kv_heads", f"must divide heads={v['heads']}", f"kv_heads={_kv_heads(v)}"
+    if v["positions"] == "rope" and v["hidden"] // v["heads"] % 2:
+        yield "positions", "rope rotates pairs, so hidden/heads must be even", f"hidden={_hidden(v)}"
+    if v["fuse_mlp"] and v["activation"] != "swiglu":
+        yield "fuse_mlp", "fuses gate and up projection, which only swiglu has", "fuse_mlp=false"
+    if v["packed"] and v["delivery"] != "local":
+        yield "delivery", "Megatron's broadcasts know no packs", "delivery=local"
+    if v["packed"] and v["positions"] == "learned":
+        yield "packed", "packs restart positions inside a row, which needs rotary positions", "positions=rope"
+
+
+def _mesh(v: Mapping[str, Any]) -> Iterator[Problem]:
+    mode, tp, wp = v["mode"], v["tp"], v["wp"]
+    for key in ("pp", "cp"):
+        if v[key] != 1:
+            yield key, "is not implemented yet", f"{key}=1"
+    if mode != "isp" and wp != 1:
+        yield "wp", f"splits weights in mode=isp only, not in mode={mode}", "wp=1"
+    if mode == "isp" and tp * v["dp"] % wp:
+        yield "wp", f"must divide tp*dp={tp * v['dp']}", f"wp={math.gcd(tp * v['dp'], wp)}"
+    split = wp if mode == "isp" else tp
+    axis = "wp" if mode == "isp" else "tp"
+    if mode == "isp" and v["hidden"] % wp:
+        yield "hidden", f"must be a multiple of wp={wp}", f"hidden={_hidden(v)}"
+    if mode == "autotp":
+        yield from _uneven(v)
+    elif v["ffn"] % split:
+        yield "ffn", f"must be a multiple of {axis}={split}", f"ffn={_multiple(v['ffn'], split)}"
+    kv_rows = v["kv_heads"] * (v["hidden"] // v["heads"]) * (2 if v["fuse_qkv"] else 1)
+    if mode == "isp" and kv_rows % wp:
+        yield "wp", f"must divide the {kv_rows} rows of keys and values", f"wp={math.gcd(kv_rows, wp)}"
+    if mode != "autotp" and v["family"] != "gpt" and (v["vocab"] % split or v["vocab"] % tp):
+        unit = math.lcm(split, tp)
+        yield (
+            "vocab",
+            f"is not padded in family={v['family']}, so {unit} must divide it",
+            f"vocab={_multiple(v['vocab'], unit)}",
+        )
+    if mode != "autotp" and v["heads"] % tp:
+        yield "heads", f"must be a multiple of tp={tp}", f"tp={math.gcd(v['kv_heads'], tp)}"
+    if mode not in ("isp", "autotp") and v["kv_heads"] % tp:
+        yield "kv_heads", f"must be a multiple of tp={tp} in mode={mode}", f"kv_heads={_kv_heads(v)}"
+    if mode == "isp" and v["kv_heads"] % tp and tp % v["kv_heads"]:
+        yield "kv_heads", f"must divide tp={tp} or be a multiple of it", f"kv_heads={_kv_heads(v)}"
+    yield from _sequence(v)
+
+
+def _uneven(v: Mapping[str, Any]) -> Iterator[Problem]:
+    """mode=autotp: shares of ranks may differ, and none is empty. Under dp they may not, for a closed form states the
+    bytes of all gradients for every rank alike.
+    """
+    tp, dp = v["tp"], v["dp"]
+    if v["kv_heads"] < tp:
+        legal = f"kv_heads={_kv_heads(v)}" if v["heads"] >= tp else f"tp={v['kv_heads']}"
+        yield "kv_heads", f"must be at least tp={tp}: a rank holds whole kv heads", legal
+    head = () if v["tied"] else ("vocab",) if v["head"] == "gather" else ("hidden",)
+    for key in ("ffn", *head):
+        if v[key] < tp:
+            yield key, f"must be at least tp={tp}: every rank holds a part", f"{key}={tp}"
+    for key in ("kv_heads", "ffn", *head) if dp > 1 else ():
+        if v[key] % tp:
+            legal = f"tp={math.gcd(v[key], tp)}" if key == "kv_heads" else f"{key}={_multiple(v[key], tp)}"
+            yield key, f"must be a multiple of tp={tp} where dp={dp}: mode=autotp needs equal shares with dp", legal
+
+
+def _sequence(v: Mapping[str, Any]) -> Iterator[Problem]:
+    mode, tp = v["mode"], v["tp"]
+    length = v["seq"] * v["batch"] if v["packed"] else v["seq"]
+    if mode in SEQUENCE_MODES and length % tp:
+        yield "seq", f"mode={mode} splits it over tp={tp}", f"seq={_multiple(v['seq'], tp)}"
+    heads = {"isp": ("exchange", "local", "gather"), "autotp": ("gather", "sum")}.get(mode, ("parallel", "gather"))
+    if v["head"] not in heads:
+        yield "head", f"is not a form of mode={mode}", "|".join(heads)
+    if (mode == "autotp") != (v["embedding"] == "whole"):
+        rule = "leaves it whole" if mode == "autotp" else "splits it"
+        yield "embedding", f"mode={mode} {rule}", f"embedding={'whole' if mode == 'autotp' else 'vocab'}"
+    if mode in ("tp", "tp-sp") and v["embedding"] != "vocab":
+        yield "embedding", f"mode={mode} splits the vocabulary", "embedding=vocab"
+    if v["tied"] and v["embedding"] == "hidden":
+        yield "embedding", "tied=true shares it with the head, which splits the vocabulary", "embedding=vocab"
+    if mode == "isp" and v["head"] == "local" and v["cross_entropy"] == "fused":
+        yield "cross_entropy", "head=local computes the loss without a collective to fuse", "cross_entropy=unfused"
+    if v["fuse_weights"] and mode != "isp":
+        yield "fuse_weights", "gathers a block's weights at once, which only mode=isp does", "fuse_weights=false"
+
+
+def _training(v: Mapping[str, Any]) -> Iterator[Problem]:
+    if not v["lr"] > 0 or not math.isfinite(v["lr"]):
+        yield "lr", "must be a positive number", "lr=1.0"
+    if not v["clip"] >= 0:
+        yield "clip", "must be 0 (off) or a positive gradient norm", "clip=0.1"
+    if v["dropout"] != 0:
+        yield "dropout", "is not implemented yet", "dropout=0.0"
+    if not 0 <= v["label_smoothing"] < 1:
+        yield "label_smoothing", "must lie in [0, 1)", "label_smoothing=0.1"
+    if v["label_smoothing"] and v["vocab"] == 1:
+        yield "label_smoothing", "spreads over the other tokens, and vocab=1 has none", "label_smoothing=0.0"
+    if v["optimizer"] == "adamw" and v["dtype"] == "float16":
+        yield "optimizer", "adamw squares gradients, which underflow to 0 in dtype=float16", "dtype=bfloat16"
+
+
+def _variant(v: Mapping[str, Any]) -> Iterator[Problem]:
+    if v["variant"] and v["variant"] not in VARIANTS:
+        yield "variant", "is not a known variant", " ".join(VARIANTS)
+    elif v["variant"] and (rule := lack(v)):
+        yield "variant", rule, "variant="
+
+
+def _hidden(v: Mapping[str, Any]) -> int:
+    """A legal hidden near the one given: whole heads, even ones for rope, and whole shards in isp."""
+    head = 2 * v["heads"] if v["positions"] == "rope" else v["heads"]
+    return _multiple(v["hidden"], math.lcm(head, v["wp"]))
+
+
+def _kv_heads(v: Mapping[str, Any]) -> int:
+    """A legal kv_heads near the one given: divides heads, and splits over tp, evenly unless in autotp; in isp it may be
+    repeated to tp.
+    """
+    heads, tp = v["heads"], v["tp"]
+    divisors = [d for d in range(1, heads + 1) if heads % d == 0]
+    legal = [
+        d
+        for d in divisors
+        if d % tp == 0 or (v["mode"] == "isp" and tp % d == 0) or (v["mode"] == "autotp" and d >= tp)
+    ]
+    return min(legal or divisors, key=lambda d: abs(d - v["kv_heads"]))
+
+
+def _multiple(size: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit
+
+
+def read(key: str, text: str, kind: type) -> int | float | bool | str:
+    """The value that `text` writes for a key of this type. Raises CaseError when it writes none."""
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise CaseError(key, text, "must be true or false", f"{key}=true")
+        return text == "true"
+    if kind is str:
+        return text
+    try:
+        value: int | float = kind(text)
+    except ValueError:
+        legal = f"{key}=1" if kind is int else f"{key}=0.1"
+        raise CaseError(key, text, f"must be {'a whole' if kind is int else 'a'} number", legal) from None
+    return value
+
+
+def check_word(key: str, value: object) -> None:
+    """Raise CaseError when a key takes one of a list of words, and this is none of them."""
+    if value not in _WORDS.get(key, (value,)):
+        raise CaseError(key, value, "is not a known word", "|".join(_WORDS[key]))
+
+
+def write(value: int | float | bool | str) -> str:
+    """The text that `read` turns into this value."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,220 @@
+"""A case to the micro-batches of every data rank: tokens, labels, loss mask, positions and borders of sentences.
+
+Letters: B sequences of a micro-batch, S tokens of a sequence, T = B * S. The corpus is one endless stream of tokens
+(`reference.data.stream`). Micro-batch number n (steps outermost, data ranks innermost) reads the T tokens of window n,
+and the one after them as a last label.
+
+    packed                      one row of T tokens by `build_pack`; sentences of up to 5/4 S, positions restart
+    internlm2, llama unpacked   a sentence a row by `build_unpack`, filled with token 0 and label -100 up to S
+    gpt, opt unpacked           full rows of the stream, every label the next token (Megatron's rows)
+
+So that a mean over ranks differs from one over tokens, every micro-batch of a step has another number of valid tokens
+(from 3/4 T down in equal steps, as far as its sentences allow, but at least one), and the first rows count more than
+the last. The other labels are -100 or masked; the mask of tokens without a label is random. Prompts (negative ids) are
+read and not learned.
+
+The built-in corpus gets the ids at the edges of vocabulary shards mixed in (`reference.data.edges`): in every step each
+of them stands in place of a token of text once, is read, and is a label that counts. The first micro-batches of a step
+hold them; where a step is too small for all, the next step goes on with the others. Data that a user names stay as they
+are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.data.edges import shard_edges
+from reference.data.packing import IGNORED, build_pack, build_unpack, collate, load_accum_batch, unpack_data
+from reference.data.stream import mixed, stream_of
+
+__all__ = ["Batch", "micro_batch"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One micro-batch of one data rank. Fields are [B, S]; packed [1, T].
+
+    tokens, labels (-100 = not learned), positions: int64. loss_mask: float32, 0 or 1. A token counts where the mask is
+    1 and its label is not -100. cu_seqlens: int64 [n + 1] borders of sub-sequences, None when not packed. max_seqlen:
+    bounds every position. `tokens` is a non-contiguous view when B > 1, as slices of a larger batch are.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    loss_mask: Tensor
+    cu_seqlens: Tensor | None
+    max_seqlen: int
+
+
+def micro_batch(
+    case: Case,
+    step: int,
+    micro: int,
+    dp_rank: int,
+    *,
+    device: torch.device | str = "cpu",
+    padding: int = IGNORED,
+) -> Batch:
+    """Micro-batch `micro` of step `step` on data rank `dp_rank`: a pure function of the case and its corpus.
+
+    `padding` is the label of what is not to be learned, before any is masked; another one is a what-if's.
+    It is micro-batch number `micro * dp + dp_rank` of the step, the same for every dp and micro of one product. Neither
+    the mode nor tp, wp, pp or cp changes it, up to 8 shards (see `reference.data.edges`). Raises DataError when the
+    corpus cannot be read, ValueError when the case has no such micro-batch.
+    """
+    for name, value, limit in (("step", step, math.inf), ("micro", micro, case.micro), ("dp_rank", dp_rank, case.dp)):
+        if not 0 <= value < limit:
+            raise ValueError(f"{name}={value}: must lie in [0, {limit}); legal: {name}=0")
+    number = micro * case.dp + dp_rank
+    edges = _mixed_in(case, step).get(number)
+    window, is_end = _window(case, step, number)
+    if edges is not None:
+        window = window.flatten().scatter(0, edges.places, edges.ids).view_as(window)
+    rows = _rows(case, window, is_end)
+    generator = torch.Generator(device="cpu").manual_seed(mixed(case.seed, step, number, 0))
+    labels = rows.labels.where(rows.labels >= 0, padding)
+    counted = torch.empty(0, dtype=torch.int64, device="cpu") if edges is None else edges.labels
+    labels, loss_mask = _masked(labels, _valid_count(case, number), counted, generator)
+    # every second column of a wider tensor: contiguous nowhere, on any device
+    tokens = torch.stack((rows.tokens, labels), dim=-1).to(device)[..., 0]
+    return Batch(
+        tokens=tokens if case.batch > 1 else tokens.contiguous(),
+        labels=labels.to(device),
+        positions=rows.positions.to(device),
+        loss_mask=loss_mask.to(device),
+        cu_seqlens=None if rows.cu_seqlens is None else rows.cu_seqlens.to(device),
+        max_seqlen=case.seq if rows.cu_seqlens is None else int(rows.cu_seqlens.diff().max()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rows:
+    """A micro-batch before anything is masked; a negative label other than -100 is a prompt."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Edges:
+    """Edge ids of one micro-batch: `ids` int64 [n], their `places` in the window and, as labels, in the rows (flat)."""
+
+    ids: Tensor
+    places: Tensor
+    labels: Tensor
+
+
+@lru_cache(maxsize=64)
+def _mixed_in(case: Case, step: int) -> dict[int, _Edges]:
+    """Which edge ids stand where in a step, by the number of the micro-batch in it; empty for data of a user's own."""
+    found: dict[int, _Edges] = {}
+    edges = shard_edges(case) if not case.data else ()
+    first = step * sum(len(held.ids) for held in _mixed_in(case, 0).values()) % len(edges) if edges and step else 0
+    left = [*edges[first:], *edges[:first]]
+    for number in range(case.micro * case.dp):
+        if not left:
+            break
+        window, is_end = _window(case, step, number)
+        places = torch.arange(window.numel(), device="cpu")
+        rows = _rows(case, 1 + places.view_as(window), is_end)  # where each place of the window comes to lie
+        free = places[torch.isin(1 + places, rows.tokens.flatten()) & torch.isin(1 + places, rows.labels.flatten())]
+        count = min(_most_valid(int((rows.labels >= 0).sum()), _valid_count(case, number)), len(free), len(left))
+        if not count:
+            continue
+        chosen = free[torch.arange(count, device="cpu") * len(free) // count]
+        lies_at = (rows.labels.flatten() == 1 + chosen[:, None]).int().argmax(1)
+        found[number] = _Edges(ids=torch.tensor(sorted(left[:count]), device="cpu"), places=chosen, labels=lies_at)
+        left = left[count:]
+    return found
+
+
+def _window(case: Case, step: int, number: int) -> tuple[Tensor, Tensor]:
+    """The text of micro-batch `number` of a step and where sentences end: [B, S + 1] for full rows, else [1, T + 1]."""
+    number += step * case.micro * case.dp
+    if _has_full_rows(case):
+        return stream_of(case).windows(number * case.batch, case.batch, case.seq)
+    return stream_of(case).windows(number, 1, case.tokens)
+
+
+def _has_full_rows(case: Case) -> bool:
+    """Whether every row is text from end to end: Megatron's models, unpacked."""
+    return not case.packed and case.family not in ("internlm2", "llama")
+
+
+def _rows(case: Case, window: Tensor, is_end: Tensor) -> _Rows:
+    """A window in this case's form: packed, a sentence a row, or full rows."""
+    if _has_full_rows(case):
+        window = window if int(window[:, 1:].max()) >= 0 else window.abs()
+        return _Rows(tokens=window[:, :-1].abs(), labels=window[:, 1:], positions=_places(case), cu_seqlens=None)
+    text = window[0]
+    sentences = list(text.tensor_split(is_end[0].nonzero()[:, 0] + 1))
+    form = _packed if case.packed else _unpacked
+    rows = form(case, sentences)
+    for whole in (text, text.abs()):  # nothing to learn: one sentence then, and at last prompts as text
+        if int(rows.labels.max()) >= 0:
+            break
+        rows = form(case, [whole])
+    return rows
+
+
+def _packed(case: Case, sentences: list[Tensor]) -> _Rows:
+    pack = build_pack(sentences, packed_length=case.tokens, seq_len=case.seq, tail="drop")[0]
+    tokens, labels, positions = (values[None] for values in (pack.tokens.abs(), pack.labels, pack.indexes))
+    return _Rows(tokens=tokens, labels=labels, positions=positions, cu_seqlens=pack.cu_seqlens)
+
+
+def _unpacked(case: Case, sentences: list[Tensor]) -> _Rows:
+    # carried, because T + 1 tokens then fill B rows at least, however few sentences they are
+    packs = build_unpack(sentences[: case.batch], micro_bsz=case.batch, seq_len=case.seq, excess="carry")
+    layout = partial(unpack_data, micro_bsz=case.batch, seq_len=case.seq)
+    data, labels = load_accum_batch(*collate(packs[:1]), micro=0, process=layout)
+    return _Rows(tokens=data.input_ids, labels=labels, positions=_places(case), cu_seqlens=None)
+
+
+def _places(case: Case) -> Tensor:
+    """Positions of rows, padding counted on: [B, S]."""
+    return torch.arange(case.seq, device="cpu").repeat(case.batch, 1)
+
+
+def _valid_count(case: Case, number: int) -> int:
+    """How many tokens shall be valid in micro-batch `number` of a step: another number for each, at least 1."""
+    most = max(1, 3 * (case.tokens - 1) // 4)
+    return most - number * max(1, most // (case.micro * case.dp)) % most
+
+
+def _most_valid(learned: int, wanted: int) -> int:
+    """How many of the learned tokens can be valid when `wanted` are wanted: some are masked or lose their labels."""
+    return min(wanted, max(1, _kept(learned) - 1))
+
+
+def _kept(learned: int) -> int:
+    """How many of the learned tokens keep their labels: all but one in eight, but at least one."""
+    return learned - min(1 + learned // 8, learned - 1)
+
+
+def _masked(labels: Tensor, valid_count: int, counted: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Labels and loss mask of rows [B, S] in which `valid_count` tokens are valid, or all that can be but a few.
+
+    Of the tokens to learn, those `counted` (places in the flat rows) first, then in a random order that prefers the
+    first rows, the first are valid, the next are masked, and the last, one in eight, lose their labels.
+    """
+    flat = torch.where(labels >= 0, labels, IGNORED).flatten()
+    preference = 1 + torch.arange(len(labels), device="cpu")[:, None]
+    drawn = torch.rand((2, *labels.shape), generator=generator, dtype=torch.float32, device="cpu")
+    order = (drawn[0] * preference).flatten().index_fill(0, counted, -1.0).argsort()
+    learned = order[flat[order] != IGNORED]
+    kept = _kept(len(learned))
+    flat[learned[kept:]] = IGNORED
+    mask = drawn[1].round().flatten()
+    mask[learned[:kept]] = 0
+    mask[learned[: _most_valid(len(learned), valid_count)]] = 1
+    return flat.view_as(labels), mask.view_as(labels)

@@ -1,0 +1,157 @@
+"""Files to documents of token ids: what `data=PATH` names, or real text that is on every machine.
+
+A document is an int64 tensor [tokens]. The format follows the suffix: `.jsonl` JSON lines, `.bin` InternEvo (beside
+`x.bin.meta`) or Megatron (beside `x.idx`), anything else UTF-8 text, one document a file (byte-level vocabulary:
+`reference.data.readers`). A folder is read in sorted order, with its subfolders: its `.jsonl`, `.bin` and text files
+(`TEXT_SUFFIXES`); hidden files and other suffixes are left out, and so are empty text files. Without a path the corpus
+is the start of the Python standard library's sources.
+
+What was read is kept, as a pure function of the files' paths, times and sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sysconfig
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.data.files import MAX_FILE_BYTES, DataError, status
+from reference.data.internevo_files import meta_path, read_internevo
+from reference.data.megatron_files import index_path, read_megatron
+from reference.data.readers import MAX_DOCUMENTS, json_lines, plain_text
+
+__all__ = ["STANDARD_LIBRARY_BYTES", "TEXT_SUFFIXES", "Source", "Tokens", "documents", "read", "sources"]
+
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
+STANDARD_LIBRARY_BYTES = 512 * 2**10
+"""How much of the standard library is read: whole files, in sorted order, until they hold this much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One file of a corpus, and the index that says where its sentences start ("" when its format has none).
+
+    `stamps`: time (ns) and size (bytes) of both, which stand for their content.
+    """
+
+    path: str
+    index: str = ""
+    stamps: tuple[tuple[int, int], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file and its index."""
+        return sum(size_bytes for _, size_bytes in self.stamps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """A whole corpus: `ids` int64 [tokens], and the length of every document; the lengths sum to the tokens."""
+
+    ids: Tensor
+    lengths: tuple[int, ...]
+
+
+def documents(case: Case) -> list[Tensor]:
+    """The documents of `case.data`, none of them empty: int64 tensors of the caller's own.
+
+    Ids lie in [0, case.vocab), negative ones in token files mark prompts. Raises DataError, naming the file, the place
+    in it, the rule and what is legal, when the data cannot be read or hold no token.
+    """
+    tokens = read(sources(case), case.vocab)
+    return [document.clone() for document in tokens.ids.split(list(tokens.lengths))]
+
+
+def sources(case: Case) -> tuple[Source, ...]:
+    """The files that `case.data` names, in reading order, as they are now on disk."""
+    return _named(Path(os.path.expanduser(case.data))) if case.data else _standard_library()
+
+
+@lru_cache(maxsize=4)
+def read(files: tuple[Source, ...], vocab: int) -> Tokens:
+    """The corpus of these files, shared by all callers: not to be written to. Raises DataError if it holds no token."""
+    found = [document for file in files for document in _read_file(file, vocab)]
+    kept = [document for document in found if document.numel()]
+    if not kept:
+        raise DataError(files[0].path, "", "and what was named with it hold no token", "at least one token")
+    return Tokens(ids=torch.cat(kept), lengths=tuple(document.numel() for document in kept))
+
+
+def _read_file(file: Source, vocab: int) -> list[Tensor]:
+    path = Path(file.path)
+    if file.index:
+        return (read_internevo if file.index.endswith(".meta") else read_megatron)(path, vocab)
+    return (json_lines if path.suffix == ".jsonl" else plain_text)(path, vocab)
+
+
+def _named(path: Path) -> tuple[Source, ...]:
+    """The sources of a path that a user named: itself, or what the folder holds."""
+    if not stat.S_ISDIR(status(path).st_mode):
+        return (_source(path),)
+    found = tuple(_source(file) for file in _walk(path) if not file.name.startswith(".") and _readable(file))
+    if not found:
+        legal = "at least one file that ends in " + " ".join((".jsonl", ".bin", *TEXT_SUFFIXES))
+        raise DataError(path, "", "is a folder without data", legal)
+    if len(found) > MAX_DOCUMENTS or sum(source.size_bytes for source in found) > MAX_FILE_BYTES:
+        rule = f"holds {sum(source.size_bytes for source in found)} bytes in {len(found)} files"
+        raise DataError(path, "", rule, f"at most {MAX_FILE_BYTES} bytes in all: name a part of the data")
+    return found
+
+
+def _walk(folder: Path) -> list[Path]:
+    """The files below a folder, sorted; hidden folders are left out, links to folders not followed."""
+    files = []
+
+    def refuse(error: OSError) -> None:
+        raise DataError(error.filename, "", f"cannot be listed ({error.strerror})", "a readable folder") from None
+
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files += [Path(root, name) for name in sorted(names)]
+    return files
+
+
+def _readable(file: Path) -> bool:
+    """Whether a file inside a folder is data: a known suffix, and not an empty text such as `__init__.py`."""
+    if file.suffix in TEXT_SUFFIXES:
+        found = status(file)
+        return found.st_size > 0 or not stat.S_ISREG(found.st_mode)
+    return file.suffix in (".jsonl", ".bin")
+
+
+def _source(path: Path) -> Source:
+    if path.suffix in (".meta", ".idx"):
+        raise DataError(path, "", "says only where sentences start", "the .bin file beside it")
+    files = [path]
+    if path.suffix == ".bin":
+        indexes = [meta_path(path), index_path(path)]
+        beside = [file for file in indexes if os.path.exists(file)]
+        if len(beside) != 1:
+            rule = "stands beside " + (" and ".join(file.name for file in beside) or "no index")
+            legal = f"either {indexes[0].name} (InternEvo) or {indexes[1].name} (Megatron)"
+            raise DataError(path, "", rule, legal)
+        files += beside
+    stamps = tuple((found.st_mtime_ns, found.st_size) for found in map(status, files))
+    return Source(path=str(path), index=str(files[1]) if len(files) > 1 else "", stamps=stamps)
+
+
+@lru_cache(maxsize=1)
+def _standard_library() -> tuple[Source, ...]:
+    """The first modules of the running Python's standard library; they do not change while it runs."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    chosen: list[Source] = []
+    for file in sorted(folder.glob("*.py")):
+        if sum(source.size_bytes for source in chosen) >= STANDARD_LIBRARY_BYTES:
+            break
+        if file.stat().st_size:
+            chosen.append(_source(file))
+    if not chosen:
+        raise DataError(folder, "", "holds no sources of this Python", "data=PATH with a text of your own")
+    return tuple(chosen)

@@ -1,0 +1,13 @@
+"""The error of a case that cannot be."""
+
+from __future__ import annotations
+
+__all__ = ["CaseError"]
+
+
+class CaseError(ValueError):
+    """A case that cannot be: names the key, the value, the rule and a legal value."""
+
+    def __init__(self, key: str, value: object, rule: str, legal: str) -> None:
+        super().__init__(f"{key}={value}: {rule}; legal: {legal}")
+        self.key, self.value, self.rule, self.legal = key, value, rule, legal

@@ -1,0 +1,132 @@
+"""The dense decoder of every family: a pure function from full weights and a batch to logits.
+
+Pre-norm residual blocks, x += attention(norm(x)); x += mlp(norm(x)). The case's words alone decide (norm, activation,
+bias, positions, tied, qk_norm, fuse_qkv, fuse_mlp); a family only sets their defaults. Sources: GPT-2 (Radford et al.
+2019), InternLM2 (arXiv:2403.17297), OPT (arXiv:2205.01068), Llama (arXiv:2302.13971).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from reference.case import Case
+from reference.data.batches import Batch
+from reference.model import layers
+
+__all__ = ["PLAIN", "Arithmetic", "Tap", "logits", "silent"]
+
+Tap = Callable[[str, Tensor], None]
+"""Called with every module's dotted name and output tensor, in the order of the forward pass."""
+
+
+def _rotate(what: str, x_BSND: Tensor, positions_BS: Tensor) -> Tensor:
+    return layers.rotate(x_BSND, positions_BS)
+
+
+def _join(branch: str, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
+    return x_BSH + y_BSH
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arithmetic:
+    """How the sums of linears and norms are taken; the control run takes the same sums in another order.
+
+    Another `activate` may be that of a relu whose kink lies elsewhere; the others are there for what-ifs. `rotate`
+    turns queries or keys, "q" or "k", `join` adds what a branch, "attention" or "mlp", returns to what entered it.
+    """
+
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.linear
+    norm: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.norm
+    attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = layers.attention
+    activate: Callable[[str, Tensor, Tensor | None], Tensor] = layers.activate
+    rotate: Callable[[str, Tensor, Tensor], Tensor] = _rotate
+    join: Callable[[str, Tensor, Tensor], Tensor] = _join
+
+
+PLAIN = Arithmetic()
+
+
+def silent(module: str, output: Tensor) -> None:
+    """The tap of those who do not listen."""
+
+
+def logits(
+    case: Case, weights: Mapping[str, Tensor], batch: Batch, *, tap: Tap = silent, arithmetic: Arithmetic = PLAIN
+) -> Tensor:
+    """Logits [B, S, vocab] in the weights' dtype. The batch lies on the weights' device."""
+    run = _Pass(case=case, weights=weights, batch=batch, tap=tap, arithmetic=arithmetic)
+    visible_SS = layers.visible(batch.tokens.shape[1], batch.cu_seqlens, batch.tokens.device)
+    x_BSH = run.embedding("embedding")
+    for layer in range(case.layers):
+        x_BSH = run.block(f"layers.{layer}", x_BSH, visible_SS)
+    return run.head("head", run.norm("final_norm", x_BSH))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pass:
+    """One forward pass: each method is one module and gets its dotted name."""
+
+    case: Case
+    weights: Mapping[str, Tensor]
+    batch: Batch
+    tap: Tap
+    arithmetic: Arithmetic
+
+    def embedding(self, name: str) -> Tensor:
+        x_BSH = self.weights[f"{name}.tokens.weight"][self.batch.tokens]
+        if self.case.positions == "learned":
+            x_BSH = x_BSH + self.weights[f"{name}.positions.weight"][self.batch.positions]
+        return self._told(name, x_BSH)
+
+    def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
+        y_BSH = self.attention(f"{name}.attention", self.norm(f"{name}.attention_norm", x_BSH), visible_SS)
+        x_BSH = self.arithmetic.join("attention", x_BSH, y_BSH)
+        y_BSH = self.mlp(f"{name}.mlp", self.norm(f"{name}.mlp_norm", x_BSH))
+        return self._told(name, self.arithmetic.join("mlp", x_BSH, y_BSH))
+
+    def attention(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
+        heads, kv_heads = self.case.heads, self.case.kv_heads
+        if self.case.fuse_qkv:
+            q_BSND, k_BSKD, v_BSKD = layers.split_qkv(self.linear(f"{name}.wqkv", x_BSH), heads, kv_heads)
+        else:
+            q_BSND = self.linear(f"{name}.wq", x_BSH).unflatten(-1, (heads, -1))
+            k_BSKD = self.linear(f"{name}.wk", x_BSH).unflatten(-1, (kv_heads, -1))
+            v_BSKD = self.linear(f"{name}.wv", x_BSH).unflatten(-1, (kv_heads, -1))
+        if self.case.qk_norm:
+            q_BSND, k_BSKD = self.norm(f"{name}.q_norm", q_BSND), self.norm(f"{name}.k_norm", k_BSKD)
+        if self.case.positions == "rope":
+            q_BSND = self.arithmetic.rotate("q", q_BSND, self.batch.positions)
+            k_BSKD = self.arithmetic.rotate("k", k_BSKD, self.batch.positions)
+        context_BSE = self.arithmetic.attention(q_BSND, k_BSKD, v_BSKD, visible_SS)
+        return self._told(name, self.linear(f"{name}.wo", context_BSE))
+
+    def mlp(self, name: str, x_BSH: Tensor) -> Tensor:
+        kind = self.case.activation
+        if self.case.fuse_mlp:
+            gate_BSF, up_BSF = self.linear(f"{name}.w13", x_BSH).chunk(2, -1)
+            y_BSF = self.arithmetic.activate(kind, up_BSF, gate_BSF)
+        elif kind == "swiglu":
+            gate_BSF = self.linear(f"{name}.w1", x_BSH)
+            y_BSF = self.arithmetic.activate(kind, self.linear(f"{name}.w3", x_BSH), gate_BSF)
+        else:
+            y_BSF = self.arithmetic.activate(kind, self.linear(f"{name}.w1", x_BSH), None)
+        return self._told(name, self.linear(f"{name}.w2", y_BSF))
+
+    def head(self, name: str, x_BSH: Tensor) -> Tensor:
+        weight = self.weights["embedding.tokens.weight" if self.case.tied else f"{name}.weight"]
+        return self._told(name, self.arithmetic.linear(x_BSH, weight, None))
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        return self._told(name, self.arithmetic.linear(x, weight, bias))
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        return self._told(name, self.arithmetic.norm(x, weight, bias))
+
+    def _told(self, name: str, output: Tensor) -> Tensor:
+        self.tap(name, output)
+        return output

@@ -1,0 +1,41 @@
+"""What of a case the dense model reads: cases that differ in how the work is split are one case to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from reference.case import Case
+from reference.data.edges import shard_edges
+from reference.errors import CaseError
+
+__all__ = ["SPLIT", "dense_case"]
+
+SPLIT: Mapping[str, Any] = {
+    "preset": "tiny-gpt",
+    "mode": "tp",
+    "tp": 1,
+    "wp": 1,
+    "delivery": "local",
+    "attention_mask": True,
+    "embedding": "vocab",
+    "head": "parallel",
+    "cross_entropy": "unfused",
+    "fuse_weights": False,
+    "recompute": "none",
+    "overlap": True,
+}
+"""Words that say how the work is split, each with a value that goes with every other word."""
+
+
+def dense_case(case: Case) -> Case:
+    """The case with all words of SPLIT at the same value: its truth is that of the case, bit by bit.
+
+    The case itself where its data depend on the split (see `reference.data.edges`), or where its variant does.
+    """
+    try:
+        found = replace(case, **SPLIT)
+    except CaseError:
+        return case
+    return found if shard_edges(found) == shard_edges(case) else case

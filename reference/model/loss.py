@@ -1,0 +1,43 @@
+"""Cross entropy with loss mask, ignored labels (-100) and label smoothing, as sums over tokens.
+
+A token counts when its label is not -100, with the weight of its loss mask. Sums, never means: whoever has seen every
+micro-batch and data rank divides by the global count. Source of the smoothing: Megatron-LM's definition, the target
+gets 1 - a and every other of the V classes a / (V - 1), with V the true vocabulary (modes of padding never count).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from reference.model.layers import wide
+
+__all__ = ["IGNORED", "cross_entropy", "counted", "summed"]
+
+IGNORED = -100
+"""The label of a token that is never learned."""
+
+
+def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor, smoothing: float) -> Tensor:
+    """The loss of every token [B, S], in float64 for float64 logits, else float32; 0 where the label is ignored."""
+    log_BSV = logits_BSV.to(wide(logits_BSV.dtype)).log_softmax(-1)
+    known_BS = labels_BS != IGNORED
+    hit_BS = log_BSV.gather(-1, labels_BS.where(known_BS, 0)[..., None])[..., 0]
+    loss_BS = -hit_BS
+    if smoothing > 0:
+        other_BS = (log_BSV.sum(-1) - hit_BS) / (log_BSV.shape[-1] - 1)
+        loss_BS = -(1 - smoothing) * hit_BS - smoothing * other_BS
+    return loss_BS.where(known_BS, 0)
+
+
+def counted(labels_BS: Tensor, loss_mask_BS: Tensor) -> Tensor:
+    """The weight with which every token counts [B, S], in the mask's dtype."""
+    return loss_mask_BS * (labels_BS != IGNORED)
+
+
+def summed(
+    logits_BSV: Tensor, labels_BS: Tensor, loss_mask_BS: Tensor, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The micro-batch's summed loss and its token count, two scalars in the loss's dtype."""
+    loss_BS = cross_entropy(logits_BSV, labels_BS, smoothing)
+    weight_BS = counted(labels_BS, loss_mask_BS).to(loss_BS.dtype)
+    return (loss_BS * weight_BS).sum(), weight_BS.sum()

@@ -1,0 +1,144 @@
+"""Every parameter of the dense model: its name, its shape, and its full value from seed and name alone.
+
+Shapes count elements; a linear weight is [out, in]. `attention.wqkv.weight` holds, per kv group, the group's query
+heads, then its key head, then its value head: rows (kv_heads, heads/kv_heads + 2, head_dim). The vocabulary is never
+padded here. Nothing is 0 or 1 where a wrong treatment of a 0 or a 1 could hide (biases, norm weights).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+
+__all__ = ["Shape", "drawn", "dtype_of", "full", "shapes", "weights"]
+
+Shape = tuple[int, ...]
+
+
+def dtype_of(case: Case) -> torch.dtype:
+    """The torch dtype that the case runs in."""
+    dtype = getattr(torch, case.dtype)
+    assert isinstance(dtype, torch.dtype)  # the case's rules allow names of torch dtypes only
+    return dtype
+
+
+def shapes(case: Case) -> dict[str, Shape]:
+    """Parameter name -> full shape, in the order of the forward pass."""
+    return dict(_shapes(case))
+
+
+@lru_cache(maxsize=8)
+def _shapes(case: Case) -> dict[str, Shape]:
+    found: dict[str, Shape] = {"embedding.tokens.weight": (case.vocab, case.hidden)}
+    if case.positions == "learned":
+        found["embedding.positions.weight"] = (case.seq, case.hidden)
+    for layer in range(case.layers):
+        found |= {f"layers.{layer}.{name}": shape for name, shape in _block(case).items()}
+    found |= _norm(case, "final_norm", case.hidden)
+    if not case.tied:
+        found["head.weight"] = (case.vocab, case.hidden)
+    return found
+
+
+def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor:
+    """The full value of one parameter in the case's dtype; on the meta device its shape alone, at no cost.
+
+    Drawn uniformly in float64 from a generator seeded with sha256(seed, name), then rounded, so that every dtype, mode
+    and mesh starts from the same numbers. Raises ValueError for a name that the case does not have.
+    """
+    if torch.device(device).type == "meta":
+        return torch.empty(_shape(case, name), dtype=dtype_of(case), device=device)
+    return drawn(case, name).to(device, copy=True)
+
+
+def drawn(case: Case, name: str) -> Tensor:
+    """The same on the CPU, drawn once and shared by all callers, so it must not be written to.
+
+    Those of one model are kept, until another one is drawn. Raises ValueError for a name that the case does not have.
+    """
+    shape, dtype = _shape(case, name), dtype_of(case)
+    weights = _latest(case.seed, dtype, tuple(_shapes(case).items()))
+    if name not in weights:
+        weights[name] = _draw(case.seed, name, shape).to(dtype)
+    return weights[name]
+
+
+def weights(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Every full weight of the case by name, in its dtype, to be read only (see `drawn`)."""
+    return {name: drawn(case, name).to(device) for name in shapes(case)}
+
+
+def _shape(case: Case, name: str) -> Shape:
+    shape = _shapes(case).get(name)
+    if shape is None:
+        legal = next(iter(_shapes(case)))
+        raise ValueError(f"name={name}: is not a parameter of the case '{case}'; legal: {legal}")
+    return shape
+
+
+@lru_cache(maxsize=1)
+def _latest(_seed: int, _dtype: torch.dtype, _shapes: tuple[tuple[str, Shape], ...]) -> dict[str, Tensor]:
+    """Where the weights of the model that was drawn last are kept."""
+    return {}
+
+
+def _draw(seed: int, name: str, shape: Shape) -> Tensor:
+    digest = hashlib.sha256(f"{seed} {name}".encode("ascii")).digest()
+    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    unit = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
+    return _scaled(name, unit)
+
+
+def _scaled(name: str, unit: Tensor) -> Tensor:
+    """Numbers of [-1, 1) brought to a size at which some steps of SGD with lr=1 amplify rounding errors little."""
+    module, _, leaf = name.rpartition(".")
+    if leaf == "bias":
+        return 0.2 * _away(unit)
+    if module.endswith("norm"):
+        return 1 + 0.5 * _away(unit)
+    return unit.mul_(math.sqrt(0.75 / unit.shape[-1]))  # standard deviation 1 / (2 sqrt(in))
+
+
+def _away(unit: Tensor) -> Tensor:
+    """The same signs with magnitudes in [1/4, 1): nothing near 0."""
+    return (0.25 + 0.75 * unit.abs()).copysign(unit)
+
+
+def _block(case: Case) -> dict[str, Shape]:
+    """The parameters of one block, without the prefix of its layer."""
+    hidden, head_dim = case.hidden, case.head_dim
+    heads, kv = case.heads * head_dim, case.kv_heads * head_dim
+    found = _norm(case, "attention_norm", hidden)
+    if case.fuse_qkv:
+        found |= _linear(case, "attention.wqkv", heads + 2 * kv, hidden)
+    else:
+        found |= _linear(case, "attention.wq", heads, hidden)
+        found |= _linear(case, "attention.wk", kv, hidden)
+        found |= _linear(case, "attention.wv", kv, hidden)
+    if case.qk_norm:
+        found |= _norm(case, "attention.q_norm", head_dim) | _norm(case, "attention.k_norm", head_dim)
+    found |= _linear(case, "attention.wo", hidden, heads)
+    found |= _norm(case, "mlp_norm", hidden)
+    if case.fuse_mlp:
+        found |= _linear(case, "mlp.w13", 2 * case.ffn, hidden)
+    else:
+        found |= _linear(case, "mlp.w1", case.ffn, hidden)
+        if case.activation == "swiglu":
+            found |= _linear(case, "mlp.w3", case.ffn, hidden)
+    return found | _linear(case, "mlp.w2", hidden, case.ffn)
+
+
+def _linear(case: Case, module: str, rows: int, columns: int) -> dict[str, Shape]:
+    bias = {f"{module}.bias": (rows,)} if case.bias else {}
+    return {f"{module}.weight": (rows, columns), **bias}
+
+
+def _norm(case: Case, module: str, width: int) -> dict[str, Shape]:
+    bias = {f"{module}.bias": (width,)} if case.norm == "layernorm" else {}
+    return {f"{module}.weight": (width,), **bias}

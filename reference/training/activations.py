@@ -1,0 +1,53 @@
+"""Activations and their gradients: every module's output in micro-batch 0 of step 0, on all data ranks.
+
+`act/<module>` is the output, `act_grad/<module>` the gradient in it of its micro-batch's SUMMED loss (over counted
+tokens, not yet divided). Both are [dp*batch, seq, width], packed [dp, batch*seq, width]; outputs per head are flattened
+to one width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.data.batches import Batch, micro_batch
+from reference.model import decoder, loss
+from reference.model.decoder import PLAIN, Arithmetic
+from reference.training.steps import Feed
+
+__all__ = ["observe"]
+
+
+def observe(
+    case: Case,
+    weights: Mapping[str, Tensor],
+    *,
+    feed: Feed = micro_batch,
+    arithmetic: Arithmetic = PLAIN,
+    gradients: bool = True,
+) -> dict[str, Tensor]:
+    """The activations of these full weights, on their device and in their dtype, and their gradients if wanted."""
+    device = next(iter(weights.values())).device
+    rows: dict[str, list[Tensor]] = {}
+    for data_rank in range(case.dp):
+        batch = feed(case, 0, 0, data_rank, device=device)
+        for name, tensor in _observe_one(case, weights, batch, arithmetic, gradients).items():
+            rows.setdefault(name, []).append(tensor)
+    return {name: torch.cat(tensors) for name, tensors in rows.items()}
+
+
+def _observe_one(
+    case: Case, weights: Mapping[str, Tensor], batch: Batch, arithmetic: Arithmetic, gradients: bool
+) -> dict[str, Tensor]:
+    outputs: dict[str, Tensor] = {}
+    leaves = {name: weight.detach().requires_grad_(gradients) for name, weight in weights.items()}
+    logits = decoder.logits(case, leaves, batch, tap=outputs.__setitem__, arithmetic=arithmetic)
+    acts = {f"act/{name}": output.detach().flatten(2) for name, output in outputs.items()}
+    if not gradients:
+        return acts
+    summed, _ = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
+    slopes = torch.autograd.grad(summed, list(outputs.values()))
+    return acts | {f"act_grad/{name}": slope.flatten(2) for name, slope in zip(outputs, slopes, strict=True)}

@@ -1,0 +1,103 @@
+"""The control run: the same dense training with every sum taken in another order, in the run dtype.
+
+How far it lands from the truth is how far rounding alone may carry a right implementation: each contraction is cut into
+as many partial sums as the case has ranks along its split, in both directions (inputs for the forward, outputs for the
+gradient of the input, tokens for the gradient of the weight; in attention features of a head and keys), each partial
+sum is rounded to the run dtype, and the partial sums and the micro-batches add up last first. Nothing here is parallel:
+it is one process and dense weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from reference.case import Case
+from reference.model import layers
+from reference.model.decoder import Arithmetic
+from reference.model.parameters import weights
+from reference.training.steps import train
+
+__all__ = [
+    "control",
+    "fused_attention",
+    "reordered",
+    "split_attention",
+    "split_linear",
+    "split_norm",
+]
+
+
+def control(
+    case: Case, device: torch.device, *, parts: int = 0, states: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The outcome of dense training and its activations, in the case's dtype, with the sums in another order.
+
+    `parts`: of how many (see reordered). `states`: those from which every step begins (see reference.states).
+    """
+    other = reordered(case, parts)
+    return train(case, weights(case, device), arithmetic=other, last_first=True, states=states, observed=True)
+
+
+def reordered(case: Case, parts: int = 0) -> Arithmetic:
+    """The sums of linears, norms and attention in `parts`; 0: as many as the case splits them in, 2 at least.
+
+    Attention is torch's fused kernel where an even number of `parts` is given: its backward takes other sums.
+    """
+    attention = fused_attention if parts and parts % 2 == 0 else None
+    parts = parts or max(2, case.tp, case.wp)
+    return Arithmetic(
+        linear=partial(split_linear, parts=parts),
+        norm=partial(split_norm, parts=parts),
+        attention=attention or partial(split_attention, parts=parts),
+    )
+
+
+def split_linear(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int) -> Tensor:
+    """The linear layer by `parts` partial sums over inputs and over outputs, and by two blocks of tokens."""
+    blocks = [
+        torch.cat([_summed(x_TE, rows, parts) for rows in weight.tensor_split(parts)], -1)
+        for x_TE in x_BSE.flatten(0, -2).tensor_split(2)
+    ]
+    y_BSF = torch.cat(blocks).view(*x_BSE.shape[:-1], len(weight))
+    return y_BSF if bias is None else y_BSF + bias
+
+
+def split_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, *, parts: int) -> Tensor:
+    """Attention as `layers` has it, its scores by blocks of keys and `parts` partial sums over features."""
+    heads, head_dim = q_BSND.shape[2:]
+    group = heads // k_BSKD.shape[2]
+    q_BNSD = q_BSND.transpose(1, 2)
+    k_BNSD, v_BNSD = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k_BSKD, v_BSKD))
+    scores = [_summed(q_BNSD, keys, parts) for keys in k_BNSD.tensor_split(parts, 2)]
+    score_BNSS = torch.cat(scores, -1).to(layers.wide(q_BSND.dtype)) / math.sqrt(head_dim)
+    share_BNSS = score_BNSS.masked_fill(~visible_SS, -math.inf).softmax(-1).to(q_BSND.dtype)
+    return _summed(share_BNSS, v_BNSD.transpose(2, 3), parts).transpose(1, 2).flatten(2)
+
+
+def fused_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor) -> Tensor:
+    """Attention as `layers` has it, by torch's fused kernel: softmax and its gradient block by block."""
+    group = q_BSND.shape[2] // k_BSKD.shape[2]
+    k_BNSD, v_BNSD = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k_BSKD, v_BSKD))
+    context_BNSD = functional.scaled_dot_product_attention(q_BSND.transpose(1, 2), k_BNSD, v_BNSD, attn_mask=visible_SS)
+    return context_BNSD.transpose(1, 2).flatten(2)
+
+
+def _summed(x_TE: Tensor, rows: Tensor, parts: int) -> Tensor:
+    """x @ rows^T as `parts` products over the inputs, added last first."""
+    pairs = zip(x_TE.tensor_split(parts, -1), rows.tensor_split(parts, -1), strict=True)
+    *rest, total = [x @ columns.mT for x, columns in pairs]
+    for product in reversed(rest):
+        total = total + product
+    return total
+
+
+def split_norm(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int) -> Tensor:
+    """The norm by `parts` blocks of tokens, so that the gradients of its parameters are `parts` partial sums."""
+    blocks = x_BSE.flatten(0, -2).tensor_split(parts)
+    return torch.cat([layers.norm(block, weight, bias) for block in blocks]).view(x_BSE.shape)

@@ -1,0 +1,68 @@
+"""What a relu may do to gradients where rounding decides: the dense model, its kink moved a little to each side.
+
+The value of a relu hardly changes near zero; its derivative jumps from 0 to 1. An element that lies within rounding of
+zero passes its gradient on in one right implementation and not in the next, and no control run need flip that same one.
+Here all elements within BAND epsilons of the run dtype, in units of the rms of the tensor, are taken to one side in
+backward. What gradients change by is what the kink alone may change in one element; float64 has no such elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.model import layers
+from reference.model.decoder import Arithmetic
+from reference.model.parameters import full, shapes
+from reference.training import activations as observation
+from reference.training.steps import train
+
+__all__ = ["BAND", "kinks"]
+
+BAND = 4.0
+"""Epsilons of the run dtype by which the sums of some layers may err, in units of the tensor's rms."""
+
+
+class _Moved(torch.autograd.Function):
+    """relu in forward; in backward the derivative of a relu whose kink is at `place`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: float) -> Tensor:
+        ctx.save_for_backward(x > place * x.square().mean().sqrt())
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (open_,) = ctx.saved_tensors
+        return grad * open_, None
+
+
+def kinks(
+    case: Case, device: torch.device, *, side: int, states: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """By how much every float of the outcome and of the activations changes when the kink moves to this side (1, -1).
+
+    `states`: those from which every step begins (see reference.states). Empty without a relu, and in float64.
+    """
+    if case.activation != "relu" or case.dtype == "float64":
+        return {}
+    exact = {name: full(case, name).to(device, torch.float64) for name in shapes(case)}
+    place = side * BAND * torch.finfo(getattr(torch, case.dtype)).eps
+    moved = Arithmetic(activate=partial(_activate, place=place))
+    here, there = (
+        train(case, exact, arithmetic=each, states=states) | observation.observe(case, exact, arithmetic=each)
+        for each in (Arithmetic(), moved)
+    )
+    return {name: there[name] - value for name, value in here.items() if value.is_floating_point()}
+
+
+def _activate(kind: str, x_BSF: Tensor, gate_BSF: Tensor | None, *, place: float) -> Tensor:
+    if kind != "relu" or gate_BSF is not None:
+        return layers.activate(kind, x_BSF, gate_BSF)
+    y_BSF: Tensor = _Moved.apply(x_BSF, place)
+    return y_BSF

@@ -1,0 +1,56 @@
+"""How large a case is, from its words alone: what the dense model holds at once, and the data that it reads.
+
+Counts are elements of tensors, none of which is made; they are lower bounds, exact in what they name.
+"""
+
+from __future__ import annotations
+
+import math
+
+from reference.case import Case
+from reference.model.parameters import shapes
+
+__all__ = ["culprit", "first_batch", "parts"]
+
+_COPIES = 4
+"""What `train` holds of every weight: the one given, the trained one, its gradient, that of step 0."""
+_FIELDS = 4
+"""Tensors of a batch that have an element a token: tokens, labels, positions, loss mask."""
+_SIZES = ("layers", "seq", "batch", "micro", "steps", "dp", "vocab", "ffn", "hidden")
+
+
+def parts(case: Case) -> dict[str, int]:
+    """Elements of the dense model by what they are."""
+    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    return {
+        "weights and gradients": _COPIES * _weights(case),
+        "attention": case.layers * rows * case.heads * length**2,
+        "logits": case.tokens * case.vocab,
+        "data": _FIELDS * case.steps * case.micro * case.dp * case.tokens,
+    }
+
+
+def first_batch(case: Case) -> dict[str, int]:
+    """Elements of one micro-batch: all that a run on shapes reads."""
+    return {"a micro-batch": _FIELDS * case.tokens}
+
+
+def culprit(case: Case, limit: int) -> tuple[str, int] | None:
+    """The word without which the case would have at most `limit` elements, and its usual value; None when it is no
+    single one.
+    """
+    usual = Case()
+    for key in _SIZES:
+        try:
+            other = case.but(**{key: getattr(usual, key)})
+        except ValueError:  # another word needs this one to be as it is
+            continue
+        if sum(parts(other).values()) <= limit:
+            return key, getattr(usual, key)
+    return None
+
+
+def _weights(case: Case) -> int:
+    """Elements of all weights: every layer has as many as the second one."""
+    one, two = (sum(map(math.prod, shapes(case.but(layers=layers)).values())) for layers in (1, 2))
+    return one + (case.layers - 1) * (two - one)

@@ -1,0 +1,62 @@
+"""The state of training after each step, by name: parameters, and what the optimizer keeps of past gradients.
+
+    param_after/<step>/<param>        every step but the last, whose parameters are `param/<param>`
+    exp_avg_after/<step>/<param>      adamw: the mean of gradients
+    exp_avg_sq_after/<step>/<param>   adamw: the mean of their squares
+
+From the state that an implementation returns, the dense model takes the next step by itself, so that rounding of one
+step is all that is compared: training amplifies none of it, however many steps there are. Shapes are the parameters'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.model.parameters import shapes
+
+__all__ = ["LARGEST_STATES", "after", "kept", "load"]
+
+LARGEST_STATES = 2**25
+"""Elements of all full states of a run above which an outcome leaves them out."""
+_MOMENTS: Mapping[str, tuple[str, ...]] = {"sgd": (), "adamw": ("exp_avg", "exp_avg_sq")}
+
+
+def kept(case: Case) -> bool:
+    """Whether an outcome holds the states: not those of a run on large models or of many steps."""
+    elements = sum(map(math.prod, shapes(case).values()))
+    return case.steps * (1 + len(_MOMENTS[case.optimizer])) * elements <= LARGEST_STATES
+
+
+def after(
+    case: Case, step: int, parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer
+) -> Iterator[tuple[str, str, Tensor]]:
+    """(name in the outcome, parameter, a copy of the tensor) of everything that this step left."""
+    if not kept(case):
+        return
+    for name, parameter in parameters.items():
+        if step < case.steps - 1:
+            yield f"param_after/{step}/{name}", name, parameter.detach().clone()
+        held = stepper.state.get(parameter, {})
+        for moment in _MOMENTS[case.optimizer]:
+            if moment in held:  # an optimizer that took no step has none
+                yield f"{moment}_after/{step}/{name}", name, held[moment].clone()
+
+
+def load(
+    case: Case,
+    step: int,
+    parameters: Mapping[str, Tensor],
+    stepper: torch.optim.Optimizer,
+    states: Mapping[str, Tensor],
+) -> None:
+    """Put the state after this step, from `states` under the names above, into parameters and optimizer."""
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(states[f"param_after/{step}/{name}"])
+            for moment in _MOMENTS[case.optimizer]:
+                stepper.state[parameter][moment].copy_(states[f"{moment}_after/{step}/{name}"])

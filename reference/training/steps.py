@@ -1,0 +1,185 @@
+"""Training: m micro-batches of every data rank for k steps, and the outcome under its canonical names.
+
+Every mean is taken over all counted tokens of a step, whatever micro-batch or data rank they lie in: gradients are the
+sum of the micro-batches' summed-loss gradients divided by the step's token count. Optimizers are torch's own: SGD with
+learning rate `lr`, AdamW with weight decay 0.01.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.data.batches import Batch, micro_batch
+from reference.model import decoder, loss, metric
+from reference.model.decoder import PLAIN, Arithmetic
+from reference.model.layers import wide
+from reference.training.states import after, load
+
+__all__ = ["LARGEST_LOGITS", "Feed", "clip", "gradient_norm", "optimizer", "train"]
+
+LARGEST_LOGITS = 2**24
+"""Elements of the full logits of one step above which an outcome leaves them out."""
+WEIGHT_DECAY = 0.01
+Clipping = Callable[[Mapping[str, Tensor], Tensor, float], None]
+"""What becomes of all gradients, in place, given their norm and the case's largest one."""
+
+
+class Feed(Protocol):
+    """Where micro-batches come from: `reference.data.batches.micro_batch`, or rows that a test drew itself."""
+
+    def __call__(self, case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+        """That micro-batch of that data rank, on the device."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sums:
+    """What one step's forwards add up to: scalars, logits [dp*micro*batch, seq, vocab] or None when too large, the
+    metric of every data rank, when the case has one, and the activations of micro-batch 0 when they are observed.
+    """
+
+    loss: Tensor
+    tokens: Tensor
+    logits: Tensor | None
+    metrics: list[metric.Totals]
+    activations: Mapping[str, Tensor]
+
+
+def train(
+    case: Case,
+    weights: Mapping[str, Tensor],
+    *,
+    feed: Feed = micro_batch,
+    arithmetic: Arithmetic = PLAIN,
+    last_first: bool = False,
+    decay: float = WEIGHT_DECAY,
+    clipping: Clipping | None = None,
+    states: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    observed: bool = False,
+) -> dict[str, Tensor]:
+    """The outcome of training these full weights on their device and in their dtype, or in the one given.
+
+    `last_first` adds the micro-batches' gradients in reversed order; `decay` and `clipping` are for what-ifs. `states`,
+    when given, are the states after all steps but the last (see reference.states): every step begins at the one before
+    it and not at what the model itself came to. `observed` adds the activations (see reference.activations). The
+    weights given are left as they are.
+    """
+    parameters = {
+        name: weight.detach().to(dtype or weight.dtype, copy=True).requires_grad_() for name, weight in weights.items()
+    }
+    stepper = optimizer(case, list(parameters.values()), decay)
+    outcome: dict[str, Tensor] = {}
+    metrics: list[metric.Totals] = []
+    activations: Mapping[str, Tensor] = {}
+    for step in range(case.steps):
+        if states is not None and step:
+            load(case, step - 1, parameters, stepper, states)
+        stepper.zero_grad()
+        sums = _accumulate(case, parameters, step, feed, arithmetic, last_first, observed and step == 0)
+        gradients = {name: _gradient(weight).div_(sums.tokens) for name, weight in parameters.items()}
+        outcome[f"tokens/{step}"] = sums.tokens.long()
+        outcome[f"loss/{step}"] = sums.loss / sums.tokens
+        if sums.logits is not None:
+            outcome[f"logits/{step}"] = sums.logits
+        if step == 0:
+            clipped = case.clip > 0 or clipping is not None
+            outcome |= {f"grad/{name}": grad.clone() if clipped else grad for name, grad in gradients.items()}
+            activations = sums.activations
+        outcome[f"grad_norm/{step}"] = gradient_norm(gradients)
+        (clipping or clip)(gradients, outcome[f"grad_norm/{step}"], case.clip)
+        stepper.step()
+        outcome |= {name: tensor for name, _, tensor in after(case, step, parameters, stepper)}
+        metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
+    if metrics:
+        outcome |= metric.outcome(metrics, exact=case.dtype == "float64")
+    return outcome | {f"param/{name}": weight.detach() for name, weight in parameters.items()} | dict(activations)
+
+
+def _accumulate(
+    case: Case,
+    parameters: Mapping[str, Tensor],
+    step: int,
+    feed: Feed,
+    arithmetic: Arithmetic,
+    last_first: bool,
+    observed: bool,
+) -> Sums:
+    """Run every micro-batch of a step forward and backward; gradients of the summed loss add up in the parameters."""
+    device = next(iter(parameters.values())).device
+    keep = case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
+    places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
+    losses, tokens, rows = {}, {}, {}
+    metrics: dict[int, metric.Totals] = {}
+    outputs: dict[int, dict[str, Tensor]] = {}
+    for place in reversed(places) if last_first else places:
+        data_rank, micro = place
+        batch = feed(case, step, micro, data_rank, device=device)
+        tapped = outputs.setdefault(data_rank, {}) if observed and micro == 0 else None
+        tap = decoder.silent if tapped is None else partial(_kept, tapped)
+        logits = decoder.logits(case, parameters, batch, tap=tap, arithmetic=arithmetic)
+        summed, tokens[place] = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
+        summed.backward()
+        losses[place] = summed.detach()
+        if keep:
+            rows[place] = logits.detach()
+        if case.metric:
+            found = metric.totals(logits, batch.labels, batch.loss_mask)
+            metrics[data_rank] = _added(metrics[data_rank], found) if data_rank in metrics else found
+    return Sums(
+        loss=torch.stack([losses[place] for place in places]).sum(),
+        tokens=torch.stack([tokens[place] for place in places]).sum(),
+        logits=torch.cat([rows[place] for place in places]) if keep else None,
+        metrics=[metrics[data_rank] for data_rank in sorted(metrics)],
+        activations=_joined([outputs[data_rank] for data_rank in sorted(outputs)]),
+    )
+
+
+def _kept(outputs: dict[str, Tensor], module: str, output: Tensor) -> None:
+    output.retain_grad()
+    outputs[module] = output
+
+
+def _joined(outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Every module's output and the gradient in it, of all data ranks (see reference.activations)."""
+    modules = list(outputs[0]) if outputs else []
+    acts = {f"act/{name}": torch.cat([one[name].detach().flatten(2) for one in outputs]) for name in modules}
+    slopes = {f"act_grad/{name}": torch.cat([_gradient(one[name]).flatten(2) for one in outputs]) for name in modules}
+    return acts | slopes
+
+
+def _added(one: metric.Totals, other: metric.Totals) -> metric.Totals:
+    return {name: value + other[name] for name, value in one.items()}
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None  # every parameter of a case takes part in its forward pass, and every module
+    return weight.grad
+
+
+def gradient_norm(gradients: Mapping[str, Tensor]) -> Tensor:
+    """The L2 norm of all gradients together, a scalar in `wide` of their dtype."""
+    squares = [gradient.to(wide(gradient.dtype)).square().sum() for gradient in gradients.values()]
+    return torch.stack(squares).sum().sqrt()
+
+
+def clip(gradients: Mapping[str, Tensor], norm: Tensor, largest: float) -> None:
+    """Scale all gradients in place by min(1, largest / (norm + 1e-6)); 0 switches clipping off."""
+    if largest > 0:
+        factor = min(1.0, largest / (float(norm) + 1e-6))
+        for gradient in gradients.values():
+            gradient.mul_(factor)
+
+
+def optimizer(case: Case, parameters: list[Tensor], decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
+    """The case's optimizer over these leaf tensors."""
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=case.lr, weight_decay=decay)
+    return torch.optim.SGD(parameters, lr=case.lr)

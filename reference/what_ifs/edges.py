@@ -1,0 +1,126 @@
+"""What-ifs of a split vocabulary whose ranges are one row off: in the lookup of tokens, and in that of labels.
+
+Keys as in `reference.what_ifs.inputs`, "edge_off.<reading>/..."; a reading ends in the number of parts. In every part
+the first or the last row is left out, or the row beside its range counts in it too, as the nearest one that it has.
+Letters: B rows, S tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.data.batches import Batch, micro_batch
+from reference.model import decoder, loss
+
+__all__ = ["edges"]
+
+_Weights = dict[str, Tensor]
+_Rows = Callable[[Tensor], Tensor]
+"""Ids [B, S] -> what is read for them, [B, S, ...]; 0 for ids below 0."""
+
+
+def edges(case: Case, weights: _Weights, device: torch.device) -> dict[str, Tensor]:
+    """The embedding's output and the loss of the first step when ranges are one row off."""
+    found: dict[str, Tensor] = {}
+    for parts in sorted({case.tp, case.wp} - {1}):
+        if case.padded_vocab % parts == 0:
+            ends = [min((part + 1) * case.padded_vocab // parts, case.vocab) for part in range(parts)]
+            every = [(part + 1) * case.padded_vocab // parts for part in range(parts)]
+            told = (*_embeddings(case, weights, every, device), *_losses(case, weights, ends, device))
+            found |= {f"edge_off.{reading}_{parts}/{name}": value for reading, name, value in told}
+    return found
+
+
+_Told = Iterator[tuple[str, str, Tensor]]
+"""Reading, name and value."""
+
+
+def _embeddings(case: Case, weights: _Weights, ends: list[int], device: torch.device) -> _Told:
+    batches = [micro_batch(case, 0, 0, data_rank, device=device) for data_rank in range(case.dp)]
+    for reading, lookup in _LOOKUPS.items() if case.embedding == "vocab" else ():
+        rows = [_embedded(case, weights, batch, lookup, ends) for batch in batches]
+        yield f"rows_{reading}", "act/embedding", torch.cat(rows)
+
+
+def _losses(case: Case, weights: _Weights, ends: list[int], device: torch.device) -> _Told:
+    places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
+    batches = [micro_batch(case, 0, micro, data_rank, device=device) for data_rank, micro in places]
+    logits = [decoder.logits(case, weights, batch) for batch in batches]
+    tokens = torch.stack([loss.counted(batch.labels, batch.loss_mask).sum() for batch in batches]).sum()
+    for reading, lookup in _LOOKUPS.items():
+        sums = [_summed(case, batch, x, lookup, ends) for batch, x in zip(batches, logits, strict=True)]
+        yield f"labels_{reading}", "loss/0", torch.stack(sums).sum() / tokens
+    sums = [_without_last(case, batch, x) for batch, x in zip(batches, logits, strict=True)]
+    yield "last_token_out", "loss/0", torch.stack(sums).sum() / tokens
+
+
+_Lookup = Callable[[Tensor, _Rows, list[int]], Tensor]
+
+
+def _starts(ends: list[int]) -> list[int]:
+    return [0, *ends[:-1]]
+
+
+def _inner(ends: list[int]) -> list[int]:
+    """Where a part ends and another begins; the last ones may hold nothing but padding."""
+    return [end for end in ends if end < ends[-1]]
+
+
+def _is_one_of(ids: Tensor, places: list[int]) -> Tensor:
+    return torch.isin(ids, torch.tensor(places, device=ids.device))
+
+
+def _without(ids: Tensor, rows: _Rows, places: list[int]) -> Tensor:
+    return rows(torch.where(_is_one_of(ids, places), -1, ids))
+
+
+def _with(ids: Tensor, rows: _Rows, pairs: list[tuple[int, int]]) -> Tensor:
+    """Ids that are the first of a pair read the second one too."""
+    beside = torch.full_like(ids, -1)
+    for place, other in pairs:
+        beside = torch.where(ids == place, other, beside)
+    return rows(ids) + rows(beside)
+
+
+_LOOKUPS: dict[str, _Lookup] = {
+    "without_first": lambda ids, rows, ends: _without(ids, rows, _starts(ends)),
+    "without_last": lambda ids, rows, ends: _without(ids, rows, [end - 1 for end in ends]),
+    "and_after": lambda ids, rows, ends: _with(ids, rows, [(end, end - 1) for end in _inner(ends)]),
+    "and_before": lambda ids, rows, ends: _with(ids, rows, [(end - 1, end) for end in _inner(ends)]),
+}
+"""How ids are read whose parts end (and begin) at these rows."""
+
+
+def _embedded(case: Case, weights: _Weights, batch: Batch, lookup: _Lookup, ends: list[int]) -> Tensor:
+    table = weights["embedding.tokens.weight"]
+    x_BSH = lookup(batch.tokens, lambda ids: table[ids.clamp(min=0)] * (ids >= 0)[..., None], ends)
+    learned = case.positions == "learned"
+    return x_BSH + weights["embedding.positions.weight"][batch.positions] if learned else x_BSH
+
+
+def _summed(case: Case, batch: Batch, x_BSV: Tensor, lookup: _Lookup, ends: list[int]) -> Tensor:
+    """The summed loss of a micro-batch whose labels are looked up so, from logits less their maximum."""
+    x_BSV = x_BSV - x_BSV.amax(-1, keepdim=True)
+
+    def read(ids: Tensor) -> Tensor:
+        return x_BSV.gather(-1, ids.clamp(min=0)[..., None])[..., 0] * (ids >= 0)
+
+    return _loss(case, batch, x_BSV, lookup(batch.labels, read, ends))
+
+
+def _without_last(case: Case, batch: Batch, x_BSV: Tensor) -> Tensor:
+    """The same when the last token of the vocabulary is taken for padding."""
+    x_BSV = x_BSV[..., :-1] - x_BSV[..., :-1].amax(-1, keepdim=True)
+    known = (batch.labels >= 0) & (batch.labels < case.vocab - 1)
+    hit = x_BSV.gather(-1, batch.labels.where(known, 0)[..., None])[..., 0] * known
+    return _loss(case, batch, x_BSV, hit)
+
+
+def _loss(case: Case, batch: Batch, x_BSV: Tensor, hit_BS: Tensor) -> Tensor:
+    spread = case.label_smoothing / (case.vocab - 1)
+    every = x_BSV.exp().sum(-1).log() - (1 - case.label_smoothing - spread) * hit_BS - spread * x_BSV.sum(-1)
+    return (every * loss.counted(batch.labels, batch.loss_mask)).sum()

@@ -1,0 +1,45 @@
+"""What a diagnosis computes with the dense model: the share of every micro-batch in a gradient.
+
+A wrong gradient that is a sum of these shares with other weights shows which micro-batches or data ranks it counts
+wrongly. All arithmetic is in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.data.batches import micro_batch
+from reference.model import decoder, loss
+from reference.what_ifs.inputs import weights_of
+
+__all__ = ["shares"]
+
+
+def shares(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Step 0 taken apart.
+
+    grad/<parameter>   [dp, micro, ...]: the gradient of each micro-batch's summed loss over the tokens of the step
+    loss               [dp, micro]: each one's summed loss over the tokens of the step
+    tokens             [dp, micro]: how many tokens each counts
+    start/<parameter>  the full weight before the first step
+    """
+    weights = weights_of(case, device)
+    places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
+    gradients: dict[str, list[Tensor]] = {name: [] for name in weights}
+    tokens, losses = [], []
+    for data_rank, micro in places:
+        leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
+        batch = micro_batch(case, 0, micro, data_rank, device=device)
+        logits = decoder.logits(case, leaves, batch)
+        summed, counted = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
+        tokens.append(counted.double())
+        losses.append(summed.detach().double())
+        for name, gradient in zip(leaves, torch.autograd.grad(summed, list(leaves.values())), strict=True):
+            gradients[name].append(gradient)
+    total, grid = torch.stack(tokens).sum(), (case.dp, case.micro)
+    parted = {f"grad/{name}": (torch.stack(g) / total).unflatten(0, grid) for name, g in gradients.items()}
+    start = {f"start/{name}": weight.detach() for name, weight in weights.items()}
+    counts = {"tokens": torch.stack(tokens), "loss": torch.stack(losses) / total}
+    return parted | start | {name: count.unflatten(0, grid) for name, count in counts.items()}

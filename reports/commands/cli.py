@@ -1,0 +1,283 @@
+"""The command line: `shardproof run | show | compare | page | trace | predict | slice | faults | expect | names |
+new-subject | bench | doctor` and `help`.
+
+Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
+130 interrupted, 141 the reader of the output has closed it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import importlib
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from typing import NoReturn
+
+from harness.errors import ShardproofError
+from harness.running.two_processes.spare import Spare
+
+__all__ = ["main"]
+
+ENGINES = ("inproc", "inproc-concurrent", "pool", "torchrun", "dry")
+DEVICES = ("cpu", "cuda")
+SUBJECT = "parallel.subject:subject"
+LIKE = ("mlp", "dtensor", "fsdp2", "hf", "megatron")
+CLUSTER = "8xH100-NVLink-IB400"
+_HANDLERS = {
+    "run": "reports.commands.run:main",
+    "show": "reports.commands.show:main",
+    "compare": "reports.commands.compare:main",
+    "page": "reports.commands.show:page_main",
+    "trace": "reports.commands.trace:main",
+    "faults": "reports.commands.faults:main",
+    "bench": "reports.commands.run:bench_main",
+    "doctor": "reports.commands.doctor:main",
+    "predict": "reports.commands.predict:main",
+    "slice": "reports.commands.slicing:main",
+    "expect": "reports.commands.expect:main",
+    "names": "reports.commands.names:main",
+    "new-subject": "reports.commands.new_subject:main",
+    "help": "reports.commands.word_help:main",
+}
+_TRUTH = "a dense model to compare with; alone: the subject itself on one rank (its attribute truth, or our decoder)"
+_TIMEOUT = "how long a run of a case may take (60); every case is run up to three times"
+_WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
+
+
+class _Parser(argparse.ArgumentParser):
+    """A wrong option is one line, like every wrong request."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_WRONG_REQUEST, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+class _Version(argparse.Action):
+    """Prints the installed version; looked up only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002  (argparse's name)
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"shardproof {metadata.version('shardproof')}")
+        parser.exit(0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command of these words (default: the process's own) and return its exit status."""
+    try:
+        parsed = _parser().parse_args(arguments)
+    except SystemExit as end:  # argparse has printed its help or its one message
+        return end.code if isinstance(end.code, int) else _WRONG_REQUEST
+    if empty := _empty(parsed):
+        print(f"shardproof {parsed.command}: {empty}='': is empty; legal: a word, or leave it out", file=sys.stderr)
+        return _WRONG_REQUEST
+    module, _, function = _HANDLERS[parsed.command].partition(":")
+    parsed.spare = _spare(parsed)
+    try:
+        # Imported only now: torch and pandas take seconds, and neither `--help` nor a wrong word waits for them.
+        with _uncollected():
+            parsed.request = importlib.import_module("reports.options.request").read(parsed)
+            command = getattr(importlib.import_module(module), function)
+        status = command(parsed)
+        sys.stdout.flush()
+    except ShardproofError as error:
+        print(f"shardproof {parsed.command}: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("\nshardproof: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered has no reader; without this Python complains once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NO_READER
+    except Exception:  # a bug of ours, told as such: 1 would say that a check failed
+        traceback.print_exc()
+        print("shardproof: this is a bug in shardproof and no verdict on the subject", file=sys.stderr)
+        return _MACHINE
+    finally:
+        if parsed.spare is not None:
+            parsed.spare.close()
+    return int(status)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is looked for in what imports make: it all stays, and looking takes a tenth of their time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _spare(parsed: argparse.Namespace) -> Spare | None:
+    """A second process for the default cases, which loads torch while this one does."""
+    alone = parsed.command != "run" or parsed.cases or parsed.engine != "inproc" or parsed.profile
+    return None if alone or (os.cpu_count() or 1) < 2 else Spare()
+
+
+def _empty(parsed: argparse.Namespace) -> str:
+    """What was given as an empty word, as a shell does with a variable that is not set: it must choose nothing."""
+    for name, value in vars(parsed).items():
+        words = value if isinstance(value, list) else [value]
+        if any(isinstance(word, str) and not word.strip() for word in words):
+            return {"cases": "case", "output": "-o"}.get(name, name.replace("_", "-"))
+    return ""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="shardproof",
+        description="Proves that parallel training computes what the dense model does, and accounts for every byte.",
+        epilog="exit status: 0 all pass, 1 a check failed, 2 a wrong request, 3 the machine failed, 130 interrupted",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, help="print the version of shardproof")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    add = functools.partial(commands.add_parser, allow_abbrev=False)
+    _add_run(add("run", help="run cases, check them against the reference, record, report"))
+    show = add("show", help="the tables of a run again")
+    _add_compare(add("compare", help="regression report of two runs; one run alone: its modes against each other"))
+    page = add("page", help="one self-contained HTML file of a run")
+    trace = add("trace", help="a run as Chrome/Perfetto JSON, one process a rank")
+    for command in (show, page, trace):
+        command.add_argument("run", nargs="?", default="runs/latest", metavar="RUN", help="run folder (runs/latest)")
+    page.add_argument("-o", dest="output", metavar="FILE", help="where to write it (report.html in the run folder)")
+    trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
+    _add_faults(add("faults", help="plant bugs one at a time: which check notices which"))
+    _add_predict(add("predict", help="time, memory and bytes at any size, without running it; which mode, and where"))
+    _add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
+    expect = add("expect", help="what a case of a run did, as terms to paste into a subject")
+    expect.description = "Print the calls that a run recorded as Python: a function expected(case) of shardproof.Terms."
+    expect.epilog = "example: shardproof expect runs/latest --short"
+    expect.add_argument("run", metavar="RUN", help="run folder, such as runs/latest")
+    expect.add_argument("case", nargs="?", metavar="CASE", help="the case, where the run has several")
+    expect.add_argument("--short", action="store_true", help="one term for all calls of an op over an axis")
+    names = add("names", help="the names, shapes and dtypes that a subject may return in a case")
+    names.description = "Compute the truth of a case and print its names, by kind and in the order of computation."
+    names.epilog = 'example: shardproof names "mode=tp tp=2 layers=1"'
+    names.add_argument("case", metavar="CASE", help="key=value words in quotes (help case)")
+    names.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"whose truth and words ({SUBJECT})")
+    names.add_argument("--truth", metavar="M:O|alone", help=_TRUTH)
+    new = add("new-subject", help="write a subject that runs, to start from")
+    new.description = (
+        "Write a runnable subject of at most 60 lines: a model, its truth and its words. Overwrites nothing."
+    )
+    new.epilog = "example: shardproof new-subject my_model.py --like dtensor"
+    new.add_argument("file", metavar="FILE", help="the new file, such as my_model.py")
+    new.add_argument("--like", choices=LIKE, default="mlp", help="what it is made of (mlp: by hand)")
+    bench = add("bench", help="the performance table, measured here")
+    bench.add_argument("--faults", action="store_true", help="instead: what each engine makes of a rank gone wrong")
+    bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")
+    bench.add_argument("--quick", action="store_true", help="without the proof at real widths, which takes a minute")
+    add("doctor", help="what this machine offers, what would be skipped, and why")
+    about = add("help", help="`help case`: every word of a CASE with its meaning and legal values; `help slice`")
+    about.add_argument("topic", choices=("case", "slice"), metavar="case|slice", help="the words of a CASE or a slice")
+    about.add_argument("--markdown", action="store_true", help="as a page of markdown, such as docs/case.md")
+    return parser
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.description = "Run cases on a subject. Without a CASE: every mode the subject claims, on 2 and 4 ranks."
+    run.epilog = 'example: shardproof run "mode=tp-sp tp=4 kv_heads=4 dtype=float64" --data corpus.txt'
+    run.add_argument("cases", nargs="*", metavar="CASE", help="one case each, key=value words in quotes (help case)")
+    run.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation under test ({SUBJECT})")
+    run.add_argument("--truth", metavar="M:O|alone", help=_TRUTH)
+    run.add_argument("--modes", default="all", metavar="all|a,b", help="modes to run when no CASE is given (all)")
+    run.add_argument(
+        "--deep",
+        action="store_true",
+        help="without a CASE: every two values of two words together, on up to 8 ranks",
+    )
+    run.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="how ranks are run (inproc)")
+    run.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where tensors live (cpu)")
+    run.add_argument("--data", metavar="PATH", help="text, JSONL or tokenized data for every case")
+    run.add_argument("--variant", metavar="NAME", help="a known deviation of real systems, in every case: it must fail")
+    run.add_argument("--profile", metavar="torch,nsys", help="witnesses: run each case under these tools too")
+    run.add_argument("--profile-steps", metavar="FIRST:END", help="steps they watch; END is not included (all)")
+    run.add_argument("--preset-experiment", metavar="NAME", help="repeat a published run: gpt3-857m-tp4")
+    run.add_argument("--emit-repro", metavar="FILE", help="the first failure, shrunk, as a script of its own")
+    run.add_argument("--timeout", default="60", metavar="SECONDS", help=_TIMEOUT)
+    run.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
+    run.add_argument(
+        "--json", action="store_true", help="the result as one JSON object on stdout, and nothing else there"
+    )
+
+
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    compare.description = "What is new, gone, changed or slower in NEW. Exit status 1 when a limit is broken."
+    compare.epilog = "example: shardproof compare main runs/latest --fail bytes:0 --fail calls:0 --fail time:10%"
+    compare.add_argument("base", metavar="BASE", help="run folder, or name of a baseline")
+    compare.add_argument("new", nargs="?", metavar="NEW", help="the same; left out: modes of BASE against each other")
+    compare.add_argument(
+        "--fail",
+        action="append",
+        default=[],
+        metavar="WHAT:LIMIT",
+        help="events:0 (when none is given), calls, bytes, memory: a number or percentage; time, wall: a percentage",
+    )
+    compare.add_argument("--save-baseline", metavar="NAME", help="store NEW (or BASE alone) under this name")
+    compare.add_argument("--baselines", default="baselines", metavar="DIR", help="where baselines are (baselines)")
+    compare.add_argument("--json", action="store_true", help="everything as one JSON object")
+
+
+def _add_faults(faults: argparse.ArgumentParser) -> None:
+    faults.description = (
+        "Plant bugs one at a time and prove each: the kill matrix. Our own implementation gets every mutant, variant "
+        "and fault in every mode; another subject the faults of its collectives, which need no source. With a CASE: "
+        "the faults of that case's collectives."
+    )
+    faults.add_argument("cases", nargs="*", metavar="CASE", help="key=value words in quotes (help case)")
+    faults.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation under test ({SUBJECT})")
+    faults.add_argument("--truth", metavar="M:O|alone", help=_TRUTH)
+    faults.add_argument("--quick", action="store_true", help="one mode a mutant and few faults: minutes on two cores")
+    part = faults.add_mutually_exclusive_group()
+    part.add_argument("--held-back", action="store_true", help="only the mutants that no rule of diagnosis has seen")
+    part.add_argument("--open", action="store_true", help="everything but those")
+    faults.add_argument("--timeout", default="60", metavar="SECONDS", help=_TIMEOUT)
+    faults.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
+    faults.add_argument("--json", action="store_true", help="the figures as one JSON object on stdout")
+
+
+def _add_predict(predict: argparse.ArgumentParser) -> None:
+    predict.description = (
+        "Predict cases by closed form, dry run and cost model. Without mode=, all modes are compared; without dtype=, "
+        "parameters are bfloat16; without optimizer=, AdamW trains in mixed precision (18 bytes a parameter)."
+    )
+    predict.epilog = 'example: shardproof predict "preset=llama3-405b mode=tp-sp tp=8 dp=2048"'
+    predict.add_argument("cases", nargs="+", metavar="CASE", help="one case each, key=value words in quotes")
+    predict.add_argument(
+        "--cluster", default=CLUSTER, metavar="NAME|FILE", help=f"a named cluster or a TOML file ({CLUSTER})"
+    )
+    predict.add_argument("--world", type=int, metavar="N", help="search the meshes of N ranks for every CASE")
+    predict.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation to predict ({SUBJECT})")
+    predict.add_argument("-o", "--out", metavar="DIR", help="write tables, plots and ledger into a folder below DIR")
+    predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
+
+
+def _add_slice(slices: argparse.ArgumentParser) -> None:
+    slices.description = "Cut a model over ranks as DeepSpeed does where it is right, and print what each rank holds."
+    slices.epilog = 'example: shardproof slice "family=opt hidden=768 heads=12 tp=2" --check model.safetensors'
+    slices.add_argument("words", nargs="+", metavar="WORDS", help="one model, key=value words in quotes (help slice)")
+    slices.add_argument(
+        "--check",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a checkpoint (once for each of its files): cut for all ranks, joined, compared bit for bit",
+    )
+    slices.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
+
+
+if __name__ == "__main__":
+    warnings.warn("python -m reports.cli is now python -m shardproof", DeprecationWarning, stacklevel=1)
+    sys.exit(main())

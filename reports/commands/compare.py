@@ -1,0 +1,181 @@
+"""`shardproof compare`: two runs, or a baseline and a run, side by side; one run alone, its modes against each other.
+
+Exit status: 0 every limit holds, 1 one is broken, 2 there is nothing to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from reports.comparing.baselines import save, side
+from reports.comparing.comparison import Comparison, compare
+from reports.comparing.intervals import CONFIDENCE, FEWEST
+from reports.comparing.limits import limits
+from reports.comparing.modes import modes_table, side_by_side
+from reports.comparing.sides import check_name
+from reports.comparing.snapshot import Snapshot, snapshot
+from reports.printing.tables import NOTHING, Table, count, mark, mebibytes, milliseconds, pair, table
+from reports.printing.text import append_step_summary, show_message, show_table
+from reports.stored.frames import load
+
+__all__ = ["events_table", "main", "times_table", "traffic_change_table"]
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Compare, print, and store a baseline where one is named."""
+    asked = limits(arguments.fail)
+    if arguments.save_baseline is not None:
+        check_name(arguments.save_baseline)
+    if arguments.new is None:
+        return _one(arguments)
+    base, new = (side(name, arguments.baselines) for name in (arguments.base, arguments.new))
+    found = compare(base, new, asked)
+    if arguments.json:
+        print(json.dumps(_as_json(found), indent=2, allow_nan=False))
+    else:
+        _tell(found)
+    if arguments.save_baseline:
+        _save(new, arguments)
+    return 1 if found.breaches else 0
+
+
+def _one(arguments: argparse.Namespace) -> int:
+    run = load(arguments.base)
+    for note in run.notes:
+        show_message(f"note: {note}", sys.stdout, style="yellow")
+    show_table(modes_table(side_by_side(run)), sys.stdout)
+    if arguments.save_baseline:
+        _save(snapshot(run, arguments.base), arguments)
+    return 0
+
+
+def _save(kept: Snapshot, arguments: argparse.Namespace) -> None:
+    path: Path = save(kept, arguments.save_baseline, arguments.baselines)
+    print(f"{path}  (a baseline; `shardproof compare {path.name} RUN` holds a run against it)", file=sys.stderr)
+
+
+def _tell(found: Comparison) -> None:
+    for note in found.notes:
+        show_message(f"note: {note}", sys.stdout, style="yellow")
+    tables = [traffic_change_table(found)]
+    tables += [events_table(found.events)] if len(found.events) else []
+    tables += [times_table(found.times)] if len(found.times) else []
+    for one in tables:
+        show_table(one, sys.stdout)
+        append_step_summary(one, f"{found.base} and {found.new}", os.environ)
+    for breach in found.breaches:
+        show_message(f"breach: {breach}", sys.stdout, style="bold red")
+    asked = ", ".join(map(str, found.asked))
+    if not found.breaches:
+        show_message(f"no limit is broken: {asked}", sys.stdout, style="green")
+
+
+def traffic_change_table(found: Comparison) -> Table:
+    """Calls and bytes of both sides, by mode and phase."""
+    kinds = found.events.groupby(["mode", "phase"], observed=True)["kind"].agg(lambda words: _tally(list(words)))
+    places = zip(found.traffic["mode"], found.traffic["phase"], strict=True)
+    told = [kinds.get(place, "") for place in places]
+    frame = found.traffic.assign(apart=told)
+    return table(
+        f"{found.base} and {found.new}",
+        frame,
+        (
+            ("mode", "mode", str),
+            ("phase", "phase", str),
+            ("calls", "calls", count),
+            ("now", "new_calls", count),
+            ("MiB", "payload_bytes", mebibytes),
+            ("now", "new_payload_bytes", mebibytes),
+            ("events", "apart", lambda word: str(word) or "same"),
+        ),
+        note="one rank, all cases of a mode added up",
+    )
+
+
+def _tally(words: list[str]) -> str:
+    """ "1 new, 2 changed"."""
+    return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+
+
+def events_table(events: pd.DataFrame) -> Table:
+    """Every event that is new, gone or changed."""
+    frame = events.assign(both_calls=_pairs(events, "calls"), both_bytes=_pairs(events, "payload_bytes"))
+    return table(
+        "Events that differ",
+        frame,
+        (
+            ("", "kind", str),
+            ("mode", "mode", str),
+            ("phase", "phase", str),
+            ("module", "region", mark),
+            ("op", "op", str),
+            ("axis", "axis", str),
+            ("what", "what", str),
+            ("calls", "both_calls", pair),
+            ("bytes", "both_bytes", pair),
+            ("ranks", "ranks", str),
+            ("steps", "steps", str),
+            ("micro-batches", "microbatches", str),
+            ("case", "case", str),
+        ),
+        note="calls and bytes: of these events on the rank that has most of them, in the base -> now",
+    )
+
+
+def _pairs(frame: pd.DataFrame, column: str) -> list[str]:
+    both = zip(frame[f"base_{column}"], frame[f"new_{column}"], strict=True)
+    return [f"{count(old)} -> {count(now)}" for old, now in both]
+
+
+def times_table(times: pd.DataFrame) -> Table:
+    """How the time of every phase changed."""
+    told = times[times["measure"] == "elapsed"] if (times["measure"] == "elapsed").any() else times
+    louder = times[(times["measure"] != "elapsed") & ~times["change"].isin(["~", "too few"])]
+    rows = pd.concat([told, louder]).sort_values(["mode", "phase"], kind="stable")
+    frame = rows.assign(
+        interval=[f"{_ratio(low)} .. {_ratio(high)}" for low, high in zip(rows["low"], rows["high"], strict=True)],
+        clock=rows["clock_ratio"].map(_ratio),
+        beside_other=rows["ratio"].map(_ratio),
+    )
+    return table(
+        "Time of a micro-batch",
+        frame,
+        (
+            ("mode", "mode", str),
+            ("phase", "phase", str),
+            ("measure", "measure", str),
+            ("micro-batches", "blocks", count),
+            ("ms", "base_us", milliseconds),
+            ("now", "new_us", milliseconds),
+            ("by the clock", "clock", pair),
+            ("beside", "beside", mark),
+            ("ratio", "beside_other", pair),
+            ("interval", "interval", pair),
+            ("", "change", str),
+            ("mostly in", "mostly", mark),
+        ),
+        note=f"medians; ratio: beside another phase of the same micro-batches, so that a busy machine is no change; "
+        f"interval: {CONFIDENCE:.1%}; ~: no significant difference; too few: under {FEWEST} micro-batches",
+    )
+
+
+def _ratio(value: float) -> str:
+    return NOTHING if math.isnan(value) else f"{value:.2f}"
+
+
+def _as_json(found: Comparison) -> dict[str, object]:
+    frames = {name: getattr(found, name) for name in ("traffic", "events", "times", "memory")}
+    return {
+        "base": found.base,
+        "new": found.new,
+        "limits": [str(limit) for limit in found.asked],
+        "breaches": list(found.breaches),
+        "notes": list(found.notes),
+    } | {name: json.loads(frame.to_json(orient="records")) for name, frame in frames.items()}

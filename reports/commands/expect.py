@@ -1,0 +1,156 @@
+"""`shardproof expect`: what a recorded run did, as the terms of a closed form that can be pasted into a subject.
+
+A term binds every rank. Calls that differ from rank to rank are therefore printed without the numbers that differ, and
+a comment has what each rank did. All counts are those of one rank over the whole run; payloads are bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from harness.cases import read_case
+from harness.errors import RequestError, ranks_text
+from harness.protocols import case_text
+from harness.terms import FIELDS, Term
+from reports.printing.text import show_message
+from reports.stored.frames import Run, load
+
+__all__ = ["Line", "lines", "main", "written"]
+
+_SHORT = ("op", "axis")
+"""The fields of a short term."""
+_SIZED = tuple(name for name in FIELDS if name != "payload_bytes")
+Amounts = tuple[tuple[int, int], ...]
+"""Calls and bytes by rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One term, and what each rank did where ranks differ: "" where they do not."""
+
+    term: Term
+    differ: str = ""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the terms of one case of a run. Exit status 0; raises RequestError when the run has no such case."""
+    run = load(arguments.run)
+    case = _chosen(run, arguments.case)
+    verdicts = run.verdicts[(run.verdicts["case"] == case) & ~run.verdicts["verdict"].isin(("pass", "skip"))]
+    if len(verdicts):
+        checks = ", ".join(verdicts["check"])
+        show_message(f"note: {case} did not pass ({checks}): what it did may be wrong", sys.stderr, style="yellow")
+    show_message(written(case, run.path.resolve().name, lines(run, case, short=arguments.short)), sys.stdout)
+    return 0
+
+
+def _chosen(run: Run, text: str | None) -> str:
+    """The case of this text among those of the run; without a text, the only one."""
+    cases = [str(case) for case in run.cases["case"]]
+    if text is None:
+        if len(cases) == 1:
+            return cases[0]
+        raise RequestError(f"run {run.path}: has {len(cases)} cases, so name one; legal: {_quoted(cases)}")
+    for case in cases:
+        if text == case or sorted(text.split()) == sorted(case.split()):
+            return case
+    try:
+        meant = case_text(read_case(text))
+    except RequestError:
+        meant = text
+    if meant in cases:
+        return meant
+    raise RequestError(f"case {text!r}: is not in run {run.path}; legal: {_quoted(cases)}")
+
+
+def _quoted(cases: Sequence[str]) -> str:
+    more = f" and {len(cases) - 5} more" if len(cases) > 5 else ""
+    return ", ".join(f'"{case}"' for case in cases[:5]) + more
+
+
+def lines(run: Run, case: str, *, short: bool = False) -> list[Line]:
+    """The terms of what this case did, in the order in which the first of its calls were issued.
+
+    One for all equal calls; `short`: one for all calls of an op over an axis.
+    """
+    events = run.events[run.events["case"] == case].sort_values(["rank", "call_index"], kind="stable")
+    ranks = _ranks(run, case, events)
+    names = _SHORT if short else _SIZED
+    found = []
+    for values, alike in events.groupby(list(names), sort=False, observed=True, dropna=False):
+        fields: dict[str, Any] = dict(zip(names, (_plain(value) for value in values), strict=True))
+        sizes = [] if short else list(alike.groupby("payload_bytes", sort=False))
+        if not short and all(len(set(_amounts(equal, ranks))) == 1 for _, equal in sizes):
+            found += [
+                Line(term=Term(**fields, payload_bytes=_plain(size), calls=_amounts(equal, ranks)[0][0]))
+                for size, equal in sizes
+            ]
+        else:
+            found.append(_summed(fields, _amounts(alike, ranks), ranks))
+    return found
+
+
+def _ranks(run: Run, case: str, events: pd.DataFrame) -> list[int]:
+    """The ranks that were run: a dry run has some of them, and those that issue nothing have no events."""
+    if run.env.get("request", {}).get("engine") == "dry":
+        return sorted(set(events["rank"]))
+    return list(range(int(run.cases.loc[run.cases["case"] == case, "world_size"].iloc[0])))
+
+
+def _plain(value: object) -> Any:
+    """A value of a frame as Python's own."""
+    return value if isinstance(value, str) else int(str(value))
+
+
+def _amounts(events: pd.DataFrame, ranks: Iterable[int]) -> Amounts:
+    calls = events.groupby("rank")["payload_bytes"].agg(["size", "sum"])
+    by_rank = {int(str(rank)): (int(row["size"]), int(row["sum"])) for rank, row in calls.to_dict("index").items()}
+    return tuple(by_rank.get(rank, (0, 0)) for rank in ranks)
+
+
+def _summed(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> Line:
+    """One term of all these calls, with the numbers that all ranks have in common."""
+    calls, sizes = ({amount[place] for amount in amounts} for place in range(2))
+    term = Term(
+        **fields,
+        calls=calls.pop() if len(calls) == 1 else None,
+        total_bytes=sizes.pop() if len(sizes) == 1 else None,
+    )
+    alike: dict[tuple[int, int], list[int]] = {}
+    for rank, amount in zip(ranks, amounts, strict=True):
+        alike.setdefault(amount, []).append(rank)
+    told = [f"rank {ranks_text(who)}: {calls} calls, {size} B" for (calls, size), who in alike.items()]
+    return Line(term=term, differ="; ".join(told) if len(alike) > 1 else "")
+
+
+def written(case: str, run: str, found: Sequence[Line]) -> str:
+    """The terms as Python that can be pasted: a function that states them for this case."""
+    plain = case.startswith("mode=") and " " not in case  # its text as a case is empty
+    other = f'not in ("", {json.dumps(case)})' if plain else f"!= {json.dumps(case)}"
+    return "\n".join(
+        [
+            "from shardproof import Term",
+            "",
+            "",
+            "def expected(case):",
+            f'    """What run {run} did: recorded, not derived. Compare each number with what you meant."""',
+            f"    if str(case) {other}:",
+            "        return None  # numbers that are computed from the case hold for other cases too",
+            "    return [",
+            *(f"        {line}" for one in found for line in _shown(one)),
+            "    ]",
+        ]
+    )
+
+
+def _shown(line: Line) -> Iterator[str]:
+    if line.differ:
+        yield f"# ranks differ, and a term is for all of them: {line.differ}"
+    yield f"{line.term!r},"

@@ -1,0 +1,224 @@
+"""`shardproof faults`: bugs planted one at a time, and which check notices each; the kill matrix.
+
+Our own implementation is mutated in its source; any subject is disturbed in its collectives. Rows are written as they
+come: a run that is killed leaves those it has. Mutants that are held back (`suites.mutants.held_back`) are counted
+apart, and nothing that is written or printed says which of them got which place or cause. Exit status: 0 all killed, 1
+one survived that is no equivalent, 2 the request was wrong, 3 the machine failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.checking.checks import CHECKS
+from harness.injecting.kill_matrix import COLUMNS, Figures, Kill, figures, killed_alone
+from harness.protocols import case_text
+from harness.request import seconds
+from harness.resolve import resolve
+from harness.running.environment import environment
+from harness.running.store import Store
+from harness.subject import cases_of, named
+from reports.printing.tables import Table
+from reports.printing.text import append_step_summary, show_message, show_table, ticking
+
+__all__ = ["check_table", "figure_table", "figure_tables", "main", "matrix_table", "unmissed_table"]
+
+KILLING = "suites.killing"
+_PROCESSES = 2
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Plant, prove, write the matrix, print."""
+    subject = named(arguments.subject)
+    planned: Any = resolve(f"{KILLING}:planned")
+    kills: Any = resolve(f"{KILLING}:kills")
+    only = "held-back" if arguments.held_back else "open" if arguments.open else ""
+    timeout_s = seconds(arguments.timeout, "timeout")
+    cases = cases_of(arguments.cases, subject)
+    plans = planned(subject, quick=arguments.quick, only=only, cases=cases, timeout_s=timeout_s)
+    total = sum(plan.rows for plan in plans)
+    words = {
+        "subject": subject.name,
+        "cases": [case_text(case) for case in cases],
+        "quick": arguments.quick,
+        "only": only,
+        "rows": total,
+    }
+    store = Store(Path(arguments.out), subject.name, environment(tuple(sys.argv), words))
+    processes = min(_PROCESSES, os.cpu_count() or 1)
+    try:
+        found = _written(kills(plans, subject, processes=processes), store.path, total)
+    except KeyboardInterrupt:
+        show_message(f"\nfinished rows are in {store.path / 'kill_matrix.csv'}", sys.stderr)
+        raise
+    finally:
+        store.close()
+    _tell(found, store.path, arguments.json)
+    return 1 if any(killed.row.survived for killed in found) else 0
+
+
+def _written(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
+    """All rows, each written before the next one is waited for: the matrix, and beside it what every row rests on."""
+    found: list[Any] = []
+    with (
+        ticking(sys.stderr) as tick,
+        (folder / "kill_matrix.csv").open("w", encoding="utf-8", newline="") as matrix,
+        (folder / "kills.jsonl").open("w", encoding="utf-8") as details,
+    ):
+        writer = csv.writer(matrix, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for killed in kills:
+            found.append(killed)
+            writer.writerow(killed.row.cells())
+            details.write(json.dumps(_detail(killed)) + "\n")
+            matrix.flush()
+            details.flush()
+            row = killed.row
+            named = "held-back" if row.held_back else f"{row.name} {' '.join(row.killed_by)}".rstrip()
+            tick(len(found), total, f"mode={row.mode} {named}", _word(row))
+    return found
+
+
+def _detail(killed: Any) -> dict[str, str]:
+    row: Kill = killed.row
+    if row.held_back:
+        return {"name": "held-back", "mode": row.mode, "equivalent": row.equivalent}
+    return {
+        "name": row.name,
+        "mode": row.mode,
+        "case": killed.case,
+        "told": killed.told,
+        "equivalent": row.equivalent,
+        "unmissed": killed.unmissed,
+    }
+
+
+def _word(row: Kill) -> str:
+    return "killed" if row.killed else "equivalent" if row.equivalent else "survived"
+
+
+def _tell(found: Sequence[Any], folder: Path, as_json: bool) -> None:
+    rows: list[Kill] = [killed.row for killed in found]
+    unmissed = [(killed.row.mode, killed.row.name.removeprefix("drop "), killed.unmissed) for killed in found]
+    unmissed = sorted(line for line in unmissed if line[-1])
+    open_rows, held_rows = _parted(rows)
+    alone, tables = killed_alone(rows, tuple(CHECKS)), figure_tables(rows)
+    for table in tables:
+        append_step_summary(table, str(folder), os.environ)
+    if as_json:
+        told = _as_json(rows, figures(open_rows), alone, folder) | {"unmissed": unmissed}
+        told |= {"held_back": _shares(figures(held_rows))} if held_rows else {}
+        print(json.dumps(told, indent=2))
+        return
+    apart = (matrix_table(open_rows), check_table(alone), unmissed_table(unmissed)) if open_rows else ()
+    for shown in (*apart, *tables):
+        show_table(shown, sys.stdout)
+    for row in rows:
+        if row.survived:
+            show_message(f"survived: {row.name} in mode={row.mode} ({row.stands_for})", sys.stdout, style="bold red")
+    show_message(f"{folder / 'kill_matrix.csv'}  (kills.jsonl beside it: cases, first places, proofs)", sys.stdout)
+
+
+def matrix_table(rows: Sequence[Kill]) -> Table:
+    """One line a mutant, fault or variant: the modes it was planted in, who killed it in all of them, how soon."""
+    by_name: dict[tuple[str, str], list[Kill]] = {}
+    for row in rows:
+        by_name.setdefault((row.kind, row.name), []).append(row)
+    return Table(
+        title="Planted bugs and the checks that kill them",
+        headers=("kind", "name", "modes", "killed", "by all of", "seconds"),
+        rows=tuple(_line(kind, name, of_it) for (kind, name), of_it in sorted(by_name.items())),
+        numbers=frozenset({5}),
+        note="by all of: checks that failed in every mode; seconds: the slowest mode",
+    )
+
+
+def _line(kind: str, name: str, rows: Sequence[Kill]) -> tuple[str, ...]:
+    said = "equivalent" if rows[0].equivalent else f"{sum(row.killed for row in rows)} of {len(rows)}"
+    always = [check for check in rows[0].killed_by if all(check in row.killed_by for row in rows)]
+    modes = " ".join(sorted(row.mode for row in rows))
+    return kind, name, modes, said, " ".join(always) or "-", f"{max(row.seconds for row in rows):.2f}"
+
+
+def check_table(alone: Mapping[str, tuple[int, int, str]]) -> Table:
+    """One line a check: rows it kills, rows that nothing else kills, and one of these."""
+    return Table(
+        title="What every check is for",
+        headers=("check", "kills", "alone", "for example"),
+        rows=tuple((check, str(kills), str(only), name or "-") for check, (kills, only, name) in alone.items()),
+        numbers=frozenset({1, 2}),
+        note="alone: rows that no other check kills",
+    )
+
+
+def unmissed_table(unmissed: Sequence[tuple[str, str, str]]) -> Table:
+    """One line a collective (mode, name, why) whose loss on every rank no check notices."""
+    return Table(
+        title="Collectives that no check proves necessary",
+        headers=("mode", "collective", "why"),
+        rows=tuple(unmissed) or (("-", "none", "-"),),
+        numbers=frozenset(),
+        note="redundant or dead traffic, or a blind spot of the checks",
+    )
+
+
+def _parted(rows: Sequence[Kill]) -> tuple[list[Kill], list[Kill]]:
+    """Open rows and held-back ones."""
+    return [row for row in rows if not row.held_back], [row for row in rows if row.held_back]
+
+
+def figure_tables(rows: Sequence[Kill]) -> list[Table]:
+    """The figures of the open rows and those of the held-back ones, each when there are such rows."""
+    open_rows, held_rows = _parted(rows)
+    tables = [figure_table(figures(open_rows))] if open_rows or not held_rows else []
+    return tables + ([figure_table(figures(held_rows), title="Figures of the held-back mutants")] if held_rows else [])
+
+
+def figure_table(summed: Figures, title: str = "Figures") -> Table:
+    """The figures over some rows."""
+    shares = {
+        "killed, of those that are no equivalents": summed.killed,
+        "first place right, of those that have one": summed.region_right,
+        "cause right, of those that have a right one": summed.cause_right,
+        "cause right, and a wrong one beside it": summed.cause_more,
+        "no cause reported": summed.cause_none,
+        "cause misleading": summed.cause_misleading,
+    }
+    lines = [(name, f"{part} of {whole}", _percent(part, whole)) for name, (part, whole) in shares.items()]
+    lines.append(("median time to kill", f"{summed.median_s:.2f} s", ""))
+    lines.append(("equivalents, each with its proof", str(summed.equivalent), ""))
+    return Table(
+        title=title,
+        headers=("what", "how many", "share"),
+        rows=tuple(lines),
+        numbers=frozenset({1, 2}),
+        note="a cause is right when the first one reported is right for this bug, misleading when it is not",
+    )
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _as_json(
+    rows: Sequence[Kill], summed: Figures, alone: Mapping[str, tuple[int, int, str]], folder: Path
+) -> dict[str, object]:
+    return {
+        "run": str(folder),
+        "rows": len(rows),
+        **_shares(summed),
+        "survivors": [{"name": row.name, "mode": row.mode} for row in rows if row.survived],
+        "checks": {check: {"kills": kills, "alone": only} for check, (kills, only, _) in alone.items()},
+    }
+
+
+def _shares(summed: Figures) -> dict[str, object]:
+    return {field.name: getattr(summed, field.name) for field in dataclasses.fields(summed)}

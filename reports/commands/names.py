@@ -1,0 +1,90 @@
+"""`shardproof names`: the names, shapes and dtypes that the truth of a case has, by kind, in the order of computation.
+
+They are those of the outcome that the truth returns for this very case, so the truth is computed once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from harness.diagnosing.rules.places import timeline
+from harness.engines.named import engine_named
+from harness.ledger import shape_text
+from harness.protocols import CaseLike
+from harness.running.capacity import admit
+from harness.running.trial import Trial
+from harness.running.truth.own_truth import compared_with
+from harness.running.truth.reference import reference_of
+from harness.subject import NamedSubject, case_of, named, truth_of
+from reports.printing.tables import Table
+from reports.printing.text import show_message, show_table
+
+__all__ = ["KINDS", "OWN", "main", "names", "tables"]
+
+KINDS: Mapping[str, str] = {
+    "act": "outputs of modules in the first micro-batch: captured by module name, nothing to return",
+    "logits": "[rows of all data ranks and micro-batches, sequence, vocabulary]",
+    "loss": "loss of a step: its sum over all tokens that count, divided by their number",
+    "act_grad": "gradients of the outputs of modules: captured by module name, nothing to return",
+    "grad": "gradients of step 0, after all synchronisation and before clipping",
+    "tokens": "number of tokens that a step counts",
+    "grad_norm": "norm of all gradients of a step, before clipping",
+    "metric": "counts of the metric",
+    "param_after": "parameters after a step; with the optimizer's moments each step is compared by itself",
+    "exp_avg_after": "Adam's first moments after a step",
+    "exp_avg_sq_after": "Adam's second moments after a step",
+    "param": "parameters after the last step",
+}
+"""Kind of an outcome name -> what its tensors are."""
+OWN = "a kind of this truth's own, compared as it is"
+RULE = """Each kind is optional as a whole, and one at least must be returned. Of a kind that is returned all names must
+be, or subject.unchecked declares those that are left out. Shapes are those of the full tensors."""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the names of the truth of a case. Exit status 0; raises RequestError when it cannot be computed."""
+    subject = named(arguments.subject, arguments.truth or "")
+    case = case_of(arguments.case, subject)
+    admit((case,), "inproc")
+    found = tables(names(case, subject))
+    show_message(f"{subject.name} is compared with {compared_with(truth_of(subject))}.\n{RULE}\n", sys.stdout)
+    for one in found:
+        show_table(one, sys.stdout)
+    return 0
+
+
+def names(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
+    """The outcome of the truth that this subject is compared with, in the order in which training computes it.
+
+    Raises RequestError when the truth cannot be computed.
+    """
+    with engine_named("inproc") as engine:
+        reference = reference_of(subject, engine)
+        trial = Trial(case=case, subject=subject, engine=engine, reference=reference)
+        truth = trial.true(reference.truth)
+    return {name: truth[name] for name in timeline(list(truth), case.steps)}
+
+
+def tables(truth: Mapping[str, Tensor]) -> list[Table]:
+    """One table a kind; names that differ in the step alone are one row, the first and the last of them."""
+    rows: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for name, tensor in truth.items():
+        kind, *path = name.split("/")
+        step = bool(path) and path[0].isdigit()
+        place = ("/".join(path[step:]), shape_text((tuple(tensor.shape),)), str(tensor.dtype).removeprefix("torch."))
+        rows.setdefault(kind, {}).setdefault((*place, "" if step else name), []).append(name)
+    return [
+        Table(
+            title=f"{kind}: {KINDS.get(kind, OWN)}",
+            headers=("name", "shape", "dtype"),
+            rows=tuple(
+                (" .. ".join(dict.fromkeys((alike[0], alike[-1]))), shape or "scalar", dtype)
+                for (_, shape, dtype, _), alike in of_kind.items()
+            ),
+        )
+        for kind, of_kind in rows.items()
+    ]

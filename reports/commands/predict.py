@@ -1,0 +1,231 @@
+"""`shardproof predict`: time, memory and bytes of cases on a cluster that is not here; which mode, and from where on.
+
+The numbers are the harness's (harness.predicting.forecast); here they are laid out and printed, with what they assume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import html
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+
+from harness.engines.shapes.dry import DryEngine
+from harness.errors import RequestError
+from harness.ledger import COLUMNS
+from harness.predicting.cluster_presets import PRESETS
+from harness.predicting.clusters import read
+from harness.predicting.forecast import DEPTHS
+from harness.subject import named
+from reports.predicting.prediction import Prediction, figure, predict
+from reports.printing import tables
+from reports.printing.tables import Table
+from reports.printing.text import plain, show_message, show_table, ticking
+
+__all__ = ["ASSUMPTIONS", "main"]
+
+ASSUMPTIONS = (
+    "compute: FLOPs of matrix products and attention as the dry run counts them (masked pairs too), over peak x "
+    "efficiency of the device; element-wise work, the optimizer's and launch times are left out",
+    "communication: the alpha-beta model of every call, ring and tree, over the links between the ranks of its group; "
+    "all ranks come at once, groups and links do not disturb each other",
+    "overlap: what the program itself does between issuing a call and waiting for it; a call that it waits for at once "
+    "is exposed, the sum of all gradients after backward among them",
+    "memory: all that the program's tensors hold; allocator, contexts and libraries come on top. Where the case says "
+    "no optimizer=, gradients, masters and moments are by Megatron-LM's formula for AdamW, not split over data ranks "
+    "(dist_optimizer.md; 6 + 12/d bytes a parameter when they are); where it does, they are the program's own",
+    "gradients travel in the dtype of the case, as in the ledger; summed in float32 they would be twice the bytes of "
+    "bfloat16",
+    f"deep models: memory, and times where cases are compared, are the straight line through {DEPTHS[0]} and "
+    f"{DEPTHS[1]} layers",
+    "errors: calls, bytes and parameters are exact where the ledger is 'equal' to the closed form; times are held "
+    "against gloo on the machine at hand (python -m bench.cost_table), for clusters the error is not known: trust "
+    "ratios more than seconds",
+)
+"""What every prediction rests on, and how far it can be trusted."""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Predict and print. Exit status 0; 1 when a dry run's ledger is not the closed form's."""
+    cluster = read(arguments.cluster, PRESETS)
+    subject = named(arguments.subject).call
+    with ticking(sys.stderr) as tick, DryEngine() as engine:
+        told = [predict(text, subject, cluster, engine, world=arguments.world, tick=tick) for text in arguments.cases]
+    if arguments.out:
+        folder = _write(Path(arguments.out), told)
+        show_message(str(folder), sys.stderr)
+    if arguments.json:
+        print(json.dumps([_as_json(one) for one in told], indent=2, allow_nan=False))
+    else:
+        for one in told:
+            show_message(f"{one.fastest}\n", sys.stdout, style="bold")
+            for table in _tables(one):
+                show_table(table, sys.stdout)
+        show_message(
+            "\n".join(["", f"cluster: {cluster.note or 'from a file'}", *ASSUMPTIONS]), sys.stdout, style="dim"
+        )
+    return 1 if any(row.startswith("differs") for one in told for row in one.rows["ledger"]) else 0
+
+
+def _seconds(value: object) -> str:
+    return tables.NOTHING if _missing(value) else figure(float(str(value)), 4)
+
+
+def _gibibytes(value: object) -> str:
+    return tables.NOTHING if _missing(value) else figure(float(str(value)) / 2**30)
+
+
+def _missing(value: object) -> bool:
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+_DETAILED = 8
+"""Candidates whose phases are shown."""
+
+
+def _tables(one: Prediction) -> list[Table]:
+    """The answer's table first, then where memory and time go; the break-even of modes where there are several."""
+    rows = one.rows.assign(told=one.rows["ledger"].where(one.rows["ledger"] != "", one.rows["reason"]))
+    legal = rows[rows["legal"] == "yes"]
+    shown = one.phases[one.phases["words"].isin(legal["words"].head(_DETAILED))]
+    changes = [_changes(one.changes)] if len(one.changes) else []
+    more = [tables.break_even_table(one.crossings)] if len(one.crossings) else []
+    return [_answer(one, rows), *changes, _memory(legal), _times(legal), _phases(shown), *more]
+
+
+def _answer(one: Prediction, rows: pd.DataFrame) -> Table:
+    states = one.states or "the program's own optimizer"
+    return _table(
+        f"{one.text} on {one.cluster.name}",
+        rows,
+        {
+            "case": ("words", str),
+            "fits": ("fits", tables.mark),
+            "tokens/s/GPU": ("tokens_per_s_per_rank", _seconds),
+            "tokens/s": ("tokens_per_s", _seconds),
+            "GPUs": ("ranks", tables.count),
+            "step s": ("step_s", _seconds),
+            "needs GiB": ("peak_bytes", _gibibytes),
+            "ledger, or why not": ("told", str),
+        },
+        f"fastest first, what does not fit by its memory; {states}; ledger: that of the dry run beside the closed form",
+    )
+
+
+def _changes(changes: pd.DataFrame) -> Table:
+    return _table(
+        "What would make it fit",
+        changes,
+        {
+            "change": ("change", str),
+            "fits": ("fits", tables.mark),
+            "needs GiB": ("peak_bytes", _gibibytes),
+            "tokens/s/GPU": ("tokens_per_s_per_rank", _seconds),
+        },
+        "legal changes of the case that needs least; a distributed optimizer by formula, at unchanged speed",
+    )
+
+
+def _memory(legal: pd.DataFrame) -> Table:
+    kinds = ("parameters", "gradients", "optimizer", "saved", "peak")
+    return _table(
+        "Memory of a GPU",
+        legal,
+        {"case": ("words", str), **{name: (f"{name}_bytes", _gibibytes) for name in kinds}},
+        "GiB; saved: for backward; peak: all tensors at once, with those that live for a moment",
+    )
+
+
+def _times(legal: pd.DataFrame) -> Table:
+    return _table(
+        "Time of a step",
+        legal,
+        {
+            "case": ("words", str),
+            "calls": ("calls", tables.count),
+            "wire GiB": ("wire_bytes", _gibibytes),
+            **{f"{name} s": (f"{name}_s", _seconds) for name in ("compute", "exposed", "hidden")},
+        },
+        "calls and wire bytes (ring model) of a GPU; exposed: it waits for a call; hidden: it computes meanwhile",
+    )
+
+
+def _phases(shown: pd.DataFrame) -> Table:
+    return _table(
+        "Where communication goes",
+        shown,
+        {
+            "case": ("words", str),
+            "phase": ("phase", str),
+            "exposed s": ("exposed_s", _seconds),
+            "hidden s": ("hidden_s", _seconds),
+        },
+        f"of {_DETAILED} candidates at most, the first ones above",
+    )
+
+
+def _table(
+    title: str, frame: pd.DataFrame, columns: dict[str, tuple[str, Callable[[object], str]]], note: str
+) -> Table:
+    """A table of these columns (header -> column and how to write it); those that hold no words align right."""
+    made = tables.table(title, frame, [(header, *column) for header, column in columns.items()], note)
+    numbers = (_seconds, _gibibytes, tables.count)
+    return replace(made, numbers=frozenset(i for i, (_, write) in enumerate(columns.values()) if write in numbers))
+
+
+def _as_json(one: Prediction) -> dict[str, object]:
+    return {
+        "case": one.text,
+        "cluster": one.cluster.name,
+        "algorithm": one.cluster.algorithm,
+        "fastest": one.fastest,
+        "candidates": _records(one.rows),
+        "changes": _records(one.changes),
+        "phases": _records(one.phases),
+        "break_even": _records(one.crossings),
+        "assumptions": [one.cluster.note, *ASSUMPTIONS],
+    }
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, object]]:
+    known = frame.astype("object").where(frame.notna(), None)
+    return [{str(key): value for key, value in row.items()} for row in known.to_dict("records")]
+
+
+def _write(out: Path, told: Sequence[Prediction]) -> Path:
+    """A folder with predict.json, predict.csv, predict.html (tables and plots) and the ledgers of single cases."""
+    folder = out / f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')}-predict"
+    try:
+        folder.mkdir(parents=True)
+        (folder / "predict.json").write_text(json.dumps([_as_json(one) for one in told], indent=2) + "\n", "utf-8")
+        pd.concat([one.rows for one in told]).to_csv(folder / "predict.csv", index=False, lineterminator="\n")
+        (folder / "predict.html").write_text(_page(told), "utf-8")
+        events = [event for one in told for forecast in one.forecasts for event in forecast.events]
+        ledger = pd.DataFrame([[getattr(event, name) for name in COLUMNS] for event in events], columns=list(COLUMNS))
+        ledger.to_csv(folder / "ledger.csv", index=False, lineterminator="\n")
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise RequestError(
+            f"out={out}: cannot be written ({reason}); legal: a folder with write permission"
+        ) from problem
+    return folder
+
+
+def _page(told: Sequence[Prediction]) -> str:
+    from reports.pages import plots  # noqa: PLC0415  (matplotlib takes a second to import, and only a folder needs it)
+
+    parts = ['<!doctype html><meta charset="utf-8"><title>shardproof predict</title>']
+    for one in told:
+        parts += [f"<p><b>{html.escape(one.fastest)}</b></p>"]
+        parts += [f"<pre>{html.escape(plain(table))}</pre>" for table in _tables(one)]
+        for way, curve in one.curves.items():
+            crossings = one.crossings[one.crossings["counted"] == way]
+            parts.append(plots.break_even(curve, crossings, f"Break-even of {one.text}, counted: {way}"))
+    return "\n".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in ASSUMPTIONS)]) + "\n"

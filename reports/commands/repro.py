@@ -1,0 +1,37 @@
+"""`shardproof run --emit-repro FILE`: the first failing case, shrunk and written as a script that stands alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.checking.evidence import FAIL
+from harness.engines.named import engine_named
+from harness.protocols import case_text
+from harness.request import Request
+from harness.running.run import RunResult
+from reports.options.script_file import writing
+
+__all__ = ["write_script"]
+
+
+def write_script(result: RunResult, request: Request, file: str) -> str:
+    """Write the script; returns one line that names it, or why it was not written.
+
+    The case is shrunk on threads of this process, whatever engine found the failure. Raises RequestError when the file
+    cannot be written.
+    """
+    from harness.reproducing.repro import emit, shown_name  # noqa: PLC0415  (imports DTensor: half a second)
+
+    failed = {verdict.case for verdict in result.verdicts if verdict.verdict == FAIL}
+    if not failed:
+        return f"{file} was not written: no case failed"
+    with engine_named("inproc") as engine:
+        first = next(case for case in request.cases if case_text(case) in failed)
+        text = emit(first, request.subject, engine)
+    if text is None:
+        return (
+            f"{file} was not written: no returned tensor is wrong and the subject finishes, so a script shows nothing"
+        )
+    with writing(file):
+        Path(file).write_text(text, encoding="utf-8")
+    return f"{file} repeats {shown_name(text) or 'how the subject ends'}: run it with python {file}"

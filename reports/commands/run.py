@@ -1,0 +1,204 @@
+"""`shardproof run` and `shardproof bench`: a request (reports.request) run, its result shown.
+
+Our own code enters here as names that the harness resolves, as any other subject does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import chdir, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from harness.engines.processes.launched.torchrun import dismiss, serve, serves
+from harness.errors import ShardproofError
+from harness.protocols import CaseLike, case_text
+from harness.request import Request
+from harness.resolve import resolve
+from harness.running.run import RunResult, run
+from harness.running.two_processes.order import arranged
+from harness.running.two_processes.spare import Spare
+from harness.subject import NamedSubject, claims, offers, own_cases
+from reports.commands.experiment_table import timeline
+from reports.commands.repro import write_script
+from reports.commands.show import show_failures
+from reports.options.experiment import real_size
+from reports.options.request import LAUNCHED, requested
+from reports.pages import page
+from reports.printing import tables, witnesses
+from reports.printing.text import append_step_summary, show_message, show_table, ticking
+from reports.stored import summary
+from reports.stored.frames import Run, load
+from reports.stored.unchecked import unchecked_notes
+
+__all__ = ["bench_main", "main", "progress_text"]
+
+INTERRUPTED = 130
+BENCH = "bench.performance:main"
+FAULT_TABLE = "bench.fault_table:main"
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run, check, record, report. Exit status: 0 all pass, 1 a check failed, 2 nothing ran, 3 the machine failed.
+
+    130 after a Ctrl-C: what was finished is reported, in the folder and on the screen. Of launched ranks, rank 0 alone
+    does this; the others serve it, and are released when it refuses the request.
+    """
+    if arguments.engine == LAUNCHED and serves():
+        return serve()
+    request = dataclasses.replace(arguments.request or _first_ranks(arguments), page=_write_page)
+    if not arguments.cases:
+        request = dataclasses.replace(request, cases=arranged(request.cases))
+        for note in _notes_on_defaults(request.subject, deep=arguments.deep):
+            show_message(f"note: {note}", sys.stderr, style="yellow")
+    with chdir("."):  # a subject may go elsewhere; all paths are meant from here
+        result = _run(request, arguments.spare)
+    result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)
+    if arguments.emit_repro is not None and result.exit_status != INTERRUPTED:
+        result = _with_script(result, request, arguments.emit_repro)
+    _show(result, as_json=arguments.json)
+    if arguments.preset_experiment and not arguments.json and result.exit_status != INTERRUPTED:
+        show_table(timeline(load(result.path), arguments.preset_experiment), sys.stdout)
+        show_message(real_size(arguments.preset_experiment), sys.stdout)
+    return result.exit_status
+
+
+def _first_ranks(arguments: argparse.Namespace) -> Request:
+    """The request that rank 0 of launched ranks reads; the others are released when it is refused."""
+    try:
+        return requested(arguments)
+    except ShardproofError:
+        dismiss()
+        raise
+
+
+def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
+    """What the default cases of this subject leave out."""
+    if unknown := claims(subject).unknown:
+        yield f"{subject.name} claims {', '.join(unknown)}, which no case can have: left out"
+    if not deep and own_cases(subject) is None and not offers(subject.call, "refuses"):
+        yield f"{subject.name} has no refuses(case): default cases have plain words only; --deep has all words"
+
+
+def _run(request: Request, spare: Spare | None) -> RunResult:
+    latest = request.out / "latest"
+    before = latest.resolve()
+    try:
+        with ticking(sys.stderr) as tick, _unhindered():
+            return run(request, partial(_progress, tick), spare=spare)
+    except KeyboardInterrupt:
+        if latest.resolve() == before:
+            raise
+        show_message("\nshardproof: interrupted; the cases finished before:", sys.stderr)
+        return RunResult(path=latest.resolve(), verdicts=(), exit_status=INTERRUPTED, notes=())
+
+
+def _progress(
+    tick: Callable[[int, int, str, str], object], done: int, total: int, case: CaseLike, verdict: str
+) -> None:
+    tick(done, total, progress_text(case), verdict)
+    if done == 1:
+        gc.freeze()  # what the first case loads stays too
+
+
+def progress_text(case: CaseLike) -> str:
+    """A case in a line of progress: its mode and number of ranks first, which its own text may leave out."""
+    words = " ".join(word for word in case_text(case).split() if not word.startswith("mode="))
+    return f"mode={case.mode} ranks={case.world_size} {words}".rstrip()
+
+
+def _with_script(result: RunResult, request: Request, file: str) -> RunResult:
+    """The result with a note on the script of --emit-repro; what hinders a script takes no verdict along."""
+    try:
+        with _unhindered():
+            note = write_script(result, request, file)
+    except ShardproofError as problem:
+        note = str(problem)
+    except KeyboardInterrupt:
+        note = f"{file} was not written: interrupted"
+        result = dataclasses.replace(result, exit_status=INTERRUPTED)
+    except Exception as problem:
+        note = f"{file} was not written: {type(problem).__name__}: {problem}"
+    return dataclasses.replace(result, notes=(*result.notes, note))
+
+
+@contextmanager
+def _unhindered() -> Iterator[None]:
+    """One thread, for the ranks share it anyway, and on a busy machine further ones wait for each other in every small
+    product; and collections that look through what is made from here on, not each time through all that is loaded.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        torch.set_num_threads(threads)
+
+
+def bench_main(arguments: argparse.Namespace) -> int:
+    """Measure and print the performance table, or another one; all live where everything meets."""
+    measure: Any = resolve(FAULT_TABLE if arguments.faults else BENCH)
+    words = [] if arguments.out is None else ["--out", arguments.out]
+    return int(measure([*words, "--quick"] if arguments.quick and not arguments.faults else words) or 0)
+
+
+def _write_page(folder: Path) -> Path:
+    return page.write(load(folder), folder / "report.html")
+
+
+def _show(result: RunResult, *, as_json: bool) -> None:
+    stored = load(result.path)
+    rows = summary.headline(stored)
+    if result.exit_status == INTERRUPTED:
+        rows = rows[rows["case"].isin(stored.verdicts["case"])]
+    notes = (*result.notes, *unchecked_notes(stored), *stored.notes)
+    if len(rows):
+        headline = tables.first_table(rows)
+        append_step_summary(headline, str(result.path), os.environ)
+    if as_json:
+        print(json.dumps(_as_json(result, stored, rows, notes), indent=2, allow_nan=False))
+        return
+    if len(rows):
+        show_table(headline, sys.stdout)
+    for table in witnesses.tables(result.path):
+        show_table(table, sys.stdout)
+    show_failures(stored, sys.stdout)
+    for note in notes:
+        show_message(f"note: {note}", sys.stdout, style="yellow")
+    page_words = "report.html opens offline; " if (result.path / "report.html").exists() else ""
+    show_message(f"{result.path}  ({page_words}`shardproof show` prints all tables)", sys.stdout)
+
+
+def _as_json(result: RunResult, stored: Run, rows: pd.DataFrame, notes: Sequence[str]) -> dict[str, object]:
+    """The result for machines: exit status, folder, one object a case, every check that did not pass."""
+    told = stored.verdicts[stored.verdicts["verdict"].isin(["fail", "unknown"])]
+    return {
+        "exit_status": result.exit_status,
+        "run": str(result.path),
+        "cases": _rows(rows),
+        "failures": _rows(told[["case", "check", "verdict", "message"]]),
+        "notes": list(notes),
+    }
+
+
+def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """The rows as JSON can hold them: what is not known is null, infinity is text."""
+    known = frame.astype("object").where(frame.notna(), None)
+    return [{str(key): _plain(value) for key, value in row.items()} for row in known.to_dict("records")]
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, float) and math.isinf(value) else value

@@ -1,0 +1,137 @@
+"""`shardproof slice`: what every rank holds of each tensor of a model, and a checkpoint cut and joined again.
+
+The slices come from `parallel.slicing`, found by name as a subject is. Ranges are printed as first-last, both included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from harness.errors import RequestError
+from harness.resolve import resolve
+from reports.printing.tables import Table, count, mark, table
+from reports.printing.text import show_message, show_table
+
+__all__ = ["checked_table", "held_table", "main", "rows"]
+
+WORDS = "parallel.slicing.words:Sliced"
+SLICES = "parallel.slicing.slices:slices"
+CHECK = "parallel.slicing.checkpoint:check"
+
+
+def main(parsed: argparse.Namespace) -> int:
+    """Print the slices of one model. Exit status 1 when a checkpoint is not the same after cutting and joining it.
+
+    Raises RequestError for words that describe no model.
+    """
+    words: Any = resolve(WORDS)
+    slices: Any = resolve(SLICES)
+    check: Any = resolve(CHECK)
+    text = " ".join(parsed.words)
+    try:
+        sliced = words.parse(text)
+        made = slices(sliced)
+        checked = check(sliced, parsed.check) if parsed.check else None
+    except ValueError as problem:
+        raise RequestError(f"slice {text!r}: {problem}") from problem
+    if parsed.json:
+        print(json.dumps(_as_json(text, sliced, made, checked), indent=2))
+        return int(bool(checked and checked.wrong))
+    show_table(held_table(text, sliced.path, rows(made, sliced.tp)), sys.stdout)
+    return _tell(checked, parsed.check, sliced.tp)
+
+
+def rows(made: Iterable[Any], tp: int) -> pd.DataFrame:
+    """tensor, made_of, whole, dim, rank ("all" for what is whole), holds, part (shape on the rank), cut: a row for each
+    rank of each tensor; the words of a tensor stand in its first row only.
+    """
+    found = []
+    for one in made:
+        place = one.place
+        whole = _shape(place.shape)
+        own = "" if one.sources == (one.name,) else " + ".join(one.sources)
+        first = {"tensor": one.name, "made_of": own, "whole": whole, "cut": one.rule}
+        if not place.axis:
+            found.append({**first, "dim": "", "rank": "all", "holds": "whole", "part": whole})
+            continue
+        dim = "elements" if len(place.shape) == 1 else ("rows", "columns")[place.dim]
+        for rank in range(tp):
+            held = place.held[rank]
+            shape = (*place.shape[: place.dim], sum(map(len, held)), *place.shape[place.dim + 1 :])
+            said = {**dict.fromkeys(first, ""), "dim": ""} if rank else {**first, "dim": dim}
+            found.append({**said, "rank": str(rank), "holds": _ranges(held), "part": _shape(shape)})
+    return pd.DataFrame(found, columns=["tensor", "made_of", "whole", "dim", "rank", "holds", "part", "cut"])
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _ranges(held: Iterable[range]) -> str:
+    """0-383 768-1151, or "none"."""
+    return " ".join(f"{part.start}-{part.stop - 1}" if len(part) > 1 else str(part.start) for part in held) or "none"
+
+
+def held_table(text: str, path: str, frame: pd.DataFrame) -> Table:
+    """The table of `rows`."""
+    columns = [("tensor", "tensor", str), ("whole", "whole", str), ("cut by", "dim", str), ("rank", "rank", str)]
+    columns += [("holds", "holds", str), ("shape there", "part", str), ("how", "cut", str)]
+    columns += [("made of", "made_of", str)] if frame["made_of"].any() else []
+    way = "kernel injection, weights [in, out]" if path == "container" else "AutoTP, weights [out, in]"
+    return table(f"{text}: what each rank holds ({way})", frame, columns, note="All layers are alike; one is listed.")
+
+
+def checked_table(checked: Any) -> Table:
+    """How many tensors of a checkpoint each slice cut."""
+    frame = pd.DataFrame({"tensor": list(checked.times), "found": list(checked.times.values())})
+    return table("The checkpoint", frame, (("tensor", "tensor", mark), ("cut and joined", "found", count)))
+
+
+def _tell(checked: Any, files: Sequence[str], tp: int) -> int:
+    """What became of a checkpoint, and the exit status."""
+    if checked is None:
+        return 0
+    show_table(checked_table(checked), sys.stdout)
+    absent = [name for name, times in checked.times.items() if not times]
+    for names, words in ((absent, "not in the checkpoint"), (checked.left_out, "of the checkpoint, in no slice")):
+        if names:
+            show_message(f"note: {words}: {', '.join(names)}", sys.stdout, style="yellow")
+    if checked.wrong:
+        show_message(f"fail: not the same once joined: {', '.join(checked.wrong)}", sys.stdout, style="bold red")
+        return 1
+    said = (
+        f"pass: {checked.tensors} tensors of {' '.join(files)}, cut for {tp} ranks and joined, are the same bit for bit"
+    )
+    show_message(said, sys.stdout, style="green")
+    return 0
+
+
+def _as_json(text: str, sliced: Any, made: Iterable[Any], checked: Any) -> dict[str, object]:
+    """For machines: held ranges are [start, stop), null for a tensor that is whole on every rank."""
+    tensors = [
+        {
+            "tensor": one.name,
+            "made_of": list(one.sources),
+            "shape": list(one.place.shape),
+            "dim": one.place.dim if one.place.axis else None,
+            "held": [[[p.start, p.stop] for p in own] for own in one.place.held] if one.place.axis else None,
+            "copied": one.copied,
+            "cut": one.rule,
+        }
+        for one in made
+    ]
+    found: dict[str, object] = {"words": text, "path": sliced.path, "tp": sliced.tp, "tensors": tensors}
+    if checked is not None:
+        found["check"] = {
+            "tensors": checked.tensors,
+            "times": checked.times,
+            "wrong": checked.wrong,
+            "left_out": checked.left_out,
+        }
+    return found

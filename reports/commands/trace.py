@@ -1,0 +1,140 @@
+"""`shardproof trace`: a run as Chrome/Perfetto JSON (ui.perfetto.dev, chrome://tracing), one process a rank.
+
+Tracks of a process: "program", where cases, steps, micro-batches and phases enclose each other, and one for each stream
+of calls: calls that are waited for at once share "calls <axis>", asynchronous ones have "async <axis>". What overlaps
+on a stream gets a second lane, for slices of a track must not cross. Counters add up the bytes sent by axis. Cases
+follow each other in the order of the run. Times are microseconds, as the format wants them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import pandas as pd
+
+from harness.errors import RequestError
+from reports.printing.text import show_message
+from reports.stored.frames import Run, load
+
+__all__ = ["main", "trace_events", "write"]
+
+_PAUSE_US = 1000.0
+"""Between two cases."""
+_PROGRAM = 0
+_SAID = ("case", "step", "microbatch", "phase", "region", "op", "reduce_op", "axis", "group_size", "dtype", "shape")
+_SAID_TOO = ("payload_bytes", "wire_bytes", "is_async", "call_index", "caller")
+Slice = dict[str, Any]
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Write the trace of a run and print where it is. Raises RequestError when it cannot be written."""
+    run = load(arguments.run)
+    target = Path(arguments.output) if arguments.output else run.path / "trace.json"
+    try:
+        write(run, target)
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o trace.json") from problem
+    for note in run.notes:
+        show_message(f"note: {note}", sys.stderr)
+    show_message(f"{target}  (opens in ui.perfetto.dev)", sys.stdout)
+    return 0
+
+
+def write(run: Run, path: Path) -> Path:
+    """Write the trace of this run, packed when the name ends in .gz, and return its path."""
+    with cast(TextIO, gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w", encoding="utf-8")) as file:
+        file.write('{"displayTimeUnit": "ms", "otherData": ')
+        file.write(json.dumps({"run": run.path.resolve().name, "notes": list(run.notes), "env": run.env}))
+        file.write(', "traceEvents": [')
+        for number, event in enumerate(trace_events(run)):
+            file.write(("," if number else "") + "\n" + json.dumps(event))
+        file.write("\n]}\n")
+    return path
+
+
+def trace_events(run: Run) -> Iterator[Slice]:
+    """The entries of the trace: names of processes and tracks, then every rank's slices and counters."""
+    text = dict.fromkeys(("mode", "phase", "op", "axis"), "str")
+    ledger = _in_a_row(run.ledger.astype(text))
+    for rank, events in ledger.groupby("rank", sort=True):
+        pid = int(str(rank))
+        yield _named("process_name", pid, _PROGRAM, f"rank {pid}")
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": _PROGRAM, "args": {"sort_index": pid}}
+        yield _named("thread_name", pid, _PROGRAM, "program")
+        ordered = events.sort_values(["case_start_us", "call_index"], kind="stable")
+        yield from _program(ordered, pid)
+        tracks: dict[str, int] = {}
+        yield from _calls(ordered, pid, tracks)
+        for name, tid in tracks.items():
+            yield _named("thread_name", pid, tid, name)
+        yield from _counters(ordered, pid)
+
+
+def _in_a_row(ledger: pd.DataFrame) -> pd.DataFrame:
+    """The ledger with the cases one after another: start_us over the whole run, case_start_us."""
+    end_us = ledger["start_us"] + ledger["duration_us"].clip(lower=0)
+    cases = pd.DataFrame({"case": ledger["case"], "first": ledger["start_us"], "last": end_us})
+    spans = cases.groupby("case", sort=False).agg(first=("first", "min"), last=("last", "max"))
+    length = spans["last"] - spans["first"] + _PAUSE_US
+    offset = length.cumsum().shift(fill_value=0.0) - spans["first"]
+    at = ledger["case"].map(offset).astype("float64")
+    return ledger.assign(start_us=ledger["start_us"] + at, case_start_us=at + ledger["case"].map(spans["first"]))
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> Slice:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _slice(pid: int, tid: int, name: str, category: str, start_us: float, end_us: float, **args: Any) -> Slice:
+    start, end = round(start_us, 3), round(max(start_us, end_us), 3)
+    whole = {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": category}
+    return whole | {"ts": start, "dur": round(end - start, 3), "args": args}
+
+
+def _program(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
+    """Cases, steps, micro-batches and phases: each lasts until the next one of its kind begins."""
+    levels = ("case", "step", "microbatch", "phase")
+    words = {"case": "{}", "step": "step {}", "microbatch": "micro-batch {}", "phase": "{}"}
+    for _, of_case in events.groupby("case", sort=False):
+        start_us = of_case["start_us"].cummax()
+        last_us = float((of_case["start_us"] + of_case["duration_us"]).max())
+        begins = pd.Series(False, index=of_case.index)
+        for level in levels:
+            begins |= of_case[level].ne(of_case[level].shift())
+            starts = [float(start) for start in start_us[begins]]
+            names = [words[level].format(value) for value in of_case.loc[begins, level]]
+            for name, start, end in zip(names, starts, [*starts[1:], last_us], strict=True):
+                yield _slice(pid, _PROGRAM, name, level, start, end)
+
+
+def _calls(events: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[Slice]:
+    """Every event as a slice; `tracks` fills up with the names of the tracks that they lie on."""
+    free_us: dict[str, float] = {}
+    names = [*_SAID, *_SAID_TOO, "start_us", "duration_us"]
+    for row in events.sort_values("start_us", kind="stable")[names].itertuples(index=False, name=None):
+        said = dict(zip(names, row, strict=True))
+        start_us, spent_us = said.pop("start_us"), max(0.0, said.pop("duration_us"))
+        stream = f"{'async' if said['is_async'] else 'calls'} {said['axis']}"
+        lane = 1
+        while free_us.get(track := stream if lane == 1 else f"{stream} ({lane})", start_us) > start_us:
+            lane += 1
+        # Rounded as it is written: a slice must not begin before the one before it ends.
+        free_us[track] = round(start_us + spent_us, 3) + 0.001
+        tid = tracks.setdefault(track, len(tracks) + 1)
+        name = f"{said['op']} {said['region']}".strip()
+        yield _slice(pid, tid, name, said["phase"], start_us, start_us + spent_us, **said)
+
+
+def _counters(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
+    for axis, calls in events.sort_values("start_us", kind="stable").groupby("axis", sort=True):
+        sent = calls["wire_bytes"].cumsum()
+        name = f"bytes sent over {axis}"
+        for start_us, total in zip(calls["start_us"], sent, strict=True):
+            yield {"ph": "C", "pid": pid, "name": name, "ts": round(float(start_us), 3), "args": {"bytes": int(total)}}

@@ -1,0 +1,131 @@
+"""What a comparison needs of a run, small enough to keep: events counted, times by phase and module, memory.
+
+Events that are alike are one row: equal in everything but rank, step and micro-batch, and issued `calls` times in each
+of `ranks` x `steps` x `microbatches` ("0..3", "0,2"). No row is lost: rows of two snapshots are equal if and only if
+the multisets of events are. Times are microseconds, means over ranks, one row for each module in each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from reports.stored.frames import Run
+
+__all__ = ["EVENT_TYPES", "MEMORY_TYPES", "TIME_TYPES", "WHAT", "Snapshot", "members", "snapshot", "span"]
+
+_PLACE = ("case", "mode", "phase", "region", "op")
+WHAT = ("axis", "group_size", "reduce_op", "dtype", "shape", "payload_bytes", "is_async")
+"""What an event at a place is; one that differs in any of these is another event."""
+_CELLS = ("step", "microbatch", "rank")
+_TEXT = (*_PLACE, "axis", "reduce_op", "dtype", "shape", "ranks", "steps", "microbatches")
+_EVENT_COLUMNS = (*_PLACE, *WHAT, "calls", "ranks", "steps", "microbatches")
+_PACKED = dict.fromkeys((*_PLACE, "axis", "reduce_op", "dtype", "shape"), "category")
+EVENT_TYPES = {name: "str" if name in _TEXT else "int64" for name in _EVENT_COLUMNS} | {"is_async": "bool"}
+TIME_TYPES = (
+    dict.fromkeys(("case", "mode", "phase", "region"), "str")
+    | dict.fromkeys(("step", "microbatch"), "int64")
+    | dict.fromkeys(("elapsed_us", "in_calls_us"), "float64")
+)
+MEMORY_TYPES = {"case": "str", "rank": "int64", "saved_bytes": "int64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """One side of a comparison.
+
+    name     where it comes from, as the user wrote it
+    cases    case, mode, world_size
+    events   case, mode, phase, region, op, axis, group_size, reduce_op, dtype, shape, payload_bytes, is_async, calls,
+             ranks, steps, microbatches
+    times    case, mode, phase, region, step, microbatch, elapsed_us (from the end of the rank's call before to the end
+             of this one), in_calls_us (inside the calls)
+    memory   case, rank, saved_bytes
+    """
+
+    name: str
+    cases: pd.DataFrame
+    events: pd.DataFrame
+    times: pd.DataFrame
+    memory: pd.DataFrame
+    env: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def snapshot(run: Run, name: str = "") -> Snapshot:
+    """The snapshot of a run."""
+    # Equal texts are told apart by number: a million rows are then grouped in seconds.
+    plain = run.ledger.astype(dict.fromkeys(("mode", "phase", "op", "axis"), "str")).astype(_PACKED)
+    return Snapshot(
+        name=name or str(run.path),
+        cases=run.cases[["case", "mode", "world_size"]].astype({"case": "str", "mode": "str"}),
+        events=counted(plain),
+        times=timed(plain),
+        memory=run.memory.astype(MEMORY_TYPES),
+        env=run.env,
+        notes=run.notes,
+    )
+
+
+def counted(ledger: pd.DataFrame) -> pd.DataFrame:
+    """The ledger as counts of equal events; rows in a fixed order, so that equal ledgers give equal files."""
+    kinds = ledger.groupby([*_PLACE, *WHAT], observed=True, sort=True)
+    number = kinds.ngroup().rename("kind")
+    cells = ledger[list(_CELLS)].assign(kind=number).groupby(["kind", *_CELLS], sort=False).size()
+    rows = cells.rename("calls").reset_index()[["kind", "step", "microbatch", "calls", "rank"]]
+    by_rank = _folded((row[:4], row[4]) for row in rows.itertuples(index=False, name=None))
+    by_micro = _folded(((kind, step, calls, ranks), micro) for (kind, step, micro, calls), ranks in by_rank)
+    by_step = _folded(((kind, calls, ranks, micros), step) for (kind, step, calls, ranks), micros in by_micro)
+    folded = [(*key, steps) for key, steps in by_step]
+    frame = pd.DataFrame(folded, columns=["kind", "calls", "ranks", "microbatches", "steps"])
+    what = kinds.size().index.to_frame(index=False)
+    frame = frame.join(what, on="kind").sort_values(["kind", "steps", "microbatches", "ranks"])
+    return frame[list(_EVENT_COLUMNS)].astype(EVENT_TYPES).reset_index(drop=True)
+
+
+def _folded(rows: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[Any, str]]:
+    """Rows that differ in their last number only as one row with all of these numbers."""
+    found: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for key, number in rows:
+        found[key].append(number)
+    texts: dict[tuple[int, ...], str] = {}
+    for key, numbers in found.items():
+        these = tuple(sorted(numbers))
+        if these not in texts:
+            texts[these] = span(these)
+        yield key, texts[these]
+
+
+def span(numbers: Iterable[int]) -> str:
+    """Whole numbers as text: "0..3", "0,2", "0..1,5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
+
+
+def members(text: str) -> list[int]:
+    """The numbers that `span` wrote. Raises ValueError for anything else."""
+    ends = [tuple(int(number) for number in part.split("..")) for part in text.split(",")]
+    return [number for end in ends for number in range(end[0], end[-1] + 1)]
+
+
+def timed(ledger: pd.DataFrame) -> pd.DataFrame:
+    """Time spent and time inside calls, by module and micro-batch, mean over ranks."""
+    frame = ledger[["case", "mode", "phase", "region", *_CELLS, "world_size", "call_index", "duration_us"]]
+    frame = frame.assign(end_us=ledger["start_us"] + ledger["duration_us"])
+    frame = frame.sort_values(["case", "rank", "call_index"], kind="stable")
+    before_us = frame.groupby(["case", "rank"], observed=True, sort=False)["end_us"].shift()
+    # A rank's first call has none before it: what the rank did earlier is unknown, the call itself counts.
+    elapsed_us = (frame["end_us"] - before_us).fillna(frame["duration_us"])
+    shares = {"elapsed_us": elapsed_us / frame["world_size"], "in_calls_us": frame["duration_us"] / frame["world_size"]}
+    keys = ["case", "mode", "phase", "region", "step", "microbatch"]
+    sums = frame.assign(**shares).groupby(keys, observed=True, sort=True)[list(shares)].sum()
+    return sums.round(3).reset_index().astype(TIME_TYPES)

@@ -1,0 +1,1 @@
+"""What the options of a command request, checked before torch or pandas is loaded."""

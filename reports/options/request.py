@@ -1,0 +1,296 @@
+"""What the options of a command request, checked before anything is loaded that takes long: torch, pandas.
+
+`read(arguments)` raises for a wrong word or value of any command. The request of `shardproof run` is `requested`: all
+that needs no torch is checked first; then the subject is imported, which mostly needs it. Without a CASE its cases are
+`default_cases`: every mode the subject claims, on 2 and 4 ranks, on real text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import chdir
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from harness.cases import check_modes, check_words, parse_cases, read_case
+from harness.errors import RequestError
+from harness.plain_case import PlainCase
+from harness.predicting.cluster_presets import PRESETS
+from harness.predicting.clusters import read as read_cluster
+from harness.protocols import CaseLike, case_text
+from harness.request import Request, seconds
+from harness.resolve import resolve
+from harness.running.capacity import admit
+from harness.subject import (
+    NamedSubject,
+    Unanswered,
+    cases_of,
+    claims,
+    named,
+    offers,
+    own_cases,
+    refusal,
+    truth_of,
+    vocabulary,
+)
+from reports.comparing.limits import limits
+from reports.comparing.sides import check_name, side_folder
+from reports.options import experiment
+from reports.options.profiling import profiled_steps, profiled_tools
+from reports.options.script_file import check_target
+from reports.stored.files import run_folder
+
+__all__ = ["LAUNCHED", "default_cases", "read", "requested"]
+
+OURS = "parallel.subject:subject"
+"""The subject of our own: its cases are checked before it is imported."""
+LAUNCHED = "torchrun"
+"""The engine whose ranks were launched with us: every one of them runs this command, and rank 0 alone does the work."""
+FIRST_BATCH = "reference.data.batches:micro_batch"
+DATA_STATUS = "reference.data.files:status"
+VARIANT_WORDS = "reference.case.variants:words"
+COVERING_CASES = "reference.case.covering:covering_cases"
+PLAIN_CASES = "reference.case.covering:plain_cases"
+_DECODER = ("variant", "data", "deep", "preset_experiment")
+"""Options of `shardproof run` that need the case language of our decoder."""
+SLICE_WORDS = "parallel.slicing.words:Sliced"
+
+
+def read(arguments: argparse.Namespace) -> Request | None:
+    """The request of `shardproof run`, None for other commands and where rank 0 of launched ranks reads it.
+
+    Raises RequestError for a wrong option.
+    """
+    if arguments.command == "run":
+        return None if arguments.engine == LAUNCHED else requested(arguments)
+    if rule := _CHECKS.get(arguments.command):
+        with chdir("."):  # a subject may go elsewhere when it is imported
+            rule(arguments)
+    return None
+
+
+def _check_run_folder(arguments: argparse.Namespace) -> None:
+    run_folder(arguments.run)
+
+
+def _check_compare(arguments: argparse.Namespace) -> None:
+    limits(arguments.fail)
+    if arguments.save_baseline is not None:
+        check_name(arguments.save_baseline)
+    if arguments.new is None:
+        run_folder(arguments.base)
+    else:
+        for name in (arguments.base, arguments.new):
+            side_folder(name, arguments.baselines)
+
+
+def _check_faults(arguments: argparse.Namespace) -> None:
+    seconds(arguments.timeout, "timeout")
+    arguments.subject = named(arguments.subject, arguments.truth or "")
+    truth_of(arguments.subject)
+
+
+def _check_predict(arguments: argparse.Namespace) -> None:
+    """The words of a text alone, which may stand for several cases; which of these can be is found with the subject."""
+    read_cluster(arguments.cluster, PRESETS)
+    if arguments.world is not None and arguments.world < 1:
+        raise RequestError(f"world={arguments.world}: must be at least 1; legal: --world 8")
+    ours = arguments.subject == OURS
+    if ours:
+        _check_texts(arguments)
+    arguments.subject = named(arguments.subject)
+    if vocabulary(arguments.subject) is not None:
+        _check_own_texts(arguments)
+    elif not ours:
+        _check_texts(arguments)
+
+
+def _check_texts(arguments: argparse.Namespace) -> None:
+    for text in arguments.cases:
+        words = [word for word in text.split() if word != "mode=all"]
+        check_words(" ".join(words))
+        if arguments.world is None and any(word.startswith("mode=") for word in words):
+            read_case(" ".join(words))
+
+
+def _check_own_texts(arguments: argparse.Namespace) -> None:
+    if arguments.world is not None:
+        rule = f"searches meshes for cases of our decoder, and {arguments.subject.name} has words of its own"
+        raise RequestError(f"world={arguments.world}: {rule}; legal: no --world, every CASE with its axes")
+    cases_of(arguments.cases, arguments.subject)
+
+
+def _check_slice(arguments: argparse.Namespace) -> None:
+    text = " ".join(arguments.words)
+    words: Any = resolve(SLICE_WORDS)
+    try:
+        words.parse(text)
+    except ValueError as problem:
+        raise RequestError(f"slice {text!r}: {problem}") from problem
+
+
+_CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "show": _check_run_folder,
+    "page": _check_run_folder,
+    "trace": _check_run_folder,
+    "expect": _check_run_folder,
+    "compare": _check_compare,
+    "faults": _check_faults,
+    "predict": _check_predict,
+    "slice": _check_slice,
+}
+
+
+def requested(arguments: argparse.Namespace) -> Request:
+    """The request of these options of `shardproof run`. Raises RequestError before anything runs."""
+    out = Path(arguments.out).absolute()  # now: the import of a subject may change the folder too
+    with chdir("."):
+        _options_checked(arguments)
+        given = _given(arguments) if arguments.subject == OURS else ()
+        subject = named(arguments.subject, arguments.truth or "")
+        given = given or _given(arguments, subject)
+        truth_of(subject)
+        if arguments.device == "cuda" and not import_module("torch").cuda.is_available():
+            raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
+        cases = given or _defaults(arguments, subject)
+        steps = profiled_steps(arguments, cases)
+        admit(cases, arguments.engine)
+        _read_first(cases)
+    return Request(
+        cases=cases,
+        subject=subject,
+        engine=arguments.engine,
+        device=arguments.device,
+        out=out,
+        timeout_s=seconds(arguments.timeout, "timeout"),
+        command=tuple(sys.argv),
+        profile=profiled_tools(arguments),
+        profile_steps=steps,
+        processes=1 if arguments.cases else min(2, os.cpu_count() or 1),
+    )
+
+
+def _options_checked(arguments: argparse.Namespace) -> None:
+    """Check every rule that needs neither the subject nor torch."""
+    if arguments.emit_repro is not None:
+        check_target(arguments.emit_repro)
+    experiment.complete(arguments)
+    seconds(arguments.timeout, "timeout")
+    profiled_tools(arguments)
+    _check_choice(arguments)
+    if arguments.data is not None:
+        _check_data(arguments.data)
+
+
+def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -> tuple[CaseLike, ...]:
+    """The cases on the command line as this subject reads them; without one as cases of our decoder."""
+    own = subject is not None and vocabulary(subject) is not None
+    if own and (word := next((word for word in _DECODER if getattr(arguments, word)), "")):
+        rule = f"is for cases of our decoder, and {arguments.subject} has words of its own"
+        raise RequestError(f"{word.replace('_', '-')}: {rule}; legal: its own words in a CASE")
+    cases = parse_cases(arguments.cases) if subject is None else cases_of(arguments.cases, subject)
+    if arguments.variant is not None:
+        cases = _as_variant(cases, arguments.variant, given=True)
+    if arguments.data is not None:
+        cases = tuple(_with_data(case, arguments.data) for case in cases)
+    profiled_steps(arguments, cases)
+    return cases
+
+
+def _check_choice(arguments: argparse.Namespace) -> None:
+    """The options that choose among default cases."""
+    if arguments.cases and arguments.modes != "all":
+        legal = "mode= in the case, or --modes without a CASE"
+        raise RequestError(
+            f"modes={arguments.modes}: chooses among the default cases, and a CASE was given; legal: {legal}"
+        )
+    if arguments.cases and arguments.deep:
+        raise RequestError("deep: chooses more default cases, and a CASE was given; legal: --deep without a CASE")
+    if arguments.subject == OURS:
+        check_modes(arguments.modes)
+
+
+def _defaults(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[CaseLike, ...]:
+    cases = default_cases(subject, arguments.modes, deep=arguments.deep)
+    if arguments.variant is not None:  # one case of a mode shows it, or none
+        cases = tuple({case.mode: case for case in reversed(cases)}.values())[::-1]
+        cases = _as_variant(cases, arguments.variant, given=False)
+    if arguments.data is not None:
+        cases = tuple(_with_data(case, arguments.data) for case in cases)
+    return cases
+
+
+def default_cases(subject: NamedSubject, modes: str, *, deep: bool = False) -> tuple[CaseLike, ...]:
+    """The cases that the subject names itself; else those that cover the words of the case language. In either case of
+    the chosen modes ("all" or "a,b") that are claimed.
+
+    `deep`: every pair of values of two words; otherwise every pair that is no default. What the subject refuses is left
+    out as far as it leaves anything. A subject without `refuses` has not stated which words it knows: plain cases.
+    """
+    if not deep and (own := own_cases(subject)) is not None:
+        modes_chosen = claims(subject).chosen(modes)
+        return tuple(case for case in own if case.mode in modes_chosen)
+    if not deep and not offers(subject.call, "refuses"):
+        plain: Callable[[str], Iterable[CaseLike]] = resolve(PLAIN_CASES)  # type: ignore[assignment]
+        return tuple(case for mode in claims(subject).chosen(modes) for case in plain(mode))
+    cases_of: Callable[..., Iterable[CaseLike]] = resolve(COVERING_CASES)  # type: ignore[assignment]
+
+    def refuses(case: CaseLike) -> str:
+        try:
+            return refusal(case, subject)
+        except Unanswered:  # the case itself is to run into it: its verdict reports it
+            return ""
+
+    return tuple(case for mode in claims(subject).chosen(modes) for case in cases_of(mode, refuses, deep=deep))
+
+
+def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> tuple[CaseLike, ...]:
+    """The cases with this variant. One that was given must show it as it is; a default one is made to, or left out."""
+    make: Callable[[str], dict[str, object]] = resolve(VARIANT_WORDS)  # type: ignore[assignment]
+    try:
+        made = make(name)
+    except ValueError as problem:
+        raise RequestError(str(problem)) from problem
+    words = {"variant": name} if given else made
+    shown = []
+    for case in cases:
+        try:
+            shown.append(case.but(**words))
+        except ValueError as problem:
+            if given:
+                raise RequestError(f"case {case_text(case)!r}: {problem}") from problem
+    if not shown and not given:
+        raise RequestError(f"variant={name}: no default case of these modes can show it; legal: --modes all")
+    return tuple(shown)
+
+
+def _with_data(case: CaseLike, path: str) -> CaseLike:
+    try:
+        return case.but(data=path)
+    except ValueError as problem:
+        raise RequestError(str(problem)) from problem
+
+
+def _check_data(path: str) -> None:
+    """Raise RequestError for data that are not there; `_read_first` reads them."""
+    status: Callable[[Path], object] = resolve(DATA_STATUS)  # type: ignore[assignment]
+    try:
+        status(Path(path).expanduser())
+    except (ValueError, RuntimeError) as problem:
+        raise RequestError(f"data={path}: {problem}") from problem
+
+
+def _read_first(cases: Sequence[CaseLike]) -> None:
+    """Read a first batch of every case: unreadable data are a wrong request and not a failure of the subject."""
+    read: Callable[..., object] = resolve(FIRST_BATCH)  # type: ignore[assignment]
+    for case in cases:
+        if isinstance(case, PlainCase):
+            continue
+        try:
+            read(case, 0, 0, 0)
+        except (ValueError, OSError) as problem:
+            raise RequestError(f"data={getattr(case, 'data', '')}: {problem}") from problem

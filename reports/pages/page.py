@@ -1,0 +1,228 @@
+"""One run as one HTML page: self-contained, opens offline, under a megabyte.
+
+Everything that comes from a run is escaped by the template; only our own drawings are trusted. What would not fit is
+left out with a line that says where it stands in the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from reports.comparing import breakeven
+from reports.comparing.modes import modes_table, side_by_side
+from reports.pages import bars
+from reports.pages.modules import Node, by_module, tree
+from reports.pages.timeline import last_micro_batch, timeline
+from reports.printing import tables, witnesses
+from reports.printing.tables import Table, mebibytes
+from reports.stored import spread, summary
+from reports.stored.files import csv_table
+from reports.stored.frames import Run
+from reports.stored.unchecked import unchecked_notes
+
+__all__ = ["render", "write"]
+
+_MOST_BYTES = 1_000_000
+_MOST_ROWS = (1000, 300, 100, 30)
+_MOST_MESSAGES = 30
+_MOST_CASES = 64
+_SOURCES = {"modes": "summary.csv", "cases": "summary.csv", "verdicts": "verdicts.jsonl", "kills": "kill_matrix.csv"}
+"""Tables that may be cut, and the file that holds all of their rows."""
+_TURNS = "inproc"
+"""The engine whose ranks take turns, so that times say nothing of speed."""
+_TEMPLATES = Path(__file__).parent
+
+
+_KILL_COLUMNS = {
+    **{"name": "bug", "kind": "kind", "stands_for": "stands for", "mode": "mode", "phase": "phase"},
+    **{"region": "module", "survived": "noticed", "killed_by": "by", "equivalent": "equivalent"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plot:
+    svg: Markup
+    caption: str
+
+
+def write(run: Run, path: Path) -> Path:
+    """Write the page of this run to a file and return its path."""
+    path.write_text(render(run), encoding="utf-8")
+    return path
+
+
+def render(run: Run) -> str:
+    """The page as text: with as many rows of every table as let it stay small."""
+    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    environment.filters["mebibytes"] = mebibytes
+    template, parts = environment.get_template("page.html"), _parts(run)
+    for rows in _MOST_ROWS:
+        shown = {name: _cut(part, _SOURCES.get(name, ""), rows) for name, part in parts.items()}
+        text = template.render(shown, most=rows)
+        if len(text.encode()) <= _MOST_BYTES:
+            break
+    return text
+
+
+def _cut(part: object, source: str, rows: int) -> object:
+    """A table, or several, with at most this many rows."""
+    if source and isinstance(part, list):
+        return [_first_rows(table, source, rows) for table in part]
+    return _first_rows(part, source, rows) if source and isinstance(part, Table) else part
+
+
+def _parts(run: Run) -> dict[str, object]:
+    """What the template shows, by its names for it."""
+    headline = summary.headline(run)
+    verdicts = summary.worst_first(run.verdicts)
+    lines, shared = bars.lines(run)
+    used = set(run.summary["phase"])
+    return {
+        "name": run.path.resolve().name,
+        "overall": summary.overall(headline),
+        "tally": _tally(headline),
+        "worst": int((headline["verdict"] == summary.overall(headline)).sum()),
+        "against": tables.headline_table(headline).title,
+        "about": _about(run.env),
+        "lines": lines,
+        "shared": shared,
+        "phases": [(phase, colour) for phase, colour in bars.PHASE_COLOURS.items() if phase in used],
+        "failures": spread.groups(verdicts[verdicts["verdict"] == "fail"], run.path),
+        "open": _open(verdicts),
+        "most_messages": _MOST_MESSAGES,
+        "turns": run.env.get("request", {}).get("engine") == _TURNS,
+        "notes": run.notes,
+        "remarks": unchecked_notes(run),
+        "command": _command(run.env),
+        "modes": modes_table(side_by_side(run)) if len(run.summary) else None,
+        "plots": _plots(run),
+        "break_even": _break_even_table(run),
+        "traffic": [*_traffic(run), *witnesses.tables(run.path)],
+        "cases": _cases(run),
+        "modules": _modules(run),
+        "timelines": _timelines(run),
+        "kills": _kills(run.path / "kill_matrix.csv"),
+        "verdicts": tables.verdict_table(verdicts),
+        "environment": _environment(run.env),
+    }
+
+
+def _tally(headline: pd.DataFrame) -> str:
+    """ "17 pass, 1 fail"."""
+    counts = headline["verdict"].value_counts()
+    words = sorted(counts.index, key=summary.badness)
+    return ", ".join(f"{counts[word]} {word}" for word in words) or "no case"
+
+
+def _about(env: dict[str, Any]) -> str:
+    """Subject, engine and torch of a run, as far as they are known."""
+    asked, versions = env.get("request", {}), env.get("versions", {})
+    words = {"subject": asked.get("subject"), "engine": asked.get("engine"), "torch": versions.get("torch")}
+    return ", ".join(f"{word} {value}" for word, value in words.items() if value)
+
+
+def _open(verdicts: pd.DataFrame) -> list[dict[str, str]]:
+    """What could not be decided: check, case and the reason."""
+    rows = verdicts[(verdicts["verdict"] == "unknown") & (verdicts["message"] != "")]
+    return [{str(key): str(value) for key, value in row.items()} for row in rows.to_dict("records")]
+
+
+def _plots(run: Run) -> list[_Plot]:
+    """Bytes against tokens, where a run has cases of several lengths."""
+    growth = breakeven.growth(run)
+    if not len(growth):
+        return []
+    from reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second to import, and few runs need it)
+
+    svg = plots.break_even(growth, breakeven.crossings(growth), "Bytes against tokens")
+    caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
+    return [_Plot(svg=Markup(svg), caption=caption)]
+
+
+def _command(env: dict[str, Any]) -> str:
+    """The command line that made the run, as it can be typed again."""
+    words = env.get("command", ())
+    if isinstance(words, str):
+        return words
+    named = ["shardproof" if Path(str(word)).name == "cli.py" else str(word) for word in words[:1]]
+    return shlex.join([*named, *map(str, words[1:])])
+
+
+def _modules(run: Run) -> list[tuple[str, tuple[Node, ...]]]:
+    modes = by_module(run).groupby(["mode", "world_size"], observed=True, sort=True)
+    return [(f"{mode}, {ranks} ranks", tree(lines)) for (mode, ranks), lines in modes]
+
+
+def _timelines(run: Run) -> list[_Plot]:
+    """One drawing a mode: its case with most ranks."""
+    drawn = []
+    cases = run.cases.sort_values("world_size", ascending=False, kind="stable")
+    for mode, of_mode in cases.groupby("mode", observed=True, sort=True):
+        case = str(of_mode["case"].iloc[0])
+        svg = timeline(last_micro_batch(run.ledger[run.ledger["case"] == case]), f"Timeline of {mode}")
+        if svg:
+            drawn.append(_Plot(svg=Markup(svg), caption=f"{mode}: the last micro-batch of {case}"))
+    return drawn
+
+
+def _kills(path: Path) -> Table | None:
+    """The kill matrix of a folder of `shardproof faults`: what survived first."""
+    if not path.is_file():
+        return None
+    kills = csv_table(path, {}, ("name", "kind", "killed_by", "killed"), []).fillna("").astype("str")
+    alive = kills["killed"].str.lower().isin(("false", "0", "no"))
+    kills = kills.assign(survived=alive.map({True: "no", False: "yes"})).sort_values(
+        "survived", kind="stable", ignore_index=True
+    )
+    shown = [name for name in _KILL_COLUMNS if name in kills]
+    columns = [(header, name, tables.mark) for name, header in _KILL_COLUMNS.items() if name in shown]
+    killed = f"{(~alive).sum()} of {len(kills)} planted bugs were noticed"
+    return tables.table("Kill matrix", kills, columns, note=killed)
+
+
+def _break_even_table(run: Run) -> Table | None:
+    crossings = breakeven.compared(run)
+    return tables.break_even_table(crossings) if len(crossings) else None
+
+
+def _traffic(run: Run) -> list[Table]:
+    """One table a mode: its calls and bytes beside the expectation."""
+    traffic = summary.traffic(run)
+    modes = traffic.groupby("mode", observed=True, sort=True)
+    return [tables.traffic_table(lines, title=str(mode)) for mode, lines in modes]
+
+
+def _cases(run: Run) -> list[Table]:
+    """One table a case, when there are few enough to read."""
+    if run.summary["case"].nunique() > _MOST_CASES:
+        return []
+    cases = summary.traffic(run, "case").groupby("case", sort=False)
+    return [tables.traffic_table(lines, title=str(case)) for case, lines in cases]
+
+
+def _first_rows(table: Table, source: str, rows: int) -> Table:
+    if len(table.rows) <= rows:
+        return table
+    note = f"{rows:,} of {len(table.rows):,} rows; all of them stand in {source}"
+    return replace(table, rows=table.rows[:rows], note=f"{table.note}; {note}" if table.note else note)
+
+
+def _environment(env: dict[str, Any]) -> Table:
+    return Table(title="Environment", headers=("what", "value"), rows=tuple(_flat("", env)))
+
+
+def _flat(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)

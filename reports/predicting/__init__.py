@@ -1,0 +1,1 @@
+"""Layouts on a cluster that is not here: candidates, forecasts, what would make a case fit."""

@@ -1,0 +1,192 @@
+"""The computing half of `shardproof predict`: every candidate of a text forecast, the fastest first, the break-even.
+
+Sizes are bytes, times seconds, all of one rank and one step; nothing is printed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from harness.engines.shapes.dry import DryEngine
+from harness.errors import NoNumbers, NotComputed, RequestError
+from harness.predicting.clusters import Cluster
+from harness.predicting.forecast import Forecast, forecast
+from harness.protocols import Subject
+from reports.comparing import breakeven
+from reports.predicting import fitting
+from reports.predicting.planning import Candidate, candidates, growth
+
+__all__ = ["Prediction", "figure", "predict"]
+
+_GIB = 2**30
+_WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What is predicted of one text: `fastest` is the answer in words, `rows` a candidate each, fastest first.
+
+    Rows that fit come before rows that do not, and those before cases that cannot be; columns: `_row`. `phases`:
+    seconds by candidate and phase. `changes`: what would make it fit where nothing does (reports.fitting), else empty.
+    `states`: bytes kept of every parameter where they are by formula, "" where the program's own were measured.
+    """
+
+    text: str
+    cluster: Cluster
+    rows: pd.DataFrame
+    phases: pd.DataFrame
+    fastest: str
+    changes: pd.DataFrame
+    states: str
+    crossings: pd.DataFrame
+    curves: dict[str, pd.DataFrame]
+    forecasts: tuple[Forecast, ...]
+
+
+def predict(
+    text: str,
+    subject: Subject,
+    cluster: Cluster,
+    engine: DryEngine,
+    *,
+    world: int | None = None,
+    tick: Callable[[int, int, str, str], object] = lambda *_: None,
+) -> Prediction:
+    """The prediction of what a text stands for. Raises RequestError when the text is wrong or cannot be run dry."""
+    inner = next((link.ranks for link in cluster.links if link.ranks), 8)
+    found = candidates(text, subject, world=world, inner=inner)
+    made: list[tuple[Candidate, Forecast | None]] = []
+    for number, candidate in enumerate(found):
+        made.append((candidate, _forecast(candidate, subject, cluster, engine, whole=len(found) == 1)))
+        tick(number + 1, len(found), candidate.text, "" if candidate.case else "illegal")
+    made.sort(key=_place)
+    rows = _frame([_row(candidate, one) for candidate, one in made])
+    legal = [one for _, one in made if one is not None]
+    changes = pd.DataFrame()
+    if not any(one.fits for one in legal):
+        candidate, least = min(((c, f) for c, f in made if f is not None), key=lambda pair: pair[1].memory.peak)
+        changes = fitting.changes(candidate, least, subject, lambda c: _measured(c, subject, cluster, engine))
+    modes = {one.case.mode: one.case for one in legal} if world is None else {}
+    curves = {way: growth(modes.values(), subject, way) for way in ("layers", "all")} if len(modes) > 1 else {}
+    crossings = [breakeven.crossings(curve).assign(counted=way) for way, curve in curves.items()]
+    return Prediction(
+        text=text,
+        cluster=cluster,
+        rows=rows,
+        phases=_phases(made),
+        fastest=_fastest(rows, changes, cluster),
+        changes=changes,
+        states=_states(made),
+        crossings=pd.concat(crossings, ignore_index=True) if crossings else pd.DataFrame(),
+        curves=curves,
+        forecasts=tuple(legal),
+    )
+
+
+def _forecast(
+    candidate: Candidate, subject: Subject, cluster: Cluster, engine: DryEngine, *, whole: bool
+) -> Forecast | None:
+    return None if candidate.case is None else _measured(candidate, subject, cluster, engine, whole=whole)
+
+
+def _measured(
+    candidate: Candidate, subject: Subject, cluster: Cluster, engine: DryEngine, *, whole: bool = False
+) -> Forecast:
+    """The forecast of a candidate whose case can be."""
+    if candidate.case is None:
+        raise ValueError(f"candidate={candidate.text}: cannot be: {candidate.reason}")
+    try:
+        return forecast(candidate.case, subject, cluster, engine, whole=whole, states=candidate.states)
+    except (NoNumbers, NotComputed) as problem:
+        raise RequestError(f"case {candidate.text!r}: cannot be run dry: {problem.cause}") from problem
+
+
+def _place(made: tuple[Candidate, Forecast | None]) -> tuple[int, float]:
+    """Fastest first; what does not fit behind what does, by what it needs; what cannot be last, as requested."""
+    one = made[1]
+    if one is None:
+        return 2, 0.0
+    slowness = -one.tokens_per_s_per_rank if one.tokens else one.step_s
+    return (0, slowness) if one.fits else (1, one.memory.peak)
+
+
+def _frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """The rows; whole numbers stay whole beside a candidate that has none, where pandas would make them floats."""
+    return pd.DataFrame(rows).assign(**{name: pd.array([row[name] for row in rows], dtype="Int64") for name in _WHOLE})
+
+
+def _row(candidate: Candidate, one: Forecast | None) -> dict[str, object]:
+    """The row of a candidate; numbers are missing where it cannot be. Sizes in bytes, times in seconds."""
+    row: dict[str, object] = {"words": candidate.words, "case": candidate.text, "legal": "yes" if one else "no"}
+    row["reason"] = candidate.reason
+    row["mode"] = one.case.mode if one else candidate.words.split()[0].removeprefix("mode=")
+    row["ranks"] = one.case.world_size if one else None
+    times, memory, sent = (one.times, one.memory, one.traffic) if one else (None, None, None)
+    row |= {
+        "step_s": times.total_s if times else None,
+        "compute_s": times.compute_s if times else None,
+        "exposed_s": sum(times.exposed_s.values()) if times else None,
+        "hidden_s": sum(times.hidden_s.values()) if times else None,
+        "tokens": (one.tokens or None) if one else None,
+        "tokens_per_s_per_rank": one.tokens_per_s_per_rank if one else None,
+        "tokens_per_s": one.tokens_per_s_per_rank * one.case.world_size if one else None,
+        "flops": one.flops if one else None,
+    }
+    for name in ("parameters", "gradients", "optimizer", "saved", "peak"):
+        row[f"{name}_bytes"] = getattr(memory, name) if memory else None
+    for name in ("calls", "payload_bytes", "wire_bytes"):
+        row[name] = getattr(sent, name) if sent else None
+    return row | {"fits": ("yes" if one.fits else "no") if one else "", "ledger": one.ledger if one else ""}
+
+
+def _phases(made: Iterable[tuple[Candidate, Forecast | None]]) -> pd.DataFrame:
+    rows = [
+        (candidate.words, phase, one.times.exposed_s.get(phase, 0.0), max(0.0, hidden))
+        for candidate, one in made
+        if one is not None
+        for phase, hidden in one.times.hidden_s.items()
+    ]
+    return pd.DataFrame(rows, columns=["words", "phase", "exposed_s", "hidden_s"])
+
+
+def _fastest(rows: pd.DataFrame, changes: pd.DataFrame, cluster: Cluster) -> str:
+    """The answer: the fastest legal candidate that fits, by tokens a second and rank, for meshes may differ in data;
+    where nothing fits, what would.
+    """
+    room = f"{cluster.device.memory_gib:g} GiB of a {cluster.device.name}"
+    best = rows.iloc[0]
+    name = best["words"] if len(rows) > 1 else best["case"]
+    need = best["peak_bytes"] / _GIB
+    step_s = best["step_s"]
+    if best["fits"] == "yes" and pd.isna(best["tokens"]):
+        return f"fastest that fits into the {room}: {name}: {figure(step_s)} s a step; it needs {figure(need)} GiB"
+    if best["fits"] == "yes":
+        each, together = figure(best["tokens_per_s_per_rank"]), figure(best["tokens_per_s"])
+        speed = f"{each} tokens/s a GPU, {together} on {best['ranks']:,}"
+        return f"fastest that fits into the {room}: {name}: {speed}; it needs {figure(need)} GiB"
+    told = f"nothing fits into the {room}: {name} needs least, {figure(need)} GiB"
+    told += f" ({need / cluster.device.memory_gib:.2g}x)"
+    fitting = changes[changes["fits"] == "yes"]
+    ways = [f"{row['change']} ({figure(row['peak_bytes'] / _GIB)} GiB)" for row in fitting.to_dict("records")]
+    return f"{told}; it would fit with {', or '.join(ways)}" if ways else f"{told}; no change that was tried fits"
+
+
+def figure(value: float, digits: int = 3) -> str:
+    """A number with this many significant digits, never fewer than those before its point."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def _states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
+    """What training keeps of every parameter, in words."""
+    for candidate, one in made:
+        kept = candidate.states
+        if one is not None and kept is not None:
+            parts = (
+                f"parameter {kept.parameter}, gradient {kept.gradient}, master {kept.master}, moments {kept.moments}"
+            )
+            return f"{one.case.dtype}, AdamW as in Megatron-LM: {kept.together} bytes a parameter ({parts})"
+    return ""

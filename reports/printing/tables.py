@@ -1,0 +1,269 @@
+"""How numbers are written: frames to tables of text, the same in the terminal, in markdown and on the page.
+
+Bytes are written in MiB (2**20), errors with three significant digits, "-" stands for what is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from reports.stored.summary import apart, grouped
+
+__all__ = [
+    "NOTHING",
+    "Table",
+    "break_even_table",
+    "count",
+    "first_table",
+    "grouped_table",
+    "headline_table",
+    "mark",
+    "mebibytes",
+    "milliseconds",
+    "pair",
+    "small",
+    "table",
+    "traffic_table",
+    "verdict_table",
+    "whole",
+]
+
+NOTHING = "-"
+_MOST_CASES = 24
+"""Rows of cases that are read at one glance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Headers and cells as text. `numbers` are columns to align right; `note` is a line below. Raises ValueError."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: frozenset[int] = frozenset()
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.headers):
+                raise ValueError(f"rows={row}: needs {len(self.headers)} cells, one a header; legal: {self.headers}")
+
+
+def count(value: object) -> str:
+    """A whole number."""
+    return NOTHING if _absent(value) else f"{int(str(value)):,}"
+
+
+def whole(value: object) -> str:
+    """A measured number to the nearest whole one."""
+    return NOTHING if _absent(value) else f"{round(float(str(value))):,}"
+
+
+def mebibytes(value: object) -> str:
+    """Bytes as MiB, so that no traffic reads as none: 0.003 for 3 kB, <0.001 for 12 bytes."""
+    if _absent(value):
+        return NOTHING
+    size_mib = float(str(value)) / 2**20
+    if 0 < size_mib < 0.0005:
+        return "<0.001"
+    return f"{size_mib:,.3f}" if size_mib < 100 else f"{size_mib:,.1f}"
+
+
+def small(value: object) -> str:
+    """An error: 0, 2.1e-16, 1e-09."""
+    if _absent(value):
+        return NOTHING
+    return "0" if float(str(value)) == 0 else f"{float(str(value)):.2g}"
+
+
+def milliseconds(value: object) -> str:
+    """Microseconds as ms: 12.3, 0.012."""
+    if _absent(value):
+        return NOTHING
+    spent_ms = float(str(value)) / 1000
+    return f"{spent_ms:,.1f}" if spent_ms >= 10 else f"{spent_ms:.3f}"
+
+
+def pair(value: object) -> str:
+    """Two numbers already written, "12 / 8"."""
+    return str(value)
+
+
+def mark(value: object) -> str:
+    """A word, or "-" for an empty one."""
+    return str(value) or NOTHING
+
+
+def few(value: object) -> str:
+    """The first of several names, and how many more there are."""
+    first, *more = str(value).split("; ")
+    return f"{first} and {len(more)} more" if more else first or NOTHING
+
+
+_NUMBERS = (count, whole, mebibytes, milliseconds, small, pair)
+"""The writers whose columns align right."""
+
+
+def _absent(value: object) -> bool:
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def table(
+    title: str, frame: pd.DataFrame, columns: Sequence[tuple[str, str, Callable[[object], str]]], note: str = ""
+) -> Table:
+    """A table of these columns of the frame: (header, column, how to write a value). Numbers align right."""
+    cells = [[write(value) for value in frame[column].astype("object")] for _, column, write in columns]
+    return Table(
+        title=title,
+        headers=tuple(header for header, _, _ in columns),
+        rows=tuple(zip(*cells, strict=True)),
+        numbers=frozenset(i for i, (_, _, write) in enumerate(columns) if write in _NUMBERS),
+        note=note,
+    )
+
+
+def headline_table(headline: pd.DataFrame) -> Table:
+    """The one table of a run, from `summary.headline`."""
+    shared, words = apart(headline["words"])
+    frame = headline.assign(
+        own_words=words,
+        both_calls=_pairs(headline["forward_calls"], headline["backward_calls"], count),
+        both_errors=_pairs(headline["worst_error"], headline["worst_allowed"], small),
+    )
+    return table(
+        _compared(headline),
+        frame,
+        (
+            ("mode", "mode", str),
+            ("ranks", "ranks", count),
+            ("calls fwd / bwd", "both_calls", pair),
+            ("MiB per rank", "payload_bytes", mebibytes),
+            ("expected", "expected_payload_bytes", mebibytes),
+            ("saved", "saved_bytes", mebibytes),
+            ("max error / allowed", "both_errors", pair),
+            ("verdict", "verdict", str),
+            ("case", "own_words", mark),
+        ),
+        note="calls and MiB (payload): one rank, the whole run; saved: the most MiB that autograd held on a rank; "
+        "error: the check that came closest to its limit" + (f"; every case: {shared}" if shared else ""),
+    )
+
+
+def first_table(headline: pd.DataFrame) -> Table:
+    """The table that a run prints: a row a case, or a row for all cases of a mode where they are too many to read."""
+    return headline_table(headline) if len(headline) <= _MOST_CASES else grouped_table(headline)
+
+
+def grouped_table(headline: pd.DataFrame) -> Table:
+    """All cases of a mode on as many ranks in one row, from `summary.headline`."""
+    frame = grouped(headline)
+    calls = [_ranges(frame, f"{phase}_calls", count) for phase in ("forward", "backward")]
+    met = zip(frame["as_expected"], frame["expected"], strict=True)
+    verdicts = zip(frame["verdict"], frame["alike"], frame["cases"], strict=True)
+    frame = frame.assign(
+        both_calls=[" / ".join(texts) for texts in zip(*calls, strict=True)],
+        payload=_ranges(frame, "payload_bytes", mebibytes),
+        met=[f"{as_expected} of {expected}" if expected else NOTHING for as_expected, expected in met],
+        both_errors=_pairs(frame["worst_error"], frame["worst_allowed"], small),
+        told=[word if alike == cases else f"{word} {alike} of {cases}" for word, alike, cases in verdicts],
+    )
+    return table(
+        _compared(headline),
+        frame,
+        (
+            ("mode", "mode", str),
+            ("ranks", "ranks", count),
+            ("cases", "cases", count),
+            ("calls fwd / bwd", "both_calls", pair),
+            ("MiB per rank", "payload", pair),
+            ("as expected", "met", pair),
+            ("saved", "saved_bytes", mebibytes),
+            ("max error / allowed", "both_errors", pair),
+            ("verdict", "told", str),
+        ),
+        note="calls and MiB (payload): one rank, the whole run, the least to the most of these cases; as expected: "
+        "cases with the bytes of the closed form; saved: the most MiB that autograd held on a rank; error: the check "
+        "that came closest to its limit",
+    )
+
+
+def _ranges(frame: pd.DataFrame, name: str, write: Callable[[object], str]) -> list[str]:
+    """The least and the most of a number: "20-32", or "20" when both are written alike."""
+    ends = zip(frame[f"least_{name}"].astype("object"), frame[f"most_{name}"].astype("object"), strict=True)
+    texts = [(write(least), write(most)) for least, most in ends]
+    return [least if least == most else f"{least}-{most}" for least, most in texts]
+
+
+def _compared(headline: pd.DataFrame) -> str:
+    """What the cases were held against: dry ranks have no numbers, a case that never ran was held against nothing."""
+    if headline["worst_error"].notna().any():
+        return "Every case against the dense model"
+    known = headline["expected_payload_bytes"].notna().any()
+    return "Every case against its expected ledger" if known else "Every case"
+
+
+def _pairs(left: pd.Series, other: pd.Series, write: Callable[[object], str]) -> list[str]:
+    pairs = zip(left.astype("object"), other.astype("object"), strict=True)
+    texts = [(write(a), write(b)) for a, b in pairs]
+    return [NOTHING if a == b == NOTHING else f"{a} / {b}" for a, b in texts]
+
+
+def traffic_table(traffic: pd.DataFrame, title: str = "Calls and bytes beside the expectation") -> Table:
+    """Traffic beside its expectation, from `summary.traffic`."""
+    return table(
+        title,
+        traffic,
+        (
+            ("mode", "mode", str),
+            ("ranks", "ranks", count),
+            ("phase", "phase", str),
+            ("op", "op", str),
+            ("axis", "axis", str),
+            ("calls", "calls", count),
+            ("expected", "expected_calls", count),
+            ("payload MiB", "payload_bytes", mebibytes),
+            ("expected MiB", "expected_payload_bytes", mebibytes),
+            ("wire MiB", "wire_bytes", mebibytes),
+            ("agrees", "agrees", mark),
+        ),
+        note="one rank; payload: what calls hand over, expected: the same by closed form, wire: what the rank sends "
+        "then (ring model); cases of one mode on as many ranks are added up; agrees: line by line in every case",
+    )
+
+
+def verdict_table(verdicts: pd.DataFrame, title: str = "Verdicts") -> Table:
+    """One row a check: its verdict and the tensor that came closest to its limit."""
+    return table(
+        title,
+        verdicts,
+        (
+            ("verdict", "verdict", str),
+            ("check", "check", str),
+            ("case", "case", str),
+            ("worst tensor", "worst_name", str),
+            ("error", "worst_error", small),
+            ("allowed", "worst_allowed", small),
+            ("in epsilons", "worst_epsilons", small),
+            ("not checked", "unchecked", few),
+        ),
+    )
+
+
+def break_even_table(crossings: pd.DataFrame) -> Table:
+    """Where one mode becomes cheaper than another, from `breakeven.compared`."""
+    return table(
+        "Break-even",
+        crossings,
+        (
+            ("cheaper beyond T*", "mode", str),
+            ("than", "other", str),
+            ("T* (tokens)", "tokens", whole),
+            ("MiB there", "wire_bytes", mebibytes),
+            ("counted", "counted", str),
+        ),
+        note="wire bytes of one rank, a micro-batch; layers: without all-to-alls, embedding and head; all: everything",
+    )

@@ -1,0 +1,1 @@
+"""Run folders read: as files, as frames, and what they come to."""

@@ -1,0 +1,210 @@
+"""A run folder as pandas frames: `load("runs/latest").ledger` is all that a notebook needs.
+
+Reads what `harness` writes and nothing else, and never writes. Every frame is flat; text columns with a natural order
+(mode, phase, op, axis) are ordered categoricals, so that every table sorts alike. Units are in the column names:
+bytes, microseconds. A folder that a killed run left behind loads too: a line cut in its middle is dropped, a missing
+summary is made from the ledger, and `Run.notes` says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from harness.ledger import COLUMNS, OPS, PHASES, Event
+from reports.stored.files import RunFolderError, csv_table, environment_of, json_lines, run_folder
+
+__all__ = ["AXES", "MODES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
+
+MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
+AXES = ("tp", "wp", "cp", "dp", "wdp", "ep", "pp", "world")
+_ORDER = {"mode": MODES, "phase": PHASES, "op": OPS, "axis": AXES}
+
+_KEYS = ("case", "mode", "phase", "op", "axis", "group_size")
+_COUNTS = ("calls", "payload_bytes", "wire_bytes")
+_EXPECTED = ("expected_calls", "expected_payload_bytes")
+_LEAST = tuple(f"min_{name}" for name in _COUNTS)
+SUMMARY_COLUMNS = (*_KEYS, *_COUNTS, *_EXPECTED)
+_SUMMARY_TYPES = (
+    dict.fromkeys(_KEYS[:-1], "str")
+    | dict.fromkeys(("group_size", *_COUNTS), "int64")
+    | dict.fromkeys(_EXPECTED, "Int64")
+)
+_MEMORY_TYPES = {"case": "str", "rank": "int64", "saved_bytes": "int64"}
+_TYPES = {"int": "int64", "float": "float64", "bool": "bool", "str": "str"}
+_LEDGER_TYPES = {name: _TYPES[str(Event.__annotations__[name])] for name in COLUMNS}
+# Read as categories, every distinct text is made once: a million events then fit in a few hundred megabytes.
+_PACKED_TYPES = {name: "category" if kind == "str" else kind for name, kind in _LEDGER_TYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """Everything one command produced.
+
+    cases     case, mode, world_size and what else the run said of it; one row a case
+    ledger    the contract's columns; one row an event
+    summary   calls and bytes of one rank by case, mode, phase, op, axis, group_size, beside the expectation (NA: none)
+    verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message, unchecked (names,
+              joined by "; "), mode; one row a check, and an unknown "run" where a killed run lost some of a case
+    timings   case, part, seconds, mode; one row a part of a case
+    memory    case, rank, saved_bytes: the most that autograd held for backward; empty when it was not measured
+    env       versions, machine, command
+    notes     what is missing or was mended on reading; empty for a complete run
+    """
+
+    path: Path
+    cases: pd.DataFrame
+    ledger: pd.DataFrame
+    summary: pd.DataFrame
+    verdicts: pd.DataFrame
+    timings: pd.DataFrame
+    memory: pd.DataFrame
+    env: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def events(self) -> pd.DataFrame:
+        """The ledger: its rows are events."""
+        return self.ledger
+
+
+def load(run: str | Path = "runs/latest") -> Run:
+    """The run in this folder. Raises RunFolderError with one message when there is none or a file in it is broken."""
+    path = run_folder(run)
+    notes: list[str] = []
+    env = environment_of(path, notes)
+    cases = _cases(path / "cases.jsonl", notes)
+    ledger = _ledger(path, notes)
+    summary = _summary(path / "summary.csv", ledger, notes)
+    verdicts = _verdicts(path / "verdicts.jsonl", notes)
+    timings = csv_table(path / "timings.csv", {}, (), notes) if (path / "timings.csv").is_file() else pd.DataFrame()
+    held = path / "memory.csv"
+    memory = pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _MEMORY_TYPES.items()})
+    if held.is_file():
+        memory = csv_table(held, _MEMORY_TYPES, tuple(_MEMORY_TYPES), notes)
+    if (late := len(set(cases["case"]) - set(verdicts["case"]))) and "skipped" not in cases:
+        notes.append(f"{late} of {len(cases)} cases have no verdict: the run was stopped before them")
+    return Run(
+        path=path,
+        cases=in_order(cases),
+        ledger=in_order(ledger),
+        summary=in_order(summary),
+        verdicts=_with_mode(verdicts, cases),
+        timings=_with_mode(timings, cases),
+        memory=memory,
+        env=env,
+        notes=tuple(notes),
+    )
+
+
+def in_order(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with mode, phase, op and axis as ordered categoricals: known words first, others sorted behind."""
+    columns = {}
+    for name, known in _ORDER.items():
+        if name in frame:
+            other = sorted(set(frame[name].astype(str)) - set(known))
+            columns[name] = pd.Categorical(frame[name].astype(str), categories=[*known, *other], ordered=True)
+    return frame.assign(**columns)
+
+
+def _with_mode(frame: pd.DataFrame, cases: pd.DataFrame) -> pd.DataFrame:
+    """The frame with the mode of each row's case as its last column."""
+    if "case" not in frame:
+        return frame
+    modes = dict(zip(cases["case"], cases["mode"], strict=True))
+    return in_order(frame.assign(mode=[str(modes.get(case, "")) for case in frame["case"]]))
+
+
+def _cases(path: Path, notes: list[str]) -> pd.DataFrame:
+    rows = json_lines(path, ("case",), notes)
+    frame = pd.DataFrame(rows)
+    for name in ("case", "mode", "world_size"):
+        if name not in frame:
+            frame[name] = pd.Series([None] * len(frame), dtype="object")
+    # A line of another file, or of another program, may lack both: it is a case without them.
+    modes = ["" if mode is None or mode != mode else str(mode) for mode in frame["mode"]]  # noqa: PLR0124  (NaN)
+    sizes = pd.to_numeric(frame["world_size"], errors="coerce")
+    frame = frame.assign(case=frame["case"].astype("str"), mode=modes, world_size=sizes)
+    return frame.drop_duplicates("case", keep="last", ignore_index=True)
+
+
+def _verdicts(path: Path, notes: list[str]) -> pd.DataFrame:
+    rows, before = [], len(notes)
+    lines = json_lines(path, ("case", "check", "verdict"), notes)
+    for row in (*lines, *_torn(lines, notes, cut=len(notes) > before)):
+        worst = row.get("worst") or {}
+        if not isinstance(worst, dict):
+            raise RunFolderError(f"{path}: `worst` must be an object with name, error, allowed, in epsilons")
+        rows.append(
+            {
+                "case": row["case"],
+                "check": row["check"],
+                "verdict": row["verdict"],
+                "worst_name": str(worst.get("name", "")),
+                "worst_error": _number(worst.get("error")),
+                "worst_allowed": _number(worst.get("allowed")),
+                "worst_epsilons": _number(worst.get("epsilons", worst.get("in epsilons"))),
+                "message": str(row.get("message") or ""),
+                "unchecked": "; ".join(map(str, row.get("unchecked") or ())),
+            }
+        )
+    text, number = pd.Series(dtype="str"), pd.Series(dtype="float64")
+    empty = {n: text for n in ("case", "check", "verdict", "worst_name")}
+    empty |= {n: number for n in ("worst_error", "worst_allowed", "worst_epsilons")} | {
+        "message": text,
+        "unchecked": text,
+    }
+    return pd.DataFrame(rows) if rows else pd.DataFrame(empty)
+
+
+def _torn(lines: Sequence[dict[str, Any]], notes: list[str], *, cut: bool) -> list[dict[str, Any]]:
+    """An unknown verdict for every case that has more than are stored: what is there must not read as all of it.
+
+    `cut`: the last line was left out. Folders of older releases do not say how many a case has; then it may be one of
+    the last case.
+    """
+    stored = Counter(str(line["case"]) for line in lines)
+    needed = {str(line["case"]): line["of"] for line in lines if isinstance(line.get("of"), int)}
+    torn = {case: f"{stored[case]} of its {of} verdicts are stored" for case, of in needed.items() if stored[case] < of}
+    if cut and lines and (last := str(lines[-1]["case"])) not in needed:
+        torn[last] = "the verdict after its last one is cut, and may be its own"
+    if torn:
+        notes.append(f"verdicts.jsonl lacks verdicts of {len(torn)} of the cases in it: the run was stopped")
+    why = "the run was stopped while they were written"
+    return [{"case": case, "check": "run", "verdict": "unknown", "message": f"{torn[case]}: {why}"} for case in torn]
+
+
+def _number(value: object) -> float:
+    """JSON knows no NaN or infinity: writers send null or text for them."""
+    return float("nan") if value is None else float(str(value))
+
+
+def _ledger(path: Path, notes: list[str]) -> pd.DataFrame:
+    for name in ("ledger.csv", "ledger.csv.gz"):
+        if (path / name).is_file():
+            packed = csv_table(path / name, _PACKED_TYPES, COLUMNS, notes)
+            return packed.astype({name: kind for name, kind in _LEDGER_TYPES.items() if kind == "str"})
+    notes.append("ledger.csv is missing: the run was stopped before its first event was stored")
+    return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _LEDGER_TYPES.items()})
+
+
+def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+    summary = pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _SUMMARY_TYPES.items()})
+    if path.is_file():
+        summary = csv_table(path, _SUMMARY_TYPES | dict.fromkeys(_LEAST, "Int64"), SUMMARY_COLUMNS, notes)
+    rest = ledger[~ledger["case"].isin(summary["case"])]
+    if rest.empty and path.is_file():
+        return summary
+    cases = rest["case"].nunique()
+    notes.append(f"summary.csv lacks {cases} of the ledger's cases: the run was stopped; added up, no expectation")
+    one_rank = rest.groupby([*_KEYS, "rank"], observed=True).agg(
+        calls=("op", "size"), payload_bytes=("payload_bytes", "sum"), wire_bytes=("wire_bytes", "sum")
+    )
+    worst = one_rank.groupby(list(_KEYS), observed=True).max().reset_index()
+    made = worst.assign(**{name: pd.array([pd.NA] * len(worst), dtype="Int64") for name in _EXPECTED})
+    return pd.concat([summary, made], ignore_index=True) if len(summary) else made

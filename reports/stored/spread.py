@@ -1,0 +1,170 @@
+"""Where a failure began and how it spread: per case a map of layers by phases, error over allowed; from `errors.csv`.
+
+A cell is the worst tensor that a layer computes in a phase. The first step has its own columns, all later steps
+together theirs: they follow from it. The first place has a mark of its own, whatever its numbers are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from harness.diagnosing.six_lines import site
+from harness.ledger import PHASES
+from reports.stored.files import csv_table
+
+__all__ = ["Cell", "Group", "Map", "groups", "heat", "maps", "times"]
+
+_TYPES = dict.fromkeys(("case", "name", "phase", "region", "first"), "str") | {
+    "step": "int64",
+    "error": "float64",
+    "allowed": "float64",
+}
+_WHOLE = "whole model"
+"""The row of what no module computes alone: logits, losses, norms of gradients, sums over ranks."""
+_MOST_ROWS = 40
+_WORST = 4
+_Place = tuple[str, bool, str]
+"""Layer, whether in a later step than the first, phase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What is shown of one layer in one phase: error over allowed as text, its class, the tensor, whether it is first.
+
+    `heat` is "" where nothing was compared, "ok" within the limit, and from 1 to 4 beyond it, by powers of ten.
+    """
+
+    text: str = ""
+    heat: str = ""
+    name: str = ""
+    first: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Map:
+    """The map of one case: phases of the first step and of later ones, and rows of a layer's name and its cells."""
+
+    first: tuple[str, ...]
+    later: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Failures with one first place: where, in which cases, the first of them with its map, and what follows."""
+
+    place: str
+    cases: tuple[str, ...]
+    case: str
+    check: str
+    message: str
+    map: Map | None
+    others: tuple[dict[str, str], ...]
+
+
+def groups(failed: pd.DataFrame, folder: Path) -> list[Group]:
+    """Failed checks (rows of `Run.verdicts`) by their first place, in the order in which they are stored."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in failed.to_dict("records"):
+        line = {str(key): str(value) for key, value in row.items()}
+        found.setdefault(site(line["message"]), []).append(line)
+    drawn = maps(folder, {row["case"] for rows in found.values() for row in rows[:1]})
+    return [
+        Group(
+            place=_place(rows[0]["message"]),
+            cases=tuple(dict.fromkeys(row["case"] for row in rows)),
+            case=rows[0]["case"],
+            check=rows[0]["check"],
+            message=rows[0]["message"],
+            map=drawn.get(rows[0]["case"]),
+            others=tuple(rows[1:]),
+        )
+        for rows in found.values()
+    ]
+
+
+def _place(message: str) -> str:
+    """The place in the line `first:` of six lines; the first line of another message."""
+    lines = message.splitlines() or [""]
+    line = next((line for line in lines if line.startswith("first:")), lines[0])
+    return line.removeprefix("first:").strip().partition(": ")[0]
+
+
+def maps(folder: Path, cases: Collection[str]) -> dict[str, Map]:
+    """Case -> its map, of these cases; {} for a run in which nothing failed, or which was stored without it."""
+    path = folder / "errors.csv"
+    if not path.is_file():
+        return {}
+    rows = csv_table(path, _TYPES, tuple(_TYPES), [])
+    return {str(case): _map(own) for case, own in rows[rows["case"].isin(list(cases))].groupby("case", sort=False)}
+
+
+def _map(errors: pd.DataFrame) -> Map:
+    errors = errors.assign(layer=errors["region"].map(_layer))
+    if errors["layer"].nunique() > _MOST_ROWS:
+        errors = errors.assign(layer=errors["layer"].str.replace(r"\d+", "*", regex=True))
+    worst: dict[_Place, tuple[float, str]] = {}
+    first: _Place = ("", False, "")
+    for row in errors.to_dict("records"):
+        place = row["layer"], row["step"] > 0, row["phase"]
+        if row["first"]:
+            first = place
+            continue
+        share = _share(row["error"], row["allowed"])
+        if place not in worst or share > worst[place][0]:
+            worst[place] = share, row["name"]
+    known = set(zip(errors["step"] > 0, errors["phase"], strict=True))
+    columns = [(later, phase) for later in (False, True) for phase in PHASES if (later, phase) in known]
+    return Map(
+        first=tuple(phase for later, phase in columns if not later),
+        later=tuple(phase for later, phase in columns if later),
+        rows=tuple((layer, tuple(_cell(worst, (layer, *c), first) for c in columns)) for layer in _layers(errors)),
+    )
+
+
+def _layer(region: str) -> str:
+    """ "layers.3" of "layers.3.mlp.w1", "embedding" of "embedding.tokens"."""
+    numbered = re.match(r".*?\.\d+", region)
+    return numbered[0] if numbered else region.partition(".")[0] or _WHOLE
+
+
+def _layers(errors: pd.DataFrame) -> list[str]:
+    """The rows in the order of forward: activations are stored in it, updates in the reverse one."""
+    forward = list(errors.loc[errors["phase"] == "forward", "layer"])
+    updates = list(errors.loc[errors["phase"] == "step", "layer"])[::-1]
+    order = dict.fromkeys([*forward, *updates, *errors["layer"]])
+    return [*(layer for layer in order if layer != _WHOLE), *([_WHOLE] if _WHOLE in order else [])]
+
+
+def _share(error: float, allowed: float) -> float:
+    """Error in units of what is allowed; infinite where that is nothing, or the error is no number."""
+    if math.isnan(error) or (error and not allowed):
+        return math.inf
+    return error / allowed if allowed else 0.0
+
+
+def _cell(worst: dict[_Place, tuple[float, str]], place: _Place, first: _Place) -> Cell:
+    if place not in worst:
+        return Cell(first=place == first)
+    share, name = worst[place]
+    return Cell(text=times(share), heat=heat(share), name=name, first=place == first)
+
+
+def times(share: float) -> str:
+    """Error over allowed as text: "ok", "3.2x", "1e9x"."""
+    if share <= 1 or math.isinf(share):
+        return "ok" if share <= 1 else "inf"
+    return f"{share:.2g}x" if share < 1000 else f"1e{math.log10(share):.0f}x"
+
+
+def heat(share: float) -> str:
+    """The class of a cell: "ok" within the limit, from 1 to 4 beyond it, by factors of a thousand."""
+    if share <= 1:
+        return "ok"
+    return str(_WORST if math.isinf(share) else min(_WORST, 1 + int(math.log10(share) // 3)))

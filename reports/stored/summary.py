@@ -1,0 +1,166 @@
+"""What a run comes to: calls and bytes by mode, phase, op and axis beside the expectation, and one line a case.
+
+Functions from a `Run` to frames; nothing is printed here. Calls and bytes are those of one rank over the whole run
+(the maximum over ranks), as in `summary.csv`; several cases of a mode on as many ranks are added up. NA stands for
+"without expectation": a subject without a closed form, or with one that leaves out phase, op, axis or numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import pandas as pd
+
+from reports.stored.frames import Run, in_order
+
+__all__ = ["apart", "grouped", "headline", "overall", "traffic", "worst_first"]
+
+RANKING = ("pass", "skip", "unknown", "fail")
+"""Verdicts from good to bad; a case is as good as its worst check."""
+_TRAFFIC = ("calls", "payload_bytes", "wire_bytes")
+_EXPECTED = ("expected_calls", "expected_payload_bytes")
+_COUNTING = ("ledger",)
+"""Checks whose worst is a number of events and no error of a tensor."""
+
+
+def worst_first(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """The verdicts, failures on top, then unknown ones; the order of the run within each."""
+    return verdicts.sort_values("verdict", key=lambda words: -words.map(badness), kind="stable", ignore_index=True)
+
+
+def overall(verdicts: pd.DataFrame) -> str:
+    """The worst verdict of these; "unknown" when there is none, for what was not checked is no pass."""
+    words = [str(word) for word in verdicts["verdict"]]
+    return max(words, key=badness, default="unknown")
+
+
+def badness(verdict: str) -> int:
+    """Place from good to bad; an unknown word is as bad as "unknown"."""
+    return RANKING.index(verdict if verdict in RANKING else "unknown")
+
+
+def headline(run: Run) -> pd.DataFrame:
+    """One row a case, by mode and ranks.
+
+    mode, ranks, case (its whole text), words (of it, without mode and data), forward_calls, backward_calls,
+    payload_bytes, expected_payload_bytes (NA without expectation), saved_bytes (of the fullest rank; NA when not
+    measured), worst_error and worst_allowed (of the check that came closest to its limit; NaN when nothing was
+    measured), verdict.
+    """
+    lines = run.summary.groupby("case", sort=False)
+    worst = worst_first(run.verdicts).drop_duplicates("case").set_index("case")["verdict"]
+    closest = _closest(run.verdicts)
+    case = run.cases["case"]
+    columns = {
+        "mode": run.cases["mode"],
+        "ranks": run.cases["world_size"].astype("Int64"),
+        "case": case,
+        "words": case.map(lambda text: words_but(text, "mode", "data")),
+        "forward_calls": case.map(_calls(run, "forward")).fillna(0).astype("Int64"),
+        "backward_calls": case.map(_calls(run, "backward")).fillna(0).astype("Int64"),
+        "payload_bytes": case.map(lines["payload_bytes"].sum()).fillna(0).astype("Int64"),
+        "expected_payload_bytes": case.map(lines["expected_payload_bytes"].agg(_known_sum)).astype("Int64"),
+        "saved_bytes": case.map(run.memory.groupby("case")["saved_bytes"].max()).astype("Int64"),
+        "worst_error": case.map(closest["worst_error"]).astype("float64"),
+        "worst_allowed": case.map(closest["worst_allowed"]).astype("float64"),
+        "verdict": case.map(lambda text: worst.get(text, "unknown")).astype("str"),
+    }
+    return in_order(pd.DataFrame(columns)).sort_values(["mode", "ranks"], kind="stable", ignore_index=True)
+
+
+def grouped(headline: pd.DataFrame) -> pd.DataFrame:
+    """One row for all cases of a mode on as many ranks, from `headline`.
+
+    mode, ranks, cases, least_ and most_ of forward_calls, backward_calls and payload_bytes, expected (how many cases
+    have an expectation), as_expected (how many meet its bytes), saved_bytes (the most), worst_error and worst_allowed
+    (of the case that came closest to its limit), verdict (the worst), alike (how many cases have it).
+    """
+    rows = []
+    for (mode, ranks), own in headline.groupby(["mode", "ranks"], sort=False, observed=True, dropna=False):
+        counts = own[["forward_calls", "backward_calls", "payload_bytes"]]
+        verdict = max(own["verdict"], key=badness)
+        closest = own.assign(share=_share(own["worst_error"], own["worst_allowed"]))
+        worst = closest.sort_values(["share", "worst_error"], ascending=False, kind="stable").iloc[0]
+        rows.append(
+            {"mode": mode, "ranks": ranks, "cases": len(own)}
+            | {f"least_{name}": least for name, least in counts.min().items()}
+            | {f"most_{name}": most for name, most in counts.max().items()}
+            | {
+                "expected": int(own["expected_payload_bytes"].notna().sum()),
+                "as_expected": int(own["payload_bytes"].eq(own["expected_payload_bytes"]).fillna(False).sum()),
+                "saved_bytes": own["saved_bytes"].max(),
+                "worst_error": worst["worst_error"],
+                "worst_allowed": worst["worst_allowed"],
+                "verdict": verdict,
+                "alike": int((own["verdict"] == verdict).sum()),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _known_sum(numbers: pd.Series[int]) -> int | None:
+    """Their sum; None when one of them is not known."""
+    return None if numbers.isna().any() or numbers.empty else int(numbers.sum())
+
+
+def _calls(run: Run, phase: str) -> pd.Series[int]:
+    lines = run.summary[run.summary["phase"] == phase]
+    return lines.groupby("case", sort=False)["calls"].sum()
+
+
+def words_but(case: str, *keys: str) -> str:
+    """The words of a case's text without these keys."""
+    return " ".join(word for word in case.split() if word.partition("=")[0] not in keys)
+
+
+def apart(texts: Iterable[str]) -> tuple[str, list[str]]:
+    """The words that all of several texts share, and what is left of each text without them."""
+    words = [text.split() for text in texts]
+    if len(words) < 2:
+        return "", [" ".join(own) for own in words]
+    shared = [word for word in words[0] if all(word in own for own in words)]
+    return " ".join(shared), [" ".join(word for word in own if word not in shared) for own in words]
+
+
+def _closest(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """By case, error and allowed error of the check that came closest to its limit, or went furthest beyond it."""
+    measured = verdicts[~verdicts["check"].isin(_COUNTING)].dropna(subset=["worst_error", "worst_allowed"])
+    share = _share(measured["worst_error"], measured["worst_allowed"])
+    ranked = measured.assign(share=share).sort_values(["share", "worst_error"], ascending=False, kind="stable")
+    return ranked.drop_duplicates("case").set_index("case")[["worst_error", "worst_allowed"]]
+
+
+def _share(error: pd.Series[float], allowed: pd.Series[float]) -> pd.Series[float]:
+    """Error in units of what is allowed. Exact checks allow 0: no error there is no news, any error the worst news."""
+    exact = error.map({0.0: -1.0}).fillna(math.inf)
+    return (error / allowed.where(allowed > 0)).where(allowed > 0, exact).where(error.notna())
+
+
+def traffic(run: Run, *more: str) -> pd.DataFrame:
+    """Calls and bytes by mode, ranks, phase, op and axis beside the expectation, all cases of both added up.
+
+    mode, ranks, phase, op, axis (and `more` columns of the summary, as "case"), cases, calls, expected_calls,
+    payload_bytes, expected_payload_bytes, wire_bytes, agrees: "yes" when every case meets its expectation line by line,
+    "no", or "" where nothing is expected. Sums could hide two errors that cancel; `agrees` cannot.
+    """
+    keys = [*more, "mode", "ranks", "phase", "op", "axis"]
+    ranks = run.summary["case"].map(dict(zip(run.cases["case"], run.cases["world_size"], strict=True)))
+    lines = run.summary.assign(agrees=_agrees(run.summary), ranks=ranks.fillna(0).astype("int64"))
+    groups = lines.groupby(keys, observed=True, sort=True)
+    sums = groups[list(_TRAFFIC)].sum()
+    expected = groups[list(_EXPECTED)].agg(_known_sum).astype("Int64")
+    agrees = groups["agrees"].agg(lambda marks: next((mark for mark in ("no", "") if mark in set(marks)), "yes"))
+    frame = sums.join(expected).assign(cases=groups["case"].nunique(), agrees=agrees).reset_index()
+    order = ["cases", "calls", "expected_calls", "payload_bytes", "expected_payload_bytes", "wire_bytes", "agrees"]
+    return frame[[*keys, *order]]
+
+
+def _agrees(lines: pd.DataFrame) -> pd.Series[str]:
+    """Per line of the summary: do calls and bytes meet the expectation, on every rank?"""
+    same = lines["calls"].eq(lines["expected_calls"]) & lines["payload_bytes"].eq(lines["expected_payload_bytes"])
+    for name in ("calls", "payload_bytes"):
+        if f"min_{name}" in lines:
+            same &= lines[f"min_{name}"].isna() | lines[f"min_{name}"].eq(lines[name])
+    known = lines[list(_EXPECTED)].notna().all(axis=1)
+    return same.fillna(False).map({True: "yes", False: "no"}).where(known, "").astype("str")

@@ -1,0 +1,88 @@
+"""What the checks of a run did not see, in a few notes: names not returned, doubts on the ledger, the corpus, its rows.
+
+Every case's own list is in `verdicts.jsonl`; a note adds the cases up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from reports.stored.frames import Run
+
+__all__ = ["unchecked_notes"]
+
+_ON_PURPOSE = " (left out on purpose)"
+_READING = "statements about the data hold; "
+_REPEATED = "it is repeated"
+_DOUBTS = ("axis ", "step: ", "phase: ")
+_MOST = 3
+"""Different amounts of tokens that a note lists."""
+
+
+def unchecked_notes(run: Run) -> list[str]:
+    """All notes, the most important first; only checks that passed have something to add."""
+    return [*_unreturned(run), *_doubts(run), *_regrouped(run), *_read(run), *_rows(run)]
+
+
+def _unreturned(run: Run) -> list[str]:
+    """How much of the truth the subjects returned, where that is not all of it; what is left out on purpose apart."""
+    notes: dict[str, None] = {}
+    for message, unchecked in _passed(run, "coverage"):
+        names = [name for name in unchecked.split("; ") if name]
+        silent = [name for name in names if not name.endswith(_ON_PURPOSE)]
+        said = [name.removesuffix(_ON_PURPOSE) for name in names if name.endswith(_ON_PURPOSE)]
+        words = f"; not returned, so not checked: {_kinds(silent)}" if silent else ""
+        words += f"; left out on purpose, so not checked: {_kinds(said)}" if said else ""
+        if words:
+            notes[f"{message}{words}"] = None
+    return list(notes)
+
+
+def _doubts(run: Run) -> list[str]:
+    """What the ledgers are not certain of (harness.ledger.Event.doubts), and in how many cases."""
+    told = Counter(part for _, unchecked in _passed(run, "ledger") for part in unchecked.split("; "))
+    return [f"not certain: {part} ({_cases(told[part])})" for part in told if part.startswith(_DOUBTS)]
+
+
+def _kinds(names: list[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in Counter(name.partition("/")[0] for name in names).items())
+
+
+def _regrouped(run: Run) -> list[str]:
+    """The groupings of the same batch that could not be compared, by the reason."""
+    unfinished = Counter(unchecked for _, unchecked in _passed(run, "regrouping") if unchecked)
+    return [
+        f"regrouping: the subject does not finish {words} in {_cases(count)}; subject.refuses can state why"
+        for words, count in unfinished.items()
+    ]
+
+
+def _read(run: Run) -> list[str]:
+    """How much of the corpus the cases read; a corpus that is too short for some of them comes first."""
+    amounts = Counter(message.partition(_READING)[2] for message, _ in _passed(run, "data"))
+    order = sorted(amounts, key=lambda amount: (_REPEATED not in amount, -amounts[amount]))
+    told = [f"{amount} ({_cases(amounts[amount])})" for amount in order[:_MOST] if amount]
+    if rest := sum(amounts[amount] for amount in order[_MOST:]):
+        told.append(f"other amounts ({_cases(rest)})")
+    return [f"data: {'; '.join(told)}"] if told else []
+
+
+def _rows(run: Run) -> list[str]:
+    """Rows that no token looks up: the most frequent list, and in how many cases it is another."""
+    lists = Counter(unchecked for _, unchecked in _passed(run, "data") if unchecked)
+    if not lists:
+        return []
+    first, count = lists.most_common(1)[0]
+    others = lists.total() - count
+    more = f"; other rows in {_cases(others)}" if others else ""
+    return [f"not checked: {first} in {_cases(count)}{more}"]
+
+
+def _passed(run: Run, check: str) -> list[tuple[str, str]]:
+    """Message and unchecked names of this check in every case where it passed."""
+    found = run.verdicts[(run.verdicts["check"] == check) & (run.verdicts["verdict"] == "pass")]
+    return [(str(row["message"]), str(row["unchecked"])) for row in found.to_dict("records")]
+
+
+def _cases(count: int) -> str:
+    return f"{count} case{'s' if count > 1 else ''}"
