@@ -17,8 +17,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from reference.case import rules
 from reference.case.presets import FAMILIES, FOLLOWS, PRESETS, follow
+from reference.case.rules import check, check_word, legal_words, read, write
 from reference.case.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Meaning, described, word
 from reference.errors import CaseError
 from reference.groups import Groups, Layout, RankOrder
@@ -100,7 +100,7 @@ class Case:
     variant: str = word("", "a real system's known deviation from the right mathematics: the run must fail")
 
     def __post_init__(self) -> None:
-        rules.check({name: getattr(self, name) for name in _TYPES} | {"preset": self.preset})
+        check({name: getattr(self, name) for name in _TYPES} | {"preset": self.preset})
 
     @classmethod
     def of(cls, **words: Word) -> Case:
@@ -126,14 +126,14 @@ class Case:
             key, equals, value = said.partition("=")
             if not equals or key not in _TYPES:
                 raise CaseError(key, value or said, "is not a word of the case language", "one of " + " ".join(_TYPES))
-            words[key] = rules.read(key, value, _TYPES[key])
+            words[key] = read(key, value, _TYPES[key])
         return words
 
     @classmethod
     def check_words(cls, text: str) -> None:
         """Raise CaseError for each that `read_words` raises it for, and for a word that is none of those of its key."""
         for key, value in cls.read_words(text).items():
-            rules.check_word(key, value)
+            check_word(key, value)
 
     def but(self, **words: Word) -> Case:
         """This case with some words changed; sizes that follow others (wp, ffn, ...) follow again unless said."""
@@ -155,10 +155,10 @@ class Case:
     @classmethod
     def meanings(cls) -> tuple[Meaning, ...]:
         """Every word of the case language with its meaning, legal values and default, in the order of `str`."""
-        return described(cls, {**rules.legal_words(), "preset": tuple(PRESETS)}, FOLLOWS)
+        return described(cls, {**legal_words(), "preset": tuple(PRESETS)}, FOLLOWS)
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={rules.write(value)}" for key, value in self.words().items())
+        return " ".join(f"{key}={write(value)}" for key, value in self.words().items())
 
     @property
     def world_size(self) -> int:

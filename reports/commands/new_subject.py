@@ -29,7 +29,7 @@ _FILES = {"megatron": "megatron_gpt"}
 """Names of files in `suites/subjects`, where they differ."""
 _NEEDS = {"hf": ("transformers", "transformers"), "megatron": ("megatron", "megatron-core")}
 """The package that a subject needs beside torch, as import and as pip know it."""
-_FOLDER = Path(__file__).resolve().parents[1] / "suites" / "subjects"
+_FOLDER = Path(__file__).resolve().parents[2] / "suites" / "subjects"
 
 
 def main(arguments: argparse.Namespace) -> int:
