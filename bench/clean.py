@@ -2,13 +2,13 @@
 
     python -m bench.clean --cases 10000 --part 1/2 --out DIR
 
-Every check is made on every case, and cases use every word of the case language (`suites.strategies.every_word`). An
-alarm is a verdict `fail`, or a run that ended with an error. A check that rounding leaves undecided in a low precision
-is no alarm: it is counted beside them, for it says nothing. A case whose dense model diverges cannot be judged and is
-counted apart. Cases are drawn by hypothesis from a seed, in equal shares for all modes; parts draw from seeds of their
-own, so that as many processes as the machine has cores share the work. `clean-*.csv` has one row a part,
-`alarms-*.jsonl` one line for every verdict that did not pass; both grow as it runs. Times are seconds, `resident_mib`
-is the memory held at the end.
+Every check is made on every case, and cases use every word of the case language
+(`suites.drawing.strategies.every_word`). An alarm is a verdict `fail`, or a run that ended with an error. A check that
+rounding leaves undecided in a low precision is no alarm: it is counted beside them, for it says nothing. A case whose
+dense model diverges cannot be judged and is counted apart. Cases are drawn by hypothesis from a seed, in equal shares
+for all modes; parts draw from seeds of their own, so that as many processes as the machine has cores share the work.
+`clean-*.csv` has one row a part, `alarms-*.jsonl` one line for every verdict that did not pass; both grow as it runs.
+Times are seconds, `resident_mib` is the memory held at the end.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, ShardproofError
 from harness.running.proof import prove
 from reference.case import Case
-from suites.request import chosen_modes
-from suites.strategies import every_word
+from suites.drawing.strategies import every_word
+from suites.session.request import chosen_modes
 
 __all__ = ["Alarm", "Campaign", "Part", "campaign", "main"]
 

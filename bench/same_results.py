@@ -23,7 +23,7 @@ import pandas as pd
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from harness.ledger import REPEATABLE
-from suites.strategies import every_word
+from suites.drawing.strategies import every_word
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")

@@ -25,12 +25,12 @@ from dataclasses import dataclass, replace
 
 from harness.ledger import Event
 
-__all__ = ["KINDS", "Fault", "Partition", "Place", "Target", "faults_of", "targets_of"]
+__all__ = ["KINDS", "Fault", "Partition", "RankCallIndex", "Target", "faults_of", "targets_of"]
 
 KINDS = ("drop", "double", "op", "group", "stale", "delay", "poison")
 Partition = tuple[tuple[int, ...], ...]
 """The groups of one axis: lists of global ranks."""
-Place = tuple[int, int]
+RankCallIndex = tuple[int, int]
 """(rank, call index): one row of the ledger."""
 
 _OPS = {"sum": ("avg", "max"), "avg": ("sum", "max"), "max": ("sum", "min"), "min": ("sum", "max")}
@@ -52,7 +52,7 @@ class Target:
     phase: str
     region: str
     number: int
-    calls: tuple[Place, ...]
+    calls: tuple[RankCallIndex, ...]
 
     def __str__(self) -> str:
         reduction = f"{self.reduce_op} " if self.reduce_op else ""
@@ -83,7 +83,7 @@ class Fault:
         return " ".join(word for word in words if word)
 
     @property
-    def places(self) -> frozenset[Place]:
+    def places(self) -> frozenset[RankCallIndex]:
         """The (rank, call index) that it hits."""
         return frozenset(call for call in self.target.calls if self.rank in {-1, call[0]})
 
@@ -92,7 +92,7 @@ def targets_of(events: Iterable[Event]) -> tuple[Target, ...]:
     """The distinct calls of a ledger, in the order in which they first come up."""
     seen: Counter[tuple[object, ...]] = Counter()
     first: dict[tuple[object, ...], Event] = {}
-    calls: dict[tuple[object, ...], list[Place]] = defaultdict(list)
+    calls: dict[tuple[object, ...], list[RankCallIndex]] = defaultdict(list)
     for event in sorted(events, key=lambda e: (e.rank, e.call_index)):
         said = (event.op, event.reduce_op, event.axis, event.phase, event.region)
         within = (*said, event.rank, event.step, event.microbatch)

@@ -3,5 +3,5 @@
 case       one experiment in words (no torch)          groups     which ranks make a group (no torch)
 data       files to micro-batches                      model      the dense decoder
 training   its steps, the control run, its rounding    what_ifs   what it computes under a known mistake
-subject    the outcome that every subject is compared with
+errors     the error of a case that cannot be
 """

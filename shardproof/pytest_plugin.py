@@ -8,7 +8,7 @@ serve rank 0 and end with it.
 
 It is loaded in every pytest session of its environment. There it adds names to the ini file, and nothing more unless
 the suites are named as modules: no option, no import. What the suites need is in their conftest, which pytest may find
-as late as it collects. Options are in `shardproof.options`, profiles in `suites.profiles`.
+as late as it collects. Options are in `shardproof.options`, profiles in `suites.drawing.profiles`.
 """
 
 from __future__ import annotations
@@ -99,16 +99,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if not are_added(config):
         return
     if config.getoption("hypothesis_profile", None):
-        import_module("suites.profiles").register()
+        import_module("suites.drawing.profiles").register()
     if _found_late(config) or given(config):
-        import_module("suites.request").check(config)
+        import_module("suites.session.request").check(config)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """The session's line, where the conftest of the suites comes too late to print it."""
     if not _found_late(config):
         return None
-    header: str = import_module("suites.request").header(config)
+    header: str = import_module("suites.session.request").header(config)
     return header
 
 

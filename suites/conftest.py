@@ -14,12 +14,12 @@ from harness.request import seconds
 from harness.subject import case_of, claims
 from shardproof.options import add_options, option_path, option_value
 from shardproof.pytest_plugin import ENGINE_OPENED
-from suites import known_failures, step_summary
-from suites.ledger_gate import LedgerGate
-from suites.necessity import Collective, collectives
-from suites.profiles import ONE_CASE, register
-from suites.prover import Prover
-from suites.request import check, chosen_modes, header, subject_of
+from suites.drawing.profiles import ONE_CASE, register
+from suites.killing.necessity import Collective, collectives
+from suites.session import known_failures, step_summary
+from suites.session.ledger_gate import LedgerGate
+from suites.session.prover import Prover
+from suites.session.request import check, chosen_modes, header, subject_of
 
 _MARKERS = (
     "inproc: runs what cannot be sent to other processes, so ranks must be threads of this one",

@@ -7,7 +7,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from suites.prover import Prover
+from suites.session.prover import Prover
 
 
 @given(data=st.data())

@@ -1,6 +1,6 @@
 """Engines agree: the same cases give equal verdicts and equal ledgers on threads, on processes and on shapes alone.
 
-`--hypothesis-profile deep` compares a hundred cases; `python -m suites.engines` as many as it is told.
+`--hypothesis-profile deep` compares a hundred cases; `python -m suites.session.engines` as many as it is told.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.protocols import CaseLike
 from harness.subject import own_cases
-from suites.engines import SUBJECT, differences, drawn
-from suites.profiles import PROFILES
-from suites.prover import Prover
+from suites.drawing.profiles import PROFILES
+from suites.session.engines import SUBJECT, differences, drawn
+from suites.session.prover import Prover
 
 SMALL: dict[str, Any] = {"layers": 1, "micro": 2, "steps": 2}
 LARGEST_WORLD = 4

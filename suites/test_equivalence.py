@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from harness.merging import merge
 from harness.protocols import CaseLike
 from harness.running.execution import execute
-from suites.prover import Prover
-from suites.request import chosen_modes
+from suites.session.prover import Prover
+from suites.session.request import chosen_modes
 
 APART = 1e-11
 """Two modes add the same numbers in other orders: float64 noise of the largest element, far below any known bug."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from suites.necessity import Collective, Necessity
-from suites.prover import Prover
+from suites.killing.necessity import Collective, Necessity
+from suites.session.prover import Prover
 
 pytestmark = [pytest.mark.inproc, pytest.mark.faults]
 

@@ -10,8 +10,8 @@ from harness.protocols import CaseLike
 from harness.subject import case_of
 from reports.options.request import default_cases
 from shardproof.options import option_path, option_value
-from suites.ledger_gate import LedgerGate, file_of
-from suites.request import subject_of
+from suites.session.ledger_gate import LedgerGate, file_of
+from suites.session.request import subject_of
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from harness.checking.exact_checks import same_outcomes
 from harness.engines.faults.races import Explored
 from harness.running.execution import execute
-from suites.prover import Prover
-from suites.strategies import schedules
+from suites.drawing.strategies import schedules
+from suites.session.prover import Prover
 
 
 @given(data=st.data())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from harness.running.regrouped import groupings
 from harness.subject import own_cases
-from suites.prover import Prover
+from suites.session.prover import Prover
 
 EXAMPLES = max(1, settings().max_examples // 4)
 """An example runs up to three groupings, so fewer are drawn."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from suites.profiles import register
-from suites.prover import Prover
+from suites.drawing.profiles import register
+from suites.session.prover import Prover
 from tests import ROOT
 
 

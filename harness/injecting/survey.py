@@ -24,7 +24,7 @@ from harness.engines.faults.disturbance import Disturbance
 from harness.engines.faults.touches import Touches
 from harness.engines.threads.intervention import Intervened, Intervention
 from harness.errors import MachineError, ProgramError, RequestError
-from harness.faults import Fault, Place, Target, faults_of
+from harness.faults import Fault, RankCallIndex, Target, faults_of
 from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, UNTOUCHED, Rule, proof_of
 from harness.ledger import Event
 from harness.merging import Outcomes
@@ -76,7 +76,7 @@ class _Undisturbed:
     events: tuple[Event, ...]
     outcomes: Outcomes
     checks: Mapping[str, Check]
-    delivered: Mapping[Place, bytes]
+    delivered: Mapping[RankCallIndex, bytes]
 
 
 def survey(
@@ -193,7 +193,7 @@ def _tried(trial: Trial, fault: Fault, clean: _Undisturbed, first_only: bool) ->
     return FaultResult(fault=fault, killed_by=killed_by, equivalent=proof)
 
 
-def _same(fault: Fault, clean: _Undisturbed, delivered: Mapping[Place, bytes], outcomes: Outcomes) -> str:
+def _same(fault: Fault, clean: _Undisturbed, delivered: Mapping[RankCallIndex, bytes], outcomes: Outcomes) -> str:
     """The proof that a run computed what the undisturbed one does, by their bits; "" when there is none."""
     if delivered == clean.delivered:
         return UNCHANGED
@@ -202,7 +202,7 @@ def _same(fault: Fault, clean: _Undisturbed, delivered: Mapping[Place, bytes], o
     return UNREAD if same and same_outcomes(clean.outcomes, outcomes) else ""
 
 
-def _touched(trial: Trial) -> frozenset[Place]:
+def _touched(trial: Trial) -> frozenset[RankCallIndex]:
     """The results that the undisturbed program looks at before its rank's next call."""
     touches, case = Touches(), trial.case
 

@@ -36,7 +36,7 @@ from harness.recording.observations import (
     Stepped,
     Stepping,
 )
-from harness.recording.updates import Look, Memory, differ
+from harness.recording.updates import Look, ParameterMemory, differ
 
 __all__ = ["Attribution", "Site"]
 
@@ -63,7 +63,7 @@ class Attribution:
         self._pending: list[Waiting] = []
         self._unsure: set[int] = set()  # gathers before an update by hand
         self._backward_of = 0  # the micro-batch of the latest backward
-        self._memory = Memory()
+        self._memory = ParameterMemory()
         self._lanes: dict[int, Lane] = {0: Lane()}
         self._made_in: dict[int, int] = {}
 

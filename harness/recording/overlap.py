@@ -26,9 +26,9 @@ from harness.ledger import Call
 from harness.torch_internals.meta_attention import FUSED, FUSED_BACKWARD
 from harness.torch_internals.operators import BACKEND_SELECT, full_name, has_kernel, kernels
 
-__all__ = ["Overlap", "Place"]
+__all__ = ["Overlap", "RankCallIndex"]
 
-Place = tuple[int, int]
+RankCallIndex = tuple[int, int]
 """(rank, call index)."""
 _KEY = "BackendSelect"
 
@@ -37,10 +37,10 @@ class Overlap:
     """`hidden` are the asynchronous calls (rank, call index) behind which their rank computed a product."""
 
     def __init__(self) -> None:
-        self.hidden: set[Place] = set()
+        self.hidden: set[RankCallIndex] = set()
         self._products: Counter[int] = Counter()
         self._calls: Counter[int] = Counter()
-        self._open: dict[Place, tuple[int, str]] = {}
+        self._open: dict[RankCallIndex, tuple[int, str]] = {}
         self._local = threading.local()
         self._installed = ExitStack()
 

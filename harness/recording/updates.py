@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from harness.torch_internals.autograd import version_of
 
-__all__ = ["Look", "Looks", "Memory", "differ"]
+__all__ = ["Look", "Looks", "ParameterMemory", "differ"]
 
 Look = tuple[tuple[bytes | int, ...], ...]
 """Of each parameter, in the order in which they were first seen: some of its elements, or its version counter."""
@@ -99,7 +99,7 @@ def differ(before: Look, now: Look) -> bool:
     return before is not now and any(then != value for then, value in zip(before, now, strict=False))
 
 
-class Memory:
+class ParameterMemory:
     """The memory of the parameters of some models; `parameter_bytes` are those of this rank's parts of them.
 
     It is read after the run. Where parameters `moved` meanwhile, it says nothing about the time of a call.

@@ -32,15 +32,15 @@ GONE, REPRODUCED, UNDECIDED = 0, 1, 2
 LIMIT_S = 120.0
 
 
-class PlainCase:
+class WordsOfCase:
     """The words of the case as attributes, and what follows from them; equal to nothing but itself."""
 
     def __init__(self, words: Mapping[str, Any]) -> None:
         self.__dict__.update(words)
 
-    def but(self, **words: Any) -> PlainCase:
+    def but(self, **words: Any) -> WordsOfCase:
         """This case with other words; what follows from them stays as it is."""
-        return PlainCase({**self.__dict__, **words})
+        return WordsOfCase({**self.__dict__, **words})
 
     def axis_rank(self, axis: str, rank: int) -> int:
         """The place of a rank in its group along an axis."""
@@ -55,7 +55,7 @@ class PlainCase:
 def case_of(facts: Mapping[str, Any]) -> Any:
     """The case: the words alone, or for a subject that is part of shardproof its own kind of case."""
     if not facts["case_text"]:
-        return PlainCase(facts["case"])
+        return WordsOfCase(facts["case"])
     module, _, name = "reference.case:Case".partition(":")
     return getattr(importlib.import_module(module), name).parse(facts["case_text"])
 

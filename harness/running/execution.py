@@ -18,7 +18,7 @@ from harness.ledger import Event, Observer
 from harness.outcome import localize
 from harness.protocols import CaseLike, Subject
 from harness.recording.capturing.capture import Capture
-from harness.recording.overlap import Overlap, Place
+from harness.recording.overlap import Overlap, RankCallIndex
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
@@ -45,7 +45,7 @@ class Execution:
     seconds: float
     problem: str = ""
     saved_bytes: tuple[int, ...] = ()
-    hidden: frozenset[Place] | None = None
+    hidden: frozenset[RankCallIndex] | None = None
 
 
 class _Watcher(Protocol):

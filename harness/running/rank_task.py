@@ -25,7 +25,7 @@ from harness.ledger import Event
 from harness.outcome import Block, blocks, localize
 from harness.protocols import CaseLike, Subject
 from harness.recording.capturing.capture import Capture
-from harness.recording.overlap import Overlap, Place
+from harness.recording.overlap import Overlap
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
@@ -69,7 +69,7 @@ class RankReport:
     events: tuple[Event, ...] = ()
     problem: str = ""
     saved_bytes: int = 0
-    hidden: frozenset[Place] = frozenset()
+    hidden: frozenset[RankCallIndex] = frozenset()
 
 
 def sendable(task: RankTask) -> RankTask:

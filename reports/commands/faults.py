@@ -31,7 +31,7 @@ from reports.printing.text import append_step_summary, show_message, show_table,
 
 __all__ = ["check_table", "figure_table", "figure_tables", "main", "matrix_table", "unmissed_table"]
 
-KILLING = "suites.killing"
+KILLING = "suites.killing.matrix"
 _PROCESSES = 2
 
 

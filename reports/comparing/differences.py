@@ -25,7 +25,7 @@ COLUMNS = (
 _PLACE = ["case", "mode", "phase", "region", "op"]
 _TELLING = ("dtype", "shape", "payload_bytes", "reduce_op", "axis", "group_size", "is_async")
 """Parts of an event in the order in which a change of them is told."""
-Place = tuple[str, ...]
+EventSite = tuple[str, ...]
 What = tuple[object, ...]
 Cells = Counter[tuple[int, int, int]]
 """(rank, step, micro-batch) -> calls."""
@@ -56,8 +56,8 @@ def differences(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def _by_place(events: pd.DataFrame) -> dict[Place, dict[What, Cells]]:
-    places: defaultdict[Place, dict[What, Cells]] = defaultdict(dict)
+def _by_place(events: pd.DataFrame) -> dict[EventSite, dict[What, Cells]]:
+    places: defaultdict[EventSite, dict[What, Cells]] = defaultdict(dict)
     names = [*_PLACE, *WHAT, "calls", "ranks", "steps", "microbatches"]
     for row in events[names].itertuples(index=False, name=None):
         place, what, (calls, *spans) = row[:5], row[5 : 5 + len(WHAT)], row[5 + len(WHAT) :]
@@ -83,7 +83,7 @@ def _distance(one: What, other: What) -> int:
     return sum(a != b for a, b in zip(one, other, strict=True))
 
 
-def _row(place: Place, change: _Change) -> tuple[object, ...]:
+def _row(place: EventSite, change: _Change) -> tuple[object, ...]:
     what = change.base or change.new or ()
     calls = _most(change.cells)
     kind = "new" if change.base is None else "gone" if change.new is None else "changed"

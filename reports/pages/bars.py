@@ -17,7 +17,7 @@ from reports.printing.tables import count, mebibytes, small
 from reports.stored.frames import Run
 from reports.stored.summary import apart, badness, headline
 
-__all__ = ["PHASE_COLOURS", "Line", "lines"]
+__all__ = ["PHASE_COLOURS", "CaseBars", "lines"]
 
 _COLOURS = ("#8d99ae", "#3b82c4", "#8e6bbf", "#e08a2e", "#d1495b", "#5b5f97", "#2a9d6f", "#a1785a", "#2fa7b5")
 PHASE_COLOURS = dict(zip(PHASES, _COLOURS, strict=True))
@@ -25,7 +25,7 @@ _SAVED = "#7a8450"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class CaseBars:
     """One case: what it is, its bars as markup, and its figures as text."""
 
     verdict: str
@@ -42,7 +42,7 @@ class Line:
     """Whether this is the first line of so many ranks."""
 
 
-def lines(run: Run) -> tuple[tuple[Line, ...], str]:
+def lines(run: Run) -> tuple[tuple[CaseBars, ...], str]:
     """The lines, failures first, then by ranks and mode; and the words that all of their cases share."""
     frame = headline(run)
     shared, own = apart(frame["words"])
@@ -53,14 +53,14 @@ def lines(run: Run) -> tuple[tuple[Line, ...], str]:
         sent[line["phase"]] = sent.get(line["phase"], 0.0) + line["wire_bytes"]
     longest = max((sum(sizes.values()) for sizes in wire.values()), default=0.0)
     fullest = max((float(size) for size in frame["saved_bytes"].dropna()), default=0.0)
-    made: list[Line] = []
+    made: list[CaseBars] = []
     for row in frame.sort_values(["bad", "ranks", "mode"], kind="stable").to_dict("records"):
         sent = wire[row["case"]]
         parts = [(phase, sent[phase], colour) for phase, colour in PHASE_COLOURS.items() if sent.get(phase)]
         kept = 0.0 if pd.isna(row["saved_bytes"]) else float(row["saved_bytes"])
         ranks = count(row["ranks"])
         made.append(
-            Line(
+            CaseBars(
                 verdict=row["verdict"],
                 mode=str(row["mode"]),
                 ranks=ranks,

@@ -1,7 +1,8 @@
 """The cases that hold a mutant to account: those that the profile `default` draws, smallest first.
 
-Every property of the suites draws its cases from `suites.strategies`, as many as the profile says. The same number is
-drawn here, from a fixed seed, so that a mutant is killed by a case that a property meets and not by one made for it.
+Every property of the suites draws its cases from `suites.drawing.strategies`, as many as the profile says. The same
+number is drawn here, from a fixed seed, so that a mutant is killed by a case that a property meets and not by one made
+for it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from reference.case import Case
+from suites.drawing.profiles import PROFILES
+from suites.drawing.strategies import cases
 from suites.mutants.mutant import Mutant, Words
-from suites.profiles import PROFILES
-from suites.strategies import cases
 
 __all__ = ["drawn", "showing", "work"]
 

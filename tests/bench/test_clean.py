@@ -18,7 +18,7 @@ from bench.clean import Part, campaign, main
 from parallel.subject import subject as right
 from reference.case import Case
 from reference.case.rules import MODES, legal_words
-from suites.strategies import NOT_DRAWN, every_word
+from suites.drawing.strategies import NOT_DRAWN, every_word
 
 
 def wrong(case: Case, device: torch.device) -> Mapping[str, object]:

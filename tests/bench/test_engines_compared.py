@@ -14,7 +14,7 @@ from harness.errors import RankDied
 from harness.ledger import COLUMNS, REPEATABLE
 from harness.running.proof import CaseResult, prove
 from reference.case import Case
-from suites.engines import SUBJECT, differences, drawn, main, unlike
+from suites.session.engines import SUBJECT, differences, drawn, main, unlike
 
 CASE = Case.parse("mode=tp layers=1 hidden=16 heads=2 ffn=16 vocab=64 seq=8 micro=1 steps=1 tp=2")
 

@@ -19,8 +19,8 @@ from harness.checking.tolerance import epsilon
 from harness.engines.engine import Unwaited
 from harness.errors import MachineError, RankDied, RankRaised, TimeLimit
 from harness.ledger import Observer
-from reference import subject as dense
 from reference.case import Case
+from reference.training import subject as dense
 
 __all__ = ["Limited", "LoopEngine", "Refusing"]
 

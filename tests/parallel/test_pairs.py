@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel import pairs
 from parallel.mesh import Axis
-from suites.prover import Prover
+from suites.session.prover import Prover
 from tests.parallel.pair_laws import PAIRS, broken_pairs
 
 

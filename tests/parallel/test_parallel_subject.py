@@ -18,9 +18,9 @@ from parallel.mesh import Mesh
 from parallel.registry import MODES
 from parallel.subject import subject
 from parallel.training import set_up
-from reference import subject as dense
 from reference.case import Case
 from reference.model.parameters import weights
+from reference.training import subject as dense
 from tests.parallel.ranks import CPU, MEGATRON, on_ranks
 
 

@@ -19,7 +19,7 @@ from parallel.mesh import Mesh, axis_rank, axis_size
 from parallel.registry import MODES
 from reference.case import Case
 from reference.data.batches import micro_batch
-from suites.prover import Prover
+from suites.session.prover import Prover
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ from reports.comparing.baselines import side
 from reports.comparing.comparison import Comparison, compare
 from reports.comparing.limits import limits
 from reports.comparing.snapshot import Snapshot
-from suites.prover import Prover
+from suites.session.prover import Prover
 
 __all__ = ["MODULE", "Slowed", "main", "stored"]
 

@@ -9,7 +9,7 @@ import torch
 
 from harness.subject import named
 from reference.case import Case
-from reference.subject import truth
+from reference.training.subject import truth
 from reports.commands.names import KINDS, OWN, names, tables
 from tests.harness import own_words
 from tests.harness.command_line import CommandLine, command_line

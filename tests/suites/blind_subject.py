@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.shard import Shard
-from reference import subject as dense
 from reference.case import Case
+from reference.training import subject as dense
 
 __all__ = ["Needed", "blind", "needed", "parted", "silent"]
 

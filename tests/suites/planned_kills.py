@@ -1,6 +1,6 @@
 """A kill matrix without a run, for the tests of `shardproof faults`, and a small subject of somebody else.
 
-The seam is that of `suites.killing`; its rows are made by hand.
+The seam is that of `suites.killing.matrix`; its rows are made by hand.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from harness.running.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from suites.mutants.planting import planted, replaced
-from suites.prover import Prover
+from suites.session.prover import Prover
 from suites.test_equivalence import apart
 
 

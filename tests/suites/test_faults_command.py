@@ -17,7 +17,7 @@ from harness.injecting.kill_matrix import COLUMNS, figures, killed_alone
 from harness.subject import cases_of, named
 from reports.commands import faults
 from reports.commands.cli import main
-from suites import killing
+from suites.killing import matrix as killing
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.held_back import HELD_BACK
 from suites.mutants.rows import OURS, cause_told

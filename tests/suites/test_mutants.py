@@ -17,7 +17,7 @@ from reference.case import Case
 from suites.mutants.catalogue import FAMILIES, MUTANTS
 from suites.mutants.mutant import Mutant
 from suites.mutants.rows import Killed, mutant_killed
-from suites.prover import Prover
+from suites.session.prover import Prover
 
 _DAY = datetime.datetime.now(datetime.UTC).timetuple().tm_yday
 _REAL = {family: [mutant for mutant in mutants if not mutant.equivalent] for family, mutants in FAMILIES.items()}

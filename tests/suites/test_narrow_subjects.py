@@ -14,7 +14,7 @@ from harness.running.execution import execute
 from harness.subject import Unanswered
 from parallel.subject import subject
 from reference.case import Case
-from suites.prover import Prover
+from suites.session.prover import Prover
 from suites.test_engines import compared
 from tests.suites.test_plugin_requests import CASE, outside
 

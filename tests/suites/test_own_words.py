@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from harness.errors import RequestError
 from harness.plain_case import PlainCase
 from harness.subject import cases_of, named
-from suites.own_cases import around
+from suites.drawing.own_cases import around
 from tests.harness.own_words import Network, subject
 from tests.suites.test_plugin_requests import outside
 

@@ -10,9 +10,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from reference.case.rules import MODES
-from suites.pairwise import rows
-from suites.prover import Prover
-from suites.strategies import cases
+from suites.drawing.pairwise import rows
+from suites.drawing.strategies import cases
+from suites.session.prover import Prover
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -19,10 +19,10 @@ from reports.commands import cli
 from reports.stored.frames import load
 from shardproof import pytest_plugin
 from shardproof.options import OPTIONS
-from suites import step_summary
-from suites.known_failures import Known, read
-from suites.ledger_gate import LedgerGate, file_of
-from suites.prover import Prover
+from suites.session import step_summary
+from suites.session.known_failures import Known, read
+from suites.session.ledger_gate import LedgerGate, file_of
+from suites.session.prover import Prover
 from tests import ROOT
 from tests.reports.toy_traffic import CASE
 

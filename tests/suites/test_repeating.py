@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, find, settings
 
 from reference.case import Case
-from suites.strategies import cases
+from suites.drawing.strategies import cases
 
 pytest_plugins = ("pytester",)
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from harness.checking.tolerance import measure
-from harness.diagnosing.placing.plans import CALLS, Place, Plan, along, has_shape, joined, plans
+from harness.diagnosing.placing.plans import CALLS, Coordinate, Plan, along, has_shape, joined, plans
 from harness.protocols import Axes
 
-__all__ = ["AGREES", "DIFFERS", "UNKNOWN", "Fit", "Target", "fit"]
+__all__ = ["AGREES", "DIFFERS", "UNKNOWN", "Fit", "TrueTensor", "fit"]
 
 AGREES, DIFFERS, UNKNOWN = "agrees", "differs", "unknown"
 """`unknown`: no layout has these shapes, or the tensor shows nothing."""
@@ -31,7 +31,7 @@ _MOST_SHOWN = 6
 _SAME = 1e-6
 """Partial sums that are closer to each other than this are equal."""
 
-Parts = dict[Place, Tensor]
+Parts = dict[Coordinate, Tensor]
 Factors = Mapping[tuple[int, int], float]
 """(rank, call) -> by what its gradients are to be divided."""
 Basis = Mapping[str, Mapping[int, int]]
@@ -39,7 +39,7 @@ Basis = Mapping[str, Mapping[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class TrueTensor:
     """The truth's tensor, one for each call, the same of control runs, and the rms of its kind of tensor."""
 
     calls: tuple[Tensor, ...]
@@ -53,15 +53,15 @@ class Target:
         one = numbers[0].flatten()[0] if numbers else None
         return one is not None and bool(torch.isfinite(one)) and any(bool((call != one).any()) for call in numbers)
 
-    def call(self, number: int) -> Target:
+    def call(self, number: int) -> TrueTensor:
         """One call alone."""
         controls = tuple((run[number],) for run in self.controls if len(run) == len(self.calls))
-        return Target(calls=(self.calls[number],), dtype=self.dtype, controls=controls, kind=self.kind)
+        return TrueTensor(calls=(self.calls[number],), dtype=self.dtype, controls=controls, kind=self.kind)
 
-    def joined(self, dim: int) -> Target:
+    def joined(self, dim: int) -> TrueTensor:
         """All calls as one, along this dim."""
         controls = tuple((torch.cat(run, dim),) for run in self.controls if len(run) == len(self.calls))
-        return Target(calls=(torch.cat(self.calls, dim),), dtype=self.dtype, controls=controls, kind=self.kind)
+        return TrueTensor(calls=(torch.cat(self.calls, dim),), dtype=self.dtype, controls=controls, kind=self.kind)
 
     def near(self, value: Tensor) -> bool:
         """Whether a tensor is the only call, within the limits of the checks."""
@@ -87,7 +87,7 @@ class Fit:
 
 def fit(
     parts: Mapping[int, Sequence[Tensor]],
-    target: Target,
+    target: TrueTensor,
     axes: Axes,
     *,
     scaled: bool = False,
@@ -121,7 +121,7 @@ def fit(
     return Fit(state=DIFFERS if DIFFERS in states else UNKNOWN, shown=tuple(shown[:_MOST_SHOWN]))
 
 
-def _in_basis(given: Mapping[int, Sequence[Tensor]], target: Target, basis: Basis, scaled: bool) -> Fit:
+def _in_basis(given: Mapping[int, Sequence[Tensor]], target: TrueTensor, basis: Basis, scaled: bool) -> Fit:
     """The same for ranks that have coordinates on these axes."""
     names, state, shown = (*basis, CALLS), UNKNOWN, list[tuple[Tensor, Tensor]]()
     places = {
@@ -202,7 +202,7 @@ def _shown(parts: Parts, plan: Plan, truth: Tensor) -> list[tuple[Tensor, Tensor
     return [(first, truth)] if first.shape == truth.shape and all(torch.equal(first, other) for other in others) else []
 
 
-def _agrees(parts: Parts, plan: Plan, target: Target, scaled: bool) -> dict[Place, float] | None:
+def _agrees(parts: Parts, plan: Plan, target: TrueTensor, scaled: bool) -> dict[Coordinate, float] | None:
     """The factor of every part (1 unless `scaled`) when the parts make up the target; None when they do not."""
     axis = next((place for place, (act, _) in enumerate(plan.acts) if act == "sum"), None)
     found = dict(parts)
@@ -226,12 +226,12 @@ def _agrees(parts: Parts, plan: Plan, target: Target, scaled: bool) -> dict[Plac
     return factors
 
 
-def _owner(place: Place, plan: Plan) -> Place:
+def _owner(place: Coordinate, plan: Plan) -> Coordinate:
     """The coordinates of a part where only those axes count that cut."""
     return tuple(at if axis in plan.order else 0 for axis, at in enumerate(place))
 
 
-def _factors(found: Parts, plan: Plan, target: Target) -> dict[Place, float] | None:
+def _factors(found: Parts, plan: Plan, target: TrueTensor) -> dict[Coordinate, float] | None:
     """By what the parts at the first place of all axes that do not cut are larger than the truth's."""
     firsts = {place: part for place, part in found.items() if place == _owner(place, plan)}
     number = {place: index for index, place in enumerate(firsts)}

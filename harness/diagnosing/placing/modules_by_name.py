@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from harness.checking.evidence import Located
 from harness.checking.tolerance import kind_rms
-from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Factors, Fit, Target, fit
+from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Factors, Fit, TrueTensor, fit
 from harness.diagnosing.placing.names import same_modules
 from harness.diagnosing.placing.tensors import as_declared, plainly, stages
 from harness.ledger import Event
@@ -222,7 +222,7 @@ class _Search:
             state = AGREES if AGREES in (state, found.state) else UNKNOWN
         return Fit(state=state)
 
-    def _targets(self, of: Callable[[ModuleCalls], Mapping[str, Sequence[Held]]]) -> dict[str, Target]:
+    def _targets(self, of: Callable[[ModuleCalls], Mapping[str, Sequence[Held]]]) -> dict[str, TrueTensor]:
         """Path of the truth -> its tensors, for modules all of whose calls could be read."""
         calls_of_all = (self._of.truth, *self._of.controls)
         runs = [{path: plainly(held) for path, held in of(calls).items()} for calls in calls_of_all]
@@ -231,7 +231,7 @@ class _Search:
             {f"it/{path}/{number}": call for path, calls in truth.items() for number, call in enumerate(calls)}
         )
         return {
-            path: Target(
+            path: TrueTensor(
                 calls=tuple(calls),
                 dtype=self._of.dtype,
                 controls=tuple(tuple(run[path]) for run in runs[1:] if run.get(path)),
@@ -243,7 +243,7 @@ class _Search:
     def _fit(
         self,
         path: str,
-        target: Target,
+        target: TrueTensor,
         of: Callable[[ModuleCalls], Mapping[str, Sequence[Held]]],
         *,
         scaled: bool = False,

@@ -13,11 +13,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["CALLS", "Place", "Plan", "along", "has_shape", "joined", "plans"]
+__all__ = ["CALLS", "Coordinate", "Plan", "along", "has_shape", "joined", "plans"]
 
 CALLS = ""
 """The name of the axis on which the calls of one rank lie."""
-Place = tuple[int, ...]
+Coordinate = tuple[int, ...]
 """Coordinates on the axes, the call last."""
 
 
@@ -67,7 +67,7 @@ def plans(names: tuple[str, ...], dims: int, rows: int | None) -> tuple[Plan, ..
     return tuple(found)
 
 
-def has_shape(shapes: Mapping[Place, tuple[int, ...]], plan: Plan, wanted: tuple[int, ...]) -> bool:
+def has_shape(shapes: Mapping[Coordinate, tuple[int, ...]], plan: Plan, wanted: tuple[int, ...]) -> bool:
     """Whether the parts make up this shape; along one dim that is cut the last part may end with padding."""
     if {len(shape) for shape in shapes.values()} != {len(wanted)}:
         return False
@@ -99,7 +99,7 @@ def has_shape(shapes: Mapping[Place, tuple[int, ...]], plan: Plan, wanted: tuple
     return True
 
 
-def joined(found: dict[Place, Tensor], plan: Plan) -> dict[Place, Tensor]:
+def joined(found: dict[Coordinate, Tensor], plan: Plan) -> dict[Coordinate, Tensor]:
     """The parts with all cuts undone."""
     for axis in plan.order:
         act, dim = plan.acts[axis]
@@ -114,9 +114,9 @@ def _undone(parts: Sequence[Tensor], act: str, dim: int) -> Tensor:
     return torch.cat([*(first for first, _ in halves), *(last for _, last in reversed(halves))], dim)
 
 
-def along(places: Mapping[Place, object], axis: int) -> list[list[Place]]:
+def along(places: Mapping[Coordinate, object], axis: int) -> list[list[Coordinate]]:
     """The places in groups that differ on this axis alone, each in its order."""
-    groups: dict[Place, list[Place]] = {}
+    groups: dict[Coordinate, list[Coordinate]] = {}
     for place in sorted(places):
         groups.setdefault((*place[:axis], 0, *place[axis + 1 :]), []).append(place)
     return list(groups.values())

@@ -20,12 +20,12 @@ from harness.engines.calls.arithmetic import Operands, transfer
 from harness.engines.calls.pending import PendingCollective, PendingMessage, RankGroup
 from harness.engines.engine import Engine
 from harness.engines.faults import spoiled
-from harness.engines.faults.spoiled import Finished
+from harness.engines.faults.spoiled import CompletedCall
 from harness.engines.threads.intervention import Intervened, Plain
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.scheduler import Scheduler
 from harness.engines.threads.work import RankCall
-from harness.faults import Fault, Place
+from harness.faults import Fault, RankCallIndex
 from harness.ledger import Call, Observer
 from harness.merging import bits_of
 from harness.torch_internals.modes import unseen
@@ -49,7 +49,7 @@ class Disturbance(Plain):
 
     def __init__(self, fault: Fault | None) -> None:
         self._fault = fault
-        self.delivered: Mapping[Place, bytes] = {}
+        self.delivered: Mapping[RankCallIndex, bytes] = {}
 
     def matcher(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> CollectiveMatcher:
         """Calls are computed as the fault has it."""
@@ -70,14 +70,14 @@ class _Disturbing(CollectiveMatcher):
 
     def __init__(self, world_size: int, scheduler: Scheduler, observer: Observer | None, what: Fault | None) -> None:
         super().__init__(world_size, scheduler, observer)
-        self.delivered: dict[Place, bytes] = {}
+        self.delivered: dict[RankCallIndex, bytes] = {}
         self._what = what
         self._targets = what.places if what else frozenset()
         self._regrouped = {rank: ranks for ranks in what.groups for rank in ranks} if what else {}
         self._issued = [-1] * world_size
-        self._places: dict[tuple[RankGroup, int], dict[int, Place]] = {}
-        self._receives: list[tuple[RankCall, Place, list[Tensor]]] = []
-        self._hit: set[Place] = set()
+        self._places: dict[tuple[RankGroup, int], dict[int, RankCallIndex]] = {}
+        self._receives: list[tuple[RankCall, RankCallIndex, list[Tensor]]] = []
+        self._hit: set[RankCallIndex] = set()
         self._stale: dict[int, list[Tensor]] = {}
         self._late: dict[tuple[int, PendingCollective | PendingMessage], _Late] = {}
         self._arriving: list[list[_Late]] = [[] for _ in range(world_size)]
@@ -102,7 +102,7 @@ class _Disturbing(CollectiveMatcher):
         for received in [receive for receive in self._receives if receive[0].event.done]:
             self._receives.remove(received)
             complete, place, before = received
-            finished = Finished(complete.signature, transfer, [Operands(before, ())], [complete.outputs])
+            finished = CompletedCall(complete.signature, transfer, [Operands(before, ())], [complete.outputs])
             self._deliver(finished, {0: place}, complete.event)
 
     def close(self, call: RankCall) -> None:
@@ -112,7 +112,7 @@ class _Disturbing(CollectiveMatcher):
         if late is not None:
             self._arriving[call.rank].append(late)
 
-    def _next(self, call: RankCall) -> Place:
+    def _next(self, call: RankCall) -> RankCallIndex:
         """Count a rank's call, and mark it when it is the target's. What is late arrives now."""
         rank, signature = call.rank, call.signature
         arriving, self._arriving[rank] = self._arriving[rank], []
@@ -147,10 +147,10 @@ class _Disturbing(CollectiveMatcher):
             kept = [] if self._hit.isdisjoint(places.values()) else list(map(spoiled.copied, brought))
         super()._complete(call, collective)
         outputs = [each.outputs for each in brought]
-        self._deliver(Finished(collective.signature, call.combine, kept, outputs), places, collective)
+        self._deliver(CompletedCall(collective.signature, call.combine, kept, outputs), places, collective)
 
     def _deliver(
-        self, finished: Finished, places: Mapping[int, Place], event: PendingCollective | PendingMessage
+        self, finished: CompletedCall, places: Mapping[int, RankCallIndex], event: PendingCollective | PendingMessage
     ) -> None:
         """Overwrite the right outputs of the members that are hit; note what every member got (member -> place)."""
         with unseen():
@@ -161,7 +161,7 @@ class _Disturbing(CollectiveMatcher):
                 self.delivered[place] = _digest(finished.outputs[member])
 
     def _spoil(
-        self, what: Fault, finished: Finished, ranks: Mapping[int, int], event: PendingCollective | PendingMessage
+        self, what: Fault, finished: CompletedCall, ranks: Mapping[int, int], event: PendingCollective | PendingMessage
     ) -> None:
         """Overwrite the right outputs of these members (member -> rank)."""
         right = {member: spoiled.copies(finished.outputs[member]) for member in ranks}

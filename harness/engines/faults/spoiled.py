@@ -18,10 +18,10 @@ from harness.faults import Fault
 from harness.torch_internals.autograd import unversioned
 from harness.torch_internals.modes import unseen
 
-__all__ = ["Finished", "copied", "copies", "overwrite", "poison", "wrong"]
+__all__ = ["CompletedCall", "copied", "copies", "overwrite", "poison", "wrong"]
 
 
-class Finished(NamedTuple):
+class CompletedCall(NamedTuple):
     """A call that is complete, by group rank: copies of the operands (outputs as they were before), and the outputs,
     which hold the right values. Of a message there is the receiver alone.
     """
@@ -32,7 +32,7 @@ class Finished(NamedTuple):
     outputs: Sequence[Sequence[Tensor]]
 
 
-def wrong(what: Fault, done: Finished) -> list[Sequence[Tensor]]:
+def wrong(what: Fault, done: CompletedCall) -> list[Sequence[Tensor]]:
     """By group rank, what a fault of this kind leaves; not for group and stale, which depend on other calls."""
     if what.kind in {"drop", "delay"}:
         return [_alone(done.kept, member, done.combine) for member in range(len(done.kept))]
@@ -78,7 +78,7 @@ def _alone(kept: Sequence[Operands], member: int, combine: Combine) -> list[Tens
     return list(mine.outputs) if left is None else left(mine, member, len(kept))
 
 
-def _doubled(done: Finished) -> list[Sequence[Tensor]]:
+def _doubled(done: CompletedCall) -> list[Sequence[Tensor]]:
     """Outputs by rank: the call made again on its result; where shapes forbid that, a reduced result counts twice."""
     if done.combine in _IN_PLACE or (done.combine in _EXCHANGES and all(map(_repeatable, done.kept))):
         again = []
@@ -92,7 +92,7 @@ def _doubled(done: Finished) -> list[Sequence[Tensor]]:
     return [[output + output if counts_twice else output for output in outputs] for outputs in done.outputs]
 
 
-def _made_again(members: Sequence[Operands], done: Finished, reduce_op: str) -> list[Sequence[Tensor]]:
+def _made_again(members: Sequence[Operands], done: CompletedCall, reduce_op: str) -> list[Sequence[Tensor]]:
     done.combine(members, reduce_op, done.signature.root)
     return [operands.outputs for operands in members]
 

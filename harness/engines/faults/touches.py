@@ -16,7 +16,7 @@ from harness.engines.threads.intervention import Plain
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.scheduler import Scheduler
 from harness.engines.threads.work import RankCall
-from harness.faults import Place
+from harness.faults import RankCallIndex
 from harness.ledger import Observer
 from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
 from harness.torch_internals.operators import short_name
@@ -28,8 +28,8 @@ class Touches(Plain):
     """The intervention that changes nothing and watches. `on_rank` is to be entered around a rank's program."""
 
     def __init__(self) -> None:
-        self._pending: dict[int, dict[int, list[Place]]] = {}
-        self._touched: set[Place] = set()
+        self._pending: dict[int, dict[int, list[RankCallIndex]]] = {}
+        self._touched: set[RankCallIndex] = set()
 
     def matcher(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> CollectiveMatcher:
         """Calls are computed as issued."""
@@ -44,7 +44,7 @@ class Touches(Plain):
             yield
 
     @property
-    def touched(self) -> frozenset[Place]:
+    def touched(self) -> frozenset[RankCallIndex]:
         """After the run, (rank, call index) of the results that were read, or for which no next call came."""
         waiting = (place for results in self._pending.values() for places in results.values() for place in places)
         return frozenset(self._touched).union(waiting)
@@ -53,7 +53,7 @@ class Touches(Plain):
 class _Mode(DispatchMode):
     """Notes which of the pending results an operator is given."""
 
-    def __init__(self, pending: dict[int, list[Place]], touched: set[Place]) -> None:
+    def __init__(self, pending: dict[int, list[RankCallIndex]], touched: set[RankCallIndex]) -> None:
         super().__init__()
         self._pending, self._touched = pending, touched
 
@@ -77,12 +77,12 @@ class _Watching(CollectiveMatcher):
         world_size: int,
         scheduler: Scheduler,
         observer: Observer | None,
-        pending: dict[int, dict[int, list[Place]]],
+        pending: dict[int, dict[int, list[RankCallIndex]]],
     ) -> None:
         super().__init__(world_size, scheduler, observer)
         self._pending = pending
         self._issued = [-1] * world_size
-        self._places: dict[RankCall, Place] = {}
+        self._places: dict[RankCall, RankCallIndex] = {}
 
     def issue(self, call: RankCall) -> None:
         """As in the base class; results that came before the rank's call are no longer pending."""

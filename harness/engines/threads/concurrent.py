@@ -27,7 +27,7 @@ from harness.engines.threads.intervention import Plain
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.rank_threads import Aborted, RankThread
 from harness.engines.threads.scheduler import RankStatus, Scheduler
-from harness.engines.threads.state.module_state import Place
+from harness.engines.threads.state.module_state import Namespace
 from harness.engines.threads.state.rank_state import PerRankState
 from harness.engines.threads.state.rng_streams import CallerStreams
 from harness.engines.threads.work import RankCall
@@ -40,7 +40,7 @@ __all__ = ["ConcurrentEngine"]
 class _AtOnce(Plain):
     """The parts of a run without turns."""
 
-    def state(self, world_size: int, seed: int, places: Sequence[Place], caller: CallerStreams) -> PerRankState:
+    def state(self, world_size: int, seed: int, places: Sequence[Namespace], caller: CallerStreams) -> PerRankState:
         """Nothing is swapped. Raises RequestError for state of modules that each rank would have for itself."""
         if places:
             raise RequestError(

@@ -30,7 +30,7 @@ from harness.engines.threads.postmortem import Raised
 from harness.engines.threads.rank_threads import Aborted, RankThread, RankThreads
 from harness.engines.threads.rank_world import Enter, installed
 from harness.engines.threads.scheduler import RankStatus, RunEnd
-from harness.engines.threads.state.module_state import places_of
+from harness.engines.threads.state.module_state import namespaces_of
 from harness.engines.threads.state.rank_state import PerRankState
 from harness.engines.threads.state.rng_streams import CallerStreams
 from harness.engines.threads.unmapped import Unmapped
@@ -81,7 +81,7 @@ class InprocEngine(RequestEngine):
         parts = intervention or self._parts
         self.unwaited = ()
         num_threads = torch.get_num_threads()
-        places = places_of(request.per_rank)
+        places = namespaces_of(request.per_rank)
         with installed() as enter, self._unmapped.recorded():
             state = parts.state(request.world_size, request.seed, places, self._streams)
             threads = self._threads.take(request.world_size)

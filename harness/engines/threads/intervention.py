@@ -13,7 +13,7 @@ from harness.engines.engine import Engine, RequestEngine, RunRequest
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.rank_threads import RankThread
 from harness.engines.threads.scheduler import Scheduler
-from harness.engines.threads.state.module_state import Place
+from harness.engines.threads.state.module_state import Namespace
 from harness.engines.threads.state.rank_state import PerRankState
 from harness.engines.threads.state.rng_streams import CallerStreams
 from harness.errors import RequestError
@@ -25,7 +25,7 @@ __all__ = ["Intervened", "Intervention", "Plain"]
 class Intervention(Protocol):
     """Makes the parts of one run."""
 
-    def state(self, world_size: int, seed: int, places: Sequence[Place], caller: CallerStreams) -> PerRankState:
+    def state(self, world_size: int, seed: int, places: Sequence[Namespace], caller: CallerStreams) -> PerRankState:
         """What each rank has to itself."""
         ...
 
@@ -41,7 +41,7 @@ class Intervention(Protocol):
 class Plain:
     """The parts as they are: the intervention that changes nothing, and the base of all others."""
 
-    def state(self, world_size: int, seed: int, places: Sequence[Place], caller: CallerStreams) -> PerRankState:
+    def state(self, world_size: int, seed: int, places: Sequence[Namespace], caller: CallerStreams) -> PerRankState:
         """Random streams, default dtype and the state of the named modules."""
         return PerRankState(world_size, seed, places, caller)
 

@@ -30,7 +30,7 @@ class Reference:
     modules.
     """
 
-    truth: Function = "reference.subject:truth"
+    truth: Function = "reference.training.subject:truth"
     control: Function = "reference.training.control:control"
     kinks: str = ""
     slack: str = ""

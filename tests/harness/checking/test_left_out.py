@@ -14,8 +14,8 @@ from harness.errors import RequestError
 from harness.protocols import Subject
 from harness.running.proof import CaseResult, prove
 from harness.subject import NamedSubject, left_out, named
-from reference import subject as dense
 from reference.case import Case
+from reference.training import subject as dense
 from tests.harness.toy_evidence import evidence, outcome_of, truth
 from tests.harness.toy_subjects import LoopEngine
 

@@ -20,9 +20,9 @@ from harness.engines.named import engine_named
 from harness.outcome import localize
 from harness.running.proof import prove
 from harness.running.truth.reference import Reference
-from reference import subject as dense
 from reference.case import Case
 from reference.data.anchors import Facts
+from reference.training import subject as dense
 from tests.harness.toy_evidence import TERMS, events, evidence, named, outcome_of, truth, without
 
 

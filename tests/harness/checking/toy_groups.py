@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from reference import subject as dense
 from reference.case import Case
+from reference.training import subject as dense
 
 __all__ = ["Strided", "own_name", "stated", "unstated"]
 

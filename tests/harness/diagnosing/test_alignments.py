@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Target, fit
+from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, TrueTensor, fit
 from harness.diagnosing.placing.names import same_modules
 from harness.diagnosing.placing.tensors import stages
 
@@ -18,8 +18,8 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-def target(*calls: Tensor, dtype: str = "float64") -> Target:
-    return Target(calls=calls, dtype=dtype, kind=1.0)
+def target(*calls: Tensor, dtype: str = "float64") -> TrueTensor:
+    return TrueTensor(calls=calls, dtype=dtype, kind=1.0)
 
 
 FULL = drawn(6, 8, 5)

@@ -8,7 +8,7 @@ import pytest
 from harness.checking.evidence import Verdict
 from harness.diagnosing.six_lines import site
 from reports.stored.bugs import bugs
-from suites.prover import Prover
+from suites.session.prover import Prover
 
 
 def six(first: str, check: str = "forward", what: str = "loss/0 differs") -> str:

@@ -20,8 +20,8 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, Raced
 from harness.running.proof import prove
 from reference.case import Case
+from suites.drawing.strategies import schedules
 from suites.mutants.planting import planted, replaced
-from suites.strategies import schedules
 from tests.harness.faults import faulty_programs
 
 gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

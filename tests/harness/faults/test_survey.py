@@ -22,8 +22,8 @@ from harness.running.execution import execute
 from harness.running.truth.reference import Reference
 from harness.shard import Shard
 from parallel.subject import subject
-from reference import subject as dense
 from reference.case import Case
+from reference.training import subject as dense
 from tests.harness import toy_subjects
 
 TINY = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 steps=2 micro=2 batch=2"

@@ -22,8 +22,8 @@ from harness.running.rank_task import RankTask, perform
 from harness.running.run import run
 from harness.subject import Unanswered, answered, named, stated
 from harness.terms import closed_form
-from reference import subject as dense
 from reference.case import Case
+from reference.training import subject as dense
 
 CASE = Case.parse("layers=1 hidden=16 heads=2 ffn=16 seq=8 micro=1 steps=1")
 HERE = __name__

@@ -17,8 +17,8 @@ from harness.request import Request
 from harness.running.run import RunResult, run
 from harness.running.two_processes.second_process import Proved, prove_all
 from harness.subject import named
-from reference import subject as dense
 from reference.case import Case
+from reference.training import subject as dense
 
 FIRST = "SHARDPROOF_TEST_FIRST_PROCESS"
 CASES = tuple(

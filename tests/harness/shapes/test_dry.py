@@ -32,7 +32,7 @@ from harness.running.proof import prove
 from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import shapes
-from suites.strategies import cases
+from suites.drawing.strategies import cases
 
 MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
 

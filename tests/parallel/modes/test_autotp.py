@@ -23,8 +23,8 @@ from parallel.slicing.words import Sliced
 from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import full, shapes
+from suites.drawing.strategies import cases
 from suites.mutants.planting import planted, replaced
-from suites.strategies import cases
 from tests.parallel.modes.mode_tables import Line, promised, rows
 
 MODE = MODES["autotp"]

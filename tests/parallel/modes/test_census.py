@@ -18,7 +18,7 @@ from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import shapes
 from suites.mutants.planting import planted, replaced
-from suites.prover import Prover
+from suites.session.prover import Prover
 
 SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 vocab=264 steps=1 micro=1 tp=2"
 WORDS = ("bias=true qk_norm=true positions=learned norm=layernorm", "bias=false positions=rope norm=rmsnorm dp=3")

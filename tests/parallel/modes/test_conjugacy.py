@@ -16,7 +16,7 @@ from harness.protocols import Subject
 from parallel.subject import subject
 from reference.case import Case
 from suites.mutants.planting import planted, replaced
-from suites.prover import Prover
+from suites.session.prover import Prover
 
 SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 vocab=264 steps=1 tp=2"
 BACK = "lambda grad: _all_to_all(grad, axis, split_dim=gather_dim, gather_dim=split_dim)"

@@ -23,8 +23,8 @@ from parallel.registry import MODES
 from parallel.subject import subject
 from parallel.training import set_up
 from reference.case import Case
+from suites.drawing.strategies import cases
 from suites.mutants.planting import planted, replaced
-from suites.strategies import cases
 from tests.parallel.modes.mode_tables import Line, promised, rows
 from tests.parallel.ranks import CPU, on_ranks
 

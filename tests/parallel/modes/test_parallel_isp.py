@@ -16,9 +16,9 @@ from parallel.modes.isp import ISP
 from parallel.subject import subject
 from parallel.training import Rank, set_up
 from parallel.weights import WeightLinear
-from reference import subject as dense
 from reference.case import Case
 from reference.model.parameters import weights
+from reference.training import subject as dense
 from tests.parallel.ranks import CPU, on_ranks
 
 EVO = "family=internlm2 vocab=264"

@@ -22,8 +22,8 @@ from parallel.mesh import Mesh
 from parallel.modes.isp import ISP
 from parallel.subject import subject
 from parallel.training import set_up
-from reference import subject as dense
 from reference.case import Case
+from reference.training import subject as dense
 from tests.parallel.ranks import CPU, on_ranks
 
 EVO = "mode=isp family=internlm2 vocab=264 steps=1 micro=1"

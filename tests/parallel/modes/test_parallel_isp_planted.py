@@ -17,8 +17,8 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.merging import merge
 from harness.running.execution import execute
 from parallel.subject import subject
-from reference import subject as dense
 from reference.case import Case
+from reference.training import subject as dense
 from suites.mutants.planting import planted, replaced
 from tests.parallel.ranks import CPU
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from parallel.registry import MODES
 from parallel.subject import subject
 from reference.case import Case
-from suites.strategies import cases
+from suites.drawing.strategies import cases
 from tests.parallel.modes.mode_tables import Line, promised, rows
 from tests.parallel.ranks import CPU, MEGATRON, Calls, on_ranks
 

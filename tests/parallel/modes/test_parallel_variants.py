@@ -22,10 +22,10 @@ from parallel.deviations import smoothed_by_parts
 from parallel.mesh import Axis
 from parallel.subject import subject
 from parallel.variants import DEVIATING
-from reference import subject as dense
 from reference.case import Case, CaseError
 from reference.case.variants import VARIANTS, words
-from suites.strategies import cases
+from reference.training import subject as dense
+from suites.drawing.strategies import cases
 from tests.parallel.ranks import CPU, along_tp, numbers, on_ranks
 
 AVERAGED = "averaged over tp where it must be summed"

@@ -27,7 +27,7 @@ from parallel.subject import subject
 from reference.case import Case
 from suites.mutants.planting import planted_module
 from suites.mutants.removal import CallSite, sites, source_without, without
-from suites.prover import Prover
+from suites.session.prover import Prover
 from tests.parallel.pair_laws import broken_pairs
 
 SMALL = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 steps=1 micro=1 tp=2"

@@ -14,7 +14,7 @@ from reference.case import Case, CaseError
 from reference.case.presets import PRESETS, mlp_width
 from reference.case.rules import MODES
 from reference.case.variants import VARIANTS, lack
-from suites.strategies import cases
+from suites.drawing.strategies import cases
 
 
 @st.composite

@@ -11,8 +11,8 @@ from reference.case import Case
 from reference.case.rules import MODES
 from reference.model import dense_case as module
 from reference.model.dense_case import SPLIT, dense_case
-from reference.subject import true_activations, truth
-from suites.strategies import cases
+from reference.training.subject import true_activations, truth
+from suites.drawing.strategies import cases
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from reference.case import Case, CaseError, rules
 from reference.case.presets import FAMILIES, PRESETS
 from reference.case.rules import MODES
-from suites.strategies import cases
+from suites.drawing.strategies import cases
 
 ISP = "mode=isp tied=false "
 BROKEN = {

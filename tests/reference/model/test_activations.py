@@ -10,8 +10,8 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model.parameters import shapes, weights
-from reference.subject import activations, subject, true_activations
 from reference.training.activations import observe
+from reference.training.subject import activations, subject, true_activations
 from tests.reference.model.dense_run import CPU, dense_run
 from tests.reference.model.drawn_batches import rows
 from tests.reference.model.drawn_cases import models

@@ -15,9 +15,9 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model.parameters import shapes, weights
-from reference.subject import subject
 from reference.training import steps as training
 from reference.training.steps import Feed, train
+from reference.training.subject import subject
 from tests.reference.model.dense_run import CPU, dense_run, ignored_labels
 from tests.reference.model.drawn_batches import alone, joined, rows, sentences
 from tests.reference.model.drawn_cases import models

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from reference.case import Case
-from reference.subject import true_activations
 from reference.training.kinks import BAND, kinks
+from reference.training.subject import true_activations
 
 RELU = Case.parse("layers=1 hidden=24 heads=4 ffn=40 seq=16 batch=3 activation=relu dtype=bfloat16 steps=1 lr=0.1")
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from torch import Tensor
 from reference.case import Case
 from reference.model import layers
 from reference.model.parameters import weights
-from reference.subject import activations, subject, true_activations, truth
 from reference.training.control import control, reordered, split_linear, split_norm
+from reference.training.subject import activations, subject, true_activations, truth
 from tests.reference.model.dense_run import CPU
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from reference import subject as dense
 from reference.case import Case
 from reference.data.batches import micro_batch
 from reference.model.parameters import full
+from reference.training import subject as dense
 from reference.what_ifs.inputs import alternatives
 from reference.what_ifs.shares import shares
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from reference import subject as dense
 from reference.case import Case
 from reference.data.batches import micro_batch
 from reference.model import layers
 from reference.model.parameters import full
+from reference.training import subject as dense
 from reference.what_ifs.inputs import alternatives
 
 CPU = torch.device("cpu")

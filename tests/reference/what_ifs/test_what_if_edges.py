@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import subject as dense
 from reference.case import Case
 from reference.data.batches import micro_batch
 from reference.model.parameters import full, weights
+from reference.training import subject as dense
 from reference.what_ifs.edges import edges
 
 CPU = torch.device("cpu")

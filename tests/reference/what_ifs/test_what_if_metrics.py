@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference import subject as dense
 from reference.case import Case
 from reference.data.batches import micro_batch
 from reference.model import decoder, metric
+from reference.training import subject as dense
 from reference.what_ifs.inputs import weights_of
 from reference.what_ifs.metrics import metrics
 

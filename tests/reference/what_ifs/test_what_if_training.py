@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference import subject as dense
 from reference.case import Case
 from reference.model.parameters import full
+from reference.training import subject as dense
 from reference.what_ifs.training import trainings
 
 CPU = torch.device("cpu")

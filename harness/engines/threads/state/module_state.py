@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from harness.errors import RequestError, error_text
 
-__all__ = ["Names", "Place", "own", "own_state", "places_of"]
+__all__ = ["Names", "Namespace", "own", "own_state", "namespaces_of"]
 
 Names = dict[str, Any]
 _CACHE: Any = type(functools.cache(len))
@@ -29,7 +29,7 @@ _FOREIGN = frozenset(sys.stdlib_module_names) | {"numpy", "torch"}
 """Packages whose instances belong to the process: locks, loggers, groups, generators."""
 
 
-class Place(Protocol):
+class Namespace(Protocol):
     """Something that has names with values."""
 
     def read(self) -> Names:
@@ -48,11 +48,11 @@ class _Dict:
         self._names = names
 
     def read(self) -> Names:
-        """See Place."""
+        """See Namespace."""
         return dict(self._names)
 
     def write(self, names: Names) -> None:
-        """See Place. Never empty in between, since destructors may look into it."""
+        """See Namespace. Never empty in between, since destructors may look into it."""
         self._names.update(names)
         if len(self._names) != len(names):
             for name in self._names.keys() - names.keys():
@@ -66,11 +66,11 @@ class _Class:
         self._owner = owner
 
     def read(self) -> Names:
-        """See Place."""
+        """See Namespace."""
         return {name: value for name, value in vars(self._owner).items() if _is_data(name, value)}
 
     def write(self, names: Names) -> None:
-        """See Place."""
+        """See Namespace."""
         now = self.read()
         for name, value in names.items():
             if name not in now or now[name] is not value:
@@ -79,10 +79,10 @@ class _Class:
             type.__delattr__(self._owner, name)
 
 
-def places_of(names: Sequence[str]) -> tuple[Place, ...]:
+def namespaces_of(names: Sequence[str]) -> tuple[Namespace, ...]:
     """The places of these modules as they are now. Raises RequestError for one that cannot be imported."""
     modules = [_imported(name) for name in names]
-    found: dict[int, Place] = {id(vars(module)): _Dict(vars(module)) for module in modules}
+    found: dict[int, Namespace] = {id(vars(module)): _Dict(vars(module)) for module in modules}
     seen: dict[int, Any] = {}
     waiting = [value for module in modules for value in vars(module).values()]
     while waiting:
@@ -100,7 +100,7 @@ def places_of(names: Sequence[str]) -> tuple[Place, ...]:
     return tuple(found.values())
 
 
-def own(places: Iterable[Place]) -> list[Names]:
+def own(places: Iterable[Namespace]) -> list[Names]:
     """For one rank: what the places have now, in containers of its own."""
     copies: dict[int, Any] = {}
     return [{name: _copied(value, copies) for name, value in place.read().items()} for place in places]
@@ -108,8 +108,8 @@ def own(places: Iterable[Place]) -> list[Names]:
 
 @contextmanager
 def own_state(names: Sequence[str]) -> Iterator[None]:
-    """What the body changes in these modules is as before afterwards. Raises RequestError as `places_of`."""
-    places = places_of(names)
+    """What the body changes in these modules is as before afterwards. Raises RequestError as `namespaces_of`."""
+    places = namespaces_of(names)
     before = [place.read() for place in places]
     for place, mine in zip(places, own(places), strict=True):
         place.write(mine)
@@ -128,7 +128,7 @@ def _imported(name: str) -> ModuleType:
         raise RequestError(f"per_rank {name!r}: {rule} ({error_text(problem)})") from problem
 
 
-def _place(value: Any, modules: Sequence[str]) -> Place | None:
+def _place(value: Any, modules: Sequence[str]) -> Namespace | None:
     """The value as a place, None for one that is shared."""
     if isinstance(value, type):
         return _Class(value) if value.__module__ in modules and not isinstance(value, EnumMeta) else None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from harness.engines.threads.state.module_state import Place, own
+from harness.engines.threads.state.module_state import Namespace, own
 from harness.engines.threads.state.rng_streams import CallerStreams, RankStreams
 
 __all__ = ["PerRankState"]
@@ -23,7 +23,7 @@ class PerRankState:
     Every rank starts from `seed`, the caller's default dtype, and what the places of modules have now.
     """
 
-    def __init__(self, world_size: int, seed: int, places: Sequence[Place], caller: CallerStreams) -> None:
+    def __init__(self, world_size: int, seed: int, places: Sequence[Namespace], caller: CallerStreams) -> None:
         self._places = tuple(places)
         self._caller = caller
         self._callers_dtype = torch.get_default_dtype()

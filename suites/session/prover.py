@@ -33,10 +33,10 @@ from harness.running.summary import summarize
 from harness.subject import NamedSubject, case_of, named, refusal, vocabulary
 from reference.case import Case
 from reports.options.request import default_cases
-from suites.own_cases import around
-from suites.pairwise import rows
-from suites.request import world_sizes
-from suites.strategies import cases
+from suites.drawing.own_cases import around
+from suites.drawing.pairwise import rows
+from suites.drawing.strategies import cases
+from suites.session.request import world_sizes
 
 __all__ = ["Prover"]
 

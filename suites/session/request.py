@@ -20,7 +20,7 @@ from harness.request import seconds
 from harness.running.capacity import admit
 from harness.subject import NamedSubject, case_of, claims, named, truth_of
 from shardproof.options import OPTIONS, option_path, option_value
-from suites import known_failures
+from suites.session import known_failures
 
 __all__ = ["check", "chosen_modes", "header", "subject_of", "world_sizes"]
 
@@ -78,7 +78,7 @@ def _check_profile(config: pytest.Config) -> None:
     if name := config.getoption("hypothesis_profile", None):
         from hypothesis import errors, settings  # noqa: PLC0415  (only for those who name a profile)
 
-        from suites.profiles import PROFILES, register  # noqa: PLC0415
+        from suites.drawing.profiles import PROFILES, register  # noqa: PLC0415
 
         register()
         try:

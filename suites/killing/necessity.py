@@ -16,7 +16,7 @@ from harness.errors import ProgramError
 from harness.faults import Fault
 from harness.protocols import CaseLike
 from harness.subject import NamedSubject, refusal
-from suites.killing import disturbed
+from suites.killing.matrix import disturbed
 from suites.mutants.rows import Killed, faults_killed
 
 __all__ = ["Collective", "Necessity", "collectives"]

@@ -28,8 +28,8 @@ from harness.protocols import CaseLike
 from harness.running.proof import CaseResult, prove
 from harness.subject import NamedSubject
 from reference.case import Case
-from suites.request import chosen_modes
-from suites.strategies import cases
+from suites.drawing.strategies import cases
+from suites.session.request import chosen_modes
 
 __all__ = ["differences", "drawn", "main", "unlike"]
 
@@ -127,7 +127,7 @@ def _rows(events: Sequence[Event], ranks: set[int] | None = None) -> list[tuple[
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare and tell. Exit status: 0 all equal, 1 a difference, 2 the request was wrong."""
-    parser = argparse.ArgumentParser(prog="suites.engines", description="The same cases on every engine.")
+    parser = argparse.ArgumentParser(prog="suites.session.engines", description="The same cases on every engine.")
     parser.add_argument("--cases", type=int, default=12, help="how many to draw (12)")
     parser.add_argument("--seed", type=int, default=0, help="where the drawing starts (0)")
     parser.add_argument("--subject", default=SUBJECT, help=f"module:object ({SUBJECT})")
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             engines = {name: stack.enter_context(engine_named(name)) for name in names}
             return _compared(drawn(asked.cases, asked.seed, asked.subject), asked.subject, engines)
     except ShardproofError as error:
-        print(f"suites.engines: {error}", file=sys.stderr)
+        print(f"suites.session.engines: {error}", file=sys.stderr)
         return error.exit_status
 
 

@@ -1,0 +1,1 @@
+"""Cases to draw: Hypothesis strategies, their profiles, rows that cover every pair of boolean words."""
