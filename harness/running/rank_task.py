@@ -25,7 +25,7 @@ from harness.ledger import Event
 from harness.outcome import Block, blocks, localize
 from harness.protocols import CaseLike, Subject
 from harness.recording.capturing.capture import Capture
-from harness.recording.overlap import Overlap
+from harness.recording.overlap import Overlap, RankCallIndex
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations

@@ -139,7 +139,7 @@ DATA_AND_POSITIONS = (
             ),
         ),
         equivalent="Nothing that follows draws from the shared stream: dropout=0 is the only legal value, weights, "
-        "masks and sentences come from generators of their own (reference.parameters, reference.batches).",
+        "masks and sentences come from generators of their own (reference.model.parameters, reference.data.batches).",
     ),
     Mutant(
         name="recompute-keeps-no-random-state",

@@ -33,7 +33,7 @@ def _shared(
         modes=everywhere(),
         condition=condition,
         suite=_LARGE if large else {},
-        changes=(Change(module=f"reference.{module}", old=old, new=new),),
+        changes=(Change(module=f"reference.data.{module}", old=old, new=new),),
         kills="data",
         alone=alone,
         phase="data",
