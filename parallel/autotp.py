@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from parallel import pairs, tensor
 from parallel.embedding import WholeEmbedding
-from parallel.layout import Placement, local_shape
+from parallel.layout import Cut, Placement, local_shape
 from parallel.linear import Region, column_linear
 from parallel.loss import vocabulary_cross_entropy
 from parallel.mesh import Axis, Mesh
@@ -48,12 +48,16 @@ def placements(case: Case) -> dict[str, Placement]:
 def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
     module, _, leaf = name.rpartition(".")
     if module == "head":
-        return Placement(shape=shape, axis="tp", dim=0 if case.head == "gather" else 1, held=head_held(case))
+        return Placement(shape=shape, cuts=(_cut(head_held(case), dim=0 if case.head == "gather" else 1),))
     if is_column(module):
-        return Placement(shape=shape, axis="tp", held=_held(case, module))
+        return Placement(shape=shape, cuts=(_cut(_held(case, module)),))
     if is_row(module) and leaf == "weight":
-        return Placement(shape=shape, axis="tp", dim=1, held=_held(case, module))
+        return Placement(shape=shape, cuts=(_cut(_held(case, module), dim=1),))
     return Placement(shape=shape)
+
+
+def _cut(held: Held, *, dim: int = 0) -> Cut:
+    return Cut(axis="tp", dim=dim, held=held)
 
 
 def attention_heads(case: Case) -> Heads:
@@ -95,10 +99,10 @@ def activation(case: Case, module: str) -> Placement | None:
         return Placement(shape=(rows, length, case.vocab))
     if is_column(module):
         width = shapes(case)[f"{module}.weight"][0]
-        return Placement(shape=(rows, length, width), axis="tp", dim=2, held=_held(case, module))
+        return Placement(shape=(rows, length, width), cuts=(_cut(_held(case, module), dim=2),))
     if leaf in ("q_norm", "k_norm"):
         held = _held(case, "wq" if leaf == "q_norm" else "wk")
-        return Placement(shape=(rows, length, sum(widths(held))), axis="tp", dim=2, held=held)
+        return Placement(shape=(rows, length, sum(widths(held))), cuts=(_cut(held, dim=2),))
     return tensor.activation(case, module, sequence_split=False)
 
 
@@ -130,7 +134,7 @@ def parts(
     def head() -> nn.Module:
         shape = None
         if not case.tied:
-            shape = local_shape(places["head.weight"], parts=axis.size, index=axis.rank)
+            shape = local_shape(places["head.weight"], mesh.coordinates)
         kind = GatheredHead if case.head == "gather" else SummedHead
         return kind(shape, region, head_held(case), dtype=dtype, device=device)
 

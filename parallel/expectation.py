@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 from parallel.batch import SIZES_PER_KEY
 from parallel.layout import Placement, local_shape
-from parallel.mesh import axis_size
+from parallel.mesh import axis_size, coordinates
 from reference.case import Case
 
 __all__ = [
     "ITEM_BYTES",
     "Term",
+    "Terms",
     "activation_bytes",
     "activation_terms",
     "delivery_terms",
-    "gradient_terms",
     "local_elements",
     "logits_terms",
     "loss_dtype",
@@ -30,6 +30,7 @@ __all__ = [
     "per_micro",
     "per_step",
     "split_embedding_terms",
+    "step_terms",
 ]
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}
@@ -166,34 +167,50 @@ def split_embedding_terms(case: Case) -> Iterator[Term]:
     yield from activation_terms(case, "backward", "embedding", "all_gather")
 
 
-def gradient_terms(
-    case: Case,
-    places: Mapping[str, Placement],
+Terms = Callable[[Case], Iterator[Term]]
+"""A part of a closed form."""
+
+
+def step_terms(
+    placements: Callable[[Case], Mapping[str, Placement]],
     partial: Callable[[Case, str], bool],
     *,
     weight_axis: str = "tp",
     data_axes: tuple[str, ...] = ("dp",),
     loss_axes: tuple[str, ...] = ("dp",),
     coalesced: bool = True,
-) -> Iterator[Term]:
-    """Once a step: all gradients over the data axes, the partial ones over the weight axis, loss and tokens, norm.
+) -> dict[str, Terms]:
+    """What happens once a step, part by part, so that a scheme can replace one of them:
 
-    The partial ones are summed in one call when `coalesced`, else in one each.
+    data      all gradients over the data axes, in one call
+    partial   the partial ones over the weight axis, in one call when `coalesced`, else in one each
+    scalars   loss and number of tokens over the loss axes
+    norm      the squared norm over the weight axis
     """
-    item = ITEM_BYTES[case.dtype]
-    for axis in data_axes:
-        yield from per_step(case, "all_reduce", item * local_elements(case, places), axis=axis)
-    shared = [math.prod(place.shape) for name, place in places.items() if partial(case, name)]
-    for elements in [sum(shared)] if coalesced and shared else shared:
-        yield from per_step(case, "all_reduce", item * elements, axis=weight_axis)
-    for axis in loss_axes:
-        yield from per_step(case, "all_reduce", 2 * ITEM_BYTES["float64"], axis=axis, dtype="float64")
-    yield from per_step(case, "all_reduce", ITEM_BYTES[loss_dtype(case)], axis=weight_axis, dtype=loss_dtype(case))
+
+    def data(case: Case) -> Iterator[Term]:
+        size = ITEM_BYTES[case.dtype] * local_elements(case, placements(case))
+        for axis in data_axes:
+            yield from per_step(case, "all_reduce", size, axis=axis)
+
+    def partials(case: Case) -> Iterator[Term]:
+        places = placements(case)
+        shared = [math.prod(place.shape) for name, place in places.items() if partial(case, name)]
+        for elements in [sum(shared)] if coalesced and shared else shared:
+            yield from per_step(case, "all_reduce", ITEM_BYTES[case.dtype] * elements, axis=weight_axis)
+
+    def scalars(case: Case) -> Iterator[Term]:
+        for axis in loss_axes:
+            yield from per_step(case, "all_reduce", 2 * ITEM_BYTES["float64"], axis=axis, dtype="float64")
+
+    def norm(case: Case) -> Iterator[Term]:
+        dtype = loss_dtype(case)
+        yield from per_step(case, "all_reduce", ITEM_BYTES[dtype], axis=weight_axis, dtype=dtype)
+
+    return {"data": data, "partial": partials, "scalars": scalars, "norm": norm}
 
 
 def local_elements(case: Case, places: Mapping[str, Placement]) -> int:
     """Elements of all parameters on one rank, padding included."""
-    return sum(
-        math.prod(local_shape(place, parts=axis_size(case, place.axis) if place.axis else 1))
-        for place in places.values()
-    )
+    at = coordinates(case, 0)
+    return sum(math.prod(local_shape(place, at)) for place in places.values())

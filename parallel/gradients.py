@@ -11,7 +11,7 @@ Every gradient arrives as the sum over this rank's micro-batches of the gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,15 +47,22 @@ def sum_scalars(loss: Tensor, tokens: Tensor, axes: Iterable[Axis]) -> tuple[Ten
     return pair[0], pair[1]
 
 
-def norm(gradients: Mapping[str, Tensor], places: Mapping[str, Placement], axis: Axis, dtype: torch.dtype) -> Tensor:
+def norm(
+    gradients: Mapping[str, Tensor], places: Mapping[str, Placement], axes: Sequence[Axis], dtype: torch.dtype
+) -> Tensor:
     """The L2 norm of the full gradients, a scalar of `dtype`: every element counts once.
 
-    A split gradient counts on every rank of the axis, a whole one on the first rank only.
+    A gradient counts on every rank of an axis that it is split over, and on the first rank only of each of the others.
     """
-    squares = [
-        gradient.to(dtype).square().sum() for name, gradient in gradients.items() if places[name].axis or axis.rank == 0
-    ]
-    return all_reduce(torch.stack(squares).sum(), axis).sqrt()
+
+    def counts(name: str) -> bool:
+        return all(axis.name in places[name].axes or axis.rank == 0 for axis in axes)
+
+    squares = [gradient.to(dtype).square().sum() for name, gradient in gradients.items() if counts(name)]
+    total = torch.stack(squares).sum()
+    for axis in axes:
+        total = all_reduce(total, axis)
+    return total.sqrt()
 
 
 def clip(gradients: Iterable[Tensor], total: Tensor, largest: float) -> None:

@@ -1,23 +1,29 @@
-"""Layout: how one full tensor lies on one axis of the mesh, and the law that splitting and gathering are inverse.
+"""Layout: how one full tensor lies on the mesh, and the law that splitting and gathering are inverse.
 
-    gather([shard(full, place, index=i, parts=p) for i in range(p)], place) == full        for every full, place, p
+    gather([(at, shard(full, place, at)) for at in meshgrid({"tp": 2, "dp": 3})], place) == full       for every place
 
-Offsets and sizes count elements of the full tensor. A fused weight is several sub-parameters one behind the other
-along the split dim (`blocks`: w13 = w1, then w3); every block is split by itself. Padding rows exist in local tensors
-only: they are zero, they follow the last real row, and no piece ever contains one.
-Source of the needs: modes.md 8.2 (sub-parameters, granularity, exact inverse).
+A `Placement` is a shape and its cuts, one after the other: the second cut splits the local tensor that the first one
+left, as FSDP2 over tensor parallelism does. Offsets and sizes count elements. A fused weight is several sub-parameters
+one behind the other along the split dim (`blocks`: w13 = w1, then w3); every block is split by itself. Padding exists
+in local tensors only: it is zero, it follows the last real element, and no piece ever contains any of it.
+Source of the needs: modes.md 8.2 (sub-parameters, granularity, exact inverse), around.md 15 (rows, flat buckets).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Placement", "Box", "gather", "local_shape", "pieces", "rows", "shard"]
+__all__ = ["Box", "Coordinates", "Cut", "Placement", "gather", "local_shape", "meshgrid", "pieces", "rows", "shard"]
+
+Coordinates = Mapping[str, tuple[int, int]]
+"""Mesh axis -> (place of a rank on it, number of ranks on it)."""
+_ORDERS = ("blocks", "chunks", "zigzag")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,83 +36,87 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """One split of a tensor over a mesh axis, along `dim`; along all of its elements end to end when `dim` is None,
+    and then the local tensor has one dim.
+
+    order   blocks   each of `blocks` in equal shares at multiples of `unit` (rows of one kv group). `blocks` are the
+                     lengths of the sub-parameters (none: one block, the whole dim); what their sum exceeds the dim by
+                     is padding
+            chunks   ceil(length / ranks) elements each, the last ranks fewer or none (`torch.chunk`, FSDP2)
+            zigzag   2 * ranks equal chunks; rank i holds number i and number 2 * ranks - 1 - i (causal context ranks)
+    held    replaces the order: for every rank of the axis, the ranges of elements that it holds, in the order in which
+            they lie there (shares may differ or be empty, and an element may lie on several ranks)
+
+    Raises ValueError for an unknown order.
+    """
+
+    axis: str
+    dim: int | None = 0
+    unit: int = 1
+    blocks: tuple[int, ...] = ()
+    held: tuple[tuple[range, ...], ...] = ()
+    order: str = "blocks"
+
+    def __post_init__(self) -> None:
+        if self.order not in _ORDERS:
+            raise ValueError(f"order={self.order}: is no order of a cut; legal: {'|'.join(_ORDERS)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A full tensor of `shape` on a mesh axis: split along `dim`, or replicated when `axis` is "".
+    """A full tensor of `shape`, and its cuts in the order in which they are made; without cuts it is replicated.
 
-    `blocks` are the lengths along `dim` of the sub-parameters (none: one block, the whole dim); their sum exceeds
-    `shape[dim]` by the padding. It is split at multiples of `unit` only (rows of one kv group).
-
-    `held` replaces equal shares: for every rank of the axis, the ranges of elements along `dim` that it holds, in the
-    order in which they lie there (shares may differ, and an element may lie on several ranks). `blocks` and `unit` have
-    no meaning then. Raises ValueError for a `dim`, `blocks` or `held` that `shape` does not have.
+    Raises ValueError for a first cut whose `dim`, `blocks` or `held` the shape does not have; later cuts are checked
+    where they are made, for what they split follows from the ranks.
     """
 
     shape: tuple[int, ...]
-    axis: str = ""
-    dim: int = 0
-    blocks: tuple[int, ...] = ()
-    unit: int = 1
-    held: tuple[tuple[range, ...], ...] = ()
+    cuts: tuple[Cut, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.dim < len(self.shape):
-            raise ValueError(f"dim={self.dim}: must be a dim of shape={self.shape}; legal: 0..{len(self.shape) - 1}")
-        if sum(self.lengths) < self.shape[self.dim]:
-            raise ValueError(
-                f"blocks={self.blocks}: must cover the {self.shape[self.dim]} elements of dim {self.dim}; "
-                f"legal: blocks={(self.shape[self.dim],)}"
-            )
-        for part in itertools.chain.from_iterable(self.held):
-            if part.step != 1 or not 0 <= part.start <= part.stop <= self.shape[self.dim]:
-                raise ValueError(
-                    f"held={part}: must be a range of dim {self.dim} in steps of 1; "
-                    f"legal: {range(self.shape[self.dim])}"
-                )
+        for cut in self.cuts[:1]:
+            _check(cut, self.shape)
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Lengths of the blocks along `dim`, padding included."""
-        return self.blocks or (self.shape[self.dim],)
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that it is split over."""
+        return tuple(cut.axis for cut in self.cuts)
 
 
-def local_shape(place: Placement, *, parts: int, index: int = 0) -> tuple[int, ...]:
-    """Shape of the local tensor of rank `index` of `parts`, padding included; without `held` all ranks have the same.
+def meshgrid(sizes: Mapping[str, int]) -> list[Coordinates]:
+    """The coordinates of every rank of a mesh of these sizes, the last axis fastest."""
+    places = itertools.product(*(range(size) for size in sizes.values()))
+    return [dict(zip(sizes, zip(each, sizes.values(), strict=True), strict=True)) for each in places]
+
+
+def local_shape(place: Placement, at: Coordinates) -> tuple[int, ...]:
+    """Shape of the local tensor of the rank at these coordinates, padding included.
 
     Raises ValueError when it cannot be split so.
     """
-    if not place.axis:
-        return place.shape
-    width = _width(place, index, parts)
-    return (*place.shape[: place.dim], width, *place.shape[place.dim + 1 :])
+    return _shapes(place, at)[-1]
 
 
-def shard(full: Tensor, place: Placement, *, index: int, parts: int) -> Tensor:
-    """The local tensor of rank `index` of `parts`: its part of every block, padding rows zero.
+def shard(full: Tensor, place: Placement, at: Coordinates) -> Tensor:
+    """The local tensor of the rank at these coordinates: a copy, padding zero.
 
     Raises ValueError when `full` has not the placement's shape, or cannot be split so.
     """
     if tuple(full.shape) != place.shape:
         raise ValueError(f"full.shape={tuple(full.shape)}: must be the placement's shape; legal: {place.shape}")
-    if not place.axis:
-        return full.clone()
-    runs = [full.narrow(place.dim, start, length) for start, length in _runs(place, index, parts)]
-    missing = _width(place, index, parts) - sum(run.shape[place.dim] for run in runs)
-    padding = full.new_zeros((*place.shape[: place.dim], missing, *place.shape[place.dim + 1 :]))
-    return torch.cat([*runs, padding], place.dim)
+    local = full
+    for cut in place.cuts:
+        local = _cut(local, cut, *_place(cut, at))
+    return local if place.cuts else full.clone()
 
 
-def pieces(local: Tensor, place: Placement, *, index: int, parts: int) -> tuple[Box, ...]:
-    """The boxes of the full tensor that a local tensor holds; none for a rank that holds padding only."""
-    if not place.axis:
-        return (Box(local=local, offsets=(0,) * local.dim(), global_shape=place.shape),)
-    found, taken = [], 0
-    for start, length in _runs(place, index, parts):
-        offsets = tuple(start if dim == place.dim else 0 for dim in range(local.dim()))
-        if length:
-            box = local.narrow(place.dim, taken, length)
-            found.append(Box(local=box, offsets=offsets, global_shape=place.shape))
-        taken += length
-    return tuple(found)
+def pieces(local: Tensor, place: Placement, at: Coordinates) -> tuple[Box, ...]:
+    """The boxes of the full tensor that a local tensor holds; none for a rank that holds nothing but padding."""
+    found = [(local, (0,) * local.dim())]
+    for cut, shape in reversed([*zip(place.cuts, _shapes(place, at), strict=False)]):
+        found = [outer for one, offsets in found for outer in _before(one, offsets, cut, shape, at)]
+    return tuple(Box(local=one, offsets=offsets, global_shape=place.shape) for one, offsets in found)
 
 
 def rows(boxes: Sequence[Box], *, first: int, total: int) -> tuple[Box, ...]:
@@ -121,49 +131,135 @@ def rows(boxes: Sequence[Box], *, first: int, total: int) -> tuple[Box, ...]:
     )
 
 
-def gather(locals_: Sequence[Tensor], place: Placement) -> Tensor:
-    """The full tensor from the local tensors of all ranks of the axis, in their order: the inverse of `shard`."""
-    if not place.axis:
-        return locals_[0].clone()
-    full = locals_[0].new_empty(place.shape)
-    for index, local in enumerate(locals_):
-        for piece in pieces(local, place, index=index, parts=len(locals_)):
-            start = piece.offsets[place.dim]
-            full.narrow(place.dim, start, piece.local.shape[place.dim]).copy_(piece.local)
+def gather(locals_: Iterable[tuple[Coordinates, Tensor]], place: Placement) -> Tensor:
+    """The full tensor from the local tensors of all ranks of its axes: the inverse of `shard`."""
+    pairs = list(locals_)
+    if not place.cuts:
+        return pairs[0][1].clone()
+    full = pairs[0][1].new_empty(place.shape)
+    for at, local in pairs:
+        for piece in pieces(local, place, at):
+            box = [slice(start, start + size) for start, size in zip(piece.offsets, piece.local.shape, strict=True)]
+            full[tuple(box)] = piece.local
     return full
 
 
-def _widths(place: Placement, parts: int) -> list[int]:
+def _place(cut: Cut, at: Coordinates) -> tuple[int, int]:
+    if cut.axis not in at:
+        raise ValueError(f"axis={cut.axis}: these coordinates have no such axis; legal: {' '.join(at)}")
+    return at[cut.axis]
+
+
+def _shapes(place: Placement, at: Coordinates) -> list[tuple[int, ...]]:
+    """The shape in full, then after each cut."""
+    found = [place.shape]
+    for cut in place.cuts:
+        shape = found[-1]
+        width = _width(cut, shape, *_place(cut, at))
+        found.append((width,) if cut.dim is None else (*shape[: cut.dim], width, *shape[cut.dim + 1 :]))
+    return found
+
+
+def _cut(full: Tensor, cut: Cut, index: int, parts: int) -> Tensor:
+    """What one cut leaves of a tensor."""
+    shape = tuple(full.shape)
+    if cut.dim is None:
+        full = full.flatten()
+    dim = cut.dim or 0
+    runs = [full.narrow(dim, start, length) for start, length in _runs(cut, shape, index, parts)]
+    missing = _width(cut, shape, index, parts) - sum(run.shape[dim] for run in runs)
+    padding = full.new_zeros((*full.shape[:dim], missing, *full.shape[dim + 1 :]))
+    return torch.cat([*runs, padding], dim)
+
+
+def _before(
+    box: Tensor, offsets: tuple[int, ...], cut: Cut, shape: tuple[int, ...], at: Coordinates
+) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """A box of what a cut left, as boxes of the tensor of `shape` that it was made in."""
+    dim, taken = cut.dim or 0, 0
+    for start, length in _runs(cut, shape, *_place(cut, at)):
+        first = max(offsets[dim], taken)
+        last = min(offsets[dim] + box.shape[dim], taken + length)
+        if first < last:
+            part, found = box.narrow(dim, first - offsets[dim], last - first), start + first - taken
+            if cut.dim is None:
+                yield from _unflattened(part, found, shape)
+            else:
+                yield part, (*offsets[:dim], found, *offsets[dim + 1 :])
+        taken += length
+
+
+def _unflattened(flat: Tensor, start: int, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """Elements from number `start` on of a tensor of `shape`, as boxes of it: whole rows at once, the rest by row."""
+    if len(shape) < 2:
+        yield flat.view(flat.shape if shape else ()), (start,) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    while flat.numel():
+        index, inside = divmod(start, row)
+        whole = 0 if inside else flat.numel() // row
+        taken = whole * row or min(row - inside, flat.numel())
+        if whole:
+            yield flat[:taken].view(whole, *shape[1:]), (index, *(0,) * (len(shape) - 1))
+        else:
+            for part, offsets in _unflattened(flat[:taken], inside, shape[1:]):
+                yield part[None], (index, *offsets)
+        flat, start = flat[taken:], start + taken
+
+
+def _check(cut: Cut, shape: tuple[int, ...]) -> None:
+    """Raise ValueError for what a tensor of this shape does not have."""
+    if cut.dim is not None and not 0 <= cut.dim < len(shape):
+        raise ValueError(f"dim={cut.dim}: must be a dim of shape={shape}; legal: 0..{len(shape) - 1}")
+    length, where = _length(cut, shape), "the flat tensor" if cut.dim is None else f"dim {cut.dim}"
+    if cut.blocks and sum(cut.blocks) < length:
+        raise ValueError(f"blocks={cut.blocks}: must cover the {length} elements of {where}; legal: blocks={(length,)}")
+    for part in itertools.chain.from_iterable(cut.held):
+        if part.step != 1 or not 0 <= part.start <= part.stop <= length:
+            raise ValueError(f"held={part}: must be a range of {where} in steps of 1; legal: {range(length)}")
+
+
+def _length(cut: Cut, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) if cut.dim is None else shape[cut.dim]
+
+
+def _width(cut: Cut, shape: tuple[int, ...], index: int, parts: int) -> int:
+    """Elements that one rank holds of what is cut, padding included."""
+    if cut.held or cut.order != "blocks":
+        return sum(length for _, length in _runs(cut, shape, index, parts))
+    _check(cut, shape)
+    return sum(_widths(cut, _length(cut, shape), parts))
+
+
+def _widths(cut: Cut, length: int, parts: int) -> list[int]:
     """One rank's share of every block."""
-    for length in place.lengths:
-        if length % (parts * place.unit):
-            whole = parts * place.unit
+    blocks, whole = cut.blocks or (length,), parts * cut.unit
+    for block in blocks:
+        if block % whole:
             raise ValueError(
-                f"blocks={place.lengths}: each must be a multiple of {parts} ranks x {place.unit} elements; "
-                f"legal: {-(-length // whole) * whole}"
+                f"blocks={blocks}: each must be a multiple of {parts} ranks x {cut.unit} elements; "
+                f"legal: {-(-block // whole) * whole}"
             )
-    return [length // parts for length in place.lengths]
+    return [block // parts for block in blocks]
 
 
-def _width(place: Placement, index: int, parts: int) -> int:
-    """Elements along `dim` of one rank's local tensor, padding included."""
-    return sum(map(len, _held(place, index, parts))) if place.held else sum(_widths(place, parts))
-
-
-def _held(place: Placement, index: int, parts: int) -> tuple[range, ...]:
-    if len(place.held) != parts:
-        raise ValueError(f"parts={parts}: held says what {len(place.held)} ranks hold; legal: {len(place.held)}")
-    return place.held[index]
-
-
-def _runs(place: Placement, index: int, parts: int) -> list[tuple[int, int]]:
-    """(start, length) of this rank's real elements along `dim`, one run a block, padding left out."""
-    if place.held:
-        return [(part.start, len(part)) for part in _held(place, index, parts)]
-    end = place.shape[place.dim]
-    starts = itertools.accumulate(place.lengths, initial=0)
-    runs = []
-    for start, width in zip(starts, _widths(place, parts), strict=False):
-        first = min(start + index * width, end)
-        runs.append((first, min(first + width, end) - first))
+def _runs(cut: Cut, shape: tuple[int, ...], index: int, parts: int) -> list[tuple[int, int]]:
+    """(start, length) of this rank's real elements in what is cut, in the order in which they lie, no padding."""
+    _check(cut, shape)
+    length = _length(cut, shape)
+    if cut.held:
+        if len(cut.held) != parts:
+            raise ValueError(f"parts={parts}: held says what {len(cut.held)} ranks hold; legal: {len(cut.held)}")
+        return [(part.start, len(part)) for part in cut.held[index]]
+    if cut.order == "chunks":
+        share = -(-length // parts)
+        first = min(index * share, length)
+        return [(first, min(first + share, length) - first)]
+    if cut.order == "zigzag":
+        (share,) = _widths(Cut(axis=cut.axis, unit=cut.unit), length, 2 * parts)
+        return [(index * share, share), ((2 * parts - 1 - index) * share, share)]
+    blocks, runs = cut.blocks or (length,), []
+    for start, width in zip(itertools.accumulate(blocks, initial=0), _widths(cut, length, parts), strict=False):
+        first = min(start + index * width, length)
+        runs.append((first, min(first + width, length) - first))
     return runs

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from reference.case import Case
 
-__all__ = ["Axis", "Mesh", "axis_rank", "axis_size"]
+__all__ = ["Axis", "Mesh", "axis_rank", "axis_size", "coordinates"]
 
 _SILENT = ("cp", "pp")
 """Axes that every case has and no mode splits anything over yet."""
@@ -63,6 +63,11 @@ class Mesh:
             axes[name] = Axis(name=name, ranks=ranks, rank=ranks.index(rank), group=group)
         return cls(rank=rank, axes=axes)
 
+    @property
+    def coordinates(self) -> dict[str, tuple[int, int]]:
+        """Axis -> (this rank's place on it, ranks on it)."""
+        return {name: (axis.rank, axis.size) for name, axis in self.axes.items()}
+
     def axis(self, name: str) -> Axis:
         """The axis of this name; raises ValueError for one that the case's mesh does not have."""
         if name not in self.axes:
@@ -78,3 +83,8 @@ def axis_size(case: Case, name: str) -> int:
 def axis_rank(case: Case, name: str, rank: int) -> int:
     """The place of a global rank in its group along one axis; needs no running world."""
     return case.axis_rank(name, rank)
+
+
+def coordinates(case: Case, rank: int) -> dict[str, tuple[int, int]]:
+    """Axis -> (place of a global rank on it, ranks on it); needs no running world."""
+    return {name: (axis_rank(case, name, rank), size) for name, size in case.axis_sizes.items()}

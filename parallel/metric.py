@@ -77,9 +77,10 @@ class Metric(nn.Module):
     def __init__(self, place: Placement, axis: Axis, *, vocab: int, sequence_dim: int) -> None:
         super().__init__()
         alone = Axis(name="", ranks=axis.ranks[axis.rank : axis.rank + 1], rank=0, group=None)
-        self.columns = axis if place.axis and place.dim == _VOCABULARY else alone
-        self.rows = axis if place.axis and place.dim != _VOCABULARY else alone
-        self.counts = axis if place.axis else alone
+        dims = [cut.dim for cut in place.cuts]
+        self.columns = axis if _VOCABULARY in dims else alone
+        self.rows = axis if dims and _VOCABULARY not in dims else alone
+        self.counts = axis if dims else alone
         self.vocab, self.sequence_dim = vocab, sequence_dim
         self.total: MetricSums | None = None
 
@@ -123,12 +124,12 @@ class Metric(nn.Module):
 
 def metric_terms(case: Case, place: Placement) -> Iterator[Term]:
     """The calls of a case's metric, none without; `place` is that of its logits."""
-    if not case.metric or not place.axis:
+    if not case.metric or not place.cuts:
         return
     dtype = loss_dtype(case)
     one = ITEM_BYTES[dtype]
     sums = [("sum", "int64", DATASETS * ITEM_BYTES["int64"], 1), ("sum", "int64", ITEM_BYTES["int64"], 1)]
-    if place.dim == _VOCABULARY:
+    if place.cuts[0].dim == _VOCABULARY:
         sums += [("max", dtype, case.tokens * one, 2), ("sum", dtype, case.tokens * one, 4)]
     else:
         sums += [("sum", dtype, one, 1), ("sum", dtype, DATASETS * one, 1)]

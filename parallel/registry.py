@@ -9,8 +9,8 @@ from parallel.modes.msp import MSP
 from parallel.modes.mtp import MTP
 from parallel.modes.tp import TP
 from parallel.modes.tp_sp import TP_SP
-from parallel.strategy import Mode
+from parallel.strategy import Strategy
 
 __all__ = ["MODES"]
 
-MODES: dict[str, Mode] = {mode.name: mode for mode in (TP, TP_SP, MTP, MSP, FSP, ISP, AUTOTP)}
+MODES: dict[str, Strategy] = {mode.name: mode for mode in (TP, TP_SP, MTP, MSP, FSP, ISP, AUTOTP)}

@@ -24,8 +24,9 @@ from parallel.collectives import all_reduce
 from parallel.expectation import Term, per_step
 from parallel.mesh import Axis, Mesh
 from parallel.registry import MODES
+from parallel.strategy import Rank, Step, Value
 from parallel.subject import subject as plain
-from parallel.training import Value, train
+from parallel.training import train
 from reference.case import Case
 
 __all__ = ["FIRST_SCALE", "HYSTERESIS", "Scale", "ScaledSubject", "subject"]
@@ -56,9 +57,10 @@ class Scale:
         scaled: Tensor = _Scaled.apply(loss, self.value)
         return scaled
 
-    def optimizer(self, parameters: list[Tensor], lr: float, axis: Axis) -> torch.optim.Optimizer:
-        """SGD that skips a step whose gradients are infinite on any rank of the axis."""
-        return _Optimizer(parameters, lr, self, axis)
+    def unscale(self, gradients: Iterable[Tensor]) -> None:
+        """Divide all gradients by `value`, in place."""
+        for gradient in gradients:
+            gradient.div_(self.value)
 
 
 class _Scaled(torch.autograd.Function):
@@ -91,6 +93,16 @@ class _Optimizer(torch.optim.SGD):
         return result
 
 
+def _scaled(_case: Case, step: Step) -> Step:
+    """The plain step on scaled gradients, with an optimizer that skips."""
+    scale = Scale()
+
+    def optimizer(rank: Rank) -> torch.optim.Optimizer:
+        return _Optimizer(rank.updated.values(), rank.case.lr, scale, rank.mesh.axis(rank.strategy.weight_axis))
+
+    return replace(step, loss_scale=scale, optimizer=optimizer)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledSubject:
     """Tensor parallelism as in the seed's experiment; one data rank."""
@@ -104,7 +116,7 @@ class ScaledSubject:
         reason = self.refuses(case)
         if reason:
             raise ValueError(reason)
-        outcome = train(case, MODES[case.mode], Mesh.of(case), device, scaling=Scale())
+        outcome = train(case, replace(MODES[case.mode], step=_scaled), Mesh.of(case), device)
         return {name: value for name, value in outcome.items() if name in ("loss/0", "logits/0")}
 
     def refuses(self, case: Case) -> str:

@@ -1,40 +1,49 @@
-"""The strategy: everything that a mode decides, as values. The transformer and the training read these alone.
+"""The strategy: everything that the schemes of a case decide, as values. The transformer and the training read these.
 
-A `Mode` knows cases but no running world; `parts` binds it to one rank's mesh. A mode is its file in `parallel.modes`:
-a table, one `Mode` value, one closed form. Modules built by `Parts` keep the canonical names and talk in their own
-`forward` (and in the backward of the nodes made there), so that every call belongs to the module that needs it.
+A `Strategy` knows cases but no running world; `parts` binds it to one rank's mesh, `step` is what is done once a step.
+Modules built by `Parts` keep the canonical names and talk in their own `forward` (and in the backward of the nodes made
+there), so that every call belongs to the module that needs it. A `Rank` is one rank at work under a strategy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from parallel.attention import Exchange, direct
 from parallel.batch import Delivered
-from parallel.expectation import Term
-from parallel.layout import Placement
+from parallel.expectation import Term, Terms
+from parallel.layout import Box, Placement, pieces
 from parallel.mesh import Mesh
+from parallel.metric import Metric
 from reference.case import Case
 
-__all__ = ["Mode", "Parts"]
+__all__ = ["LossScale", "Parts", "Rank", "Step", "Strategy", "Value"]
+
+Value = Tensor | tuple[Box, ...]
+"""One value of an outcome: a full tensor, or the boxes that this rank holds of it."""
 
 
 def _same(batch: Delivered) -> Delivered:
     return batch
 
 
+def _plain(_case: Case, step: Step) -> Step:
+    return step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """A mode on one rank: the modules that talk, and what happens around the parts that do not.
+    """A strategy on one rank: the modules that talk, and what happens around the parts that do not.
 
     `linear` makes the module of a dotted name ("layers.0.mlp.w1"): hidden states in and inner features out for a
     column linear, the other way round for a row linear. `embedding` takes (tokens [B,S], positions [B,S]), `head`
     takes (hidden states, embedding weight). `loss` gives every token's loss from (logits, labels), both in the
-    mode's layout. `local` is this rank's part of a delivered micro-batch.
+    strategy's layout. `local` is this rank's part of a delivered micro-batch.
     """
 
     linear: Callable[[str], nn.Module]
@@ -46,7 +55,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mode:
+class Strategy:
     """One way to split the work.
 
     sequence_dim   where the sequence lies in hidden states: 0 for [S, B, D], 1 for [B, S, D]
@@ -60,7 +69,9 @@ class Mode:
     partial_op     reduce op of the partial gradients
     mean_axes      mesh axes over whose ranks gradients are means and not sums: none is right, see `parallel.variants`
     parts          (case, mesh, device) -> the strategy bound to one rank
-    expected       case -> its closed form
+    expected       case -> the calls of its micro-batches
+    once           part of a step -> case -> its calls (`parallel.expectation.step_terms`)
+    step           (case, step) -> what is done in a step, made of what the plain step does
     """
 
     name: str
@@ -75,8 +86,89 @@ class Mode:
     partial_op: str = "sum"
     mean_axes: tuple[str, ...] = ()
     parts: Callable[[Case, Mesh, torch.device], Parts]
-    expected: Callable[[Case], Iterable[Term]]
+    expected: Terms
+    once: Mapping[str, Terms]
+    step: Callable[[Case, Step], Step] = _plain
+
+    def calls(self, case: Case) -> Iterator[Term]:
+        """The closed form of a case: its micro-batches, then what happens once a step."""
+        yield from self.expected(case)
+        for terms in self.once.values():
+            yield from terms(case)
 
     def laid_out(self, x_BS: Tensor) -> Tensor:
-        """A tensor [B, S, ...] with its dims in the order of this mode's hidden states, and back."""
+        """A tensor [B, S, ...] with its dims in the order of this strategy's hidden states, and back."""
         return x_BS.transpose(0, 1) if self.sequence_dim == 0 else x_BS
+
+
+class LossScale(Protocol):
+    """The factor of a rank's gradients while they are computed."""
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss [], whose gradients are larger by the factor."""
+        ...
+
+    def unscale(self, gradients: Iterable[Tensor]) -> None:
+        """Divide all gradients by the factor, in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a rank does in a step, in this order; a scheme replaces parts of it (`dataclasses.replace`).
+
+    prepare     rank -> rank: once, when its model is built and filled: shards, buffers, hooks
+    schedule    (rank, step) -> loss sum, number of tokens, logits: every micro-batch forward and backward
+    reductions  name -> rank -> None, one after the other: sums of gradients over ranks, left in `Rank.gradients`
+    norm        rank -> the norm of the full gradients, which are means by then, the same on every rank
+    optimizer   rank -> the optimizer of `Rank.updated`, made once
+    afterwards  rank -> None, after the optimizer's step: gathers of parameters
+    loss_scale  the factor of gradients between schedule and norm, None for one
+    """
+
+    prepare: Callable[[Rank], Rank]
+    schedule: Callable[[Rank, int], tuple[Tensor, Tensor, tuple[Box, ...] | None]]
+    reductions: Mapping[str, Callable[[Rank], None]]
+    norm: Callable[[Rank], Tensor]
+    optimizer: Callable[[Rank], torch.optim.Optimizer]
+    afterwards: Callable[[Rank], None]
+    loss_scale: LossScale | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One rank at work: the model under its strategy, its parameters by name and their places, its metric if any.
+
+    `updated` are the tensors that the optimizer steps, by the names of the parameters, and `updated_places` how they
+    and their gradients lie: the parameters themselves, unless a scheme splits or copies them.
+    """
+
+    case: Case
+    strategy: Strategy
+    step: Step
+    mesh: Mesh
+    device: torch.device
+    parts: Parts
+    model: nn.Module
+    parameters: Mapping[str, Tensor]
+    places: Mapping[str, Placement]
+    updated: Mapping[str, Tensor]
+    updated_places: Mapping[str, Placement]
+    metric: Metric | None
+
+    @property
+    def proves(self) -> bool:
+        """Are there numbers to compare? A run on shapes alone shall need the memory of training and no more."""
+        return self.device.type != "meta"
+
+    def boxes(self, local: Tensor, place: Placement) -> tuple[Box, ...]:
+        """The boxes of the full tensor that a local tensor of this rank holds."""
+        return pieces(local, place, self.mesh.coordinates)
+
+    def value(self, local: Tensor, place: Placement) -> Value:
+        """A local tensor that lies so as a value of the outcome."""
+        return self.boxes(local, place) if place.cuts else local
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradient of every tensor that the optimizer steps, by name; they lie as `updated_places`."""
+        return {name: tensor.grad for name, tensor in self.updated.items() if tensor.grad is not None}

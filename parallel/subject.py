@@ -20,10 +20,11 @@ from torch import Tensor
 
 from parallel.expectation import Term
 from parallel.layout import Box, pieces, rows
-from parallel.mesh import Mesh, axis_rank, axis_size
+from parallel.mesh import Mesh, coordinates
 from parallel.metric import metric_terms
 from parallel.registry import MODES
-from parallel.training import Value, train
+from parallel.strategy import Value
+from parallel.training import train
 from parallel.variants import deviating
 from reference.case import Case
 
@@ -54,9 +55,9 @@ class ParallelSubject:
 
     def expected(self, case: Case) -> Iterable[Term]:
         """The calls that every rank issues over the whole run of a case it does not refuse, variants left aside."""
-        mode = MODES[case.mode]
-        place = mode.activation(case, "head")
-        return (*mode.expected(case), *(() if place is None else metric_terms(case, place)))
+        strategy = MODES[case.mode]
+        place = strategy.activation(case, "head")
+        return (*strategy.calls(case), *(() if place is None else metric_terms(case, place)))
 
     def activations(self, case: Case, rank: int, module: str, local: Tensor) -> tuple[Box, ...] | None:
         """The boxes of `act/<module>` [dp*batch, seq, width] (packed [dp, batch*seq, width]) that `local` holds.
@@ -64,14 +65,13 @@ class ParallelSubject:
         `local` is the module's output in micro-batch 0 of step 0, or the gradient in it. None when the module's
         output has no counterpart in the dense model.
         """
-        mode = deviating(MODES[case.mode], case)
-        place = mode.activation(case, module)
+        strategy = deviating(MODES[case.mode], case)
+        place = strategy.activation(case, module)
         if place is None:
             return None
-        axis = place.axis or mode.weight_axis
-        output = mode.laid_out(local).flatten(2)
-        boxes = pieces(output, place, index=axis_rank(case, axis, rank), parts=axis_size(case, axis))
-        first = axis_rank(case, "dp", rank) * place.shape[0]
+        at = coordinates(case, rank)
+        boxes = pieces(strategy.laid_out(local).flatten(2), place, at)
+        first = at["dp"][0] * place.shape[0]
         return rows(boxes, first=first, total=case.dp * place.shape[0])
 
     def harmless(self, case: Case, fault: Any) -> str:

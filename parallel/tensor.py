@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.embedding import Head, HiddenEmbedding, VocabularyEmbedding
-from parallel.layout import Placement, local_shape
+from parallel.layout import Cut, Placement, local_shape
 from parallel.linear import ColumnLinear, Region, RowLinear
 from parallel.loss import vocabulary_cross_entropy
 from parallel.mesh import Axis, Mesh
@@ -34,14 +34,19 @@ def placements(case: Case) -> dict[str, Placement]:
 def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
     module, _, leaf = name.rpartition(".")
     if module == "embedding.tokens" and case.embedding == "hidden":
-        return Placement(shape=shape, axis="tp", dim=1)
+        return Placement(shape=shape, cuts=(Cut(axis="tp", dim=1),))
     if module in ("embedding.tokens", "head"):
-        return Placement(shape=shape, axis="tp", blocks=(case.padded_vocab,))
+        return Placement(shape=shape, cuts=(Cut(axis="tp", blocks=(case.padded_vocab,)),))
     if is_column(module):
-        return Placement(shape=shape, axis="tp", blocks=_blocks(case, module), unit=_unit(case, module))
+        return Placement(shape=shape, cuts=(_cut(case, module),))
     if is_row(module) and leaf == "weight":
-        return Placement(shape=shape, axis="tp", dim=1, unit=_unit(case, module))
+        return Placement(shape=shape, cuts=(Cut(axis="tp", dim=1, unit=_unit(case, module)),))
     return Placement(shape=shape)
+
+
+def _cut(case: Case, module: str, *, dim: int = 0) -> Cut:
+    """Of a column linear's output features."""
+    return Cut(axis="tp", dim=dim, blocks=_blocks(case, module), unit=_unit(case, module))
 
 
 def _blocks(case: Case, module: str) -> tuple[int, ...]:
@@ -62,19 +67,18 @@ def activation(case: Case, module: str, *, sequence_split: bool) -> Placement | 
     leaf = module.rpartition(".")[2]
     if is_column(module):
         width = shapes(case)[f"{module}.weight"][0]
-        blocks, unit = _blocks(case, module), _unit(case, module)
-        return Placement(shape=(rows, length, width), axis="tp", dim=2, blocks=blocks, unit=unit)
+        return Placement(shape=(rows, length, width), cuts=(_cut(case, module, dim=2),))
     if leaf in ("q_norm", "k_norm"):
         width = (case.heads if leaf == "q_norm" else case.kv_heads) * case.head_dim
-        return Placement(shape=(rows, length, width), axis="tp", dim=2)
+        return Placement(shape=(rows, length, width), cuts=(Cut(axis="tp", dim=2),))
     if module == "head":
         shape = (rows, length, case.vocab)
         if case.head == "gather":
             return Placement(shape=shape)
-        return Placement(shape=shape, axis="tp", dim=2, blocks=(case.padded_vocab,))
+        return Placement(shape=shape, cuts=(Cut(axis="tp", dim=2, blocks=(case.padded_vocab,)),))
     block = module.startswith("layers.") and (leaf.isdigit() or leaf in ("attention", "mlp", "wo", "w2"))
     if block or module == "embedding" or leaf in ("attention_norm", "mlp_norm", "final_norm"):
-        return Placement(shape=(rows, length, case.hidden), axis="tp" if sequence_split else "", dim=1)
+        return Placement(shape=(rows, length, case.hidden), cuts=(Cut(axis="tp", dim=1),) if sequence_split else ())
     return None
 
 
@@ -112,7 +116,7 @@ def parts(
     lie, dtype = placements(case) if places is None else places, dtype_of(case)
 
     def local(name: str) -> tuple[int, ...]:
-        return local_shape(lie[name], parts=axis.size, index=axis.rank)
+        return local_shape(lie[name], mesh.coordinates)
 
     def linear(name: str) -> nn.Module:
         kind = ColumnLinear if is_column(name) else RowLinear

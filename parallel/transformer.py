@@ -1,7 +1,7 @@
-"""The decoder of every family under any mode: it builds what the strategy gives and knows no collective.
+"""The decoder of every family under any strategy: it builds what the strategy gives and knows no collective.
 
 Pre-norm residual blocks, x += attention(norm(x)); x += mlp(norm(x)). Module names are the canonical ones: embedding,
-layers.{i}.attention_norm, layers.{i}.attention.wqkv ..., final_norm, head. Hidden states lie as the mode says.
+layers.{i}.attention_norm, layers.{i}.attention.wqkv ..., final_norm, head. Hidden states lie as the strategy says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parallel.batch import Delivered
 from parallel.mlp import Mlp
 from parallel.norm import Norm
 from parallel.roles import attention_linears, head_norms, mlp_linears
-from parallel.strategy import Mode, Parts
+from parallel.strategy import Parts, Strategy
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
@@ -40,16 +40,16 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """The whole model of one rank. `recompute=full` runs every layer again in backward, last collective included."""
 
-    def __init__(self, case: Case, mode: Mode, parts: Parts, device: torch.device) -> None:
+    def __init__(self, case: Case, strategy: Strategy, parts: Parts, device: torch.device) -> None:
         super().__init__()
         self.case = case
         self.embedding = parts.embedding()
-        self.layers = nn.ModuleList(_layer(case, mode, parts, device, index) for index in range(case.layers))
+        self.layers = nn.ModuleList(_layer(case, strategy, parts, device, index) for index in range(case.layers))
         self.final_norm = _norm(case, case.hidden, device)
         self.head = parts.head()
 
     def forward(self, batch: Delivered) -> Tensor:
-        """This rank's logits, in the mode's layout: whole, a part of the vocabulary, or a part of the sequence."""
+        """This rank's logits, in the strategy's layout: whole, a part of the vocabulary, or a part of the sequence."""
         x = self.embedding(batch.tokens, batch.positions)
         table = None
         if self.case.positions == "rope":
@@ -72,12 +72,12 @@ class Transformer(nn.Module):
         return logits
 
 
-def _layer(case: Case, mode: Mode, parts: Parts, device: torch.device, index: int) -> Layer:
+def _layer(case: Case, strategy: Strategy, parts: Parts, device: torch.device, index: int) -> Layer:
     name = f"layers.{index}"
     heads = Heads(
         group=case.heads // case.kv_heads,
         dim=case.head_dim,
-        sequence_dim=mode.sequence_dim,
+        sequence_dim=strategy.sequence_dim,
         recompute_core=case.recompute == "selective",
     )
     attention = Attention(

@@ -1,14 +1,14 @@
 """Variants of modes: what a real system's known deviation replaces, and nothing else. The product holds no switches.
 
     variant                | replaced piece      | by
-    norm-average           | Mode.partial_op     | avg
-    isp-average            | Mode.mean_axes      | tp
+    norm-average           | Strategy.partial_op | avg
+    isp-average            | Strategy.mean_axes      | tp
     scrambled-embedding    | Parts.embedding     | a gradient scattered on flat memory
     gathered-logits-loss   | Parts.loss          | the vocabulary-parallel loss, fed whole logits
     flat-dim1              | regions of linears  | collectives on flat memory
     label-smoothing-local  | Parts.loss          | smoothing over one rank's columns
-    decoder-layer-thirds   | Mode.placements     | of wqkv: three equal blocks, a piece of each
-    dropped-heads          | Mode.placements     | of attention: kv_heads // tp kv heads on each rank
+    decoder-layer-thirds   | Strategy.placements     | of wqkv: three equal blocks, a piece of each
+    dropped-heads          | Strategy.placements     | of attention: kv_heads // tp kv heads on each rank
 
 The closed form stays that of the right mathematics. Which cases show a variant, and where it comes from:
 `reference.case.variants`.
@@ -33,7 +33,7 @@ from parallel.mesh import Mesh
 from parallel.slicing.deviations import DEVIATIONS
 from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
 from parallel.slicing.held import Held
-from parallel.strategy import Mode, Parts
+from parallel.strategy import Parts, Strategy
 from parallel.weight_tables import WeightEmbedding
 from reference.case import Case
 
@@ -42,15 +42,15 @@ __all__ = ["DEVIATING", "deviating"]
 _Change = Callable[[Case, Mesh, Parts], Parts]
 
 
-def deviating(mode: Mode, case: Case) -> Mode:
+def deviating(mode: Strategy, case: Case) -> Strategy:
     """The mode as the case's variant changes it; the mode itself without one."""
     return DEVIATING[case.variant](mode) if case.variant else mode
 
 
-def _changed(change: _Change) -> Callable[[Mode], Mode]:
+def _changed(change: _Change) -> Callable[[Strategy], Strategy]:
     """The mode whose parts are changed once they are made."""
 
-    def apply(mode: Mode) -> Mode:
+    def apply(mode: Strategy) -> Strategy:
         def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
             return change(case, mesh, mode.parts(case, mesh, device))
 
@@ -102,7 +102,7 @@ def _label_smoothing_local(case: Case, mesh: Mesh, parts: Parts) -> Parts:
     return dataclasses.replace(parts, loss=loss)
 
 
-def _placed(change: Callable[[Case], Mapping[str, Held]], *, fewer: bool = False) -> Callable[[Mode], Mode]:
+def _placed(change: Callable[[Case], Mapping[str, Held]], *, fewer: bool = False) -> Callable[[Strategy], Strategy]:
     """The mode autotp whose ranks hold other rows and columns of some modules of attention.
 
     `fewer`: their outputs have fewer features as well, and not the right number of wrong ones.
@@ -116,7 +116,7 @@ def _placed(change: Callable[[Case], Mapping[str, Held]], *, fewer: bool = False
         place = autotp.activation(case, module)
         return place and _moved(place, change(case).get(module.rpartition(".")[2], ()))
 
-    def apply(mode: Mode) -> Mode:
+    def apply(mode: Strategy) -> Strategy:
         parts = partial(autotp.parts, sequence_dim=mode.sequence_dim, placed=placements)
         seen = activation if fewer else mode.activation
         return dataclasses.replace(mode, placements=placements, parts=parts, activation=seen)
@@ -125,7 +125,9 @@ def _placed(change: Callable[[Case], Mapping[str, Held]], *, fewer: bool = False
 
 
 def _moved(place: Placement, held: Held) -> Placement:
-    return dataclasses.replace(place, held=held) if held and place.axis else place
+    if not held or not place.cuts:
+        return place
+    return dataclasses.replace(place, cuts=(dataclasses.replace(place.cuts[0], held=held),))
 
 
 def _decoder_layer_thirds(case: Case) -> dict[str, Held]:
@@ -142,7 +144,7 @@ def _dropped_heads(case: Case) -> dict[str, Held]:
     return held | dict.fromkeys(("wq", "wo", "q_norm"), query) | dict.fromkeys(("wk", "wv", "k_norm"), key)
 
 
-DEVIATING: dict[str, Callable[[Mode], Mode]] = {
+DEVIATING: dict[str, Callable[[Strategy], Strategy]] = {
     "norm-average": lambda mode: dataclasses.replace(mode, partial_op="avg"),
     "isp-average": lambda mode: dataclasses.replace(mode, mean_axes=("tp",)),
     "scrambled-embedding": _changed(_scrambled_embedding),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from parallel import pairs
 from parallel.batch import Delivered
 from parallel.collectives import own_slice
-from parallel.layout import Placement, local_shape
+from parallel.layout import Cut, Placement, local_shape
 from parallel.loss import vocabulary_cross_entropy
 from parallel.mesh import Axis, Mesh
 from parallel.prefetch import Gathers, Plan
@@ -48,10 +48,11 @@ def placements(case: Case) -> dict[str, Placement]:
 def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
     module = name.rpartition(".")[0]
     if module == "embedding.tokens" and case.embedding == "hidden":
-        return Placement(shape=shape, axis="wp", dim=1)
+        return Placement(shape=shape, cuts=(Cut(axis="wp", dim=1),))
     if not _is_split(module):
         return Placement(shape=shape)
-    return Placement(shape=shape, axis="wp", blocks=(case.padded_vocab,) if module in _TABLES else ())
+    blocks = (case.padded_vocab,) if module in _TABLES else ()
+    return Placement(shape=shape, cuts=(Cut(axis="wp", blocks=blocks),))
 
 
 def _is_split(module: str) -> bool:
@@ -64,16 +65,17 @@ def activation(case: Case, module: str) -> Placement | None:
     Everything is split along the sequence over tp, but the logits that were exchanged or gathered.
     """
     rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    split = Cut(axis="tp", dim=_SEQUENCE)
     if module == "head":
         shape = (rows, length, case.vocab)
         match case.head:
             case "exchange":
-                return Placement(shape=shape, axis="tp", dim=2, blocks=(case.padded_vocab,))
+                return Placement(shape=shape, cuts=(Cut(axis="tp", dim=2, blocks=(case.padded_vocab,)),))
             case "gather":
                 return Placement(shape=shape)
-        return Placement(shape=shape, axis="tp", dim=_SEQUENCE)
+        return Placement(shape=shape, cuts=(split,))
     width = _width(case, module)
-    return None if width is None else Placement(shape=(rows, length, width), axis="tp", dim=_SEQUENCE)
+    return None if width is None else Placement(shape=(rows, length, width), cuts=(split,))
 
 
 def _width(case: Case, module: str) -> int | None:
@@ -102,17 +104,19 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
     gathers = Gathers(weights, plan)
 
     def own(name: str) -> tuple[int, ...] | None:
-        return local_shape(places[name], parts=weights.size) if name in places else None
+        return local_shape(places[name], mesh.coordinates) if name in places else None
 
     def linear(name: str) -> nn.Module:
         _, block, _, leaf = name.split(".")
-        shape = local_shape(places[f"{name}.weight"], parts=weights.size)
+        shape = local_shape(places[f"{name}.weight"], mesh.coordinates)
         return WeightLinear(shape, gathers, block=int(block), leaf=leaf, bias=case.bias, dtype=dtype, device=device)
 
     def embedding() -> nn.Module:
         place = places["embedding.tokens.weight"]
-        tokens, positions = local_shape(place, parts=weights.size), own("embedding.positions.weight")
-        return WeightEmbedding(tokens, positions, weights, dim=place.dim, dtype=dtype, device=device)
+        tokens, positions = local_shape(place, mesh.coordinates), own("embedding.positions.weight")
+        return WeightEmbedding(
+            tokens, positions, weights, dim=1 if case.embedding == "hidden" else 0, dtype=dtype, device=device
+        )
 
     def head() -> nn.Module:
         return WeightHead(

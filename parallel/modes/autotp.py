@@ -34,12 +34,12 @@ from parallel.expectation import (
     Term,
     activation_terms,
     delivery_terms,
-    gradient_terms,
     per_micro,
+    step_terms,
 )
 from parallel.roles import column_linears, row_linears
 from parallel.slicing.held import widths
-from parallel.strategy import Mode
+from parallel.strategy import Strategy
 from reference.case import Case
 
 __all__ = ["AUTOTP"]
@@ -58,7 +58,6 @@ def _expected(case: Case) -> Iterator[Term]:
     for linear in column_linears(case):
         yield from activation_terms(case, "backward", linear, "all_reduce", hidden=case.overlap)
     yield from _head_terms(case)
-    yield from gradient_terms(case, autotp.placements(case), _partial)
 
 
 def _head_terms(case: Case) -> Iterator[Term]:
@@ -78,7 +77,7 @@ def _partial(case: Case, name: str) -> bool:
     return tensor.head_partial(name)
 
 
-AUTOTP = Mode(
+AUTOTP = Strategy(
     name="autotp",
     sequence_dim=_SEQUENCE_DIM,
     placements=autotp.placements,
@@ -86,4 +85,5 @@ AUTOTP = Mode(
     partial=_partial,
     parts=partial(autotp.parts, sequence_dim=_SEQUENCE_DIM),
     expected=_expected,
+    once=step_terms(autotp.placements, _partial),
 )

@@ -47,13 +47,13 @@ from parallel.expectation import (
     ITEM_BYTES,
     Term,
     delivery_terms,
-    gradient_terms,
     loss_dtype,
     loss_terms,
     per_micro,
+    step_terms,
 )
 from parallel.roles import attention_linears, mlp_linears
-from parallel.strategy import Mode
+from parallel.strategy import Strategy
 from reference.case import Case
 from reference.model.parameters import Shape, shapes
 
@@ -71,15 +71,6 @@ def _expected(case: Case) -> Iterator[Term]:
     yield from _exchanges(case)
     yield from _weight(case, "head", table * case.padded_vocab, hidden=case.overlap)
     yield from _logits(case)
-    yield from gradient_terms(
-        case,
-        weight_parallel.placements(case),
-        weight_parallel.partial,
-        weight_axis="wp",
-        data_axes=("wdp",),
-        loss_axes=("dp",),
-        coalesced=False,
-    )
 
 
 def _weight(case: Case, region: str, payload_bytes: int, *, hidden: bool = False) -> Iterator[Term]:
@@ -186,7 +177,7 @@ def _logits(case: Case) -> Iterator[Term]:
             yield from per_micro(case, "loss", "", "all_gather", case.tokens * ITEM_BYTES[dtype], dtype=dtype)
 
 
-ISP = Mode(
+ISP = Strategy(
     name="isp",
     sequence_dim=1,
     placements=weight_parallel.placements,
@@ -195,6 +186,14 @@ ISP = Mode(
     coalesced=False,
     parts=weight_parallel.parts,
     expected=_expected,
+    once=step_terms(
+        weight_parallel.placements,
+        weight_parallel.partial,
+        weight_axis="wp",
+        data_axes=("wdp",),
+        loss_axes=("dp",),
+        coalesced=False,
+    ),
     weight_axis="wp",
     data_axes=("wdp",),
     loss_axes=("dp",),

@@ -36,12 +36,12 @@ from parallel.expectation import (
     Term,
     activation_terms,
     delivery_terms,
-    gradient_terms,
     logits_terms,
     split_embedding_terms,
+    step_terms,
 )
 from parallel.roles import column_linears, row_linears
-from parallel.strategy import Mode
+from parallel.strategy import Strategy
 from reference.case import Case
 
 __all__ = ["MSP"]
@@ -63,14 +63,13 @@ def _expected(case: Case) -> Iterator[Term]:
         yield from activation_terms(case, "backward", linear, "reduce_scatter", hidden=case.overlap)
     for linear in row_linears(case):
         yield from activation_terms(case, "backward", linear, "all_gather")
-    yield from gradient_terms(case, tensor.placements(case), _partial, coalesced=False)
 
 
 def _partial(case: Case, name: str) -> bool:
     return tensor.sequence_partial(name)
 
 
-MSP = Mode(
+MSP = Strategy(
     name="msp",
     sequence_dim=1,
     placements=tensor.placements,
@@ -79,4 +78,5 @@ MSP = Mode(
     coalesced=False,
     parts=partial(tensor.parts, sequence_dim=1, sequence_split=True, keep=True),
     expected=_expected,
+    once=step_terms(tensor.placements, _partial, coalesced=False),
 )

@@ -33,11 +33,11 @@ from parallel.expectation import (
     Term,
     activation_terms,
     delivery_terms,
-    gradient_terms,
     logits_terms,
+    step_terms,
 )
 from parallel.roles import column_linears, row_linears
-from parallel.strategy import Mode
+from parallel.strategy import Strategy
 from reference.case import Case
 
 __all__ = ["MTP"]
@@ -57,14 +57,13 @@ def _expected(case: Case) -> Iterator[Term]:
     yield from logits_terms(case)
     for linear in [*column_linears(case), "head"]:
         yield from activation_terms(case, "backward", linear, "all_reduce", hidden=case.overlap)
-    yield from gradient_terms(case, tensor.placements(case), _partial, coalesced=False)
 
 
 def _partial(case: Case, name: str) -> bool:
     return tensor.head_partial(name)
 
 
-MTP = Mode(
+MTP = Strategy(
     name="mtp",
     sequence_dim=1,
     placements=tensor.placements,
@@ -73,4 +72,5 @@ MTP = Mode(
     coalesced=False,
     parts=partial(tensor.parts, sequence_dim=1, sequence_split=False),
     expected=_expected,
+    once=step_terms(tensor.placements, _partial, coalesced=False),
 )

@@ -31,11 +31,11 @@ from parallel.expectation import (
     Term,
     activation_terms,
     delivery_terms,
-    gradient_terms,
     logits_terms,
+    step_terms,
 )
 from parallel.roles import column_linears, row_linears
-from parallel.strategy import Mode
+from parallel.strategy import Strategy
 from reference.case import Case
 
 __all__ = ["TP"]
@@ -52,14 +52,13 @@ def _expected(case: Case) -> Iterator[Term]:
     yield from logits_terms(case)
     for linear in [*column_linears(case), "head"]:
         yield from activation_terms(case, "backward", linear, "all_reduce", hidden=case.overlap)
-    yield from gradient_terms(case, tensor.placements(case), _partial)
 
 
 def _partial(case: Case, name: str) -> bool:
     return tensor.head_partial(name)
 
 
-TP = Mode(
+TP = Strategy(
     name="tp",
     sequence_dim=0,
     placements=tensor.placements,
@@ -67,4 +66,5 @@ TP = Mode(
     partial=_partial,
     parts=partial(tensor.parts, sequence_dim=0, sequence_split=False),
     expected=_expected,
+    once=step_terms(tensor.placements, _partial),
 )

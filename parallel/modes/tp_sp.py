@@ -34,12 +34,12 @@ from parallel.expectation import (
     Term,
     activation_terms,
     delivery_terms,
-    gradient_terms,
     logits_terms,
     split_embedding_terms,
+    step_terms,
 )
 from parallel.roles import column_linears, row_linears
-from parallel.strategy import Mode
+from parallel.strategy import Strategy
 from reference.case import Case
 
 __all__ = ["TP_SP"]
@@ -61,14 +61,13 @@ def _expected(case: Case) -> Iterator[Term]:
         yield from activation_terms(case, "backward", linear, "all_gather", "reduce_scatter", hidden=case.overlap)
     for linear in row_linears(case):
         yield from activation_terms(case, "backward", linear, "all_gather")
-    yield from gradient_terms(case, tensor.placements(case), _partial)
 
 
 def _partial(case: Case, name: str) -> bool:
     return tensor.sequence_partial(name)
 
 
-TP_SP = Mode(
+TP_SP = Strategy(
     name="tp-sp",
     sequence_dim=0,
     placements=tensor.placements,
@@ -76,4 +75,5 @@ TP_SP = Mode(
     partial=_partial,
     parts=partial(tensor.parts, sequence_dim=0, sequence_split=True),
     expected=_expected,
+    once=step_terms(tensor.placements, _partial),
 )

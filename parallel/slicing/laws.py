@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel.layout import Placement, gather, pieces
+from parallel.layout import Placement, gather, meshgrid, pieces
 from parallel.slicing.errors import SliceError
 from parallel.slicing.heads import ORDERS, Heads
 from parallel.slicing.held import Held, Ranges, times_held
@@ -110,11 +110,14 @@ def inverse(parts: Sequence[Tensor], place: Placement) -> Tensor:
 
     Raises SliceError when parts that hold the same elements differ, or some elements lie on no rank.
     """
-    if place.axis and (lost := times_held(place.held, place.shape[place.dim]).count(0)):
-        raise SliceError("held", f"{lost} elements", "lie on no rank", "parts that hold every element")
-    whole = gather(parts, place)
+    for cut in place.cuts:
+        lost = times_held(cut.held, place.shape[cut.dim or 0]).count(0)
+        if lost:
+            raise SliceError("held", f"{lost} elements", "lie on no rank", "parts that hold every element")
+    ranks = meshgrid({"tp": len(parts)})
+    whole = gather(zip(ranks, parts, strict=True), place)
     for rank, part in enumerate(parts):
-        for piece in pieces(part, place, index=rank, parts=len(parts)):
+        for piece in pieces(part, place, ranks[rank]):
             box = tuple(slice(at, at + n) for at, n in zip(piece.offsets, piece.local.shape, strict=True))
             if not same_bits(whole[box], piece.local):
                 raise SliceError("parts", f"rank {rank}", "differs from another rank's copy", "equal copies")

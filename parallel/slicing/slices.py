@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallel.layout import Placement
+from parallel.layout import Cut, Placement
 from parallel.slicing.errors import SliceError
 from parallel.slicing.families import Linear
 from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows, shared_qk_rows
@@ -57,11 +57,12 @@ class Slice:
     @property
     def broken(self) -> list[str]:
         """The laws that this slice breaks, in words (`parallel.slicing.laws`); none."""
-        if not self.place.axis:
+        if not self.place.cuts:
             return []
-        length = self.place.shape[self.place.dim]
+        (cut,) = self.place.cuts
+        length = self.place.shape[cut.dim or 0]
         return broken(
-            self.place.held,
+            cut.held,
             length,
             heads=self.heads,
             order=self.order,
@@ -82,7 +83,7 @@ def _whole(name: str, shape: Shape, rule: str = _WHOLE) -> Slice:
 
 
 def _held(shape: Shape, dim: int, held: Held) -> Placement:
-    return Placement(shape=shape, axis="tp", dim=dim, held=held)
+    return Placement(shape=shape, cuts=(Cut(axis="tp", dim=dim, held=held),))
 
 
 def _autotp(sliced: Sliced) -> Iterator[Slice]:
@@ -221,11 +222,12 @@ def _outer(sliced: Sliced) -> Iterator[Slice]:
     sizes = shard_sizes(total, sliced.tp, grain=sliced.grain, name="lm_head")
     sizes = sizes if sliced.spare == "empty" else nonempty(sizes, "hidden" if dim else "vocab", total)
     rule = "its input features; logits are summed" if dim else "its tokens; logits are gathered"
-    place = _held((sliced.vocab, sliced.hidden), dim, in_turn(sizes))
+    held = in_turn(sizes)
+    place = _held((sliced.vocab, sliced.hidden), dim, held)
     yield Slice(name=f"{head}.weight", sources=(f"{head}.weight",), place=place, rule=rule)
     if sliced.architecture.head_bias and dim:
         yield _whole(f"{head}.bias", (sliced.vocab,), _AFTER)
     elif sliced.architecture.head_bias:
         yield Slice(
-            name=f"{head}.bias", sources=(f"{head}.bias",), place=_held((sliced.vocab,), 0, place.held), rule=rule
+            name=f"{head}.bias", sources=(f"{head}.bias",), place=_held((sliced.vocab,), 0, held), rule=rule
         )

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from parallel.layout import Placement, shard
+from parallel.layout import Cut, Placement, shard
 from parallel.slicing.errors import SliceError
 from parallel.slicing.held import Held, beside, in_turn
 
@@ -99,7 +100,7 @@ def _cut(src: Shape, dst: Shape, dim: int, parts: Sequence[int], ranks: int) -> 
     if dst[dim] * ranks != src[dim]:
         rule = f"times ranks={ranks} is not the {src[dim]} of dim {dim}: the rest would be lost"
         raise SliceError("dst", dst, rule, f"dst with {src[dim]} / ranks in dim {dim}, where ranks divides it")
-    return Placement(shape=src, axis="tp", dim=dim, held=parts_held(parts, ranks))
+    return Placement(shape=src, cuts=(Cut(axis="tp", dim=dim, held=parts_held(parts, ranks)),))
 
 
 def placed(src: Tensor | None, place: Placement, *, rank: int, ranks: int, into: Tensor | None = None) -> Tensor | None:
@@ -109,7 +110,7 @@ def placed(src: Tensor | None, place: Placement, *, rank: int, ranks: int, into:
     """
     if src is None:
         return None
-    own = shard(src, place, index=rank, parts=ranks)
+    own = shard(src, place, {"tp": (rank, ranks)})
     if into is None:
         return own
     if into.numel() != own.numel():
@@ -128,12 +129,13 @@ def scales(place: Placement, grid: Shape) -> Placement:
         raise SliceError(
             "grid", grid, f"must divide the weight {place.shape} into equal blocks", str((1,) * len(place.shape))
         )
-    if not place.axis or grid[place.dim] == 1:
+    if not place.cuts or grid[place.cuts[0].dim or 0] == 1:
         return Placement(shape=grid)
-    block = place.shape[place.dim] // grid[place.dim]
-    for part in itertools.chain.from_iterable(place.held):
+    cut, dim = place.cuts[0], place.cuts[0].dim or 0
+    block = place.shape[dim] // grid[dim]
+    for part in itertools.chain.from_iterable(cut.held):
         if part.start % block or part.stop % block:
-            rule = f"has blocks of {block} in dim {place.dim}, and a cut at {part.start}..{part.stop} falls inside one"
-            raise SliceError("grid", grid, rule, f"1 in dim {place.dim}, or blocks that end at every cut")
-    held = tuple(tuple(range(part.start // block, part.stop // block) for part in own) for own in place.held)
-    return Placement(shape=grid, axis=place.axis, dim=place.dim, held=held)
+            rule = f"has blocks of {block} in dim {dim}, and a cut at {part.start}..{part.stop} falls inside one"
+            raise SliceError("grid", grid, rule, f"1 in dim {dim}, or blocks that end at every cut")
+    held = tuple(tuple(range(part.start // block, part.stop // block) for part in own) for own in cut.held)
+    return Placement(shape=grid, cuts=(replace(cut, held=held),))

@@ -33,15 +33,23 @@ def kept(case: Case) -> bool:
 
 
 def after(
-    case: Case, step: int, parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer
+    case: Case,
+    step: int,
+    parameters: Mapping[str, Tensor],
+    stepper: torch.optim.Optimizer,
+    *,
+    updated: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """(name in the outcome, parameter, a copy of the tensor) of everything that this step left."""
+    """(name in the outcome, parameter, a copy of the tensor) of everything that this step left.
+
+    `updated` are the tensors that the optimizer steps, by the parameters' names, where they are others than these.
+    """
     if not kept(case):
         return
     for name, parameter in parameters.items():
         if step < case.steps - 1:
             yield f"param_after/{step}/{name}", name, parameter.detach().clone()
-        held = stepper.state.get(parameter, {})
+        held = stepper.state.get((updated or parameters)[name], {})
         for moment in _MOMENTS[case.optimizer]:
             if moment in held:  # an optimizer that took no step has none
                 yield f"{moment}_after/{step}/{name}", name, held[moment].clone()

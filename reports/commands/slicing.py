@@ -57,13 +57,14 @@ def rows(made: Iterable[Any], tp: int) -> pd.DataFrame:
         whole = _shape(place.shape)
         own = "" if one.sources == (one.name,) else " + ".join(one.sources)
         first = {"tensor": one.name, "made_of": own, "whole": whole, "cut": one.rule}
-        if not place.axis:
+        if not place.cuts:
             found.append({**first, "dim": "", "rank": "all", "holds": "whole", "part": whole})
             continue
-        dim = "elements" if len(place.shape) == 1 else ("rows", "columns")[place.dim]
+        (cut,) = place.cuts
+        dim = "elements" if len(place.shape) == 1 else ("rows", "columns")[cut.dim]
         for rank in range(tp):
-            held = place.held[rank]
-            shape = (*place.shape[: place.dim], sum(map(len, held)), *place.shape[place.dim + 1 :])
+            held = cut.held[rank]
+            shape = (*place.shape[: cut.dim], sum(map(len, held)), *place.shape[cut.dim + 1 :])
             said = {**dict.fromkeys(first, ""), "dim": ""} if rank else {**first, "dim": dim}
             found.append({**said, "rank": str(rank), "holds": _ranges(held), "part": _shape(shape)})
     return pd.DataFrame(found, columns=["tensor", "made_of", "whole", "dim", "rank", "holds", "part", "cut"])
@@ -119,8 +120,8 @@ def _as_json(text: str, sliced: Any, made: Iterable[Any], checked: Any) -> dict[
             "tensor": one.name,
             "made_of": list(one.sources),
             "shape": list(one.place.shape),
-            "dim": one.place.dim if one.place.axis else None,
-            "held": [[[p.start, p.stop] for p in own] for own in one.place.held] if one.place.axis else None,
+            "dim": one.place.cuts[0].dim if one.place.cuts else None,
+            "held": [[[p.start, p.stop] for p in own] for own in one.place.cuts[0].held] if one.place.cuts else None,
             "copied": one.copied,
             "cut": one.rule,
         }

@@ -1,0 +1,103 @@
+"""The plain step, part by part (`parallel.strategy.Step`): schemes replace parts of it, and what they leave is this.
+
+Gradients are of the summed loss of every micro-batch; the global number of tokens divides them once, after all sums.
+Logits are [rows, seq, width]; row (data_rank * micro + m) * batch + b, packed data_rank * micro + m.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parallel import gradients as sync
+from parallel.batch import deliver
+from parallel.layout import Box, rows
+from parallel.loss import counted
+from parallel.norm import wide
+from parallel.strategy import Rank, Step
+from reference.case import Case
+from reference.parameters import dtype_of
+
+__all__ = ["LARGEST_LOGITS", "PLAIN", "made_optimizer", "one_after_another", "over_data", "over_weights", "total_norm"]
+
+LARGEST_LOGITS = 2**24
+"""Elements of the full logits of one step above which an outcome leaves them out."""
+_WEIGHT_DECAY = 0.01
+
+
+def one_after_another(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Box, ...] | None]:
+    """All micro-batches of a step, each forward and backward: this rank's loss sum, number of tokens and logits."""
+    case, strategy = rank.case, rank.strategy
+    sequences = 1 if case.packed else case.batch
+    total = case.dp * case.micro * sequences
+    keep = rank.proves and case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
+    loss = torch.zeros((), dtype=torch.float64, device=rank.device)
+    tokens = torch.zeros_like(loss)
+    boxes: list[Box] = []
+    for micro in range(case.micro):
+        batch = rank.parts.local(deliver(case, rank.mesh, step, micro, rank.device))
+        logits = rank.model(batch)
+        labels = strategy.laid_out(batch.labels)
+        losses = rank.parts.loss(logits, labels)
+        weights = counted(labels, strategy.laid_out(batch.loss_mask)).to(losses.dtype)
+        summed = (losses * weights).sum()
+        if rank.step.loss_scale is not None:
+            summed = rank.step.loss_scale.scaled(summed)
+        if rank.metric is not None:
+            with torch.no_grad():
+                rank.metric(logits, labels, weights)
+        summed.backward()
+        loss += summed.detach()
+        tokens += weights.sum()
+        place = strategy.activation(case, "head")
+        if keep and place is not None:
+            first = (rank.mesh.axis("dp").rank * case.micro + micro) * sequences
+            boxes += rows(rank.boxes(strategy.laid_out(logits.detach()), place), first=first, total=total)
+    return loss, tokens, tuple(boxes) if keep else None
+
+
+def over_data(rank: Rank) -> None:
+    """The sums of all gradients over the data axes, in one flat call each."""
+    for axis in rank.strategy.data_axes:
+        sync.sum_gradients(rank.gradients().values(), rank.mesh.axis(axis))
+
+
+def over_weights(rank: Rank) -> None:
+    """The sums over the weight axis of the gradients that are partial there, in one flat call or one each."""
+    strategy, gradients = rank.strategy, rank.gradients()
+    weight_axis = rank.mesh.axis(strategy.weight_axis)
+    partial = [gradient for name, gradient in gradients.items() if strategy.partial(rank.case, name)]
+    for group in [partial] if strategy.coalesced else [[gradient] for gradient in partial]:
+        sync.sum_gradients(group, weight_axis, op=strategy.partial_op)
+
+
+def total_norm(rank: Rank) -> Tensor:
+    """The norm over the weight axis; data ranks hold the same gradients."""
+    axis = rank.mesh.axis(rank.strategy.weight_axis)
+    return sync.norm(rank.gradients(), rank.updated_places, [axis], wide(dtype_of(rank.case)))
+
+
+def made_optimizer(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """The case's optimizer over these tensors."""
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=case.lr, weight_decay=_WEIGHT_DECAY)
+    return torch.optim.SGD(parameters, lr=case.lr)
+
+
+def _unchanged(rank: Rank) -> Rank:
+    return rank
+
+
+def _nothing(_rank: Rank) -> None:
+    return None
+
+
+PLAIN = Step(
+    prepare=_unchanged,
+    schedule=one_after_another,
+    reductions={"data": over_data, "partial": over_weights},
+    norm=total_norm,
+    optimizer=lambda rank: made_optimizer(rank.case, list(rank.updated.values())),
+    afterwards=_nothing,
+)
+"""Every micro-batch after the other, one flat call for the data axes, the case's optimizer over the parameters."""
