@@ -180,7 +180,7 @@ def micro_batch(case: Case) -> Callable[[], None]:
     def step() -> None:
         for parameter in rank.parameters.values():
             parameter.grad = None
-        rank.parts.loss(rank.model(batch), rank.mode.laid_out(batch.labels)).sum().backward()
+        rank.parts.loss(rank.model(batch), rank.strategy.laid_out(batch.labels)).sum().backward()
 
     return step
 

@@ -58,8 +58,9 @@ def one_after_another(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Box,
 
 def over_data(rank: Rank) -> None:
     """The sums of all gradients over the data axes, in one flat call each."""
+    mesh, gradients = rank.mesh, rank.gradients()
     for axis in rank.strategy.data_axes:
-        sync.sum_gradients(rank.gradients().values(), rank.mesh.axis(axis))
+        sync.sum_gradients(gradients.values(), mesh.axis(axis))
 
 
 def over_weights(rank: Rank) -> None:

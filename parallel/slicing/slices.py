@@ -228,6 +228,4 @@ def _outer(sliced: Sliced) -> Iterator[Slice]:
     if sliced.architecture.head_bias and dim:
         yield _whole(f"{head}.bias", (sliced.vocab,), _AFTER)
     elif sliced.architecture.head_bias:
-        yield Slice(
-            name=f"{head}.bias", sources=(f"{head}.bias",), place=_held((sliced.vocab,), 0, held), rule=rule
-        )
+        yield Slice(name=f"{head}.bias", sources=(f"{head}.bias",), place=_held((sliced.vocab,), 0, held), rule=rule)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel.embedding import Head, HiddenEmbedding, VocabularyEmbedding, vocabulary_rows
-from parallel.layout import Placement, gather, local_shape, shard
+from parallel.layout import Cut, Placement, gather, local_shape, meshgrid, shard
 from parallel.linear import Region
 from parallel.mesh import Axis
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers
@@ -17,8 +17,8 @@ TOKENS = torch.tensor([[9, 0, 4, 5, 4, 1], [3, 9, 9, 2, 8, 7]])
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]])
 TABLE, LEARNED = numbers(VOCAB, WIDTH), numbers(SEQ, WIDTH, seed=1)
 GRADIENT_BSD = numbers(2, SEQ, WIDTH, seed=2)
-PLACE = Placement(shape=(VOCAB, WIDTH), axis="tp", blocks=(PADDED,))
-COLUMNS = Placement(shape=(VOCAB, WIDTH), axis="tp", dim=1)
+PLACE = Placement(shape=(VOCAB, WIDTH), cuts=(Cut(axis="tp", blocks=(PADDED,)),))
+COLUMNS = Placement(shape=(VOCAB, WIDTH), cuts=(Cut(axis="tp", dim=1),))
 
 
 @pytest.mark.parametrize("learned", [True, False])
@@ -33,7 +33,7 @@ def test_embedding_is_the_dense_lookup(
     def program(axis: Axis) -> tuple[Tensor, Tensor | None, Tensor | None]:
         region = Region(axis=axis, sequence_dim=sequence_dim if split else None)
         module = kind(
-            local_shape(place, parts=axis.size),
+            local_shape(place, {"tp": (0, axis.size)}),
             (SEQ, WIDTH) if learned else None,
             region,
             sequence_dim=sequence_dim,
@@ -41,7 +41,7 @@ def test_embedding_is_the_dense_lookup(
             device=CPU,
         )
         with torch.no_grad():
-            module.tokens.weight.copy_(shard(TABLE, place, index=axis.rank, parts=axis.size))
+            module.tokens.weight.copy_(shard(TABLE, place, {"tp": (axis.rank, axis.size)}))
             if module.positions is not None:
                 module.positions.weight.copy_(LEARNED)
         x = module(TOKENS, POSITIONS)
@@ -60,7 +60,9 @@ def test_embedding_is_the_dense_lookup(
     whole = torch.cat([x for x, _, _ in results], sequence_dim) if split else results[0][0]
     torch.testing.assert_close(whole, expected, rtol=1e-13, atol=1e-13)
     gradients = [gradient for _, gradient, _ in results if gradient is not None]
-    torch.testing.assert_close(gather(gradients, place), table.grad, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        gather(zip(meshgrid({"tp": RANKS}), gradients, strict=True), place), table.grad, rtol=1e-13, atol=1e-13
+    )
     if place is PLACE:
         assert torch.equal(torch.cat(gradients)[VOCAB:], torch.zeros(PADDED - VOCAB, WIDTH, dtype=TABLE.dtype))
     for _, _, gradient in results if learned else ():
@@ -87,7 +89,7 @@ def test_head_gives_the_dense_logits_and_its_gradient_to_the_weight_it_used(gath
     x_SBD = numbers(SEQ, 2, WIDTH, seed=3)
 
     def program(axis: Axis) -> tuple[Tensor, Tensor | None]:
-        own = shard(TABLE, PLACE, index=axis.rank, parts=axis.size)
+        own = shard(TABLE, PLACE, {"tp": (axis.rank, axis.size)})
         head = Head(
             None if tied else tuple(own.shape),
             Region(axis=axis),
@@ -114,4 +116,5 @@ def test_head_gives_the_dense_logits_and_its_gradient_to_the_weight_it_used(gath
     assert results[0][0].shape[-1] == (VOCAB if gather_output else PADDED // RANKS)
     torch.testing.assert_close(whole, dense.detach(), rtol=1e-13, atol=1e-13)
     gradients = [gradient for _, gradient in results if gradient is not None]
-    torch.testing.assert_close(gather(gradients, PLACE), table.grad, rtol=1e-12, atol=1e-12)
+    gathered = gather(zip(meshgrid({"tp": RANKS}), gradients, strict=True), PLACE)
+    torch.testing.assert_close(gathered, table.grad, rtol=1e-12, atol=1e-12)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from parallel.layout import Placement, shard
+from parallel.layout import Cut, Placement, shard
 from parallel.loss import IGNORED, counted, vocabulary_cross_entropy
 from parallel.mesh import Axis
 from tests.parallel.ranks import Calls, along_tp, numbers
@@ -48,10 +48,10 @@ def test_loss_and_gradient_are_those_of_the_whole_unpadded_vocabulary(
 ) -> None:
     logits, labels, mask = _case(seed, vocab)
     padded = (-(-vocab // ranks) + spare) * ranks
-    place = Placement(shape=tuple(logits.shape), axis="tp", dim=2, blocks=(padded,))
+    place = Placement(shape=tuple(logits.shape), cuts=(Cut(axis="tp", dim=2, blocks=(padded,)),))
 
     def program(axis: Axis) -> tuple[Tensor, Tensor]:
-        own = shard(logits, place, index=axis.rank, parts=axis.size)
+        own = shard(logits, place, {"tp": (axis.rank, axis.size)})
         own[..., max(0, vocab - axis.rank * own.shape[-1]) :] = 999.0  # a padded column must not matter
         own.requires_grad_()
         losses = vocabulary_cross_entropy(own, labels, axis, vocab=vocab, smoothing=smoothing, fused=fused)
@@ -76,7 +76,7 @@ def test_without_smoothing_it_is_torchs_cross_entropy() -> None:
     logits, labels, _ = _case(0, 12)
 
     def program(axis: Axis) -> Tensor:
-        own = shard(logits, Placement(shape=(4, 3, 12), axis="tp", dim=2), index=axis.rank, parts=axis.size)
+        own = shard(logits, Placement(shape=(4, 3, 12), cuts=(Cut(axis="tp", dim=2),)), {"tp": (axis.rank, axis.size)})
         return vocabulary_cross_entropy(own, labels, axis, vocab=12)
 
     expected = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from harness.outcome import localize
 from parallel.batch import deliver
-from parallel.layout import Placement, shard
+from parallel.layout import Cut, Placement, shard
 from parallel.loss import counted
 from parallel.mesh import Axis, Mesh
 from parallel.metric import Metric, MetricSums
@@ -27,15 +27,15 @@ LABELS = torch.tensor([[9, 0, -100, 5, 4, 1], [3, 9, 8, 2, -100, 7]])
 WEIGHTS = counted(LABELS, torch.tensor([[1.0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1]])).double()
 LABELS[0, 3], LABELS[1, 2] = LOGITS[0, 3].argmax(), LOGITS[1, 2].argmax()
 PLACES = {
-    "vocabulary": Placement(shape=LOGITS.shape, axis="tp", dim=2, blocks=(PADDED,)),
-    "sequence": Placement(shape=LOGITS.shape, axis="tp", dim=1),
+    "vocabulary": Placement(shape=LOGITS.shape, cuts=(Cut(axis="tp", dim=2, blocks=(PADDED,)),)),
+    "sequence": Placement(shape=LOGITS.shape, cuts=(Cut(axis="tp", dim=1),)),
     "whole": Placement(shape=LOGITS.shape),
 }
 
 
 def _measured(place: Placement, logits: Tensor, calls: Calls | None = None) -> list[MetricSums]:
     def program(axis: Axis) -> MetricSums:
-        local = shard(logits, place, index=axis.rank, parts=axis.size)
+        local = shard(logits, place, {"tp": (axis.rank, axis.size)})
         metric = Metric(place, axis, vocab=VOCAB, sequence_dim=1)
         with torch.no_grad():
             metric(local, LABELS, WEIGHTS)

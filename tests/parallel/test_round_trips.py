@@ -14,20 +14,13 @@ from torch import Tensor
 from harness.merging import merge
 from harness.outcome import localize
 from parallel.batch import Delivered, deliver
-from parallel.layout import Placement, gather, pieces, shard
-from parallel.mesh import Mesh, axis_rank, axis_size
+from parallel.layout import gather, pieces, shard
+from parallel.mesh import Mesh, axis_rank, coordinates
 from parallel.registry import MODES
-from reference.case import Case
 from reference.data.batches import micro_batch
 from suites.session.prover import Prover
 
 CPU = torch.device("cpu")
-
-
-def laid_out(case: Case) -> dict[str, tuple[Placement, str]]:
-    """Every parameter's place and the axis that it lies on (any axis will do for what is whole)."""
-    mode = MODES[case.mode]
-    return {name: (place, place.axis or mode.weight_axis) for name, place in mode.placements(case).items()}
 
 
 def numbered(shape: tuple[int, ...]) -> Tensor:
@@ -40,16 +33,16 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
 def test_parameters_come_back_from_their_ranks(prover: Prover, mode: str, data: st.DataObject) -> None:
     case = prover.drawn(data, mode)
     ranks: list[dict[str, Any]] = [{} for _ in range(case.world_size)]
-    for name, (place, axis) in laid_out(case).items():
-        full, parts = numbered(place.shape), axis_size(case, axis)
-        locals_ = [shard(full, place, index=index, parts=parts) for index in range(parts)]
-        assert torch.equal(gather(locals_, place), full)
-        for rank, outcome in enumerate(ranks):
-            index = axis_rank(case, axis, rank)
-            outcome[name] = pieces(locals_[index], place, index=index, parts=parts)
+    places = MODES[mode].placements(case)
+    for name, place in places.items():
+        full = numbered(place.shape)
+        found = [(at, shard(full, place, at)) for at in (coordinates(case, rank) for rank in range(case.world_size))]
+        assert torch.equal(gather(found, place), full)
+        for outcome, (at, local) in zip(ranks, found, strict=True):
+            outcome[name] = pieces(local, place, at)
     merged = merge([localize(outcome) for outcome in ranks])
     assert merged.flaws == ()
-    for name, (place, _) in laid_out(case).items():
+    for name, place in places.items():
         assert torch.equal(merged.tensors[name], numbered(place.shape))
 
 

@@ -14,6 +14,10 @@ _LAST = "head|final_norm|embedding.*|layers.*"
 """Whichever parameter comes last: a factor on all gradients begins with it."""
 
 
+def _step(old: str, new: str) -> Change:
+    return Change(module="parallel.step", old=old, new=new)
+
+
 def _training(old: str, new: str) -> Change:
     return Change(module="parallel.training", old=old, new=new)
 
@@ -45,7 +49,7 @@ FACTORS = (
         stands_for="B-33, B-32: DeepSpeed #4957 and #5555, gradients scaled in the hook and in the reduction",
         modes=everywhere(),
         condition="dp>1",
-        changes=(_training("for axis in mode.mean_axes)", 'for axis in (*mode.mean_axes, "dp"))'),),
+        changes=(_training("for axis in strategy.mean_axes)", 'for axis in (*strategy.mean_axes, "dp"))'),),
         kills="parameter_gradients",
         phase=_SYNCED,
         region=_LAST,
@@ -55,7 +59,7 @@ FACTORS = (
         name="loss-scaled-by-a-group-that-shares-data",
         stands_for="B-35: Megatron #906 and #673, the loss is scaled by a group and the mean does not know of it",
         modes=everywhere(),
-        changes=(_training(_BACK, '(summed * rank.mesh.axis("tp").size).backward()'),),
+        changes=(_step(_BACK, '(summed * rank.mesh.axis("tp").size).backward()'),),
         kills="activation_gradients",
         phase="backward",
         region="head|",
@@ -78,7 +82,7 @@ FACTORS = (
         name="mean-of-means",
         stands_for="Megatron #7452-3, torchtitan #2206: micro-batches of uneven valid tokens count alike",
         modes=everywhere(),
-        changes=(_training(_SUM, f"{_SUM} / weights.sum()"), _training(_TOKENS, "tokens += 1")),
+        changes=(_step(_SUM, f"{_SUM} / weights.sum()"), _step(_TOKENS, "tokens += 1")),
         kills="forward",
         phase="loss",
         region="",
@@ -89,7 +93,7 @@ FACTORS = (
         stands_for="B-38: torchtitan #1732, the scale is applied to the accumulator and not to the increment",
         modes=everywhere(),
         changes=(
-            _training(
+            _step(
                 _BACK,
                 f"{_BACK}\n        for parameter in rank.parameters.values():\n"
                 "            parameter.grad.div_(case.micro)",
@@ -104,7 +108,7 @@ FACTORS = (
         name="partial-gradients-averaged",
         stands_for="B-41: gpt-neox 651e24eb, InternEvo (decision G1): partial sums of norms are averaged",
         modes=everywhere("", (*SPLIT, "isp")) | everywhere("qk_norm=true", WHOLE),
-        changes=(_training("op=mode.partial_op)", 'op="avg")'),),
+        changes=(_step("op=strategy.partial_op)", 'op="avg")'),),
         kills="parameter_gradients",
         phase=_SYNCED,
         region="final_norm|layers.*.attention.?_norm",
@@ -130,7 +134,7 @@ FACTORS = (
         name="reported-loss-summed-again",
         stands_for="B-40: SkyRL #1420, a metric that is complete already is summed over the group once more",
         modes=everywhere(),
-        changes=(_training("return (loss / tokens)", "return (loss * weight_axis.size / tokens)"),),
+        changes=(_training("return (loss / tokens)", "return (loss * mesh.axis(strategy.weight_axis).size / tokens)"),),
         kills="forward",
         alone=True,
         phase="loss",

@@ -35,6 +35,10 @@ _MESH_OF_ONE = Change(
 )
 
 
+def _step(old: str, new: str) -> tuple[Change, ...]:
+    return (Change(module="parallel.step", old=old, new=new),)
+
+
 def _training(old: str, new: str) -> tuple[Change, ...]:
     return (Change(module="parallel.training", old=old, new=new),)
 
@@ -44,7 +48,7 @@ GROUPS = (
         name="norms-summed-over-the-sequence-group",
         stands_for="B-66: InternEvo 0817b8c, the TENSOR group where the WEIGHT group is meant",
         modes=_APART,
-        changes=_training("sync.sum_gradients(group, weight_axis,", 'sync.sum_gradients(group, mesh.axis("tp"),'),
+        changes=_step("sync.sum_gradients(group, weight_axis,", 'sync.sum_gradients(group, rank.mesh.axis("tp"),'),
         kills="ledger",
         phase="grad_sync",
         region="final_norm|embedding.positions|*_norm",
@@ -82,7 +86,7 @@ GROUPS = (
         name="gradients-summed-over-the-tensor-group",
         stands_for="B-66, B-71: Megatron #7452-7, data-parallel sums over the default tensor group",
         modes=_DATA,
-        changes=_training(_SUM_DATA, _SUM_DATA.replace("mesh.axis(axis)", 'mesh.axis("tp")')),
+        changes=_step(_SUM_DATA, _SUM_DATA.replace("mesh.axis(axis)", 'mesh.axis("tp")')),
         kills="ledger",
         phase="grad_sync",
         region="*",
@@ -92,7 +96,7 @@ GROUPS = (
         name="tokens-counted-over-the-tensor-group",
         stands_for="B-32: DeepSpeed #5555, divided by a group that shares its data",
         modes=everywhere(),
-        changes=_training("[mesh.axis(axis) for axis in mode.loss_axes]", '[mesh.axis("tp")]'),
+        changes=_training("[mesh.axis(axis) for axis in strategy.loss_axes]", '[mesh.axis("tp")]'),
         kills="parameter_gradients|ledger",
         phase="grad_sync",
         region="*",
@@ -103,7 +107,7 @@ GROUPS = (
         stands_for="B-47: torchtitan #649, the norm is reduced over another group than its shards",
         modes=everywhere(),
         condition="dp>1",
-        changes=_training("rank.places, weight_axis, exact)", 'rank.places, mesh.axis("dp"), exact)'),
+        changes=_step("rank.mesh.axis(rank.strategy.weight_axis)\n    return", 'rank.mesh.axis("dp")\n    return'),
         kills="gradient_norm|replicas",
         phase="grad_sync|step",
         region="",

@@ -10,14 +10,14 @@ CLIPPED: Words = {"lr": 1.0, "optimizer": "sgd", "clip": 0.05}
 """What the property of a binding clip fixes."""
 LOOSE: Words = {"lr": 0.1, "optimizer": "sgd", "clip": 1000.0}
 """What the property of a clip that does not bind fixes."""
-_COUNTED = "if places[name].axis or axis.rank == 0"
-_NORM = "return all_reduce(torch.stack(squares).sum(), axis).sqrt()"
+_COUNTED = "axis.name in places[name].axes"
+_NORM = "    for axis in axes:\n        total = all_reduce(total, axis)\n    return total.sqrt()"
 _CLIP = "sync.clip(gradients.values(), norm, case.clip)"
 _WHEN = "step|grad_sync"
 
 
 def _counting(words: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.gradients", old=_COUNTED, new=f"if {words}"),)
+    return (Change(module="parallel.gradients", old=_COUNTED, new=words),)
 
 
 def _clipping(new: str) -> tuple[Change, ...]:
@@ -41,7 +41,7 @@ NORMS_AND_CLIP = (
         stands_for="B-45, B-44: Megatron #7452-8 and #5916, split one-dimensional parameters without the tag",
         modes=everywhere(),
         condition="bias=true",
-        changes=_counting('(places[name].axis and not name.endswith("bias")) or axis.rank == 0'),
+        changes=_counting(f'({_COUNTED} and not name.endswith("bias"))'),
         kills="gradient_norm",
         alone=True,
         phase=_WHEN,
@@ -53,7 +53,7 @@ NORMS_AND_CLIP = (
         stands_for="B-50: InternEvo 9445faf, tags by a stale list of names",
         modes=everywhere(),
         condition="fuse_mlp=true",
-        changes=_counting('(places[name].axis and "w13" not in name) or axis.rank == 0'),
+        changes=_counting(f'({_COUNTED} and "w13" not in name)'),
         kills="gradient_norm",
         alone=True,
         phase=_WHEN,
@@ -64,7 +64,7 @@ NORMS_AND_CLIP = (
         name="norm-of-one-rank",
         stands_for="B-47: torchtitan #649, gpt-neox #297, a norm that is not reduced over the ranks",
         modes=everywhere(),
-        changes=(Change(module="parallel.gradients", old=_NORM, new="return torch.stack(squares).sum().sqrt()"),),
+        changes=(Change(module="parallel.gradients", old=_NORM, new="    return total.sqrt()"),),
         kills="replicas",
         phase=_WHEN,
         region="",
@@ -78,7 +78,7 @@ NORMS_AND_CLIP = (
             Change(
                 module="parallel.gradients",
                 old=_NORM,
-                new="return all_reduce(torch.stack(squares).sum().sqrt(), axis)",
+                new=_NORM.replace("for", "total = total.sqrt()\n    for", 1).replace('total.sqrt()"', 'total"'),
             ),
         ),
         kills="gradient_norm",
@@ -110,7 +110,9 @@ NORMS_AND_CLIP = (
         modes=everywhere(),
         suite=CLIPPED,
         changes=_clipping(
-            _CLIP.replace("gradients.values()", "[] if rank.mesh.axis(mode.weight_axis).rank else gradients.values()")
+            _CLIP.replace(
+                "gradients.values()", "[] if rank.mesh.axis(strategy.weight_axis).rank else gradients.values()"
+            )
         ),
         kills="update|replicas",
         phase="step",

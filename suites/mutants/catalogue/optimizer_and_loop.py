@@ -9,10 +9,14 @@ __all__ = ["OPTIMIZER_AND_LOOP"]
 
 ADAMW: Words = {"optimizer": "adamw", "lr": 0.01}
 """What the property of AdamW fixes."""
-_MADE = "optimizer = _optimizer(case, list(rank.parameters.values()))"
+_MADE = "list(rank.updated.values())"
 _STEP = "optimizer.step()"
 _RETURN = "return outcome | {"
 _LOGITS = "boxes += rows("
+
+
+def _step(old: str, new: str) -> tuple[Change, ...]:
+    return (Change(module="parallel.step", old=old, new=new),)
 
 
 def _training(old: str, new: str) -> tuple[Change, ...]:
@@ -26,9 +30,9 @@ OPTIMIZER_AND_LOOP = (
         name="optimizer-made-before-the-split",
         stands_for="B-106: accelerate #2665, the optimizer holds parameters that the model does not use any more",
         modes=everywhere(),
-        changes=_training(
+        changes=_step(
             _MADE,
-            "optimizer = _optimizer(case, [p.detach().clone().requires_grad_() for p in rank.parameters.values()])",
+            "[p.detach().clone().requires_grad_() for p in rank.updated.values()]",
         ),
         kills="update",
         phase="step",
@@ -39,7 +43,7 @@ OPTIMIZER_AND_LOOP = (
         name="gradient-sync-bypassed",
         stands_for="B-107: the wrapper is bypassed, data ranks train alone",
         modes=everywhere("dp>1", TENSOR) | {"isp": "wdp>1"},
-        changes=_training("for axis in mode.data_axes:", "for axis in ():"),
+        changes=_step("for axis in rank.strategy.data_axes:", "for axis in ():"),
         kills="replicas",
         phase="grad_sync",
         region="*",
@@ -61,7 +65,7 @@ OPTIMIZER_AND_LOOP = (
         stands_for="torchtitan #1341: equal under Adam, different under AdamW",
         modes=everywhere(),
         suite=ADAMW,
-        changes=_training(
+        changes=_step(
             "torch.optim.AdamW(parameters, lr=case.lr, weight_decay=_WEIGHT_DECAY)",
             "torch.optim.AdamW(parameters, lr=case.lr, weight_decay=0.0)",
         ),
@@ -75,7 +79,7 @@ OPTIMIZER_AND_LOOP = (
         stands_for="B-97: TE #1723, a reference is kept where a copy is needed: clipping changes it",
         modes=everywhere(),
         suite=CLIPPED,
-        changes=_training("rank.value(name, grad.clone())", "rank.value(name, grad)"),
+        changes=_training("rank.value(grad.clone(), places[name])", "rank.value(grad, places[name])"),
         kills="parameter_gradients",
         alone=True,
         phase="backward|grad_sync|step",
@@ -86,7 +90,7 @@ OPTIMIZER_AND_LOOP = (
         name="last-micro-batch-not-returned",
         stands_for="B-84: Megatron 714c24a7e8, a part of what is written is dropped",
         modes=everywhere(),
-        changes=_training(_LOGITS, f"boxes += [] if micro == case.micro - 1 else {_LOGITS[9:]}"),
+        changes=_step(_LOGITS, f"boxes += [] if micro == case.micro - 1 else {_LOGITS[9:]}"),
         kills="merge",
         alone=True,
         phase="forward",
@@ -106,8 +110,8 @@ OPTIMIZER_AND_LOOP = (
             ),
             Change(
                 module="parallel.subject",
-                old="place = mode.activation(case, module)\n",
-                new='place = mode.activation(case, f"module.{module}")\n',
+                old="place = strategy.activation(case, module)\n",
+                new='place = strategy.activation(case, f"module.{module}")\n',
             ),
         ),
         kills="coverage",
@@ -119,8 +123,8 @@ OPTIMIZER_AND_LOOP = (
         stands_for="B-87: InternEvo 6682f5d, uninitialised memory: every run differs a little",
         modes=everywhere(),
         changes=_training(
-            "    rank = set_up(case, mode, mesh, device)\n",
-            f"{_COUNT_RUNS}    rank = set_up(case, mode, mesh, device)\n"
+            "    rank = set_up(case, strategy, mesh, device)\n",
+            f"{_COUNT_RUNS}    rank = set_up(case, strategy, mesh, device)\n"
             "    with torch.no_grad():\n        rank.model.final_norm.weight.mul_(1 + 2**-48 * len(run))\n",
         ),
         kills="determinism",
@@ -132,8 +136,8 @@ OPTIMIZER_AND_LOOP = (
         stands_for="B-51, B-92: what a first run leaves behind is used by the next ones",
         modes=everywhere(),
         changes=_training(
-            "    rank = set_up(case, mode, mesh, device)\n",
-            f"{_COUNT_RUNS}    rank = set_up(case, mode, mesh, device)\n"
+            "    rank = set_up(case, strategy, mesh, device)\n",
+            f"{_COUNT_RUNS}    rank = set_up(case, strategy, mesh, device)\n"
             "    with torch.no_grad():\n        rank.model.final_norm.weight.mul_(1 + 2**-48 * (len(run) == 1))\n",
         ),
         kills="recording",

@@ -13,7 +13,11 @@ _SGD = "torch.optim.SGD(parameters, lr=case.lr)"
 _ZERO = "        optimizer.zero_grad()\n"
 _STEP = "        optimizer.step()\n        if rank.proves:"
 _CLIP = "sync.clip(gradients.values(), norm, case.clip)"
-_MADE = "_optimizer(case, list(rank.parameters.values()))"
+_MADE = "optimizer = rank.step.optimizer(rank)"
+
+
+def _step(old: str, new: str) -> tuple[Change, ...]:
+    return (Change(module="parallel.step", old=old, new=new),)
 
 
 def _training(old: str, new: str) -> tuple[Change, ...]:
@@ -37,7 +41,7 @@ OPTIMIZER_RULES = (
         stands_for="torchtitan #1341's kin: a weight decay that one of two configurations has",
         modes=everywhere(),
         condition="optimizer=sgd",
-        changes=_training(_SGD, "torch.optim.SGD(parameters, lr=case.lr, weight_decay=0.01)"),
+        changes=_step(_SGD, "torch.optim.SGD(parameters, lr=case.lr, weight_decay=0.01)"),
         kills="update",
         phase="step",
         region="",
@@ -48,7 +52,7 @@ OPTIMIZER_RULES = (
         stands_for="torchtitan #1341's kin: two defaults of one library, 0.01 and 0.1",
         modes=everywhere(),
         suite=ADAMW,
-        changes=_training("_WEIGHT_DECAY = 0.01", "_WEIGHT_DECAY = 0.1"),
+        changes=_step("_WEIGHT_DECAY = 0.01", "_WEIGHT_DECAY = 0.1"),
         kills="update",
         phase="step",
         region="",
@@ -59,7 +63,7 @@ OPTIMIZER_RULES = (
         stands_for="Loshchilov & Hutter 2019: the decay is added to the gradient and goes through the moments",
         modes=everywhere(),
         suite=ADAMW,
-        changes=_training(_ADAMW, _ADAMW.replace("AdamW", "Adam")),
+        changes=_step(_ADAMW, _ADAMW.replace("AdamW", "Adam")),
         kills="update",
         phase="step",
         region="",
@@ -86,7 +90,7 @@ OPTIMIZER_RULES = (
         stands_for="0.95 of GPT-3's recipe where torch's default 0.999 is meant",
         modes=everywhere(),
         suite=ADAMW,
-        changes=_training(_ADAMW, _ADAMW.replace("lr=case.lr", "lr=case.lr, betas=(0.9, 0.95)")),
+        changes=_step(_ADAMW, _ADAMW.replace("lr=case.lr", "lr=case.lr, betas=(0.9, 0.95)")),
         kills="update",
         phase="step",
         region="",
@@ -97,7 +101,7 @@ OPTIMIZER_RULES = (
         stands_for="Adam with beta 0.5, as generative adversarial networks are trained",
         modes=everywhere(),
         suite=ADAMW,
-        changes=_training(_ADAMW, _ADAMW.replace("lr=case.lr", "lr=case.lr, betas=(0.5, 0.999)")),
+        changes=_step(_ADAMW, _ADAMW.replace("lr=case.lr", "lr=case.lr, betas=(0.5, 0.999)")),
         kills="update",
         phase="step",
         region="",
@@ -108,7 +112,7 @@ OPTIMIZER_RULES = (
         stands_for="1e-5, an epsilon for half precision, where 1e-8 is meant",
         modes=everywhere(),
         suite=ADAMW,
-        changes=_training(_ADAMW, _ADAMW.replace("lr=case.lr", "lr=case.lr, eps=1e-5")),
+        changes=_step(_ADAMW, _ADAMW.replace("lr=case.lr", "lr=case.lr, eps=1e-5")),
         kills="update",
         phase="step",
         region="*",
@@ -132,7 +136,7 @@ OPTIMIZER_RULES = (
         stands_for="a default of the optimizer's constructor that nobody has set to 0",
         modes=everywhere(),
         condition="optimizer=sgd",
-        changes=_training(_SGD, "torch.optim.SGD(parameters, lr=case.lr, momentum=0.9)"),
+        changes=_step(_SGD, "torch.optim.SGD(parameters, lr=case.lr, momentum=0.9)"),
         kills="update",
         phase="step",
         region="",

@@ -9,7 +9,7 @@ __all__ = ["ORDERS_AND_PARTS"]
 _JOIN = "return torch.cat(parts.chunk(axis.size), dim)"
 _OWN = "return x.narrow(dim, axis.rank * width, width).contiguous()"
 _SPLIT = "parts: Tensor = x.unflatten(dim, (axis.size, width)).movedim(dim, 0)"
-_FILLED = "parameter.copy_(shard(full(case, name), places[name], index=axis.rank, parts=axis.size))"
+_FILLED = "parameter.copy_(shard(full(case, name), places[name], mesh.coordinates))"
 _LABELS = "labels=batch.labels.to(device),"
 _READ = 'micro_batch(case, step, micro, mesh.axis("dp").rank)'
 _ROTATED = "q, k = rotate(q, table), rotate(k, table)"
@@ -60,7 +60,11 @@ ORDERS_AND_PARTS = (
         name="weights-of-the-first-rank-on-every-one",
         stands_for="B-63, B-84: every rank loads the first part of a checkpoint",
         modes=everywhere("", TENSOR) | {"isp": "wp>1"},
-        changes=_change("training", _FILLED, _FILLED.replace("index=axis.rank", "index=0")),
+        changes=_change(
+            "training",
+            _FILLED,
+            _FILLED.replace("mesh.coordinates", "{a: (0, n) for a, (_, n) in mesh.coordinates.items()}"),
+        ),
         kills="activations|forward|update",
         phase="forward|data",
         region="*",

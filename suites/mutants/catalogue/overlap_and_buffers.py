@@ -10,7 +10,7 @@ OVERLAPPED: Words = {"overlap": True}
 """What the property of asynchronous calls fixes."""
 _BACK = "summed.backward()"
 _DATA = everywhere("dp>1", TENSOR) | {"isp": "wdp>1"}
-_SUM_DATA = "for axis in mode.data_axes:\n        sync.sum_gradients(gradients.values(), mesh.axis(axis))"
+_SUM_DATA = "for axis in rank.strategy.data_axes:\n        sync.sum_gradients(gradients.values(), mesh.axis(axis))"
 _PRODUCT = "return functional.linear(total, weight, bias)"
 _ATTEND = "x = x + self.attention(self.attention_norm(x), table, hidden_B1SS)"
 _BUFFER = "gathered = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))"
@@ -30,7 +30,7 @@ OVERLAP_AND_BUFFERS = (
         modes=everywhere(),
         changes=(
             _change(
-                "training",
+                "step",
                 _BACK,
                 f"for parameter in rank.parameters.values():\n            parameter.grad = None\n        {_BACK}",
             ),
@@ -45,11 +45,11 @@ OVERLAP_AND_BUFFERS = (
         stands_for="B-89: DeepSpeed #7985, the last micro-batch is added after the all-reduce",
         modes=_DATA,
         changes=(
-            _change("training", _SUM_DATA, _SUM_DATA.replace("mode.data_axes", "()")),
+            _change("step", _SUM_DATA, _SUM_DATA.replace("rank.strategy.data_axes", "()")),
             _change(
-                "training",
+                "step",
                 _BACK,
-                "if micro == case.micro - 1:\n            for axis in mode.data_axes:\n                "
+                "if micro == case.micro - 1:\n            for axis in strategy.data_axes:\n                "
                 f"sync.sum_gradients(rank.gradients().values(), rank.mesh.axis(axis))\n        {_BACK}",
             ),
         ),
@@ -258,7 +258,7 @@ OVERLAP_AND_BUFFERS = (
         modes=_DATA,
         changes=(
             _change(
-                "training",
+                "step",
                 _SUM_DATA,
                 _SUM_DATA.replace("gradients.values()", "[g.clone() for g in gradients.values()]"),
             ),

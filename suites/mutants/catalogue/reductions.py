@@ -9,9 +9,9 @@ __all__ = ["REDUCTIONS"]
 _SEQUENCE = 'return module.rpartition(".")[2].endswith("norm") or (is_row(module) and leaf == "bias")'
 _HEADS = 'return name.rpartition(".")[0].rpartition(".")[2] in ("q_norm", "k_norm")'
 _WHOLE = 'return not _is_split(name.rpartition(".")[0])'
-_CHOSEN = "partial = [gradient for name, gradient in gradients.items() if mode.partial(rank.case, name)]"
-_GROUPS = "for group in [partial] if mode.coalesced else [[gradient] for gradient in partial]:"
-_SUMMED = "sync.sum_gradients(group, weight_axis, op=mode.partial_op)"
+_CHOSEN = "partial = [gradient for name, gradient in gradients.items() if strategy.partial(rank.case, name)]"
+_GROUPS = "for group in [partial] if strategy.coalesced else [[gradient] for gradient in partial]:"
+_SUMMED = "sync.sum_gradients(group, weight_axis, op=strategy.partial_op)"
 
 _HAVE_PARTIAL = everywhere("", (*SPLIT, "isp")) | everywhere("qk_norm=true", WHOLE)
 """Modes -> words with which they have partial gradients at all."""
@@ -60,7 +60,7 @@ REDUCTIONS = (
         stands_for="B-05: InternEvo 432bd5e, the norms' hook was attached only with overlapped gradients",
         modes=_HAVE_PARTIAL,
         condition="overlap=false",
-        changes=(Change(module="parallel.training", old=_CHOSEN, new=_CHOSEN[:-1] + " and rank.case.overlap]"),),
+        changes=(Change(module="parallel.step", old=_CHOSEN, new=_CHOSEN[:-1] + " and rank.case.overlap]"),),
         kills="replicas",
         phase=_SYNCED,
         region=_NORMS,
@@ -111,7 +111,7 @@ REDUCTIONS = (
         modes=_HAVE_PARTIAL,
         changes=(
             Change(
-                module="parallel.training",
+                module="parallel.step",
                 old=_CHOSEN,
                 new=f"{_CHOSEN}\n    partial = partial if rank.model.__dict__.setdefault('_steps', []) == [] else []\n"
                 "    rank.model._steps.append(1)",
@@ -155,9 +155,9 @@ REDUCTIONS = (
         modes=_HAVE_PARTIAL,
         changes=(
             Change(
-                module="parallel.training",
+                module="parallel.step",
                 old=_GROUPS,
-                new="for group in ([partial] if mode.coalesced else [[gradient] for gradient in partial]) * 2:",
+                new="for group in ([partial] if strategy.coalesced else [[gradient] for gradient in partial]) * 2:",
             ),
         ),
         kills="ledger",
@@ -183,9 +183,9 @@ REDUCTIONS = (
         modes=everywhere(),
         changes=(
             Change(
-                module="parallel.training",
+                module="parallel.step",
                 old=_SUMMED,
-                new=f"{_SUMMED}\n    for name, gradient in gradients.items():\n        if not rank.places[name].axis:\n"
+                new=f"{_SUMMED}\n    for name, gradient in gradients.items():\n        if not rank.places[name].cuts:\n"
                 "            gradient.copy_(sync.all_reduce(gradient, weight_axis, op='avg'))",
             ),
         ),
@@ -203,7 +203,7 @@ REDUCTIONS = (
             Change(
                 module="parallel.training",
                 old="gradient.div_(tokens * shares)",
-                new="gradient.div_(tokens * shares * (1 + 2**-48 * weight_axis.rank))",
+                new="gradient.div_(tokens * shares * (1 + 2**-48 * mesh.axis(strategy.weight_axis).rank))",
             ),
         ),
         kills="replicas",

@@ -11,7 +11,7 @@ __all__ = ["REPORTS"]
 _INTERNEVO = ("mtp", "msp", "fsp", "isp")
 """Modes of the system whose metric this is."""
 _TOTAL = "self.total = measured if self.total is None else self.total + measured"
-_NORM = "return all_reduce(torch.stack(squares).sum(), axis).sqrt()"
+_NORM = "total = torch.stack(squares).sum()"
 _BACK = "summed.backward()"
 _DIVIDED = "gradient.div_(tokens * shares)"
 _SPREAD = "spread = smoothing / (vocab - 1) if smoothing else 0.0"
@@ -51,7 +51,7 @@ REPORTS = (
         name="norm-whose-root-is-not-taken",
         stands_for="a norm that is handed on before its root is taken",
         modes=everywhere(),
-        changes=(_change("gradients", _NORM, _NORM.replace(".sqrt()", "")),),
+        changes=(_change("gradients", "return total.sqrt()", "return total"),),
         kills="gradient_norm",
         alone=True,
         phase=_WHEN,
@@ -64,7 +64,9 @@ REPORTS = (
         modes=everywhere(),
         changes=(
             _change("gradients", "gradient.to(dtype).square().sum()", "gradient.to(dtype).abs().max()"),
-            _change("gradients", _NORM, 'return all_reduce(torch.stack(squares).max(), axis, op="max")'),
+            _change("gradients", _NORM, _NORM.replace("sum()", "max()")),
+            _change("gradients", "total = all_reduce(total, axis)", 'total = all_reduce(total, axis, op="max")'),
+            _change("gradients", "return total.sqrt()", "return total"),
         ),
         kills="ledger",
         phase=_WHEN,
@@ -101,7 +103,7 @@ REPORTS = (
         name="backward-of-half-the-loss",
         stands_for="B-35, B-37: a factor of the loss that no group has",
         modes=everywhere(),
-        changes=(_change("training", _BACK, "(summed / 2).backward()"),),
+        changes=(_change("step", _BACK, "(summed / 2).backward()"),),
         kills="activation_gradients",
         phase="backward",
         region="head|",
@@ -134,9 +136,9 @@ REPORTS = (
         changes=(
             _change(
                 "training",
-                "        optimizer.step()\n        if rank.proves:",
+                "        optimizer.step()\n        rank.step.afterwards(rank)",
                 "        optimizer.step()\n        for kept in rank.parameters.values():\n"
-                "            kept.data.copy_(kept.data.float())\n        if rank.proves:",
+                "            kept.data.copy_(kept.data.float())\n        rank.step.afterwards(rank)",
             ),
         ),
         kills="update",

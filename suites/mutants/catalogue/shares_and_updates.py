@@ -11,16 +11,20 @@ _BACK = "summed.backward()"
 _SUM = "summed = (losses * weights).sum()"
 _TOKENS = "tokens += weights.sum()"
 _DIVIDED = "gradient.div_(tokens * shares)"
-_NORM = "return all_reduce(torch.stack(squares).sum(), axis).sqrt()"
+_NORM = "total = torch.stack(squares).sum()"
 _CLIP = "sync.clip(gradients.values(), norm, case.clip)"
-_STEP = "        optimizer.step()\n        if rank.proves:"
+_STEP = "        optimizer.step()\n        rank.step.afterwards(rank)"
 _ZERO = "        optimizer.zero_grad()\n"
-_DATA = "    for axis in mode.data_axes:\n"
+_DATA = "    for axis in rank.strategy.data_axes:\n"
 _SGD = "torch.optim.SGD(parameters, lr=case.lr)"
 _LOSS = 'outcome[f"loss/{step}"], norm, counted_tokens = _synchronise(rank, loss, tokens)'
 _SYNCED = "backward|grad_sync"
 _WHEN = "step|grad_sync"
 _LAST = "head|final_norm|embedding.*|layers.*"
+
+
+def _step(old: str, new: str) -> tuple[Change, ...]:
+    return (Change(module="parallel.step", old=old, new=new),)
 
 
 def _training(old: str, new: str) -> tuple[Change, ...]:
@@ -32,7 +36,7 @@ SHARES_AND_UPDATES = (
         name="first-micro-batch-counted-twice",
         stands_for="B-89's kin: a micro-batch that is added before the buffer is cleared and again after it",
         modes=everywhere(),
-        changes=_training(_BACK, "(summed * (1 + (micro == 0))).backward()"),
+        changes=_step(_BACK, "(summed * (1 + (micro == 0))).backward()"),
         kills="parameter_gradients",
         phase=_SYNCED + "|backward",
         region=f"{_LAST}|",
@@ -43,7 +47,7 @@ SHARES_AND_UPDATES = (
         stands_for="verl #7493: gradients of the other data ranks never reach the sum",
         modes=everywhere(),
         condition="dp>1",
-        changes=_training(
+        changes=_step(
             _DATA,
             "    for gradient in gradients.values():\n        gradient.mul_(mesh.axis('dp').rank == 0)\n" + _DATA,
         ),
@@ -56,7 +60,7 @@ SHARES_AND_UPDATES = (
         name="divided-by-micro-batches-again",
         stands_for="accelerate, transformers 4.46: the loss is divided by the steps of accumulation that it counts",
         modes=everywhere(),
-        changes=_training(_BACK, "(summed / case.micro).backward()"),
+        changes=_step(_BACK, "(summed / case.micro).backward()"),
         kills="activation_gradients",
         phase="backward",
         region="head|",
@@ -68,12 +72,12 @@ SHARES_AND_UPDATES = (
         modes=everywhere(),
         condition="packed=false",
         changes=(
-            *_training(
+            *_step(
                 _SUM,
-                "means = (losses * weights).sum(mode.sequence_dim) / weights.sum(mode.sequence_dim)\n"
+                "means = (losses * weights).sum(strategy.sequence_dim) / weights.sum(strategy.sequence_dim)\n"
                 "        summed = means.sum()",
             ),
-            *_training(_TOKENS, "tokens += len(means)"),
+            *_step(_TOKENS, "tokens += len(means)"),
         ),
         kills="forward",
         phase="loss",
@@ -113,7 +117,7 @@ SHARES_AND_UPDATES = (
         name="divided-by-no-tokens-on-some-ranks",
         stands_for="Megatron #7452-3's kin: a rank whose tokens are all masked divides by zero",
         modes=everywhere(),
-        changes=_training(_DIVIDED, "gradient.div_(tokens * shares * (weight_axis.rank == 0))"),
+        changes=_training(_DIVIDED, "gradient.div_(tokens * shares * (mesh.axis(strategy.weight_axis).rank == 0))"),
         kills="parameter_gradients|replicas",
         phase=_SYNCED,
         region="*",
@@ -167,7 +171,7 @@ SHARES_AND_UPDATES = (
         stands_for="layer-wise rates: a group of parameters with a rate of its own",
         modes=everywhere(),
         condition="optimizer=sgd bias=true",
-        changes=_training(
+        changes=_step(
             _SGD,
             "torch.optim.SGD([{'params': [p], 'lr': case.lr / (1 + (p.dim() == 1))} for p in parameters], lr=case.lr)",
         ),
@@ -196,7 +200,8 @@ SHARES_AND_UPDATES = (
         modes=everywhere(),
         changes=_training(
             _STEP,
-            "        optimizer.step() if rank.mesh.axis(mode.weight_axis).rank == 0 else None\n        if rank.proves:",
+            "        optimizer.step() if rank.mesh.axis(strategy.weight_axis).rank == 0 else None\n"
+            "        rank.step.afterwards(rank)",
         ),
         kills="update|replicas",
         phase="step",

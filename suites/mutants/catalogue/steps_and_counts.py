@@ -8,8 +8,12 @@ from suites.mutants.mutant import Change, Mutant, everywhere
 __all__ = ["STEPS_AND_COUNTS"]
 
 _CLIP = "sync.clip(gradients.values(), norm, case.clip)"
-_STEP = "        optimizer.step()\n        if rank.proves:"
+_STEP = "        optimizer.step()\n        rank.step.afterwards(rank)"
 _LR = "torch.optim.SGD(parameters, lr=case.lr)"
+
+
+def _step(old: str, new: str) -> tuple[Change, ...]:
+    return (Change(module="parallel.step", old=old, new=new),)
 
 
 def _training(old: str, new: str) -> tuple[Change, ...]:
@@ -34,7 +38,7 @@ STEPS_AND_COUNTS = (
         stands_for="a warm-up of the learning rate that never ends",
         modes=everywhere(),
         condition="optimizer=sgd",
-        changes=_training(_LR, "torch.optim.SGD(parameters, lr=case.lr * 0.7)"),
+        changes=_step(_LR, "torch.optim.SGD(parameters, lr=case.lr * 0.7)"),
         kills="update",
         phase="step",
         region="",
@@ -45,7 +49,7 @@ STEPS_AND_COUNTS = (
         stands_for="a maximised objective's switch that is left on",
         modes=everywhere(),
         condition="optimizer=sgd",
-        changes=_training(_LR, "torch.optim.SGD(parameters, lr=case.lr, maximize=True)"),
+        changes=_step(_LR, "torch.optim.SGD(parameters, lr=case.lr, maximize=True)"),
         kills="update",
         phase="step",
         region="",
@@ -55,9 +59,9 @@ STEPS_AND_COUNTS = (
         name="norm-weights-in-no-parameter-group",
         stands_for="parameter groups that are made by names, with some parameters in none of them",
         modes=everywhere(),
-        changes=_training(
-            "_optimizer(case, list(rank.parameters.values()))",
-            "_optimizer(case, [p for n, p in rank.parameters.items() if not n.endswith('norm.weight')])",
+        changes=_step(
+            "list(rank.updated.values())",
+            "[p for n, p in rank.updated.items() if not n.endswith('norm.weight')]",
         ),
         kills="update",
         phase="step|grad_sync",
@@ -69,7 +73,7 @@ STEPS_AND_COUNTS = (
         stands_for="an overflow check of mixed precision that skips a step whose gradients are finite",
         modes=everywhere(),
         condition="steps>1",
-        changes=_training(_STEP, "        optimizer.step() if step != 1 else None\n        if rank.proves:"),
+        changes=_training(_STEP, "        optimizer.step() if step != 1 else None\n        rank.step.afterwards(rank)"),
         kills="update",
         phase="step",
         region="*",
@@ -79,7 +83,7 @@ STEPS_AND_COUNTS = (
         name="loss-kept-of-the-last-micro-batch-alone",
         stands_for="a report of the last micro-batch's loss alone, over the tokens of all",
         modes=everywhere(),
-        changes=_training("loss += summed.detach()", "loss = summed.detach()"),
+        changes=_step("loss += summed.detach()", "loss = summed.detach()"),
         kills="forward",
         phase="loss",
         region="",
@@ -89,7 +93,7 @@ STEPS_AND_COUNTS = (
         name="divisor-kept-of-the-last-micro-batch-alone",
         stands_for="a divisor that counts the tokens of the last micro-batch alone",
         modes=everywhere(),
-        changes=_training("tokens += weights.sum()", "tokens = weights.sum()"),
+        changes=_step("tokens += weights.sum()", "tokens = weights.sum()"),
         kills="tokens",
         phase="loss|grad_sync",
         region="",

@@ -134,7 +134,7 @@ VOCABULARY_AND_LOSS = (
         suite={"dtype": "bfloat16", "seq": 96, "batch": 3},
         changes=(
             Change(
-                module="parallel.training",
+                module="parallel.step",
                 old="tokens += weights.sum()",
                 new="tokens = (tokens + weights.sum()).bfloat16().double()",
             ),
@@ -222,7 +222,7 @@ VOCABULARY_AND_LOSS = (
         name="mean-over-all-tokens",
         stands_for="modes.md 3.4: InternEvo's doc-era loss divides by all tokens, ignored ones too",
         modes=everywhere(),
-        changes=(Change(module="parallel.training", old="tokens += weights.sum()", new="tokens += weights.numel()"),),
+        changes=(Change(module="parallel.step", old="tokens += weights.sum()", new="tokens += weights.numel()"),),
         kills="forward",
         phase="loss",
         region="",

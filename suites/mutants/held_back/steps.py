@@ -107,9 +107,7 @@ MUTANTS = (
         name="half-the-learning-rate",
         stands_for="a warm-up that nobody asked for",
         modes=everywhere(),
-        changes=_one(
-            "training", "torch.optim.SGD(parameters, lr=case.lr)", "torch.optim.SGD(parameters, lr=case.lr / 2)"
-        ),
+        changes=_one("step", "torch.optim.SGD(parameters, lr=case.lr)", "torch.optim.SGD(parameters, lr=case.lr / 2)"),
         kills="update",
         phase="step",
         region="*",
@@ -121,7 +119,7 @@ MUTANTS = (
         modes=everywhere(),
         condition="dp>1",
         changes=_one(
-            "training", "torch.optim.SGD(parameters, lr=case.lr)", "torch.optim.SGD(parameters, lr=case.lr * case.dp)"
+            "step", "torch.optim.SGD(parameters, lr=case.lr)", "torch.optim.SGD(parameters, lr=case.lr * case.dp)"
         ),
         kills="update",
         phase="step",
@@ -148,7 +146,7 @@ MUTANTS = (
         modes=everywhere(),
         suite=ADAMW,
         changes=_one(
-            "training",
+            "step",
             "torch.optim.AdamW(parameters, lr=case.lr, weight_decay=_WEIGHT_DECAY)",
             "torch.optim.AdamW(parameters, lr=case.lr, weight_decay=_WEIGHT_DECAY, betas=(0.9, 0.95))",
         ),
@@ -162,7 +160,7 @@ MUTANTS = (
         stands_for="weight decay 0.1 for 0.01",
         modes=everywhere(),
         suite=ADAMW,
-        changes=_one("training", "_WEIGHT_DECAY = 0.01", "_WEIGHT_DECAY = 0.1"),
+        changes=_one("step", "_WEIGHT_DECAY = 0.01", "_WEIGHT_DECAY = 0.1"),
         kills="update",
         phase="step",
         region="*",
@@ -173,9 +171,9 @@ MUTANTS = (
         stands_for="a parameter group without the one-dimensional parameters (no-decay groups dropped)",
         modes=everywhere(),
         changes=_one(
-            "training",
-            "optimizer = _optimizer(case, list(rank.parameters.values()))",
-            "optimizer = _optimizer(case, [p for p in rank.parameters.values() if p.dim() > 1])",
+            "step",
+            "list(rank.updated.values())",
+            "[p for p in rank.updated.values() if p.dim() > 1]",
         ),
         kills="update",
         phase="step",
@@ -236,7 +234,7 @@ MUTANTS = (
         changes=_one(
             "training",
             "loss, tokens = sync.sum_scalars(",
-            "sync.sum_scalars(loss, tokens, [mesh.axis(axis) for axis in mode.loss_axes])\n"
+            "sync.sum_scalars(loss, tokens, [mesh.axis(axis) for axis in strategy.loss_axes])\n"
             "    loss, tokens = sync.sum_scalars(",
         ),
         kills="ledger",

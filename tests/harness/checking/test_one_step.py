@@ -22,7 +22,7 @@ from harness.request import Request
 from harness.running.proof import CaseResult, prove
 from harness.running.run import run
 from harness.subject import named
-from parallel import training
+from parallel import step as step_
 from parallel.subject import subject
 from reference.case import Case
 from reference.training.states import kept
@@ -41,7 +41,7 @@ def engine() -> Iterator[InprocEngine]:
 
 def planted(text: str, engine: InprocEngine, monkeypatch: pytest.MonkeyPatch, bug: Callable[..., None]) -> CaseResult:
     """The case on our subject with `bug(optimizer, step number, step)` in the place of every optimizer step."""
-    make = training._optimizer
+    make = step_.made_optimizer
 
     def bugged(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:
         optimizer = make(case, parameters)
@@ -49,7 +49,7 @@ def planted(text: str, engine: InprocEngine, monkeypatch: pytest.MonkeyPatch, bu
         monkeypatch.setattr(optimizer, "step", lambda: bug(optimizer, next(calls), right), raising=False)
         return optimizer
 
-    monkeypatch.setattr(training, "_optimizer", bugged)
+    monkeypatch.setattr(step_, "made_optimizer", bugged)
     return prove(Case.parse(text), subject, engine)
 
 

@@ -25,7 +25,7 @@ HALVED = "        [p.grad.div_(2) for p in rank.parameters.values()]\n"
 REDUCED = "grad_x = reduced.wait()"
 READ = 'batch = micro_batch(case, step, micro, mesh.axis("dp").rank) if reads else None'
 SUMMED = "summed = all_reduce(torch.cat([gradient.flatten() for gradient in group]), axis, op=op)"
-COUNTED = "loss, tokens = sync.sum_scalars(loss, tokens, [mesh.axis(axis) for axis in mode.loss_axes])"
+COUNTED = "loss, tokens = sync.sum_scalars(loss, tokens, [mesh.axis(axis) for axis in strategy.loss_axes])"
 ZEROED = "        optimizer.zero_grad()\n"
 LEFT = "pairs.reduce_scatter_to_sequence(y, self.axis"
 
@@ -79,7 +79,7 @@ BUGS = {
     ),
     "the last micro-batch overwrites": Bug(
         text=TP,
-        module="training",
+        module="step",
         old=BACKWARD,
         new=CLEARED + BACKWARD,
         first=("grad_sync", "head"),
@@ -87,7 +87,7 @@ BUGS = {
     ),
     "micro-batches weighed unequally": Bug(
         text=TP,
-        module="training",
+        module="step",
         old=BACKWARD,
         new=BACKWARD + HALVED,
         first=("grad_sync", "head"),
@@ -128,8 +128,8 @@ BUGS = {
     "a norm that counts replicas": Bug(
         text=TP,
         module="gradients",
-        old="if places[name].axis or axis.rank == 0",
-        new="if True",
+        old="axis.name in places[name].axes or axis.rank == 0",
+        new="True",
         first=("grad_sync", ""),
         cause="norm_counts_replicas",
     ),

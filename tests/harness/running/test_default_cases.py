@@ -21,13 +21,14 @@ from suites.mutants.planting import planted
 KNOWN = {mutant.name: mutant for mutant in (*MUTANTS, *HELD_BACK)}
 
 
-def _one_word(name: str, old: str, new: str) -> Mutant:
-    change = Change(module="parallel.training", old=old, new=new)
+def _one_word(name: str, module: str, old: str, new: str) -> Mutant:
+    change = Change(module=module, old=old, new=new)
     return Mutant(name=name, stands_for=name, modes=everywhere(), changes=(change,), kills="update")
 
 
 KEYS_MISSED = _one_word(
     "split-keys-not-updated",
+    "parallel.training",
     "sync.clip(gradients.values(), norm, case.clip)",
     "sync.clip(gradients.values(), norm, case.clip)\n"
     "        for name, grad in gradients.items():\n"
@@ -35,6 +36,7 @@ KEYS_MISSED = _one_word(
 )
 RECOMPUTED = _one_word(
     "metric-counts-nothing-that-is-recomputed",
+    "parallel.step",
     "rank.metric(logits, labels, weights)",
     "rank.metric(logits, labels, weights * (case.recompute == 'none'))",
 )

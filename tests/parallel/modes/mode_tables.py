@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 
-from parallel.strategy import Mode
+from parallel.strategy import Strategy
 from reference.case import Case
 from reference.model.parameters import shapes
 
@@ -48,7 +48,7 @@ def rows(docstring: str) -> list[Row]:
     return found
 
 
-def promised(docstring: str, case: Case, mode: Mode) -> Counter[Line]:
+def promised(docstring: str, case: Case, mode: Strategy) -> Counter[Line]:
     """Every call of a whole run that the table promises one rank, data apart."""
     found: Counter[Line] = Counter()
     modules = _modules(case)
@@ -100,20 +100,20 @@ def _matching(pattern: str, modules: list[str]) -> list[str]:
     return [module for module in modules if any(fnmatchcase(module, p) for p in patterns)]
 
 
-def _each_partial(case: Case, mode: Mode) -> list[int]:
+def _each_partial(case: Case, mode: Strategy) -> list[int]:
     """Bytes of every gradient that is a partial sum."""
     places = mode.placements(case)
     return [math.prod(place.shape) * _ITEM[case.dtype] for name, place in places.items() if mode.partial(case, name)]
 
 
-def _bytes(text: str, case: Case, mode: Mode) -> int:
+def _bytes(text: str, case: Case, mode: Strategy) -> int:
     item, one = _ITEM[case.dtype], 8 if case.dtype == "float64" else 4
     count, _, letter = text.rpartition("*")
     places = mode.placements(case)
-    split = {name for name, place in places.items() if place.axis}
+    split = {name for name, place in places.items() if place.cuts}
     padding = (case.padded_vocab - case.vocab) * case.hidden
     tables = ("embedding.tokens.weight", "head.weight") if case.embedding == "vocab" else ("head.weight",)
-    padded = padding * sum(bool(places[name].blocks) for name in tables if name in places)
+    padded = padding * sum(any(cut.blocks for cut in places[name].cuts) for name in tables if name in places)
     total = sum(math.prod(places[name].shape) for name in split) + padded
     whole = sum(math.prod(place.shape) for name, place in places.items() if name not in split)
     letters = {

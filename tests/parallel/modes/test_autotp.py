@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.running.proof import prove
-from parallel.layout import gather, shard
+from parallel.layout import gather, meshgrid, shard
 from parallel.modes import autotp as mode_file
 from parallel.registry import MODES
 from parallel.slicing.held import widths
@@ -52,7 +52,7 @@ def proves(case: Case, engine: Engine) -> dict[str, float]:
 def test_uneven_ranks_compute_what_the_dense_model_does(tp: int, family: str, head: str, engine: Engine) -> None:
     """OPT is tied, Llama is not: all four heads. In float64 errors stay below 1e-12."""
     case = Case.parse(f"{UNEVEN} tp={tp} family={family} head={head}")
-    assert len({widths(place.held) for place in MODE.placements(case).values() if place.held}) > 1
+    assert len({widths(cut.held) for place in MODE.placements(case).values() for cut in place.cuts}) > 1
     assert max(proves(case, engine).values()) <= 1e-12
 
 
@@ -96,20 +96,19 @@ def test_a_rank_holds_what_the_slices_say(tp: int, family: str) -> None:
         room = "attention" if theirs.startswith("self_attn") else "mlp"
         assert places[f"layers.1.{room}.{ours}.weight"] == made[f"{theirs}.weight"], ours
         if case.bias:
-            assert places[f"layers.1.{room}.{ours}.bias"].held == made[f"{theirs}.bias"].held, ours
+            assert places[f"layers.1.{room}.{ours}.bias"] == made[f"{theirs}.bias"], ours
 
 
 def test_opt_125m_on_five_ranks() -> None:
     """Real shapes: 12 heads as 3 3 2 2 2, and fc1's 3072 features in proportion; every parameter survives the cut."""
     case = Case.parse("preset=opt-125m mode=autotp tp=5 layers=1 fuse_qkv=false seq=16")
     places = MODE.placements(case)
-    assert widths(places["layers.0.attention.wq.weight"].held) == (192, 192, 128, 128, 128)
-    assert widths(places["layers.0.mlp.w1.weight"].held) == (768, 768, 512, 512, 512)
-    assert places["embedding.tokens.weight"].shape == (50272, 768) and not places["embedding.tokens.weight"].axis
+    assert widths(places["layers.0.attention.wq.weight"].cuts[0].held) == (192, 192, 128, 128, 128)
+    assert widths(places["layers.0.mlp.w1.weight"].cuts[0].held) == (768, 768, 512, 512, 512)
+    assert places["embedding.tokens.weight"].shape == (50272, 768) and not places["embedding.tokens.weight"].cuts
     for name in [name for name in shapes(case) if name.startswith("layers.")]:
         value = full(case, name)
-        parts = 5 if places[name].axis else 1
-        locals_ = [shard(value, places[name], index=index, parts=parts) for index in range(parts)]
+        locals_ = [(at, shard(value, places[name], at)) for at in meshgrid({"tp": 5})]
         assert torch.equal(gather(locals_, places[name]), value), name
 
 

@@ -22,7 +22,7 @@ from suites.session.prover import Prover
 
 SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 vocab=264 steps=1 micro=1 tp=2"
 WORDS = ("bias=true qk_norm=true positions=learned norm=layernorm", "bias=false positions=rope norm=rmsnorm dp=3")
-SUMMED = "if mode.partial(rank.case, name)]"
+SUMMED = "if strategy.partial(rank.case, name)]"
 NORM_AND_LOSS = (8, 16)
 """Bytes of the calls beside gradients in grad_sync: the squared norm, the loss with its token count."""
 
@@ -52,7 +52,7 @@ def summed_bytes(run: Execution, axis: str) -> int:
 def test_the_set_that_is_summed_is_the_set_that_must_be(prover: Prover, mode: str, words: str) -> None:
     case = Case.parse(f"mode={mode} {SIZES} {words}")
     weight_axis = MODES[mode].weight_axis
-    must = torn(ran(prover, case, planted(replaced("parallel.training", SUMMED, "if False]"))))
+    must = torn(ran(prover, case, planted(replaced("parallel.step", SUMMED, "if False]"))))
     right = ran(prover, case, subject)
     assert torn(right) == set()
     assert summed_bytes(right, weight_axis) == sum(8 * math.prod(shapes(case)[name]) for name in must)
@@ -60,7 +60,7 @@ def test_the_set_that_is_summed_is_the_set_that_must_be(prover: Prover, mode: st
 
 def test_one_parameter_forgotten_parts_the_two_sets(prover: Prover) -> None:
     case = Case.parse(f"mode=tp-sp {SIZES} {WORDS[0]}")
-    forgotten = planted(replaced("parallel.training", SUMMED, SUMMED[:-1] + " and name != 'final_norm.weight']"))
+    forgotten = planted(replaced("parallel.step", SUMMED, SUMMED[:-1] + " and name != 'final_norm.weight']"))
     wrong, right = ran(prover, case, forgotten), ran(prover, case, subject)
     assert torn(wrong) == {"final_norm.weight"}
     assert summed_bytes(right, "tp") - summed_bytes(wrong, "tp") == 8 * 16

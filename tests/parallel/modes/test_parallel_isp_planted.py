@@ -39,8 +39,8 @@ PLANTED: dict[str, tuple[str, str, str, str, str]] = {
     ),
     "norm gradients averaged over wp (G1)": (
         "tp=2",
-        "parallel.training",
-        "sync.sum_gradients(group, weight_axis, op=mode.partial_op)",
+        "parallel.step",
+        "sync.sum_gradients(group, weight_axis, op=strategy.partial_op)",
         "[g.copy_(sync.all_reduce(g, weight_axis, op='avg')) for g in group]",
         "ledger numbers",
     ),
@@ -158,8 +158,8 @@ PLANTED: dict[str, tuple[str, str, str, str, str]] = {
     ),
     "norms summed in one call": (
         "tp=2",
-        "parallel.training",
-        "[partial] if mode.coalesced else",
+        "parallel.step",
+        "[partial] if strategy.coalesced else",
         "[partial] if True else",
         "ledger",
     ),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.layout import Placement, shard
+from parallel.layout import Cut, Placement, shard
 from parallel.slicing.held import Held
 
 
@@ -82,8 +82,8 @@ def numbered(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tens
 
 
 def parts_of(whole: Tensor, held: Held) -> list[Tensor]:
-    place = Placement(shape=tuple(whole.shape), axis="tp", held=held)
-    return [shard(whole, place, index=rank, parts=len(held)) for rank in range(len(held))]
+    place = Placement(shape=tuple(whole.shape), cuts=(Cut(axis="tp", held=held),))
+    return [shard(whole, place, {"tp": (rank, len(held))}) for rank in range(len(held))]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:

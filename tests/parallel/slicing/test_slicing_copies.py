@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel.layout import Placement
+from parallel.layout import Cut, Placement
 from parallel.slicing.deviations import whole_scales
 from parallel.slicing.errors import SliceError
 from parallel.slicing.heads import Heads, fused_rows
@@ -41,7 +41,7 @@ def test_strided_and_plain_copies_have_exact_inverses(
     if not bias:
         rows = tuple(size // ranks if at == 1 - dim else size for at, size in enumerate(src))
         places += [plain(src, rows, ranks=ranks, orientation=orientation)]
-        assert places[-1].dim == 1 - dim or ranks == 1
+        assert ranks == 1 or places[-1].cuts[0].dim == 1 - dim
     whole = drawn(src, dtype, out)
     for place in places:
         found = []
@@ -102,7 +102,7 @@ def test_dequantising_commutes_with_slicing(
     count = (1, heads.query + 2 * heads.kv, heads.fused)[rows]
     shape, grid = (heads.fused, 6), (count, column_blocks)
     shape, grid = (shape[::-1], grid[::-1]) if transposed else (shape, grid)
-    place = Placement(shape=shape, axis="tp", dim=int(transposed), held=held)
+    place = Placement(shape=shape, cuts=(Cut(axis="tp", dim=int(transposed), held=held),))
     weight, scale = drawn(shape, torch.int8, 3), torch.rand(grid, dtype=torch.float64)
 
     def dequantised(weight: Tensor, scale: Tensor) -> Tensor:
@@ -134,12 +134,12 @@ def test_a_cut_inside_a_block_of_scales_is_refused() -> None:
 
 def test_an_inverse_of_parts_that_disagree_or_leave_a_gap_is_refused() -> None:
     copies: Held = ((range(0, 2), range(4, 5)), (range(2, 5),))
-    place = Placement(shape=(5,), axis="tp", held=copies)
+    place = Placement(shape=(5,), cuts=(Cut(axis="tp", held=copies),))
     good = [torch.tensor([0, 1, 4]), torch.tensor([2, 3, 4])]
     assert inverse(good, place).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(SliceError, match="differs from another rank's copy"):
         inverse([good[0], torch.tensor([2, 3, 9])], place)
-    gap = Placement(shape=(5,), axis="tp", held=in_turn([2, 2]))
+    gap = Placement(shape=(5,), cuts=(Cut(axis="tp", held=in_turn([2, 2])),))
     with pytest.raises(SliceError, match="1 elements: lie on no rank"):
         inverse([torch.tensor([0, 1]), torch.tensor([2, 3])], gap)
     whole = Placement(shape=(2,))

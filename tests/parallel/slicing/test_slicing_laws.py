@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.layout import Placement
+from parallel.layout import Cut, Placement
 from parallel.slicing.deviations import DEVIATIONS
 from parallel.slicing.errors import SliceError
 from parallel.slicing.heads import ORDERS, Heads, fused_rows, kv_rows, query_rows, shared_qk_rows, shares
@@ -33,7 +33,7 @@ def test_a_fused_weight_is_cut_exactly(
     assert set(times_held(held, heads.fused)) == {1}
     assert sum(widths(held)) == heads.fused
     shape = (heads.fused,) if bias else (3, heads.fused) if transposed else (heads.fused, 3)
-    place = Placement(shape=shape, axis="tp", dim=int(transposed and not bias), held=held)
+    place = Placement(shape=shape, cuts=(Cut(axis="tp", dim=int(transposed and not bias), held=held),))
     whole = drawn(shape, dtype, heads.fused)
     assert same_bits(round_trip(whole, place, ranks), whole)
 
@@ -75,7 +75,7 @@ def test_fewer_kv_heads_than_ranks_are_a_choice(drawn_: tuple[Heads, int], order
             f"{extra} elements are held more"
         )
         assert len(set(widths(copies))) == 1
-        place = Placement(shape=(heads.fused, 2), axis="tp", held=copies)
+        place = Placement(shape=(heads.fused, 2), cuts=(Cut(axis="tp", held=copies),))
         whole = drawn((heads.fused, 2), torch.float32, 7)
         assert same_bits(round_trip(whole, place, ranks), whole)
     else:

@@ -40,7 +40,10 @@ def test_two_ranks_of_opt_125m() -> None:
     assert list(found)[:8] == list(held)
     for name, (shape, dim, ranges) in held.items():
         place = found[name].place
-        assert (place.shape, place.dim, place.held, place.axis) == (shape, dim, ranges, "tp" if ranges else ""), name
+        assert (place.shape, [(cut.axis, cut.dim, cut.held) for cut in place.cuts]) == (
+            shape,
+            [("tp", dim, ranges)] if ranges else [],
+        ), name
     shapes = {
         name: [tuple(part.shape) for part in cut(torch.zeros(one.place.shape), one, 2)] for name, one in found.items()
     }
@@ -49,7 +52,7 @@ def test_two_ranks_of_opt_125m() -> None:
     assert shapes["inter_w"] == [(768, 1536)] * 2 and shapes["inter_b"] == [(1536,)] * 2
     assert shapes["output_w"] == [(1536, 768)] * 2 and shapes["output_b"] == [(768,)] * 2
     assert shapes["lm_head.weight"] == [(50272, 384)] * 2
-    assert {name for name, one in found.items() if not one.place.axis} >= {
+    assert {name for name, one in found.items() if not one.place.cuts} >= {
         "self_attn_layer_norm.weight",
         "final_layer_norm.bias",
         "model.decoder.embed_tokens.weight",
@@ -119,7 +122,7 @@ def test_the_sliced_layer_computes_what_the_whole_one_does(tp: int, kv_heads: in
 
 def heads_of(made: dict[str, Slice], parts: dict[str, list[Tensor]], tp: int) -> list[tuple[tuple[range, ...], Tensor]]:
     """Of every rank, the input features that its columns of the head take."""
-    held = made["lm_head.weight"].place.held
+    held = made["lm_head.weight"].place.cuts[0].held
     assert len(held) == tp
     return list(zip(held, parts["lm_head.weight"], strict=True))
 

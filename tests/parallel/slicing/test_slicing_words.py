@@ -98,22 +98,24 @@ def test_every_family_keeps_its_laws(family: str, head: str) -> None:
             for one in found
             if one.name == f"{linear.name}.weight"
         }
-        inner = widths(by_role["down"].place.held)
+        inner = widths(by_role["down"].place.cuts[0].held)
         ups = [by_role[role] for role in ("up", "gate_up") if role in by_role]
         assert ups
         for up in ups:
-            assert widths(up.place.held) == tuple(width * (1 + ("gate_up" in by_role)) for width in inner)
+            assert widths(up.place.cuts[0].held) == tuple(width * (1 + ("gate_up" in by_role)) for width in inner)
         assert sum(inner) == model.ffn
 
 
 def test_a_bias_follows_its_rows_or_is_added_once() -> None:
     found = {one.name: one for one in slices(Sliced.parse("family=opt heads=12 tp=5 path=autotp"))}
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "fc1"):
-        assert found[f"{name}.bias"].place.held == found[f"{name}.weight"].place.held
-        assert widths(found[f"{name}.bias"].place.held)[0] > widths(found[f"{name}.bias"].place.held)[-1]
+        assert found[f"{name}.bias"].place.cuts[0].held == found[f"{name}.weight"].place.cuts[0].held
+        assert (
+            widths(found[f"{name}.bias"].place.cuts[0].held)[0] > widths(found[f"{name}.bias"].place.cuts[0].held)[-1]
+        )
     for name in ("self_attn.out_proj", "fc2"):
-        assert found[f"{name}.weight"].place.dim == 1
-        assert found[f"{name}.bias"].place.axis == "" and "added once" in found[f"{name}.bias"].rule
+        assert found[f"{name}.weight"].place.cuts[0].dim == 1
+        assert found[f"{name}.bias"].place.cuts == () and "added once" in found[f"{name}.bias"].rule
 
 
 def test_kv_heads_that_are_copied_are_counted() -> None:
@@ -123,14 +125,14 @@ def test_kv_heads_that_are_copied_are_counted() -> None:
     assert found["self_attn.k_proj.weight"].copied == 2 * 8 and found["self_attn.q_proj.weight"].copied == 0
     assert all(one.broken == [] for one in found.values())
     bigcode = slices(Sliced.parse("family=bigcode hidden=64 heads=8 tp=4"))[0]
-    assert bigcode.copied == 2 * 3 * 8 and widths(bigcode.place.held) == (32, 32, 32, 32)
+    assert bigcode.copied == 2 * 3 * 8 and widths(bigcode.place.cuts[0].held) == (32, 32, 32, 32)
 
 
 def test_ranks_without_a_head_are_a_choice() -> None:
     found = {
         one.name: one for one in slices(Sliced.parse("family=llama hidden=64 heads=8 kv_heads=2 tp=4 spare=empty"))
     }
-    assert widths(found["self_attn.q_proj.weight"].place.held) == (32, 32, 0, 0)
+    assert widths(found["self_attn.q_proj.weight"].place.cuts[0].held) == (32, 32, 0, 0)
     assert all(one.broken == [] for one in found.values())
 
 
