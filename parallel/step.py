@@ -16,7 +16,7 @@ from parallel.loss import counted
 from parallel.norm import wide
 from parallel.strategy import Rank, Step
 from reference.case import Case
-from reference.parameters import dtype_of
+from reference.model.parameters import dtype_of
 
 __all__ = ["LARGEST_LOGITS", "PLAIN", "made_optimizer", "one_after_another", "over_data", "over_weights", "total_norm"]
 
