@@ -18,9 +18,9 @@ The numbers are the exit statuses of the command line. A message starts with the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 __all__ = [
     "Desynchronised",
@@ -100,6 +100,16 @@ class _RunError(ShardproofError):
         if len(self.positions) > _LISTED:
             lines.append(f"  and {len(self.positions) - _LISTED} more ranks")
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it is, between processes: the words of __init__ are no positional arguments."""
+        return _remade, (type(self), self.args, vars(self))
+
+
+def _remade(kind: type[_RunError], args: tuple[Any, ...], state: Mapping[str, Any]) -> _RunError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
 
 
 class ProgramError(_RunError):

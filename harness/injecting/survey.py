@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +34,7 @@ from harness.running.judging import judged
 from harness.running.proof import NEED_WATCHING
 from harness.running.trial import Trial, recorded, watched
 from harness.running.truth.reference import Reference, reference_of
-from harness.subject import NamedSubject, answered, kept_per_rank, named, offers
+from harness.subject import NamedSubject, answered, called, kept_per_rank, named, offers, session
 
 __all__ = ["FaultResult", "Unproved", "survey", "unproved"]
 
@@ -208,16 +209,17 @@ def _touched(trial: Trial) -> frozenset[RankCallIndex]:
 
     def program(rank: int) -> None:
         with touches.on_rank(rank):
-            trial.subject.call(case, torch.device(trial.device))
+            called(trial.subject.call, case, torch.device(trial.device))
 
     intervened = Intervened(trial.engine, touches)
-    intervened.run(
-        program,
-        world_size=case.world_size,
-        seed=case.seed,
-        timeout_s=trial.timeout_s,
-        per_rank=kept_per_rank(trial.subject.call),
-    )
+    with chdir("."), session(trial.subject.call):
+        intervened.run(
+            program,
+            world_size=case.world_size,
+            seed=case.seed,
+            timeout_s=trial.timeout_s,
+            per_rank=kept_per_rank(trial.subject.call),
+        )
     return touches.touched
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import chdir
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from harness.predicting.meter import Meter, Stretch
 from harness.protocols import CaseLike, Subject
 from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
-from harness.subject import called, kept_per_rank, named_axes
+from harness.subject import called, kept_per_rank, named_axes, session
 
 __all__ = ["DryRank", "DryRun", "dry_run"]
 
@@ -84,7 +85,7 @@ def dry_run(
             with recorder.on_rank(rank), saved.on_rank(rank), meter.on_rank(rank):
                 called(subject, case, torch.device("meta"))
 
-        with recorder:
+        with recorder, chdir("."), session(subject):
             engine.run_ranks(
                 program,
                 recorder,

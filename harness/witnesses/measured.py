@@ -31,7 +31,7 @@ from harness.recording.ranges import Ranges, open_domain
 from harness.recording.recorder import Recorder
 from harness.recording.stopwatch import Stopwatch, stopwatch
 from harness.resolve import resolve
-from harness.subject import named_axes
+from harness.subject import named_axes, session
 from harness.witnesses.chosen import during, step_ends
 from harness.witnesses.switches import Tracing, captured
 
@@ -72,6 +72,11 @@ class WatchedRank:
 def measure(rank: int, measurement: Measurement) -> WatchedRank:
     """Run the subject on this rank as the measurement says; torch.distributed is initialised."""
     subject: Any = resolve(measurement.subject)
+    with session(subject):
+        return _measured(rank, measurement, subject)
+
+
+def _measured(rank: int, measurement: Measurement, subject: Subject) -> WatchedRank:
     program = _Program(subject, rank_device(measurement.device, rank), rank, measurement)
     for _ in range(measurement.warmup):
         program.run()

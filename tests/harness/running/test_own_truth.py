@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 import shardproof
+from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
+from harness.injecting.equivalence import UNTOUCHED
+from harness.injecting.survey import survey
 from harness.plain_case import Vocabulary
 from harness.running.truth.partial_sums import partial_sums
 from harness.subject import Unanswered
@@ -105,6 +108,7 @@ def test_a_name_of_another_kind_is_compared_too(engine: InprocEngine) -> None:
 def test_the_session_surrounds_the_ranks_and_the_truth(engine: InprocEngine) -> None:
     open_now: list[str] = []
     seen: set[str] = set()
+    outside: list[str] = []
 
     class Inside(Network):
         @contextmanager
@@ -115,6 +119,8 @@ def test_the_session_surrounds_the_ranks_and_the_truth(engine: InprocEngine) -> 
 
         def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
             seen.update(f"{word} ranks" for word in open_now)
+            outside.extend([] if open_now else [str(device)])
+            torch.distributed.all_reduce(torch.ones(2))  # read by nobody: whether it may be late is found in a run more
             return super().__call__(case, device)
 
         def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
@@ -123,6 +129,10 @@ def test_the_session_surrounds_the_ranks_and_the_truth(engine: InprocEngine) -> 
 
     assert failed(shardproof.prove("tp=2", Inside(), engine)) == set()
     assert (seen, open_now) == ({"patched ranks", "patched truth"}, [])
+    with DryEngine() as dry:
+        assert failed(shardproof.prove("tp=2", Inside(), dry)) == set()
+    tried = survey(Vocabulary.of(own_words.WORDS).parse("tp=2 micro=1 steps=1"), Inside(), engine)
+    assert UNTOUCHED in {found.equivalent for found in tried} and outside == []
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from harness.cases import parse_cases
 from harness.diagnosing.tracebacks import last_frames, whole
-from harness.errors import RankRaised
+from harness.errors import Desynchronised, Position, RankRaised, ShardproofError, TimeLimit
 from harness.request import Request
 from harness.running.run import run
 from harness.subject import named
@@ -109,3 +110,16 @@ def test_frames_are_those_of_the_last_exception_and_of_the_users_code() -> None:
     assert "During handling of the above exception" in text
     assert re.fullmatch(r"\S+:\d+ in test_frames_\w+: torch.ones\(2\).view\(3\), .*", last_frames(text))
     assert last_frames("") == whole(RankRaised("", ranks=(), positions=())) == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Desynchronised("ranks part", kind="skipped", ranks=[1], positions=[Position(rank=1, state="finished")]),
+        TimeLimit("no end", ranks=[0], positions=[], abandoned=[0]),
+        RankRaised("rank 0 raised", ranks=[0], positions=[]),
+    ],
+)
+def test_an_error_of_a_run_is_the_same_in_another_process(error: ShardproofError) -> None:
+    sent = pickle.loads(pickle.dumps(error))
+    assert (type(sent), str(sent), vars(sent)) == (type(error), str(error), vars(error))
