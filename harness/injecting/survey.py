@@ -24,7 +24,7 @@ from harness.engines.engine import Engine
 from harness.engines.faults.disturbance import Disturbance
 from harness.engines.faults.touches import Touches
 from harness.engines.threads.intervention import Intervened, Intervention
-from harness.errors import MachineError, ProgramError, RequestError
+from harness.errors import MachineError, ProgramError, RequestError, TimeLimit
 from harness.faults import Fault, RankCallIndex, Target, faults_of
 from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, UNTOUCHED, Rule, proof_of
 from harness.ledger import Event
@@ -41,8 +41,8 @@ __all__ = ["FaultResult", "Unproved", "survey", "unproved"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultResult:
-    """What came of one fault. `killed_by` in the order of the checks; `equivalent` is the proof that it is no fault;
-    `machine` is why the machine could not finish it.
+    """What came of one fault. `killed_by` in the order of the checks, "run" where the program raises or does not end;
+    `equivalent` is the proof that it is no fault; `machine` is why the machine could not finish it.
     """
 
     fault: Fault
@@ -72,12 +72,22 @@ class Unproved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Undisturbed:
-    """The subject without a fault: its ledger, the checks that pass, what it returned and what every call delivered."""
+    """The subject without a fault: its ledger, the checks that pass, what it returned and what every call delivered.
+
+    `seconds` is how long its runs and their checks took.
+    """
 
     events: tuple[Event, ...]
     outcomes: Outcomes
     checks: Mapping[str, Check]
     delivered: Mapping[RankCallIndex, bytes]
+    seconds: float
+
+
+_ENDLESS = 20.0
+"""A program that takes this many times longer than undisturbed does not end."""
+_LEAST_S = 10.0
+"""But on a busy machine no run is given less time."""
 
 
 def survey(
@@ -137,7 +147,7 @@ def unproved(results: Iterable[FaultResult]) -> list[Unproved]:
 
 def _undisturbed(trial: Trial, checks: Mapping[str, Check]) -> _Undisturbed:
     """The clean run. Raises RequestError when the subject does not finish, or nothing passes."""
-    clean = Disturbance(None)
+    clean, start_s = Disturbance(None), time.perf_counter()
     try:
         evidence, findings = _examined(_on(trial, clean), checks, first_only=False)
     except ProgramError as error:
@@ -146,7 +156,11 @@ def _undisturbed(trial: Trial, checks: Mapping[str, Check]) -> _Undisturbed:
     if not passing:
         raise RequestError(f"case {trial.text!r}: no check passes undisturbed, so none can notice a fault")
     return _Undisturbed(
-        events=evidence.events, outcomes=evidence.outcomes, checks=passing, delivered=dict(clean.delivered)
+        events=evidence.events,
+        outcomes=evidence.outcomes,
+        checks=passing,
+        delivered=dict(clean.delivered),
+        seconds=time.perf_counter() - start_s,
     )
 
 
@@ -182,10 +196,15 @@ def _result(trial: Trial, fault: Fault, clean: _Undisturbed, rules: Sequence[Rul
 
 
 def _tried(trial: Trial, fault: Fault, clean: _Undisturbed, first_only: bool) -> FaultResult:
-    disturbance = Disturbance(fault)
+    disturbance, endless_s = Disturbance(fault), max(_LEAST_S, _ENDLESS * clean.seconds)
+    trial = replace(trial, timeout_s=min(trial.timeout_s, endless_s))
     try:
         evidence, findings = _examined(_on(trial, disturbance), clean.checks, first_only)
     except ProgramError:
+        return FaultResult(fault=fault, killed_by=("run",))
+    except TimeLimit as error:
+        if trial.timeout_s < endless_s:
+            return FaultResult(fault=fault, machine=error.cause)
         return FaultResult(fault=fault, killed_by=("run",))
     except MachineError as error:
         return FaultResult(fault=fault, machine=error.cause)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,13 +19,14 @@ from harness.errors import RequestError
 from harness.faults import Fault, faults_of
 from harness.injecting.equivalence import UNREAD, proof_of
 from harness.injecting.survey import FaultResult, survey, unproved
+from harness.plain_case import Vocabulary
 from harness.running.execution import execute
 from harness.running.truth.reference import Reference
 from harness.shard import Shard
 from parallel.subject import subject
 from reference.case import Case
 from reference.training import subject as dense
-from tests.harness import toy_subjects
+from tests.harness import own_words, toy_subjects
 
 TINY = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 steps=2 micro=2 batch=2"
 TP = Case.parse(f"mode=tp tp=2 {TINY}")
@@ -151,3 +153,26 @@ def test_a_subject_that_fails_undisturbed_is_refused(engine: InprocEngine) -> No
         survey(TP.but(seed=13), toy_subjects.raising, engine)
     with pytest.raises(RequestError, match="no check passes undisturbed"):
         survey(TP, toy_subjects.empty, engine, checks={"coverage": CHECKS["coverage"]})
+
+
+class Counting(own_words.Network):
+    """Waits for as long as a number that it gets from rank 0 is large."""
+
+    def __call__(self, case: Any, device: torch.device) -> Any:
+        outcome = super().__call__(case, device)
+        turns = torch.ones(1, dtype=torch.int64)
+        dist.broadcast(turns, src=0)
+        while turns > 1:
+            time.sleep(0.01)
+        return outcome
+
+
+def test_a_program_that_no_longer_ends_is_noticed(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.injecting.survey._LEAST_S", 0.2)
+    case, endless = Vocabulary.of(own_words.WORDS).parse("tp=2 steps=1 micro=1"), Counting()
+    named = {str(fault): fault for fault in faults_of(execute(case, endless, engine, text="").events, case.axes)}
+    poison = next(fault for name, fault in named.items() if name.startswith("poison broadcast"))
+    (result,) = survey(case, endless, engine, faults=[poison], timeout_s=60.0)
+    assert (result.killed_by, result.machine) == (("run",), "")
+    (result,) = survey(case, endless, engine, faults=[poison], timeout_s=0.3)
+    assert result.killed_by == () and "no end within 0.3 s" in result.machine
