@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.running.regrouped import groupings
+from harness.running.regrouped import groupings, most_exact
 from harness.subject import own_cases
 from suites.session.prover import Prover
 
@@ -18,10 +18,12 @@ EXAMPLES = max(1, settings().max_examples // 4)
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_the_same_batch_gives_the_same_step(prover: Prover, mode: str, data: st.DataObject) -> None:
-    case = prover.drawn(data, mode, dtype="float64", steps=1)
+    own = own_cases(prover.subject)
+    exact = {} if own and all(most_exact(one, prover.subject) for one in own) else {"dtype": "float64"}
+    case = prover.drawn(data, mode, steps=1, **exact)
     if not hasattr(case, "dp"):
         pytest.skip(f"cases of {prover.subject.name} have no data axis (no word dp)")
-    if (own := own_cases(prover.subject)) is not None and not any(getattr(one, "dp", 1) > 1 for one in own):
+    if own is not None and not any(getattr(one, "dp", 1) > 1 for one in own):
         pytest.skip(f"no case that {prover.subject.name} names has data ranks (dp > 1)")
     if not groupings(case, prover.subject):
         hypothesis.reject()

@@ -3,6 +3,9 @@
 It needs no dense model. Loss, token count, gradients and gradient norm of the first step are the same to rounding, the
 parameters after it too, but for what an optimizer makes of rounding. A breach is named by its factor: most real bugs of
 data parallelism and gradient accumulation are one (a loss averaged where it must be summed, a mean of means).
+
+In lower precision the first step alone is compared. Each of the two groupings may be as far from exact arithmetic as
+the control runs of the dense model allow, so they may be twice as far from each other.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped, Worst
-from harness.checking.tolerance import FLOAT64_ALLOWED, FLOAT64_CEILING, Measured, kind_of, measure, step_of
+from harness.checking.tolerance import FLOAT64_CEILING, Measured, epsilon, kind_of, kind_rms, measure, step_of
 
 __all__ = ["regrouping"]
 
@@ -23,6 +26,8 @@ _LATER = ("loss", "tokens", "grad_norm", "param", "param_after")
 rounding."""
 _CONSTANT = 1e-6
 """A tensor is a factor times another when what is left is this share of it at most."""
+_EPSILONS = 64.0
+"""Or so many epsilons of a lower precision."""
 
 
 def regrouping(evidence: Evidence) -> Finding | None:
@@ -30,7 +35,7 @@ def regrouping(evidence: Evidence) -> Finding | None:
     if not evidence.regrouped:
         return None
     for other in evidence.regrouped:
-        wrong = tuple(measured for measured in _compared(evidence.merged.tensors, other.tensors) if not measured.right)
+        wrong = tuple(measured for measured in _compared(evidence, other.tensors) if not measured.right)
         if wrong:
             return _breach(evidence, other, wrong)
     same = ", ".join(other.words for other in evidence.regrouped if not other.problem)
@@ -41,15 +46,32 @@ def regrouping(evidence: Evidence) -> Finding | None:
     )
 
 
-def _compared(base: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Iterator[Measured]:
+def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measured]:
+    dtype = evidence.precision or evidence.case.dtype
+    exact = dtype == "float64"
+    base = evidence.merged.tensors
+    sizes = kind_rms(base)
     for name, tensor in base.items():
         kind, step = kind_of(name), step_of(name)
         first = kind in _FIRST_STEP and (kind == "grad" or step == 0)
-        if (first or kind in _LATER) and name in other and other[name].shape == tensor.shape:
+        if name not in other or other[name].shape != tensor.shape:
+            continue
+        if first and not exact:
+            yield _rounded(evidence, name, other[name], dtype, sizes.get(kind, 0.0))
+        elif first or (kind in _LATER and exact):
             found = measure(name, other[name], tensor, dtype="float64")
-            limit = FLOAT64_ALLOWED if first else FLOAT64_CEILING
-            if first or found.error > limit:
+            if first or found.error > FLOAT64_CEILING:
                 yield found
+
+
+def _rounded(evidence: Evidence, name: str, other: Tensor, dtype: str, kind: float) -> Measured:
+    """Two tensors in lower precision, each within what control runs allow around one truth."""
+    if not other.is_floating_point():
+        return measure(name, other, evidence.merged.tensors[name], dtype=dtype)
+    tensor, truth = evidence.merged.tensors[name].double(), evidence.truth.get(name)
+    known = truth is not None and truth.shape == tensor.shape
+    controls = [tensor + 2 * (run[name] - truth) for run in evidence.controls if name in run] if known else []
+    return measure(name, other, tensor, dtype=dtype, controls=controls, kind=kind)
 
 
 def _breach(evidence: Evidence, other: Regrouped, wrong: tuple[Measured, ...]) -> Finding:
@@ -73,9 +95,10 @@ def _factor(base: Tensor, other: Tensor, evidence: Evidence, grouping: Regrouped
     square = float(base.square().sum())
     ratio = float((base * other).sum()) / square if square else math.nan
     left = float((other - ratio * base).square().sum()) if math.isfinite(ratio) else math.inf
-    if not left <= _CONSTANT**2 * square * ratio**2:
+    constant = max(_CONSTANT, _EPSILONS * epsilon(evidence.precision or evidence.case.dtype))
+    if not left <= constant**2 * square * ratio**2:
         return "no multiple of what it is (a mean of means, where counts of tokens differ?)"
     for word, size in grouping.sizes.items():
-        if math.isclose(ratio, size / getattr(evidence.case, word), rel_tol=1e-4):
+        if math.isclose(ratio, size / getattr(evidence.case, word), rel_tol=max(1e-4, constant)):
             return f"{ratio:.4g} times what it is (the factor grows with {word})"
     return f"{ratio:.4g} times what it is (no ratio of sizes: a mean of means, where counts of tokens differ?)"

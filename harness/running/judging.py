@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from harness.checking.checks import CHECKS, Check, examine
+from harness.checking.checks import CHECKS, LAWS, Check, examine
 from harness.checking.evidence import Evidence, Finding
 from harness.checking.numeric_checks import NUMERIC_KINDS
 from harness.checking.tolerance import CONTROL_FACTOR, Measured, distance, epsilon, is_state, step_of
@@ -137,4 +137,5 @@ def _doubted(trial: Trial, evidence: Evidence, findings: dict[str, Finding], che
 
 def _again(evidence: Evidence, findings: Mapping[str, Finding], checks: Mapping[str, Check]) -> dict[str, Finding]:
     """The findings with those that compare numbers made anew."""
-    return {**findings, **examine(evidence, {name: checks[name] for name in findings if name in NUMERIC_KINDS})}
+    numbers = {name: checks[name] for name in findings if name in NUMERIC_KINDS or name in LAWS}
+    return {**findings, **examine(evidence, numbers)}

@@ -13,7 +13,7 @@ from harness.running.execution import execute
 from harness.running.trial import Trial
 from harness.subject import NamedSubject, own_cases, refusal
 
-__all__ = ["groupings", "regrouped"]
+__all__ = ["groupings", "most_exact", "regrouped"]
 
 _GROUPINGS = 2
 _LARGEST = 8
@@ -22,8 +22,8 @@ _LARGEST = 8
 
 def regrouped(trial: Trial, evidence: Evidence) -> Evidence:
     """The same evidence with up to _GROUPINGS runs of the same global batch, grouped otherwise: on one data rank, and
-    on another number of them. Only in float64; groupings that cannot be or that the subject refuses are left out. One
-    that the subject does not finish is no failure of this case.
+    on another number of them. Only in float64, or in another dtype of a subject that refuses float64; groupings that
+    cannot be or that the subject refuses are left out. One that the subject does not finish is no failure of this case.
     """
     found = tuple(_run(trial, sizes, case) for sizes, case in groupings(trial.case, trial.subject))
     return replace(evidence, regrouped=found)
@@ -47,6 +47,15 @@ def _run(trial: Trial, sizes: dict[str, int], case: CaseLike) -> Regrouped:
     return Regrouped(sizes=sizes, tensors=merge(run.outcomes).tensors)
 
 
+def most_exact(case: CaseLike, subject: NamedSubject) -> bool:
+    """Whether the case is in float64, or the subject refuses it in float64."""
+    if case.dtype == "float64":
+        return True
+    with suppress(ValueError):  # a vocabulary without float64
+        return bool(refusal(case.but(dtype="float64"), subject))
+    return True
+
+
 def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int], CaseLike]]:
     """Up to _GROUPINGS other sizes of dp and micro with the same product, each with its case: one data rank, then as
     many as fit on the ranks there are, or _LARGEST. None without a data axis, which a subject of own cases has where
@@ -54,7 +63,7 @@ def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int
     """
     dp, named = getattr(case, "dp", 0), own_cases(subject)
     has_data_axis = dp > 1 or (dp == 1 and (named is None or any(getattr(one, "dp", 0) > 1 for one in named)))
-    if not has_data_axis or case.dtype != "float64":
+    if not has_data_axis or not most_exact(case, subject):
         return []
     whole, most = dp * case.micro, max(case.world_size, _LARGEST) * dp // case.world_size
     sizes = [n for n in range(1, min(whole, most) + 1) if whole % n == 0 and n != dp]

@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
 
 def dense(case):  # the whole model, the same on every rank: its weights follow from the seed
-    torch.manual_seed(case.seed)
     model = nn.Sequential()
     model.embedding, model.norm = nn.Embedding(33, case.width), nn.LayerNorm(case.width)
     model.up, model.act, model.down = nn.Linear(case.width, 24), nn.GELU(), nn.Linear(24, case.width)
     model.head, model.log = nn.Linear(case.width, 33), nn.LogSoftmax(-1)
+    for seed, weight in enumerate(model.parameters(), 100 * case.seed):
+        nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(seed))
     return model.to(getattr(torch, case.dtype))
 
 

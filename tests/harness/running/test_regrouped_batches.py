@@ -86,6 +86,36 @@ def test_the_decoder_keeps_it_and_is_its_own_truth_on_one_rank() -> None:
     assert result.verdict == "pass" and "regrouping" in {verdict.check for verdict in result.verdicts}
 
 
+class Low(Averaged):
+    """The same in float32, whose sums depend on their order; it refuses float64."""
+
+    words: Any = {"micro": 2, "dtype": "float32"}
+
+    def refuses(self, case: Any) -> str:
+        """It adds in float32."""
+        return "adds in float32" if case.dtype == "float64" else ""
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        """Square roots of irregular numbers, added batch by batch."""
+        loss, count = torch.zeros(()), torch.zeros(())
+        for micro in range(case.micro):
+            numbers = torch.tensor(list(case.samples(0, micro, dist.get_rank(), 5)), dtype=torch.float32)
+            loss += (0.1 + numbers).sqrt().sum()
+            count += 5
+        return {"loss/0": self.mean(case, loss, count).reshape(())}
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [(lambda case: 1.0, ""), (lambda case: 1 + 1e-5 * case.dp, "(no ratio of sizes"), (lambda case: case.dp, "dp)")],
+)
+def test_a_subject_without_float64_is_held_to_the_limits_of_its_own_dtype(
+    factor: Callable[[Any], float], said: str
+) -> None:
+    verdict = law(Low(lambda case, loss, count: summed(loss) / summed(count) * factor(case)), "dp=3")
+    assert verdict.verdict == ("fail" if said else "pass") and said in verdict.message, verdict.message
+
+
 def test_a_grouping_that_the_subject_does_not_finish_is_reported_and_is_no_failure() -> None:
     def three_at_most(case: Any, loss: Tensor, count: Tensor) -> Tensor:
         if case.dp > 3:
