@@ -48,7 +48,7 @@ _STATED: Mapping[str, tuple[str, str]] = {
     "determinism": (
         "not_deterministic",
         "uninitialised memory, a random number without a seed, or a sum in no fixed order; with --engine "
-        "inproc-concurrent also a draw from a global random stream, which its ranks share (--engine inproc: one a rank)",
+        "inproc-concurrent also draws from a global random stream, which its ranks share (legal: --engine inproc)",
     ),
 }
 """Checks that are a cause by themselves and come before any number: check -> (cause, words)."""
