@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis
 import pytest
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ EXAMPLES = max(1, settings().max_examples // 4)
 @given(data=st.data())
 def test_the_same_batch_gives_the_same_step(prover: Prover, mode: str, data: st.DataObject) -> None:
     own = own_cases(prover.subject)
-    exact = {} if own and all(most_exact(one, prover.subject) for one in own) else {"dtype": "float64"}
+    exact: dict[str, Any] = {} if own and all(most_exact(one, prover.subject) for one in own) else {"dtype": "float64"}
     case = prover.drawn(data, mode, steps=1, **exact)
     if not hasattr(case, "dp"):
         pytest.skip(f"cases of {prover.subject.name} have no data axis (no word dp)")

@@ -69,8 +69,9 @@ def _rounded(evidence: Evidence, name: str, other: Tensor, dtype: str, kind: flo
     if not other.is_floating_point():
         return measure(name, other, evidence.merged.tensors[name], dtype=dtype)
     tensor, truth = evidence.merged.tensors[name].double(), evidence.truth.get(name)
-    known = truth is not None and truth.shape == tensor.shape
-    controls = [tensor + 2 * (run[name] - truth) for run in evidence.controls if name in run] if known else []
+    controls = []
+    if truth is not None and truth.shape == tensor.shape:
+        controls = [tensor + 2 * (run[name] - truth) for run in evidence.controls if name in run]
     return measure(name, other, tensor, dtype=dtype, controls=controls, kind=kind)
 
 

@@ -47,8 +47,7 @@ _STATED: Mapping[str, tuple[str, str]] = {
     ),
     "determinism": (
         "not_deterministic",
-        "uninitialised memory, a random number without a seed, or a sum in no fixed order; with --engine "
-        "inproc-concurrent also draws from a global random stream, which its ranks share (legal: --engine inproc)",
+        "uninitialised memory, a random number without a seed, or a sum in no fixed order",
     ),
 }
 """Checks that are a cause by themselves and come before any number: check -> (cause, words)."""

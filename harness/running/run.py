@@ -41,6 +41,10 @@ __all__ = [
 ]
 
 _DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
+_AT_ONCE = (
+    "inproc-concurrent: its ranks share the global random streams, the default dtype and the state of modules; what "
+    "fails here and passes with --engine inproc depends on one of them"
+)
 _REFUSED = "truth"
 """The check of a case that the dense model cannot compute, among others that it can."""
 Progress = Callable[[int, int, CaseLike, str], object]
@@ -110,6 +114,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
             *store.notes,
             *filter(None, [untested()]),
             *([_DRY] if request.engine == "dry" else _truth_note(subject)),
+            *([_AT_ONCE] if request.engine == "inproc-concurrent" and _exit_status(results) == 1 else []),
             *(seen.notes if seen else ()),
             *([second.note] if second and second.note else []),
         ),
