@@ -32,7 +32,7 @@ from harness.torch_internals.groups import fake_group
 from harness.torch_internals.lookup import tested_span
 from harness.torch_internals.operators import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
 
-__all__ = ["CallLog", "Interposer", "observing"]
+__all__ = ["CallLog", "Interposer", "WorkLog", "observing"]
 
 _KEY = "BackendSelect"
 _UNFOLLOWED = (*MESSAGES, OTHER)
@@ -40,7 +40,7 @@ _UNFOLLOWED = (*MESSAGES, OTHER)
 
 
 class CallLog(Protocol):
-    """For an engine that needs more of a call than the ledger has, to compare ranks."""
+    """For those who need more of a call than the ledger has, to compare ranks."""
 
     def entered(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
@@ -49,6 +49,10 @@ class CallLog(Protocol):
     def left(self) -> None:
         """The call entered last, a synchronous one, is complete."""
         ...
+
+
+class WorkLog(CallLog, Protocol):
+    """One that also gives the program a work of its own for every asynchronous call."""
 
     def follow(self, work: Any, outputs: Sequence[Tensor], waited: Callable[[], None]) -> dist.Work:
         """The work to give to the program in place of `work`, that of the asynchronous call entered last.
@@ -63,12 +67,15 @@ class Interposer:
 
     An operator that is not known here is reported as op `other`, from its schema. Raises MachineError when another
     kernel is at the key already, or when a probe call is not observed: a blind recorder must not pass for a silent
-    program.
+    program. An exception in reading a call is the program's, unless `let_go` takes it: then that call is not observed.
     """
 
-    def __init__(self, *observers: Observer, log: CallLog | None = None) -> None:
+    def __init__(
+        self, *observers: Observer, log: CallLog | None = None, let_go: Callable[[Exception], object] | None = None
+    ) -> None:
         self._observers = observers
         self._log = log
+        self._let_go = let_go
         self._installed = ExitStack()
         self._add: Add | None = None
         self._names: set[str] = set()
@@ -120,7 +127,13 @@ class Interposer:
         read = reader(name, operator)
 
         def kernel(keys: Any, *arguments: Any) -> Any:
-            issued = read(arguments)
+            try:
+                issued = read(arguments)
+            except Exception as problem:
+                if self._let_go is None:
+                    raise
+                self._let_go(problem)
+                return operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
             rank, call, log = issued.rank, issued.call, self._log
             if log is not None:
                 log.entered(issued)
@@ -134,8 +147,8 @@ class Interposer:
                 _completed(rank, tickets)
             if call.is_async and call.device == "cuda" and call.op not in _UNFOLLOWED:
                 _when_done(result, partial(_completed, rank, tickets))
-            if call.is_async and log is not None:
-                return _replaced(result, partial(log.follow, waited=partial(_waited, rank, tickets)))
+            if call.is_async and (follow := getattr(log, "follow", None)) is not None:
+                return _replaced(result, partial(follow, waited=partial(_waited, rank, tickets)))
             return result
 
         return kernel

@@ -42,7 +42,7 @@ __all__ = ["Attribution", "Site"]
 
 
 class Attribution:
-    """The sites of one rank's calls, from its observations in order; `sites` maps tickets to sites."""
+    """The sites of one rank's calls, from its observations in order: `sites` by ticket, and what is `pending` there."""
 
     def __init__(self) -> None:
         self.sites: dict[int, Site] = {}
@@ -60,7 +60,7 @@ class Attribution:
         self._stepless = False
         self.updates = 0  # steps that were known by the parameters alone
         self._counts: dict[tuple[int, bool], int] = {}
-        self._pending: list[Waiting] = []
+        self.pending: list[Waiting] = []
         self._unsure: set[int] = set()  # gathers before an update by hand
         self._backward_of = 0  # the micro-batch of the latest backward
         self._memory = ParameterMemory()
@@ -168,7 +168,7 @@ class Attribution:
         if not self._by_hand or not differ(before, self._look):
             return
         if self._backward_since:
-            self._unsure |= {waiting.ticket for waiting in self._pending if gathers(waiting)}
+            self._unsure |= {waiting.ticket for waiting in self.pending if gathers(waiting)}
             self._settle("grad_sync")
             self._updated()
             self.updates += 1
@@ -229,7 +229,7 @@ class Attribution:
             site = site._replace(phase=self._between(seen))
         if waits or not site.phase or (said_phase == "data" and site.phase == "loss"):
             open_ = said_phase or ("pipeline" if waits else "")
-            self._pending.append(Waiting(seen.ticket, site._replace(phase=open_), self._since, seen.call))
+            self.pending.append(Waiting(seen.ticket, site._replace(phase=open_), self._since, seen.call))
         if said_phase:
             site = site._replace(phase=said_phase)
         self.sites[seen.ticket] = site if said_region is None else site._replace(region=said_region)
@@ -269,19 +269,19 @@ class Attribution:
 
     def _settle(self, by: str) -> None:
         """What follows has come, "" for the end: name the phase of what waited. Data belongs to the coming batch."""
-        gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self._pending if gathers(waiting)}
+        gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self.pending if gathers(waiting)}
         if gathered and not 2 * sum(gathered.values()) >= self._memory.of(self.paths.models).parameter_bytes > 0:
             gathered.clear()
-        for waiting in self._pending:
+        for waiting in self.pending:
             phase = phase_of(waiting, by, gathers_parameters=waiting.ticket in gathered)
             coming = phase == "data" or (phase, by) == ("pipeline", "data")
             self._place(waiting, self._here(phase) if coming else waiting.site._replace(phase=phase))
-        self._pending.clear()
+        self.pending.clear()
 
     def _taken(self, chosen: Callable[[Waiting], bool]) -> list[Waiting]:
         """The chosen calls, which wait no more."""
-        taken = [waiting for waiting in self._pending if chosen(waiting)]
-        self._pending = [waiting for waiting in self._pending if not chosen(waiting)]
+        taken = [waiting for waiting in self.pending if chosen(waiting)]
+        self.pending = [waiting for waiting in self.pending if not chosen(waiting)]
         return taken
 
     def _place(self, waiting: Waiting, site: Site) -> None:

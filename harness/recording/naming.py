@@ -101,20 +101,28 @@ class Paths:
     """
 
     def __init__(self) -> None:
-        self.models: list[nn.Module] = []
+        self._models: list[nn.Module] = []
         self._of_module: dict[int, str] = {}
         self._of_parameter: dict[int, str] = {}
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that were seen being called, the first one first."""
+        return self._models
 
     def add(self, model: nn.Module) -> None:
         """Learn a model's modules; one that holds models seen before names their modules anew."""
         if id(model) in self._of_module:
             return
-        self.models.append(model)
+        self._hold(model)
         for path, module in _unwrapped(model):
             self._of_module[id(module)] = path
         for path, module in _unwrapped(model):
             for parameter in module.parameters(recurse=False):
                 self._of_parameter.setdefault(id(parameter), path)
+
+    def _hold(self, model: nn.Module) -> None:
+        self._models.append(model)
 
     def module(self, module: nn.Module, otherwise: str) -> str:
         """The module's path; `otherwise` (its caller's path) when no model holds it."""

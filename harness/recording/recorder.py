@@ -15,20 +15,22 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from harness.callers import Caller
 from harness.ledger import Call, Event, shape_text, wire_bytes
 from harness.recording.annotations import phase, region
-from harness.recording.attribution import Attribution, Site
+from harness.recording.attribution import Attribution
+from harness.recording.lanes import Site
 from harness.recording.naming import axis_name
 from harness.recording.observations import Issued, read
 from harness.recording.ranges import Ranges
 from harness.recording.stopwatch import Mark, Stopwatch
 from harness.recording.watch import Emit, Watch
 
-__all__ = ["Recorder"]
+__all__ = ["Recorded", "Recorder", "event_of"]
 
 
 class _Track:
@@ -143,7 +145,16 @@ class Recorder:
                 names[group] = self._axis(*group)
             axis, doubt = names[group]
             doubts = (*((doubt,) if doubt else ()), *attribution.doubts(seen.ticket))
-            yield self._event(rank, seen, site, axis, doubts, self._span_s(track, seen))
+            began_s, took_s = self._span_s(track, seen)
+            yield event_of(
+                seen,
+                site,
+                of=Recorded(case=self._case, mode=self._mode, world_size=self._world_size, rank=rank),
+                axis=axis,
+                doubts=doubts,
+                start_us=round((began_s - self._start_s) * 1e6, 3),
+                duration_us=round(took_s * 1e6, 3),
+            )
 
     def _axis(self, group: tuple[int, ...], group_desc: str, hops: bool) -> tuple[str, str]:
         """The axis of a group and what is not certain of it; messages between stages have no axis but pp by ranks."""
@@ -157,33 +168,45 @@ class Recorder:
             return seen.started_s, track.ended_s.get(seen.ticket, seen.started_s) - seen.started_s
         return self._stopwatch.host_s(begun), 0.0 if ended is None else self._stopwatch.us(begun, ended) / 1e6
 
-    def _event(
-        self, rank: int, seen: Issued, site: Site, axis: str, doubts: tuple[str, ...], span_s: tuple[float, float]
-    ) -> Event:
-        call: Call = seen.call
-        return Event(
-            case=self._case,
-            mode=self._mode,
-            world_size=self._world_size,
-            rank=rank,
-            step=site.step,
-            microbatch=site.microbatch,
-            phase=site.phase,
-            region=site.region,
-            op=call.op,
-            reduce_op=call.reduce_op,
-            axis=axis,
-            group_size=len(call.group),
-            dtype=call.dtype,
-            shape=shape_text(call.shapes),
-            payload_bytes=call.payload_bytes,
-            wire_bytes=wire_bytes(call.op, call.payload_bytes, len(call.group)),
-            is_async=call.is_async,
-            call_index=seen.ticket,
-            start_us=round((span_s[0] - self._start_s) * 1e6, 3),
-            duration_us=round(span_s[1] * 1e6, 3),
-            caller="" if seen.caller is None else Caller(*seen.caller).place,
-            group=call.group,
-            operator=call.operator,
-            doubts=doubts,
-        )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What all events of one rank share."""
+
+    case: str
+    mode: str
+    world_size: int
+    rank: int
+
+
+def event_of(
+    seen: Issued, site: Site, *, of: Recorded, axis: str, doubts: tuple[str, ...], start_us: float, duration_us: float
+) -> Event:
+    """The event of a call that was issued at this site; times in microseconds."""
+    call: Call = seen.call
+    return Event(
+        case=of.case,
+        mode=of.mode,
+        world_size=of.world_size,
+        rank=of.rank,
+        step=site.step,
+        microbatch=site.microbatch,
+        phase=site.phase,
+        region=site.region,
+        op=call.op,
+        reduce_op=call.reduce_op,
+        axis=axis,
+        group_size=len(call.group),
+        dtype=call.dtype,
+        shape=shape_text(call.shapes),
+        payload_bytes=call.payload_bytes,
+        wire_bytes=wire_bytes(call.op, call.payload_bytes, len(call.group)),
+        is_async=call.is_async,
+        call_index=seen.ticket,
+        start_us=start_us,
+        duration_us=duration_us,
+        caller="" if seen.caller is None else Caller(*seen.caller).place,
+        group=call.group,
+        operator=call.operator,
+        doubts=doubts,
+    )

@@ -124,7 +124,7 @@ class Watch:
 
     `on_output(lane, module, output)`, when given, gets the output of every module call before its Left is told, and
     `on_input(lane, module, args, kwargs)` what it is called with after its Entered. With `ends`, the end of every
-    backward is told too.
+    backward is told too. `looks` makes what looks at the parameters of a rank.
     """
 
     def __init__(
@@ -134,8 +134,10 @@ class Watch:
         *,
         on_input: OnInput | None = None,
         ends: bool = False,
+        looks: Callable[[], Looks] = Looks,
     ) -> None:
         self._emit = emit
+        self._looks = looks
         self._on_call = on_input, on_output
         self._ends = ends
         self._local = threading.local()
@@ -182,7 +184,7 @@ class Watch:
     def _lane(self, rank: int) -> Lane:
         of_rank = self._ranks.get(rank)
         if of_rank is None:
-            of_rank = self._ranks.setdefault(rank, _OfRank(itertools.count(), itertools.count(), Looks()))
+            of_rank = self._ranks.setdefault(rank, _OfRank(itertools.count(), itertools.count(), self._looks()))
         lane = Lane(rank, next(of_rank.numbers), self._emit(rank), self._on_call, of_rank)
         self._open.setdefault(rank, []).append(lane)
         return lane

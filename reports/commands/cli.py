@@ -1,4 +1,4 @@
-"""The command line: `shardproof run | show | compare | page | trace | predict | slice | faults | expect | names |
+"""The command line: `shardproof run | record | show | compare | page | trace | predict | slice | faults | expect | names |
 new-subject | bench | doctor` and `help`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
@@ -21,6 +21,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from harness.errors import ShardproofError
+from harness.programs.options import add_options as add_recording
 from harness.running.two_processes.spare import Spare
 
 __all__ = ["main"]
@@ -32,6 +33,7 @@ LIKE = ("mlp", "dtensor", "fsdp2", "hf", "megatron")
 CLUSTER = "8xH100-NVLink-IB400"
 _HANDLERS = {
     "run": "reports.commands.run:main",
+    "record": "reports.programs.command:main",
     "show": "reports.commands.show:main",
     "compare": "reports.commands.compare:main",
     "page": "reports.commands.show:page_main",
@@ -128,6 +130,8 @@ def _spare(parsed: argparse.Namespace) -> Spare | None:
 def _empty(parsed: argparse.Namespace) -> str:
     """What was given as an empty word, as a shell does with a variable that is not set: it must choose nothing."""
     for name, value in vars(parsed).items():
+        if name == "program":  # the words of another command
+            continue
         words = value if isinstance(value, list) else [value]
         if any(isinstance(word, str) and not word.strip() for word in words):
             return {"cases": "case", "output": "-o"}.get(name, name.replace("_", "-"))
@@ -145,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     add = functools.partial(commands.add_parser, allow_abbrev=False)
     _add_run(add("run", help="run cases, check them against the reference, record, report"))
+    _add_record(add("record", help="record a training program as it is: torchrun, accelerate launch, python ..."))
     show = add("show", help="the tables of a run again")
     _add_compare(add("compare", help="regression report of two runs; one run alone: its modes against each other"))
     page = add("page", help="one self-contained HTML file of a run")
@@ -211,6 +216,14 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--json", action="store_true", help="the result as one JSON object on stdout, and nothing else there"
     )
+
+
+def _add_record(record: argparse.ArgumentParser) -> None:
+    record.usage = "shardproof record [options] -- COMMAND ..."
+    record.description = "Run a command and record the collectives of every rank that it starts into one run folder."
+    record.epilog = "example: shardproof record --steps 10:20 -- torchrun --nproc-per-node 4 train.py --lr 0.1"
+    add_recording(record)
+    record.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, after --")
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:

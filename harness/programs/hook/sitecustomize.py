@@ -1,0 +1,67 @@
+"""Imported by Python at the start of every process of a recorded program; the program's own sitecustomize still runs.
+
+It imports nothing of torch. Once the program imports torch.distributed, `init_process_group` is replaced by one that
+calls it and then starts the recorder (harness.programs.arming). Whatever goes wrong here is one line on standard
+error; the program runs on without being recorded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_HOME = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
+_TARGET = "torch.distributed.distributed_c10d"
+
+
+class _Armer:
+    """A finder that answers for one module, once: Python's own way to find it, and what is done after it ran."""
+
+    def find_spec(self, name: str, path: Any = None, _target: ModuleType | None = None) -> ModuleSpec | None:
+        """The spec of the module with a loader that arms it; None for every other module."""
+        if name != _TARGET:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _arm(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _arm(module: ModuleType) -> None:
+    try:
+        if _HOME not in sys.path:
+            sys.path.append(_HOME)  # behind the program's own: it must not find others than without us
+        from harness.programs.arming import arm  # noqa: PLC0415  (only a process that communicates pays for it)
+
+        arm(module)
+    except Exception as problem:
+        sys.stderr.write(f"shardproof: this process is not recorded: {type(problem).__name__}: {problem}\n")
+
+
+def _run_the_programs_own() -> None:
+    """The sitecustomize that Python would have imported without this folder."""
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is None or spec.loader is None:
+        return
+    own = importlib.util.module_from_spec(spec)
+    sys.modules["sitecustomize"] = own
+    spec.loader.exec_module(own)
+
+
+if __name__ == "sitecustomize":
+    sys.path[:] = [place for place in sys.path if os.path.abspath(place or ".") != _HERE]
+    if os.environ.get("SHARDPROOF_RECORD"):
+        sys.meta_path.insert(0, _Armer())  # type: ignore[arg-type]
+    _run_the_programs_own()

@@ -1,0 +1,72 @@
+"""The environment and the command line of a program that is recorded, and its start in place of this process.
+
+The program takes over the process (exec): its exit code, signals, arguments, `__main__` and output are its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from harness.errors import RequestError
+from harness.programs.session import VARIABLE, Session
+from harness.witnesses.nsys import command as under_nsys
+from harness.witnesses.nsys import nsys_path
+
+__all__ = ["environment_of", "python_command", "replace_by", "with_tools"]
+
+_HOOK = Path(__file__).parent / "hook"
+_BLIND = {"-I": "ignores PYTHONPATH", "-E": "ignores PYTHONPATH", "-S": "imports no sitecustomize"}
+
+
+def environment_of(session: Session, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which every Python process is recorded that initialises torch.distributed."""
+    before = environ.get("PYTHONPATH")
+    path = str(_HOOK) if not before else os.pathsep.join((str(_HOOK), before))
+    return {**environ, VARIABLE: session.text, "PYTHONPATH": path}
+
+
+def python_command(program: Sequence[str]) -> list[str]:
+    """This interpreter with the options that it was started with, running a script or `-m module` with arguments.
+
+    Raises RequestError for an option with which Python imports nothing at its start.
+    """
+    place = sys.orig_argv.index("-m")
+    options = sys.orig_argv[1:place]
+    for option in options:
+        if option in _BLIND:
+            raise RequestError(f"python {option}: {_BLIND[option]}, which recording needs; legal: leave it out")
+    return [sys.executable, *options, *program]
+
+
+def with_tools(command: Sequence[str], session: Session) -> list[str]:
+    """The command, under Nsight Systems when the session wants that. Raises RequestError when nsys is missing."""
+    if "nsys" not in session.profile:
+        return list(command)
+    nsys = nsys_path()
+    if nsys is None:
+        raise RequestError("profile=nsys: nsys is not on PATH; legal: --profile torch, or install Nsight Systems")
+    traces = Path(session.folder) / "traces"
+    traces.mkdir(exist_ok=True)
+    profiled = under_nsys(str(nsys), traces / "nsys", command)
+    return [word.replace("--trace=nvtx", "--trace=cuda,nvtx") for word in profiled] if _has_gpus() else profiled
+
+
+def replace_by(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    """Let the command take over this process. Raises RequestError when it cannot be started."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    found = shutil.which(command[0], path=environ.get("PATH"))
+    try:
+        os.execve(found or command[0], list(command), dict(environ))
+    except OSError as problem:
+        why = problem.strerror or str(problem)
+        raise RequestError(f"command={command[0]}: cannot be started ({why}); legal: torchrun train.py") from problem
+
+
+def _has_gpus() -> bool:
+    return Path("/dev/nvidiactl").exists()

@@ -1,0 +1,189 @@
+"""The recorder inside one rank of a program: what it observes goes to the rank's files; what fails there is let go.
+
+An exception in the recorder is reported once on standard error and in the rank's `end.json`, and nothing is recorded
+any further; the program never sees it. Nothing here waits for another rank, and no collective is issued.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.engines.calls.operators import OperatorCall
+from harness.engines.interposer import Interposer
+from harness.ledger import Call
+from harness.programs.bounded import CarefulLooks
+from harness.programs.kineto import Window
+from harness.programs.part import MODE, Part, shared_file
+from harness.programs.session import Session, boot_id
+from harness.programs.silence import Silence
+from harness.programs.stream import Stream
+from harness.recording.observations import read
+from harness.recording.ranges import attached
+from harness.recording.recorder import Recorded
+from harness.recording.watch import Emit, Watch
+from harness.run_folder import SCHEMA
+from harness.running.environment import environment
+
+__all__ = ["begin"]
+
+
+def begin(session: Session) -> None:
+    """Record this process from now on as the rank that torch.distributed says it is.
+
+    Raises FileExistsError when another process has recorded as this rank, OSError when the folder cannot be written,
+    MachineError when this torch cannot be observed.
+    """
+    of = Recorded(case=_program(), mode=MODE, world_size=dist.get_world_size(), rank=dist.get_rank())
+    boot = boot_id()
+    about = {"host": socket.gethostname(), "pid": os.getpid(), "clock": boot}
+    folder = Path(session.folder)
+    part = Part(folder, of.rank, about)
+    row = {"case": of.case, "mode": MODE, "world_size": of.world_size, "skipped": "no case: nothing is checked"}
+    shared_file(folder / "cases.jsonl", json.dumps(row) + "\n")
+    about_run = {"program": of.case, "steps": "" if session.steps is None else "{}:{}".format(*session.steps)}
+    env = {"schema": SCHEMA, "program": True, **environment(session.command, about_run)}
+    shared_file(folder / "env.json", json.dumps(env, indent=2) + "\n")
+    _Recorder(session, of, part, session.origin_s if boot == session.boot else time.perf_counter()).start()
+
+
+def _program() -> str:
+    """The name of the program: its module, or its file without the folder."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None and spec.name:
+        return str(spec.name).removesuffix(".__main__")
+    return Path(sys.argv[0] or "python").name
+
+
+class _Recorder:
+    """An observer of calls (harness.ledger.Observer) and a log of them (harness.engines.interposer.CallLog)."""
+
+    def __init__(self, session: Session, of: Recorded, part: Part, origin_s: float) -> None:
+        self._rank, self._part, self._on = of.rank, part, True
+        self._failed = ""
+        self._local = threading.local()
+        self._window = Window(session, of.rank)
+        self._stream = Stream(
+            of=of,
+            session=session,
+            on_event=part.event,
+            on_step=part.step,
+            on_begin=self._window.step,
+            origin_s=origin_s,
+        )
+        self._silence = Silence(session, of, self._stream, part)
+        self._ranges = attached()
+        self._draw = None if self._ranges is None else self._ranges.of(of.rank)
+        self._watch = Watch(self._emits, looks=CarefulLooks, ends=self._ranges is not None)
+        self._interposer = Interposer(self, log=self, let_go=self._let_go)
+
+    def start(self) -> None:
+        """Observe this process until it ends."""
+        self._watch.__enter__()
+        self._interposer.__enter__()
+        if self._ranges is not None:
+            drawn = self._ranges.on_rank(self._rank, world_size=dist.get_world_size())
+            drawn.__enter__()
+            atexit.register(lambda: drawn.__exit__(None, None, None))
+        self._watch.lane(self._rank)
+        self._window.step(0)
+        self._silence.start()
+        atexit.register(self._end)
+        os.register_at_fork(after_in_child=self._be_silent)
+
+    def entered(self, issued: OperatorCall) -> None:
+        """A call is about to be issued."""
+        self._local.issued = issued
+
+    def left(self) -> None:
+        """The call entered last is complete."""
+
+    def issued(self, _rank: int, call: Call) -> int:
+        """The same call in the ledger's words; the ticket is its index on the rank, -1 when nothing is recorded."""
+        if not self._on:
+            return -1
+        try:
+            return self._watch.lane(self._rank).issue(call, sys._getframe(1))
+        except Exception as problem:
+            self._let_go(problem)
+            return -1
+
+    def completed(self, _rank: int, ticket: int) -> None:
+        """The call has completed."""
+        if not self._on or ticket < 0:
+            return
+        try:
+            self._stream.completed(ticket)
+            if self._ranges is not None:
+                self._ranges.completed(self._rank, ticket)
+        except Exception as problem:
+            self._let_go(problem)
+
+    def _emits(self, _rank: int) -> Emit:
+        return self._emit
+
+    def _emit(self, plain: tuple[Any, ...]) -> None:
+        if not self._on:
+            return
+        try:
+            issued, self._local.issued = getattr(self._local, "issued", None), None
+            self._stream.feed(plain, issued)
+            if self._draw is not None:
+                self._draw(read(plain))
+        except Exception as problem:
+            self._let_go(problem)
+
+    def _let_go(self, problem: Exception) -> None:
+        """The recorder has failed: report it once, and leave the program alone."""
+        if not self._on:
+            return
+        self._on = False
+        self._failed = "".join(traceback.format_exception(problem)[-6:])
+        with suppress(OSError, ValueError):
+            text = f"{type(problem).__name__}: {problem}".splitlines()[0]
+            sys.stderr.write(f"shardproof: rank {self._rank} is not recorded any further: {text}; the program goes on\n")
+        self._write_end()
+
+    def _be_silent(self) -> None:
+        self._on = False
+
+    def _end(self) -> None:
+        """The interpreter ends in good order."""
+        self._silence.stop()
+        if not self._on:
+            return
+        try:
+            self._window.close()
+            self._stream.close()
+            self._write_end()
+        except Exception as problem:
+            self._let_go(problem)
+        self._on = False
+
+    def _write_end(self) -> None:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        on_device = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+        with suppress(OSError):
+            self._part.replace(
+                "end.json",
+                {
+                    "calls": self._stream.calls,
+                    "doubts": list(self._stream.doubts),
+                    "peak_host_bytes": usage.ru_maxrss * 1024,
+                    "peak_device_bytes": on_device,
+                    "failed": self._failed,
+                },
+            )

@@ -1,0 +1,217 @@
+"""One recording: the run folder that all ranks share, what is recorded, and how both reach the ranks' processes.
+
+Everything travels in one variable of the environment, so every Python process below a launcher finds it, on every
+machine with the same file system. No torch is imported here: the process that runs this is replaced by the program.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypedDict
+
+from harness.errors import RequestError
+
+__all__ = [
+    "TOOLS",
+    "VARIABLE",
+    "Options",
+    "Session",
+    "boot_id",
+    "new_session",
+    "shared_session",
+    "silence_of",
+    "steps_of",
+    "tools_of",
+]
+
+VARIABLE = "SHARDPROOF_RECORD"
+TOOLS = ("torch", "nsys")
+_JOBS = (
+    ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
+    ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ("PMIX_NAMESPACE",),
+)
+"""What the ranks of one launch have in common, by launcher: torchrun, SLURM, MPI."""
+_TOGETHER_S = 600.0
+"""Ranks of one launch start within this time of each other."""
+_LOCK_S = 30.0
+
+
+class Options(TypedDict):
+    """What a session is made of beside its folder and its program."""
+
+    steps: tuple[int, int] | None
+    profile: tuple[str, ...]
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """A recording. `steps`: first and end (not included), None for all; `silence_s`: how long nothing may happen
+    before a rank writes down where it stands. `origin_s` is time 0 of the machine that is called `boot`.
+    """
+
+    folder: str
+    steps: tuple[int, int] | None
+    profile: tuple[str, ...]
+    silence_s: float
+    origin_s: float
+    boot: str
+    command: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The value of the environment's variable."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str) -> Session:
+        """The session that `text` holds."""
+        words = json.loads(text)
+        steps = words["steps"]
+        words |= {"steps": None if steps is None else (steps[0], steps[1])}
+        return cls(**words | {name: tuple(words[name]) for name in ("profile", "command")})
+
+    def covers(self, step: int) -> bool:
+        """Whether a step is recorded."""
+        return self.steps is None or self.steps[0] <= step < self.steps[1]
+
+
+def boot_id() -> str:
+    """What tells this machine, since it was started, from others: time.perf_counter of its processes is one clock."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return os.uname().nodename
+
+
+def steps_of(word: str | None) -> tuple[int, int] | None:
+    """First and end of "10:20". Raises RequestError for anything else."""
+    if word is None:
+        return None
+    legal = "legal: --steps 10:20, the steps 10 to 19"
+    if not (found := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", word)):
+        raise RequestError(f"steps={word}: must be FIRST:END, steps from FIRST on, END not included; {legal}")
+    steps = int(found[1]), int(found[2])
+    if steps[0] >= steps[1]:
+        raise RequestError(f"steps={word}: holds no step, for END is not included; {legal}")
+    return steps
+
+
+def tools_of(word: str | None, steps: tuple[int, int] | None) -> tuple[str, ...]:
+    """The profilers of "torch,nsys". Raises RequestError for an unknown one, and for torch without steps."""
+    tools = tuple(dict.fromkeys(tool for tool in (word or "").split(",") if tool))
+    for tool in tools:
+        if tool not in TOOLS:
+            raise RequestError(f"profile={tool}: is not a profiler; legal: {','.join(TOOLS)}")
+    if "torch" in tools and steps is None:
+        rule = "the torch profiler keeps what it sees in memory, so it needs the steps that it is to watch"
+        raise RequestError(f"profile={word}: {rule}; legal: --profile torch --steps 10:12")
+    return tools
+
+
+def silence_of(word: str) -> float:
+    """Seconds of silence after which a rank writes down where it stands. Raises RequestError."""
+    with suppress(ValueError):
+        if 1 <= (seconds := float(word)) < 1e6:
+            return seconds
+    raise RequestError(f"silence={word}: must be seconds, at least 1; legal: --silence 60")
+
+
+def new_session(out: str, name: str, command: Sequence[str], options: Options) -> Session:
+    """A session with a folder of its own, `<out>/<time>-<name>`, to which `<out>/latest` leads. Raises RequestError."""
+    with _writing(out):
+        Path(out).mkdir(parents=True, exist_ok=True)
+        folder = _new_folder(Path(out), name)
+        (folder / "ranks").mkdir()
+        fresh = folder.parent / f".latest-{folder.name}"
+        with suppress(OSError):  # a place without links
+            fresh.symlink_to(folder.name, target_is_directory=True)
+            fresh.replace(folder.parent / "latest")
+    return Session(
+        folder=str(folder.resolve()),
+        **options,
+        origin_s=time.perf_counter(),
+        boot=boot_id(),
+        command=tuple(command),
+    )
+
+
+def shared_session(
+    out: str, name: str, command: Sequence[str], environ: Mapping[str, str], options: Options
+) -> tuple[Session, bool]:
+    """The session of the launch to which this process belongs, and whether this process is the one that made it.
+
+    A process without a launcher has a session to itself. Raises RequestError when the folder cannot be written.
+    """
+    key = _launch(environ)
+    if not key:
+        return new_session(out, name, command, options), True
+    with _writing(out):
+        Path(out).mkdir(parents=True, exist_ok=True)
+        ticket = Path(out) / f".record-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        with _locked(ticket.with_suffix(".lock")):
+            with suppress(FileNotFoundError):
+                if time.time() - ticket.stat().st_mtime < _TOGETHER_S:
+                    return Session.of(ticket.read_text(encoding="utf-8")), False
+            made = new_session(out, name, command, options)
+            ticket.write_text(made.text, encoding="utf-8")
+            return made, True
+
+
+def _launch(environ: Mapping[str, str]) -> str:
+    """What the ranks of this launch alone have in common, "" without a launcher."""
+    for names in _JOBS:
+        if names[0] in environ:
+            words = [environ.get(name, "") for name in names]
+            # On one machine all ranks are children of one process; then a later launch is never taken for this one.
+            alone = environ.get("GROUP_WORLD_SIZE") == "1"
+            return "\n".join([*words, f"{boot_id()} {os.getppid()}" if alone else ""])
+    return ""
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, waiting for it for a bounded time. Raises OSError when another process keeps it."""
+    with path.open("a") as file:
+        end_s = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(0.02)
+        yield
+
+
+@contextmanager
+def _writing(out: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        legal = "legal: a folder with room and write permission"
+        raise RequestError(f"out={out}: the run folder cannot be written ({reason}); {legal}") from problem
+
+
+def _new_folder(out: Path, name: str) -> Path:
+    """A folder that did not exist before: a second one of the same second gets a number."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "program"
+    stem = f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}-{plain}"
+    for attempt in range(1, 1000):
+        path = out / (stem if attempt == 1 else f"{stem}-{attempt}")
+        with suppress(FileExistsError):  # taken: the next number
+            path.mkdir()
+            return path
+    raise FileExistsError(0, f"a thousand runs named {stem} are in it")

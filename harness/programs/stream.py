@@ -1,0 +1,214 @@
+"""Observations of one rank, as they come, into rows of its ledger: attribution without a look ahead, and bounded.
+
+A call is written when it is complete. One whose phase is settled only by what follows is written at once as at the end
+of the program, and once more when something else has settled it; with chosen steps it is written when it is settled.
+Times are microseconds on the clock of the recording. The duration of an asynchronous call, and of any call on a GPU,
+is not known here: 0.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.engines.calls.operators import MESSAGES, OperatorCall
+from harness.ledger import NO_UPDATE, OTHER, Event
+from harness.programs.bounded import BoundedAttribution
+from harness.programs.session import Session
+from harness.recording.lanes import Site, phase_of
+from harness.recording.naming import axis_name
+from harness.recording.observations import Issued, Stepped, read
+from harness.recording.recorder import Recorded, event_of
+
+__all__ = ["LAST_CALLS", "PastCall", "Stream"]
+
+LAST_CALLS = 2000
+"""Calls that are kept to be read after a hang, as many as torch's Flight Recorder keeps."""
+_OFTEN = 4096
+_UNFOLLOWED = (*MESSAGES, OTHER)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """A call that is not complete, or not settled."""
+
+    seen: Issued
+    complete: bool = False
+    duration_us: float = 0.0
+    written: Site | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastCall:
+    """One of the last calls: what it is, `number` in its group (messages apart), its index on the rank, when."""
+
+    issued: OperatorCall
+    number: int
+    ticket: int
+    site: Site
+    axis: str
+    caller: Any
+    at_s: float
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step that is going on."""
+
+    number: int = 0
+    started_s: float = 0.0
+    updated_s: float = 0.0
+    microbatches: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Stream:
+    """`feed` takes observations in any thread; `on_event`, `on_step` get rows, `on_begin` the number of a new step.
+
+    `stirred` counts what was observed, `calls` the calls; `last` are the last calls, `doubts` what is not certain.
+    """
+
+    of: Recorded
+    session: Session
+    on_event: Callable[[Event], object]
+    on_step: Callable[[tuple[object, ...]], object]
+    on_begin: Callable[[int], object] = lambda _step: None
+    origin_s: float = 0.0
+    stirred: int = 0
+    calls: int = 0
+    last: deque[PastCall] = field(default_factory=lambda: deque(maxlen=LAST_CALLS))
+    doubts: dict[str, None] = field(default_factory=dict)
+    _attribution: BoundedAttribution = field(default_factory=BoundedAttribution)
+    _lock: Any = field(default_factory=threading.RLock)
+    _open: dict[int, _Open] = field(default_factory=dict)
+    _axes: dict[tuple[tuple[int, ...], str, bool], str] = field(default_factory=dict)
+    _numbers: dict[tuple[str, bool], int] = field(default_factory=dict)
+    _step: _Step = field(default_factory=_Step)
+
+    def feed(self, plain: tuple[Any, ...], issued: OperatorCall | None) -> None:
+        """Take an observation (harness.recording.observations.read); of a call also what its operator was given."""
+        with self._lock:
+            self.stirred += 1
+            seen, attribution = read(plain), self._attribution
+            attribution.feed(seen)
+            if isinstance(seen, Issued):
+                self._issued(seen, issued)
+            else:
+                self._settled()
+                if isinstance(seen, Stepped):
+                    self._step.updated_s = time.perf_counter()
+            if attribution.step != self._step.number or not self._step.started_s:
+                self._begin(attribution.step)
+            self._step.microbatches = max(self._step.microbatches, attribution.microbatch + 1)
+            if not self.stirred % _OFTEN:
+                attribution.forget()
+                self._settled()
+
+    def completed(self, ticket: int) -> None:
+        """The call has completed: its wait returned."""
+        with self._lock:
+            self.stirred += 1
+            if (call := self._open.get(ticket)) is not None and not call.complete:
+                if call.seen.call.device == "cpu":
+                    call.duration_us = round((time.perf_counter() - call.seen.started_s) * 1e6, 3)
+                self._complete(ticket, call)
+
+    def close(self) -> None:
+        """The program has ended: settle and write what is open."""
+        with self._lock:
+            self._attribution.settle()
+            self._settled()
+            if self._attribution.stepless:
+                self.doubts[NO_UPDATE] = None
+            self._end_step()
+
+    def incomplete(self) -> tuple[int, ...]:
+        """The synchronous calls that have not completed, oldest first."""
+        with self._lock:
+            return tuple(ticket for ticket, call in self._open.items() if not call.complete)
+
+    def _begin(self, number: int) -> None:
+        if self._step.started_s:
+            self._end_step()
+        self._step = _Step(number, time.perf_counter())
+        self.on_begin(number)
+
+    def _end_step(self) -> None:
+        step = self._step
+        if step.started_s and self.session.covers(step.number):
+            updated = round((step.updated_s - self.origin_s) * 1e6, 3) if step.updated_s else ""
+            self.on_step((step.number, round((step.started_s - self.origin_s) * 1e6, 3), updated, step.microbatches))
+
+    def _issued(self, seen: Issued, issued: OperatorCall | None) -> None:
+        self.calls += 1
+        call = self._open[seen.ticket] = _Open(seen=seen)
+        if issued is not None:
+            self._remember(seen, issued)
+        if seen.call.is_async or seen.call.op in _UNFOLLOWED:
+            self._complete(seen.ticket, call)
+
+    def _remember(self, seen: Issued, issued: OperatorCall) -> None:
+        counted = issued.group, issued.call.op in MESSAGES
+        number = self._numbers[counted] = self._numbers.get(counted, 0) + 1
+        site = self._attribution.sites[seen.ticket]
+        self.last.append(
+            PastCall(
+                issued=issued,
+                number=number,
+                ticket=seen.ticket,
+                site=site,
+                axis=self._axis(seen, site),
+                caller=seen.caller,
+                at_s=seen.started_s,
+            )
+        )
+
+    def _complete(self, ticket: int, call: _Open) -> None:
+        call.complete = True
+        waiting = next((one for one in reversed(self._attribution.pending) if one.ticket == ticket), None)
+        if waiting is None:
+            self._write(ticket, call, self._attribution.sites[ticket])
+            self._drop(ticket)
+        elif self.session.steps is None:
+            site = self._attribution.sites[ticket]
+            self._write(ticket, call, site._replace(phase=phase_of(waiting, "", gathers_parameters=False)))
+
+    def _settled(self) -> None:
+        """Write the calls that are complete and no longer wait for what follows."""
+        if len(self._open) <= len(self._attribution.pending):
+            return  # all that is open waits
+        waiting = {one.ticket for one in self._attribution.pending}
+        for ticket in [ticket for ticket, call in self._open.items() if call.complete and ticket not in waiting]:
+            call = self._open[ticket]
+            self._write(ticket, call, self._attribution.sites[ticket])
+            self._drop(ticket)
+
+    def _drop(self, ticket: int) -> None:
+        del self._open[ticket], self._attribution.sites[ticket]
+
+    def _write(self, ticket: int, call: _Open, site: Site) -> None:
+        for doubt in self._attribution.doubts(ticket):
+            if doubt != NO_UPDATE:  # which may be seen later
+                self.doubts[doubt] = None
+        if site == call.written or not self.session.covers(site.step):
+            return
+        call.written = site
+        started_us = round((call.seen.started_s - self.origin_s) * 1e6, 3)
+        axis = self._axis(call.seen, site)
+        self.on_event(
+            event_of(
+                call.seen, site, of=self.of, axis=axis, doubts=(), start_us=started_us, duration_us=call.duration_us
+            )
+        )
+
+    def _axis(self, seen: Issued, site: Site) -> str:
+        key = seen.call.group, seen.call.group_desc, site.phase == "pipeline"
+        if key not in self._axes:
+            self._axes[key], doubt = axis_name(seen.call.group, seen.call.group_desc, {}, self.of.world_size)
+            if doubt:
+                self.doubts[doubt] = None
+        return self._axes[key]

@@ -1,0 +1,1 @@
+"""Recorded programs: the command that records one, and the figures of what it did."""

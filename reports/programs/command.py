@@ -1,0 +1,33 @@
+"""`shardproof record -- COMMAND`: a whole command, recorded in every Python process that initialises torch.distributed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from harness.errors import RequestError
+from harness.programs.launch import environment_of, replace_by, with_tools
+from harness.programs.options import request_of
+from harness.programs.session import new_session
+
+__all__ = ["main"]
+
+
+def main(arguments: argparse.Namespace) -> NoReturn:
+    """Let the command take over this process. Raises RequestError for a wrong option or command."""
+    command = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    if not command:
+        raise RequestError("command: is missing; legal: shardproof record -- torchrun --nproc-per-node 4 train.py")
+    options = request_of(arguments, wraps=True)
+    session = new_session(arguments.out, _name(command), command, options)
+    words = with_tools(command, session)
+    print(f"shardproof: recording into {os.path.relpath(session.folder)}", file=sys.stderr)
+    replace_by(words, environment_of(session, os.environ))
+
+
+def _name(command: list[str]) -> str:
+    """The script among the words of a command, else its first word."""
+    return Path(next((word for word in command if word.endswith(".py")), command[0])).stem

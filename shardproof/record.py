@@ -1,0 +1,57 @@
+"""`python -m shardproof.record [options] train.py args...`: a script recorded, one process or every rank of a launcher.
+
+    torchrun --nproc-per-node 4 -m shardproof.record --steps 10:20 train.py --lr 0.1
+    torchrun --nproc-per-node 4 -m shardproof.record -m my_package.train --lr 0.1
+
+The script runs as if Python had been given it. `shardproof record -- COMMAND` records a whole command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.errors import ShardproofError
+from harness.programs.launch import environment_of, python_command, replace_by
+from harness.programs.options import add_options, request_of
+from harness.programs.session import shared_session
+from shardproof.rooms import ShadowedError, check
+
+__all__ = ["main"]
+
+_WRONG_REQUEST = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record the program of these words (default: the process's own). Returns 2 for a wrong request, else never."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shardproof.record",
+        description="Record the collectives of a training script, unmodified, into one run folder of all ranks.",
+        epilog="example: torchrun --nproc-per-node 4 -m shardproof.record --steps 10:20 train.py --lr 0.1",
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="a module instead")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="the script and its arguments")
+    parsed = parser.parse_args(arguments)
+    try:
+        check()
+        program = ["-m", *parsed.module] if parsed.module else parsed.program
+        if len(program) < (2 if parsed.module else 1):
+            parser.error("no script; see --help")
+        options = request_of(parsed, wraps=False)
+        name = program[1] if parsed.module else Path(program[0]).stem
+        session, made = shared_session(parsed.out, name, program, os.environ, options)
+        if made:
+            print(f"shardproof: recording into {os.path.relpath(session.folder)}", file=sys.stderr)
+        replace_by(python_command(program), environment_of(session, os.environ))
+    except (ShardproofError, ShadowedError) as problem:
+        print(f"shardproof: {problem}", file=sys.stderr)
+        return _WRONG_REQUEST
+
+
+if __name__ == "__main__":
+    sys.exit(main())
