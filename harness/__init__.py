@@ -3,6 +3,7 @@
 The files here are the words that every room uses. The rooms, each of which imports only rooms below it:
 
     injecting, reproducing   every fault of a subject; a failure as a script
+    programs                 unmodified training programs, recorded as they run
     running                  a case to its verdicts, many cases to a run folder
     diagnosing               why a check failed
     checking                 the checks, kind by kind, and what they look at

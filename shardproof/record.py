@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.errors import ShardproofError
+from harness.errors import RequestError, ShardproofError
 from harness.programs.launch import environment_of, python_command, replace_by
 from harness.programs.options import add_options, request_of
 from harness.programs.session import shared_session
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check()
         program = ["-m", *parsed.module] if parsed.module else parsed.program
         if len(program) < (2 if parsed.module else 1):
-            parser.error("no script; see --help")
+            raise RequestError("program: is missing; legal: python -m shardproof.record train.py")
         options = request_of(parsed, wraps=False)
         name = program[1] if parsed.module else Path(program[0]).stem
         session, made = shared_session(parsed.out, name, program, os.environ, options)

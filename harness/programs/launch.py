@@ -17,7 +17,7 @@ from harness.programs.session import VARIABLE, Session
 from harness.witnesses.nsys import command as under_nsys
 from harness.witnesses.nsys import nsys_path
 
-__all__ = ["environment_of", "python_command", "replace_by", "with_tools"]
+__all__ = ["check_startable", "environment_of", "python_command", "replace_by", "with_tools"]
 
 _HOOK = Path(__file__).parent / "hook"
 _BLIND = {"-I": "ignores PYTHONPATH", "-E": "ignores PYTHONPATH", "-S": "imports no sitecustomize"}
@@ -43,6 +43,12 @@ def python_command(program: Sequence[str]) -> list[str]:
     return [sys.executable, *options, *program]
 
 
+def check_startable(command: Sequence[str]) -> None:
+    """Raises RequestError when there is no such command."""
+    if shutil.which(command[0]) is None:
+        raise RequestError(f"command={command[0]}: is not on PATH; legal: torchrun --nproc-per-node 4 train.py")
+
+
 def with_tools(command: Sequence[str], session: Session) -> list[str]:
     """The command, under Nsight Systems when the session wants that. Raises RequestError when nsys is missing."""
     if "nsys" not in session.profile:
@@ -57,15 +63,10 @@ def with_tools(command: Sequence[str], session: Session) -> list[str]:
 
 
 def replace_by(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Let the command take over this process. Raises RequestError when it cannot be started."""
+    """Let the command take over this process. Raises OSError when it cannot be started."""
     sys.stdout.flush()
     sys.stderr.flush()
-    found = shutil.which(command[0], path=environ.get("PATH"))
-    try:
-        os.execve(found or command[0], list(command), dict(environ))
-    except OSError as problem:
-        why = problem.strerror or str(problem)
-        raise RequestError(f"command={command[0]}: cannot be started ({why}); legal: torchrun train.py") from problem
+    os.execvpe(command[0], list(command), dict(environ))
 
 
 def _has_gpus() -> bool:

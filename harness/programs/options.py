@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+
 from harness.errors import RequestError
 from harness.programs.session import Options, silence_of, steps_of, tools_of
 

@@ -2,6 +2,7 @@
 
 ledger.csv   the contract's columns; where a call_index comes twice, the later row holds: what followed settled it
 steps.csv    step, start_us (its first forward), updated_us (its last optimizer step ended), microbatches
+groups.csv   axis, ranks: the groups in which this rank called, in the order in which they were first seen
 rank.json    rank, host, pid, clock (ranks of one clock have comparable times)
 end.json     written at an orderly end: calls, doubts, peak bytes of the process, what the recorder failed at
 silence.json where the rank stood when nothing had happened for long (harness.hangs)
@@ -24,11 +25,12 @@ from pathlib import Path
 
 from harness.ledger import COLUMNS, Event
 
-__all__ = ["MODE", "STEP_COLUMNS", "Part", "shared_file"]
+__all__ = ["GROUP_COLUMNS", "MODE", "STEP_COLUMNS", "Part", "shared_file"]
 
 MODE = "program"
 """The mode of a recorded program in the ledger."""
 STEP_COLUMNS = ("step", "start_us", "updated_us", "microbatches")
+GROUP_COLUMNS = ("axis", "ranks")
 _ROW = operator.attrgetter(*COLUMNS)
 
 
@@ -41,9 +43,15 @@ class Part:
         self.replace("rank.json", {"rank": rank, **about})
         self._ledger = self._table("ledger.csv", COLUMNS)
         self._steps = self._table("steps.csv", STEP_COLUMNS)
+        self._groups = self._table("groups.csv", GROUP_COLUMNS)
+        self._known: set[tuple[str, tuple[int, ...]]] = set()
 
     def event(self, event: Event) -> None:
         """Append an event."""
+        group = event.axis, event.group
+        if group not in self._known:
+            self._known.add(group)
+            os.write(self._groups, _line((event.axis, " ".join(map(str, event.group)))))
         os.write(self._ledger, _line(_ROW(event)))
 
     def step(self, row: Sequence[object]) -> None:

@@ -154,7 +154,9 @@ class _Recorder:
         self._failed = "".join(traceback.format_exception(problem)[-6:])
         with suppress(OSError, ValueError):
             text = f"{type(problem).__name__}: {problem}".splitlines()[0]
-            sys.stderr.write(f"shardproof: rank {self._rank} is not recorded any further: {text}; the program goes on\n")
+            sys.stderr.write(
+                f"shardproof: rank {self._rank} is not recorded any further: {text}; the program goes on\n"
+            )
         self._write_end()
 
     def _be_silent(self) -> None:

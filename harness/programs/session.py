@@ -157,8 +157,8 @@ def shared_session(
     if not key:
         return new_session(out, name, command, options), True
     with _writing(out):
-        Path(out).mkdir(parents=True, exist_ok=True)
-        ticket = Path(out) / f".record-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        ticket = Path(out) / ".sessions" / hashlib.sha256(key.encode()).hexdigest()[:16]
+        ticket.parent.mkdir(parents=True, exist_ok=True)
         with _locked(ticket.with_suffix(".lock")):
             with suppress(FileNotFoundError):
                 if time.time() - ticket.stat().st_mtime < _TOGETHER_S:

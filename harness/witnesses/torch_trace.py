@@ -64,6 +64,8 @@ _OPERATORS = {
 }
 _SEVERAL = {"reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
 """Operators that gloo lowers to one call for each of their input tensors."""
+_NESTED = {"allgather_", "allgather_coalesced_"}
+"""Operators whose outputs are a list of lists, of which a trace tells no dims."""
 Json = Mapping[str, Any]
 
 
@@ -172,6 +174,10 @@ def _payload(row: Json, entry: Json | None, backend: Sequence[Json]) -> int:
     if operator.payload_at < 0:
         return 0
     dims = _dims(row, operator.payload_at)
+    if not dims and _name(row) in _NESTED:
+        dims = entry.get("output_sizes", []) if entry is not None else []
+        if not dims:
+            return UNKNOWN
     elements = sum(math.prod(shape) for shape in _shapes(dims))
     size = _item_bytes(row, operator.payload_at, entry, backend)
     return UNKNOWN if size is None else elements * size

@@ -1,5 +1,5 @@
-"""The command line: `shardproof run | record | show | compare | page | trace | predict | slice | faults | expect | names |
-new-subject | bench | doctor` and `help`.
+"""The command line: `shardproof run | record | show | compare | page | trace | predict | slice | faults | expect |
+names | new-subject | bench | doctor` and `help`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
 130 interrupted, 141 the reader of the output has closed it.

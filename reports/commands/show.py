@@ -13,9 +13,11 @@ from reports.comparing import breakeven
 from reports.pages import page
 from reports.printing import tables, witnesses
 from reports.printing.text import show_message, show_table
+from reports.programs import tables as programs
 from reports.stored import summary
 from reports.stored.bugs import bugs
 from reports.stored.frames import Run, load
+from reports.stored.parts import recorded
 from reports.stored.unchecked import unchecked_notes
 
 __all__ = ["main", "page_main", "show_failures", "show_run"]
@@ -42,6 +44,9 @@ def page_main(arguments: argparse.Namespace) -> int:
 
 def show_run(run: Run, stream: TextIO) -> None:
     """Headline, traffic beside its expectation, break-even when the run has one, failures, notes."""
+    if recorded(run.path):
+        _show_program(run, stream)
+        return
     headline = summary.headline(run)
     first, cases = tables.first_table(headline), tables.headline_table(headline)
     for table in dict.fromkeys((first, cases)):
@@ -54,6 +59,16 @@ def show_run(run: Run, stream: TextIO) -> None:
         show_table(table, stream)
     show_failures(run, stream)
     for note in (*unchecked_notes(run), *run.notes):
+        show_message(f"note: {note}", stream, style="yellow")
+
+
+def _show_program(run: Run, stream: TextIO) -> None:
+    """A recorded program: what it did, what is worth knowing, notes."""
+    for table in (programs.overview(run), *programs.tables(run)):
+        show_table(table, stream)
+    for finding in programs.findings(run):
+        show_message(finding, stream)
+    for note in run.notes:
         show_message(f"note: {note}", stream, style="yellow")
 
 

@@ -24,9 +24,11 @@ from reports.pages.modules import Node, by_module, tree
 from reports.pages.timeline import last_micro_batch, timeline
 from reports.printing import tables, witnesses
 from reports.printing.tables import Table, mebibytes
+from reports.programs import tables as programs
 from reports.stored import spread, summary
 from reports.stored.files import csv_table
 from reports.stored.frames import Run
+from reports.stored.parts import recorded
 from reports.stored.unchecked import unchecked_notes
 
 __all__ = ["render", "write"]
@@ -86,8 +88,11 @@ def _parts(run: Run) -> dict[str, object]:
     verdicts = summary.worst_first(run.verdicts)
     lines, shared = bars.lines(run)
     used = set(run.summary["phase"])
+    program = recorded(run.path)
     return {
         "name": run.path.resolve().name,
+        "program": programs.overview(run) if program else None,
+        "findings": programs.findings(run) if program else [],
         "overall": summary.overall(headline),
         "tally": _tally(headline),
         "worst": int((headline["verdict"] == summary.overall(headline)).sum()),
@@ -103,11 +108,11 @@ def _parts(run: Run) -> dict[str, object]:
         "notes": run.notes,
         "remarks": unchecked_notes(run),
         "command": _command(run.env),
-        "modes": modes_table(side_by_side(run)) if len(run.summary) else None,
+        "modes": modes_table(side_by_side(run)) if len(run.summary) and not program else None,
         "plots": _plots(run),
         "break_even": _break_even_table(run),
-        "traffic": [*_traffic(run), *witnesses.tables(run.path)],
-        "cases": _cases(run),
+        "traffic": programs.tables(run) if program else [*_traffic(run), *witnesses.tables(run.path)],
+        "cases": [] if program else _cases(run),
         "modules": _modules(run),
         "timelines": _timelines(run),
         "kills": _kills(run.path / "kill_matrix.csv"),

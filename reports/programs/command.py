@@ -1,4 +1,4 @@
-"""`shardproof record -- COMMAND`: a whole command, recorded in every Python process that initialises torch.distributed."""
+"""`shardproof record -- COMMAND`: a whole command, recorded in every process that initialises torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from harness.errors import RequestError
-from harness.programs.launch import environment_of, replace_by, with_tools
+from harness.programs.launch import check_startable, environment_of, replace_by, with_tools
 from harness.programs.options import request_of
 from harness.programs.session import new_session
 
@@ -21,6 +21,7 @@ def main(arguments: argparse.Namespace) -> NoReturn:
     command = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not command:
         raise RequestError("command: is missing; legal: shardproof record -- torchrun --nproc-per-node 4 train.py")
+    check_startable(command)
     options = request_of(arguments, wraps=True)
     session = new_session(arguments.out, _name(command), command, options)
     words = with_tools(command, session)

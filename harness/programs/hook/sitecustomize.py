@@ -26,7 +26,7 @@ class _Armer:
         """The spec of the module with a loader that arms it; None for every other module."""
         if name != _TARGET:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -63,5 +63,5 @@ def _run_the_programs_own() -> None:
 if __name__ == "sitecustomize":
     sys.path[:] = [place for place in sys.path if os.path.abspath(place or ".") != _HERE]
     if os.environ.get("SHARDPROOF_RECORD"):
-        sys.meta_path.insert(0, _Armer())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Armer())
     _run_the_programs_own()

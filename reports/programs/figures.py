@@ -1,0 +1,225 @@
+"""What a recorded program did, as frames: traffic, modules, steps, ranks, laws. Functions of a Run; nothing is printed.
+
+Only what can be computed honestly: durations are those of calls that are waited for at once on the host's clock, and
+lateness is told where all ranks share a clock. Bytes, microseconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+
+from harness.checking.laws import broken_laws
+from harness.ledger import Event
+from reports.comparing.snapshot import span
+from reports.stored import parts
+from reports.stored.frames import Run
+
+__all__ = ["by_module", "by_rank", "events", "findings", "steps", "traffic"]
+
+_MOST_LAWFUL = 100_000
+"""Events over which the laws are looked at: whole steps from the first on."""
+_MESSAGES = ("send", "recv")
+_KEYS = ["phase", "op", "axis", "group_size"]
+
+
+def traffic(run: Run) -> pd.DataFrame:
+    """phase, op, axis, group_size, calls, payload_bytes, wire_bytes (of the rank that has most), per_step (its calls in
+    the median recorded step), in_calls_us (mean over ranks).
+    """
+    events = run.ledger
+    one = events.groupby([*_KEYS, "rank"], observed=True)
+    sums = one.agg(
+        calls=("op", "size"),
+        payload_bytes=("payload_bytes", "sum"),
+        wire_bytes=("wire_bytes", "sum"),
+        in_calls_us=("duration_us", "sum"),
+    )
+    kinds = sums.groupby(_KEYS, observed=True)
+    frame = kinds[["calls", "payload_bytes", "wire_bytes"]].max().join(kinds["in_calls_us"].mean())
+    each = events.groupby([*_KEYS, "rank", "step"], observed=True).size().groupby([*_KEYS, "step"], observed=True).max()
+    number = max(1, events["step"].nunique())
+    frame["per_step"] = each.groupby(_KEYS, observed=True).agg(lambda calls: _median(calls, number))
+    return frame.sort_index().reset_index()
+
+
+def _median(calls: pd.Series[int], steps_in_all: int) -> float:
+    """The median over steps, those without such a call included."""
+    padded = sorted([0] * (steps_in_all - len(calls)) + [int(one) for one in calls])
+    middle = len(padded) // 2
+    return padded[middle] if len(padded) % 2 else (padded[middle - 1] + padded[middle]) / 2
+
+
+def by_module(run: Run) -> pd.DataFrame:
+    """region, forward, backward and other calls, payload_bytes, wire_bytes of the rank that has most, most bytes first.
+
+    Layers that do the same are one row: their numbers are drawn together as "layers.*".
+    """
+    events = run.ledger
+    ways = events["phase"].astype("str").where(events["phase"].isin(["forward", "backward"]), "other")
+    frame = events.assign(way=ways, folded=events["region"].str.replace(r"(?<=\.)\d+(?=\.|$)", "*", regex=True))
+    one = frame.groupby(["folded", "rank"], observed=True)
+    sums = one[["payload_bytes", "wire_bytes"]].sum()
+    for way in ("forward", "backward", "other"):
+        sums[way] = frame[frame["way"] == way].groupby(["folded", "rank"], observed=True).size()
+    sums = sums.fillna(0).astype("int64").groupby("folded", observed=True).max().reset_index()
+    sums["layers"] = sums["folded"].map(frame.groupby("folded", observed=True)["region"].nunique())
+    return sums.sort_values("wire_bytes", ascending=False, kind="stable", ignore_index=True)
+
+
+def steps(run: Run) -> pd.DataFrame:
+    """step, rank, step_us: from its first forward to that of the next step; of the last one to its last update."""
+    frame = parts.joined(run.path, "steps.csv", parts.STEP_TYPES, [])
+    frame = frame.sort_values(["rank", "step"], ignore_index=True)
+    after = frame.groupby("rank")["step"].shift(-1).eq(frame["step"] + 1)
+    ends = frame.groupby("rank")["start_us"].shift(-1).where(after, frame["updated_us"].astype("float64"))
+    taken = ends - frame["start_us"]
+    return frame.assign(step_us=taken.where(taken > 0))[["step", "rank", "step_us", "microbatches"]]
+
+
+def by_rank(run: Run) -> pd.DataFrame:
+    """rank, calls, async_calls (whose duration is not known), wire_bytes, exposed_us (inside calls that are waited for
+    at once), late_us and latest (median lateness behind the first rank of the group, share of calls in which it came
+    last; NaN where clocks differ), host_bytes and device_bytes (peaks of the process).
+    """
+    events = run.ledger
+    one = events.groupby("rank", observed=True)
+    frame = one.agg(
+        calls=("op", "size"),
+        async_calls=("is_async", "sum"),
+        wire_bytes=("wire_bytes", "sum"),
+        exposed_us=("duration_us", "sum"),
+    )
+    late = _lateness(run)
+    frame["late_us"] = late["late_us"].groupby(late["rank"]).median() if len(late) else float("nan")
+    frame["latest"] = late["last"].groupby(late["rank"]).mean() if len(late) else float("nan")
+    over = parts.ends(run.path)
+    for name in ("host_bytes", "device_bytes"):
+        frame[name] = pd.array([over.get(int(rank), {}).get(f"peak_{name}") or pd.NA for rank in frame.index], "Int64")
+    return frame.reset_index()
+
+
+def _lateness(run: Run) -> pd.DataFrame:
+    """rank, late_us, last: of every collective that all ranks of its group issued, where all have one clock."""
+    clocks = {str(about.get("clock")) for about in parts.about(run.path).values()}
+    events = _grouped(run)
+    events = events[~events["op"].isin(_MESSAGES) & (events["group_size"] > 1)]
+    if len(clocks) != 1 or not len(events):
+        return pd.DataFrame({"rank": [], "late_us": [], "last": []})
+    keys = ["axis", "ranks", "step"]
+    events = events.assign(number=events.groupby([*keys, "rank"], observed=True).cumcount())
+    calls = events.groupby([*keys, "number"], observed=True)
+    whole = calls["rank"].transform("size") == events["group_size"]
+    late = events["start_us"] - calls["start_us"].transform("min")
+    last = events["start_us"] == calls["start_us"].transform("max")
+    return pd.DataFrame({"rank": events["rank"], "late_us": late, "last": last.astype("float64")})[whole]
+
+
+def _grouped(run: Run) -> pd.DataFrame:
+    """The ledger with the ranks of every call's group, "" where its axis stands for several groups of its rank."""
+    groups = parts.joined(run.path, "groups.csv", parts.GROUP_TYPES, [])
+    single = groups[~groups.duplicated(["rank", "axis"], keep=False)]
+    known = {(rank, axis): ranks for rank, axis, ranks in single[["rank", "axis", "ranks"]].itertuples(index=False)}
+    events = run.ledger.astype({"axis": "str", "op": "str", "phase": "str", "mode": "str"})
+    ranks = [known.get(pair, "") for pair in zip(events["rank"], events["axis"], strict=True)]
+    return events.assign(ranks=ranks)
+
+
+def findings(run: Run) -> list[str]:
+    """Sentences worth knowing: broken laws, calls that move nothing, steps or micro-batches that differ."""
+    if run.ledger.empty:
+        return ["no call was recorded"]
+    return [*_laws(run), *_idle(run), *_unlike(run, "step"), *_unlike(run, "microbatch")]
+
+
+def _laws(run: Run) -> Iterator[str]:
+    sizes = [int(size) for size in run.cases["world_size"].dropna()]
+    if set(parts.ends(run.path)) != set(range(max(sizes, default=0))):
+        yield "laws: not looked at, since not every rank came to its end"
+        return
+    events = _grouped(run)
+    events = events[events["ranks"] != ""]
+    counts = events.groupby("step").size().cumsum()
+    within = [int(step) for step in counts.index[(counts <= _MOST_LAWFUL) | (counts.index == counts.index.min())]]
+    whole = tuple(_events(events[events["step"].isin(within)]))
+    which = f"steps {span(within)}"
+    broken = broken_laws(whole)
+    if not broken:
+        yield f"laws: the ranks of every group issue the same calls, and what is sent is received ({which})"
+    for one in broken[:5]:
+        yield f"broken law: {one.message}"
+    if len(broken) > 5:
+        yield f"broken laws: {len(broken) - 5} more ({which})"
+
+
+def events(run: Run) -> Iterator[Event]:
+    """The calls whose group is known, as events of the ledger."""
+    frame = _grouped(run)
+    yield from _events(frame[frame["ranks"] != ""])
+
+
+def _events(frame: pd.DataFrame) -> Iterator[Event]:
+    names = [name for name in Event.__annotations__ if name in frame]
+    for row in frame[[*names, "ranks"]].to_dict("records"):
+        ranks = tuple(int(rank) for rank in str(row.pop("ranks")).split())
+        words: dict[str, Any] = {str(name): value for name, value in row.items()}
+        yield Event(**words, group=ranks)
+
+
+def _idle(run: Run) -> Iterator[str]:
+    """Calls that move nothing: in a group of one rank, or of no bytes."""
+    events = run.ledger
+    for words, rows in (
+        ("in groups of one rank", events[events["group_size"] == 1]),
+        ("of no bytes", events[(events["payload_bytes"] == 0) & (events["op"] != "barrier")]),
+    ):
+        if len(rows):
+            most = rows.groupby("rank").size().max()
+            place = Counter(str(place) for place in rows["caller"]).most_common(1)[0][0] or "?"
+            yield f"{most} calls of a rank are {words}: they move nothing; most at {place}"
+
+
+def _unlike(run: Run, unit: str) -> Iterator[str]:
+    """Steps, or the micro-batches of a step, that issue other calls than most; one sentence for all of them."""
+    word = {"step": "steps", "microbatch": "micro-batches"}[unit]
+    events = run.ledger.astype({"axis": "str", "op": "str", "phase": "str"})
+    if unit == "microbatch":
+        inside = events["phase"].isin(["forward", "backward", "recompute"])
+        events = events[inside & (events["step"] == events["step"].max())]
+    kinds: dict[frozenset[tuple[Any, int]], list[int]] = {}
+    for number, rows in events.groupby(unit):
+        kinds.setdefault(frozenset(_signature(rows).items()), []).append(int(str(number)))
+    if len(kinds) > 1:
+        most = max(kinds, key=lambda kind: (len(kinds[kind]), max(kinds[kind])))
+        usual = Counter(dict(most))
+        for kind in [kind for kind in kinds if kind != most][:3]:
+            more, less = Counter(dict(kind)) - usual, usual - Counter(dict(kind))
+            here, usually = (span(kinds[one]) for one in (kind, most))
+            yield f"{word} {here}, other than {usually}: {_words(more, less)}"
+
+
+def _signature(rows: pd.DataFrame) -> Mapping[Any, int]:
+    columns = ["rank", "phase", "region", "op", "axis", "dtype", "payload_bytes", "caller"]
+    return Counter(rows[columns].itertuples(index=False, name=None))
+
+
+def _words(more: Counter[Any], less: Counter[Any]) -> str:
+    """The first call that is more, or less, and how many there are, on the rank that has most of them."""
+    told = []
+    for sign, calls in (("more", more), ("fewer", less)):
+        if calls:
+            rank, phase, region, op, axis, dtype, size, caller = next(iter(sorted(calls)))
+            number = max(Counter({one[0]: 0 for one in calls} | _by_rank(calls)).values())
+            first = f"{phase} {op} of {size:,} B {dtype} over {axis}"
+            told.append(f"{number} {sign}, first {first}{f' in {region}' if region else ''} at {caller or '?'}")
+    return "; ".join(told)
+
+
+def _by_rank(calls: Counter[Any]) -> dict[int, int]:
+    found: Counter[int] = Counter()
+    for one, number in calls.items():
+        found[one[0]] += number
+    return dict(found)

@@ -1,0 +1,134 @@
+"""A recorded program as tables and sentences: what `show` prints and the page has in place of verdicts."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from reports.printing.tables import Table, count, mark, mebibytes, milliseconds, table
+from reports.programs import figures
+from reports.stored import parts
+from reports.stored.frames import Run
+
+__all__ = ["NO_CASE", "findings", "overview", "tables"]
+
+NO_CASE = "no case describes this program, so nothing is compared with a dense model: there is no verdict"
+_MOST_MODULES = 20
+
+
+def overview(run: Run) -> Table:
+    """The one row of a recorded program."""
+    steps = figures.steps(run)
+    one = run.ledger.groupby("rank")[["payload_bytes", "wire_bytes"]].sum()
+    most = one.max() if len(one) else pd.Series({"payload_bytes": 0, "wire_bytes": 0})
+    frame = pd.DataFrame(
+        {
+            "program": run.cases["case"],
+            "ranks": run.cases["world_size"],
+            "steps": steps["step"].nunique(),
+            "microbatches": steps["microbatches"].max(),
+            "calls": run.ledger.groupby("rank").size().max() if len(run.ledger) else 0,
+            "payload": most["payload_bytes"],
+            "wire": most["wire_bytes"],
+            "step_us": steps.groupby("step")["step_us"].max().median(),
+        }
+    )
+    return table(
+        "Recorded program",
+        frame,
+        (
+            ("program", "program", str),
+            ("ranks", "ranks", count),
+            ("steps", "steps", count),
+            ("micro-batches", "microbatches", count),
+            ("calls", "calls", count),
+            ("payload MiB", "payload", mebibytes),
+            ("wire MiB", "wire", mebibytes),
+            ("ms a step", "step_us", milliseconds),
+        ),
+        note="calls and MiB: the rank that has most, all recorded steps; ms a step: the median over steps of the "
+        f"slowest rank, from first forward to first forward; {NO_CASE}",
+    )
+
+
+def tables(run: Run) -> list[Table]:
+    """Traffic, modules and ranks."""
+    return [_traffic(run), _modules(run), _ranks(run)] if len(run.ledger) else []
+
+
+def findings(run: Run) -> list[str]:
+    """The sentences of figures.findings."""
+    return figures.findings(run)
+
+
+def _traffic(run: Run) -> Table:
+    return table(
+        "Calls and bytes",
+        figures.traffic(run),
+        (
+            ("phase", "phase", str),
+            ("op", "op", str),
+            ("axis", "axis", str),
+            ("ranks", "group_size", count),
+            ("calls", "calls", count),
+            ("a step", "per_step", _half),
+            ("payload MiB", "payload_bytes", mebibytes),
+            ("wire MiB", "wire_bytes", mebibytes),
+            ("ms in calls", "in_calls_us", milliseconds),
+        ),
+        note="one rank, the one that has most; a step: calls in the median step; wire: what the rank sends (ring "
+        "model); ms in calls: mean over ranks, of calls that are waited for at once (0 for others and on GPUs)",
+    )
+
+
+def _half(value: object) -> str:
+    return f"{float(str(value)):g}"
+
+
+def _modules(run: Run) -> Table:
+    frame = figures.by_module(run)
+    shown = frame.head(_MOST_MODULES)
+    more = f"; {len(frame) - len(shown)} more stand in ledger.csv" if len(frame) > len(shown) else ""
+    return table(
+        "Modules",
+        shown,
+        (
+            ("module", "folded", mark),
+            ("modules", "layers", count),
+            ("forward", "forward", count),
+            ("backward", "backward", count),
+            ("other", "other", count),
+            ("payload MiB", "payload_bytes", mebibytes),
+            ("wire MiB", "wire_bytes", mebibytes),
+        ),
+        note=f"calls and bytes of the rank that has most; numbers in paths are drawn together as *; -: no module{more}",
+    )
+
+
+def _ranks(run: Run) -> Table:
+    frame = figures.by_rank(run).assign(latest=lambda rows: rows["latest"] * 100)
+    clock = "" if len({str(one.get("clock")) for one in parts.about(run.path).values()}) == 1 else _NO_CLOCK
+    return table(
+        "Ranks",
+        frame,
+        (
+            ("rank", "rank", count),
+            ("calls", "calls", count),
+            ("async", "async_calls", count),
+            ("wire MiB", "wire_bytes", mebibytes),
+            ("ms exposed", "exposed_us", milliseconds),
+            ("ms late", "late_us", milliseconds),
+            ("last %", "latest", _half_percent),
+            ("host MiB", "host_bytes", mebibytes),
+            ("device MiB", "device_bytes", mebibytes),
+        ),
+        note="exposed: inside calls that are waited for at once; async: calls whose duration is not known; late: "
+        "median time behind the first rank of the group, over collectives; last: share of them in which it came last; "
+        f"host and device: most memory of the process{clock}",
+    )
+
+
+_NO_CLOCK = "; lateness is not known, since ranks are on machines with clocks of their own"
+
+
+def _half_percent(value: object) -> str:
+    return "-" if value != value else f"{float(str(value)):.0f}"  # noqa: PLR0124  (NaN)

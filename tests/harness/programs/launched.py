@@ -1,0 +1,55 @@
+"""Scripts as a launcher starts them: one Python process a rank, with torchrun's environment, recorded or not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import ROOT
+
+__all__ = ["LIMIT_S", "environment", "ranks_of"]
+
+LIMIT_S = 120.0
+
+
+def environment(folder: Path, **words: str) -> dict[str, str]:
+    """An environment in which our packages are found and no launcher is."""
+    kept = {name: value for name, value in os.environ.items() if name in {"PATH", "HOME", "LANG", "LD_LIBRARY_PATH"}}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **words}
+
+
+def ranks_of(
+    folder: Path, script: str, *words: str, world: int = 2, record: list[str] | None = None, **more: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a script of `folder` on every rank to its end; with `record` through `-m shardproof.record` with those words.
+
+    Raises TimeoutExpired, having killed all ranks.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program = [sys.executable, *([] if record is None else ["-m", "shardproof.record", *record]), script, *words]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": port}
+    started = [
+        subprocess.Popen(
+            program,
+            cwd=folder,
+            env=environment(folder, **meeting, RANK=str(rank), LOCAL_RANK=str(rank), **more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        ended = []
+        for process in started:
+            out, err = process.communicate(timeout=LIMIT_S)
+            ended.append(subprocess.CompletedProcess(program, process.returncode, out, err))
+        return ended
+    finally:
+        for process in started:
+            process.kill()

@@ -1,0 +1,117 @@
+"""A training script recorded as it is: same output and exit, a run folder that every report takes, kills and faults."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.witnesses.agreement import agreement
+from harness.witnesses.sighting import of_ledger
+from harness.witnesses.torch_trace import read_traces
+from reports.comparing.comparison import compare
+from reports.comparing.snapshot import snapshot
+from reports.pages import page
+from reports.programs import figures
+from reports.stored.frames import Run, load
+from tests.harness.programs.launched import ranks_of
+
+SCRIPT = Path(__file__).with_name("training.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("program")
+    shutil.copy(SCRIPT, made / "training.py")
+    return made
+
+
+@pytest.fixture(scope="module")
+def recorded(folder: Path) -> tuple[Run, str]:
+    """The run of three steps, and what rank 0 printed."""
+    ended = ranks_of(folder, "training.py", "3", record=["--profile", "torch", "--steps", "0:3"])
+    assert [end.returncode for end in ended] == [0, 0], ended
+    return load(folder / "runs" / "latest"), ended[0].stdout
+
+
+def test_output_is_as_without_us(folder: Path, recorded: tuple[Run, str]) -> None:
+    plain = ranks_of(folder, "training.py", "3")
+    assert [end.returncode for end in plain] == [0, 0]
+    assert plain[0].stdout == recorded[1]
+
+
+def test_every_rank_writes_its_part_with_phases_axes_modules_and_lines(recorded: tuple[Run, str]) -> None:
+    run = recorded[0]
+    assert run.notes == ()
+    rows = run.ledger[(run.ledger["rank"] == 1) & (run.ledger["step"] == 1)]
+    told = rows[["microbatch", "phase", "region", "op", "axis", "payload_bytes"]].astype("str").values.tolist()
+    gradients = 4 * 2 * (5 * 5 + 5)
+    assert told == [
+        # DDP has seen one backward and orders its buckets anew: 5 int32 and 1 int32
+        ["0", "forward", "", "broadcast", "world", "20"],
+        ["0", "forward", "", "broadcast", "world", "4"],
+        ["1", "backward", "0.linear", "all_reduce", "world", str(gradients)],
+        ["1", "metric", "", "all_reduce", "world", "4"],
+        ["1", "metric", "", "all_reduce", "tp", "4"],
+    ]
+    lines = (SCRIPT.read_text()).splitlines()
+    for caller, op in zip(rows["caller"], rows["op"], strict=True):
+        file, _, line = caller.partition(":")
+        assert file == "training.py"
+        assert {"broadcast": "model(", "all_reduce": "all_reduce("}.get(op, op) in lines[
+            int(line) - 1
+        ] or "backward" in lines[int(line) - 1]
+    steps = figures.steps(run)
+    assert steps["step"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert set(steps["microbatches"]) == {2}
+    assert steps["step_us"].notna().all()
+
+
+def test_torchs_profiler_saw_the_same_calls_one_by_one(recorded: tuple[Run, str]) -> None:
+    run = recorded[0]
+    seen = read_traces(run.path / "traces", 2)
+    ours = [replace(one, phase="") for one in of_ledger(figures.events(run))]  # a trace tells no phase before a forward
+    found = agreement(ours, {"torch": [replace(one, phase="") for one in seen]})
+    assert [str(row) for row in found.broken] == []
+    assert len(found.rows) == len(seen) == len(run.ledger)
+
+
+def test_the_reports_take_the_folder(recorded: tuple[Run, str]) -> None:
+    run = recorded[0]
+    text = page.render(run)
+    assert "Recorded: training.py on 2 ranks" in text
+    assert not compare(snapshot(run, "a"), snapshot(run, "b")).breaches
+    assert any("issue the same calls" in line for line in figures.findings(run))
+
+
+def test_a_call_more_breaks_the_gate_and_is_named_with_its_line(folder: Path, recorded: tuple[Run, str]) -> None:
+    ranks_of(folder, "training.py", "3", "extra", record=["--steps", "0:3"])
+    found = compare(snapshot(recorded[0], "base"), snapshot(load(folder / "runs" / "latest"), "new"))
+    assert found.breaches
+    assert set(found.events["op"]) == {"all_reduce"}
+    assert set(found.events["region"]) == {"0", "1"}
+
+
+def test_a_killed_rank_leaves_what_it_did(folder: Path) -> None:
+    ended = ranks_of(folder, "training.py", "2", "kill", world=1, record=[])
+    assert [end.returncode for end in ended] == [-9]
+    run = load(folder / "runs" / "latest")
+    last = run.ledger.iloc[-1]
+    assert (last["step"], last["phase"], last["op"]) == (1, "backward", "all_reduce")
+    assert any("rank 0 came to no orderly end" in note for note in run.notes)
+    torn = run.path / "ranks" / "0" / "ledger.csv"
+    torn.write_text(torn.read_text() + "training.py,prog")
+    again = load(run.path)
+    assert len(again.ledger) == len(run.ledger)
+    assert any("the last line is cut and left out: 1" in note for note in again.notes)
+
+
+def test_a_recorder_that_fails_lets_the_program_go(folder: Path) -> None:
+    ended = ranks_of(folder, "training.py", "3", "broken", world=1, record=[])
+    assert [end.returncode for end in ended] == [0]
+    assert [len(end.stdout.splitlines()) for end in ended] == [3]
+    assert [end.stderr.count("is not recorded any further") for end in ended] == [1]
+    run = load(folder / "runs" / "latest")
+    assert any("the recorder of rank 0 stopped" in note for note in run.notes)
