@@ -39,9 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         check()
-        program = ["-m", *parsed.module] if parsed.module else parsed.program
-        if len(program) < (2 if parsed.module else 1):
-            raise RequestError("program: is missing; legal: python -m shardproof.record train.py")
+        program = _program(parsed)
         options = request_of(parsed, wraps=False)
         name = program[1] if parsed.module else Path(program[0]).stem
         session, made = shared_session(parsed.out, name, program, os.environ, options)
@@ -51,6 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ShardproofError, ShadowedError) as problem:
         print(f"shardproof: {problem}", file=sys.stderr)
         return _WRONG_REQUEST
+
+
+def _program(parsed: argparse.Namespace) -> list[str]:
+    program = parsed.program if parsed.module is None else ["-m", *parsed.module]
+    if not program or program == ["-m"]:
+        raise RequestError("program: is missing; legal: python -m shardproof.record train.py")
+    return list(program)
 
 
 if __name__ == "__main__":

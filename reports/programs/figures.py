@@ -1,7 +1,7 @@
 """What a recorded program did, as frames: traffic, modules, steps, ranks, laws. Functions of a Run; nothing is printed.
 
 Only what can be computed honestly: durations are those of calls that are waited for at once on the host's clock, and
-lateness is told where all ranks share a clock. Bytes, microseconds.
+lateness is computed where all ranks share a clock. Bytes, microseconds.
 """
 
 from __future__ import annotations
