@@ -253,7 +253,8 @@ def test_a_bug_of_ours_is_told_as_one_and_is_no_failed_check(
 
 def test_help_waits_for_neither_torch_nor_pandas() -> None:
     code = (
-        "import sys; from reports.commands import cli; cli.main(['run', '--help']); print({'torch', 'pandas'} & {*sys.modules})"
+        "import sys; from reports.commands import cli; "
+        "cli.main(['run', '--help']); print({'torch', 'pandas'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.endswith("set()\n")
