@@ -51,11 +51,9 @@ def found(bug: Bug) -> Place | None:
 def found_in_megatron(name: str) -> Place | None:
     """The same of a patch of Megatron."""
     from bench.places import megatron  # noqa: PLC0415  (needs the extra `peers`)
-    from suites.subjects.megatron import REFERENCE as ITS_OWN  # noqa: PLC0415
-    from suites.subjects.megatron import subject  # noqa: PLC0415
 
     with engine_named("inproc") as ranks, megatron.planted(name):
-        return _place(prove(Case.parse(megatron.CASE), subject, ranks, reference=ITS_OWN).diagnosis)
+        return _place(shardproof.prove(megatron.CASE, "suites.subjects.megatron:subject", ranks).diagnosis)
 
 
 def is_right(place: Place | None, phase: str, module: str) -> bool:

@@ -25,8 +25,6 @@ LIKE: Mapping[str, str] = {
     "megatron": "Megatron-Core's GPTModel",
 }
 """What can be written -> what it shows."""
-_FILES = {"megatron": "megatron_gpt"}
-"""Names of files in `suites/subjects`, where they differ."""
 _NEEDS = {"hf": ("transformers", "transformers"), "megatron": ("megatron", "megatron-core")}
 """The package that a subject needs beside torch, as import and as pip know it."""
 _FOLDER = Path(__file__).resolve().parents[2] / "suites" / "subjects"
@@ -36,7 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Write the file and print the command that runs it. Exit status 0; raises RequestError, and writes nothing, when
     there is a file already or the name is none of a module.
     """
-    source = _FOLDER / f"{_FILES.get(arguments.like, arguments.like)}.py"
+    source = _FOLDER / f"{arguments.like}.py"
     target, text = Path(arguments.file), source.read_text(encoding="utf-8")
     if target.suffix != ".py" or not target.stem.isidentifier():
         raise RequestError(f"file={target}: must be the file of a module; legal: my_model.py")

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 
 import torch
 
-from shardproof import Shard, cuda_on_cpu
+from shardproof import Shard
+from suites.subjects import megatron
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron's own, at import
@@ -96,8 +97,7 @@ def subject(case, device):
 subject.truth = "alone"
 subject.words = {"sp": False, "llama": False, "dtype": "float32"}  # its cross entropy computes in float32
 subject.cases = ("tp=2", "tp=2 dp=2 sp=true", "tp=2 llama=true", "tp=2 sp=true llama=true")
-subject.per_rank = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")
-subject.session = cuda_on_cpu
+subject.per_rank, subject.session = megatron.subject.per_rank, megatron.session
 subject.refuses = lambda case: "computes its cross entropy in float32" if case.dtype == "float64" else ""
 subject.harmless = lambda case, fault: (
     "softmax is the same for any shift that all ranks subtract"

@@ -1,103 +1,60 @@
-"""Unmodified Megatron-Core as a subject: one step of GPTModel under tensor parallelism, and the same on one rank.
+"""Megatron-Core's GPTModel as it is, split over tp on CPUs, compared with itself on one rank. Needs megatron-core.
 
-Megatron is written for CUDA, so CUDA's questions are answered for the CPU (`subject.session`). What it keeps for a
-process, its groups and its random streams, must be one set a rank (`subject.per_rank`). Its cross entropy computes in
-float32, whatever the model does, so cases are float32.
+shardproof calls `subject` on every rank, and once more with tp=1 for the truth.
 """
 
-from __future__ import annotations
-
+import contextlib
 import warnings
 
 import torch
-from torch import Tensor
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.truth.reference import Reference
-from harness.shard import Shard
-from reference.case import Case
-from shardproof import cuda_on_cpu
+from shardproof import Shard, cuda_on_cpu
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Megatron's own, at import
+with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
-__all__ = ["REFERENCE", "control", "subject", "truth"]
 
-STATE = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")
-REFERENCE = Reference(truth=f"{__name__}:truth", control=f"{__name__}:control")
-
-
-def subject(case: Case, device: torch.device) -> dict[str, Tensor | Shard]:
-    """One forward and backward: the loss, and every gradient as the shard that Megatron says it is."""
-    return _step(case, case.tp, getattr(torch, case.dtype))
+def build(case):  # drawn on the CPU a weight is drawn whole and cut then, so that it does not depend on tp
+    words = {"use_cpu_initialization": True, "attention_dropout": 0.0, "hidden_dropout": 0.0, "num_layers": case.layers}
+    words |= {"hidden_size": 24, "num_attention_heads": 4, "tensor_model_parallel_size": case.tp}
+    torch.manual_seed(case.seed)
+    config = TransformerConfig(params_dtype=getattr(torch, case.dtype), **words)
+    return GPTModel(config, gpt_layer_specs.get_gpt_layer_local_spec(), 96, 12).to(config.params_dtype)
 
 
-vars(subject).update(per_rank=STATE, session=cuda_on_cpu)
+def placed(case, weight, tensor):  # a part is returned with its offsets and the full shape, as Megatron marks it
+    if not getattr(weight, "tensor_model_parallel", False):
+        return tensor
+    offsets, shape, dim = [0] * tensor.dim(), list(tensor.shape), weight.partition_dim
+    offsets[dim], shape[dim] = parallel_state.get_tensor_model_parallel_rank() * shape[dim], case.tp * shape[dim]
+    return Shard(tensor, tuple(offsets), tuple(shape))
 
 
-def truth(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """The same on one rank, in float64 as far as Megatron's cross entropy lets it."""
-    return _on_one_rank(case, torch.float64)
-
-
-def control(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
-    """The same on one rank in the case's dtype."""
-    return _on_one_rank(case, getattr(torch, case.dtype))
-
-
-def _on_one_rank(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    with InprocEngine() as alone, cuda_on_cpu():
-        (outcome,) = alone.run(lambda rank: _step(case, 1, dtype), world_size=1, seed=case.seed, per_rank=STATE)
-    return {name: value.local if isinstance(value, Shard) else value for name, value in outcome.items()}
-
-
-def _step(case: Case, tp: int, dtype: torch.dtype) -> dict[str, Tensor | Shard]:
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+def subject(case, device):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=case.tp)
     model_parallel_cuda_manual_seed(case.seed)
-    model = _model(case, dtype)
-    tokens = torch.arange(case.batch * case.seq).view(case.batch, case.seq) * 7 % case.vocab
-    places = torch.arange(case.seq).expand(case.batch, case.seq)
-    mask = torch.ones(1, 1, case.seq, case.seq).triu(1).bool()
-    loss = model(tokens, places, attention_mask=mask, labels=tokens.roll(-1, 1)).mean()
-    loss.backward()
-    outcome: dict[str, Tensor | Shard] = {"loss/0": loss.detach()}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            outcome[f"grad/{name}"] = _placed(parameter, parameter.grad, tp)
-    return outcome
+    model, places, mask = build(case), torch.arange(12).expand(3, 12), torch.ones(1, 1, 12, 12).triu(1).bool()
+    total = torch.zeros((), dtype=getattr(torch, case.dtype))
+    for micro in range(case.micro):
+        generator = torch.Generator().manual_seed(case.samples(0, micro, 0, 3).start)  # the number of the first of 3
+        tokens = torch.randint(96, (3, 13), generator=generator)
+        loss = model(tokens[:, :-1], places, mask, labels=tokens[:, 1:]).mean() / case.micro
+        loss.backward()
+        total += loss.detach()
+    return {"loss/0": total} | {f"grad/{name}": placed(case, w, w.grad) for name, w in model.named_parameters()}
 
 
-def _model(case: Case, dtype: torch.dtype) -> torch.nn.Module:
-    config = TransformerConfig(
-        num_layers=case.layers,
-        hidden_size=case.hidden,
-        num_attention_heads=case.heads,
-        use_cpu_initialization=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        params_dtype=dtype,
-    )
-    model: torch.nn.Module = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=case.vocab,
-        max_sequence_length=case.seq,
-        position_embedding_type="learned_absolute",
-    )
-    return model.to(dtype)
+@contextlib.contextmanager
+def session():  # Megatron asks CUDA for its device and random states, and warns of its own defaults
+    with cuda_on_cpu(), warnings.catch_warnings(action="ignore"):
+        yield
 
 
-def _placed(parameter: torch.nn.Parameter, gradient: Tensor, tp: int) -> Tensor | Shard:
-    """The gradient, as the shard along the dim that Megatron has marked."""
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return gradient
-    dim, shape = int(getattr(parameter, "partition_dim")), list(gradient.shape)  # noqa: B009  (Megatron's mark)
-    offsets = [0] * len(shape)
-    offsets[dim] = parallel_state.get_tensor_model_parallel_rank() * shape[dim]
-    shape[dim] *= tp
-    return Shard(gradient, tuple(offsets), tuple(shape))
+subject.truth, subject.cases = "alone", ("tp=2", "tp=4 micro=3")  # what runs when no case is named
+subject.session = session
+subject.words = {"layers": 1, "dtype": "float32", "steps": 1}  # its cross entropy computes in float32
+subject.per_rank = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")  # a state for each rank
+subject.refuses = lambda case: "is one step of tp alone" if case.steps > 1 or case.world_size > case.tp else ""

@@ -12,28 +12,26 @@ from harness.faults import faults_of
 from harness.injecting.survey import survey, unproved
 from harness.running.execution import execute
 from harness.running.proof import prove
-from reference.case import Case
-from suites.subjects import megatron
+from harness.subject import case_of, named
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 LAYERS = 2
-CASE = Case.parse(
-    f"mode=tp tp=2 layers={LAYERS} hidden=32 heads=4 kv_heads=4 vocab=128 seq=16 batch=2 steps=1 dtype=float32"
-)
+SUBJECT = named("suites.subjects.megatron:subject")
+CASE = case_of(f"tp=2 layers={LAYERS} micro=1", SUBJECT)
 
 
 def test_gpt_model_equals_itself_on_one_rank() -> None:
     with InprocEngine() as engine:
-        result = prove(CASE, megatron.subject, engine, reference=megatron.REFERENCE)
+        result = prove(CASE, SUBJECT, engine)
     assert result.verdict == PASS
     assert {"forward", "parameter_gradients", "replicas"} <= {verdict.check for verdict in result.verdicts}
 
 
 def test_every_collective_is_necessary_and_every_doubled_sum_is_noticed() -> None:
     with InprocEngine() as engine:
-        events = execute(CASE, megatron.subject, engine, text="").events
+        events = execute(CASE, SUBJECT.call, engine, text="").events
         faults = faults_of(events, CASE.axes, kinds=("drop", "double"))
-        results = survey(CASE, megatron.subject, engine, faults=faults, reference=megatron.REFERENCE, first_only=True)
+        results = survey(CASE, SUBJECT, engine, faults=faults, first_only=True)
     dropped = [result for result in results if result.fault.kind == "drop"]
     assert len(dropped) == 4 * LAYERS + 5
     assert all(result.killed for result in dropped)
