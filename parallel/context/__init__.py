@@ -1,0 +1,13 @@
+"""Context parallelism: every rank of an axis holds some tokens of each row, and attention meets the keys of the others.
+
+`slices` says which tokens, `blocks` is attention over a part of the keys and how parts are merged. Each method is one
+file, with its calls, its mathematics and its closed form; all of them compute the same function:
+
+    method     | what happens to k and v              | calls of a layer, c ranks                | needs
+    ring       | they go round, one hop a step        | c-1 hops; backward 2c-1                  | any slices
+    gathered   | they are gathered whole              | 2 all_gather; backward 2 reduce_scatter  | equal slices
+    exchanged  | exchanged, like q, tokens for heads  | 3 all_to_all; backward 3                 | the same, heads % c
+    exchanged  | the same among a ranks, ring outside | both, of c/a ranks the ring              | the same, heads % a
+
+Everything else of a layer works on single tokens: there, only their number changes.
+"""

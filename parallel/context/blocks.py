@@ -1,0 +1,105 @@
+"""Attention of some queries over some keys, and how the results over disjoint sets of keys become one.
+
+Letters: B rows, q queries, s keys, K kv heads, G query heads of one kv head, D head dim. Everything is computed in the
+dtype of statistics (`wide`), as the accumulators of a fused kernel are.
+
+    one block   S = q k^T / sqrt(D), -inf where a key is hidden ; L = log sum exp S ; O = exp(S - L) v
+    merge       L = log(exp L1 + exp L2) ; O = exp(L1 - L) O1 + exp(L2 - L) O2           associative, commutative
+    backward    P = exp(S - L) ; dS = P * (dO v^T - sum(dO * O)) / sqrt(D) ; dq = dS k ; dk = dS^T q ; dv = P^T dO
+
+Backward needs L and O *of all keys*: those of a block alone give plausible gradients that are wrong. A query that sees
+no key has L = -inf and O = 0, and -inf minus -inf is no number: the weight of anything is 0 then.
+Source: arXiv:2205.14135 (softmax by blocks), arXiv:2112.05682, arXiv:2310.01889 (ring attention); around.md 14.2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.norm import wide
+
+__all__ = ["Partial", "attend", "gradients", "merged", "over_all_keys"]
+
+Partial = tuple[Tensor, Tensor]
+"""O [B,q,K,G,D] and L [B,q,K,G] over some of the keys, in the dtype of statistics."""
+
+
+def attend(q_BqND: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, visible_qs: Tensor) -> Partial:
+    """Attention over these keys alone."""
+    score = _scores(q_BqND, k_BsKD, visible_qs)
+    total = score.logsumexp(-1)
+    return torch.einsum("bqkgs,bskd->bqkgd", _weights(score, total), v_BsKD.to(score.dtype)), total
+
+
+def merged(one: Partial, other: Partial) -> Partial:
+    """Attention over two disjoint sets of keys as one."""
+    total = torch.logaddexp(one[1], other[1])
+    shares = [_weights(part[1][..., None], total) for part in (one, other)]
+    return shares[0] * one[0] + shares[1] * other[0], total
+
+
+def gradients(
+    grad_BqND: Tensor, q_BqND: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, visible_qs: Tensor, whole: Partial
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What these keys add to the gradients of q [B,q,N,D], and the gradients of k and v [B,s,K,D] from these queries.
+
+    `whole` is the attention over all keys. All three are in the dtype of statistics.
+    """
+    score = _scores(q_BqND, k_BsKD, visible_qs)
+    context, total = whole
+    q, grad, k, v = (
+        _grouped(q_BqND, k_BsKD),
+        _grouped(grad_BqND, k_BsKD),
+        k_BsKD.to(score.dtype),
+        v_BsKD.to(score.dtype),
+    )
+    weight = _weights(score, total)
+    inner = torch.einsum("bqkgd,bskd->bqkgs", grad, v) - (grad * context).sum(-1)[..., None]
+    grad_score = weight * inner / math.sqrt(q.shape[-1])
+    return (
+        torch.einsum("bqkgs,bskd->bqkgd", grad_score, k).flatten(2, 3),
+        torch.einsum("bqkgs,bqkgd->bskd", grad_score, q),
+        torch.einsum("bqkgs,bqkgd->bskd", weight, grad),
+    )
+
+
+class _OverAllKeys(torch.autograd.Function):
+    """Attention whose keys are all there: one block."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        context, total = attend(q, k, v, visible)
+        ctx.save_for_backward(q, k, v, visible, context, total)
+        return context.flatten(2, 3).to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, visible, context, total = ctx.saved_tensors
+        grad_q, grad_k, grad_v = gradients(grad, q, k, v, visible, (context, total))
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
+
+
+def over_all_keys(q_BqND: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, visible_qs: Tensor) -> Tensor:
+    """Attention [B,q,N,D] of these queries; 0 for those that see no key."""
+    context: Tensor = _OverAllKeys.apply(q_BqND, k_BsKD, v_BsKD, visible_qs)
+    return context
+
+
+def _grouped(x_BqND: Tensor, k_BsKD: Tensor) -> Tensor:
+    """The query heads of every kv head together: [B,q,K,G,D]. Query head n reads kv head n // G."""
+    return x_BqND.to(wide(x_BqND.dtype)).unflatten(2, (k_BsKD.shape[2], -1))
+
+
+def _scores(q_BqND: Tensor, k_BsKD: Tensor, visible_qs: Tensor) -> Tensor:
+    q = _grouped(q_BqND, k_BsKD)
+    score = torch.einsum("bqkgd,bskd->bqkgs", q, k_BsKD.to(q.dtype)) / math.sqrt(q.shape[-1])
+    return score.masked_fill(~visible_qs.to(score.device)[:, None, None, :], -math.inf)
+
+
+def _weights(score: Tensor, total: Tensor) -> Tensor:
+    """exp(score - total), 0 where the total is that of no key at all."""
+    return (score - total.masked_fill(total == -math.inf, 0.0)[..., None]).exp()

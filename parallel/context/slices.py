@@ -1,0 +1,114 @@
+"""Which tokens of a row each context rank holds, in which order they lie there, and which of them may meet.
+
+    order        rank r of c holds                                                    work of causal attention
+    contiguous   chunk r of c                                                         grows with r
+    zigzag       chunks r and 2c-1-r of 2c, in this order                             equal, on each pair of ranks too
+    zigzag by document   the same two chunks of every packed document, end to end     equal in every document
+
+Zigzag of the whole row cuts documents anywhere, and balances only a row that is one document; by document, every
+length should be a multiple of 2c (Megatron pads documents to that). Chunks of a length that is no multiple differ by
+one token, the first ones longer, and may be empty; only `ring` takes slices of unequal length.
+
+Labels are shifted before anything is sliced: the label of the last token of a chunk is a token of another rank.
+Positions are sliced like tokens, so rotary embeddings and masks know where a token stands in its row.
+Source: Megatron-Core `get_batch_on_this_cp_rank` and `get_thd_batch_on_this_cp_rank` (around.md 12.2, 14.2);
+arXiv:2311.09431 (striped and zigzag orders).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Slices", "contiguous", "document_of", "sliced", "together", "zigzag", "zigzag_by_document"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slices:
+    """The slices of a row of S tokens.
+
+    held       for every rank, int64 [tokens of its own]: their places in the row, in the order in which they lie there
+    documents  int64 [S], the document of every place: tokens of two documents never meet, and those of a negative one
+               (padding) meet none at all. None: the row is one document
+    """
+
+    held: tuple[Tensor, ...]
+    documents: Tensor | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        """The places of all ranks, end to end: the order of what is gathered."""
+        return torch.cat(self.held)
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Bool [queries, keys]: may the token at one place see the token at the other? Causal, inside one document."""
+        seen = queries[:, None] >= keys[None, :]
+        if self.documents is None:
+            return seen
+        one, other = self.documents[queries][:, None], self.documents[keys][None, :]
+        return seen & (one == other) & (one >= 0)
+
+    def work(self, rank: int, owner: int) -> int:
+        """Pairs of a query of one rank and a key of another that meet."""
+        return int(self.visible(self.held[rank], self.held[owner]).sum())
+
+    def joined(self, ranks: int) -> Slices:
+        """The slices of groups of `ranks` consecutive ranks, each group as one.
+
+        Raises ValueError when `ranks` does not divide them.
+        """
+        if len(self.held) % ranks:
+            raise ValueError(f"ranks={ranks}: must divide the {len(self.held)} ranks of the row; legal: ranks=1")
+        groups = [self.held[first : first + ranks] for first in range(0, len(self.held), ranks)]
+        return Slices(held=tuple(torch.cat(group) for group in groups), documents=self.documents)
+
+    def require_equal(self, method: str) -> None:
+        """Raise ValueError unless every rank holds as many tokens as the others, which this method needs."""
+        lengths = [len(own) for own in self.held]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"held: the ranks hold {lengths} tokens, and {method} needs equal slices; "
+                f"legal: a row of a multiple of {len(lengths)} tokens, or the method ring"
+            )
+
+
+def contiguous(length: int, ranks: int) -> tuple[Tensor, ...]:
+    """The places of every rank: one chunk each."""
+    return torch.arange(length).tensor_split(ranks)
+
+
+def zigzag(length: int, ranks: int) -> tuple[Tensor, ...]:
+    """The places of every rank: a chunk from the front and its mirror image from the back."""
+    chunks = torch.arange(length).tensor_split(2 * ranks)
+    return tuple(torch.cat((chunks[rank], chunks[-1 - rank])) for rank in range(ranks))
+
+
+def zigzag_by_document(cu_seqlens: Tensor, ranks: int) -> tuple[Tensor, ...]:
+    """The places of every rank: its two chunks of each document, one document after the other.
+
+    `cu_seqlens` int64 [n + 1] holds the borders of the documents, from 0 to the row's length.
+    """
+    parts: list[list[Tensor]] = [[] for _ in range(ranks)]
+    for first, last in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        for mine, own in zip(parts, zigzag(last - first, ranks), strict=True):
+            mine.append(first + own)
+    return tuple(torch.cat(mine) for mine in parts)
+
+
+def document_of(cu_seqlens: Tensor) -> Tensor:
+    """int64 [S]: the number of the document that each place of a packed row belongs to."""
+    return torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.cpu().diff())
+
+
+def sliced(row: Tensor, own: Tensor, *, dim: int = 1) -> Tensor:
+    """What a rank holds of tokens, labels, loss mask or positions [B, S], or of a tensor with a row along `dim`."""
+    return row.index_select(dim, own.to(row.device))
+
+
+def together(parts: Sequence[Tensor], held: Sequence[Tensor], *, dim: int = 1) -> Tensor:
+    """The row from the parts of all ranks: the inverse of `sliced`."""
+    places = torch.cat([*held]).to(parts[0].device)
+    return torch.cat([*parts], dim).index_select(dim, places.argsort())

@@ -1,0 +1,107 @@
+"""What the tests of context parallelism share: rows, dense attention over them, and the same on in-process ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from parallel.context.exchanged import exchanged_attention, nested_attention
+from parallel.context.gathered import gathered_attention
+from parallel.context.ring import ring_attention
+from parallel.context.slices import Slices, contiguous, sliced, together, zigzag, zigzag_by_document
+from parallel.mesh import Axis, Mesh
+from reference.case import Case
+from reference.model.layers import attention, visible
+from tests.parallel.ranks import CPU, Calls, numbers, on_ranks
+
+Method = Callable[..., Tensor]
+"""(q, k, v, axis=, slices=) -> context, of one rank."""
+METHODS: dict[str, Method] = {
+    "ring": ring_attention,
+    "ring awaited": partial(ring_attention, overlap=False),
+    "gathered": gathered_attention,
+    "exchanged": exchanged_attention,
+}
+NAMES = ("context", "grad of q", "grad of k", "grad of v")
+
+
+def full_row(rows: int, length: int, heads: int, kv_heads: int, *, dim: int = 3, seed: int = 0) -> list[Tensor]:
+    """q, k and v of whole rows, large enough for weights far from equal."""
+    return [2 * numbers(rows, length, n, dim, seed=seed + i) for i, n in enumerate((heads, kv_heads, kv_heads))]
+
+
+def borders(*lengths: int) -> Tensor:
+    """cu_seqlens of documents of these lengths."""
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def ordered(order: str, length: int, ranks: int, cu_seqlens: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The places of every rank, by the name of their order."""
+    if order == "zigzag by document":
+        return zigzag_by_document(borders(length) if cu_seqlens is None else cu_seqlens, ranks)
+    return (zigzag if order == "zigzag" else contiguous)(length, ranks)
+
+
+def backward(context: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Context, and the gradients of q, k, v when the context's gradient is its own cosine."""
+    return [context.detach(), *torch.autograd.grad(context, (q, k, v), context.detach().cos())]
+
+
+def dense(full: list[Tensor], cu_seqlens: Tensor | None = None, padding: int = 0) -> list[Tensor]:
+    """The same by the dense model's attention, 0 for the last `padding` tokens, which see nothing and are not seen."""
+    length = full[0].shape[1] - padding
+    q, k, v = (x[:, :length].clone().requires_grad_() for x in full)
+    found = backward(attention(q, k, v, visible(length, cu_seqlens, CPU)).unflatten(2, q.shape[2:]), q, k, v)
+    return [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)) for x in found]
+
+
+def on_axis(method: Method, full: list[Tensor], slices: Slices, *, observer: Calls | None = None) -> list[Tensor]:
+    """The same by a method on as many ranks as there are slices, put together again."""
+    ranks = len(slices.held)
+    case = Case.of(tp=ranks, heads=ranks, kv_heads=ranks, hidden=2 * ranks, ffn=ranks)
+
+    def program(rank: int) -> list[Tensor]:
+        axis = Mesh.of(case).axis("tp")
+        q, k, v = (sliced(x, slices.held[axis.rank]).requires_grad_() for x in full)
+        return backward(method(q, k, v, axis=axis, slices=slices), q, k, v)
+
+    return _whole(on_ranks(ranks, program, observer=observer), slices)
+
+
+def on_two_axes(
+    full: list[Tensor], slices: Slices, *, inner: int, outer: int, observer: Calls | None = None
+) -> list[Tensor]:
+    """The same by all-to-all among `inner` neighbours inside of a ring of `outer` ranks."""
+    case = Case.of(tp=inner, dp=outer, heads=inner, kv_heads=inner, hidden=2 * inner, ffn=inner)
+
+    def program(rank: int) -> list[Tensor]:
+        mesh = Mesh.of(case)
+        q, k, v = (sliced(x, slices.held[rank]).requires_grad_() for x in full)
+        context = nested_attention(q, k, v, inner=mesh.axis("tp"), outer=mesh.axis("dp"), slices=slices)
+        return backward(context, q, k, v)
+
+    return _whole(on_ranks(inner * outer, program, observer=observer), slices)
+
+
+def axis_of(ranks: int, rank: int) -> Axis:
+    """An axis without a group."""
+    return Axis(name="cp", ranks=tuple(range(ranks)), rank=rank, group=None)
+
+
+def error(found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
+    """The largest absolute error of each of the four; inf where one is no number."""
+    distances = (float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
+    return {name: math.inf if math.isnan(far) else far for name, far in zip(NAMES, distances, strict=True)}
+
+
+def wrong(found: list[Tensor], expected: list[Tensor], *, limit: float = 1e-12) -> list[str]:
+    """Which of the four are not equal."""
+    return [name for name, far in error(found, expected).items() if far > limit]
+
+
+def _whole(parts: list[list[Tensor]], slices: Slices) -> list[Tensor]:
+    return [together(each, slices.held) for each in zip(*parts, strict=True)]

@@ -1,0 +1,130 @@
+"""Attention on slices is the dense model's attention: outputs and gradients of q, k and v, by every method."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parallel.collectives import Pending
+from parallel.context import ring
+from parallel.context.blocks import Partial, attend, merged, over_all_keys
+from parallel.context.slices import Slices, contiguous, document_of, zigzag
+from tests.parallel.context.rows import METHODS, borders, dense, full_row, on_axis, on_two_axes, ordered, wrong
+from tests.parallel.ranks import numbers
+
+ORDERS = ("zigzag", "contiguous", "zigzag by document")
+LENGTHS = {2: 12, 3: 18, 4: 24}
+"""Tokens of a row by number of ranks: a multiple of twice the ranks, no power of two where it can be."""
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    method=st.sampled_from([*METHODS]),
+    ranks=st.sampled_from((2, 3, 4)),
+    order=st.sampled_from(ORDERS),
+    heads=st.sampled_from(((12, 12), (12, 4), (12, 1), (24, 12))),
+    rows=st.integers(1, 3),
+    cuts=st.sets(st.integers(1, 11), max_size=3),
+    seed=st.integers(0, 2**16),
+)
+def test_every_method_is_dense_attention(
+    method: str, ranks: int, order: str, heads: tuple[int, int], rows: int, cuts: set[int], seed: int
+) -> None:
+    """Packed documents of any length, in any order of slices; without cuts the row is one document."""
+    if method == "exchanged" and heads[1] % ranks and ranks % heads[1]:
+        heads = (12, 12)
+    length = LENGTHS[ranks]
+    cu_seqlens = torch.tensor([0, *sorted(cuts), length]) if cuts else None
+    held = ordered("zigzag" if method != "ring" and order == "zigzag by document" else order, length, ranks, cu_seqlens)
+    slices = Slices(held=held, documents=None if cu_seqlens is None else document_of(cu_seqlens))
+    full = full_row(rows, length, *heads, seed=seed)
+    assert wrong(on_axis(METHODS[method], full, slices), dense(full, cu_seqlens)) == []
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_all_to_all_inside_of_a_ring_is_dense_attention(inner: int, outer: int, packed: bool) -> None:
+    """Also with fewer kv heads than inner ranks."""
+    length = 4 * inner * outer
+    cu_seqlens = borders(5, length - 8, 3) if packed else None
+    documents = None if cu_seqlens is None else document_of(cu_seqlens)
+    slices = Slices(held=zigzag(length, inner * outer), documents=documents)
+    for kv_heads in (inner, 1):
+        full = full_row(2, length, 2 * inner, kv_heads, seed=kv_heads)
+        assert wrong(on_two_axes(full, slices, inner=inner, outer=outer), dense(full, cu_seqlens)) == []
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("length", "ranks"), [(7, 2), (11, 3), (5, 4), (2, 3)])
+def test_a_ring_takes_slices_of_any_length(order: str, length: int, ranks: int) -> None:
+    """Uneven ones, and with fewer tokens than ranks empty ones: nothing is sent of those."""
+    full = full_row(2, length, 4, 2, seed=length)
+    slices = Slices(held=ordered(order, length, ranks))
+    assert len({len(own) for own in slices.held}) > 1
+    for method in ("ring", "ring awaited"):
+        assert wrong(on_axis(METHODS[method], full, slices), dense(full)) == []
+
+
+@pytest.mark.parametrize("method", ["ring", "gathered", "exchanged"])
+def test_a_rank_of_padding_is_zero(method: str) -> None:
+    """Contiguous slices, the last of 3 ranks all padding: it sees nothing, is not seen, and no number is lost."""
+    length, padding = 12, 5
+    documents = document_of(borders(4, 3, padding))
+    slices = Slices(held=contiguous(length, 3), documents=documents.where(documents < 2, -1))
+    full = full_row(2, length, 6, 3)
+    assert wrong(on_axis(METHODS[method], full, slices), dense(full, borders(4, 3), padding)) == []
+
+
+def test_equal_slices_are_required_by_name() -> None:
+    slices = Slices(held=contiguous(7, 2))
+    full = full_row(1, 7, 2, 2)
+    for method in ("gathered", "exchanged"):
+        with pytest.raises(Exception, match=r"hold \[4, 3\] tokens, and .* needs equal slices; legal: "):
+            on_axis(METHODS[method], full, slices)
+
+
+def test_the_order_of_merging_does_not_matter() -> None:
+    """Five blocks with large scores, one of them empty and one all hidden: every order gives attention over all."""
+    q, k, v = numbers(2, 3, 4, 3, seed=1) * 30, numbers(2, 9, 2, 3, seed=2), numbers(2, 9, 2, 3, seed=3)
+    hidden = torch.tensor([False, True, False, False, False, True, True, False, True])
+    visible = ~hidden.expand(3, -1)
+    parts = [
+        attend(q, k[:, own], v[:, own], visible[:, own])
+        for own in (slice(0, 2), slice(2, 2), slice(2, 5), slice(5, 7), slice(7, 9))
+    ]
+    expected = over_all_keys(q, k, v, visible)
+    for order in itertools.islice(itertools.permutations(range(5)), 0, None, 7):
+        whole: Partial = parts[order[0]]
+        for index in order[1:]:
+            whole = merged(whole, parts[index])
+        assert (whole[0].flatten(2, 3) - expected).abs().max() < 1e-13
+        assert (whole[1].isfinite()).all()
+
+
+def test_in_bfloat16_the_error_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are merged, and gradients of blocks travel, in the dtype of statistics; in bfloat16 the error would grow."""
+    full = [x.bfloat16() for x in full_row(2, 24, 4, 2)]
+    expected = dense([x.double() for x in full])
+
+    def errors(ranks: int) -> list[float]:
+        found = on_axis(METHODS["ring"], full, Slices(held=zigzag(24, ranks)))
+        assert {x.dtype for x in found} == {torch.bfloat16}
+        return [float((one.double() - other).norm()) for one, other in zip(found, expected, strict=True)]
+
+    def grown(ranks: int) -> list[bool]:
+        return [far > 1.05 * alone for far, alone in zip(errors(ranks), errors(1), strict=True)]
+
+    assert grown(4) == [False] * 4
+    hop = ring._hop
+
+    def rounded(block: Tensor, *rest: Any, overlap: bool) -> Pending:
+        return hop(block.bfloat16().to(block.dtype), *rest, overlap=overlap)
+
+    monkeypatch.setattr(ring, "_hop", rounded)
+    assert grown(4) == [False, False, True, True]
