@@ -91,7 +91,8 @@ def over_all_keys(q_BqND: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, visible_qs: Te
 
 def _grouped(x_BqND: Tensor, k_BsKD: Tensor) -> Tensor:
     """The query heads of every kv head together: [B,q,K,G,D]. Query head n reads kv head n // G."""
-    return x_BqND.to(wide(x_BqND.dtype)).unflatten(2, (k_BsKD.shape[2], -1))
+    x_BqKGD: Tensor = x_BqND.to(wide(x_BqND.dtype)).unflatten(2, (k_BsKD.shape[2], -1))
+    return x_BqKGD
 
 
 def _scores(q_BqND: Tensor, k_BsKD: Tensor, visible_qs: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class _Ring(torch.autograd.Function):
         for step in range(axis.size):
             keys = slices.held[_owner(axis, step)]
             ahead = _hop(block, axis, slices, step, overlap=overlap) if step < axis.size - 1 else None
-            part = attend(q, *block, slices.visible(own, keys))
+            part = attend(q, block[0], block[1], slices.visible(own, keys))
             whole = part if whole is None else merged(whole, part)
             block = block if ahead is None else ahead.wait()
         assert whole is not None  # an axis has at least this rank
@@ -72,7 +72,7 @@ class _Ring(torch.autograd.Function):
         for step in range(axis.size):
             keys = slices.held[_owner(axis, step)]
             ahead = _hop(block, axis, slices, step, overlap=ctx.overlap) if step < axis.size - 1 else None
-            own_q, *own_kv = gradients(grad, q, *block, slices.visible(own, keys), (whole[0], whole[1]))
+            own_q, *own_kv = gradients(grad, q, block[0], block[1], slices.visible(own, keys), (whole[0], whole[1]))
             grad_q += own_q
             grad_kv = torch.stack(own_kv) if home is None else home.wait() + torch.stack(own_kv)
             home = _hop(grad_kv, axis, slices, step, overlap=ctx.overlap)

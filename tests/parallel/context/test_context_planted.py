@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from parallel.context import blocks, gathered, ring
 from parallel.context.blocks import Partial
 from parallel.context.slices import Slices, contiguous, document_of, zigzag
 from parallel.mesh import Axis
+from parallel.pairs import gather_from_sequence
 from tests.parallel.context.rows import METHODS, borders, dense, full_row, on_axis, wrong
 from tests.parallel.ranks import Calls
 
@@ -94,14 +96,16 @@ def _stale_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     first: dict[int, tuple[Tensor, Tensor]] = {}
 
     def gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return blocks.gradients(grad, q, *first.setdefault(threading.get_ident(), (k, v)), *rest)
+        k, v = first.setdefault(threading.get_ident(), (k, v))
+        return blocks.gradients(grad, q, k, v, *rest)
 
     monkeypatch.setattr(ring, "gradients", gradients)
 
 
 def _other_groups(x: Tensor, k: Tensor) -> Tensor:
     """Query head n reads kv head n % K, not n // G."""
-    return x.unflatten(2, (-1, k.shape[2])).transpose(2, 3)
+    grouped: Tensor = x.unflatten(2, (-1, k.shape[2]))
+    return grouped.transpose(2, 3)
 
 
 def _in_row_order(slices: Slices) -> Tensor:
@@ -112,7 +116,6 @@ def _set(where: Any, name: str, value: Any) -> Plant:
     return lambda monkeypatch: monkeypatch.setattr(where, name, value)
 
 
-_gathers = gathered.gather_from_sequence
 PLANTED: dict[str, tuple[str, Plant, list[str]]] = {
     "partial outputs are added, not rescaled": ("ring", _set(ring, "merged", _summed), ALL),
     "partial outputs are averaged": ("ring", _set(ring, "merged", _averaged), ALL),
@@ -139,7 +142,7 @@ PLANTED: dict[str, tuple[str, Plant, list[str]]] = {
         _set(
             gathered,
             "gather_from_sequence",
-            lambda x, a, dim: _gathers(x, a, dim=dim, tensor_parallel_output_grad=False),
+            partial(gather_from_sequence, tensor_parallel_output_grad=False),
         ),
         ALL[2:],
     ),
