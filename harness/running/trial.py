@@ -184,10 +184,11 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
     captured = plain.captured
     if isinstance(trial.reference.truth, OwnTruth):  # it knows no modules, unless it returns their tensors by name
         captured = tuple({name: found[name] for name in found if name in evidence.truth} for found in captured)
+    merged = gathered(evidence.outcomes, captured, evidence.truth, evidence.merged.tensors)
     return replace(
         evidence,
-        captured=captured,
-        merged=gathered(evidence.outcomes, captured, evidence.truth, evidence.merged.tensors),
+        captured=held_once(captured, merged),
+        merged=merged,
         repeats=tuple(repeats),
         saved_bytes=plain.saved_bytes,
         hidden=plain.hidden,

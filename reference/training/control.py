@@ -61,8 +61,8 @@ def reordered(case: Case, parts: int = 0) -> Arithmetic:
 def split_linear(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int) -> Tensor:
     """The linear layer by `parts` partial sums over inputs and over outputs, and by two blocks of tokens."""
     blocks = [
-        torch.cat([_summed(x_TE, rows, parts) for rows in weight.tensor_split(parts)], -1)
-        for x_TE in x_BSE.flatten(0, -2).tensor_split(2)
+        torch.cat([_summed(x_TE, rows, parts) for rows in _parts(weight, parts, 0)], -1)
+        for x_TE in _parts(x_BSE.flatten(0, -2), 2, 0)
     ]
     y_BSF = torch.cat(blocks).view(*x_BSE.shape[:-1], len(weight))
     return y_BSF if bias is None else y_BSF + bias
@@ -74,7 +74,7 @@ def split_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: 
     group = heads // k_BSKD.shape[2]
     q_BNSD = q_BSND.transpose(1, 2)
     k_BNSD, v_BNSD = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k_BSKD, v_BSKD))
-    scores = [_summed(q_BNSD, keys, parts) for keys in k_BNSD.tensor_split(parts, 2)]
+    scores = [_summed(q_BNSD, keys, parts) for keys in _parts(k_BNSD, parts, 2)]
     score_BNSS = torch.cat(scores, -1).to(layers.wide(q_BSND.dtype)) / math.sqrt(head_dim)
     share_BNSS = score_BNSS.masked_fill(~visible_SS, -math.inf).softmax(-1).to(q_BSND.dtype)
     return _summed(share_BNSS, v_BNSD.transpose(2, 3), parts).transpose(1, 2).flatten(2)
@@ -90,7 +90,7 @@ def fused_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: 
 
 def _summed(x_TE: Tensor, rows: Tensor, parts: int) -> Tensor:
     """x @ rows^T as `parts` products over the inputs, added last first."""
-    pairs = zip(x_TE.tensor_split(parts, -1), rows.tensor_split(parts, -1), strict=True)
+    pairs = zip(_parts(x_TE, parts, -1), _parts(rows, parts, -1), strict=True)
     *rest, total = [x @ columns.mT for x, columns in pairs]
     for product in reversed(rest):
         total = total + product
@@ -99,5 +99,11 @@ def _summed(x_TE: Tensor, rows: Tensor, parts: int) -> Tensor:
 
 def split_norm(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int) -> Tensor:
     """The norm by `parts` blocks of tokens, so that the gradients of its parameters are `parts` partial sums."""
-    blocks = x_BSE.flatten(0, -2).tensor_split(parts)
+    blocks = _parts(x_BSE.flatten(0, -2), parts, 0)
     return torch.cat([layers.norm(block, weight, bias) for block in blocks]).view(x_BSE.shape)
+
+
+def _parts(x: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:
+    """x.tensor_split(parts, dim), whose backward makes one gradient of x's size and not one for each part."""
+    size, longer = divmod(x.shape[dim], parts)
+    return x.split([size + 1] * longer + [size] * (parts - longer), dim)
