@@ -42,7 +42,8 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
         if logits is not None:
             outcome[f"logits/{step}"] = logits
         if step == 0 and rank.proves:
-            outcome |= {f"grad/{name}": rank.value(grad.clone(), places[name]) for name, grad in gradients.items()}
+            kept = torch.clone if case.clip or case.steps > 1 else torch.detach  # nothing changes them any more
+            outcome |= {f"grad/{name}": rank.value(kept(grad), places[name]) for name, grad in gradients.items()}
         sync.clip(gradients.values(), norm, case.clip)
         optimizer.step()
         rank.step.afterwards(rank)

@@ -19,6 +19,10 @@ def subject(case, device):
 
 
 subject.modes = ("tp",)
+subject.cases = (  # what runs when no case is named
+    "mode=tp tp=2 micro=3 layers=1",
+    "mode=tp tp=2 micro=3 layers=1 positions=rope norm=rmsnorm optimizer=adamw lr=0.1 clip=0.1 recompute=full",
+)
 subject.refuses = lambda case: (
     "splits plain MLPs in two"
     if case.world_size != 2 or case.activation == "swiglu"
