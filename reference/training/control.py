@@ -106,4 +106,4 @@ def split_norm(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int
 def _parts(x: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:
     """x.tensor_split(parts, dim), whose backward makes one gradient of x's size and not one for each part."""
     size, longer = divmod(x.shape[dim], parts)
-    return x.split([size + 1] * longer + [size] * (parts - longer), dim)
+    return torch.split(x, [size + 1] * longer + [size] * (parts - longer), dim)
