@@ -6,6 +6,8 @@ Logits are [rows, seq, width]; row (data_rank * micro + m) * batch + b, packed d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -63,9 +65,12 @@ def over_data(rank: Rank) -> None:
         sync.sum_gradients(gradients.values(), mesh.axis(axis))
 
 
-def over_weights(rank: Rank) -> None:
-    """The sums over the weight axis of the gradients that are partial there, in one flat call or one each."""
-    strategy, gradients = rank.strategy, rank.gradients()
+def over_weights(rank: Rank, gradients: Mapping[str, Tensor] | None = None) -> None:
+    """The sums over the weight axis of the gradients that are partial there, in one flat call or one each.
+
+    `gradients` are the rank's unless given.
+    """
+    strategy, gradients = rank.strategy, rank.gradients() if gradients is None else gradients
     weight_axis = rank.mesh.axis(strategy.weight_axis)
     partial = [gradient for name, gradient in gradients.items() if strategy.partial(rank.case, name)]
     for group in [partial] if strategy.coalesced else [[gradient] for gradient in partial]:

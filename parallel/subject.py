@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.data_parallel.scheme import with_data_parallelism
 from parallel.expectation import Term
 from parallel.layout import Box, pieces, rows
 from parallel.mesh import Mesh, coordinates
 from parallel.metric import metric_terms
 from parallel.registry import MODES
-from parallel.strategy import Value
+from parallel.strategy import Strategy, Value
 from parallel.training import train
 from parallel.variants import deviating
 from reference.case import Case
@@ -45,7 +46,7 @@ class ParallelSubject:
         reason = self.refuses(case)
         if reason:
             raise ValueError(reason)
-        return train(case, deviating(MODES[case.mode], case), Mesh.of(case), device)
+        return train(case, deviating(_strategy(case), case), Mesh.of(case), device)
 
     def refuses(self, case: Case) -> str:
         """Why this case is not supported, "" when it is."""
@@ -55,7 +56,7 @@ class ParallelSubject:
 
     def expected(self, case: Case) -> Iterable[Term]:
         """The calls that every rank issues over the whole run of a case it does not refuse, variants left aside."""
-        strategy = MODES[case.mode]
+        strategy = _strategy(case)
         place = strategy.activation(case, "head")
         return (*strategy.calls(case), *(() if place is None else metric_terms(case, place)))
 
@@ -84,6 +85,10 @@ class ParallelSubject:
         together = all(any(set(ranks) <= set(other) for other in fault.groups) for ranks in own)
         alike = fault.rank < 0 and (fault.kind in {"op", "stale"} or (fault.kind == "group" and together))
         return "softmax is the same for any shift that all ranks subtract alike" if maximum and alike else ""
+
+
+def _strategy(case: Case) -> Strategy:
+    return with_data_parallelism(MODES[case.mode], case)
 
 
 subject = ParallelSubject()

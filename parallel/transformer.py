@@ -68,7 +68,8 @@ class Transformer(nn.Module):
                 )
             else:
                 x = layer(x, table, batch.attention_mask)
-        logits: Tensor = self.head(self.final_norm(x), self.embedding.get_parameter("tokens.weight"))
+        table = self.embedding.get_submodule("tokens").weight  # gathered, it is no parameter
+        logits: Tensor = self.head(self.final_norm(x), table)
         return logits
 
 

@@ -1,0 +1,160 @@
+"""Gradients in flat buckets: summed over the data ranks, whole (zero=0) or each rank its own part (zero=1).
+
+Every gradient is added into its place in the buffer as backward completes it, in the buffer's dtype. With buckets of a
+size (`bucket=`), a bucket's sum starts in the backward of the last micro-batch, with the last of its gradients; without
+one there is one bucket, and it is summed after that backward. No micro-batch before the last sends anything (no_sync).
+
+    zero=0   all_reduce of the bucket                        the optimizer steps whole parameters
+    zero=1   reduce_scatter of the padded bucket             the optimizer steps this rank's part of every bucket;
+             after the step all_gather of the padded bucket  after its step the parts are gathered into all parameters
+
+With `master=float32` the optimizer steps float32 copies, which are rounded into the parameters after its step.
+Source: Megatron-Core 0.16.1 `_ParamAndGradBuffer`, `DistributedOptimizer` (around.md 15.1, 15.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from parallel.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
+from parallel.data_parallel.buckets import Bucket, bucketed, shares
+from parallel.data_parallel.words import gradient_dtype, trained_dtype
+from parallel.layout import Cut, Placement
+from parallel.strategy import Rank
+from reference.case import Case
+from reference.parameters import dtype_of
+
+__all__ = ["Buckets"]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Under:
+    """A bucket of this rank: how many gradients of it have come in this step, and its sum once that is under way."""
+
+    bucket: Bucket
+    arrived: int = 0
+    pending: Pending | None = None
+
+
+class Buckets:
+    """The buffer of one rank; `prepare` makes it, and the parts of a step do the rest in their order."""
+
+    def __init__(self, case: Case) -> None:
+        self._case, self._sharded = case, case.zero == 1
+        self._under: list[_Under] = []
+        self._views: dict[str, Tensor] = {}
+        self._of: dict[str, _Under] = {}
+        self._came: dict[str, int] = {}
+        self._own: dict[str, tuple[int, int]] = {}
+
+    def prepare(self, rank: Rank) -> Rank:
+        """Lay out the buffer, and have the optimizer step what it shall."""
+        case, self._axis, self._model = self._case, rank.mesh.axis("dp"), rank.parameters
+        sizes = {name: parameter.numel() for name, parameter in rank.parameters.items()}
+        found = bucketed(sizes, ranks=self._axis.size, sharded=self._sharded, largest=case.bucket)
+        self._flat = torch.zeros(found[-1].end, dtype=gradient_dtype(case), device=rank.device)
+        for bucket in found:
+            self._under.append(_Under(bucket=bucket))
+            for slot in bucket.slots:
+                self._views[slot.name] = self._flat[slot.start : slot.end].view(rank.parameters[slot.name].shape)
+                self._of[slot.name] = self._under[-1]
+        for name, parameter in rank.parameters.items():
+            self._came[name] = 0
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
+        return self._split(rank) if self._sharded else self._whole(rank)
+
+    def _whole(self, rank: Rank) -> Rank:
+        if self._case.master == "none":
+            return rank
+        masters = {name: _trained(parameter, self._case) for name, parameter in rank.parameters.items()}
+        return replace(rank, parameters=masters, updated=masters)
+
+    def _split(self, rank: Rank) -> Rank:
+        """Parameters become views of a flat buffer laid out as the gradients', and this rank steps its part of it."""
+        flat = self._parameters = torch.zeros(self._flat.numel(), dtype=dtype_of(self._case), device=rank.device)
+        held: dict[str, list[range]] = {name: [range(0)] * self._axis.size for name in rank.parameters}
+        for under in self._under:
+            for slot in under.bucket.slots:
+                view = flat[slot.start : slot.end].view(rank.parameters[slot.name].shape)
+                view.copy_(rank.parameters[slot.name].detach())
+                rank.parameters[slot.name].data = view
+                self._own[slot.name] = slot.start, slot.start
+            for index in range(self._axis.size):
+                for share in shares(under.bucket, index, self._axis.size):
+                    held[share.name][index] = range(share.first, share.last)
+        places: dict[str, Placement] = {}
+        for name, place in rank.places.items():
+            cut = Cut(axis=self._axis.name, dim=None, held=tuple((own,) for own in held[name]))
+            places[name] = replace(place, cuts=(*place.cuts, cut))
+            first, own = self._own[name][0], held[name][self._axis.rank]
+            self._own[name] = first + own.start, first + own.stop
+        updated = {name: _trained(flat[slice(*own)], self._case) for name, own in self._own.items()}
+        rank = replace(rank, updated=updated, updated_places=places)
+        return rank if self._case.master == "none" else replace(rank, parameters=updated, places=places)
+
+    def _arrived(self, name: str, parameter: Tensor) -> None:
+        """Backward has completed a parameter's gradient of one micro-batch."""
+        assert parameter.grad is not None
+        if self._came[name]:
+            self._views[name].add_(parameter.grad)
+        else:
+            self._views[name].copy_(parameter.grad)
+        parameter.grad = None
+        self._came[name] += 1
+        if self._came[name] == self._case.micro:
+            under = self._of[name]
+            under.arrived += 1
+            if self._case.bucket and under.arrived == len(under.bucket.slots):
+                self._start(under)
+
+    def _start(self, under: _Under) -> None:
+        buffer, overlap = self._flat[under.bucket.start : under.bucket.end], self._case.overlap and self._case.bucket > 0
+        if self._sharded:
+            under.pending = start_reduce_scatter(buffer, self._axis, dim=0, overlap=overlap)
+        else:
+            under.pending = start_all_reduce(buffer, self._axis, overlap=overlap)
+
+    def reduce(self, _rank: Rank) -> None:
+        """The sums over the data ranks are complete; with zero=1 in this rank's part of every bucket."""
+        for under in self._under:
+            if under.pending is None:
+                self._start(under)
+        for under in self._under:
+            assert under.pending is not None
+            summed, under.pending, under.arrived = under.pending.wait(), None, 0
+            if self._sharded:
+                own = under.bucket.owned(self._axis.rank, self._axis.size)
+                self._flat[own.start : own.stop].copy_(summed)
+        self._came = dict.fromkeys(self._came, 0)
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Every parameter's place in the buffer; with zero=1 summed in this rank's part only."""
+        return self._views
+
+    def hand_over(self, rank: Rank) -> None:
+        """Give the optimizer's tensors their gradients, in their dtype."""
+        for name, tensor in rank.updated.items():
+            gradient = self._flat[slice(*self._own[name])] if self._sharded else self._views[name]
+            tensor.grad = gradient.to(tensor.dtype)
+
+    def afterwards(self, rank: Rank) -> None:
+        """Round masters into the parameters; with zero=1 gather every rank's part into them."""
+        with torch.no_grad():
+            for name, tensor in rank.updated.items():
+                own = self._parameters[slice(*self._own[name])] if self._sharded else self._model[name]
+                own.copy_(tensor)
+            for under in self._under if self._sharded else ():
+                mine = under.bucket.owned(self._axis.rank, self._axis.size)
+                part = self._parameters[mine.start : mine.stop]
+                whole = all_gather(part, self._axis, dim=0)
+                self._parameters[under.bucket.start : under.bucket.end].copy_(whole)
+
+
+def _trained(tensor: Tensor, case: Case) -> Tensor:
+    """What the optimizer steps of this: itself, or a float32 copy."""
+    return tensor.detach().to(trained_dtype(case)).requires_grad_()

@@ -1,0 +1,204 @@
+"""Parameters in shards of rows (zero=2, zero=3): gathered for use by units, their gradients reduced into the shards.
+
+Units are the layers, and the model itself for what lies outside of them. Before a unit's forward its shards are
+gathered; when backward has left it, its gradients are summed over the ranks, each keeping its own rows, after every
+micro-batch. Where the ranks of a shard are fewer than the data ranks (`shard=`), the shards are summed over the
+replicas once a step.
+
+    zero=2   a unit stays gathered until backward has left it
+    zero=3   a layer is dropped after its forward and gathered again before its backward; the model itself is not
+
+With recompute=full the layer's second forward gathers it, and backward uses what that gathered. The optimizer steps the
+shards: in float32 with `master=float32`, rounded before every gather. A rank beyond the rows of a parameter holds none
+of it. Calls are awaited at once. Source: torch 2.13 `fully_shard` (around.md 15.3); arXiv:1910.02054 for ZeRO.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.collectives import all_gather, all_reduce, reduce_scatter
+from parallel.data_parallel.rows import Unit, padded_rows
+from parallel.data_parallel.words import gradient_dtype, replica_axis, shard_axis, trained_dtype, unit_of
+from parallel.layout import Cut, Placement, shard
+from parallel.mesh import Axis
+from parallel.strategy import Rank
+from reference.case import Case
+from reference.parameters import dtype_of
+
+__all__ = ["Shards"]
+
+_Packed = tuple[int, tuple[int, ...], tuple[int, ...], int]
+"""Number of a gathered parameter, then size, stride and offset of what autograd saves of it."""
+
+
+class Shards:
+    """The units of one rank; `prepare` makes them, and the parts of a step do the rest in their order."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._units: list[_Gathered] = []
+
+    def prepare(self, rank: Rank) -> Rank:
+        """Keep this rank's rows of every parameter, and have each unit gathered when it is used."""
+        axis = rank.mesh.axis(shard_axis(self._case))
+        names: dict[str, list[str]] = {}
+        for name in rank.parameters:
+            names.setdefault(unit_of(name), []).append(name)
+        cut = Cut(axis=axis.name, dim=0, order="chunks")
+        places = {name: replace(place, cuts=(*place.cuts, cut)) for name, place in rank.places.items()}
+        for module, of_unit in names.items():
+            wholes = {name: rank.parameters[name] for name in of_unit}
+            self._units.append(_Gathered(self._case, rank.model, module, wholes, axis))
+        shards = {name: part for unit in self._units for name, part in unit.shards.items()}
+        in_order = {name: shards[name] for name in rank.parameters}
+        return replace(rank, parameters=in_order, places=places, updated=in_order, updated_places=places)
+
+    def reduce(self, rank: Rank) -> None:
+        """The shards of the gradients are sums over all data ranks."""
+        for unit in self._units:
+            unit.sum_over(rank.mesh.axis(replica_axis(self._case)) if self._case.shard else None)
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Every parameter's padded shard of the gradient, flat."""
+        return {name: part for unit in self._units for name, part in unit.gradients().items()}
+
+    def hand_over(self, rank: Rank) -> None:
+        """Give the optimizer's tensors their gradients, in their dtype, without padding."""
+        padded = self.gradients()
+        for name, tensor in rank.updated.items():
+            tensor.grad = padded[name][: tensor.numel()].view(tensor.shape).to(tensor.dtype)
+
+    def afterwards(self, _rank: Rank) -> None:
+        """Nothing: shards are gathered where they are used."""
+
+
+class _Gathered:
+    """One unit on one rank."""
+
+    def __init__(
+        self, case: Case, model: nn.Module, module: str, wholes: Mapping[str, Tensor], axis: Axis
+    ) -> None:
+        self._case, self._axis = case, axis
+        self._layout = Unit(shapes={name: tuple(whole.shape) for name, whole in wholes.items()}, ranks=axis.size)
+        self._owners = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in wholes}
+        self.shards: dict[str, nn.Parameter] = {}
+        at = {axis.name: (axis.rank, axis.size)}
+        for name, whole in wholes.items():
+            place = Placement(shape=tuple(whole.shape), cuts=(Cut(axis=axis.name, dim=0, order="chunks"),))
+            rows = shard(whole.detach(), place, at)
+            self.shards[name] = parameter = nn.Parameter(rows.to(trained_dtype(case)))
+            owner, leaf = self._owners[name]
+            owner.register_parameter(leaf, parameter)
+        device = next(iter(wholes.values())).device
+        self._sum = torch.zeros(self._layout.shard_elements, dtype=gradient_dtype(case), device=device)
+        self._came = 0
+        self._kept: list[Tensor] = []
+        self._drops = case.zero == 3 and module != ""
+        used = model.get_submodule(module)
+        used.forward = functools.partial(self._forward, used.forward)  # type: ignore[method-assign]
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Every padded shard of the sum, flat."""
+        return {name: self._sum[first : first + size] for name, first, size in self._layout.places()}
+
+    def gather(self) -> list[Tensor]:
+        """Every whole parameter, by a collective unless the unit is still gathered."""
+        if not self._kept:
+            dtype = dtype_of(self._case)
+            flat = torch.zeros(self._layout.shard_elements, dtype=dtype, device=self._sum.device)
+            for name, first, _ in self._layout.places():
+                part = self.shards[name].detach()
+                flat[first : first + part.numel()].copy_(part.flatten())
+            buffer = all_gather(flat, self._axis, dim=0).view(self._axis.size, -1)
+            for name, first, size in self._layout.places():
+                shape = self._layout.shapes[name]
+                rows = buffer[:, first : first + size].reshape(-1, *shape[1:])[: shape[0]]
+                self._kept.append(rows.clone())
+        return self._kept
+
+    def reduce(self, gradients: Sequence[Tensor]) -> None:
+        """Add this rank's rows of the sums of these gradients of whole parameters; the unit is no longer gathered."""
+        ranks = self._axis.size
+        buffer = torch.zeros(ranks, self._layout.shard_elements, dtype=self._sum.dtype, device=self._sum.device)
+        for (name, first, size), gradient in zip(self._layout.places(), gradients, strict=True):
+            height = padded_rows(gradient.shape[0], ranks)
+            for index, rows in enumerate(gradient.split(height)):
+                buffer[index, first : first + rows.numel()].copy_(rows.flatten())
+        own = reduce_scatter(buffer.flatten(), self._axis, dim=0)
+        self._sum = self._sum + own if self._came else own
+        self._came += 1
+        self._kept = []
+
+    def sum_over(self, replicas: Axis | None) -> None:
+        """The sum of the step is complete, over the replicas too; the next gradient begins a new one."""
+        if replicas is not None:
+            self._sum = all_reduce(self._sum, replicas)
+        self._came = 0
+
+    def _forward(self, forward: Callable[..., Any], *args: Any) -> Any:
+        """The unit's forward with whole parameters in the places of its shards."""
+        wholes = _Gather.apply(self, *self.shards.values())
+        again = self._drops and self._case.recompute != "full" and torch.is_grad_enabled()
+        for whole, (owner, leaf) in zip(wholes, self._owners.values(), strict=True):
+            owner.__dict__[leaf] = whole  # found before the parameter, which stays registered
+        try:
+            if not again:
+                return forward(*args)
+            self._storages = [whole.untyped_storage() for whole in wholes]
+            with torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked):
+                return _GatherAgain.apply(self, forward(*args))
+        finally:
+            self._storages = []
+            for owner, leaf in self._owners.values():
+                del owner.__dict__[leaf]
+            if self._drops:
+                self._kept = []
+
+    def _packed(self, tensor: Tensor) -> Tensor | _Packed:
+        """What autograd keeps: of a gathered parameter only which part of it this is."""
+        storage = tensor.untyped_storage()
+        for number, own in enumerate(self._storages):
+            if storage is own:
+                return number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return tensor
+
+    def _unpacked(self, kept: Tensor | _Packed) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        number, size, stride, offset = kept
+        return self.gather()[number].as_strided(size, stride, offset)
+
+
+class _Gather(torch.autograd.Function):
+    """Shards -> whole parameters; backward adds the reduced gradients to the unit's sum itself."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: _Gathered, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        return tuple(whole.detach() for whole in unit.gather())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.unit.reduce(gradients)
+        return (None,) * (1 + len(gradients))
+
+
+class _GatherAgain(torch.autograd.Function):
+    """Forward identity; backward gathers the unit, before any of its modules needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: _Gathered, y: Tensor) -> Tensor:
+        ctx.unit = unit
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ctx.unit.gather()
+        return None, gradient

@@ -1,0 +1,138 @@
+"""The closed forms of data parallelism: what replaces the one flat sum of gradients of a plain step.
+
+Payloads of bucket b (B elements, padded with zero=1) and of unit u (U elements, every shard padded), e_g bytes of a
+gradient and e_p of a parameter; `backward` where `bucket=` gives a size, else after it:
+
+    zero=0   once a step    all_reduce B e_g                      of every bucket
+    zero=1   once a step    reduce_scatter B e_g, then after the optimizer's step all_gather B e_p, of every bucket
+    zero=2   a micro-batch  all_gather U e_p before a unit's forward, reduce_scatter U e_g after its backward
+    zero=3   a micro-batch  the same, and all_gather U e_p of every layer before its backward (recompute=full: before
+                            its second forward)
+    shard=   once a step    all_reduce U e_g / shard of every unit over the replicas
+
+A bucket's call belongs to the module whose gradient completes it, the last in the order of backward. Squared norm:
+over the weight axis, then over the axis of the shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from parallel.data_parallel.buckets import Bucket, bucketed
+from parallel.data_parallel.rows import Unit, padded_rows
+from parallel.data_parallel.words import gradient_dtype, replica_axis, shard_axis, unit_of
+from parallel.expectation import ITEM_BYTES, Term, Terms, loss_dtype, per_micro, per_step
+from parallel.layout import local_shape
+from parallel.mesh import axis_size, coordinates
+from parallel.roles import attention_linears, head_norms, mlp_linears
+from parallel.strategy import Strategy
+from reference.case import Case
+
+__all__ = ["data_parallel_terms", "once_a_step"]
+
+Shape = tuple[int, ...]
+
+
+def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
+    """The parts of the closed form of a step that data parallelism changes, by their names in `step_terms`."""
+
+    def data(case: Case) -> Iterator[Term]:
+        shapes, item = _local_shapes(strategy, case), ITEM_BYTES[_dtype(case)]
+        if case.zero >= 2:
+            for unit in _units(case, shapes).values() if case.shard else ():
+                yield from per_step(
+                    case, "all_reduce", item * unit.shard_elements, axis=replica_axis(case), dtype=_dtype(case)
+                )
+            return
+        op = "reduce_scatter" if case.zero else "all_reduce"
+        order = _backward_order(case)
+        last_product = order.index(f"layers.0.attention.{attention_linears(case)[0]}")
+        for bucket in _buckets(case, shapes):
+            for term in per_step(case, op, item * bucket.size, axis="dp", dtype=_dtype(case)):
+                if not case.bucket:
+                    yield term
+                    continue
+                latest = max(order.index(slot.name.rpartition(".")[0]) for slot in bucket.slots)
+                hidden = case.overlap and latest < last_product
+                yield replace(term, phase="backward", region=order[latest], hidden=hidden)
+
+    def partials(case: Case) -> Iterator[Term]:
+        shapes = _local_shapes(strategy, case)
+        shards = axis_size(case, shard_axis(case)) if case.zero >= 2 else 1
+        shared = [
+            padded_rows(shape[0], shards) * math.prod(shape[1:])
+            for name, shape in shapes.items()
+            if strategy.partial(case, name)
+        ]
+        for elements in [sum(shared)] if strategy.coalesced and shared else shared:
+            size = ITEM_BYTES[_dtype(case)] * elements
+            yield from per_step(case, "all_reduce", size, axis=strategy.weight_axis, dtype=_dtype(case))
+
+    def norm(case: Case) -> Iterator[Term]:
+        yield from strategy.once["norm"](case)
+        if case.zero:
+            dtype = loss_dtype(case)
+            yield from per_step(case, "all_reduce", ITEM_BYTES[dtype], axis=shard_axis(case), dtype=dtype)
+
+    def afterwards(case: Case) -> Iterator[Term]:
+        for bucket in _buckets(case, _local_shapes(strategy, case)) if case.zero == 1 else ():
+            for term in per_step(case, "all_gather", ITEM_BYTES[case.dtype] * bucket.size, axis="dp"):
+                yield replace(term, phase="step", reduce_op="")
+
+    return {**strategy.once, "data": data, "partial": partials, "norm": norm, "afterwards": afterwards}
+
+
+def data_parallel_terms(strategy: Strategy, case: Case) -> Iterator[Term]:
+    """What data parallelism adds to every micro-batch."""
+    if case.zero < 2:
+        return
+    again = "recompute" if case.recompute == "full" else "backward"
+    for module, unit in _units(case, _local_shapes(strategy, case)).items():
+        axis, gathered = shard_axis(case), ITEM_BYTES[case.dtype] * unit.elements
+        reduced = ITEM_BYTES[_dtype(case)] * unit.elements
+        yield from per_micro(case, "forward", module, "all_gather", gathered, axis=axis)
+        if case.zero == 3 and module:
+            yield from per_micro(case, again, module, "all_gather", gathered, axis=axis)
+        yield from per_micro(case, "backward", module, "reduce_scatter", reduced, axis=axis, dtype=_dtype(case))
+
+
+def _dtype(case: Case) -> str:
+    """Of gradients."""
+    return str(gradient_dtype(case)).removeprefix("torch.")
+
+
+def _local_shapes(strategy: Strategy, case: Case) -> dict[str, Shape]:
+    at = coordinates(case, 0)
+    return {name: local_shape(place, at) for name, place in strategy.placements(case).items()}
+
+
+def _buckets(case: Case, shapes: Mapping[str, Shape]) -> tuple[Bucket, ...]:
+    sizes = {name: math.prod(shapes[name]) for name in _registered(case, shapes)}
+    return bucketed(sizes, ranks=case.dp, sharded=case.zero == 1, largest=case.bucket)
+
+
+def _units(case: Case, shapes: Mapping[str, Shape]) -> dict[str, Unit]:
+    units: dict[str, dict[str, Shape]] = {}
+    for name, shape in shapes.items():
+        units.setdefault(unit_of(name), {})[name] = shape
+    ranks = axis_size(case, shard_axis(case))
+    return {module: Unit(shapes=of_unit, ranks=ranks) for module, of_unit in units.items()}
+
+
+def _backward_order(case: Case) -> list[str]:
+    """Modules in the order in which backward completes the gradients of their parameters."""
+    attention = attention_linears(case)
+    order = ["head", "final_norm"]
+    for layer in reversed(range(case.layers)):
+        leaves = [
+            *(f"mlp.{name}" for name in reversed(mlp_linears(case))),
+            "mlp_norm",
+            f"attention.{attention[-1]}",
+            *(f"attention.{name}" for name in reversed(head_norms(case))),
+            *(f"attention.{name}" for name in reversed(attention[:-1])),
+            "attention_norm",
+        ]
+        order += [f"layers.{layer}.{leaf}" for leaf in leaves]
+    return [*order, "embedding.positions", "embedding.tokens"]
