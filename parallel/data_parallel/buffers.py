@@ -27,7 +27,7 @@ from parallel.data_parallel.words import gradient_dtype, trained_dtype
 from parallel.layout import Cut, Placement
 from parallel.strategy import Rank
 from reference.case import Case
-from reference.parameters import dtype_of
+from reference.model.parameters import dtype_of
 
 __all__ = ["Buckets"]
 
@@ -55,7 +55,7 @@ class Buckets:
     def prepare(self, rank: Rank) -> Rank:
         """Lay out the buffer, and have the optimizer step what it shall."""
         case, self._axis, self._model = self._case, rank.mesh.axis("dp"), rank.parameters
-        sizes = {name: parameter.numel() for name, parameter in rank.parameters.items()}
+        sizes = {name: rank.parameters[name].numel() for name in rank.places}
         found = bucketed(sizes, ranks=self._axis.size, sharded=self._sharded, largest=case.bucket)
         self._flat = torch.zeros(found[-1].end, dtype=gradient_dtype(case), device=rank.device)
         for bucket in found:
@@ -113,7 +113,10 @@ class Buckets:
                 self._start(under)
 
     def _start(self, under: _Under) -> None:
-        buffer, overlap = self._flat[under.bucket.start : under.bucket.end], self._case.overlap and self._case.bucket > 0
+        buffer, overlap = (
+            self._flat[under.bucket.start : under.bucket.end],
+            self._case.overlap and self._case.bucket > 0,
+        )
         if self._sharded:
             under.pending = start_reduce_scatter(buffer, self._axis, dim=0, overlap=overlap)
         else:

@@ -30,7 +30,7 @@ from parallel.layout import Cut, Placement, shard
 from parallel.mesh import Axis
 from parallel.strategy import Rank
 from reference.case import Case
-from reference.parameters import dtype_of
+from reference.model.parameters import dtype_of
 
 __all__ = ["Shards"]
 
@@ -82,12 +82,12 @@ class Shards:
 class _Gathered:
     """One unit on one rank."""
 
-    def __init__(
-        self, case: Case, model: nn.Module, module: str, wholes: Mapping[str, Tensor], axis: Axis
-    ) -> None:
+    def __init__(self, case: Case, model: nn.Module, module: str, wholes: Mapping[str, Tensor], axis: Axis) -> None:
         self._case, self._axis = case, axis
         self._layout = Unit(shapes={name: tuple(whole.shape) for name, whole in wholes.items()}, ranks=axis.size)
-        self._owners = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in wholes}
+        self._owners = {
+            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in wholes
+        }
         self.shards: dict[str, nn.Parameter] = {}
         at = {axis.name: (axis.rank, axis.size)}
         for name, whole in wholes.items():
@@ -127,7 +127,7 @@ class _Gathered:
         """Add this rank's rows of the sums of these gradients of whole parameters; the unit is no longer gathered."""
         ranks = self._axis.size
         buffer = torch.zeros(ranks, self._layout.shard_elements, dtype=self._sum.dtype, device=self._sum.device)
-        for (name, first, size), gradient in zip(self._layout.places(), gradients, strict=True):
+        for (_, first, _), gradient in zip(self._layout.places(), gradients, strict=True):
             height = padded_rows(gradient.shape[0], ranks)
             for index, rows in enumerate(gradient.split(height)):
                 buffer[index, first : first + rows.numel()].copy_(rows.flatten())

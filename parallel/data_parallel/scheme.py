@@ -20,7 +20,7 @@ from parallel.norm import wide
 from parallel.step import over_weights
 from parallel.strategy import Rank, Step, Strategy
 from reference.case import Case
-from reference.parameters import dtype_of
+from reference.model.parameters import dtype_of
 
 __all__ = ["with_data_parallelism"]
 
@@ -48,7 +48,11 @@ def _step(case: Case, plain: Step) -> Step:
         "trained": held.hand_over,
     }
     return replace(
-        plain, prepare=held.prepare, reductions=reductions, norm=_norm if case.zero else plain.norm, afterwards=held.afterwards
+        plain,
+        prepare=held.prepare,
+        reductions=reductions,
+        norm=_norm if case.zero else plain.norm,
+        afterwards=held.afterwards,
     )
 
 

@@ -109,7 +109,7 @@ def _local_shapes(strategy: Strategy, case: Case) -> dict[str, Shape]:
 
 
 def _buckets(case: Case, shapes: Mapping[str, Shape]) -> tuple[Bucket, ...]:
-    sizes = {name: math.prod(shapes[name]) for name in _registered(case, shapes)}
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     return bucketed(sizes, ranks=case.dp, sharded=case.zero == 1, largest=case.bucket)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from reference.case import Case
-from reference.parameters import dtype_of
+from reference.model.parameters import dtype_of
 
 __all__ = ["gradient_dtype", "replica_axis", "shard_axis", "trained_dtype", "unit_of"]
 

@@ -86,6 +86,20 @@ class Case:
     fuse_weights: bool = word(False, "gather the weights of a layer in one call (mode=isp)")
     recompute: str = word("none", "what backward computes again: nothing, the attention core, whole layers")
     overlap: bool = word(True, "collectives run while the rank computes; false awaits each at once")
+    zero: int = word(
+        0,
+        "what data ranks share out (ZeRO): 0 nothing, 1 the optimizer's states, 2 gradients and stored parameters too, "
+        "3 parameters in use too",
+        legal="0|1|2|3",
+    )
+    bucket: int = word(
+        0,
+        "elements that fill a bucket of gradients, which travels during backward; 0: one call after it",
+        legal="0, or at least 1",
+    )
+    shard: int = word(
+        0, "data ranks that share one copy of the parameters (zero=2|3); 0: all of them", legal="0, or a divisor of dp"
+    )
     metric: bool = word(
         False, "accuracy and perplexity of every micro-batch (InternEvo), with collectives of their own"
     )
@@ -96,6 +110,8 @@ class Case:
     dropout: float = word(0.0, "dropout probability (0 only, so far)", legal="0")
     label_smoothing: float = word(0.0, "share of a label that is spread over the other tokens", legal="in [0, 1)")
     dtype: str = word("float64", "dtype of parameters, activations and collectives")
+    grad_dtype: str = word("model", "dtype in which gradients are added up and travel: the case's own, or float32")
+    master: str = word("none", "copies of the parameters that the optimizer steps: none, or float32")
     seed: int = word(0, "seed of weights and data", legal="0 .. 2**64 - 1")
     variant: str = word("", "a real system's known deviation from the right mathematics: the run must fail")
 
@@ -202,8 +218,11 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        """The rank orders over this case's ranks: weights have their own in isp."""
+        """The rank orders over this case's ranks: weights have their own in isp, and so have shards of parameters."""
         own = RankOrder((("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)))
+        if self.shard:
+            inside = ("shard", self.shard), ("replica", self.dp // self.shard)
+            return Layout(orders=(own, RankOrder((("tp", self.tp), ("cp", self.cp), *inside, ("pp", self.pp)))))
         if self.mode != "isp":
             return Layout(orders=(own,))
         wdp = self.tp * self.cp * self.dp // self.wp

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from reference.case import data_parallel
 from reference.case.variants import VARIANTS, lack
 from reference.errors import CaseError
 
@@ -31,6 +32,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("unfused", "fused"),
     "recompute": ("none", "selective", "full"),
     "optimizer": ("sgd", "adamw"),
+    "grad_dtype": ("model", "float32"),
+    "master": ("none", "float32"),
     "dtype": ("float64", "float32", "bfloat16", "float16"),
 }
 _SIZES = "tp dp pp cp wp layers hidden heads kv_heads ffn vocab seq batch micro steps".split()
@@ -48,7 +51,7 @@ def legal_words() -> dict[str, tuple[str, ...]]:
 
 def check(values: Mapping[str, Any]) -> None:
     """Raise CaseError for the first broken rule of these values."""
-    for rules in (_domains, _model, _mesh, _training, _variant):
+    for rules in (_domains, _model, _mesh, _training, data_parallel.problems, _variant):
         for key, rule, legal in rules(values):
             raise CaseError(key, write(values[key]), rule, legal)
 

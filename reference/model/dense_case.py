@@ -25,6 +25,10 @@ SPLIT: Mapping[str, Any] = {
     "fuse_weights": False,
     "recompute": "none",
     "overlap": True,
+    "zero": 0,
+    "bucket": 0,
+    "shard": 0,
+    "grad_dtype": "model",
 }
 """Words that say how the work is split, each with a value that goes with every other word."""
 

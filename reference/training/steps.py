@@ -75,16 +75,17 @@ def train(
     parameters = {
         name: weight.detach().to(dtype or weight.dtype, copy=True).requires_grad_() for name, weight in weights.items()
     }
-    stepper = optimizer(case, list(parameters.values()), decay)
+    trained = _trained(case, parameters)
+    stepper = optimizer(case, list(trained.values()), decay)
     outcome: dict[str, Tensor] = {}
     metrics: list[metric.Totals] = []
     activations: Mapping[str, Tensor] = {}
     for step in range(case.steps):
         if states is not None and step:
-            load(case, step - 1, parameters, stepper, states)
-        stepper.zero_grad()
+            load(case, step - 1, trained, stepper, states)
+            _rounded(case, trained, parameters)
         sums = _accumulate(case, parameters, step, feed, arithmetic, last_first, observed and step == 0)
-        gradients = {name: _gradient(weight).div_(sums.tokens) for name, weight in parameters.items()}
+        gradients = {name: _handed(parameters[name], weight).div_(sums.tokens) for name, weight in trained.items()}
         outcome[f"tokens/{step}"] = sums.tokens.long()
         outcome[f"loss/{step}"] = sums.loss / sums.tokens
         if sums.logits is not None:
@@ -96,11 +97,34 @@ def train(
         outcome[f"grad_norm/{step}"] = gradient_norm(gradients)
         (clipping or clip)(gradients, outcome[f"grad_norm/{step}"], case.clip)
         stepper.step()
-        outcome |= {name: tensor for name, _, tensor in after(case, step, parameters, stepper)}
+        _rounded(case, trained, parameters)
+        outcome |= {name: tensor for name, _, tensor in after(case, step, trained, stepper)}
+        stepper.zero_grad()
         metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
     if metrics:
         outcome |= metric.outcome(metrics, exact=case.dtype == "float64")
-    return outcome | {f"param/{name}": weight.detach() for name, weight in parameters.items()} | dict(activations)
+    return outcome | {f"param/{name}": weight.detach() for name, weight in trained.items()} | dict(activations)
+
+
+def _trained(case: Case, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the optimizer steps: the parameters, or with `master=float32` copies in at least that dtype."""
+    if case.master == "none":
+        return parameters
+    return {name: weight.detach().to(wide(weight.dtype), copy=True) for name, weight in parameters.items()}
+
+
+def _handed(parameter: Tensor, trained: Tensor) -> Tensor:
+    """The gradient of what is trained, which is the parameter's in another dtype."""
+    if trained is not parameter:
+        trained.grad, parameter.grad = _gradient(parameter).to(trained.dtype), None
+    return _gradient(trained)
+
+
+def _rounded(case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Masters rounded to the case's dtype into the parameters that compute."""
+    with torch.no_grad():
+        for name, weight in trained.items() if case.master != "none" else ():
+            parameters[name].copy_(weight.to(getattr(torch, case.dtype)))
 
 
 def _accumulate(

@@ -1,0 +1,43 @@
+"""What makes the words of data parallelism legal together: `zero bucket shard grad_dtype master`.
+
+Buckets, ZeRO-1 and float32 gradients and masters are Megatron-Core's, ZeRO-2 and ZeRO-3 are torch's `fully_shard`
+(around.md 15), over tensor parallelism as both of them know it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["MODES", "WORDS", "problems"]
+
+MODES = ("tp", "tp-sp")
+"""Modes whose data parallelism has forms."""
+WORDS: Mapping[str, Any] = {"zero": 0, "bucket": 0, "shard": 0, "grad_dtype": "model", "master": "none"}
+"""Each word with the value that leaves one flat sum of all gradients."""
+_NARROW = ("bfloat16", "float16")
+
+
+def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Key, the rule that it breaks and a legal value, of every broken rule."""
+    zero, dp, shard = v["zero"], v["dp"], v["shard"]
+    for key, plain in WORDS.items():
+        if v["mode"] not in MODES and v[key] != plain:
+            yield key, f"has a form in mode={'|'.join(MODES)} only, not in mode={v['mode']}", f"{key}={plain}"
+    if zero not in (0, 1, 2, 3):
+        yield "zero", "is not a stage of ZeRO", "0|1|2|3"
+    for key in ("bucket", "shard"):
+        if v[key] < 0:
+            yield key, "must not be negative", f"{key}=0"
+    if v["bucket"] and zero >= 2:
+        yield "bucket", f"zero={zero} reduces layer by layer and fills no buckets", "bucket=0"
+    if shard and zero < 2:
+        yield "shard", f"shares parameters among some data ranks, and zero={zero} shares none", "shard=0"
+    if shard and dp % shard:
+        yield "shard", f"must divide dp={dp}", f"shard={math.gcd(dp, shard)}"
+    for key in ("grad_dtype", "master"):
+        if v[key] == "float32" and v["dtype"] not in _NARROW:
+            yield key, f"is wider than the parameters, and dtype={v['dtype']} is not narrower", f"{key}={WORDS[key]}"
+    if v["grad_dtype"] == "float32" and v["master"] == "none":
+        yield "grad_dtype", "master=none steps parameters by gradients of their own dtype", "grad_dtype=model"
