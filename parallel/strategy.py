@@ -7,7 +7,7 @@ there), so that every call belongs to the module that needs it. A `Rank` is one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,14 +102,19 @@ class Strategy:
 
 
 class LossScale(Protocol):
-    """The factor of a rank's gradients while they are computed."""
+    """The factor of a rank's gradients while they are computed; `value` is that of the coming step."""
+
+    @property
+    def value(self) -> float:
+        """The factor."""
+        ...
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss [], whose gradients are larger by the factor."""
         ...
 
-    def unscale(self, gradients: Iterable[Tensor]) -> None:
-        """Divide all gradients by the factor, in place."""
+    def unscale(self, rank: Rank) -> bool:
+        """Divide all gradients by the factor, in place; whether the step is skipped, the same on every rank."""
         ...
 
 

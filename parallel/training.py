@@ -35,16 +35,22 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
     for step in range(case.steps):
         optimizer.zero_grad()
         loss, tokens, logits = rank.step.schedule(rank, step)
-        outcome[f"loss/{step}"], norm, counted_tokens = _synchronise(rank, loss, tokens)
-        outcome[f"tokens/{step}"] = counted_tokens.long()
-        outcome[f"grad_norm/{step}"] = norm
+        scale = rank.step.loss_scale and rank.step.loss_scale.value
+        outcome[f"loss/{step}"], norm, outcome[f"tokens/{step}"] = _synchronise(rank, loss, tokens)
         gradients, places = rank.gradients(), rank.updated_places
         if logits is not None:
             outcome[f"logits/{step}"] = logits
-        if step == 0 and rank.proves:
-            kept = torch.clone if case.clip or case.steps > 1 else torch.detach  # nothing changes them any more
-            outcome |= {f"grad/{name}": rank.value(kept(grad), places[name]) for name, grad in gradients.items()}
-        sync.clip(gradients.values(), norm, case.clip)
+        if scale is not None:
+            skipped = torch.tensor(0 if norm is not None else 1)
+            outcome |= {f"loss_scale/{step}": torch.tensor(scale), f"skipped/{step}": skipped}
+        if norm is None:
+            optimizer.zero_grad()  # it leaves alone what has no gradient
+        else:
+            outcome[f"grad_norm/{step}"] = norm
+            if step == 0 and rank.proves:
+                kept = torch.clone if case.clip or case.steps > 1 else torch.detach  # nothing changes them any more
+                outcome |= {f"grad/{name}": rank.value(kept(grad), places[name]) for name, grad in gradients.items()}
+            sync.clip(gradients.values(), norm, case.clip)
         optimizer.step()
         rank.step.afterwards(rank)
         if rank.proves:
@@ -113,17 +119,18 @@ def _metrics(rank: Rank, metric: Metric) -> dict[str, tuple[Box, ...]]:
     }
 
 
-def _synchronise(rank: Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn local gradient sums into gradients of the mean loss; returns that loss, their norm and the token count."""
+def _synchronise(rank: Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Turn local gradient sums into gradients of the mean loss; returns that loss, their norm and the token count.
+
+    The norm is None where the loss scale has the step skipped.
+    """
     strategy, mesh = rank.strategy, rank.mesh
     for reduce in rank.step.reductions.values():
         reduce(rank)
-    gradients = rank.gradients()
     loss, tokens = sync.sum_scalars(loss, tokens, [mesh.axis(axis) for axis in strategy.loss_axes])
-    if rank.step.loss_scale is not None:
-        rank.step.loss_scale.unscale(gradients.values())
+    skipped = rank.step.loss_scale is not None and rank.step.loss_scale.unscale(rank)
     shares = math.prod(mesh.axis(axis).size for axis in strategy.mean_axes)
-    for gradient in gradients.values():
+    for gradient in rank.gradients().values():
         gradient.div_(tokens * shares)
-    exact = wide(dtype_of(rank.case))
-    return (loss / tokens).to(exact), rank.step.norm(rank), tokens
+    exact, norm = wide(dtype_of(rank.case)), rank.step.norm(rank)
+    return (loss / tokens).to(exact), None if skipped else norm, tokens.long()

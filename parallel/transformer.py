@@ -68,8 +68,8 @@ class Transformer(nn.Module):
                 )
             else:
                 x = layer(x, table, batch.attention_mask)
-        table = self.embedding.get_submodule("tokens").weight  # gathered, it is no parameter
-        logits: Tensor = self.head(self.final_norm(x), table)
+        tied = self.embedding.get_submodule("tokens").weight  # gathered, it is no parameter
+        logits: Tensor = self.head(self.final_norm(x), tied)
         return logits
 
 

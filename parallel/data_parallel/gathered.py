@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from parallel.collectives import all_gather, all_reduce, reduce_scatter
 from parallel.data_parallel.rows import Unit, padded_rows
-from parallel.data_parallel.words import gradient_dtype, replica_axis, shard_axis, trained_dtype, unit_of
+from parallel.data_parallel.words import REPLICAS, gradient_dtype, shard_axis, trained_dtype, unit_of
 from parallel.layout import Cut, Placement, shard
 from parallel.mesh import Axis
 from parallel.strategy import Rank
@@ -63,7 +63,7 @@ class Shards:
     def reduce(self, rank: Rank) -> None:
         """The shards of the gradients are sums over all data ranks."""
         for unit in self._units:
-            unit.sum_over(rank.mesh.axis(replica_axis(self._case)) if self._case.shard else None)
+            unit.sum_over(rank.mesh.axis(REPLICAS) if self._case.shard else None)
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Every parameter's padded shard of the gradient, flat."""
@@ -102,7 +102,7 @@ class _Gathered:
         self._kept: list[Tensor] = []
         self._drops = case.zero == 3 and module != ""
         used = model.get_submodule(module)
-        used.forward = functools.partial(self._forward, used.forward)  # type: ignore[method-assign]
+        used.forward = functools.partial(self._forward, used.forward)
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Every padded shard of the sum, flat."""

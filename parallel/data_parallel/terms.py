@@ -11,7 +11,7 @@ gradient and e_p of a parameter; `backward` where `bucket=` gives a size, else a
     shard=   once a step    all_reduce U e_g / shard of every unit over the replicas
 
 A bucket's call belongs to the module whose gradient completes it, the last in the order of backward. Squared norm:
-over the weight axis, then over the axis of the shards.
+over the weight axis, then over the axis of the shards; infinite gradients (`scaler=`) before it in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from parallel.data_parallel.buckets import Bucket, bucketed
 from parallel.data_parallel.rows import Unit, padded_rows
-from parallel.data_parallel.words import gradient_dtype, replica_axis, shard_axis, unit_of
+from parallel.data_parallel.words import REPLICAS, gradient_dtype, shard_axis, sharing_axes, unit_of
 from parallel.expectation import ITEM_BYTES, Term, Terms, loss_dtype, per_micro, per_step
 from parallel.layout import local_shape
 from parallel.mesh import axis_size, coordinates
@@ -42,9 +42,7 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
         shapes, item = _local_shapes(strategy, case), ITEM_BYTES[_dtype(case)]
         if case.zero >= 2:
             for unit in _units(case, shapes).values() if case.shard else ():
-                yield from per_step(
-                    case, "all_reduce", item * unit.shard_elements, axis=replica_axis(case), dtype=_dtype(case)
-                )
+                yield from per_step(case, "all_reduce", item * unit.shard_elements, axis=REPLICAS, dtype=_dtype(case))
             return
         op = "reduce_scatter" if case.zero else "all_reduce"
         order = _backward_order(case)
@@ -71,17 +69,28 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
             yield from per_step(case, "all_reduce", size, axis=strategy.weight_axis, dtype=_dtype(case))
 
     def norm(case: Case) -> Iterator[Term]:
-        yield from strategy.once["norm"](case)
-        if case.zero:
-            dtype = loss_dtype(case)
-            yield from per_step(case, "all_reduce", ITEM_BYTES[dtype], axis=shard_axis(case), dtype=dtype)
+        dtype = loss_dtype(case)
+        for axis in sharing_axes(case, strategy.weight_axis):
+            yield from per_step(case, "all_reduce", ITEM_BYTES[dtype], axis=axis, dtype=dtype)
+
+    def scaler(case: Case) -> Iterator[Term]:
+        for axis in sharing_axes(case, strategy.weight_axis) if case.scaler != "none" else ():
+            for term in per_step(case, "all_reduce", ITEM_BYTES["float32"], axis=axis, dtype="float32"):
+                yield replace(term, reduce_op="max")
 
     def afterwards(case: Case) -> Iterator[Term]:
         for bucket in _buckets(case, _local_shapes(strategy, case)) if case.zero == 1 else ():
             for term in per_step(case, "all_gather", ITEM_BYTES[case.dtype] * bucket.size, axis="dp"):
                 yield replace(term, phase="step", reduce_op="")
 
-    return {**strategy.once, "data": data, "partial": partials, "norm": norm, "afterwards": afterwards}
+    return {
+        **strategy.once,
+        "data": data,
+        "partial": partials,
+        "scaler": scaler,
+        "norm": norm,
+        "afterwards": afterwards,
+    }
 
 
 def data_parallel_terms(strategy: Strategy, case: Case) -> Iterator[Term]:

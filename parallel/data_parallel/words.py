@@ -7,7 +7,10 @@ import torch
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
-__all__ = ["gradient_dtype", "replica_axis", "shard_axis", "trained_dtype", "unit_of"]
+__all__ = ["REPLICAS", "gradient_dtype", "shard_axis", "sharing_axes", "trained_dtype", "unit_of"]
+
+REPLICAS = "replica"
+"""The mesh axis over which shards are replicated."""
 
 
 def gradient_dtype(case: Case) -> torch.dtype:
@@ -25,9 +28,9 @@ def shard_axis(case: Case) -> str:
     return "shard" if case.shard else "dp"
 
 
-def replica_axis(case: Case) -> str:
-    """The mesh axis over which the shards are replicated."""
-    return "replica"
+def sharing_axes(case: Case, weight_axis: str) -> tuple[str, ...]:
+    """The mesh axes over which all gradients together lie: of the weights, and of the ranks that share them."""
+    return (weight_axis, shard_axis(case)) if case.zero else (weight_axis,)
 
 
 def unit_of(name: str) -> str:

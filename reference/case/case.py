@@ -112,6 +112,8 @@ class Case:
     dtype: str = word("float64", "dtype of parameters, activations and collectives")
     grad_dtype: str = word("model", "dtype in which gradients are added up and travel: the case's own, or float32")
     master: str = word("none", "copies of the parameters that the optimizer steps: none, or float32")
+    scaler: str = word("none", "scale of the loss in backward (dtype=float16): none, static, or dynamic as Megatron's")
+    loss_scale: float = word(1.0, "the scale of the first step", legal="a power of two, at least 1")
     seed: int = word(0, "seed of weights and data", legal="0 .. 2**64 - 1")
     variant: str = word("", "a real system's known deviation from the right mathematics: the run must fail")
 

@@ -1,7 +1,7 @@
-"""What makes the words of data parallelism legal together: `zero bucket shard grad_dtype master`.
+"""What makes the words of data parallelism legal together: `zero bucket shard grad_dtype master scaler`.
 
-Buckets, ZeRO-1 and float32 gradients and masters are Megatron-Core's, ZeRO-2 and ZeRO-3 are torch's `fully_shard`
-(around.md 15), over tensor parallelism as both of them know it.
+Buckets, ZeRO-1, float32 gradients and masters, and loss scaling are Megatron-Core's, ZeRO-2 and ZeRO-3 are torch's
+`fully_shard` (around.md 15), over tensor parallelism as both of them know it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ __all__ = ["MODES", "WORDS", "problems"]
 
 MODES = ("tp", "tp-sp")
 """Modes whose data parallelism has forms."""
-WORDS: Mapping[str, Any] = {"zero": 0, "bucket": 0, "shard": 0, "grad_dtype": "model", "master": "none"}
+WORDS: Mapping[str, Any] = {
+    "zero": 0,
+    "bucket": 0,
+    "shard": 0,
+    "grad_dtype": "model",
+    "master": "none",
+    "scaler": "none",
+}
 """Each word with the value that leaves one flat sum of all gradients."""
 _NARROW = ("bfloat16", "float16")
 
@@ -41,3 +48,20 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield key, f"is wider than the parameters, and dtype={v['dtype']} is not narrower", f"{key}={WORDS[key]}"
     if v["grad_dtype"] == "float32" and v["master"] == "none":
         yield "grad_dtype", "master=none steps parameters by gradients of their own dtype", "grad_dtype=model"
+    yield from _scaling(v)
+
+
+def _scaling(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    scaler, scale = v["scaler"], v["loss_scale"]
+    if scaler != "none" and v["dtype"] != "float16":
+        yield (
+            "scaler",
+            f"is for gradients of few exponents, and dtype={v['dtype']} has as many as float32",
+            "dtype=float16",
+        )
+    if scaler != "none" and v["master"] == "none":
+        yield "scaler", "unscales gradients in float32, so that what was scaled is not lost again", "master=float32"
+    if not scale >= 1 or math.isinf(scale) or math.frexp(scale)[0] != 0.5:
+        yield "loss_scale", "must be a power of two, so that scaling rounds nothing", "loss_scale=65536.0"
+    if scaler == "none" and scale != 1:
+        yield "loss_scale", "scales with a scaler only", "scaler=static"

@@ -69,6 +69,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     "embedding": ("mode", "tied", "family"),
     "head": ("mode",),
     "delivery": ("mode", "packed"),
+    "loss_scale": ("scaler",),
 }
 """Follower -> the words that move it when it is not given itself."""
 
@@ -93,4 +94,6 @@ def follow(follower: str, values: dict[str, Any]) -> Any:
             return "exchange" if isp else "gather" if autotp else "parallel"
         case "delivery":
             return "tensors" if values["mode"] in ("tp", "tp-sp") and not values["packed"] else "local"
+        case "loss_scale":
+            return {"dynamic": 2.0**32, "static": 1024.0}.get(values["scaler"], 1.0)
     raise KeyError(follower)

@@ -34,6 +34,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "optimizer": ("sgd", "adamw"),
     "grad_dtype": ("model", "float32"),
     "master": ("none", "float32"),
+    "scaler": ("none", "static", "dynamic"),
     "dtype": ("float64", "float32", "bfloat16", "float16"),
 }
 _SIZES = "tp dp pp cp wp layers hidden heads kv_heads ffn vocab seq batch micro steps".split()
@@ -172,7 +173,7 @@ def _training(v: Mapping[str, Any]) -> Iterator[Problem]:
         yield "label_smoothing", "must lie in [0, 1)", "label_smoothing=0.1"
     if v["label_smoothing"] and v["vocab"] == 1:
         yield "label_smoothing", "spreads over the other tokens, and vocab=1 has none", "label_smoothing=0.0"
-    if v["optimizer"] == "adamw" and v["dtype"] == "float16":
+    if v["optimizer"] == "adamw" and v["dtype"] == "float16" and v["master"] == "none":
         yield "optimizer", "adamw squares gradients, which underflow to 0 in dtype=float16", "dtype=bfloat16"
 
 

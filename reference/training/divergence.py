@@ -33,7 +33,7 @@ def diverged_in(case: Case, outcome: Mapping[str, Tensor]) -> int | None:
     """
     most = GROWN * max(1.0, float(outcome["loss/0"]))
     for step in range(case.steps):
-        loss, norm = float(outcome[f"loss/{step}"]), float(outcome[f"grad_norm/{step}"])
+        loss, norm = float(outcome[f"loss/{step}"]), float(outcome.get(f"grad_norm/{step}", 0.0))  # none when skipped
         if not math.isfinite(norm) or not loss <= most:
             return step
     left = (tensor for name, tensor in outcome.items() if name.startswith("param/"))

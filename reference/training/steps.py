@@ -20,6 +20,7 @@ from reference.data.batches import Batch, micro_batch
 from reference.model import decoder, loss, metric
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.model.layers import wide
+from reference.training.scaling import LossScale
 from reference.training.states import after, load
 
 __all__ = ["LARGEST_LOGITS", "Feed", "clip", "gradient_norm", "optimizer", "train"]
@@ -43,6 +44,8 @@ class Feed(Protocol):
 class Sums:
     """What one step's forwards add up to: scalars, logits [dp*micro*batch, seq, vocab] or None when too large, the
     metric of every data rank, when the case has one, and the activations of micro-batch 0 when they are observed.
+
+    `largest`, with a loss scale: the largest scaled gradient of a logit, and of a parameter after any micro-batch.
     """
 
     loss: Tensor
@@ -50,6 +53,7 @@ class Sums:
     logits: Tensor | None
     metrics: list[metric.Totals]
     activations: Mapping[str, Tensor]
+    largest: tuple[float, float]
 
 
 def train(
@@ -80,22 +84,31 @@ def train(
     outcome: dict[str, Tensor] = {}
     metrics: list[metric.Totals] = []
     activations: Mapping[str, Tensor] = {}
+    scale = LossScale.of(case)
     for step in range(case.steps):
         if states is not None and step:
             load(case, step - 1, trained, stepper, states)
             _rounded(case, trained, parameters)
-        sums = _accumulate(case, parameters, step, feed, arithmetic, last_first, observed and step == 0)
-        gradients = {name: _handed(parameters[name], weight).div_(sums.tokens) for name, weight in trained.items()}
+        sums = _accumulate(case, parameters, step, feed, arithmetic, last_first, observed and step == 0, scale.value)
+        skipped = scale.overflows(step, *sums.largest, exact=dtype is not None)
         outcome[f"tokens/{step}"] = sums.tokens.long()
         outcome[f"loss/{step}"] = sums.loss / sums.tokens
         if sums.logits is not None:
             outcome[f"logits/{step}"] = sums.logits
+        gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scale.value) for n, w in trained.items()}
+        if case.scaler != "none":
+            outcome |= {f"loss_scale/{step}": torch.tensor(scale.value), f"skipped/{step}": torch.tensor(int(skipped))}
+            scale.update(skipped=skipped)
         if step == 0:
-            clipped = case.clip > 0 or clipping is not None
-            outcome |= {f"grad/{name}": grad.clone() if clipped else grad for name, grad in gradients.items()}
-            activations = sums.activations
-        outcome[f"grad_norm/{step}"] = gradient_norm(gradients)
-        (clipping or clip)(gradients, outcome[f"grad_norm/{step}"], case.clip)
+            activations = {n: x for n, x in sums.activations.items() if not (skipped and n.startswith("act_grad/"))}
+        if skipped:
+            stepper.zero_grad()  # an optimizer leaves alone what has no gradient
+        else:
+            if step == 0:
+                clipped = case.clip > 0 or clipping is not None
+                outcome |= {f"grad/{name}": grad.clone() if clipped else grad for name, grad in gradients.items()}
+            outcome[f"grad_norm/{step}"] = gradient_norm(gradients)
+            (clipping or clip)(gradients, outcome[f"grad_norm/{step}"], case.clip)
         stepper.step()
         _rounded(case, trained, parameters)
         outcome |= {name: tensor for name, _, tensor in after(case, step, trained, stepper)}
@@ -135,6 +148,7 @@ def _accumulate(
     arithmetic: Arithmetic,
     last_first: bool,
     observed: bool,
+    scale: float,
 ) -> Sums:
     """Run every micro-batch of a step forward and backward; gradients of the summed loss add up in the parameters."""
     device = next(iter(parameters.values())).device
@@ -143,6 +157,7 @@ def _accumulate(
     losses, tokens, rows = {}, {}, {}
     metrics: dict[int, metric.Totals] = {}
     outputs: dict[int, dict[str, Tensor]] = {}
+    largest = [(0.0, 0.0)]
     for place in reversed(places) if last_first else places:
         data_rank, micro = place
         batch = feed(case, step, micro, data_rank, device=device)
@@ -150,7 +165,12 @@ def _accumulate(
         tap = decoder.silent if tapped is None else partial(_kept, tapped)
         logits = decoder.logits(case, parameters, batch, tap=tap, arithmetic=arithmetic)
         summed, tokens[place] = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
-        summed.backward()
+        if case.scaler == "none":
+            summed.backward()
+        else:
+            logits.register_hook(lambda gradient: largest.append((float(gradient.abs().max()), 0.0)))
+            (summed * scale).backward()
+            largest.append((0.0, max(float(_gradient(weight).abs().max()) for weight in parameters.values())))
         losses[place] = summed.detach()
         if keep:
             rows[place] = logits.detach()
@@ -163,6 +183,7 @@ def _accumulate(
         logits=torch.cat([rows[place] for place in places]) if keep else None,
         metrics=[metrics[data_rank] for data_rank in sorted(metrics)],
         activations=_joined([outputs[data_rank] for data_rank in sorted(outputs)]),
+        largest=(max(one[0] for one in largest), max(one[1] for one in largest)),
     )
 
 

@@ -31,9 +31,9 @@ class Experiment:
 
 EXPERIMENTS = {
     "gpt3-857m-tp4": Experiment(
-        subject="parallel.scaled:subject",
-        full="preset=gpt3-857m mode=tp tp=4 dtype=float16 steps=5 lr=6e-5 clip=1.0",
-        small="preset=gpt3-857m mode=tp tp=4 dtype=float16 steps=5 lr=6e-5 clip=1.0 "
+        subject="parallel.subject:subject",
+        full="preset=gpt3-857m mode=tp tp=4 dtype=float16 master=float32 scaler=dynamic steps=5 lr=6e-5 clip=1.0",
+        small="preset=gpt3-857m mode=tp tp=4 dtype=float16 master=float32 scaler=dynamic steps=5 lr=6e-5 clip=1.0 "
         "layers=4 hidden=64 ffn=256 vocab=509 seq=32",
         steps="2:5",
         named=frozenset({("data", ""), ("forward", "embedding"), ("forward", "attention.wo"), ("forward", "mlp.w2")}),

@@ -19,7 +19,7 @@ from suites.mutants.planting import planted, source_of
 __all__ = ["CallSite", "sites", "source_without", "without"]
 
 _RAW = "parallel.collectives"
-_APART = (_RAW, "parallel.deviations", "parallel.scaled")
+_APART = (_RAW, "parallel.deviations")
 """The collectives themselves; the wrong mathematics of the variants, which is there to be caught; and loss scaling, a
 subject of its own (tests/parallel/test_scaled.py)."""
 

@@ -20,7 +20,7 @@ ABOUT_THE_FOLDERS = {"design.md"}
 FORMER = "Former paths that earlier releases documented"
 """How the one line begins that names what forwards."""
 MODULE = re.compile(rf"(?<![/\w.])(?:{'|'.join(ROOMS[:4])})\.(?!py\b)\w+[\w.]*(?::\w+)?")
-A_SUBJECT = {"parallel.subject:subject", "parallel.scaled:subject"}
+A_SUBJECT = {"parallel.subject:subject"}
 
 
 def inner_names(text: str) -> set[str]:

@@ -37,7 +37,7 @@ def test_the_name_stands_for_case_subject_and_witnesses() -> None:
     complete(filled)
     (case,) = parse_cases(filled.cases)
     assert (case.mode, case.world_size, case.dtype) == ("tp", 4, "float16")
-    assert (filled.subject, filled.profile) == ("parallel.scaled:subject", "torch,nsys")
+    assert (filled.subject, filled.profile) == ("parallel.subject:subject", "torch,nsys")
     assert list(profiled_steps(filled, (case,)) or ()) == [2, 3, 4]
     full = arguments(device="cuda")
     complete(full)

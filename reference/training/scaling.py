@@ -1,0 +1,74 @@
+"""The loss scale of float16 training in the dense model: which steps it skips, and what it becomes.
+
+A step whose scaled gradients leave float16 is skipped by every implementation alike, as long as they leave it clearly.
+In between, where the rounding of one product decides, no dense model can say: such a case is refused. Source: the rule
+in words of around.md 15.2; arXiv:1710.03740.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from reference.case import Case
+from reference.errors import CaseError
+
+__all__ = ["GROWTH_INTERVAL", "HYSTERESIS", "LossScale"]
+
+GROWTH_INTERVAL = 1000
+HYSTERESIS = 2
+_LARGEST = torch.finfo(torch.float16).max
+_SURELY_OUTSIDE = 2.0
+"""The gradient of some logit is this many times the largest number: no implementation computes it in float16."""
+_SURELY_INSIDE = 1 / 8
+"""Every gradient is below this share of the largest number: partial sums are no more than some times as large."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LossScale:
+    """The scale of the coming step, with the finite steps in a row and the infinite ones that have been seen."""
+
+    case: Case
+    value: float
+    finite: int = 0
+    infinite: int = 0
+
+    @classmethod
+    def of(cls, case: Case) -> LossScale:
+        """The scale before the first step; 1 without a scaler."""
+        return cls(case=case, value=1.0 if case.scaler == "none" else case.loss_scale)
+
+    def overflows(self, step: int, logits: float, gradients: float, *, exact: bool) -> bool:
+        """Whether the step is skipped, given the largest scaled gradient of a logit and of a parameter.
+
+        `exact`: they were computed in more than float16. Raises CaseError when they are neither surely outside of
+        float16 nor surely inside.
+        """
+        if self.case.scaler == "none":
+            return False
+        if not exact:
+            return not math.isfinite(logits + gradients)
+        if logits > _SURELY_OUTSIDE * _LARGEST:
+            return True
+        largest = max(logits, gradients)
+        if largest < _SURELY_INSIDE * _LARGEST:
+            return False
+        rule = f"scaled gradients reach {largest:.3g} in step {step}, at the edge of float16: rounding decides the skip"
+        legal = 2.0 ** math.floor(math.log2(self.value * _SURELY_INSIDE * _LARGEST / largest))
+        raise CaseError("loss_scale", self.case.loss_scale, rule, f"loss_scale={legal}")
+
+    def update(self, *, skipped: bool) -> None:
+        """What the step makes of the scale."""
+        if self.case.scaler != "dynamic":
+            return
+        if skipped:
+            self.finite, self.infinite = 0, self.infinite + 1
+            if self.infinite >= HYSTERESIS:
+                self.value = max(1.0, self.value / 2)
+        else:
+            self.finite += 1
+            if self.finite == GROWTH_INTERVAL:
+                self.finite = self.infinite = 0
+                self.value *= 2
