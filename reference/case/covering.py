@@ -22,6 +22,7 @@ from itertools import chain, combinations, islice, permutations, product
 from typing import Any
 
 from reference.case.case import Case, CaseError
+from reference.case.data_parallel import WORDS as DATA_PARALLEL
 from reference.case.designs import BRIEF, DESIGNS
 from reference.case.rules import legal_words, write
 
@@ -46,6 +47,7 @@ FIXED: Mapping[str, str] = {
     "dtype": "float64 shows errors of 1e-9",
     "layers": "2: the first is not the last; more cost in proportion",
     "steps": "2: the second starts from updated weights; more cost in proportion",
+    **dict.fromkeys([*DATA_PARALLEL, "loss_scale"], "a word of data parallelism: these have proved cases of their own"),
 }
 """Words that keep their default, and why."""
 SHARED: Mapping[str, int | float] = {

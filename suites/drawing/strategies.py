@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from harness.engines.faults.races import Schedule
 from reference.case import Case
+from reference.case.data_parallel import MODES as DATA_PARALLEL_MODES
 from reference.case.rules import SEQUENCE_MODES
 
 __all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
@@ -27,6 +28,8 @@ NOT_DRAWN = {
     "dropout": "not implemented",
     "data": "names a file; the data of a case without it are drawn by its seed",
     "variant": "makes the implementation wrong",
+    "scaler": "brings most models to the edge of float16, where rounding decides which step is skipped",
+    "loss_scale": "scales with a scaler only",
 }
 """Words of the case language that `every_word` leaves at their defaults, and why."""
 
@@ -100,7 +103,24 @@ def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **
     }
     if steps > 8:
         words["layers"] = 1
-    return draw(cases(mode, worlds, **{**words, **fixed}))
+    case = draw(cases(mode, worlds, **{**words, **fixed}))
+    return case.but(**draw(_data_parallel(case))) if mode in DATA_PARALLEL_MODES else case
+
+
+@st.composite
+def _data_parallel(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
+    """What data ranks share, in which buckets and in which dtype."""
+    words: dict[str, Any] = {"zero": draw(st.sampled_from((0, 1, 2, 3)), label="zero")}
+    if words["zero"] < 2:
+        words["bucket"] = draw(st.sampled_from((0, 300, 2000)), label="bucket")
+    else:
+        shards = [0, *(size for size in range(1, case.dp + 1) if case.dp % size == 0)]
+        words["shard"] = draw(st.sampled_from(shards), label="shard")
+    if case.dtype in ("bfloat16", "float16"):
+        words["master"] = draw(st.sampled_from(("none", "float32")), label="master")
+        if words["master"] == "float32":
+            words["grad_dtype"] = draw(st.sampled_from(("model", "float32")), label="grad_dtype")
+    return words
 
 
 @st.composite

@@ -20,8 +20,7 @@ __all__ = ["CallSite", "sites", "source_without", "without"]
 
 _RAW = "parallel.collectives"
 _APART = (_RAW, "parallel.deviations")
-"""The collectives themselves; the wrong mathematics of the variants, which is there to be caught; and loss scaling, a
-subject of its own (tests/parallel/test_scaled.py)."""
+"""The collectives themselves, and the wrong mathematics of the variants, which is there to be caught."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

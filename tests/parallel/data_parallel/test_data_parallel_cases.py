@@ -1,0 +1,147 @@
+"""Buckets, ZeRO, masters and loss scales against the dense model, and their ledgers against the closed form."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.checking.evidence import PASS
+from harness.running.proof import CaseResult
+from parallel.data_parallel.buckets import bucketed
+from parallel.subject import subject
+from reference.case import Case, CaseError
+from reference.model.parameters import shapes
+from reference.training.scaling import LossScale
+from suites.session.prover import Prover
+
+SIZES = "layers=2 heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=9 batch=2 micro=3 steps=3"
+SGD, ADAMW = "lr=0.1", "optimizer=adamw lr=0.01 clip=0.05"
+HALF = "layers=1 dtype=float16 master=float32 lr=0.01"
+CASES = (
+    f"mode=tp tp=3 dp=2 bucket=2000 {SGD}",
+    f"mode=tp-sp tp=3 dp=2 zero=1 bucket=900 {ADAMW} qk_norm=true fuse_qkv=false tied=false",
+    f"mode=tp-sp tp=3 dp=2 zero=2 {SGD} recompute=full",
+    f"mode=tp tp=1 dp=3 zero=3 {ADAMW}",
+    f"mode=tp tp=1 dp=4 zero=3 shard=2 {SGD} recompute=selective positions=rope activation=swiglu",
+    f"mode=tp tp=1 dp=3 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
+)
+DEEP = tuple(
+    f"mode={mode} tp={tp} dp={dp} zero={zero} {training} tied={tied} {words}"
+    for mode, tp, dp in (("tp", 3, 2), ("tp-sp", 3, 2), ("tp", 1, 3))
+    for zero, words in ((0, "bucket=700"), (1, "bucket=0"), (1, "bucket=700 overlap=false"), (2, ""), (3, ""))
+    for training, tied in ((SGD, "true"), (ADAMW, "false"))
+) + tuple(
+    f"mode=tp-sp tp=3 dp=2 {HALF} zero={zero} grad_dtype={grad} {words}"
+    for zero in (0, 1, 2, 3)
+    for grad, words in (("model", "scaler=static loss_scale=8"), ("float32", "scaler=dynamic optimizer=adamw"))
+)
+
+
+def proved(prover: Prover, words: str) -> CaseResult:
+    result = prover.proof(Case.parse(f"{SIZES} {words}"), subject)
+    wrong = [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
+    assert not wrong
+    return result
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, words: str) -> None:
+    checks = {verdict.check for verdict in proved(prover, words).verdicts}
+    assert {"ledger", "parameter_gradients", "gradient_norm", "update"} <= checks
+    assert "overlap" in checks or "tp=1" in words
+
+
+@pytest.mark.parametrize("words", DEEP)
+def test_in_every_form(prover: Prover, request: pytest.FixtureRequest, words: str) -> None:
+    if request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("two CPU minutes in all: --hypothesis-profile deep")
+    proved(prover, words)
+
+
+@given(st.sampled_from((0, 1, 2, 3)), st.sampled_from((0, 500, 3000)), st.sampled_from((1, 2, 5)))
+def test_bytes_of_a_step(zero: int, bucket: int, dp: int) -> None:
+    """What data ranks send is Rajbhandari et al.'s count: 2 psi for zero 0 to 2 a step, 3 psi for zero=3."""
+    case = Case.parse(f"{SIZES} mode=tp tp=1 dp={dp} steps=1 micro=1 zero={zero} bucket={bucket if zero < 2 else 0}")
+    sizes = {name: math.prod(shape) for name, shape in padded(case).items()}
+    sent = Counter[str]()
+    for term in subject.expected(case):
+        if term.axis == "dp" and term.payload_bytes > 16:
+            sent[term.op] += term.calls * term.payload_bytes // 8
+    if dp == 1:
+        assert not sent
+    elif zero == 0:
+        assert sent == {"all_reduce": sum(sizes.values())}
+    elif zero == 1:
+        whole = sum(one.size for one in bucketed(sizes, ranks=dp, sharded=True, largest=bucket))
+        assert sent == {"reduce_scatter": whole, "all_gather": whole}
+    else:
+        rows = {name: -(-shape[0] // dp) * dp * math.prod(shape[1:]) for name, shape in padded(case).items()}
+        again = sum(size for name, size in rows.items() if zero == 3 and name.startswith("layers."))
+        assert sent == {"reduce_scatter": sum(rows.values()), "all_gather": sum(rows.values()) + again}
+
+
+def padded(case: Case) -> dict[str, tuple[int, ...]]:
+    """Shapes with the rows that the vocabulary is padded by."""
+    return {
+        name: (case.padded_vocab, shape[1]) if shape[0] == case.vocab else shape for name, shape in shapes(case).items()
+    }
+
+
+def test_a_case_without_these_words_is_one_flat_call() -> None:
+    case = Case.parse(f"{SIZES} mode=tp tp=3 dp=2")
+    (gradients,) = (term for term in subject.expected(case) if term.axis == "dp" and term.payload_bytes > 16)
+    assert (gradients.op, gradients.phase, gradients.calls) == ("all_reduce", "grad_sync", 3)
+
+
+def test_a_skipped_step_changes_nothing_on_any_rank(prover: Prover) -> None:
+    """At 2**32 every step overflows: parameters stay bit for bit, two skips use up patience, the third halves."""
+    result = proved(prover, f"mode=tp-sp tp=3 dp=2 {HALF} zero=1 scaler=dynamic")
+    assert result.evidence is not None
+    merged = result.evidence.merged.tensors
+    assert [merged[f"skipped/{step}"].item() for step in range(3)] == [1, 1, 1]
+    assert [merged[f"loss_scale/{step}"].item() for step in range(3)] == [2.0**32, 2.0**32, 2.0**31]
+    for name in shapes(result.case if isinstance(result.case, Case) else Case()):
+        assert torch.equal(merged[f"param/{name}"], merged[f"param_after/0/{name}"])
+        assert f"grad/{name}" not in merged
+
+
+def test_the_dense_models_scale_is_that_of_the_seeds_log() -> None:
+    scale = LossScale.of(Case.parse("dtype=float16 master=float32 scaler=dynamic"))
+    for step in range(200):
+        scale.update(skipped=step < 20)
+    assert scale.value == 8192.0
+
+
+def test_what_rounding_decides_is_refused(prover: Prover) -> None:
+    case = Case.parse(f"{SIZES} {HALF} mode=tp tp=2 heads=6 kv_heads=2 scaler=static loss_scale=4096")
+    with pytest.raises(Exception, match=r"loss_scale=4096.0: scaled gradients reach .* legal: loss_scale="):
+        prover.proof(case, subject)
+
+
+@pytest.mark.parametrize(
+    ("words", "legal"),
+    [
+        ("mode=isp zero=1", "zero=0"),
+        ("mode=msp bucket=100", "bucket=0"),
+        ("zero=4", "0|1|2|3"),
+        ("bucket=-1", "bucket=0"),
+        ("zero=2 bucket=100", "bucket=0"),
+        ("zero=1 dp=2 shard=2", "shard=0"),
+        ("zero=3 dp=4 shard=3", "shard=1"),
+        ("master=float32", "master=none"),
+        ("dtype=bfloat16 grad_dtype=float32", "grad_dtype=model"),
+        ("dtype=bfloat16 scaler=dynamic master=float32", "dtype=float16"),
+        ("dtype=float16 scaler=static", "master=float32"),
+        ("dtype=float16 scaler=static master=float32 loss_scale=3", "loss_scale=65536.0"),
+        ("dtype=float16 loss_scale=4", "scaler=static"),
+    ],
+)
+def test_what_cannot_go_together_names_its_rule(words: str, legal: str) -> None:
+    with pytest.raises(CaseError) as refused:
+        Case.parse(words)
+    assert refused.value.legal == legal
