@@ -90,7 +90,7 @@ class Case:
         0,
         "what data ranks share out (ZeRO): 0 nothing, 1 the optimizer's states, 2 gradients and stored parameters too, "
         "3 parameters in use too",
-        legal="0|1|2|3",
+        legal="0 to 3",
     )
     bucket: int = word(
         0,

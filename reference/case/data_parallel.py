@@ -33,7 +33,7 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if v["mode"] not in MODES and v[key] != plain:
             yield key, f"has a form in mode={'|'.join(MODES)} only, not in mode={v['mode']}", f"{key}={plain}"
     if zero not in (0, 1, 2, 3):
-        yield "zero", "is not a stage of ZeRO", "0|1|2|3"
+        yield "zero", "is not a stage of ZeRO", "zero=1"
     for key in ("bucket", "shard"):
         if v[key] < 0:
             yield key, "must not be negative", f"{key}=0"

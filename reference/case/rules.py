@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reference.case import data_parallel
+from reference.case.data_parallel import problems as _data_parallel
 from reference.case.variants import VARIANTS, lack
 from reference.errors import CaseError
 
@@ -52,7 +52,7 @@ def legal_words() -> dict[str, tuple[str, ...]]:
 
 def check(values: Mapping[str, Any]) -> None:
     """Raise CaseError for the first broken rule of these values."""
-    for rules in (_domains, _model, _mesh, _training, data_parallel.problems, _variant):
+    for rules in (_domains, _model, _mesh, _training, _data_parallel, _variant):
         for key, rule, legal in rules(values):
             raise CaseError(key, write(values[key]), rule, legal)
 

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from reference.case import Case
 from reference.errors import CaseError
@@ -58,6 +59,12 @@ class LossScale:
         rule = f"scaled gradients reach {largest:.3g} in step {step}, at the edge of float16: rounding decides the skip"
         legal = 2.0 ** math.floor(math.log2(self.value * _SURELY_INSIDE * _LARGEST / largest))
         raise CaseError("loss_scale", self.case.loss_scale, rule, f"loss_scale={legal}")
+
+    def outcome(self, step: int, *, skipped: bool) -> dict[str, Tensor]:
+        """What an outcome holds of the step's scale; nothing without a scaler."""
+        if self.case.scaler == "none":
+            return {}
+        return {f"loss_scale/{step}": torch.tensor(self.value), f"skipped/{step}": torch.tensor(int(skipped))}
 
     def update(self, *, skipped: bool) -> None:
         """What the step makes of the scale."""

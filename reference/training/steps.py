@@ -96,17 +96,16 @@ def train(
         if sums.logits is not None:
             outcome[f"logits/{step}"] = sums.logits
         gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scale.value) for n, w in trained.items()}
-        if case.scaler != "none":
-            outcome |= {f"loss_scale/{step}": torch.tensor(scale.value), f"skipped/{step}": torch.tensor(int(skipped))}
-            scale.update(skipped=skipped)
+        outcome |= scale.outcome(step, skipped=skipped)
+        scale.update(skipped=skipped)
         if step == 0:
             activations = {n: x for n, x in sums.activations.items() if not (skipped and n.startswith("act_grad/"))}
         if skipped:
             stepper.zero_grad()  # an optimizer leaves alone what has no gradient
         else:
             if step == 0:
-                clipped = case.clip > 0 or clipping is not None
-                outcome |= {f"grad/{name}": grad.clone() if clipped else grad for name, grad in gradients.items()}
+                copied = case.clip > 0 or clipping is not None
+                outcome |= {f"grad/{name}": grad.clone() if copied else grad for name, grad in gradients.items()}
             outcome[f"grad_norm/{step}"] = gradient_norm(gradients)
             (clipping or clip)(gradients, outcome[f"grad_norm/{step}"], case.clip)
         stepper.step()
