@@ -109,7 +109,7 @@ def _is_handed_tensors(frame: FrameType) -> bool:
 
 
 def caller() -> str:
-    """The line of the user's code that is calling now, as "file:line"; "" when nobody's is."""
+    """The line of the user's code that is calling now, as "file:line"; "" when none is."""
     found = caller_at(sys._getframe(1))
     return found.place if found is not None else ""
 

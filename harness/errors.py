@@ -174,7 +174,7 @@ def error_text(error: BaseException) -> str:
     """An exception in one line: its type and the first line of what it says, with " ..." where more lines follow.
 
     A first line that ends in a colon announces what follows: the next line is joined to it.
-    A user's own exception may raise when it is asked what it says; then that is what it says. Characters that no file
+    A user's own exception may raise in its own `str`; then that error's text is returned. Characters that no file
     takes (half of a surrogate pair) are written as escapes.
     """
     try:

@@ -178,5 +178,5 @@ def _other_groups(target: Target, axes: Mapping[str, Partition]) -> dict[str, Pa
 
 
 def _meant(target: Target, groups: Partition) -> frozenset[object]:
-    """What tells partitions apart: the order within a group too, but for sums, which are the same in any order."""
+    """What distinguishes partitions: the order within a group too, but for sums, which are the same in any order."""
     return frozenset(map(frozenset, groups)) if target.op == "all_reduce" else frozenset(groups)

@@ -1,4 +1,4 @@
-"""The seams: what the harness needs of a case, a subject, a shard and an expectation. Structural, so nobody imports us.
+"""What the harness needs of a case, a subject, a shard and an expectation: protocols, so no subject must import us.
 
 Third parties and our own `parallel` satisfy these by shape alone.
 """

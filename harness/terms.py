@@ -111,7 +111,7 @@ class Term:
         return all((value := getattr(self, name)) is None or value == getattr(line, name) for name in FIELDS)
 
     def times(self, count: int) -> Term:
-        """As many calls and bytes so many times."""
+        """These calls and bytes `count` times."""
         calls = None if self.calls is None else self.calls * count
         return replace(self, calls=calls, total_bytes=None if self.total_bytes is None else self.total_bytes * count)
 

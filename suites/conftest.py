@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Know our markers, refuse a wrong request, load the profile `quick`, unless hypothesis was told another one."""
+    """Know our markers, refuse a wrong request, load the profile `quick`, unless another one was requested."""
     for words in _MARKERS:
         config.addinivalue_line("markers", words)
     _refuse_wrong(config)
@@ -64,7 +64,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run every suite that asks for a `mode` once for each mode under proof; for a `collective`, once for each."""
+    """Run every suite with a parameter `mode` once for each mode under proof; with `collective`, once for each."""
     if "mode" in metafunc.fixturenames:
         metafunc.parametrize("mode", _modes(metafunc.config))
     if "collective" in metafunc.fixturenames:
@@ -133,7 +133,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """On GitHub, tell the step's page."""
+    """On GitHub, write the step's page."""
     stats = terminalreporter.stats
     counts = {word: len(stats.get(word, ())) for word in _COUNTED}
     failures = [(report.nodeid, report.longreprtext) for word in ("failed", "error") for report in stats.get(word, ())]

@@ -1,7 +1,7 @@
-"""All checks of a case, in one table, and the one way to ask them.
+"""All checks of a case, in one table, and the one function that runs them.
 
-A check is a pure function of the evidence; None means that there is nothing to ask (the subject returned nothing of the
-kind), and then no verdict is claimed. An exception inside a check is `unknown` with its text, never a pass.
+A check is a pure function of the evidence; None means that there is nothing to check (the subject returned nothing of
+the kind), and then no verdict is claimed. An exception inside a check is `unknown` with its text, never a pass.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LAWS: Mapping[str, Check] = {"regrouping": regrouping}
 
 
 def examine(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict[str, Finding]:
-    """The findings of every check that had something to ask, by its name."""
+    """The findings of every check that applied, by its name."""
     findings: dict[str, Finding] = {}
     for name, check in checks.items():
         try:

@@ -83,20 +83,20 @@ class Evidence:
     kinks        name -> what a relu within rounding of zero may change; empty until an error needs it
     events       the ledger of the recorded run, all ranks
     expectation  the closed form, None when the subject has none
-    unwaited     asynchronous calls of the recorded run that nobody waited for
+    unwaited     asynchronous calls of the recorded run that were never waited for
     repeats      outcomes of further runs that nothing recorded
-    saved_bytes  by rank, the most that autograd held for backward; empty when nobody measured
+    saved_bytes  by rank, the most that autograd held for backward; empty when not measured
     ran          the ranks that were run, in the order of `saved_bytes`; empty when it was all of them
-    notes        what else is worth telling of the runs
-    hidden       (rank, call index) of calls that were waited for only after a product; None when nobody measured
+    notes        what else is to be reported of the runs
+    hidden       (rank, call index) of calls that were waited for only after a product; None when not measured
     orders       rank lists that the subject states for axes of its own rank order; empty when it states none
     facts        what the reference states about the case's data, None when it states nothing
     declared     patterns of names that the subject leaves out on purpose
-    shares       what a diagnosis asked of the dense model (see Reference.shares); empty until then
+    shares       what a diagnosis computed with the dense model (see Reference.shares); empty until then
     alternatives "<what if>/<name>" -> what the dense model computes of data read otherwise; empty until then
     precision    dtype whose limits hold where a float64 case computes with a lower one; "" for the case's own
     regrouped    merged outcomes of the same global batch in other groupings; empty when none was run
-    others       evidence of the same subject in cases that differ in one size, when a diagnosis asked for them
+    others       evidence of the same subject in cases that differ in one size, where a diagnosis needs them
     located      the first wrong module, when a diagnosis looked for it without a declared layout
     """
 

@@ -56,7 +56,7 @@ def determinism(evidence: Evidence) -> Finding | None:
 
 
 def recording(evidence: Evidence) -> Finding | None:
-    """Whether the recorded run gives the same bits as one that nobody watches."""
+    """Whether the recorded run gives the same bits as an unrecorded one."""
     return _repeated(evidence, blame_recording=True, praise="recording changes no bit")
 
 

@@ -4,7 +4,7 @@ Members of a group issue the same sequence of collectives (op, reduce op, dtype;
 and rooted calls, whose members may rightly differ), and in every group what is sent is received: the same number of
 messages and of bytes. Where a run goes backward, moves have their conjugates: over every axis as many all-to-alls of
 numbers go backward as forward, with the same bytes in all, and every reduce-scatter forward has an all-gather of as
-many bytes in the backward of its module. No more holds for everybody: a gathered tensor's gradient may be cut instead
+many bytes in the backward of its module. No more holds in general: a gathered tensor's gradient may be cut instead
 of reduce-scattered, and gradients of whole parameters are reduced at any time. Payloads are bytes.
 """
 

@@ -17,7 +17,7 @@ __all__ = ["overlap"]
 
 
 def overlap(evidence: Evidence) -> Finding | None:
-    """Whether as many calls as promised are hidden on every rank; a call that is missing is told by the ledger."""
+    """Whether as many calls as promised are hidden on every rank; a missing call is reported by the ledger check."""
     form = closed_form(term for term in evidence.expectation or () if getattr(term, "hidden", False))
     if not (form.complete or form.partial) or evidence.hidden is None:
         return None

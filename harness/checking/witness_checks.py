@@ -17,7 +17,7 @@ CHECK = "witnesses"
 def finding(agreed: Agreement, steps: str = "") -> Finding:
     """The verdict: a failure names the first event on which the witnesses part; nothing seen at all is no agreement.
 
-    `steps` are the chosen ones as they were asked for, "" for all.
+    `steps` are the chosen ones as they were requested, "" for all.
     """
     ranks = len({row.rank for row in agreed.rows})
     within = f" in steps {steps}" if steps else ""
@@ -43,7 +43,7 @@ def finding(agreed: Agreement, steps: str = "") -> Finding:
 
 
 def qualified(found: Finding, held: Mapping[str, Session], untold: str) -> Finding:
-    """A finding that is no failure, with what could not be asked: a tool that is missing leaves it open."""
+    """A finding that is no failure, with what could not be checked: a missing tool leaves it open."""
     if untold:
         message = f"{found.message}; the closed form was not asked: {untold}"
         found = replace(found, message=message, unchecked=(*found.unchecked, "closed form of the chosen steps"))

@@ -1,1 +1,1 @@
-"""What tells a failure: its first wrong place, causes tested on its numbers, six lines, scripts that repeat it."""
+"""A failure explained: its first wrong place, causes tested on its numbers, six lines, scripts that repeat it."""

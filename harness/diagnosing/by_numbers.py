@@ -93,9 +93,9 @@ def _gradients(wrong: Sequence[str]) -> list[str]:
 
 
 def _of_replicas(evidence: Evidence, torn: Sequence[str]) -> list[Cause]:
-    """What values tell that differ between ranks which must hold the same.
+    """The causes of values that differ between ranks which must hold the same.
 
-    A tensor whose truth is next to nothing tells nothing, so each is looked at until one does.
+    A tensor whose truth is next to nothing shows no cause, so each is looked at until one does.
     """
     axes = split_axes(evidence.case)
     for name in torn:

@@ -1,6 +1,6 @@
 """The diagnosis of a failed check: what is wrong and where, the first place where it went wrong, and likely causes.
 
-The first place is `harness.diagnosing.first`'s, the causes are `harness.diagnosing.likely`'s; how it is told is
+The first place is `harness.diagnosing.first`'s, the causes are `harness.diagnosing.likely`'s; how it is reported is
 `harness.diagnosing.six_lines`.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["Diagnosis", "Explanation", "First", "diagnose", "ended", "explained"
 class Diagnosis:
     """One failed check explained. `name` is the tensor or event in question, `ranks` are empty when it is all of them.
 
-    `step` is -1 when nobody knows it.
+    `step` is -1 when it is unknown.
     """
 
     check: str

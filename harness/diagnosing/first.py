@@ -1,7 +1,7 @@
 """The first place where it went wrong: phase, module and step, from wrong tensors and from the ledger.
 
 Names are looked through in the order in which training computes (`rules.places.timeline`); the first wrong
-one tells the place by its kind:
+the kind of the first wrong one gives the place:
 
     act/M          module M, forward: its inputs came earlier and were right
     logits/s       s = 0: another micro-batch than the captured one; s > 0: all before was right, so the step s - 1
@@ -72,7 +72,7 @@ def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | N
 
 
 def _never_waited(evidence: Evidence) -> First:
-    """Where the first asynchronous call that nobody waited for was issued; nowhere when all were waited for."""
+    """Where the first asynchronous call that was never waited for was issued; nowhere when all were waited for."""
     for work in evidence.unwaited:
         if event := _issued_as(evidence, work):
             told = f"{work.op} #{work.number} of {work.group} at {work.caller}, never waited for"
@@ -91,7 +91,7 @@ def _issued_as(evidence: Evidence, work: Unwaited) -> Event | None:
 
 
 def _issued_in(parted: Difference) -> str:
-    """The phase of a parted event. Calls that should be followed by the optimizer's step and are not are told by it."""
+    """The phase of a parted event: that of the optimizer's step where calls should be followed by it and are not."""
     if parted.expected and parted.found and (parted.expected.phase, parted.found.phase) == ("grad_sync", "data"):
         return "step"
     return parted.line.phase
@@ -118,7 +118,7 @@ def _order(phase: str) -> int:
 
 
 def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
-    """The place that the first wrong tensor tells."""
+    """The place of the first wrong tensor."""
     name = wrong[0]
     if (found := evidence.located) is not None:
         return First(phase=found.phase, region=found.module, step=0, name=name, note=found.words)

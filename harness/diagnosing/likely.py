@@ -106,7 +106,7 @@ def likely(
 
 
 def _from_located(evidence: Evidence) -> list[Cause]:
-    """What the numbers of the first wrong module tell, under whichever layout they tell something."""
+    """The causes that the numbers of the first wrong module show, under any layout that shows one."""
     found = evidence.located
     if found is None:
         return []

@@ -1,4 +1,4 @@
-"""How a diagnosis is told, in six lines: what, where, how much, first place, likely causes, how to repeat it.
+"""A diagnosis in six lines: what, where, how much, first place, likely causes, how to repeat it.
 
 Errors are ratios and multiples of the machine epsilon of the run dtype.
 """

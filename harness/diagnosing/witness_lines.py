@@ -1,7 +1,7 @@
-"""How a disagreement of witnesses is told: six lines, as every failed check (`six_lines`), and its likely cause.
+"""A disagreement of witnesses in six lines, as every failed check (`six_lines`), and its likely cause.
 
 The cause follows from who contradicts whom. The recorder of the session is the same code as that of the proof, nsys
-stores what the recorder draws, the torch profiler and the closed form know nothing of anybody.
+stores what the recorder draws, the torch profiler and the closed form know nothing of each other.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A rule speaks of the fault alone; so does what a subject knows of its own mathematics (`subject.harmless`). Three more
 proofs need a run and are made by `harness.injecting.survey`: every disturbed call left the very bits that it leaves
-undisturbed (UNCHANGED); all other calls did, and all that the subject returns has the same bits (UNREAD); nobody looked
-at a late value before it came (UNTOUCHED). They hold for the case that was run. That no check failed proves nothing and
-is nowhere taken for a proof.
+undisturbed (UNCHANGED); all other calls did, and all that the subject returns has the same bits (UNREAD); nothing
+looked at a late value before it came (UNTOUCHED). They hold for the case that was run. That no check failed proves
+nothing and is nowhere taken for a proof.
 """
 
 from __future__ import annotations
@@ -58,5 +58,5 @@ RULES = (
 
 
 def proof_of(fault: Fault, rules: Sequence[Rule] = RULES) -> str:
-    """Why nobody can notice this fault; "" when no rule says so."""
+    """Why no check can notice this fault; "" when no rule shows it."""
     return next((rule.proof for rule in rules if rule.holds(fault)), "")

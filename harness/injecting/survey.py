@@ -1,4 +1,4 @@
-"""Every fault of a subject, one after another: which checks notice it, and which collectives nobody would miss.
+"""Every fault of a subject, one after another: which checks notice it, and which collectives no check would miss.
 
     results = survey(case, subject, engine)
     for collective in unproved(results): print(collective.target, collective.why)
@@ -58,7 +58,7 @@ class FaultResult:
 
     @property
     def survived(self) -> bool:
-        """Whether nobody noticed a fault that is one."""
+        """Whether no check noticed a fault that is one."""
         return not (self.killed_by or self.equivalent or self.machine)
 
 
@@ -122,7 +122,7 @@ def survey(
 
 
 def unproved(results: Iterable[FaultResult]) -> list[Unproved]:
-    """The targets whose loss on every rank nobody notices, by the results of their faults."""
+    """The targets whose loss on every rank no check notices, by the results of their faults."""
     by_target: dict[Target, dict[str, FaultResult]] = {}
     for result in results:
         if result.fault.kind in {"drop", "poison"} and result.fault.rank < 0:
@@ -243,7 +243,7 @@ def _touched(trial: Trial) -> frozenset[RankCallIndex]:
 
 
 def _looked_at_late(trial: Trial, results: Sequence[FaultResult]) -> list[FaultResult]:
-    """The results, with the proof for late values that nobody looks at before they come; one run for all of them.
+    """The results, with the proof for late values that are not read before they come; one run for all of them.
 
     It says more than UNREAD, which holds for the numbers of this run.
     """

@@ -1,7 +1,7 @@
 """Which ranks stand for all in a dry run: one of every distinct place on the mesh.
 
 A rank's place is, along every axis of more than one rank, the first, the last or a middle one: that is where programs
-treat ranks differently. Ranks of one place are expected to do the same; nobody looks at the others of a class.
+treat ranks differently. Ranks of one place are expected to do the same; the others of a class are not run.
 """
 
 from __future__ import annotations

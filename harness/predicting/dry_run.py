@@ -29,9 +29,9 @@ class DryRank:
     """One rank that was run.
 
     `stretches` are what it computes between its calls (harness.predicting.meter), tickets are the events' `call_index`.
-    `unwaited` are calls that nobody waited for. `saved_bytes` is the most that autograd held for backward, `peak_bytes`
-    the most that all tensors held at once; parameters, gradients and optimizer are those of the last optimizer step,
-    `trained` the elements of all parameters there.
+    `unwaited` are calls that were never waited for. `saved_bytes` is the most that autograd held for backward,
+    `peak_bytes` the most that all tensors held at once; parameters, gradients and optimizer are those of the last
+    optimizer step, `trained` the elements of all parameters there.
     """
 
     rank: int

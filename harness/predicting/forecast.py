@@ -1,7 +1,7 @@
 """What a case will cost on a cluster that is not here: time and memory of a rank, from its closed form and a dry run.
 
 One rank is run dry for one step of one micro-batch, its ledger held against the closed form, and its trace played on
-the cluster (harness.predicting.timeline); a step is that micro-batch so many times, and what follows the last backward
+the cluster (harness.predicting.timeline); a step is `micro` times that micro-batch, and what follows the last backward
 once.
 
 A deep model is measured at two depths: every further layer adds the same calls, FLOPs and bytes, so that all is a
@@ -187,7 +187,7 @@ def traffic(case: CaseLike, subject: Subject) -> Traffic | None:
 def _sample(
     case: CaseLike, micro: int, subject: Subject, cluster: Cluster, engine: DryEngine, timeout_s: float
 ) -> _Sample:
-    """Rank 0 of the case, one step of so many micro-batches."""
+    """Rank 0 of the case, one step of `micro` micro-batches."""
     short = case.but(steps=1, micro=micro)
     (rank,) = dry_run(short, subject, engine, (0,), text=str(short), timeout_s=timeout_s).ranks
     if names := unmapped(rank.events):

@@ -42,7 +42,7 @@ START, WAIT, END = "start", "wait", "end"
 
 
 class Stretch(NamedTuple):
-    """So much computed, and what ended it: the call `ticket` started, or was waited for, or the program ended (-1).
+    """What was computed, and what ended it: the call `ticket` started, or was waited for, or the program ended (-1).
 
     `peak_bytes` is the most that tensors held at once meanwhile.
     """
@@ -75,7 +75,7 @@ class _Live:
         self._known: dict[int, Any] = {}
 
     def peak_bytes(self) -> int:
-        """The most bytes at once since this was asked last."""
+        """The most bytes at once since the last call of this."""
         peak, self._peak_bytes = self._peak_bytes, self._now_bytes
         return peak
 
@@ -99,8 +99,8 @@ class Meter(DispatchMode):
     """Measures one rank. `parameter_bytes`, `gradient_bytes`, `optimizer_bytes`: at the last optimizer step, 0 without;
     `trained` are the elements of all parameters there.
 
-    Also an observer of calls (harness.ledger.Observer); `unwaited` are the tickets of asynchronous calls that nobody
-    waited for.
+    Also an observer of calls (harness.ledger.Observer); `unwaited` are the tickets of asynchronous calls that were
+    never waited for.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Meter(DispatchMode):
 
     @property
     def unwaited(self) -> tuple[int, ...]:
-        """Tickets of asynchronous calls that nobody waited for."""
+        """Tickets of asynchronous calls that were never waited for."""
         return tuple(self._calls)
 
     @contextmanager

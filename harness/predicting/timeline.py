@@ -73,7 +73,7 @@ def parts(events: Sequence[Event]) -> tuple[int, int]:
 
 
 def together(*parts: tuple[float, Times]) -> Times:
-    """Several times, each so many times over."""
+    """The sum of several times, each multiplied by its count."""
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
     for weight, times in parts:

@@ -88,7 +88,7 @@ class Session:
 
 
 def boot_id() -> str:
-    """What tells this machine, since it was started, from others: time.perf_counter of its processes is one clock."""
+    """What identifies this machine since it was started: time.perf_counter of its processes is one clock."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return os.uname().nodename

@@ -70,7 +70,7 @@ class Arrived(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The backward that arrived is over; told only while ranges are drawn."""
+    """The backward that arrived is over; observed only while ranges are drawn."""
 
     lane: int
     task: int

@@ -7,7 +7,7 @@
 A product is a matrix product, a convolution or attention: what torch.utils.flop_counter counts, and what a mode hides
 its calls behind. Each has a kernel at the dispatch key BackendSelect, where these operators have none; it counts and
 sends the call on, below autograd, so that no bit changes and nothing else is touched. It costs microseconds a product,
-hence it is entered in runs that nobody times. A product of code that torch.compile wrote is not seen.
+hence it is entered in runs that are not timed. A product of code that torch.compile wrote is not seen.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class Overlap:
         return ticket
 
     def completed(self, rank: int, ticket: int) -> None:
-        """The call is complete: on the CPU its wait returned, on a GPU nobody may have waited yet."""
+        """The call is complete: on the CPU its wait returned, on a GPU it may not have been waited for yet."""
         if self._open.get((rank, ticket), (0, ""))[1] != "cuda":
             self.waited(rank, ticket)
 
     def waited(self, rank: int, ticket: int) -> None:
-        """The rank waits for the call, or asks for its result."""
+        """The rank waits for the call, or reads its result."""
         before, _device = self._open.pop((rank, ticket), (self._products[rank], ""))
         if self._products[rank] > before:
             self.hidden.add((rank, ticket))

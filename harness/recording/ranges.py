@@ -11,8 +11,8 @@
 A collective's category is its op and the global ranks of its group, "all_reduce 0,1": a range holds but one number.
 With `waiting` ranges nothing is drawn but in the stretch of `drawn`, between whose marks a rank's calls are counted. A
 step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or a step has
-no phase yet, since only what follows tells it (harness.recording.attribution), so no phase range covers it. An async
-collective is a mark, because no range may claim a time that nobody measures.
+no phase yet, since it follows from later events (harness.recording.attribution), so no phase range covers it. An async
+collective is a mark, because no range may claim a time that is not measured.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RangeDomain(Protocol):
 def open_domain() -> RangeDomain:
     """The nvtx domain, which records when a tool is attached and costs next to nothing when none is.
 
-    nvtx >= 0.2.12 under an Nsight Systems that cannot tell whether a domain is enabled (2022.4, 2023.2) hands out a
+    nvtx >= 0.2.12 under an Nsight Systems that does not know whether a domain is enabled (2022.4, 2023.2) hands out a
     domain that drops everything without a word. Then a domain is made around its question. Raises MachineError when a
     tool is attached and the domain would still drop everything.
     """
@@ -99,7 +99,7 @@ def _drops(domain: object) -> bool:
 
 
 def _asking_nobody() -> Any:
-    """An nvtx domain made without asking the tool whether the domain is enabled. Private names: tested per version."""
+    """An nvtx domain made without the check whether the domain is enabled. Private names: tested per version."""
     try:
 
         class Direct(nvtx.Domain):

@@ -4,8 +4,8 @@
         ...  # in the thread of each rank: with recorder.on_rank(rank): program(rank)
     recorder.events()
 
-While ranks run it only keeps plain tuples; steps, phases, regions and axes are told when the events are asked for.
-Times are microseconds since the recorder was entered. A call that never completed, or whose completion nobody tells
+While ranks run it only keeps plain tuples; steps, phases, regions and axes are worked out when the events are read.
+Times are microseconds since the recorder was entered. A call that never completed, or whose completion is not reported
 (an async call of gloo), has duration_us 0. With a stopwatch, calls on the device start and end when their streams do.
 """
 

@@ -1,4 +1,4 @@
-"""Time on a device: CUDA events in its streams, where the host's clock would tell when work was enqueued.
+"""Time on a device: CUDA events in its streams, where the host's clock would give the time at which work was enqueued.
 
 Recording an event waits for nothing, so the program's streams run as they would; what lies between the two events of a
 call is what the call took on the device, its wait for the other ranks included. Read when the program is over.
@@ -33,7 +33,7 @@ class Mark(Protocol):
 
 
 class Stopwatch:
-    """Marks streams, and tells where marks lie on the host's clock, time.perf_counter, from its own making on."""
+    """Marks streams, and returns where marks lie on the host's clock, time.perf_counter, from its own making on."""
 
     def __init__(self, make: Callable[[], Mark], synchronize: Callable[[], object]) -> None:
         self._make = make

@@ -142,7 +142,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _spread(parameters: list[Tensor], most: int) -> list[Tensor]:
-    """At most so many of them, from the first to the last."""
+    """At most `most` of them, from the first to the last."""
     if len(parameters) <= most:
         return parameters
     return [parameters[place * (len(parameters) - 1) // (most - 1)] for place in range(most)]

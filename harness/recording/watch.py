@@ -3,7 +3,7 @@
 For as long as it is entered, `nn.Module._call_impl` is wrapped: global forward hooks cost three times as much a call
 and end before a module's own forward hooks run, where DTensor's plans communicate; wrapping `__call__` itself makes
 Python look up the slots of every module class again, half a millisecond a run. Optimizers are seen by torch's global
-step hooks. A prehook on the node that made an outermost output tells that backward came; it adds no node and reads
+step hooks. A prehook on the node that made an outermost output reports that backward came; it adds no node and reads
 nothing. torch.compile skips the wrapper or traces it to nothing, so compiled code is the same. Not seen: a module whose
 `module.compile()` was called before, since what that made is called in place of `_call_impl`.
 
@@ -84,7 +84,7 @@ class Lane:
         self.bare: bool | None = None
 
     def issue(self, call: object, frame: FrameType) -> int:
-        """Tell that a call is issued in this thread, by the code of `frame`. Every microsecond in it counts."""
+        """Record that a call is issued in this thread, by the code of `frame`. Every microsecond in it counts."""
         task = _task()
         node, parameter, quiet = OUTSIDE, None, False
         if task != OUTSIDE:
@@ -122,9 +122,9 @@ class _OfRank(NamedTuple):
 class Watch:
     """Passes every observation of every rank to `emit(rank)`, a function that takes plain tuples (observations.read).
 
-    `on_output(lane, module, output)`, when given, gets the output of every module call before its Left is told, and
+    `on_output(lane, module, output)`, when given, gets the output of every module call before its Left is emitted, and
     `on_input(lane, module, args, kwargs)` what it is called with after its Entered. With `ends`, the end of every
-    backward is told too. `looks` makes what looks at the parameters of a rank.
+    backward is observed too. `looks` makes what looks at the parameters of a rank.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ def _watching(
     arrival: Callable[[Lane, int], Callable[[object], None]],
     original: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """A module's call that tells when the module is entered and left. Every microsecond in it counts."""
+    """A module's call that reports when the module is entered and left. Every microsecond in it counts."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _compiling():

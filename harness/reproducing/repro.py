@@ -88,7 +88,7 @@ def shown_name(script: str) -> str:
 def shrunk(case: CaseLike, given: Subject | NamedSubject, engine: Engine) -> Failure | None:
     """Make a failing case smaller as long as a tensor of the same kind (or the run) fails; None when it does not fail.
 
-    The last case is proved in full, so that its causes can be told.
+    The last case is proved in full, so that its causes can be reported.
     """
     subject = named(given)
     name = _failing(case, subject, engine)
@@ -184,7 +184,7 @@ def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
 
 
 def _mended(evidence: Evidence, name: str) -> Evidence:
-    """The evidence with the truth in place of a tensor that could not be merged: its limits are asked for, no more."""
+    """The evidence with the truth in place of a tensor that could not be merged: only its limits are needed."""
     if name in evidence.merged.tensors:
         return evidence
     tensors = {**evidence.merged.tensors, name: evidence.truth[name]}

@@ -139,7 +139,7 @@ def spawned(facts: Mapping[str, Any], rank: int, store: str, answers: Any) -> No
 
 
 def told(processes: Sequence[Any], answers: Any) -> list[int]:
-    """The answers of all ranks, or those up to the first that tells of a failure: the others may wait for it forever.
+    """The answers of all ranks, or those up to the first that reports a failure: the others may wait for it forever.
 
     Raises queue.Empty when there is none in time, or a process ended without one.
     """

@@ -1,6 +1,6 @@
 """Whether this machine can hold a case, checked before anything of it is made. Sizes are elements; GiB in messages.
 
-The harness knows no model: what a case comes to is asked of the reference, by name.
+The harness knows no model: the size of a case is computed by functions of the reference, by name.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def dry_evidence(trial: Trial, engine: DryEngine) -> Evidence:
 
 
 def _unwaited(rank: DryRank, event: Event) -> Unwaited:
-    """The call as engines tell of it: by its number among the rank's calls in its group."""
+    """The call as engines name it: by its number among the rank's calls in its group."""
     before = [other for other in rank.events if other.axis == event.axis and other.call_index < event.call_index]
     return Unwaited(
         rank=rank.rank,

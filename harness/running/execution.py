@@ -33,9 +33,9 @@ __all__ = ["Execution", "execute", "execute_captured"]
 class Execution:
     """What one run gave: outcomes and captured activations by rank, the ledger when recorded.
 
-    `unwaited` are asynchronous calls that nobody waited for, `problem` is why activations could not be placed,
-    `saved_bytes` by rank is the most that autograd held for backward, () when nobody measured. `hidden` are the calls
-    (rank, call index) during which their rank computed a product, None when nobody measured.
+    `unwaited` are asynchronous calls that were never waited for, `problem` is why activations could not be placed,
+    `saved_bytes` by rank is the most that autograd held for backward, () when not measured. `hidden` are the calls
+    (rank, call index) during which their rank computed a product, None when not measured.
     """
 
     outcomes: tuple[Localized, ...]

@@ -67,7 +67,7 @@ class CaseResult:
 
     @property
     def diagnosis(self) -> Diagnosis | None:
-        """The first failed check explained, with the causes that all failed checks tell; None when none failed."""
+        """The first failed check explained, with the causes that all failed checks show; None when none failed."""
         told = list(self.diagnoses.values())
         causes = dict.fromkeys(cause for diagnosis in told for cause in diagnosis.causes)
         return replace(told[0], causes=tuple(causes)) if told else None

@@ -43,7 +43,7 @@ Localized = dict[str, tuple[Block, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """One run of a subject as every rank is told of it. `subject` is "module:object", or a callable to be pickled.
+    """One run of a subject as every rank receives it. `subject` is "module:object", or a callable to be pickled.
 
     `text` is what the ledger's column `case` says. `record` makes the ledger; `watch` captures the activations that the
     subject can place and measures what autograd saves, with `overlap` also which calls are hidden. The ledger's times

@@ -168,7 +168,7 @@ def _beside(request: Request, spare: Spare | None) -> Iterator[SecondProcess | N
 
 
 def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Witnesses | None:
-    """The sessions of all cases that the subject takes, None when no witness was asked for."""
+    """The sessions of all cases that the subject takes, None when no witness was requested."""
     if not request.profile:
         return None
     taken = [case for case in cases if _takes(case, request.subject)]
@@ -186,7 +186,7 @@ def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Wit
 
 
 def _takes(case: CaseLike, subject: NamedSubject) -> bool:
-    """Whether the subject takes the case; one that cannot tell is not run, and its verdict says so."""
+    """Whether the subject takes the case; one that raises then is not run, and its verdict gives the error."""
     try:
         return not refusal(case, subject)
     except Unanswered:

@@ -1,6 +1,6 @@
 """The run folder: everything one command produced, written as it goes, so that a killed run leaves a readable folder.
 
-`<out>/<time>-<subject>/` with env.json, cases.jsonl (all cases asked for, first), ledger.csv (ledger.csv.gz above
+`<out>/<time>-<subject>/` with env.json, cases.jsonl (all requested cases, first), ledger.csv (ledger.csv.gz above
 LARGEST_LEDGER bytes, packed at the end), summary.csv, timings.csv (seconds), memory.csv (the most bytes that autograd
 held for backward on a rank) and verdicts.jsonl, and the link `<out>/latest`. A case is appended when it is finished,
 its verdicts last: a case with verdicts is stored completely, and each of them says how many (`of`) its case has.
@@ -71,7 +71,7 @@ class Store:
         saved_bytes: Sequence[int] = (),
         ran: Sequence[int] = (),
     ) -> None:
-        """Append one finished case; `saved_bytes` by rank, none when nobody measured, of the ranks `ran` if not all."""
+        """Append one finished case; `saved_bytes` by rank, none when not measured, of the ranks `ran` if not all."""
         with _writing(self.path):
             self._append("ledger.csv", _csv(map(_ROW, events)))
             self._add_summary(summary)
@@ -146,7 +146,7 @@ class Store:
 
 
 def file_of(case: str, ending: str) -> str:
-    """The file of a case: its text as far as it can stand in a name, and what tells texts apart that look alike."""
+    """The file of a case: its text as far as it can stand in a name, and a digest where texts look alike."""
     return f"{safe_name(case)[:60]}-{hashlib.sha256(case.encode()).hexdigest()[:6]}.{ending}"
 
 

@@ -1,6 +1,6 @@
 """The runs of one case, from which its evidence is made: the dense model, the subject recorded, the subject unwatched.
 
-Watching (capturing activations) costs another run, so it is done only when a check or a diagnosis asks for it. The
+Watching (capturing activations) costs another run, so it is done only when a check or a diagnosis needs it. The
 harness imports no model: the reference is named like any subject. Times are seconds.
 """
 
@@ -50,7 +50,7 @@ Asked = tuple[Function, tuple[tuple[str, int], ...]]
 class Trial:
     """One case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
-    `problems`: what could not be asked of the subject (expectation, activations) -> why.
+    `problems`: what the subject could not answer (expectation, activations) -> why.
     `known` and `facts` fill up with what the reference computed; trials of one case may share them, and trials of cases
     that are alike to the dense model its `truths`.
     """

@@ -1,9 +1,9 @@
 """The witnesses of a run: one session a tool for all cases, then every case's ledger held against all of them.
 
 Who is independent of whom: the torch profiler hears torch's own rows and the Flight Recorder's log, the closed form
-knows formulas only. The ranges that nsys stores are drawn from what our recorder is told, so nsys shows that nothing is
-lost or renamed on the way and no more; on a GPU its timeline has NCCL's kernels beside them. Sessions have processes of
-their own whatever engine proves the case, because a Python process group of the in-process engine passes by the
+knows formulas only. The ranges that nsys stores are drawn from our recorder's observations, so nsys shows that nothing
+is lost or renamed on the way and no more; on a GPU its timeline has NCCL's kernels beside them. Sessions have processes
+of their own whatever engine proves the case, because a Python process group of the in-process engine passes by the
 dispatcher, where the profiler listens.
 """
 
@@ -79,7 +79,7 @@ class Witnesses:
     ) -> Told:
         """Hold the case's ledger (the recorder's of a session when the proof left none) against every witness.
 
-        `expected` is the subject's closed form, asked for the terms of chosen steps.
+        `expected` is the subject's closed form, called for the terms of chosen steps.
         """
         text = case_text(case)
         held = {tool: of[text] for tool, of in self.sessions.items() if text in of}

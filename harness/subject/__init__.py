@@ -9,7 +9,7 @@
     expected                its closed form of a case                   `stated`
     axes                    rank lists of its own rank order            `orders`, `named_axes`
     per_rank                modules whose state is one set a rank       `kept_per_rank`
-    activations, harmless   asked where they are used, by `answered` and `offers`
+    activations, harmless   read where they are used, by `answered` and `offers`
 
 All of it is the subject's own code: whatever it raises, or leaves with, becomes one sentence (Unanswered). The harness
 knows no modes: which there are is read from the case's own list, by name. `harness.protocols.Subject` states the types.

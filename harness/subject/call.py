@@ -112,7 +112,7 @@ def session(subject: Subject) -> Iterator[None]:
 
 
 def offers(subject: Subject, attribute: str) -> bool:
-    """Whether the subject has this attribute. One that raises when it is read is there, and fails where it is asked."""
+    """Whether the subject has this attribute. One that raises when it is read is there, and fails where it is used."""
     try:
         return getattr(subject, attribute, None) is not None
     except Exception:

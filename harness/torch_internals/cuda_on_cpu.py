@@ -1,9 +1,9 @@
-"""CUDA's questions answered for the CPU, for libraries that are written for GPUs and asked to run without one.
+"""torch.cuda's functions answered for the CPU, for libraries that are written for GPUs and run without one here.
 
     with shardproof.cuda_on_cpu(): ...          subject.session = shardproof.cuda_on_cpu
 
 There is one device, number 0, which is the CPU: `device="cuda"`, `.cuda()` and `.to("cuda")` stay where they are, its
-random stream is the CPU's, streams and events are done when they are asked, ranges of nvtx are dropped. A tensor is no
+random stream is the CPU's, streams and events are always done, ranges of nvtx are dropped. A tensor is no
 copy after `.cuda()`, and `tensor.is_cuda` is False. Names that were imported from torch before (`from torch import
 zeros`) are not reached, nor is torch.Generator("cuda"). A device mesh is to be made for "cpu".
 """
@@ -104,7 +104,7 @@ class _Stream:
 
 
 class _Answers:
-    """The answers in place, for as long as anybody is inside."""
+    """The answers in place, for as long as any thread is inside."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,9 +1,9 @@
 """The witnesses compared event by event: op, group, payload bytes, phase and order, the ledger in the middle.
 
-Other witnesses are told in order of issue and compared one by one; where one of them misses or invents an event, the
-rest is aligned again, so that one slip is told as one. The closed form knows no order: every recorded event uses up one
-of its terms, and what is left over is missing. A field that a witness leaves open (harness.witnesses.sighting) is not
-compared, and counted in `open_fields`.
+Other witnesses are put in order of issue and compared one by one; where one of them misses or invents an event, the
+rest is aligned again, so that one slip is reported as one. The closed form knows no order: every recorded event uses up
+one of its terms, and what is left over is missing. A field that a witness leaves open (harness.witnesses.sighting) is
+not compared, and counted in `open_fields`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _open(seen: Sighting) -> int:
 def _covered(
     recorded: Sequence[Sighting], events: Sequence[Event], terms: Sequence[TermLike], ranks: Sequence[int]
 ) -> tuple[dict[tuple[int, int], str], list[Row]]:
-    """The closed form's word on every event, and the calls it states that nobody recorded."""
+    """The closed form's word on every event, and the calls it states that were not recorded."""
     words: dict[tuple[int, int], str] = {}
     form = closed_form(terms)
     stated: dict[EventKey | Term, _Left] = {line: (calls, None) for line, calls in form.complete.items()}
@@ -173,7 +173,7 @@ def _less(left: _Left, payload_bytes: int) -> _Left:
 
 
 def _more(one: EventKey | Term, calls: int | None, total: int | None) -> str:
-    """What the closed form states and nobody recorded."""
+    """What the closed form states and was not recorded."""
     if isinstance(one, Term):
         lack = [f"{calls} call{'s' if calls > 1 else ''}"] if calls else []
         return f"{' of '.join([*lack, *([f'{total} B'] if total else [])])} more of {one}"

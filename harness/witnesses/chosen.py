@@ -1,7 +1,7 @@
 """Some steps of a longer run: where they begin and end, a context around them alone, and the closed form of them.
 
 A step ends with the last optimizer step before the next forward, as in the ledger (harness.recording.attribution).
-Which one was the last is known only when the forward comes, so an earlier run of the same case tells after how many
+Which one was the last is known only when the forward comes, so an earlier run of the same case shows after how many
 optimizer steps each step ends (`step_ends`), and later runs count them (`during`). Steps count from 0, "2:4" are the
 steps 2 and 3.
 """
@@ -26,7 +26,7 @@ __all__ = ["during", "step_ends", "steps_text", "terms_of"]
 
 
 def steps_text(steps: range) -> str:
-    """The steps as they are asked for: "2:4"."""
+    """The steps as they are requested: "2:4"."""
     return f"{steps.start}:{steps.stop}"
 
 
@@ -51,7 +51,7 @@ def step_ends(rank: int, program: Callable[[], object]) -> tuple[int, ...]:
 def during(steps: range, ends: Sequence[int], make: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """While the body runs the program: inside of `make()` from the begin of the first of the steps to the last's end.
 
-    Raises MachineError when the program has fewer steps, as `ends` tell.
+    Raises MachineError when the program has fewer steps, by `ends`.
     """
     if steps.stop > len(ends):
         why = f"the program ends {len(ends)} of them, as its optimizers tell"
@@ -82,10 +82,10 @@ def during(steps: range, ends: Sequence[int], make: Callable[[], AbstractContext
 def terms_of(
     steps: range, case: CaseLike, terms: Iterable[TermLike], expected: Callable[[Any], Any] | None
 ) -> tuple[tuple[Term, ...] | None, str]:
-    """The closed form of these steps, or None and why it cannot be told.
+    """The closed form of these steps, or None and the reason.
 
     A closed form counts a whole run. Where the run of one step has each call as many times less as there are steps, all
-    steps are equal. Otherwise nobody but its author knows to which step the rest belongs.
+    steps are equal. Otherwise it is unknown to which step the rest belongs.
     """
     whole = closed_form(terms)
     try:

@@ -3,7 +3,7 @@
 The witness is switched on around the last run alone, or around the chosen steps of it, so its trace holds the measured
 steps and no warm-up; seconds are of the same steps. `torch` leaves a Chrome trace and the Flight Recorder's entries of
 them (harness.witnesses.switches); `nsys` draws nvtx ranges for the tool that listens, on a GPU in a capture range.
-Outcomes are told as digests, since witnesses must not change one bit. Times are seconds, sizes bytes.
+Outcomes are kept as digests, since witnesses must not change one bit. Times are seconds, sizes bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The rows of a Chrome trace of the torch profiler that tell of phases and collectives, read in time order.
+"""The rows of a Chrome trace of the torch profiler that stand for phases and collectives, read in time order.
 
 Phases come from the trace alone, by the contract's rules (product.md, section 7): backward inside an autograd node,
 recompute in a module or a checkpoint that runs inside one, step inside an optimizer's, forward inside a model; the rest
-is settled by what follows. A model is an outermost module that calls others, since a trace does not tell parameters: a
+is settled by what follows. A model is an outermost module that calls others, since a trace does not name parameters: a
 loss or metric module without children has no phase of its own. Needs `with_stack=True`. Times in microseconds.
 
 Left open, "", is what a trace does not hold: whether a message goes between stages, whether an all_gather after a step

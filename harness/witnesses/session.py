@@ -129,7 +129,7 @@ def _parted(steps: range | None, ranks: Sequence[WatchedRank]) -> str:
 
 
 def _run(program: Sequence[str], folder: Path, limit_s: float) -> None:
-    """Run the child to its end; what it prints goes to a log, since it belongs to nobody's table."""
+    """Run the child to its end; what it prints goes to a log, since it belongs to no table."""
     with (folder / "session.log").open("ab") as log:
         child = subprocess.Popen(
             program,

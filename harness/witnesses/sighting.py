@@ -1,4 +1,4 @@
-"""What one witness saw of one collective, and the ledger told in the same words.
+"""What one witness saw of one collective, and the ledger in the same words.
 
 A witness that cannot know a field leaves it open: no `groups`, several `groups` (it is one of them), payload_bytes
 UNKNOWN, phase or region "", step -1. Times are microseconds on the witness's own clock.

@@ -1,4 +1,4 @@
-"""How long collectives took, what of it stood in nobody's shadow, and which rank came late: from the profiler's traces.
+"""How long collectives took, how much of it was exposed, and which rank came late: from the profiler's traces.
 
 A collective lasts as long as its backend's rows (`gloo:`), which run beside the program, or on a GPU as long as the
 kernels of NCCL that its own row launched (not tried: read from kineto's output_json.cpp). What of that falls on the

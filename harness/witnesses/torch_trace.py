@@ -1,9 +1,9 @@
 """The torch profiler as a witness: a rank's Chrome trace, its `c10d::` rows and the header's list of groups.
 
-On gloo the `gloo:` rows misname reduce-scatter, so they give no op; a `c10d::` row tells op, dims, order and thread.
-It tells no group, and no dtype of what came as a list: both come from torch's own Flight Recorder, whose entries follow
+On gloo the `gloo:` rows misname reduce-scatter, so they give no op; a `c10d::` row gives op, dims, order and thread.
+It gives no group, and no dtype of what came as a list: both come from torch's own Flight Recorder, whose entries follow
 the rows in order (`flight`, `_dump_fr_trace_json`). Without entries that reconcile, groups are the header's candidates
-and the dtype is that of the backend's rows with the same dims. On NCCL `record_param_comms` rows tell both (not tried).
+and the dtype is that of the backend's rows with the same dims. On NCCL `record_param_comms` rows give both (not tried).
 Formats: torch/csrc/distributed/c10d/FlightRecorder.hpp, kineto output_json.cpp; torch 2.13.
 """
 

@@ -21,7 +21,7 @@ class DataError(ValueError):
 
 
 def status(path: Path) -> os.stat_result:
-    """The status of a file or folder that must exist; DataError when it does not."""
+    """The status of a file or folder. Raises DataError when there is none."""
     try:
         return path.stat()
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
@@ -30,7 +30,7 @@ def status(path: Path) -> os.stat_result:
 
 
 def load(path: Path) -> bytes:
-    """All bytes of a regular file that holds between 1 and MAX_FILE_BYTES bytes; DataError otherwise."""
+    """All bytes of a regular file of 1 to MAX_FILE_BYTES bytes. Raises DataError for any other."""
     found = status(path)
     if not stat.S_ISREG(found.st_mode):
         raise DataError(path, "", "is not a regular file", "a text, .jsonl or .bin file, or a folder of them")

@@ -91,7 +91,7 @@ def tokens_of(path: Path, place: str, record: object, vocab: int) -> Tensor:
 
 
 def record_of(path: Path, place: str, line: bytes) -> object:
-    """The JSON value of one line; DataError when it is none."""
+    """The JSON value of one line. Raises DataError when it is none."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""The kill matrix, planned and computed: what `shardproof faults` asks for.
+"""The kill matrix, planned and computed: what `shardproof faults` runs.
 
 Our own subject gets every mutant and variant in every mode that can host it, and every fault; another subject, whose
 source is not ours to change, gets the faults. `quick` takes one mode a mutant, another one for each, and few faults.

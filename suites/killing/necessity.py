@@ -1,4 +1,4 @@
-"""Would anybody miss it? The collectives of the subject under test, one test each: what `pytest --faults` adds.
+"""One test per collective of the subject under test: does any check fail when it is disturbed? (`pytest --faults`)
 
 A collective is known from the ledger of an undisturbed run (`suites.killing.disturbed`). Every fault of it must be
 killed by a check or proved equivalent; what is neither is redundant traffic or a blind spot, and fails.
@@ -26,7 +26,7 @@ __all__ = ["Collective", "Necessity", "collectives"]
 class Collective:
     """One distinct collective of a case and its faults.
 
-    Without any, `refused` says why the subject has none in this mode, `problem` why nobody could tell.
+    Without any, `refused` says why the subject has none in this mode, `problem` why it is unknown.
     """
 
     mode: str
@@ -72,7 +72,7 @@ def _of_mode(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Necessity:
-    """Disturbs the collectives of one subject and asks whether somebody notices."""
+    """Disturbs the collectives of one subject and finds whether a check notices."""
 
     subject: NamedSubject
     engine: Engine

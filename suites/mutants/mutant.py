@@ -58,7 +58,7 @@ class Mutant:
     stands_for  the real bug: its row in the catalogue of bugs (B-..) or its source, and the system
     modes       mode that can host it -> words that its cases need there
     condition   words that its cases need in every mode
-    suite       words that the property fixes whose cases show it ("" for most: any property that asks `kills`)
+    suite       words that the property fixes whose cases show it ("" for most: any property with the check `kills`)
     kills       the check that must kill it, in every mode; "run" when it ends the run
     alone       no other check may fail: this mutant shows that `kills` is needed
     phase       of the first place where it goes wrong; several possible ones are separated by "|"

@@ -46,7 +46,7 @@ _MEANING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
-    """A row and what it rests on: the case that killed it (else the last one), and what its diagnosis told.
+    """A row and what it rests on: the case that killed it (else the last one), and what its diagnosis reported.
 
     `unmissed`, of a dropped collective: why no check proves it necessary.
     """
@@ -94,7 +94,7 @@ def _row(mutant: Mutant, mode: str, result: CaseResult | None, seconds: float) -
 
 
 def right_place(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
-    """Whether the first place that the diagnosis tells is the mutant's: yes, no, or "" when it has none.
+    """Whether the first place that the diagnosis reports is the mutant's: yes, no, or "" when it has none.
 
     A failure whose diagnosis raised (None) has no place and no cause.
     Between the last backward and the optimizer's step no module runs: there the phase alone is the place.
@@ -135,7 +135,7 @@ def faults_killed(
 ) -> list[Killed]:
     """The rows of these faults of a subject's collectives, in this case.
 
-    What this case leaves alive, or the same run, is asked of others: its numbers may hide it, as a count that is zero
+    What this case leaves alive, or the same run, is run in others: its numbers may hide it, as a count that is zero
     hides that it was not summed.
     """
     results = {fault: (case, result) for fault, result in _surveyed(case, faults, subject, engine, timeout_s)}

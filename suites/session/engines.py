@@ -42,7 +42,7 @@ WORLDS = (2, 3, 4)
 def drawn(
     count: int, first_seed: int = 0, subject: str = SUBJECT, worlds: Sequence[int] = WORLDS, **fixed: object
 ) -> list[Case]:
-    """So many cases, the same for the same seed, in equal shares for all modes of the subject; with these words."""
+    """`count` cases, the same for the same seed, in equal shares for all modes of the subject; with these words."""
     modes = chosen_modes(subject, "all")
     found: list[Case] = []
     for place, mode in enumerate(modes):
@@ -126,7 +126,7 @@ def _rows(events: Sequence[Event], ranks: set[int] | None = None) -> list[tuple[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare and tell. Exit status: 0 all equal, 1 a difference, 2 the request was wrong."""
+    """Compare and print. Exit status: 0 all equal, 1 a difference, 2 the request was wrong."""
     parser = argparse.ArgumentParser(prog="suites.session.engines", description="The same cases on every engine.")
     parser.add_argument("--cases", type=int, default=12, help="how many to draw (12)")
     parser.add_argument("--seed", type=int, default=0, help="where the drawing starts (0)")

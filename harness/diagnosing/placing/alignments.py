@@ -1,4 +1,4 @@
-"""Whether the local tensors of all ranks are the truth's tensor under some layout, when nobody declares which.
+"""Whether the local tensors of all ranks are the truth's tensor under some layout, when none is declared.
 
 Tried are all layouts that the shapes allow. Every axis of the case holds the tensor whole, cuts it along a dim in rank
 order (uneven parts too), cuts the sequence in zigzag (rank i of p holds the pieces i and 2p-1-i), or leaves partial
@@ -6,7 +6,8 @@ sums. Several axes may cut, also the same dim; calls of several micro-batches ar
 Sequence and batch may change places, and heads or rows may be flattened. Partial sums must differ between ranks: equal
 ones are no parts but a wrong factor. A tensor whose elements are all equal shows nothing.
 
-Which layout is meant is unknown, so agreement is no verdict: a wrong tensor may agree under a layout that nobody meant.
+Which layout is meant is unknown, so agreement is no verdict: a wrong tensor may agree under a layout that was not
+meant.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Modules of truth and ranks are matched by name: equal paths, then the unique lon
 is "layers.0.mlp"); what has no counterpart is left out. A module agrees when its tensors are the truth's under some
 layout (`placing.alignments`). In forward the place is the first module whose output agrees under none: the module
 itself where what it was given agrees, the code of the module around it where that does not. In backward it is whoever
-uses the output of the last module whose gradient agrees under none. Partial sums that nobody adds up before the
+uses the output of the last module whose gradient agrees under none. Partial sums that are not added up before the
 first wrong module are the place themselves. A module is left out when one around it agrees: nothing went wrong there.
 
 This is a place and never a verdict: it is looked for only where checks have failed.

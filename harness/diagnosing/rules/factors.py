@@ -68,8 +68,8 @@ def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
 def meaning_of(
     evidence: Evidence, factor: float, told: str, near: float, measure: Measure, *, forward: bool = False
 ) -> list[Cause]:
-    """What a factor means that some part of a wrong tensor has; `told` says what it multiplies, `measure` finds it in
-    another case. In forward no micro-batch knows of another one.
+    """What a factor means that some part of a wrong tensor has; `told` is what it multiplies, in words,
+    `measure` finds it in another case. In forward no micro-batch knows of another one.
     """
     guesses = []
     for size in [*_sizes(evidence), *([] if forward else ["micro"])]:

@@ -1,6 +1,6 @@
 """Likely causes of a flaw that comes before any number: the kind of numbers that a tensor holds, and its full shape.
 
-Told from the dtypes and shapes of the blocks beside those of the truth; other flaws of a layout get no cause here.
+Found from the dtypes and shapes of the blocks beside those of the truth; other flaws of a layout get no cause here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Shape = tuple[int, ...]
 
 
 def from_flaws(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """What the first wrong name tells whose blocks have another dtype or shape than they should."""
+    """The cause for the first wrong name whose blocks have another dtype or shape than they should."""
     kinds = {flaw.name: flaw.kind for flaw in evidence.merged.flaws}
     for name in wrong:
         blocks = [block for of_rank in blocks_of(evidence, name).values() for block in of_rank]

@@ -1,6 +1,6 @@
 """Losses that are wrong although their logits are right: what the loss over a split vocabulary does otherwise.
 
-Told whatever calls it took, since it says more than the calls do.
+Reported before causes found in the calls, since it explains more than they do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gradient norms gone wrong: what they count too often or leave out, and norms of another kind.
 
 A norm of the first step is built again from the truth's gradients: with some of them counted otherwise, or by another
-rule than the root of the sum of squares. Tested on numbers: a fit that leaves an error tells nothing.
+rule than the root of the sum of squares. Tested on numbers: a fit that leaves an error shows nothing.
 """
 
 from __future__ import annotations

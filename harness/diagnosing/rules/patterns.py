@@ -1,4 +1,4 @@
-"""Tell-tale patterns: the right numbers of one tensor in wrong places, of another step, or with a vector too much.
+"""Patterns in wrong numbers: right ones in wrong places, right ones of another step, or with a vector too much.
 
 Every pattern is tested on the numbers, none is guessed from names; what fits none gets no cause. Tensors are full ones
 of equal shape; `axes` are the mesh axes that split something, name -> size. Patterns as listed by real bugs: rows in
@@ -173,7 +173,7 @@ def _same_in_rows(rest: Tensor, true: Tensor) -> bool:
 
 
 def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Mapping[str, int]) -> list[Cause]:
-    """Whether replicas that differ are the terms of a sum that nobody took."""
+    """Whether replicas that differ are the terms of a sum that was not taken."""
     tensors = [local.double() for local in locals_by_rank.values()]
     if len(tensors) < 2 or any(local.shape != truth.shape for local in tensors):
         return []

@@ -1,8 +1,8 @@
 """Sums gone wrong: gradients, losses and counts of tokens that count micro-batches or data ranks otherwise.
 
 A gradient is fitted by the dense model's share of every micro-batch of every data rank (`Evidence.shares`): weights of
-1 everywhere are right, and which ones are not 1 tells the mistake.
-Tested on numbers: a fit that leaves an error tells nothing.
+1 everywhere are right, and those that are not 1 show the mistake.
+Tested on numbers: a fit that leaves an error shows nothing.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _local(shares: Tensor, count: int) -> bool:
 
 
 def _told(weights: Tensor, tokens: Tensor) -> Cause | None:
-    """What weights [dp, micro] other than 1 mean; None when all are alike, which a factor tells."""
+    """What weights [dp, micro] other than 1 mean; None when all are alike, which is a factor's case."""
     if _alike(weights.flatten()):
         return None
     if _local((weights * tokens / tokens.sum()).flatten(), tokens.numel()):

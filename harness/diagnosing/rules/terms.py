@@ -1,8 +1,8 @@
 """Sums of terms gone wrong: the output of a module with one term left out, scaled or counted otherwise.
 
 An output is the sum of what its own biases and tables add to every row, and of the rest; it is fitted by these terms,
-and the one whose weight is not 1 tells the mistake. A residual sum, and the gradient of what two paths use, have terms
-that other names tell: the wrong one equals such a name, or the truth without it.
+and the one whose weight is not 1 shows the mistake. A residual sum, and the gradient of what two paths use, have terms
+that have names of their own: the wrong one equals such a name, or the truth without it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _of_term(evidence: Evidence, term: str, weight: float, near: float) -> list[
 
 
 def _missing(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
-    """Whether one of two terms is all that there is, or the one that is not there: terms are told by other names."""
+    """Whether one of two terms is all that there is, or the one that is not there: terms have other names."""
     kind, truth = kind_of(name), evidence.truth[name].double()
     for other, term in evidence.truth.items():
         if kind_of(other) != kind or other == name or term.shape != truth.shape:

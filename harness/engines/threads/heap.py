@@ -25,7 +25,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class Heap:
-    """What this process keeps; looked at after every so many runs, for a system call between two small ones shows."""
+    """What this process keeps; looked at once in several runs, for a system call between two small ones shows."""
 
     def __init__(self, slack_bytes: int = _SLACK_BYTES, every: int = _EVERY) -> None:
         self._slack_bytes = slack_bytes

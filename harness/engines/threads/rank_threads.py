@@ -103,7 +103,7 @@ class RankThreads:
         self._idle: list[RankThread] = []
 
     def take(self, count: int) -> list[RankThread]:
-        """So many threads; new ones as far as needed."""
+        """`count` threads; new ones as far as needed."""
         taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
         taken += [RankThread() for _ in range(count - len(taken))]
         if count > 1 and self._on_one_processor:

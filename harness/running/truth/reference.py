@@ -25,8 +25,8 @@ class Reference:
     `control` takes parts=n too, the number of partial sums in place of its own choice.
     `alike`, case -> case, gives cases that are one to the dense model the same case; "" where each is its own. The
     truth is computed of that case, once for all that are alike. Activations are among outcomes of truth and control.
-    The others are asked when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes of
-    data or weights that are read otherwise (see `reference.what_ifs.inputs`), of other rules of the steps and of the
+    The others are computed when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes
+    of data or weights that are read otherwise (see `reference.what_ifs.inputs`), of other rules of the steps and of the
     modules.
     """
 

@@ -164,7 +164,7 @@ def prove_all(
 
 
 def serve(descriptor: int) -> None:
-    """The second process: prove the cases that come until nobody is there any more."""
+    """The second process: prove the cases that come until the first process has ended."""
     connection = Connection(descriptor)
     proving: Any = resolve(_PROVING)
     gc.enable()  # imports, which make no garbage, were done without

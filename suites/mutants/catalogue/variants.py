@@ -1,6 +1,6 @@
 """The variants as rows of the kill matrix: known deviations of real systems, chosen by a word and not planted.
 
-What each replaces is told in `parallel.variants`, where it comes from in `reference.case.variants`.
+What each replaces stands in `parallel.variants`, where it comes from in `reference.case.variants`.
 """
 
 from __future__ import annotations

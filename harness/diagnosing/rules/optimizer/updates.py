@@ -51,7 +51,7 @@ def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 
 
 def from_start(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """What wrong parameters tell of the weights before the first step."""
+    """What wrong parameters show of the weights before the first step."""
     starts = {n: evidence.shares.get(n.replace("param/", "start/", 1)) for n in wrong if kind_of(n) == "param"}
     tensors = evidence.merged.tensors
     return _loaded(
