@@ -1,7 +1,7 @@
 """Every command on every system of `suites.subjects`: in process, on processes, faults, a gate, a bug and its script.
 
-Left to `--hypothesis-profile deep`: an hour of one core. Otherwise each is run in process by test_foreign_subjects.py and
-test_new_subject.py, some on processes.
+Left to `--hypothesis-profile deep`: an hour of one core. Otherwise test_foreign_subjects.py and test_new_subject.py run
+each in process, and some on processes.
 """
 
 from __future__ import annotations
