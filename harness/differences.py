@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from types import MappingProxyType
 
 from harness.ledger import PHASES, Event
-from harness.protocols import TermLike
-from harness.terms import FIELDS, EventKey, Term, closed_form, key_of
+from harness.protocols import Axes, TermLike
+from harness.terms import FIELDS, EventKey, Term, closed_forms, key_of
 
 __all__ = ["Difference", "differences"]
 
@@ -69,10 +70,17 @@ class Difference:
 
 
 def differences(
-    events: Iterable[Event], terms: Iterable[TermLike], ranks: Iterable[int], order: Sequence[str] = ()
+    events: Iterable[Event],
+    terms: Iterable[TermLike],
+    ranks: Iterable[int],
+    order: Sequence[str] = (),
+    *,
+    axes: Axes = MappingProxyType({}),
 ) -> list[Difference]:
-    """Where the ledger parts from the expectation on any of these ranks, in the order in which training runs."""
-    form = closed_form(terms)
+    """Where the ledger parts from the expectation on any of these ranks, in the order in which training runs.
+
+    `axes` are the case's, for terms that hold at some ranks alone.
+    """
     found: dict[int, Counter[EventKey]] = {rank: Counter() for rank in ranks}
     callers: dict[EventKey, str] = {}
     for event in events:
@@ -80,7 +88,9 @@ def differences(
         found.setdefault(event.rank, Counter())[line] += 1
         callers.setdefault(line, event.caller)
     parted: dict[Difference, list[int]] = {}
+    forms = closed_forms(terms, found, axes)
     for rank, lines in found.items():
+        form = forms[rank]
         surplus = lines - form.complete
         if form.partial:
             for line in [line for line in surplus if line not in form.complete and form.counting(line)]:

@@ -1,22 +1,23 @@
 """Terms: the lines of a closed form, and which events each of them counts.
 
 A term counts the events of a rank, over the whole run, that match every field it states; a field left out (None)
-matches anything. A term that states every field is complete: a ledger of complete terms is compared as an exact
-multiset of `EventKey`s. Terms that differ in their numbers alone (calls, total_bytes) add up. Payloads are bytes.
+matches anything. It holds for every rank, or for those at its coordinates of the mesh (`at`). A term that states every
+field is complete: a ledger of complete terms is compared as an exact multiset of `EventKey`s. Terms that differ in
+their numbers alone (calls, total_bytes) add up. Payloads are bytes.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from harness.ledger import OPS, PHASES, REDUCE_OPS, Event
-from harness.protocols import TermLike
+from harness.protocols import Axes, TermLike
 
-__all__ = ["FIELDS", "ClosedForm", "EventKey", "Term", "closed_form", "key_of"]
+__all__ = ["FIELDS", "ClosedForm", "EventKey", "Term", "closed_form", "closed_forms", "key_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +59,11 @@ _WORDS = {"phase": PHASES, "op": OPS, "reduce_op": REDUCE_OPS}
 class Term:
     """Calls that every rank issues over the whole run; fields as in the ledger, None where any value will do.
 
-    `payload_bytes` is that of each call, `total_bytes` the sum over all calls; `calls` None: any number of them.
-    `hidden`: each travels while a product is computed, which lies between its issue and its wait. Raises ValueError or
-    TypeError for a field that no call can have, and when nothing is stated.
+    `at` maps mesh axes to places on them: the term holds for the ranks at these places alone (`at={"pp": 0}`, the first
+    pipeline stage), and for every rank when it is empty. `payload_bytes` is that of each call, `total_bytes` the sum
+    over all calls; `calls` None: any number of them. `hidden`: each travels while a product is computed, which lies
+    between its issue and its wait. Raises ValueError or TypeError for a field that no call can have, and when nothing
+    is stated.
     """
 
     phase: str | None = None
@@ -74,6 +77,7 @@ class Term:
     calls: int | None = None
     total_bytes: int | None = None
     hidden: bool = False
+    at: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in self.stated:
@@ -83,6 +87,10 @@ class Term:
         if self.payload_bytes is not None and self.total_bytes is not None:
             rule = "state one of the two: of each call, or of all calls together"
             raise ValueError(f"payload_bytes={self.payload_bytes}, total_bytes={self.total_bytes}: {rule}")
+        for axis, place in self.at.items():
+            if type(place) is not int or place < 0:
+                legal = {axis: 0}
+                raise ValueError(f"at={dict(self.at)}: places on {axis} are whole numbers from 0; legal: {legal}")
 
     def _check(self, name: str) -> None:
         value = getattr(self, name)
@@ -118,6 +126,7 @@ class Term:
     def __repr__(self) -> str:
         """The call that makes this term, without what it leaves out."""
         said = [f"{name}={json.dumps(getattr(self, name))}" for name in self.stated]
+        said += [f"at={json.dumps(dict(self.at))}"] if self.at else []
         return f"Term({', '.join([*said, *(['hidden=True'] if self.hidden else [])])})"
 
 
@@ -134,8 +143,33 @@ class ClosedForm:
         return own + [term for term in self.partial if term.matches(line)]
 
 
+def closed_forms(terms: Iterable[TermLike], ranks: Iterable[int], axes: Axes) -> dict[int, ClosedForm]:
+    """The closed form of each of these ranks: the terms that hold at its coordinates.
+
+    Raises ValueError for a term at an axis that is none of these.
+    """
+    made: dict[tuple[bool, ...], ClosedForm] = {}
+    every, found = tuple(terms), {}
+    for rank in ranks:
+        holds = tuple(_holds(getattr(term, "at", {}), rank, axes) for term in every)
+        if holds not in made:
+            made[holds] = closed_form(term for term, here in zip(every, holds, strict=True) if here)
+        found[rank] = made[holds]
+    return found
+
+
+def _holds(at: Mapping[str, int], rank: int, axes: Axes) -> bool:
+    """Whether a rank is at these places."""
+    for axis, place in at.items():
+        if axis not in axes:
+            raise ValueError(f"at={dict(at)}: {axis} is no axis of the case's mesh; legal: {', '.join(axes) or 'none'}")
+        if not any(place < len(ranks) and ranks[place] == rank for ranks in axes[axis]):
+            return False
+    return True
+
+
 def closed_form(terms: Iterable[TermLike]) -> ClosedForm:
-    """These terms, taken apart."""
+    """These terms of one rank, taken apart."""
     complete: Counter[EventKey] = Counter()
     partial: dict[tuple[object, ...], Term] = {}
     for term in terms:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallel.batch import SIZES_PER_KEY
 from parallel.layout import Placement, local_shape
@@ -38,7 +38,8 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """`calls` equal calls on every rank over the whole run; fields as in the ledger.
+    """`calls` equal calls over the whole run, on every rank or on those at these places of the mesh; fields as in the
+    ledger.
 
     `hidden`: each travels while a product is computed, which lies between its issue and its wait.
     """
@@ -53,6 +54,7 @@ class Term:
     payload_bytes: int
     calls: int
     hidden: bool = False
+    at: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 def per_micro(

@@ -10,7 +10,7 @@ from harness.checking.laws import Broken, broken_laws
 from harness.differences import Difference, differences
 from harness.ledger import NO_UPDATE, OTHER, Event, unmapped
 from harness.protocols import TermLike
-from harness.terms import FIELDS, closed_form
+from harness.terms import FIELDS, closed_forms
 
 __all__ = ["ledger", "module_order", "unlawful"]
 
@@ -32,7 +32,7 @@ def ledger(evidence: Evidence) -> Finding | None:
             verdict=PASS, message=f"{len(evidence.events)} events obey the general laws", unchecked=unchecked
         )
     order = module_order(evidence)
-    found = differences(evidence.events, evidence.expectation, ranks, order)
+    found = differences(evidence.events, evidence.expectation, ranks, order, axes=evidence.axes)
     if found:
         return _parted(found, len(ranks))
     if broken:
@@ -42,11 +42,13 @@ def ledger(evidence: Evidence) -> Finding | None:
 
 def _expected(evidence: Evidence, terms: Sequence[TermLike]) -> Finding:
     """The finding on a ledger that is as these terms state; what they leave out is unchecked."""
-    form = closed_form(terms)
-    if not form.partial:
-        message = f"{form.complete.total()} events a rank, exactly as expected"
+    forms = closed_forms(terms, evidence.ranks, evidence.axes).values()
+    partial = [term for form in forms for term in form.partial]
+    if not partial:
+        least, most = (pick(form.complete.total() for form in forms) for pick in (min, max))
+        message = f"{least if least == most else f'{least} to {most}'} events a rank, exactly as expected"
         return Finding(verdict=PASS, message=message, unchecked=_doubts(evidence))
-    left_out = [name for name in (*FIELDS, "calls") if any(name in term.left_out for term in form.partial)]
+    left_out = [name for name in (*FIELDS, "calls") if any(name in term.left_out for term in partial)]
     most = max(Counter(event.rank for event in evidence.events).values(), default=0)
     return Finding(
         verdict=PASS,

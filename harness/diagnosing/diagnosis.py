@@ -112,5 +112,7 @@ def _all_wrong(evidence: Evidence, findings: Mapping[str, Finding]) -> list[str]
 def _first_difference(evidence: Evidence) -> Difference | None:
     if evidence.expectation is None:
         return None
-    parted = differences(evidence.events, evidence.expectation, evidence.ranks, module_order(evidence))
+    parted = differences(
+        evidence.events, evidence.expectation, evidence.ranks, module_order(evidence), axes=evidence.axes
+    )
     return parted[0] if parted else None

@@ -28,8 +28,8 @@ from harness.predicting.meter import START, Stretch
 from harness.predicting.states import States
 from harness.predicting.timeline import Times, parts, play, together
 from harness.protocols import CaseLike, Subject
-from harness.subject import stated
-from harness.terms import closed_form
+from harness.subject import named_axes, stated
+from harness.terms import closed_forms
 
 __all__ = ["DEPTHS", "EQUAL", "Forecast", "Memory", "Traffic", "forecast", "traffic"]
 
@@ -171,9 +171,9 @@ def forecast(
 
 
 def traffic(case: CaseLike, subject: Subject) -> Traffic | None:
-    """Calls and bytes of one rank in one step by the closed form; None when the subject states none of all fields."""
+    """Calls and bytes of rank 0 in one step by the closed form; None when the subject states none of all fields."""
     terms = stated(case.but(steps=1), subject)
-    form = None if terms is None else closed_form(terms)
+    form = None if terms is None else closed_forms(terms, (0,), named_axes(case, subject))[0]
     if form is None or form.partial:
         return None
     calls = form.complete.items()
@@ -240,7 +240,7 @@ def _compared(case: CaseLike, subject: Subject, rank: DryRank) -> str:
     terms = stated(case, subject)
     if terms is None:
         return "the subject states no closed form"
-    parted = differences(rank.events, terms, (rank.rank,))
+    parted = differences(rank.events, terms, (rank.rank,), axes=named_axes(case, subject))
     return f"differs: {parted[0]}" if parted else EQUAL
 
 

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
+from types import MappingProxyType
 
 from harness.ledger import OPS, PHASES, Event
-from harness.protocols import TermLike
-from harness.terms import FIELDS, Term, closed_form
+from harness.protocols import Axes, TermLike
+from harness.terms import FIELDS, ClosedForm, Term, closed_forms
 
 __all__ = ["COUNTS", "SUMMARY_COLUMNS", "SummaryRow", "summarize"]
 
@@ -58,8 +59,12 @@ def summarize(
     events: Iterable[Event],
     expectation: Sequence[TermLike] | None,
     ran: Sequence[int] = (),
+    axes: Axes = MappingProxyType({}),
 ) -> list[SummaryRow]:
-    """The rows of one case, in the order of phases and ops; `ran` are the ranks that were run, if not all were."""
+    """The rows of one case, in the order of phases and ops; `ran` are the ranks that were run, if not all were.
+
+    What is expected is that of the rank with most of it; `axes` are the case's, for terms that hold at some alone.
+    """
     places = {rank: place for place, rank in enumerate(ran or range(world_size))}
     counts: dict[_Key, list[list[int]]] = {}
     for event in events:
@@ -67,20 +72,27 @@ def summarize(
         of_rank = counts.setdefault(key, [[0, 0, 0] for _ in places])[places[event.rank]]
         for place, amount in enumerate((1, event.payload_bytes, event.wire_bytes)):
             of_rank[place] += amount
-    terms = _lines(expectation or ())
+    forms = {id(form): _lines(form) for form in closed_forms(expectation or (), places, axes).values()}
     alike = Counter(key[:3] for key in counts)
     rows = []
-    for key in sorted({*counts, *(_KEY(term) for term in terms if None not in _KEY(term))}, key=_order):
+    expected = {_KEY(term) for lines in forms.values() for term in lines if None not in _KEY(term)}
+    for key in sorted(expected.union(counts), key=_order):
         by_rank = counts.get(key, [[0, 0, 0]])
         most, least = ([pick(column) for column in zip(*by_rank, strict=True)] for pick in (max, min))
-        sums = (None, None) if expectation is None else _expected(key, terms, alone=alike[key[:3]] < 2)
-        rows.append(_row(case, mode, key, most, least, sums))
+        sums = [_expected(key, lines, alone=alike[key[:3]] < 2) for lines in forms.values()]
+        calls, size = (None, None) if expectation is None else (_most(numbers) for numbers in zip(*sums, strict=True))
+        rows.append(_row(case, mode, key, most, least, (calls, size)))
     return rows
 
 
-def _lines(terms: Iterable[TermLike]) -> list[Term]:
-    """These terms with equal ones added up."""
-    form = closed_form(terms)
+def _most(numbers: Iterable[int | None]) -> int | None:
+    """The largest number, None when one of them is not known."""
+    known = list(numbers)
+    return None if None in known else max(number for number in known if number is not None)
+
+
+def _lines(form: ClosedForm) -> list[Term]:
+    """A closed form's terms with equal ones added up."""
     return [*(Term(**asdict(line), calls=calls) for line, calls in form.complete.items()), *form.partial]
 
 

@@ -97,7 +97,7 @@ class Witnesses:
         untold = ""
         if terms is not None and self.steps is not None:
             terms, untold = terms_of(self.steps, case, terms, expected)
-        agreed = agreement(of_ledger(base), others, base, terms)
+        agreed = agreement(of_ledger(base), others, base, terms, case.axes)
         steps = "" if self.steps is None else steps_text(self.steps)
         tables = {
             "witnesses.csv": _side_by_side(text, agreed),

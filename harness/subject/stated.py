@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 from harness.protocols import Axes, CaseLike, Subject
 from harness.subject.call import Unanswered, answered
-from harness.terms import EventKey, Term
+from harness.terms import EventKey, Term, closed_forms
 
 __all__ = ["named_axes", "orders", "stated"]
 
@@ -24,8 +25,11 @@ def _stated(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
     found = None if expected is None else expected(case)
     if found is None:
         return None
-    terms: tuple[object, ...] = tuple(found)  # type: ignore[arg-type]
-    return tuple(term if isinstance(term, Term) else _complete(term) for term in terms)
+    every: tuple[object, ...] = tuple(found)  # type: ignore[arg-type]
+    terms = tuple(term if isinstance(term, Term) else _complete(term) for term in every)
+    if any(term.at for term in terms):
+        closed_forms(terms, (0,), named_axes(case, subject))  # raises for an axis that is none of the case's
+    return terms
 
 
 def _complete(term: object) -> Term:
@@ -34,7 +38,8 @@ def _complete(term: object) -> Term:
         if not isinstance(getattr(term, field, None), kind):
             what = f"{type(term).__name__} has no {field} of type {kind.__name__}, so it is no term"
             raise TypeError(f"{what}; a term has {', '.join(_TERM)}; a shardproof.Term may leave some out")
-    return Term(**{field: getattr(term, field) for field in _TERM}, hidden=bool(getattr(term, "hidden", False)))
+    complete = Term(**{field: getattr(term, field) for field in _TERM})
+    return replace(complete, hidden=bool(getattr(term, "hidden", False)), at=dict(getattr(term, "at", {})))
 
 
 def orders(case: CaseLike, subject: Subject) -> Axes:

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from types import MappingProxyType
 
 from harness.ledger import Event
-from harness.protocols import TermLike
-from harness.terms import EventKey, Term, closed_form, key_of
+from harness.protocols import Axes, TermLike
+from harness.terms import ClosedForm, EventKey, Term, closed_forms, key_of
 from harness.witnesses.sighting import UNKNOWN, Sighting, in_words
 
 __all__ = ["AGREES", "CLOSED_FORM", "MISSING", "NOT_ASKED", "Agreement", "Row", "agreement"]
@@ -73,8 +74,11 @@ def agreement(
     others: Mapping[str, Sequence[Sighting]],
     events: Sequence[Event] = (),
     terms: Iterable[TermLike] | None = None,
+    axes: Axes = MappingProxyType({}),
 ) -> Agreement:
-    """Hold every witness's sightings against the recorder's, and `events` (those of `recorded`) against the terms."""
+    """Hold every witness's sightings against the recorder's, and `events` (those of `recorded`) against the terms, of
+    which some may hold for ranks at some places of `axes` alone.
+    """
     ranks = sorted({seen.rank for seen in recorded}.union(*({s.rank for s in seen} for seen in others.values())))
     words: dict[tuple[int, int], dict[str, str]] = {}
     extra: list[Row] = []
@@ -87,7 +91,7 @@ def agreement(
                 else:
                     extra.append(Row(rank=rank, index=len(mine), recorded=None, words={witness: word}))
     if terms is not None:
-        covered, extra_terms = _covered(recorded, events, tuple(terms), ranks)
+        covered, extra_terms = _covered(recorded, events, closed_forms(terms, ranks, axes))
         for key, word in covered.items():
             words.setdefault(key, {})[CLOSED_FORM] = word
         extra += extra_terms
@@ -141,17 +145,17 @@ def _open(seen: Sighting) -> int:
 
 
 def _covered(
-    recorded: Sequence[Sighting], events: Sequence[Event], terms: Sequence[TermLike], ranks: Sequence[int]
+    recorded: Sequence[Sighting], events: Sequence[Event], forms: Mapping[int, ClosedForm]
 ) -> tuple[dict[tuple[int, int], str], list[Row]]:
     """The closed form's word on every event, and the calls it states that were not recorded."""
     words: dict[tuple[int, int], str] = {}
-    form = closed_form(terms)
-    stated: dict[EventKey | Term, _Left] = {line: (calls, None) for line, calls in form.complete.items()}
-    stated |= {term: (term.calls, term.total_bytes) for term in form.partial}
-    left = {rank: dict(stated) for rank in ranks}
+    left: dict[int, dict[EventKey | Term, _Left]] = {}
+    for rank, form in forms.items():
+        left[rank] = {line: (calls, None) for line, calls in form.complete.items()}
+        left[rank] |= {term: (term.calls, term.total_bytes) for term in form.partial}
     told = sorted(events, key=lambda event: (event.rank, event.call_index))
     for seen, event in zip(recorded, told, strict=True):
-        counting, of_rank = form.counting(key_of(event)), left[seen.rank]
+        counting, of_rank = forms[seen.rank].counting(key_of(event)), left[seen.rank]
         for one in counting:
             of_rank[one] = _less(of_rank[one], event.payload_bytes)
         over = any(number is not None and number < 0 for one in counting for number in of_rank[one])

@@ -20,7 +20,7 @@ from harness.protocols import CaseLike, TermLike
 from harness.recording.attribution import Attribution
 from harness.recording.observations import Stepped, read
 from harness.recording.watch import Watch
-from harness.terms import Term, closed_form
+from harness.terms import ClosedForm, Term, closed_form
 
 __all__ = ["during", "step_ends", "steps_text", "terms_of"]
 
@@ -87,20 +87,33 @@ def terms_of(
     A closed form counts a whole run. Where the run of one step has each call as many times less as there are steps, all
     steps are equal. Otherwise it is unknown to which step the rest belongs.
     """
-    whole = closed_form(terms)
     try:
-        one = closed_form(expected(case.but(steps=1)) if expected is not None else ())
+        short = tuple(expected(case.but(steps=1)) if expected is not None else ())
     except Exception as problem:  # a third party's function on a case that nobody asked it before
         return None, f"the closed form of one step failed: {error_text(problem)}"
-    untold = "the closed form does not tell which step has what"
+    every, found = tuple(terms), list[Term]()
+    for at in [dict(at) for at in dict.fromkeys(tuple(sorted(_at(term).items())) for term in (*every, *short))]:
+        whole, one = (closed_form(term for term in some if _at(term) == at) for some in (every, short))
+        if untold := _unlike(whole, one, case.steps):
+            return None, f"the closed form does not tell which step has what: {untold}"
+        found += [Term(**asdict(line), calls=n * len(steps), at=at) for line, n in one.complete.items()]
+        found += [term.times(len(steps)) for term in one.partial]
+    return tuple(found), ""
+
+
+def _at(term: TermLike) -> dict[str, int]:
+    return dict(getattr(term, "at", {}))
+
+
+def _unlike(whole: ClosedForm, one: ClosedForm, steps: int) -> str:
+    """What a run of all steps does not have as many times as there are steps, "" when it has all of it."""
     for line in (*whole.complete, *one.complete):
         all_steps, one_step = whole.complete[line], one.complete[line]
-        if all_steps != case.steps * one_step:
+        if all_steps != steps * one_step:
             where = f"{line.phase} {line.op} in {line.region or 'no module'}"
-            return None, f"{untold}: {all_steps} {where} in {case.steps} steps, and {one_step} in one"
-    often = [term.times(case.steps) for term in one.partial]
+            return f"{all_steps} {where} in {steps} steps, and {one_step} in one"
+    often = [term.times(steps) for term in one.partial]
     for mine, others in ((whole.partial, often), (often, whole.partial)):
         if odd := [term for term in mine if term not in others]:
-            return None, f"{untold}: {odd[0]} is not {case.steps} times what one step has"
-    complete = [Term(**asdict(line), calls=calls * len(steps)) for line, calls in one.complete.items()]
-    return (*complete, *(term.times(len(steps)) for term in one.partial)), ""
+            return f"{odd[0]} is not {steps} times what one step has"
+    return ""

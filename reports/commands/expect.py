@@ -1,7 +1,8 @@
 """`shardproof expect`: what a recorded run did, as the terms of a closed form that can be pasted into a subject.
 
-A term binds every rank. Calls that differ from rank to rank are therefore printed without the numbers that differ, and
-a comment has what each rank did. All counts are those of one rank over the whole run; payloads are bytes.
+Calls that differ between the places of one mesh axis and nowhere else are terms at each of these places. Those that
+differ otherwise are printed without the numbers that differ, and a comment has what each rank did. All counts are those
+of one rank over the whole run; payloads are bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pandas as pd
 
 from harness.cases import read_case
 from harness.errors import RequestError, ranks_text
-from harness.protocols import case_text
+from harness.protocols import Axes, case_text
 from harness.terms import FIELDS, Term
 from reports.printing.text import show_message
 from reports.stored.frames import Run, load
@@ -81,7 +82,7 @@ def lines(run: Run, case: str, *, short: bool = False) -> list[Line]:
     One for all equal calls; `short`: one for all calls of an op over an axis.
     """
     events = run.events[run.events["case"] == case].sort_values(["rank", "call_index"], kind="stable")
-    ranks = _ranks(run, case, events)
+    ranks, axes = _ranks(run, case, events), _axes(case)
     names = _SHORT if short else _SIZED
     found = []
     for values, alike in events.groupby(list(names), sort=False, observed=True, dropna=False):
@@ -93,8 +94,42 @@ def lines(run: Run, case: str, *, short: bool = False) -> list[Line]:
                 for size, equal in sizes
             ]
         else:
-            found.append(_summed(fields, _amounts(alike, ranks), ranks))
+            summed = [_summed(fields, _amounts(alike, ranks), ranks)]
+            found += (not short and _by_place(fields, sizes, ranks, axes)) or summed
     return found
+
+
+def _axes(case: str) -> Axes:
+    """The mesh axes of a case of ours; none of somebody else's."""
+    try:
+        axes: Axes = read_case(case).axes
+    except RequestError:
+        return {}
+    return axes
+
+
+def _by_place(
+    fields: dict[str, Any], sizes: Sequence[tuple[Any, pd.DataFrame]], ranks: Sequence[int], axes: Axes
+) -> list[Line]:
+    """Terms at the places of the first axis whose places alone tell what a rank did; none when there is none."""
+    for axis, lists in axes.items():
+        places = [next(one.index(rank) for one in lists if rank in one) for rank in ranks]
+        found = []
+        for size, equal in sizes:
+            calls: dict[int, set[int]] = {}
+            for place, (count, _) in zip(places, _amounts(equal, ranks), strict=True):
+                calls.setdefault(place, set()).add(count)
+            if any(len(counts) > 1 for counts in calls.values()):
+                break
+            alike = len(set.union(*calls.values())) == 1
+            found += [
+                Term(**fields, payload_bytes=_plain(size), calls=count, at={} if alike else {axis: place})
+                for place, (count,) in ([*calls.items()][:1] if alike else sorted(calls.items()))
+                if count
+            ]
+        else:
+            return [Line(term=term) for term in found]
+    return []
 
 
 def _ranks(run: Run, case: str, events: pd.DataFrame) -> list[int]:

@@ -17,8 +17,8 @@ from harness.ledger import wire_bytes
 from harness.plain_case import PlainCase
 from harness.predicting.states import States, mixed_adamw
 from harness.protocols import CaseLike, Subject
-from harness.subject import case_of, claimed, named, refusal, stated, vocabulary
-from harness.terms import EventKey, closed_form
+from harness.subject import case_of, claimed, named, named_axes, refusal, stated, vocabulary
+from harness.terms import EventKey, closed_forms
 
 __all__ = ["BATCHES", "Candidate", "candidate", "candidates", "growth"]
 
@@ -112,7 +112,7 @@ def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers")
         for batch in BATCHES:
             one = case.but(batch=batch, steps=1, micro=1)
             terms = stated(one, subject)
-            form = None if terms is None else closed_form(terms)
+            form = None if terms is None else closed_forms(terms, (0,), named_axes(one, subject))[0]
             if form is None or form.partial:
                 continue
             sent = sum(

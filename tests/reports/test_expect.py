@@ -111,10 +111,15 @@ def test_ranks_that_differ_have_a_comment_and_a_term_that_holds_for_all(tmp_path
         for event in ledger
         if event.rank == 0 or event.op != "reduce_scatter"
     ]
-    assert differences(kept, terms, range(2)) == []
-    assert differences([*kept, kept[0]], terms, range(2))
-    told = [line.differ for line in found if line.differ]
-    assert told[-1] == "rank 0: 2 calls, 8192 B; rank 1: 0 calls, 0 B"
+    axes = {"tp": ((0, 1),)}
+    assert differences(kept, terms, range(2), axes=axes) == []
+    assert differences([*kept, kept[0]], terms, range(2), axes=axes)
     text = expect.written("c", "r", found)
-    assert text.count("# ranks differ, and a term is for all of them: ") == 2
-    assert ("payload_bytes=4096, calls=4" in text) == (not short), "what is equal on all ranks stays whole"
+    if short:
+        told = [line.differ for line in found if line.differ]
+        assert told[-1] == "rank 0: 2 calls, 8192 B; rank 1: 0 calls, 0 B"
+        assert text.count("# ranks differ, and a term is for all of them: ") == 2
+    else:
+        assert "# ranks differ" not in text
+        assert [text.count(f'at={{"tp": {place}}}') for place in range(2)] == [2, 1], "gathers on both, sums on one"
+        assert "payload_bytes=4096, calls=4)" in text, "what is equal on all ranks holds for all"

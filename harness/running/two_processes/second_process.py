@@ -58,8 +58,8 @@ class Proved:
 def proved(result: CaseResult) -> Proved:
     """The part of a result that is stored."""
     case, evidence = result.case, result.evidence
-    ran = tuple(evidence.ran) if evidence else ()
-    rows = summarize(result.text, case.mode, case.world_size, result.events, result.expectation, ran)
+    ran, axes = (tuple(evidence.ran), evidence.axes) if evidence else ((), case.axes)
+    rows = summarize(result.text, case.mode, case.world_size, result.events, result.expectation, ran, axes)
     errors: tuple[Sequence[object], ...] = ()
     unplaced = ""
     if evidence and result.diagnosis:

@@ -107,7 +107,10 @@ GROUPS = (
         stands_for="B-47: torchtitan #649, the norm is reduced over another group than its shards",
         modes=everywhere(),
         condition="dp>1",
-        changes=_step("rank.mesh.axis(rank.strategy.weight_axis)\n    return", 'rank.mesh.axis("dp")\n    return'),
+        changes=(
+            *_step("rank.mesh.axis(rank.strategy.weight_axis)\n    return", 'rank.mesh.axis("dp")\n    return'),
+            Change(module="parallel.gradients", old="axis.name in places[name].axes", new="places[name].axes"),
+        ),
         kills="gradient_norm|replicas",
         phase="grad_sync|step",
         region="",
