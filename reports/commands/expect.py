@@ -111,7 +111,7 @@ def _axes(case: str) -> Axes:
 def _by_place(
     fields: dict[str, Any], sizes: Sequence[tuple[Any, pd.DataFrame]], ranks: Sequence[int], axes: Axes
 ) -> list[Line]:
-    """Terms at the places of the first axis whose places alone tell what a rank did; none when there is none."""
+    """Terms at the places of the first axis whose places alone decide what a rank did; none when there is none."""
     for axis, lists in axes.items():
         places = [next(one.index(rank) for one in lists if rank in one) for rank in ranks]
         found = []
