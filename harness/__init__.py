@@ -8,6 +8,7 @@ The files here are the words that every room uses. The rooms, each of which impo
     diagnosing               why a check failed
     checking                 the checks, kind by kind, and what they look at
     witnesses, predicting    profilers that see the same events; cost on machines that are not here
+    hangs                    after a hang: which ranks parted, at which call
     recording                the collectives of a run, observed from outside, as a ledger
     engines                  how ranks run
     torch_internals          the only private names of torch

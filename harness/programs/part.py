@@ -5,7 +5,7 @@ steps.csv    step, start_us (its first forward), updated_us (its last optimizer 
 groups.csv   axis, ranks: the groups in which this rank called, in the order in which they were first seen
 rank.json    rank, host, pid, clock (ranks of one clock have comparable times)
 end.json     written at an orderly end: calls, doubts, peak bytes of the process, what the recorder failed at
-silence.json where the rank stood when nothing had happened for long (harness.hangs)
+last.json    where the rank stood when nothing had happened for long, or at its end (harness.hangs)
 
 Rows go to the system at once: nothing waits in a buffer of the process. `cases.jsonl` and `env.json` of the run folder
 are written by whichever rank is first.

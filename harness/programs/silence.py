@@ -1,7 +1,7 @@
-"""A thread that writes down where the rank stands when nothing has been observed for long: `silence.json`.
+"""Where the rank stands, in `last.json`: written by a thread when nothing was observed for long, and at the end.
 
 gloo writes no Flight Recorder file when it hangs, and a rank that waits in native code can write none itself. The file
-is removed when the rank goes on, and at an orderly end. `shardproof hang` reads it (harness.hangs).
+is removed when the rank goes on. `shardproof hang` reads it (harness.hangs).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from harness.programs.session import Session
 from harness.programs.stream import PastCall, Stream
 from harness.recording.recorder import Recorded
 
-__all__ = ["SILENCE_FILE", "Silence"]
+__all__ = ["Silence"]
 
-SILENCE_FILE = "silence.json"
+_FILE = "last.json"
 _LOOK_S = 1.0
 
 
@@ -40,10 +40,12 @@ class Silence:
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; a file that was written says nothing any more."""
+        """Look no more; write where the rank stands at the end of its program, and whether an exception ended it."""
         self._stopped.set()
-        with suppress(OSError):
-            self._part.remove(SILENCE_FILE)
+        kind: type[BaseException] | None = getattr(sys, "last_type", None)
+        ended = "its program ended" if kind is None else f"its program raised {kind.__name__}"
+        with suppress(OSError, RuntimeError):
+            self._part.replace(_FILE, self._standing(0.0, ended))
 
     def _look(self) -> None:
         seen, since_s, written = -1, time.monotonic(), False
@@ -52,30 +54,29 @@ class Silence:
                 if self._stream.stirred != seen:
                     seen, since_s = self._stream.stirred, time.monotonic()
                     if written:
-                        self._part.remove(SILENCE_FILE)
+                        self._part.remove(_FILE)
                     written = False
                 elif not written and self._stream.calls and time.monotonic() - since_s >= self._limit_s:
-                    self._part.replace(SILENCE_FILE, self._standing(time.monotonic() - since_s))
+                    self._part.replace(_FILE, self._standing(time.monotonic() - since_s, ""))
                     written = True
 
-    def _standing(self, silent_s: float) -> dict[str, object]:
-        """The last calls, each kind once in `kinds`; `records` are (kind, number in its group, index on the rank)."""
+    def _standing(self, silent_s: float, ended: str) -> dict[str, object]:
+        """The last calls as `records` (hangs.dumps.RECORD), their kinds once each (hangs.dumps.KIND)."""
         last = list(self._stream.last)
         kinds: dict[tuple[object, ...], int] = {}
-        records = [(kinds.setdefault(_kind(call), len(kinds)), call.number, call.ticket) for call in last]
-        groups = {call.issued.group: {"axis": call.axis, "ranks": list(call.issued.call.group)} for call in last}
         return {
-            "shardproof": "silence",
+            "shardproof": "last calls",
+            "ended": ended,
             "program": self._of.case,
             "rank": self._of.rank,
             "world_size": self._of.world_size,
             "silent_s": round(silent_s, 1),
-            "calls": self._stream.calls,
             "inside": list(self._stream.incomplete()),
-            "groups": groups,
-            "kinds": [dict(zip(KIND, kind, strict=True)) for kind in kinds],
-            "records": records,
-            "stack": self._stack(),
+            "groups": {call.issued.group: {"ranks": list(call.issued.call.group)} for call in last},
+            "records": [_record(kinds, call) for call in last],
+            "kinds": list(kinds),
+            "numbers": self._stream.numbers(),
+            "stack": [] if ended else self._stack(),
         }
 
     def _stack(self) -> list[str]:
@@ -85,23 +86,21 @@ class Silence:
         return [f"{shortened(line.filename)}:{line.lineno} in {line.name}" for line in reversed(lines) if _own(line)]
 
 
-KIND = (
-    *("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "tag", "is_async"),
-    *("phase", "region", "step", "microbatch", "caller"),
-)
-"""What is written of a call beside its numbers."""
+def _record(kinds: dict[tuple[object, ...], int], call: PastCall) -> tuple[int, ...]:
+    """A call as hangs.dumps.RECORD; its kind gets a number when it is new."""
+    kind = kinds.setdefault(_kind(call), len(kinds))
+    return kind, call.number, call.ticket, call.site.step, call.site.microbatch
 
 
 def _kind(call: PastCall) -> tuple[object, ...]:
-    issued, site = call.issued, call.site
-    signature = issued.signature
-    root = issued.call.peer if signature.root >= 0 else -1
-    peer = -1 if signature.root >= 0 else issued.call.peer
+    """What a call is, as hangs.dumps.KIND."""
+    issued, site, signature = call.issued, call.site, call.issued.signature
+    rooted = signature.root >= 0
+    root, peer = (issued.call.peer, -1) if rooted else (-1, issued.call.peer)
     caller = "" if call.caller is None else str(Caller(*call.caller))
     return (
         *(issued.group, call.axis, signature.op, signature.reduce_op, signature.dtype, shape_text(signature.shapes)),
-        *(root, peer, issued.tag, issued.call.is_async),
-        *(site.phase, site.region, site.step, site.microbatch, caller),
+        *(root, peer, site.phase, site.region, caller),
     )
 
 

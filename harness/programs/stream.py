@@ -44,7 +44,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastCall:
-    """One of the last calls: what it is, `number` in its group (messages apart), its index on the rank, when."""
+    """One of the last calls: `number` in its channel (harness.hangs.standing), `ticket` is its index on the rank."""
 
     issued: OperatorCall
     number: int
@@ -86,7 +86,7 @@ class Stream:
     _lock: Any = field(default_factory=threading.RLock)
     _open: dict[int, _Open] = field(default_factory=dict)
     _axes: dict[tuple[tuple[int, ...], str, bool], str] = field(default_factory=dict)
-    _numbers: dict[tuple[str, bool], int] = field(default_factory=dict)
+    _numbers: dict[tuple[str, tuple[int, ...], str], int] = field(default_factory=dict)
     _step: _Step = field(default_factory=_Step)
 
     def feed(self, plain: tuple[Any, ...], issued: OperatorCall | None) -> None:
@@ -131,6 +131,11 @@ class Stream:
         with self._lock:
             return tuple(ticket for ticket, call in self._open.items() if not call.complete)
 
+    def numbers(self) -> list[tuple[str, tuple[int, ...], str, int]]:
+        """How many calls were issued in each channel (harness.hangs.standing.Channel)."""
+        with self._lock:
+            return [(*channel, number) for channel, number in self._numbers.items()]
+
     def _begin(self, number: int) -> None:
         if self._step.started_s:
             self._end_step()
@@ -152,7 +157,8 @@ class Stream:
             self._complete(seen.ticket, call)
 
     def _remember(self, seen: Issued, issued: OperatorCall) -> None:
-        counted = issued.group, issued.call.op in MESSAGES
+        op, peer = issued.call.op, issued.call.peer
+        counted = issued.group, issued.call.group, f"{op} {peer}" if op in MESSAGES else ""
         number = self._numbers[counted] = self._numbers.get(counted, 0) + 1
         site = self._attribution.sites[seen.ticket]
         self.last.append(

@@ -1,5 +1,5 @@
-"""The command line: `shardproof run | record | show | compare | page | trace | predict | slice | faults | expect |
-names | new-subject | bench | doctor` and `help`.
+"""The command line: `shardproof run | record | hang | show | compare | page | trace | predict | slice | faults |
+expect | names | new-subject | bench | doctor` and `help`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
 130 interrupted, 141 the reader of the output has closed it.
@@ -34,6 +34,7 @@ CLUSTER = "8xH100-NVLink-IB400"
 _HANDLERS = {
     "run": "reports.commands.run:main",
     "record": "reports.programs.command:main",
+    "hang": "reports.programs.hang:main",
     "show": "reports.commands.show:main",
     "compare": "reports.commands.compare:main",
     "page": "reports.commands.show:page_main",
@@ -150,6 +151,10 @@ def _parser() -> argparse.ArgumentParser:
     add = functools.partial(commands.add_parser, allow_abbrev=False)
     _add_run(add("run", help="run cases, check them against the reference, record, report"))
     _add_record(add("record", help="record a training program as it is: torchrun, accelerate launch, python ..."))
+    hang = add("hang", help="after a hang: which ranks parted from the others, at which call, module and line")
+    hang.description = "Compare what every rank did last. Exit status 1 when ranks parted, 0 when none did."
+    hang.epilog = "example: shardproof hang runs/latest   or   shardproof hang /tmp/nccl_trace_rank_*"
+    hang.add_argument("dumps", nargs="+", metavar="DUMP", help="a run folder of `record`, or Flight Recorder files")
     show = add("show", help="the tables of a run again")
     _add_compare(add("compare", help="regression report of two runs; one run alone: its modes against each other"))
     page = add("page", help="one self-contained HTML file of a run")

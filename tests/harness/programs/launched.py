@@ -6,11 +6,13 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests import ROOT
 
-__all__ = ["LIMIT_S", "environment", "ranks_of"]
+__all__ = ["LIMIT_S", "environment", "ranks_of", "started"]
 
 LIMIT_S = 120.0
 
@@ -28,12 +30,25 @@ def ranks_of(
 
     Raises TimeoutExpired, having killed all ranks.
     """
+    with started(folder, script, *words, world=world, record=record, **more) as processes:
+        ended = []
+        for process in processes:
+            out, err = process.communicate(timeout=LIMIT_S)
+            ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+        return ended
+
+
+@contextmanager
+def started(
+    folder: Path, script: str, *words: str, world: int = 2, record: list[str] | None = None, **more: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The same while the ranks run; they are killed at the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     program = [sys.executable, *([] if record is None else ["-m", "shardproof.record", *record]), script, *words]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": port}
-    started = [
+    processes = [
         subprocess.Popen(
             program,
             cwd=folder,
@@ -45,11 +60,8 @@ def ranks_of(
         for rank in range(world)
     ]
     try:
-        ended = []
-        for process in started:
-            out, err = process.communicate(timeout=LIMIT_S)
-            ended.append(subprocess.CompletedProcess(program, process.returncode, out, err))
-        return ended
+        yield processes
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
+            process.communicate()

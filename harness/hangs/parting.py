@@ -1,0 +1,240 @@
+"""Which ranks parted from the others, and at which call: compared by the numbers that each group gives its calls.
+
+Ranks of a group issue the same calls in one order. So, group by group: a rank whose call differs from that of most
+ranks under the same number parted there; where its later calls are those of the others one number further, it skipped
+that call, and where theirs are its own one number further, it issued one more. Else a rank whose last number is smaller
+than that of others never issued the next call. Of several such ranks those are named that do not wait in a call that
+still others lack; when all do, they wait for each other. Sources of the idea: torch.distributed.flight_recorder, MUST.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.hangs.standing import Channel, LastCall, Standing
+
+__all__ = ["Parted", "parted"]
+
+_SHIFTED = 8
+"""Calls that must agree after a shift by one, as far as there are so many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parted:
+    """Ranks that parted, `how` (skipped, extra, differs, behind, gone, cycle), the call, and who waits in it.
+
+    `number` is the call's in its group; `instead` is what the ranks issued in its place, None when nothing.
+    """
+
+    how: str
+    ranks: tuple[int, ...]
+    channel: Channel
+    number: int
+    call: LastCall | None
+    instead: LastCall | None = None
+    waiting: tuple[int, ...] = ()
+
+
+def parted(ranks: Sequence[Standing]) -> list[Parted]:
+    """Where ranks parted, what came first on its ranks first; [] when no rank did."""
+    by_channel: dict[Channel, list[Standing]] = {}
+    for one in ranks:
+        for channel in one.last:
+            by_channel.setdefault(channel, []).append(one)
+    differing = [found for channel, members in by_channel.items() for found in _differing(channel, members)]
+    if differing:
+        return sorted(differing, key=lambda found: _order(found, ranks))
+    lacking = [
+        *(found for channel in by_channel for found in _behind(channel, ranks) if not channel[2]),
+        *_unmatched(by_channel),
+    ]
+    return _roots(lacking, ranks) or list(_gone(ranks))
+
+
+def _differing(channel: Channel, members: Sequence[Standing]) -> Iterator[Parted]:
+    """Ranks whose call differs from that of most under the same number: the first such number of the channel."""
+    if channel[2] or len(members) < 2:
+        return
+    own = {one.rank: one.calls.get(channel, {}) for one in members}
+    own = {rank: calls for rank, calls in own.items() if calls}
+    first = max((min(calls) for calls in own.values()), default=0)
+    alike = _alike(own, first)
+    if len(alike) < 2:
+        return
+    behind = len(set(_lasts(channel, members).values())) > 1
+    kinds = [ranks[0] for ranks in alike]  # one rank stands for all that issued the same
+    numbers = sorted({number for rank in kinds for number in own[rank] if number >= first})
+    for number in numbers:
+        calls = {rank: own[rank][number] for rank in kinds if number in own[rank]}
+        weights: Counter[tuple[object, ...]] = Counter()
+        for ranks in alike:
+            if ranks[0] in calls:
+                weights[_identity(calls[ranks[0]])] += len(ranks)
+        if len(weights) < 2:
+            continue
+        usual = max(weights, key=lambda identity: (weights[identity], -_first_of(identity, calls)))
+        standard = next(rank for rank in kinds if rank in calls and _identity(calls[rank]) == usual)
+        found = []
+        for group in alike:
+            rank = group[0]
+            if rank not in calls or _identity(calls[rank]) == usual:
+                continue
+            how = _how(own[standard], own[rank], number)
+            same = calls[rank].signature == calls[standard].signature
+            if not same or (behind and how != "differs"):
+                found.append((how, tuple(group), rank))
+        for how, group_ranks, rank in found:
+            call = calls[rank] if how == "extra" else calls[standard]
+            yield Parted(
+                how=how,
+                ranks=group_ranks,
+                channel=channel,
+                number=number,
+                call=call,
+                instead=None if how == "extra" else calls[rank],
+                waiting=_waiting(channel, members, group_ranks),
+            )
+        if found:
+            return
+
+
+def _alike(own: Mapping[int, Mapping[int, LastCall]], first: int) -> list[list[int]]:
+    """The ranks that issued the same calls from number `first` on, together."""
+    kinds: list[tuple[list[object], list[int]]] = []
+    for rank, calls in own.items():
+        mine: list[object] = [call[:2] for number, call in calls.items() if number >= first]
+        for issued, ranks in kinds:
+            if issued == mine:
+                ranks.append(rank)
+                break
+        else:
+            kinds.append((mine, [rank]))
+    return [ranks for _issued, ranks in kinds]
+
+
+def _identity(call: LastCall) -> tuple[object, ...]:
+    return call.signature, call.place
+
+
+def _first_of(identity: tuple[object, ...], calls: Mapping[int, LastCall]) -> int:
+    return min(rank for rank, call in calls.items() if _identity(call) == identity)
+
+
+def _how(usual: Mapping[int, LastCall], own: Mapping[int, LastCall], number: int) -> str:
+    """Whether `own` lacks the call of this number, has one more there, or has another one."""
+    if _agree(own, usual, number, 1):
+        return "skipped"
+    return "extra" if _agree(usual, own, number, 1) else "differs"
+
+
+def _agree(one: Mapping[int, LastCall], other: Mapping[int, LastCall], number: int, shift: int) -> bool:
+    """Whether the calls of `one` from `number` on are those of `other` a number further, as far as both go."""
+    pairs = [(one[n], other[n + shift]) for n in range(number, number + _SHIFTED) if n in one and n + shift in other]
+    return bool(pairs) and all(_identity(mine) == _identity(theirs) for mine, theirs in pairs)
+
+
+def _lasts(channel: Channel, members: Sequence[Standing]) -> dict[int, int]:
+    return {one.rank: one.last[channel] for one in members if channel in one.last}
+
+
+def _waiting(channel: Channel, members: Sequence[Standing], apart: Sequence[int]) -> tuple[int, ...]:
+    lasts = _lasts(channel, members)
+    most = max(lasts.values(), default=0)
+    return tuple(rank for rank, last in lasts.items() if last == most and rank not in apart)
+
+
+def _behind(channel: Channel, ranks: Sequence[Standing]) -> Iterator[Parted]:
+    """Ranks of the group whose last number is the smallest, when not all are equal."""
+    group = set(channel[1]) or {one.rank for one in ranks if channel in one.last}
+    members = [one for one in ranks if one.rank in group and one.last]
+    lasts = {one.rank: one.last.get(channel, 0) for one in members}
+    least, most = min(lasts.values(), default=0), max(lasts.values(), default=0)
+    if least == most:
+        return
+    number = least + 1
+    lacking = tuple(rank for rank, last in lasts.items() if last == least)
+    calls = (one.calls.get(channel, {}).get(number) for one in members)
+    call = next((found for found in calls if found is not None), None)
+    waiting = tuple(rank for rank, last in lasts.items() if last >= number)
+    yield Parted(how="behind", ranks=lacking, channel=channel, number=number, call=call, waiting=waiting)
+
+
+def _gone(ranks: Sequence[Standing]) -> Iterator[Parted]:
+    """Ranks that left nothing, where others are in a call of a group that they share."""
+    known = [one for one in ranks if one.last]
+    for one in known:
+        latest = one.latest
+        lost = tuple(sorted(set(latest[0][1]) - {other.rank for other in known})) if latest else ()
+        if latest is not None and lost and not one.ended:
+            channel, number, call = latest
+            waiting = tuple(other.rank for other in known if other.last.get(channel) == number)
+            yield Parted(how="gone", ranks=lost, channel=channel, number=number, call=call, waiting=waiting)
+            return
+
+
+def _unmatched(by_channel: Mapping[Channel, Sequence[Standing]]) -> Iterator[Parted]:
+    """Messages whose other end was not issued: more sends to a peer than receives there, or the reverse."""
+    for (group, members, direction), those in by_channel.items():
+        if not direction or " " not in direction:
+            continue
+        op, peer = direction.split(" ")
+        other_op = "recv" if op == "send" else "send"
+        for one in those:
+            there = (group, members, f"{other_op} {one.rank}")
+            answers = [other for other in by_channel.get(there, ()) if other.rank == int(peer)]
+            mine = one.last[group, members, direction]
+            theirs = answers[0].last[there] if answers else 0
+            number, latest = theirs + 1, one.latest
+            inside = latest is not None and latest[0] == (group, members, direction)
+            if mine > theirs and (op == "recv" or inside):  # a send may be over before it is received
+                call = one.calls.get((group, members, direction), {}).get(number)
+                yield Parted(
+                    how="behind",
+                    ranks=(int(peer),),
+                    channel=(group, members, direction),
+                    number=number,
+                    call=call,
+                    waiting=(one.rank,),
+                )
+
+
+def _roots(lacking: Sequence[Parted], ranks: Sequence[Standing]) -> list[Parted]:
+    """Those lacks whose ranks do not wait themselves; when all wait, one cycle."""
+    if not lacking:
+        return []
+    waits = {rank for found in lacking for rank in found.waiting}
+    by_rank = {one.rank: one for one in ranks}
+
+    def blocked(rank: int) -> bool:
+        standing = by_rank.get(rank)
+        if rank not in waits or standing is None or standing.ended:
+            return False
+        latest = standing.latest
+        return latest is not None and any(
+            latest[0] == found.channel and latest[1] >= found.number and rank in found.waiting for found in lacking
+        )
+
+    roots = []
+    for found in lacking:
+        free = tuple(rank for rank in found.ranks if not blocked(rank))
+        if free:
+            roots.append((free, found))
+    if not roots:
+        first = lacking[0]
+        return [Parted(how="cycle", ranks=tuple(sorted(waits)), channel=first.channel, number=first.number, call=None)]
+    made = [
+        Parted(how="behind", ranks=free, channel=f.channel, number=f.number, call=f.call, waiting=f.waiting)
+        for free, f in roots
+    ]
+    return sorted(made, key=lambda found: _order(found, ranks))
+
+
+def _order(found: Parted, ranks: Sequence[Standing]) -> int:
+    """When the call came among those of the first rank that issued it."""
+    for one in ranks:
+        call = one.calls.get(found.channel, {}).get(found.number)
+        if call is not None and one.rank not in found.ranks:
+            return call.order
+    return 0

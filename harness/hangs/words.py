@@ -1,0 +1,75 @@
+"""What was found after a hang, in lines: the ranks that parted and their call first, then where the others stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from harness.errors import ranks_text
+from harness.hangs.parting import Parted
+from harness.hangs.standing import Channel, LastCall, Standing
+
+__all__ = ["lines"]
+
+_MOST = 8
+"""Ranks, or findings, that are listed one by one."""
+
+
+def lines(ranks: Sequence[Standing], found: Sequence[Parted]) -> Iterator[str]:
+    """The findings, the first one with the standing of its ranks; a sentence when no rank parted."""
+    silent = max((one.silent_s for one in ranks), default=0.0)
+    about = f", silent for {silent:g} s" if silent else ""
+    yield f"{len(ranks)} ranks{about}"
+    missing = sorted(set(range(max((one.world_size for one in ranks), default=0))) - {one.rank for one in ranks})
+    if missing:
+        yield f"{_named(missing)} left no dump"
+    for one in [one for one in ranks if one.ended][:_MOST]:
+        yield f"rank {one.rank}: {one.ended}"
+    if not found:
+        yield "no rank parted: in every group all ranks issued the same calls, as far as the dumps reach back"
+        return
+    for place, finding in enumerate(found[:_MOST]):
+        yield _finding(finding)
+        if not place:
+            yield from _standing(finding, ranks)
+    if len(found) > _MOST:
+        yield f"and {len(found) - _MOST} findings more"
+
+
+def _finding(found: Parted) -> str:
+    who, event = _named(found.ranks), f"event {found.number}{_of(found.channel, found.call)}"
+    what = f": {found.call.words}" if found.call is not None else ""
+    if found.how == "cycle":
+        return f"{who} wait for each other: every one of them is in a call that another has not issued"
+    if found.how == "extra":
+        return f"{who} issued {event}, which no other rank issued{what}"
+    if found.how == "differs" and found.instead is not None:
+        return f"{who} issued {found.instead.words} as {event}, where the others issued{what[1:]}"
+    if found.how == "gone":
+        are = "is" if len(found.ranks) == 1 else "are"
+        return f"{who} {are} gone, and {_named(found.waiting)} issued last {event}{what}"
+    wait = f"; {_named(found.waiting)} {'wait' if len(found.waiting) > 1 else 'waits'} for it" if found.waiting else ""
+    return f"{who} never issued {event}{what}{wait if found.how == 'behind' else ''}"
+
+
+def _of(channel: Channel, call: LastCall | None) -> str:
+    """ " of tp (0-3)"; messages are named by their ends in the call itself."""
+    axis = call.axis if call is not None else channel[0]
+    return f" of {axis} ({ranks_text(channel[1])})" + (f" {channel[2]}" if channel[2] else "")
+
+
+def _standing(found: Parted, ranks: Sequence[Standing]) -> Iterator[str]:
+    """Where the ranks that parted are, and one of those that wait."""
+    by_rank = {one.rank: one for one in ranks}
+    for rank in [*found.ranks[:_MOST], *found.waiting[:1]]:
+        one = by_rank.get(rank)
+        latest = None if one is None or one.ended else one.latest
+        if one is not None and latest is not None:
+            channel, number, call = latest
+            is_in = "is in" if call.complete is False else "issued last"
+            yield f"  rank {rank} {is_in} event {number}{_of(channel, call)}: {call.words}"
+            if one.stack:
+                yield f"    its program is at {one.stack[0]}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"

@@ -1,0 +1,191 @@
+"""The ranks that parted, their call, module and line: from real gloo jobs, generated dumps, and NCCL's."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from harness.errors import RequestError
+from harness.hangs.dumps import standings
+from harness.hangs.parting import Parted, parted
+from harness.hangs.words import lines
+from tests.harness.programs.launched import LIMIT_S, ranks_of, started
+
+SCRIPT = Path(__file__).with_name("parting_script.py")
+LINE = 1 + SCRIPT.read_text().splitlines().index("        dist.all_reduce(y)")
+EVENT = f"event 8 of world (0 1 2): all_reduce sum float32 2x4 over world, 1 (forward, step 2), at {SCRIPT.name}:{LINE}"
+SKIPPED, EXTRA, STOPPED, OTHER = "skipped", "extra", "behind", "differs"
+
+
+def found_in(*paths: Path) -> tuple[list[Parted], str]:
+    ranks = standings(paths)
+    found = parted(ranks)
+    return found, "\n".join(lines(ranks, found))
+
+
+def test_a_real_job_whose_rank_skips_a_call_names_rank_call_module_and_line(tmp_path: Path) -> None:
+    shutil.copy(SCRIPT, tmp_path)
+    ranks_of(tmp_path, SCRIPT.name, "skip", world=3, record=["--silence", "1"])
+    found, text = found_in(tmp_path / "runs" / "latest")
+    assert [(one.how, one.ranks, one.number) for one in found] == [(SKIPPED, (1,), 8)]
+    assert f"rank 1 never issued {EVENT}" in text
+
+
+def test_a_real_job_that_hangs_names_rank_call_and_where_its_program_is(tmp_path: Path) -> None:
+    shutil.copy(SCRIPT, tmp_path)
+    with started(tmp_path, SCRIPT.name, "hang", world=3, record=["--silence", "1"]) as ranks:
+        end_s = time.monotonic() + LIMIT_S
+        while len(list(tmp_path.glob("runs/2*/ranks/*/last.json"))) < 3 and time.monotonic() < end_s:
+            time.sleep(0.1)
+        found, text = found_in(tmp_path / "runs" / "latest")
+        (tmp_path / "go").touch()
+        assert [rank.wait(LIMIT_S) for rank in ranks] == [0, 0, 0]
+    assert [(one.how, one.ranks, one.number, one.waiting) for one in found] == [(STOPPED, (1,), 8, (0, 2))]
+    assert f"rank 1 never issued {EVENT} in forward; ranks 0 2 wait for it" in text
+    assert f"its program is at {SCRIPT.name}:" in text
+    over, text = found_in(tmp_path / "runs" / "latest")
+    assert over == []
+    assert "no rank parted" in text
+
+
+WORLD, TP, CALLS = 40, 8, 60
+"""Ranks, those of a tp group, collectives of each group in the window."""
+
+
+def write_generated(folder: Path, world: int, calls: int, bug: str, rank: int, number: int) -> Path:
+    """The dumps of a job: tp groups of 8 that issue a layer's all_reduce, and a dp group for each place in them."""
+    layers = calls // 6
+    for mine in range(world):
+        tp, dp = mine // TP, mine % TP
+        members = {f"tp{tp}": list(range(TP * tp, TP * tp + TP)), f"dp{dp}": list(range(dp, world, TP))}
+        layer = [f"tp{tp}", "tp", "all_reduce", "sum", "float32", "4x8", -1, -1, "forward"]
+        kinds = [[*layer, f"layers.{i}", f"m.py:{i + 1}"] for i in range(layers)]
+        kinds.append([f"dp{dp}", "dp", "all_reduce", "sum", "float32", "999", -1, -1, "grad_sync", "", "t.py:9"])
+        kinds.append([f"tp{tp}", "tp", "broadcast", "", "int64", "3", 0, -1, "forward", "router", "r.py:5"])
+        first, tp_number, dp_number, order = 100, 100, 40, 1000
+        records = []
+        for place in range(calls):
+            event, step = first + place, place // layers
+            kind = place % layers
+            if mine == rank and event == number:
+                if bug == STOPPED:
+                    break
+                if bug == SKIPPED:
+                    continue
+                if bug == EXTRA:
+                    records.append([len(kinds) - 1, tp_number, order, step, 0])
+                    tp_number, order = tp_number + 1, order + 1
+                if bug == OTHER:
+                    kind = len(kinds) - 1
+            records.append([kind, tp_number, order, step, 0])
+            tp_number, order = tp_number + 1, order + 1
+            if place % layers == layers - 1:
+                records.append([len(kinds) - 2, dp_number, order, step, 0])
+                dp_number, order = dp_number + 1, order + 1
+            if bug == STOPPED and event == number and tp == rank // TP:
+                break  # it waits for the rank that stopped
+            if bug == STOPPED and event >= number + layers:
+                break  # the other groups wait in a later gradient's sum
+        content = {
+            "shardproof": "last calls", "ended": "", "rank": mine, "world_size": world, "silent_s": 60.0, "inside": [],
+            "groups": {name: {"ranks": ranks} for name, ranks in members.items()}, "kinds": kinds, "records": records,
+            "stack": ["train.py:7 in main"],
+        }  # fmt: skip
+        part = folder / "ranks" / str(mine)
+        part.mkdir(parents=True)
+        (part / "last.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("bug", [SKIPPED, EXTRA, STOPPED, OTHER])
+def test_generated_jobs_name_the_planted_rank_and_event(tmp_path: Path, bug: str) -> None:
+    rank, number = 21, 133
+    found, text = found_in(write_generated(tmp_path, WORLD, CALLS, bug, rank, number))
+    first = found[0]
+    assert (first.how, first.ranks, first.number, first.channel[0]) == (bug, (rank,), number, "tp2")
+    layer = (number - 100) % (CALLS // 6)
+    named = "router" if bug in {EXTRA} else f"layers.{layer}"
+    assert f"over tp, {named}" in text.splitlines()[1]
+
+
+def test_a_healthy_job_has_no_finding(tmp_path: Path) -> None:
+    found, _text = found_in(write_generated(tmp_path, WORLD, CALLS, "", 0, 0))
+    assert found == []
+
+
+def test_many_ranks_are_compared_in_seconds(tmp_path: Path) -> None:
+    deep = settings().max_examples > 100
+    world = 1000 if deep else 200
+    write_generated(tmp_path, world, 1800, SKIPPED, 77, 1183)
+    begin_s = time.process_time()
+    found, _text = found_in(tmp_path)
+    assert (found[0].ranks, found[0].number) == ((77,), 1183)
+    assert time.process_time() - begin_s < world / 100
+
+
+def entry(
+    number: int, group: tuple[str, str], op: str, sizes: list[list[int]], state: str, line: int
+) -> dict[str, Any]:
+    """An entry as NCCL's Flight Recorder writes it."""
+    return {
+        "record_id": number, "collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "pg_id": 0,
+        "process_group": group, "profiling_name": f"nccl:{op}", "is_p2p": False, "state": state, "retired": False,
+        "input_sizes": sizes, "input_dtypes": ["Float"], "output_sizes": sizes, "output_dtypes": ["Float"],
+        "time_discovered_completed_ns": None, "time_created_ns": number,
+        "frames": [
+            {"name": "all_reduce", "filename": "/x/site-packages/torch/distributed/distributed_c10d.py", "line": 3},
+            {"name": "forward", "filename": "/home/me/model.py", "line": line},
+        ],
+    }  # fmt: skip
+
+
+def write_flight(folder: Path, *, as_json: bool, rank_1_calls: int) -> None:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+    for rank in range(3):
+        calls = rank_1_calls if rank == 1 else 9
+        entries = [
+            entry(n, ("0", "default_pg"), "all_reduce", [[n, 4]], "completed" if n < 9 else "started", 10 + n)
+            for n in range(4, calls + 1)
+        ]
+        dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
+        path = folder / f"nccl_trace_rank_{rank}{'.json' if as_json else ''}"
+        path.write_bytes(json.dumps(dump).encode() if as_json else pickle.dumps(dump))
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_flight_recorder_dumps_name_rank_call_and_line(tmp_path: Path, as_json: bool) -> None:
+    write_flight(tmp_path, as_json=as_json, rank_1_calls=8)
+    found, text = found_in(*sorted(tmp_path.iterdir()))
+    assert [(one.how, one.ranks, one.number, one.waiting) for one in found] == [(STOPPED, (1,), 9, (0, 2))]
+    assert "rank 1 never issued event 9 of default_pg (0-2)" in text.replace("0 1 2", "0-2")
+    assert "all_reduce float 9x4 over default_pg, at /home/me/model.py:19 in forward" in text
+
+
+def test_flight_recorder_dumps_of_a_healthy_job_have_no_finding(tmp_path: Path) -> None:
+    write_flight(tmp_path, as_json=False, rank_1_calls=9)
+    assert found_in(tmp_path)[0] == []
+
+
+class Runs:
+    """Pickled, it would run code when it is read."""
+
+    def __reduce__(self) -> Any:
+        return print, ("run",)
+
+
+def test_what_is_no_dump_is_refused_in_one_sentence_and_runs_nothing(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "trace_0").write_bytes(pickle.dumps({"entries": Runs()}))
+    (tmp_path / "trace_1").write_text("{}")
+    (tmp_path / "trace_2").write_text("{")
+    (tmp_path / "empty").mkdir()
+    for name in ("trace_0", "trace_1", "trace_2", "empty", "missing"):
+        with pytest.raises(RequestError, match="dump.*legal: the run folder of `shardproof record`"):
+            standings([tmp_path / name])
+    assert capsys.readouterr().out == ""
