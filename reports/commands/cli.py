@@ -21,8 +21,8 @@ from importlib import metadata
 from typing import NoReturn
 
 from harness.errors import ShardproofError
-from harness.programs.options import add_options as add_recording
 from harness.running.two_processes.spare import Spare
+from reports.programs.words import add_hang, add_record
 
 __all__ = ["main"]
 
@@ -150,11 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     add = functools.partial(commands.add_parser, allow_abbrev=False)
     _add_run(add("run", help="run cases, check them against the reference, record, report"))
-    _add_record(add("record", help="record a training program as it is: torchrun, accelerate launch, python ..."))
-    hang = add("hang", help="after a hang: which ranks parted from the others, at which call, module and line")
-    hang.description = "Compare what every rank did last. Exit status 1 when ranks parted, 0 when none did."
-    hang.epilog = "example: shardproof hang runs/latest   or   shardproof hang /tmp/nccl_trace_rank_*"
-    hang.add_argument("dumps", nargs="+", metavar="DUMP", help="a run folder of `record`, or Flight Recorder files")
+    add_record(add("record", help="record a training program as it is: torchrun, accelerate launch, python ..."))
+    add_hang(add("hang", help="after a hang: which ranks parted from the others, at which call, module and line"))
     show = add("show", help="the tables of a run again")
     _add_compare(add("compare", help="regression report of two runs; one run alone: its modes against each other"))
     page = add("page", help="one self-contained HTML file of a run")
@@ -221,14 +218,6 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--json", action="store_true", help="the result as one JSON object on stdout, and nothing else there"
     )
-
-
-def _add_record(record: argparse.ArgumentParser) -> None:
-    record.usage = "shardproof record [options] -- COMMAND ..."
-    record.description = "Run a command and record the collectives of every rank that it starts into one run folder."
-    record.epilog = "example: shardproof record --steps 10:20 -- torchrun --nproc-per-node 4 train.py --lr 0.1"
-    add_recording(record)
-    record.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, after --")
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:
