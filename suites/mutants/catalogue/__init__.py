@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from suites.mutants.catalogue.boundaries import BOUNDARIES
 from suites.mutants.catalogue.data_and_positions import DATA_AND_POSITIONS
+from suites.mutants.catalogue.data_parallel import DATA_PARALLEL
 from suites.mutants.catalogue.exposed import EXPOSED
 from suites.mutants.catalogue.factors import FACTORS
 from suites.mutants.catalogue.groups import GROUPS
@@ -46,7 +47,7 @@ FAMILIES: dict[str, tuple[Mutant, ...]] = {
     "optimizer_rules": OPTIMIZER_RULES,
     "reports": REPORTS,
     "orders_and_parts": ORDERS_AND_PARTS,
-    "shares_and_updates": SHARES_AND_UPDATES,
+    "shares_and_updates": (*SHARES_AND_UPDATES, *DATA_PARALLEL),
 }
 """File of the catalogue -> its mutants."""
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for family in FAMILIES.values() for mutant in family)

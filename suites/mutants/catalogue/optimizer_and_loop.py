@@ -79,7 +79,7 @@ OPTIMIZER_AND_LOOP = (
         stands_for="B-97: TE #1723, a reference is kept where a copy is needed: clipping changes it",
         modes=everywhere(),
         suite=CLIPPED,
-        changes=_training("rank.value(grad.clone(), places[name])", "rank.value(grad, places[name])"),
+        changes=_training("rank.value(kept(grad), places[name])", "rank.value(grad, places[name])"),
         kills="parameter_gradients",
         alone=True,
         phase="backward|grad_sync|step",
@@ -104,8 +104,8 @@ OPTIMIZER_AND_LOOP = (
         changes=(
             Change(
                 module="parallel.subject",
-                old="return train(case, deviating(MODES[case.mode], case), Mesh.of(case), device)",
-                new="wrapped = train(case, deviating(MODES[case.mode], case), Mesh.of(case), device)\n"
+                old="return train(case, deviating(_strategy(case), case), Mesh.of(case), device)",
+                new="wrapped = train(case, deviating(_strategy(case), case), Mesh.of(case), device)\n"
                 '        return {f"module.{name}": value for name, value in wrapped.items()}',
             ),
             Change(

@@ -159,7 +159,8 @@ OPTIMIZER_RULES = (
         modes=everywhere("", TENSOR),
         suite=CLIPPED,
         changes=_training(
-            _CLIP, "for one in gradients.values():\n            sync.clip([one], one.square().sum().sqrt(), case.clip)"
+            _CLIP,
+            "for one in gradients.values():\n                sync.clip([one], one.square().sum().sqrt(), case.clip)",
         ),
         kills="update",
         phase="step",

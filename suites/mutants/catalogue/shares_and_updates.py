@@ -17,7 +17,7 @@ _STEP = "        optimizer.step()\n        rank.step.afterwards(rank)"
 _ZERO = "        optimizer.zero_grad()\n"
 _DATA = "    for axis in rank.strategy.data_axes:\n"
 _SGD = "torch.optim.SGD(parameters, lr=case.lr)"
-_LOSS = 'outcome[f"loss/{step}"], norm, counted_tokens = _synchronise(rank, loss, tokens)'
+_LOSS = 'outcome[f"loss/{step}"], norm, outcome[f"tokens/{step}"] = _synchronise(rank, loss, tokens)'
 _SYNCED = "backward|grad_sync"
 _WHEN = "step|grad_sync"
 _LAST = "head|final_norm|embedding.*|layers.*"

@@ -13,7 +13,7 @@ _COUNTED = "return loss_mask * (labels != IGNORED)"
 _LOOKUP = "functional.embedding(local.masked_fill(outside, 0), weight)"
 _RANGE = "outside = (local < 0) | (local >= weight.shape[0])"
 _LABELS = "elsewhere = (place < 0) | (place >= real)"
-_TIED = 'self.embedding.get_parameter("tokens.weight")'
+_TIED = "tied"
 
 
 def _loss(old: str, new: str) -> tuple[Change, ...]:
