@@ -10,6 +10,7 @@ that `import shardproof` costs nothing.
     a subject       Shard, Term, phase, region, cuda_on_cpu
     the dense model full_parameter, parameter_shapes, micro_batch, train_dense
     a proof         Case, prove, run, RequestError, ShardproofError
+    a training run  watch
     a run folder    load, headline, traffic, side_by_side, snapshot, compare
 """
 
@@ -22,6 +23,7 @@ from shardproof.rooms import check
 
 if TYPE_CHECKING:
     from harness.errors import RequestError, ShardproofError
+    from harness.programs.watching import watch
     from harness.recording.annotations import phase, region
     from harness.shard import Shard
     from harness.terms import Term
@@ -59,6 +61,7 @@ __all__ = [
     "snapshot",
     "traffic",
     "train_dense",
+    "watch",
 ]
 
 _PLACES = {
@@ -82,6 +85,7 @@ _PLACES = {
     "snapshot": "reports.comparing.snapshot:snapshot",
     "traffic": "reports.stored.summary:traffic",
     "train_dense": "reference.training.steps:train",
+    "watch": "harness.programs.watching:watch",
 }
 """Name -> where it is; the imports above say the same to type checkers, and a test compares the two."""
 
