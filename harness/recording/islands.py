@@ -3,11 +3,17 @@
 What matters is where a narrower number, other than a whole one, enters float64 arithmetic: an operator that takes one
 and returns float64. A dispatch mode on every rank sees it. That slows a run, so it is done only when an error of a
 float64 case is of the size that float32 makes.
+
+Numbers that were computed from float64 are rounded on the way, and each side may add them in an order of its own.
+Constants (weights that were drawn in float32 and cast, samples, tables) are the same on both sides where both have
+them, so they explain no error then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +23,10 @@ from torch import Tensor
 from harness.callers import caller
 from harness.protocols import Value
 from harness.subject import NamedSubject, called
-from harness.torch_internals.modes import DispatchMode, leaves
+from harness.torch_internals.memory import storage_id
+from harness.torch_internals.modes import DispatchMode, leaves, take_themselves_apart
 
-__all__ = ["Island", "Probed"]
+__all__ = ["Island", "Probe", "Probed"]
 
 _NARROW: Mapping[torch.dtype, str] = {
     torch.float32: "float32",
@@ -49,9 +56,13 @@ class Island:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A subject whose outcome is the names of its islands on this rank, the first one of each dtype."""
+    """A subject whose outcome is the names of its islands on this rank, the first one of each dtype.
+
+    `constants`: whether numbers count that were not computed from float64.
+    """
 
     subject: NamedSubject
+    constants: bool = True
 
     def __getattr__(self, attribute: str) -> Any:
         """Any other attribute is the subject's."""
@@ -59,28 +70,51 @@ class Probed:
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """Run the subject and return a name for each island."""
-        with _Probe() as probe:
+        with Probe(constants=self.constants) as probe:
             called(self.subject.call, case, device)
         return {name: torch.ones(()) for name in probe.found.values()}
 
 
-class _Probe(DispatchMode):
-    """Remembers where numbers of each narrow dtype first entered float64 arithmetic."""
+class Probe(DispatchMode):
+    """Remembers where numbers of each narrow dtype first entered float64 arithmetic: `found`, dtype to name.
 
-    def __init__(self) -> None:
+    `constants`: whether numbers count that were not computed from float64.
+    """
+
+    def __init__(self, *, constants: bool = True) -> None:
         super().__init__()
         self.found: dict[torch.dtype, str] = {}
+        self._constants = constants
+        self._computed: dict[int, Any] = {}
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """The operator's result, as it is."""
+        if take_themselves_apart(types):
+            return NotImplemented
         result = operator(*args, **(kwargs or {}))
-        if any(_is_float64(leaf) for leaf in leaves(result)):
-            for leaf in leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and leaf.dtype in _NARROW.keys() - self.found.keys() and _rounds(leaf):
+        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        returned = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        if any(map(_is_float64, returned)):
+            for leaf in given:
+                entered = leaf.dtype in _NARROW.keys() - self.found.keys() and (self._constants or self._is_computed(leaf))
+                if entered and _rounds(leaf):
                     self.found[leaf.dtype] = _SEPARATOR.join((_NARROW[leaf.dtype], str(operator), caller()))
+        if any(_is_float64(leaf) or self._is_computed(leaf) for leaf in given):
+            self._remember(leaf for leaf in returned if leaf.dtype in _NARROW)
         return result
+
+    def _is_computed(self, tensor: Tensor) -> bool:
+        return storage_id(tensor) in self._computed
+
+    def _remember(self, tensors: Iterable[Tensor]) -> None:
+        """These were computed from float64, for as long as their storage lives: its number is given again then."""
+        for tensor in tensors:
+            key = storage_id(tensor)
+            if key not in self._computed:
+                gone = functools.partial(self._computed.pop, key)
+                self._computed[key] = weakref.ref(tensor.untyped_storage(), lambda _, gone=gone: gone(None))
 
 
 def _rounds(tensor: Tensor) -> bool:

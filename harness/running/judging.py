@@ -25,10 +25,11 @@ from harness.checking.evidence import Evidence, Finding
 from harness.checking.numeric_checks import NUMERIC_KINDS
 from harness.checking.tolerance import CONTROL_FACTOR, Measured, distance, epsilon, is_state, step_of
 from harness.errors import MachineError, ProgramError
-from harness.recording.islands import Island, Probed
+from harness.recording.islands import Island, Probe, Probed
 from harness.running.execution import execute
 from harness.running.rounding import control_run, controlled, doubtful, stepwise
 from harness.running.trial import Trial
+from harness.subject import truth_of
 
 __all__ = ["CONDITIONED", "judged"]
 
@@ -97,7 +98,7 @@ def _islands(trial: Trial) -> list[Island]:
     try:
         run = execute(
             trial.case,
-            Probed(trial.subject),
+            Probed(trial.subject, constants=not _same_constants(trial)),
             trial.engine,
             text=trial.text,
             record=False,
@@ -107,6 +108,18 @@ def _islands(trial: Trial) -> list[Island]:
     except (ProgramError, MachineError):  # a program that a dispatch mode disturbs: its errors stand
         return []
     return [Island.read(name) for name in dict.fromkeys(name for outcome in run.outcomes for name in outcome)]
+
+
+def _same_constants(trial: Trial) -> bool:
+    """Whether constants of a lower precision are those of the truth: the subject's own code, or a dense model that
+    has such ones too.
+    """
+    dense = truth_of(trial.subject)
+    if dense is None or isinstance(dense, str):
+        return dense is not None
+    with Probe() as probe:
+        trial.computed(trial.reference.truth)
+    return bool(probe.found)
 
 
 def _wrong(findings: Mapping[str, Finding]) -> list[Measured]:

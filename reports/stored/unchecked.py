@@ -1,4 +1,5 @@
-"""What the checks of a run did not see, in a few notes: names not returned, doubts on the ledger, the corpus, its rows.
+"""What the checks of a run did not see, in a few notes: names not returned, limits of a lower precision, doubts on the
+ledger, groupings, the corpus, its rows.
 
 Every case's own list is in `verdicts.jsonl`; a note adds the cases up.
 """
@@ -14,6 +15,7 @@ __all__ = ["unchecked_notes"]
 _ON_PURPOSE = " (left out on purpose)"
 _READING = "statements about the data hold; "
 _REPEATED = "it is repeated"
+_ROUNDED = "errors below those of "
 _DOUBTS = ("axis ", "step: ", "phase: ")
 _MOST = 3
 """Different amounts of tokens that a note lists."""
@@ -21,7 +23,7 @@ _MOST = 3
 
 def unchecked_notes(run: Run) -> list[str]:
     """All notes, the most important first; only checks that passed have something to add."""
-    return [*_unreturned(run), *_doubts(run), *_regrouped(run), *_read(run), *_rows(run)]
+    return [*_unreturned(run), *_rounded(run), *_doubts(run), *_regrouped(run), *_read(run), *_rows(run)]
 
 
 def _unreturned(run: Run) -> list[str]:
@@ -38,6 +40,19 @@ def _unreturned(run: Run) -> list[str]:
     return list(notes)
 
 
+def _rounded(run: Run) -> list[str]:
+    """Where float64 cases were held to the limits of a lower precision, and how many."""
+    passed = run.verdicts[run.verdicts["verdict"] == "pass"]
+    found = {
+        (str(row["case"]), part)
+        for row in passed.to_dict("records")
+        for part in str(row["unchecked"]).split("; ")
+        if part.startswith(_ROUNDED)
+    }
+    told = Counter(part for _, part in sorted(found))
+    return [f"not checked: {part} in {_cases(told[part])}" for part in told]
+
+
 def _doubts(run: Run) -> list[str]:
     """What the ledgers are not certain of (harness.ledger.Event.doubts), and in how many cases."""
     told = Counter(part for _, unchecked in _passed(run, "ledger") for part in unchecked.split("; "))
@@ -50,7 +65,9 @@ def _kinds(names: list[str]) -> str:
 
 def _regrouped(run: Run) -> list[str]:
     """The groupings of the same batch that could not be compared, by the reason."""
-    unfinished = Counter(unchecked for _, unchecked in _passed(run, "regrouping") if unchecked)
+    told = [unchecked.split("; ") for _, unchecked in _passed(run, "regrouping") if unchecked]
+    parts = ["; ".join(part for part in one if not part.startswith(_ROUNDED)) for one in told]
+    unfinished = Counter(filter(None, parts))
     return [
         f"regrouping: the subject does not finish {words} in {_cases(count)}; subject.refuses can state why"
         for words, count in unfinished.items()

@@ -64,6 +64,35 @@ def test_our_own_subject_has_none() -> None:
     assert run.outcomes == ({},) * 4
 
 
+class Cast(Network):
+    """Right on one rank; on several its loss is too large by 1e-8 where `wrong`."""
+
+    wrong = False
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        """The outcome."""
+        self.factor = 1 + 1e-8 if self.wrong and case.tp > 1 else 1.0
+        return super().__call__(case, device)
+
+
+@pytest.mark.parametrize("truth", ["", "alone"])
+def test_constants_that_both_sides_cast_are_no_excuse(truth: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = own_words.weights
+
+    def cast(case: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.tensor(w.tolist(), dtype=torch.float32).to(w.dtype) for w in drawn(case))
+
+    monkeypatch.setattr(own_words, "weights", cast)
+    monkeypatch.setattr(torch, "relu", lambda x: x.clamp_min(0) * torch.tensor(0.3))  # a table in float32
+    subject = Cast()
+    given = named(subject, truth)
+    with InprocEngine() as engine:
+        assert prove(case_of("tp=2 dp=3", given), given, engine).verdict == "pass"
+        subject.wrong = True
+        wrong = prove(case_of("tp=2 dp=3", given), given, engine)
+    assert {"forward", "parameter_gradients"} <= {v.check for v in wrong.verdicts if v.verdict == "fail"}
+
+
 class Patched(Network):
     """Runs inside its session alone."""
 
