@@ -98,8 +98,8 @@ class Probe(DispatchMode):
         returned = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         if any(map(_is_float64, returned)):
             for leaf in given:
-                entered = leaf.dtype in _NARROW.keys() - self.found.keys() and (self._constants or self._is_computed(leaf))
-                if entered and _rounds(leaf):
+                counts = self._constants or self._is_computed(leaf)
+                if counts and leaf.dtype in _NARROW.keys() - self.found.keys() and _rounds(leaf):
                     self.found[leaf.dtype] = _SEPARATOR.join((_NARROW[leaf.dtype], str(operator), caller()))
         if any(_is_float64(leaf) or self._is_computed(leaf) for leaf in given):
             self._remember(leaf for leaf in returned if leaf.dtype in _NARROW)
