@@ -108,13 +108,15 @@ class Probe(DispatchMode):
     def _is_computed(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._computed
 
+    def _gone(self, key: int, _reference: object) -> None:
+        del self._computed[key]
+
     def _remember(self, tensors: Iterable[Tensor]) -> None:
         """These were computed from float64, for as long as their storage lives: its number is given again then."""
         for tensor in tensors:
             key = storage_id(tensor)
             if key not in self._computed:
-                gone = functools.partial(self._computed.pop, key)
-                self._computed[key] = weakref.ref(tensor.untyped_storage(), lambda _, gone=gone: gone(None))
+                self._computed[key] = weakref.ref(tensor.untyped_storage(), functools.partial(self._gone, key))
 
 
 def _rounds(tensor: Tensor) -> bool:

@@ -173,7 +173,10 @@ class _Search:
         if self._around(following) == around:
             between = any(path.startswith(f"{module}.") for path in self._order)
             if {module, following} <= self._linear:
-                between = self._given_back(following).state != DIFFERS
+                given_back = self._given_back(following).state
+                if given_back == AGREES:
+                    return around
+                between = given_back != DIFFERS
             return around if around and between else following
         if following in self._linear:
             return following
