@@ -20,14 +20,11 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-MEGATRON := tp tp-sp
-INTERNEVO := mtp msp fsp isp
 witnesses: $(READY)      ## every mode on 4 processes: recorder, torch profiler, nsys and closed form on every event of 2 steps
 	if nsys=$$(.ci/nsys); then PATH="$$nsys:$$PATH"; fi; \
 	$(BIN)/shardproof run --engine pool --profile torch,nsys --profile-steps 1:3 \
-	    $(foreach mode,$(MEGATRON),"mode=$(mode) tp=4 kv_heads=4 steps=3") \
-	    "mode=autotp family=opt tp=4 kv_heads=6 heads=12 hidden=96 steps=3" \
-	    $(foreach mode,$(INTERNEVO),"preset=tiny-internlm2 mode=$(mode) tp=4 kv_heads=4 steps=3")
+	    $(shell $(BIN)/python -c "from reference.case.covering import plain_cases; from reference.case.modes import MODES; \
+	        print(*(chr(34) + str(plain_cases(mode)[2].but(steps=3)) + chr(34) for mode in MODES))")
 
 compat:                  ## torch 2.11 to 2.14 on Python 3.12, once on 3.11 and 3.13, each in .compat/; COMPAT_ARGS="--only 3.12:2.14"
 	$(PYTHON) -m bench.compat $(COMPAT_ARGS)

@@ -13,6 +13,8 @@ import sys
 import tempfile
 from collections.abc import Mapping
 
+from reference.case.modes import MODES
+
 __all__ = ["REAL_WIDTHS", "further_case", "one_case", "real_widths"]
 
 REAL_WIDTHS = (
@@ -47,7 +49,7 @@ def one_case(rounds: int) -> tuple[float, float]:
 
 def further_case(rounds: int) -> float:
     """CPU seconds of every further case of a run."""
-    few = [f"mode={mode} tp=2 micro=3" for mode in ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")]
+    few = [f"mode={mode} tp=2 micro=3" for mode in MODES if not MODES[mode].uneven]
     best = _best({"one": _run(few[0]), "six": _run(*few)}, rounds)
     return (best["six"] - best["one"]) / (len(few) - 1)
 

@@ -23,10 +23,10 @@ import pandas as pd
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from harness.ledger import REPEATABLE
+from reference.case.modes import MODES
 from suites.drawing.strategies import every_word
 
 ROOT = Path(__file__).resolve().parents[1]
-MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from harness.resolve import resolve
 __all__ = ["CASE", "check_modes", "check_words", "known_modes", "parse_cases", "read_case"]
 
 CASE = "reference.case:Case"
-MODES = "reference.case.rules:MODES"
+MODES = "reference.case.modes:MODES"
 
 
 def read_case(text: str) -> Any:
@@ -39,8 +39,8 @@ def check_words(text: str) -> None:
 
 def known_modes() -> tuple[str, ...]:
     """The modes that a case can have."""
-    modes: tuple[str, ...] = resolve(MODES)  # type: ignore[assignment]
-    return modes
+    modes: Any = resolve(MODES)
+    return tuple(modes)
 
 
 def check_modes(text: str) -> None:

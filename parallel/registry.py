@@ -1,16 +1,34 @@
-"""The modes by name. A new mode is its file in `parallel.modes` and its line here."""
+"""The schemes by name, one line each; the strategy of a case is the composition of those that it names.
+
+What their words are and which of them go together stands in `reference.case.modes` and `reference.case.schemes`.
+"""
 
 from __future__ import annotations
 
-from parallel.modes.autotp import AUTOTP
-from parallel.modes.fsp import FSP
-from parallel.modes.isp import ISP
-from parallel.modes.msp import MSP
-from parallel.modes.mtp import MTP
-from parallel.modes.tp import TP
-from parallel.modes.tp_sp import TP_SP
-from parallel.strategy import Strategy
+from collections.abc import Callable
 
-__all__ = ["MODES"]
+from parallel.data_parallel.scheme import with_data_parallelism
+from parallel.schemes.autotp import AUTOTP
+from parallel.schemes.fsp import FSP
+from parallel.schemes.isp import ISP
+from parallel.schemes.msp import MSP
+from parallel.schemes.mtp import MTP
+from parallel.schemes.tp import TP
+from parallel.schemes.tp_sp import TP_SP
+from parallel.strategy import Strategy
+from reference.case import Case
+
+__all__ = ["COMPOSED", "MODES", "strategy_of"]
 
 MODES: dict[str, Strategy] = {mode.name: mode for mode in (TP, TP_SP, MTP, MSP, FSP, ISP, AUTOTP)}
+"""Value of `mode=` -> the strategy that the other schemes build on."""
+COMPOSED: dict[str, Callable[[Strategy, Case], Strategy]] = {"data parallelism": with_data_parallelism}
+"""Other schemes in the order in which they are applied; each leaves a case alone that has none of its words."""
+
+
+def strategy_of(case: Case) -> Strategy:
+    """What the schemes of this case decide together: its mode, then each of the others."""
+    strategy = MODES[case.mode]
+    for composed in COMPOSED.values():
+        strategy = composed(strategy, case)
+    return strategy

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.data_parallel.scheme import with_data_parallelism
 from parallel.expectation import Term
 from parallel.layout import Box, pieces, rows
 from parallel.mesh import Mesh, coordinates
 from parallel.metric import metric_terms
-from parallel.registry import MODES
-from parallel.strategy import Strategy, Value
+from parallel.registry import MODES, strategy_of
+from parallel.strategy import Value
 from parallel.training import train
 from parallel.variants import deviating
 from reference.case import Case
@@ -37,16 +36,22 @@ _SHIFTS = {("all_reduce", "max", "loss", 0), ("all_reduce", "max", "metric", 1)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSubject:
-    """The implementation under test, for every mode in the registry."""
+    """The implementation under test, for every scheme in the registry."""
 
-    modes: tuple[str, ...] = tuple(MODES)
+    only: tuple[str, ...] = ()
+    """Some of the modes; none: all of them."""
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes that it claims."""
+        return self.only or tuple(MODES)
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Value]:
         """Run the case on this rank. Raises ValueError with the reason for a case that it refuses."""
         reason = self.refuses(case)
         if reason:
             raise ValueError(reason)
-        return train(case, deviating(_strategy(case), case), Mesh.of(case), device)
+        return train(case, deviating(strategy_of(case), case), Mesh.of(case), device)
 
     def refuses(self, case: Case) -> str:
         """Why this case is not supported, "" when it is."""
@@ -56,7 +61,7 @@ class ParallelSubject:
 
     def expected(self, case: Case) -> Iterable[Term]:
         """The calls that every rank issues over the whole run of a case it does not refuse, variants left aside."""
-        strategy = _strategy(case)
+        strategy = strategy_of(case)
         place = strategy.activation(case, "head")
         return (*strategy.calls(case), *(() if place is None else metric_terms(case, place)))
 
@@ -66,7 +71,7 @@ class ParallelSubject:
         `local` is the module's output in micro-batch 0 of step 0, or the gradient in it. None when the module's
         output has no counterpart in the dense model.
         """
-        strategy = deviating(MODES[case.mode], case)
+        strategy = deviating(strategy_of(case), case)
         place = strategy.activation(case, module)
         if place is None:
             return None
@@ -85,10 +90,6 @@ class ParallelSubject:
         together = all(any(set(ranks) <= set(other) for other in fault.groups) for ranks in own)
         alike = fault.rank < 0 and (fault.kind in {"op", "stale"} or (fault.kind == "group" and together))
         return "softmax is the same for any shift that all ranks subtract alike" if maximum and alike else ""
-
-
-def _strategy(case: Case) -> Strategy:
-    return with_data_parallelism(MODES[case.mode], case)
 
 
 subject = ParallelSubject()

@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from reference.case.modes import MODES
 from reference.case.presets import FAMILIES, FOLLOWS, PRESETS, follow
 from reference.case.rules import check, check_word, legal_words, read, write
 from reference.case.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Meaning, described, word
@@ -225,7 +226,7 @@ class Case:
         if self.shard:
             inside = ("shard", self.shard), ("replica", self.dp // self.shard)
             return Layout(orders=(own, RankOrder((("tp", self.tp), ("cp", self.cp), *inside, ("pp", self.pp)))))
-        if self.mode != "isp":
+        if not MODES[self.mode].gathers_weights:
             return Layout(orders=(own,))
         wdp = self.tp * self.cp * self.dp // self.wp
         return Layout(orders=(own, RankOrder((("wp", self.wp), ("wdp", wdp), ("pp", self.pp)))))

@@ -22,9 +22,9 @@ from itertools import chain, combinations, islice, permutations, product
 from typing import Any
 
 from reference.case.case import Case, CaseError
-from reference.case.data_parallel import WORDS as DATA_PARALLEL
-from reference.case.designs import BRIEF, DESIGNS
+from reference.case.modes import MODES
 from reference.case.rules import legal_words, write
+from reference.case.schemes import SCHEMES
 
 __all__ = ["FIXED", "NUMBERS", "SHARED", "covering_cases", "plain_cases"]
 
@@ -47,7 +47,8 @@ FIXED: Mapping[str, str] = {
     "dtype": "float64 shows errors of 1e-9",
     "layers": "2: the first is not the last; more cost in proportion",
     "steps": "2: the second starts from updated weights; more cost in proportion",
-    **dict.fromkeys([*DATA_PARALLEL, "loss_scale"], "a word of data parallelism: these have proved cases of their own"),
+    **{word: f"of {name}, which has proved cases of its own" for name, one in SCHEMES.items() for word in one.words},
+    "loss_scale": "scales with a scaler only",
 }
 """Words that keep their default, and why."""
 SHARED: Mapping[str, int | float] = {
@@ -87,7 +88,7 @@ def covering_cases(mode: str, refuses: Refuses = lambda case: "", *, deep: bool 
     that no legal case has, or that the subject refuses in every case, are left out; a plain case is there even then.
     Raises LookupError for a word of the case language without values.
     """
-    if mode in BRIEF and not deep:
+    if MODES[mode].brief and not deep:
         return (*_first(mode, refuses), *(case for case in _brief(mode) if not refuses(case)))
     ranks = _DEEP_RANKS if deep else _RANKS
     space = _Space(mode, refuses, ranks, SHARED)
@@ -103,7 +104,7 @@ def covering_cases(mode: str, refuses: Refuses = lambda case: "", *, deep: bool 
     ready = [space.choice(case) for case in plain if not refuses(case)]
     for choice in ready:
         _cover(choice, missing)
-    found = space.designed(() if deep else DESIGNS.get(mode, ()), missing)
+    found = space.designed(() if deep else MODES[mode].design, missing)
     while wanted := [(a, b) for a, b in holding if missing[a][b] == _WANTED]:
         left = {pair: sum(missing[pair[0]]) + sum(missing[pair[1]]) for pair in wanted}
         starts = sorted(wanted, key=lambda pair: left[pair])[:_STARTS]
@@ -122,7 +123,7 @@ def _first(mode: str, refuses: Refuses) -> list[Case]:
 def _brief(mode: str) -> Iterator[Case]:
     """The default cases of a mode that are written out."""
     shared = " ".join(f"{key}={write(value)}" for key, value in SHARED.items())
-    return (Case.parse(f"{shared} mode={mode} {words}") for words in BRIEF[mode])
+    return (Case.parse(f"{shared} mode={mode} {words}") for words in MODES[mode].brief)
 
 
 def plain_cases(mode: str) -> tuple[Case, ...]:
@@ -133,10 +134,7 @@ def plain_cases(mode: str) -> tuple[Case, ...]:
 
 def _plain(mode: str) -> list[Case]:
     """Cases of this mode with few words, the model of its own system first: Megatron's, InternEvo's, OPT."""
-    if mode == "autotp":
-        return [Case.of(family=family, mode=mode, micro=SHARED["micro"]) for family in ("opt", "llama")]
-    presets = ("tiny-gpt", "tiny-internlm2") if mode in ("tp", "tp-sp") else ("tiny-internlm2", "tiny-gpt")
-    return [Case.of(preset=preset, mode=mode, micro=SHARED["micro"]) for preset in presets]
+    return [Case.of(**words, mode=mode, micro=SHARED["micro"]) for words in MODES[mode].presets]
 
 
 def _cover(choice: Sequence[int], worth: list[list[int]]) -> None:
@@ -284,7 +282,7 @@ def _values(mode: str) -> dict[str, tuple[Value, ...]]:
     words = legal_words()
     for field in dataclasses.fields(Case):
         word = field.name
-        if word in FIXED or word in SHARED or (word == "wp" and mode != "isp"):
+        if word in FIXED or word in SHARED or (word == "wp" and not MODES[mode].gathers_weights):
             continue
         known = (False, True) if isinstance(field.default, bool) else words.get(word) or NUMBERS.get(word)
         if known is None:

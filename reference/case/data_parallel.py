@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["MODES", "WORDS", "problems"]
+from reference.case.modes import mode_of, whose
 
-MODES = ("tp", "tp-sp")
-"""Modes whose data parallelism has forms."""
+__all__ = ["WORDS", "problems"]
+
 WORDS: Mapping[str, Any] = {
     "zero": 0,
     "bucket": 0,
@@ -30,8 +30,9 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Key, the rule that it breaks and a legal value, of every broken rule."""
     zero, dp, shard = v["zero"], v["dp"], v["shard"]
     for key, plain in WORDS.items():
-        if v["mode"] not in MODES and v[key] != plain:
-            yield key, f"has a form in mode={'|'.join(MODES)} only, not in mode={v['mode']}", f"{key}={plain}"
+        if not mode_of(v).data_parallel and v[key] != plain:
+            owners = whose(lambda mode: mode.data_parallel)
+            yield key, f"has a form in mode={owners} only, not in mode={v['mode']}", f"{key}={plain}"
     if zero not in (0, 1, 2, 3):
         yield "zero", "is not a stage of ZeRO", "zero=1"
     for key in ("bucket", "shard"):

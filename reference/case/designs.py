@@ -9,11 +9,9 @@ over the cost of a run; nothing depends on their being the best.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+__all__ = ["AUTOTP", "INTERNEVO", "MEGATRON", "WEIGHTS_SPLIT"]
 
-__all__ = ["BRIEF", "DESIGNS"]
-
-_MEGATRON = (
+MEGATRON = (
     "tp=4 kv_heads=8 family=opt activation=relu delivery=flat recompute=selective",
     "dp=2 family=llama activation=relu delivery=flat recompute=full",
     "tp=4 kv_heads=8 family=internlm2 activation=swiglu delivery=flat recompute=full",
@@ -21,7 +19,7 @@ _MEGATRON = (
     "dp=2 family=opt activation=swiglu positions=rope packed=true delivery=local recompute=full",
     "dp=2 family=internlm2 activation=relu positions=rope packed=true delivery=local recompute=selective",
 )
-_INTERNEVO = (
+INTERNEVO = (
     "tp=2 dp=1 family=llama activation=swiglu delivery=flat recompute=none",
     "dp=2 family=opt activation=relu delivery=flat recompute=selective",
     "dp=2 family=internlm2 activation=swiglu delivery=tensors recompute=selective",
@@ -31,7 +29,7 @@ _INTERNEVO = (
     "tp=4 kv_heads=8 family=llama activation=relu delivery=tensors recompute=selective",
     "tp=2 dp=1 family=opt activation=swiglu delivery=tensors recompute=full",
 )
-_WEIGHTS_SPLIT = (
+WEIGHTS_SPLIT = (
     "tp=4 wp=other family=internlm2 activation=relu delivery=tensors head=gather recompute=selective",
     "dp=2 wp=tp family=opt activation=relu positions=rope packed=true delivery=local head=local recompute=selective",
     "dp=2 wp=other family=llama activation=relu delivery=tensors head=local recompute=none",
@@ -42,20 +40,12 @@ _WEIGHTS_SPLIT = (
     "overlap=true",
     "dp=2 wp=tp family=opt activation=swiglu delivery=tensors head=gather recompute=full",
 )
-DESIGNS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("tp", "tp-sp"), _MEGATRON),
-    **dict.fromkeys(("mtp", "msp", "fsp"), _INTERNEVO),
-    "isp": _WEIGHTS_SPLIT,
-}
-"""Mode -> its rows."""
-BRIEF: Mapping[str, tuple[str, ...]] = {
-    "autotp": (
-        "tp=4 kv_heads=6 ffn=30 vocab=269 family=llama norm=layernorm bias=true tied=false packed=true delivery=local "
-        "metric=true fuse_qkv=false fuse_mlp=true qk_norm=true overlap=false recompute=full optimizer=adamw clip=0.1",
-        "tp=4 kv_heads=6 ffn=30 vocab=269 family=gpt head=sum activation=relu norm=rmsnorm bias=false "
-        "recompute=selective delivery=flat attention_mask=false label_smoothing=0.1 cross_entropy=fused",
-    )
-}
-"""Modes whose default cases are these, beside a plain one, in place of a list of pairs: most of their code is that of
-another mode, whose list has the pairs. In `deep` they have all pairs as well.
+AUTOTP = (
+    "tp=4 kv_heads=6 ffn=30 vocab=269 family=llama norm=layernorm bias=true tied=false packed=true delivery=local "
+    "metric=true fuse_qkv=false fuse_mlp=true qk_norm=true overlap=false recompute=full optimizer=adamw clip=0.1",
+    "tp=4 kv_heads=6 ffn=30 vocab=269 family=gpt head=sum activation=relu norm=rmsnorm bias=false "
+    "recompute=selective delivery=flat attention_mask=false label_smoothing=0.1 cross_entropy=fused",
+)
+"""Default cases of mode=autotp in place of a list of pairs, beside a plain one: most of its code is that of another
+mode, whose list has the pairs. In `deep` it has all pairs as well.
 """

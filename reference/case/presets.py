@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from reference.case.modes import mode_of
+
 __all__ = ["FAMILIES", "FOLLOWS", "PRESETS", "follow", "mlp_width"]
 
 _GPT = {"family": "gpt", "norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True}
@@ -76,7 +78,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
 
 def follow(follower: str, values: dict[str, Any]) -> Any:
     """The value a follower takes from the rest of the case. Raises KeyError for a word that follows no other."""
-    isp, autotp = values["mode"] == "isp", values["mode"] == "autotp"
+    mode = mode_of(values)
     match follower:
         case "kv_heads":
             return values["heads"]
@@ -85,15 +87,13 @@ def follow(follower: str, values: dict[str, Any]) -> Any:
         case "ffn":
             return 4 * values["hidden"]
         case "wp":
-            return values["tp"] if isp else 1
-        case "embedding" if autotp:
-            return "whole"
+            return values["tp"] if mode.gathers_weights else 1
         case "embedding":
-            return "vocab" if values["mode"] in ("tp", "tp-sp") or values["tied"] else "hidden"
+            return "hidden" if "hidden" in mode.embeddings and not values["tied"] else mode.embeddings[0]
         case "head":
-            return "exchange" if isp else "gather" if autotp else "parallel"
+            return mode.heads[0]
         case "delivery":
-            return "tensors" if values["mode"] in ("tp", "tp-sp") and not values["packed"] else "local"
+            return "tensors" if mode.broadcasts and not values["packed"] else "local"
         case "loss_scale":
             return {"dynamic": 2.0**32, "static": 1024.0}.get(values["scaler"], 1.0)
     raise KeyError(follower)

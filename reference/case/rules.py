@@ -10,18 +10,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reference.case.data_parallel import problems as _data_parallel
+from reference.case.modes import MODES, mode_of, whose
+from reference.case.schemes import SCHEMES, Problem
 from reference.case.variants import VARIANTS, lack
 from reference.errors import CaseError
 
-__all__ = ["MODES", "SEQUENCE_MODES", "check", "check_word", "legal_words", "read", "write"]
-
-MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
-SEQUENCE_MODES = ("tp-sp", "msp", "fsp", "isp")
-"""Modes whose hidden states are split along the sequence."""
+__all__ = ["check", "check_word", "legal_words", "read", "write"]
 
 _WORDS: dict[str, tuple[str, ...]] = {
-    "mode": MODES,
     "family": ("gpt", "internlm2", "opt", "llama"),
     "positions": ("learned", "rope"),
     "norm": ("layernorm", "rmsnorm"),
@@ -39,26 +35,27 @@ _WORDS: dict[str, tuple[str, ...]] = {
 }
 _SIZES = "tp dp pp cp wp layers hidden heads kv_heads ffn vocab seq batch micro steps".split()
 
-LARGEST_SEED = 2**64 - 1
+_EMBEDDINGS = {"whole": "leaves it whole", "vocab": "splits the vocabulary"}
+"""What a mode does with the token table that has one form of it alone."""
 
-Problem = tuple[str, str, str]
-"""Key, the rule it breaks, a legal value."""
+LARGEST_SEED = 2**64 - 1
 
 
 def legal_words() -> dict[str, tuple[str, ...]]:
     """Key -> its legal values, for the keys whose values are words."""
-    return {**_WORDS, "variant": tuple(VARIANTS)}
+    return {"mode": tuple(MODES), **_WORDS, "variant": tuple(VARIANTS)}
 
 
 def check(values: Mapping[str, Any]) -> None:
     """Raise CaseError for the first broken rule of these values."""
-    for rules in (_domains, _model, _mesh, _training, _data_parallel, _variant):
+    further = (scheme.problems for scheme in SCHEMES.values())
+    for rules in (_domains, _model, _mesh, _training, *further, _variant):
         for key, rule, legal in rules(values):
             raise CaseError(key, write(values[key]), rule, legal)
 
 
 def _domains(v: Mapping[str, Any]) -> Iterator[Problem]:
-    for key, words in _WORDS.items():
+    for key, words in {"mode": tuple(MODES), **_WORDS}.items():
         if v[key] not in words:
             yield key, "is not a known word", "|".join(words)
     for key in _SIZES:
@@ -88,43 +85,44 @@ def _model(v: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _mesh(v: Mapping[str, Any]) -> Iterator[Problem]:
-    mode, tp, wp = v["mode"], v["tp"], v["wp"]
+    mode, name, tp, wp = mode_of(v), v["mode"], v["tp"], v["wp"]
     for key in ("pp", "cp"):
         if v[key] != 1:
             yield key, "is not implemented yet", f"{key}=1"
-    if mode != "isp" and wp != 1:
-        yield "wp", f"splits weights in mode=isp only, not in mode={mode}", "wp=1"
-    if mode == "isp" and tp * v["dp"] % wp:
+    gathers = mode.gathers_weights
+    if not gathers and wp != 1:
+        owners = whose(lambda one: one.gathers_weights)
+        yield "wp", f"splits weights in mode={owners} only, not in mode={name}", "wp=1"
+    if gathers and tp * v["dp"] % wp:
         yield "wp", f"must divide tp*dp={tp * v['dp']}", f"wp={math.gcd(tp * v['dp'], wp)}"
-    split = wp if mode == "isp" else tp
-    axis = "wp" if mode == "isp" else "tp"
-    if mode == "isp" and v["hidden"] % wp:
+    split = wp if gathers else tp
+    if gathers and v["hidden"] % wp:
         yield "hidden", f"must be a multiple of wp={wp}", f"hidden={_hidden(v)}"
-    if mode == "autotp":
+    if mode.uneven:
         yield from _uneven(v)
     elif v["ffn"] % split:
-        yield "ffn", f"must be a multiple of {axis}={split}", f"ffn={_multiple(v['ffn'], split)}"
+        yield "ffn", f"must be a multiple of {mode.weight_axis}={split}", f"ffn={_multiple(v['ffn'], split)}"
     kv_rows = v["kv_heads"] * (v["hidden"] // v["heads"]) * (2 if v["fuse_qkv"] else 1)
-    if mode == "isp" and kv_rows % wp:
+    if gathers and kv_rows % wp:
         yield "wp", f"must divide the {kv_rows} rows of keys and values", f"wp={math.gcd(kv_rows, wp)}"
-    if mode != "autotp" and v["family"] != "gpt" and (v["vocab"] % split or v["vocab"] % tp):
+    if not mode.uneven and v["family"] != "gpt" and (v["vocab"] % split or v["vocab"] % tp):
         unit = math.lcm(split, tp)
         yield (
             "vocab",
             f"is not padded in family={v['family']}, so {unit} must divide it",
             f"vocab={_multiple(v['vocab'], unit)}",
         )
-    if mode != "autotp" and v["heads"] % tp:
+    if not mode.uneven and v["heads"] % tp:
         yield "heads", f"must be a multiple of tp={tp}", f"tp={math.gcd(v['kv_heads'], tp)}"
-    if mode not in ("isp", "autotp") and v["kv_heads"] % tp:
-        yield "kv_heads", f"must be a multiple of tp={tp} in mode={mode}", f"kv_heads={_kv_heads(v)}"
-    if mode == "isp" and v["kv_heads"] % tp and tp % v["kv_heads"]:
+    if not gathers and not mode.uneven and v["kv_heads"] % tp:
+        yield "kv_heads", f"must be a multiple of tp={tp} in mode={name}", f"kv_heads={_kv_heads(v)}"
+    if gathers and v["kv_heads"] % tp and tp % v["kv_heads"]:
         yield "kv_heads", f"must divide tp={tp} or be a multiple of it", f"kv_heads={_kv_heads(v)}"
     yield from _sequence(v)
 
 
 def _uneven(v: Mapping[str, Any]) -> Iterator[Problem]:
-    """mode=autotp: shares of ranks may differ, and none is empty. Under dp they may not, for a closed form states the
+    """Shares of ranks may differ, and none is empty. Under dp they may not, for a closed form states the
     bytes of all gradients for every rank alike.
     """
     tp, dp = v["tp"], v["dp"]
@@ -138,28 +136,27 @@ def _uneven(v: Mapping[str, Any]) -> Iterator[Problem]:
     for key in ("kv_heads", "ffn", *head) if dp > 1 else ():
         if v[key] % tp:
             legal = f"tp={math.gcd(v[key], tp)}" if key == "kv_heads" else f"{key}={_multiple(v[key], tp)}"
-            yield key, f"must be a multiple of tp={tp} where dp={dp}: mode=autotp needs equal shares with dp", legal
+            rule = f"must be a multiple of tp={tp} where dp={dp}: mode={v['mode']} needs equal shares with dp"
+            yield key, rule, legal
 
 
 def _sequence(v: Mapping[str, Any]) -> Iterator[Problem]:
-    mode, tp = v["mode"], v["tp"]
+    mode, name, tp = mode_of(v), v["mode"], v["tp"]
     length = v["seq"] * v["batch"] if v["packed"] else v["seq"]
-    if mode in SEQUENCE_MODES and length % tp:
-        yield "seq", f"mode={mode} splits it over tp={tp}", f"seq={_multiple(v['seq'], tp)}"
-    heads = {"isp": ("exchange", "local", "gather"), "autotp": ("gather", "sum")}.get(mode, ("parallel", "gather"))
-    if v["head"] not in heads:
-        yield "head", f"is not a form of mode={mode}", "|".join(heads)
-    if (mode == "autotp") != (v["embedding"] == "whole"):
-        rule = "leaves it whole" if mode == "autotp" else "splits it"
-        yield "embedding", f"mode={mode} {rule}", f"embedding={'whole' if mode == 'autotp' else 'vocab'}"
-    if mode in ("tp", "tp-sp") and v["embedding"] != "vocab":
-        yield "embedding", f"mode={mode} splits the vocabulary", "embedding=vocab"
+    if mode.sequence and length % tp:
+        yield "seq", f"mode={name} splits it over tp={tp}", f"seq={_multiple(v['seq'], tp)}"
+    if v["head"] not in mode.heads:
+        yield "head", f"is not a form of mode={name}", "|".join(mode.heads)
+    if v["embedding"] not in mode.embeddings:
+        rule = "splits it" if v["embedding"] == "whole" else _EMBEDDINGS[mode.embeddings[0]]
+        yield "embedding", f"mode={name} {rule}", f"embedding={mode.embeddings[0]}"
     if v["tied"] and v["embedding"] == "hidden":
         yield "embedding", "tied=true shares it with the head, which splits the vocabulary", "embedding=vocab"
-    if mode == "isp" and v["head"] == "local" and v["cross_entropy"] == "fused":
+    if v["head"] == "local" and v["cross_entropy"] == "fused":
         yield "cross_entropy", "head=local computes the loss without a collective to fuse", "cross_entropy=unfused"
-    if v["fuse_weights"] and mode != "isp":
-        yield "fuse_weights", "gathers a block's weights at once, which only mode=isp does", "fuse_weights=false"
+    if v["fuse_weights"] and not mode.gathers_weights:
+        owners = whose(lambda one: one.gathers_weights)
+        yield "fuse_weights", f"gathers a block's weights at once, which only mode={owners} does", "fuse_weights=false"
 
 
 def _training(v: Mapping[str, Any]) -> Iterator[Problem]:
@@ -194,13 +191,9 @@ def _kv_heads(v: Mapping[str, Any]) -> int:
     """A legal kv_heads near the one given: divides heads, and splits over tp, evenly unless in autotp; in isp it may be
     repeated to tp.
     """
-    heads, tp = v["heads"], v["tp"]
+    heads, tp, mode = v["heads"], v["tp"], mode_of(v)
     divisors = [d for d in range(1, heads + 1) if heads % d == 0]
-    legal = [
-        d
-        for d in divisors
-        if d % tp == 0 or (v["mode"] == "isp" and tp % d == 0) or (v["mode"] == "autotp" and d >= tp)
-    ]
+    legal = [d for d in divisors if d % tp == 0 or (mode.gathers_weights and tp % d == 0) or (mode.uneven and d >= tp)]
     return min(legal or divisors, key=lambda d: abs(d - v["kv_heads"]))
 
 
@@ -227,8 +220,9 @@ def read(key: str, text: str, kind: type) -> int | float | bool | str:
 
 def check_word(key: str, value: object) -> None:
     """Raise CaseError when a key takes one of a list of words, and this is none of them."""
-    if value not in _WORDS.get(key, (value,)):
-        raise CaseError(key, value, "is not a known word", "|".join(_WORDS[key]))
+    known = {"mode": tuple(MODES), **_WORDS}.get(key)
+    if known is not None and value not in known:
+        raise CaseError(key, value, "is not a known word", "|".join(known))
 
 
 def write(value: int | float | bool | str) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
+from reference.case.modes import MODES
 from reference.model import layers
 from reference.model.decoder import Arithmetic
 from reference.training.activations import observe
@@ -24,7 +25,7 @@ _Move = Callable[[Tensor, int], Tensor]
 
 def exchanged(case: Case, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Activations and their gradients when heads are exchanged for sequence otherwise; {} where they are not."""
-    if case.mode != "isp" or case.tp == 1:
+    if not MODES[case.mode].gathers_weights or case.tp == 1:
         return {}
     parts = case.tp
     found: dict[str, Tensor] = {}

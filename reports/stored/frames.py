@@ -16,15 +16,15 @@ from typing import Any
 
 import pandas as pd
 
+from harness.cases import known_modes
 from harness.ledger import COLUMNS, OPS, PHASES, Event
 from reports.stored import parts
 from reports.stored.files import RunFolderError, csv_table, environment_of, json_lines, run_folder
 
-__all__ = ["AXES", "MODES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
+__all__ = ["AXES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
 
-MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
 AXES = ("tp", "wp", "cp", "dp", "wdp", "ep", "pp", "world")
-_ORDER = {"mode": MODES, "phase": PHASES, "op": OPS, "axis": AXES}
+_ORDER = {"phase": PHASES, "op": OPS, "axis": AXES}
 
 _KEYS = ("case", "mode", "phase", "op", "axis", "group_size")
 _COUNTS = ("calls", "payload_bytes", "wire_bytes")
@@ -110,7 +110,7 @@ def load(run: str | Path = "runs/latest") -> Run:
 def in_order(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with mode, phase, op and axis as ordered categoricals: known words first, others sorted behind."""
     columns = {}
-    for name, known in _ORDER.items():
+    for name, known in {"mode": known_modes(), **_ORDER}.items():
         if name in frame:
             other = sorted(set(frame[name].astype(str)) - set(known))
             columns[name] = pd.Categorical(frame[name].astype(str), categories=[*known, *other], ordered=True)

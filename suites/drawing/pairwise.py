@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
+from reference.case.modes import MODES
+
 __all__ = ["rows"]
 
 _EVERYWHERE = ("packed", "bias", "tied", "qk_norm", "fuse_qkv", "overlap", "fuse_mlp")
-_BROADCASTING = ("tp", "tp-sp", "autotp")
 _ROWS = 6
 """Enough for ten words: so many sets of three rows are there among five."""
 
@@ -22,8 +23,8 @@ def rows(mode: str) -> tuple[Mapping[str, bool], ...]:
 
     A row in which both would be true is there twice, with one of them each.
     """
-    words: tuple[str, ...] = (*_EVERYWHERE, "attention_mask" if mode in _BROADCASTING else "metric")
-    words += ("fuse_weights",) if mode == "isp" else ()
+    words: tuple[str, ...] = (*_EVERYWHERE, "metric" if MODES[mode].measures else "attention_mask")
+    words += ("fuse_weights",) if MODES[mode].gathers_weights else ()
     sets = dict(zip(words, itertools.combinations(range(1, _ROWS), _ROWS // 2), strict=False))
     found: list[Mapping[str, bool]] = []
     for row in range(_ROWS):

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from harness.engines.faults.races import Schedule
 from reference.case import Case
-from reference.case.data_parallel import MODES as DATA_PARALLEL_MODES
-from reference.case.rules import SEQUENCE_MODES
+from reference.case.modes import MODES
 
 __all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
 
@@ -39,8 +38,6 @@ WORLDS = (2, 3, 4, 6)
 _NONE: Mapping[str, bool] = MappingProxyType({})
 _STEPS = ((2,) * 9 + (1,) * 7 + (3,) * 5 + (4, 5, 6, 7, 8)) * 2 + (20,)
 """How many steps a case takes: any number up to 8; one in 53 takes 20, which costs as much as ten others."""
-_INTERNEVO = ("mtp", "msp", "fsp", "isp")
-_HEADS = {"isp": ("exchange", "local", "gather"), "autotp": ("gather", "sum")}
 
 
 def meshes(worlds: Sequence[int] = WORLDS) -> list[tuple[int, int]]:
@@ -104,7 +101,7 @@ def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **
     if steps > 8:
         words["layers"] = 1
     case = draw(cases(mode, worlds, **{**words, **fixed}))
-    return case.but(**draw(_data_parallel(case))) if mode in DATA_PARALLEL_MODES else case
+    return case.but(**draw(_data_parallel(case))) if MODES[mode].data_parallel else case
 
 
 @st.composite
@@ -128,12 +125,12 @@ def _shape(draw: st.DrawFn, /, mode: str, tp: int, dp: int, family: str) -> dict
     """Sizes of the model and of the batch that split over this mesh."""
     words: dict[str, Any] = {}
     split = tp
-    if mode == "isp":
+    if MODES[mode].gathers_weights:
         words["wp"] = draw(st.sampled_from([w for w in (2, 3, 4, 6) if tp * dp % w == 0]), label="wp")
         split = math.lcm(tp, words["wp"])
     groups_per_rank, queries = draw(st.integers(1, 2)), draw(st.sampled_from((1, 3, 2)))
     kv_heads = tp * groups_per_rank
-    if mode == "isp" and draw(st.booleans(), label="fewer kv heads than ranks"):
+    if MODES[mode].gathers_weights and draw(st.booleans(), label="fewer kv heads than ranks"):
         kv_heads = draw(st.sampled_from([heads for heads in range(1, tp) if tp % heads == 0]))
         queries *= tp // kv_heads
     head_dim = draw(st.sampled_from((4, 6)))  # two features would leave a q/k layernorm nothing but signs
@@ -141,15 +138,15 @@ def _shape(draw: st.DrawFn, /, mode: str, tp: int, dp: int, family: str) -> dict
         head_dim *= split
     words |= {"heads": kv_heads * queries, "kv_heads": kv_heads, "hidden": kv_heads * queries * head_dim}
     words["ffn"] = split * draw(st.sampled_from((3, 5, 8)))
-    if mode == "autotp" and dp == 1:  # shares that differ
+    if MODES[mode].uneven and dp == 1:  # shares that differ
         more = draw(st.integers(0, tp - 1), label="ranks with one kv head more")
         words |= {key: words[key] // kv_heads * (kv_heads + more) for key in ("heads", "kv_heads", "hidden")}
         words["ffn"] += draw(st.integers(0, tp - 1), label="ranks with one inner feature more")
     # Above 257 tokens plain text meets every shard; gpt pads, also to a last shard that is padding only.
-    uneven = family == "gpt" and (mode != "autotp" or dp == 1)
+    uneven = family == "gpt" and (not MODES[mode].uneven or dp == 1)
     words["vocab"] = draw(st.sampled_from((389, 641))) if uneven else split * draw(st.sampled_from((131, 173)))
     words["layers"] = draw(st.integers(1, 3), label="layers")
-    words["seq"] = draw(st.sampled_from((5, 7, 4))) * (tp if mode in SEQUENCE_MODES else 1)
+    words["seq"] = draw(st.sampled_from((5, 7, 4))) * (tp if MODES[mode].sequence else 1)
     words["batch"] = draw(st.integers(2, 3))
     return words
 
@@ -177,14 +174,14 @@ def _talk(draw: st.DrawFn, /, mode: str, family: str, flags: Mapping[str, bool])
         "cross_entropy": draw(st.sampled_from(("unfused", "fused"))),
     }
     words["fuse_mlp"] = words["activation"] == "swiglu" and flag("fuse_mlp")
-    if mode in _INTERNEVO:
+    if MODES[mode].measures:
         words["embedding"] = "vocab" if words["tied"] else draw(st.sampled_from(("hidden", "vocab")))
         words["metric"] = flag("metric")
     elif not packed:
         words["delivery"] = draw(st.sampled_from(("tensors", "flat", "local")))
         words["attention_mask"] = flag("attention_mask")
-    words["head"] = draw(st.sampled_from(_HEADS.get(mode, ("parallel", "gather"))))
-    if mode == "isp":
+    words["head"] = draw(st.sampled_from(MODES[mode].heads))
+    if MODES[mode].gathers_weights:
         words["fuse_weights"] = flag("fuse_weights")
         if words["head"] == "local":
             words["cross_entropy"] = "unfused"

@@ -19,18 +19,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from reference.case import Case
-from reference.case.rules import SEQUENCE_MODES
+from reference.case.modes import MODES
 from suites.mutants.planting import Subject, planted, planted_everywhere, source_of
 
 Words = Mapping[str, int | float | bool | str]
 """Words of a case as values."""
 OURS = "parallel.subject:subject"
-EVERY = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
-TENSOR = ("tp", "tp-sp", "mtp", "msp", "fsp")
+EVERY = tuple(MODES)
+TENSOR = tuple(name for name, mode in MODES.items() if not mode.gathers_weights and not mode.uneven)
 """Modes that split the mathematics of a layer and the vocabulary."""
-WHOLE = ("tp", "mtp")
+WHOLE = tuple(name for name in TENSOR if not MODES[name].sequence)
 """Tensor-parallel modes whose hidden states are whole on every rank."""
-SPLIT = tuple(mode for mode in TENSOR if mode in SEQUENCE_MODES)
+SPLIT = tuple(name for name in TENSOR if MODES[name].sequence)
 """Tensor-parallel modes whose hidden states are split along the sequence."""
 
 _WORD = re.compile(r"(\w+)(!=|[=<>])(\S+)")
@@ -137,8 +137,8 @@ def _holds(word: str, case: Case) -> bool:
 def _value(case: Case, key: str) -> object:
     derived = {
         "world": case.world_size,
-        "wdp": case.world_size // (case.wp if case.mode == "isp" else case.tp),
-        "padding": 0 if case.mode == "autotp" else case.padded_vocab - case.vocab,
+        "wdp": case.world_size // (case.wp if MODES[case.mode].gathers_weights else case.tp),
+        "padding": 0 if MODES[case.mode].uneven else case.padded_vocab - case.vocab,
     }
     if key.endswith("_rest"):
         return int(getattr(case, key.removesuffix("_rest"))) % case.tp

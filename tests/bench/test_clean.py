@@ -17,7 +17,8 @@ from torch import Tensor
 from bench.clean import Part, campaign, main
 from parallel.subject import subject as right
 from reference.case import Case
-from reference.case.rules import MODES, legal_words
+from reference.case.modes import MODES
+from reference.case.rules import legal_words
 from suites.drawing.strategies import NOT_DRAWN, every_word
 
 
@@ -78,7 +79,7 @@ def test_every_word_of_the_case_language_is_drawn_or_left_out_for_a_reason() -> 
     @seed(1)
     @given(data=st.data())
     def draw(data: st.DataObject) -> None:
-        mode = data.draw(st.sampled_from(MODES))
+        mode = data.draw(st.sampled_from(tuple(MODES)))
         case = data.draw(every_word(mode))
         for word, values in drawn.items():
             values.add(getattr(case, word))

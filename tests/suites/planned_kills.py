@@ -19,7 +19,7 @@ __all__ = ["INTERRUPTED", "OURS", "kill", "kills", "planned", "theirs", "unspoke
 OURS = "parallel.subject:subject"
 INTERRUPTED = "tests.harness.toy_subjects:right"
 """The subject whose matrix somebody interrupts after two rows."""
-theirs = ParallelSubject(modes=("tp",))
+theirs = ParallelSubject(only=("tp",))
 """A subject that claims one mode and is not the one whose source is mutated."""
 
 

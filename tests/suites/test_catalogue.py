@@ -12,7 +12,7 @@ from harness.checking.checks import CHECKS
 from harness.diagnosing.rules.causes import CAUSES
 from harness.ledger import PHASES
 from reference.case import Case
-from reference.case.rules import MODES
+from reference.case.modes import MODES
 from suites.mutants.catalogue import FAMILIES, MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import drawn, showing, work
 from suites.mutants.held_back import HELD_BACK

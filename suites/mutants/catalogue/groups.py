@@ -72,7 +72,7 @@ GROUPS = (
         modes={"isp": "wp!=tp wdp>1"},
         changes=(
             Change(
-                module="parallel.modes.isp",
+                module="parallel.schemes.isp",
                 old='data_axes=("wdp",),\n    loss_axes=("dp",),\n)',
                 new='data_axes=("dp",),\n    loss_axes=("dp",),\n)',
             ),

@@ -138,7 +138,7 @@ REDUCTIONS = (
         modes=everywhere("", WHOLE),
         changes=tuple(
             Change(
-                module=f"parallel.modes.{mode}",
+                module=f"parallel.schemes.{mode}",
                 old="return tensor.head_partial(name)",
                 new="return tensor.sequence_partial(name)",
             )

@@ -9,7 +9,7 @@ import pytest
 
 from harness.errors import RequestError
 from harness.subject import claims, named
-from reference.case.rules import MODES
+from reference.case.modes import MODES
 
 
 def that(**attributes: object) -> Callable[..., Mapping[str, Any]]:
@@ -34,7 +34,7 @@ LEGAL = "legal: tp|tp-sp|mtp|msp|fsp|isp|autotp"
 
 
 def test_a_subject_that_claims_nothing_is_asked_everything() -> None:
-    assert claims(named(f"{HERE}silent")).modes == claims(named("parallel.subject:subject")).modes == MODES
+    assert claims(named(f"{HERE}silent")).modes == claims(named("parallel.subject:subject")).modes == tuple(MODES)
 
 
 def test_a_mode_that_no_case_can_have_is_left_out_and_known() -> None:

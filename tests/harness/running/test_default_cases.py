@@ -12,7 +12,7 @@ from harness.running.trial import Trial, recorded
 from harness.subject import named
 from reference.case import Case
 from reference.case.covering import covering_cases
-from reference.case.rules import MODES
+from reference.case.modes import MODES
 from suites.mutants.catalogue import MUTANTS
 from suites.mutants.held_back import HELD_BACK
 from suites.mutants.mutant import Change, Mutant, everywhere, holds

@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reference.case import Case, CaseError
+from reference.case.modes import MODES
 from reference.case.presets import PRESETS, mlp_width
-from reference.case.rules import MODES
 from reference.case.variants import VARIANTS, lack
 from suites.drawing.strategies import cases
 
@@ -20,7 +20,7 @@ from suites.drawing.strategies import cases
 @st.composite
 def any_case(draw: st.DrawFn) -> Case:
     """A case of any mode, with words that no strategy of the suites varies."""
-    case = draw(st.sampled_from(MODES).flatmap(cases))
+    case = draw(st.sampled_from(tuple(MODES)).flatmap(cases))
     words: dict[str, Any] = draw(
         st.fixed_dictionaries(
             {},

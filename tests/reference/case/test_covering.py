@@ -13,8 +13,8 @@ import pytest
 
 from reference.case import Case, CaseError, covering
 from reference.case.covering import FIXED, SHARED, covering_cases
-from reference.case.designs import BRIEF
-from reference.case.rules import MODES, legal_words
+from reference.case.modes import MODES
+from reference.case.rules import legal_words
 
 NUMBERS = {"tp": (2, 4), "dp": (1, 2), "wp": (1, 2, 4), "kv_heads": (2, 8), "clip": (0.0, 0.1)}
 NUMBERS |= {"label_smoothing": (0.0, 0.1)}
@@ -54,7 +54,7 @@ def pairs(cases: Iterable[Case], *, besides: Iterable[Level] = ()) -> set[tuple[
     return {pair for case in cases for pair in combinations([own for own in values(case) if own not in besides], 2)}
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in BRIEF])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if not MODES[mode].brief])
 def test_every_two_words_that_are_no_defaults_meet_in_a_default_case(mode: str) -> None:
     cases, default = covering_cases(mode), values(Case.of(mode=mode))
     possible = pairs(drawn(mode, 4), besides=default)
@@ -78,7 +78,7 @@ def test_the_cases_can_show_a_bug(mode: str) -> None:
     assert plain.world_size == 2 and {case.world_size for case in cases} <= {2, 4}
     assert len({*cases, plain}) == 1 + len(cases)
     for case in cases:
-        own = ("ffn", "vocab") if mode in BRIEF else ()
+        own = ("ffn", "vocab") if MODES[mode].brief else ()
         assert {word: getattr(case, word) for word in SHARED if word not in own}.items() <= SHARED.items()
         assert all(getattr(Case(), word) != getattr(case, word) for word in SHARED)
         assert not {case.micro, case.batch} & {case.tp, case.dp, case.wp}
@@ -90,7 +90,7 @@ def test_the_cases_can_show_a_bug(mode: str) -> None:
 def test_a_brief_list_has_what_only_its_mode_does() -> None:
     """autotp: uneven shares of heads, features and tokens; both heads; the table shared and not."""
     _, *cases = covering_cases("autotp")
-    assert len(cases) == len(BRIEF["autotp"]) == 2
+    assert len(cases) == len(MODES["autotp"].brief) == 2
     assert all(size % case.tp for case in cases for size in (case.kv_heads, case.ffn, case.vocab))
     assert {(case.head, case.tied) for case in cases} == {("gather", False), ("sum", True)}
     for word in ("fuse_qkv", "fuse_mlp", "bias", "qk_norm", "overlap", "packed"):

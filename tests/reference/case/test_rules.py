@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.case import Case, CaseError, rules
+from reference.case.modes import MODES
 from reference.case.presets import FAMILIES, PRESETS
-from reference.case.rules import MODES
 from suites.drawing.strategies import cases
 
 ISP = "mode=isp tied=false "
@@ -189,7 +189,7 @@ CHANGES = {
     "ffn": st.integers(1, 100),
     "vocab": st.integers(1, 300),
     "seq": st.integers(1, 20),
-    "mode": st.sampled_from(MODES),
+    "mode": st.sampled_from(tuple(MODES)),
     "positions": st.sampled_from(("learned", "rope")),
     "packed": st.booleans(),
     "tied": st.booleans(),
@@ -201,7 +201,7 @@ CHANGES = {
 
 
 @settings(max_examples=100, deadline=None)
-@given(case=st.sampled_from(MODES).flatmap(cases), changes=st.fixed_dictionaries({}, optional=CHANGES))
+@given(case=st.sampled_from(tuple(MODES)).flatmap(cases), changes=st.fixed_dictionaries({}, optional=CHANGES))
 def test_following_the_advice_ends_in_a_legal_case(case: Case, changes: dict[str, Any]) -> None:
     text = " ".join(f"{key}={rules.write(value)}" for key, value in {**case.words(), **changes}.items())
     for _ in range(40):  # more than there are words to mend

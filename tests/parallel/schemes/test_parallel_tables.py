@@ -13,12 +13,12 @@ from parallel.registry import MODES
 from parallel.subject import subject
 from reference.case import Case
 from suites.drawing.strategies import cases
-from tests.parallel.modes.mode_tables import Line, promised, rows
 from tests.parallel.ranks import CPU, MEGATRON, Calls, on_ranks
+from tests.parallel.schemes.mode_tables import Line, promised, rows
 
 
 def _docstring(mode: str) -> str:
-    module = importlib.import_module(f"parallel.modes.{mode.replace('-', '_')}")
+    module = importlib.import_module(f"parallel.schemes.{mode.replace('-', '_')}")
     assert module.__doc__
     return module.__doc__
 

@@ -1,4 +1,4 @@
-"""Reads the table of `parallel.modes.isp`: the calls that it promises for a case, whatever module issues them.
+"""Reads the table of `parallel.schemes.isp`: the calls that it promises for a case, whatever module issues them.
 
 Written without a look at the closed form, from the case's sizes alone.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from parallel.modes import isp
+from parallel.schemes import isp
 from reference.case import Case
 from reference.model.parameters import shapes
 

@@ -25,8 +25,8 @@ from parallel.training import set_up
 from reference.case import Case
 from suites.drawing.strategies import cases
 from suites.mutants.planting import planted, replaced
-from tests.parallel.modes.mode_tables import Line, promised, rows
 from tests.parallel.ranks import CPU, on_ranks
+from tests.parallel.schemes.mode_tables import Line, promised, rows
 
 INTERNEVO = ("mtp", "msp", "fsp")
 EVO = "family=internlm2 vocab=264"
@@ -75,14 +75,14 @@ def test_a_case_is_proved(words: str, engine: Engine) -> None:
 PLANTED = {
     "norm gradients stay partial": (
         "msp",
-        "parallel.modes.msp",
+        "parallel.schemes.msp",
         ("return tensor.sequence_partial(name)", "return False"),
         "replicas",
     ),
-    "msp gathers again in backward": ("msp", "parallel.modes.msp", (", keep=True", ""), "ledger"),
+    "msp gathers again in backward": ("msp", "parallel.schemes.msp", (", keep=True", ""), "ledger"),
     "fsp keeps what it gathered": (
         "fsp",
-        "parallel.modes.fsp",
+        "parallel.schemes.fsp",
         ("sequence_split=True),\n    expected", "sequence_split=True, keep=True),\n    expected"),
         "ledger",
     ),
@@ -119,7 +119,7 @@ def _expected(case: Case, *without: str) -> Counter[Line]:
 
 
 def _docstring(mode: str) -> str:
-    text = importlib.import_module(f"parallel.modes.{mode}").__doc__
+    text = importlib.import_module(f"parallel.schemes.{mode}").__doc__
     assert text
     return text
 

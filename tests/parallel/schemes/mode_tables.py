@@ -1,4 +1,4 @@
-"""Reads the table in a mode's docstring: the calls that it promises for a case. The grammar stands in parallel.modes.
+"""Reads the table in a mode's docstring: the calls that it promises for a case. The grammar stands in parallel.schemes.
 
 Written without a look at the closed forms, so that table, closed form and ledger are three accounts of one thing.
 """

@@ -19,7 +19,7 @@ from harness.running.execution import execute, execute_captured
 from harness.running.proof import prove
 from parallel.batch import deliver
 from parallel.mesh import Mesh
-from parallel.modes.isp import ISP
+from parallel.schemes.isp import ISP
 from parallel.subject import subject
 from parallel.training import set_up
 from reference.case import Case

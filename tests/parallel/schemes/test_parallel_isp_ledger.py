@@ -19,7 +19,7 @@ from harness.running.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from suites.drawing.strategies import cases
-from tests.parallel.modes.isp_table import promised
+from tests.parallel.schemes.isp_table import promised
 
 EVO = "mode=isp family=internlm2 vocab=264 heads=4 kv_heads=2 hidden=16 ffn=24 seq=4 steps=1 batch=1"
 LINEARS = {

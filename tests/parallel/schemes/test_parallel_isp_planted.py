@@ -88,7 +88,7 @@ PLANTED: dict[str, tuple[str, str, str, str, str]] = {
     ),
     "data axis of the other order of ranks": (
         "tp=2 dp=3 wp=3 heads=2 hidden=12 vocab=30",
-        "parallel.modes.isp",
+        "parallel.schemes.isp",
         AXES,
         AXES.replace("wdp", "dp"),
         "ledger numbers",

@@ -12,7 +12,7 @@ from harness.merging import Merged, merge
 from harness.outcome import localize
 from parallel.batch import deliver
 from parallel.mesh import Mesh
-from parallel.modes.isp import ISP
+from parallel.schemes.isp import ISP
 from parallel.subject import subject
 from parallel.training import Rank, set_up
 from parallel.weights import WeightLinear

@@ -15,8 +15,8 @@ from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.running.proof import prove
 from parallel.layout import gather, meshgrid, shard
-from parallel.modes import autotp as mode_file
 from parallel.registry import MODES
+from parallel.schemes import autotp as mode_file
 from parallel.slicing.held import widths
 from parallel.slicing.slices import slices
 from parallel.slicing.words import Sliced
@@ -25,7 +25,7 @@ from reference.case import Case
 from reference.model.parameters import full, shapes
 from suites.drawing.strategies import cases
 from suites.mutants.planting import planted, replaced
-from tests.parallel.modes.mode_tables import Line, promised, rows
+from tests.parallel.schemes.mode_tables import Line, promised, rows
 
 MODE = MODES["autotp"]
 DOCSTRING = mode_file.__doc__ or ""

@@ -1,0 +1,31 @@
+"""A scheme in one file: InternEvo's mtp, and once a step a heartbeat, one number summed over tp."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from parallel.collectives import all_reduce
+from parallel.expectation import Term, per_step
+from parallel.schemes.mtp import MTP
+from parallel.strategy import Rank, Step
+from reference.case import Case
+
+__all__ = ["TOY"]
+
+
+def _heartbeat(rank: Rank) -> None:
+    all_reduce(torch.ones((), dtype=torch.float64, device=rank.device), rank.mesh.axis("tp"))
+
+
+def _step(_case: Case, step: Step) -> Step:
+    return dataclasses.replace(step, reductions={**step.reductions, "heartbeat": _heartbeat})
+
+
+def _calls(case: Case) -> Iterator[Term]:
+    return per_step(case, "all_reduce", 8, axis="tp", dtype="float64")
+
+
+TOY = dataclasses.replace(MTP, name="toy", step=_step, once={**MTP.once, "heartbeat": _calls})
