@@ -104,8 +104,8 @@ OPTIMIZER_AND_LOOP = (
         changes=(
             Change(
                 module="parallel.subject",
-                old="return train(case, deviating(_strategy(case), case), Mesh.of(case), device)",
-                new="wrapped = train(case, deviating(_strategy(case), case), Mesh.of(case), device)\n"
+                old="return train(case, deviating(strategy_of(case), case), Mesh.of(case), device)",
+                new="wrapped = train(case, deviating(strategy_of(case), case), Mesh.of(case), device)\n"
                 '        return {f"module.{name}": value for name, value in wrapped.items()}',
             ),
             Change(
