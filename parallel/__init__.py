@@ -1,1 +1,1 @@
-"""The implementation under test: one mode, one file, one table; no instrumentation inside."""
+"""The implementation under test: one scheme, one file or room, one table; no instrumentation inside."""

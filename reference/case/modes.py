@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reference.case import designs
+from reference.case.designs import AUTOTP, INTERNEVO, MEGATRON, WEIGHTS_SPLIT
 
 __all__ = ["MODES", "Mode", "mode_of", "whose"]
 
@@ -59,13 +59,13 @@ def _megatron(*, sequence: bool) -> Mode:
         sequence=sequence,
         broadcasts=True,
         data_parallel=True,
-        design=designs.MEGATRON,
+        design=MEGATRON,
     )
 
 
 def _internevo(**more: Any) -> Mode:
     presets = ({"preset": "tiny-internlm2"}, {"preset": "tiny-gpt"})
-    return Mode(**{"system": "InternEvo", "measures": True, "presets": presets, "design": designs.INTERNEVO, **more})
+    return Mode(**{"system": "InternEvo", "measures": True, "presets": presets, "design": INTERNEVO, **more})
 
 
 MODES: dict[str, Mode] = {
@@ -74,16 +74,14 @@ MODES: dict[str, Mode] = {
     "mtp": _internevo(),
     "msp": _internevo(sequence=True),
     "fsp": _internevo(sequence=True),
-    "isp": _internevo(
-        heads=("exchange", "local", "gather"), sequence=True, weight_axis="wp", design=designs.WEIGHTS_SPLIT
-    ),
+    "isp": _internevo(heads=("exchange", "local", "gather"), sequence=True, weight_axis="wp", design=WEIGHTS_SPLIT),
     "autotp": Mode(
         system="DeepSpeed",
         heads=("gather", "sum"),
         embeddings=("whole",),
         uneven=True,
         presets=({"family": "opt"}, {"family": "llama"}),
-        brief=designs.AUTOTP,
+        brief=AUTOTP,
     ),
 }
 """Value of `mode=` -> what it is."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reference.case import data_parallel
+from reference.case.data_parallel import WORDS, problems
 
 __all__ = ["SCHEMES", "Problem", "Scheme"]
 
@@ -30,6 +30,6 @@ class Scheme:
 
 
 SCHEMES: dict[str, Scheme] = {
-    "data parallelism": Scheme(words=data_parallel.WORDS, problems=data_parallel.problems),
+    "data parallelism": Scheme(words=WORDS, problems=problems),
 }
 """Name -> the scheme."""
