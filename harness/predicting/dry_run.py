@@ -30,8 +30,9 @@ class DryRank:
 
     `stretches` are what it computes between its calls (harness.predicting.meter), tickets are the events' `call_index`.
     `unwaited` are calls that were never waited for. `saved_bytes` is the most that autograd held for backward,
-    `peak_bytes` the most that all tensors held at once; parameters, gradients and optimizer are those of the last
-    optimizer step, `trained` the elements of all parameters there.
+    `peak_bytes` the most that all tensors held at once; parameters are those of the models, gradients and optimizer
+    those of the last optimizer step. `trained` are the elements that the optimizer steps, `learned` those of the
+    models' parameters that want a gradient: more where data ranks share the optimizer's work.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class DryRank:
     stretches: tuple[Stretch, ...]
     unwaited: tuple[Event, ...]
     trained: int
+    learned: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -104,6 +106,11 @@ def dry_run(
 
 def _of_rank(rank: int, recorder: Recorder, meter: Meter, saved: SavedActivations) -> DryRank:
     events = tuple(recorder.events())
+    held = (
+        {id(one): one for model in recorder.models(rank) for one in model.parameters()}.values()
+        if meter.trained
+        else ()
+    )
     open_calls = set(meter.unwaited)
     return DryRank(
         rank=rank,
@@ -111,7 +118,8 @@ def _of_rank(rank: int, recorder: Recorder, meter: Meter, saved: SavedActivation
         stretches=tuple(meter.stretches),
         unwaited=tuple(event for event in events if event.call_index in open_calls),
         trained=meter.trained,
-        parameter_bytes=meter.parameter_bytes,
+        learned=max(meter.trained, sum(one.numel() for one in held if one.requires_grad)),
+        parameter_bytes=sum(one.numel() * one.element_size() for one in held) or meter.parameter_bytes,
         gradient_bytes=meter.gradient_bytes,
         optimizer_bytes=meter.optimizer_bytes,
         saved_bytes=saved.peak_bytes(rank),

@@ -43,11 +43,12 @@ DEPTHS = (3, 5)
 class Memory:
     """Bytes on one rank; `peak` is the most that all tensors of the program held at once, temporary ones too.
 
-    `trained` are the elements of all parameters; 0 when the program steps no torch optimizer, and then gradients and
-    optimizer are not known.
+    `trained` are the elements that the optimizer steps; 0 when the program steps no torch optimizer, and then gradients
+    and optimizer are not known. `learned` are those of all parameters that want a gradient.
     """
 
     trained: float
+    learned: float
     parameters: float
     gradients: float
     optimizer: float
@@ -204,6 +205,7 @@ def _sample(
         micro_flops=rank.flops / micro,
         memory=Memory(
             trained=rank.trained,
+            learned=rank.learned,
             parameters=rank.parameter_bytes,
             gradients=rank.gradient_bytes,
             optimizer=rank.optimizer_bytes,
@@ -253,7 +255,7 @@ def _memory(line: _Parts, states: States | None) -> Memory:
     sizes = {one.name: mixed(one.name) for one in fields(Memory)}
     sizes["peak"] = max(sizes["peak"], sum(weight * sample.after_bytes for weight, sample in line))
     if states and sizes["trained"]:
-        gradients = states.gradient * sizes["trained"]
+        gradients = states.gradient * sizes["learned"]
         sizes["peak"] += gradients - sizes["gradients"]
         sizes |= {"gradients": gradients, "optimizer": states.optimizer * sizes["trained"]}
     sizes["peak"] += sizes["optimizer"]

@@ -225,7 +225,8 @@ class Meter(DispatchMode):
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self.trained = sum(p.numel() for p in held)
         self.parameter_bytes = _bytes(held)
-        self.gradient_bytes = _bytes([p.grad for p in held if p.grad is not None])
+        buffers = {storage_id(p.grad): p.grad.untyped_storage() for p in held if p.grad is not None}
+        self.gradient_bytes = sum(buffer.nbytes() for buffer in buffers.values())
 
     def _after(self, optimizer: Optimizer, _args: object, _words: object) -> None:
         state = optimizer.state.items()

@@ -19,13 +19,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from torch import nn
+
 from harness.callers import Caller
 from harness.ledger import Call, Event, shape_text, wire_bytes
 from harness.recording.annotations import phase, region
 from harness.recording.attribution import Attribution
 from harness.recording.lanes import Site
 from harness.recording.naming import axis_name
-from harness.recording.observations import Issued, read
+from harness.recording.observations import Entered, Issued, read
 from harness.recording.ranges import Ranges
 from harness.recording.stopwatch import Mark, Stopwatch
 from harness.recording.watch import Emit, Watch
@@ -116,6 +118,12 @@ class Recorder:
     def events(self) -> list[Event]:
         """The ledger so far, by rank and call index; calls that what follows would settle are settled as at the end."""
         return [event for rank in sorted(self._tracks) for event in self._events(rank, self._tracks[rank])]
+
+    def models(self, rank: int) -> list[nn.Module]:
+        """The models of a rank: the outermost modules that it called, each once."""
+        seen = map(read, list(self._track(rank).observations))
+        called = (one.module for one in seen if isinstance(one, Entered) and one.outermost)
+        return list({id(module): module for module in called}.values())
 
     def _track(self, rank: int) -> _Track:
         track = self._tracks.get(rank)

@@ -27,7 +27,6 @@ from parallel.data_parallel.words import gradient_dtype, trained_dtype
 from parallel.layout import Cut, Placement
 from parallel.strategy import Rank
 from reference.case import Case
-from reference.model.parameters import dtype_of
 
 __all__ = ["Buckets"]
 
@@ -50,7 +49,7 @@ class Buckets:
         self._views: dict[str, Tensor] = {}
         self._of: dict[str, _Under] = {}
         self._came: dict[str, int] = {}
-        self._own: dict[str, tuple[int, int]] = {}
+        self._own: dict[str, range] = {}
 
     def prepare(self, rank: Rank) -> Rank:
         """Lay out the buffer, and have the optimizer step what it shall."""
@@ -75,25 +74,18 @@ class Buckets:
         return replace(rank, parameters=masters, updated=masters)
 
     def _split(self, rank: Rank) -> Rank:
-        """Parameters become views of a flat buffer laid out as the gradients', and this rank steps its part of it."""
-        flat = self._parameters = torch.zeros(self._flat.numel(), dtype=dtype_of(self._case), device=rank.device)
+        """This rank steps its part of every bucket: a range of a flat parameter, wherever a part lies in one."""
         held: dict[str, list[range]] = {name: [range(0)] * self._axis.size for name in rank.parameters}
         for under in self._under:
-            for slot in under.bucket.slots:
-                view = flat[slot.start : slot.end].view(rank.parameters[slot.name].shape)
-                view.copy_(rank.parameters[slot.name].detach())
-                rank.parameters[slot.name].data = view
-                self._own[slot.name] = slot.start, slot.start
             for index in range(self._axis.size):
                 for share in shares(under.bucket, index, self._axis.size):
                     held[share.name][index] = range(share.first, share.last)
+        self._own = {name: ranges[self._axis.rank] for name, ranges in held.items()}
+        updated = {name: _trained(_part(rank.parameters[name], own), self._case) for name, own in self._own.items()}
         places: dict[str, Placement] = {}
         for name, place in rank.places.items():
             cut = Cut(axis=self._axis.name, dim=None, held=tuple((own,) for own in held[name]))
             places[name] = replace(place, cuts=(*place.cuts, cut))
-            first, own = self._own[name][0], held[name][self._axis.rank]
-            self._own[name] = first + own.start, first + own.stop
-        updated = {name: _trained(flat[slice(*own)], self._case) for name, own in self._own.items()}
         rank = replace(rank, updated=updated, updated_places=places)
         return rank if self._case.master == "none" else replace(rank, parameters=updated, places=places)
 
@@ -142,20 +134,34 @@ class Buckets:
     def hand_over(self, rank: Rank) -> None:
         """Give the optimizer's tensors their gradients, in their dtype."""
         for name, tensor in rank.updated.items():
-            gradient = self._flat[slice(*self._own[name])] if self._sharded else self._views[name]
+            gradient = _part(self._views[name], self._own[name]) if self._sharded else self._views[name]
             tensor.grad = gradient.to(tensor.dtype)
 
     def afterwards(self, rank: Rank) -> None:
         """Round masters into the parameters; with zero=1 gather every rank's part into them."""
         with torch.no_grad():
-            for name, tensor in rank.updated.items():
-                own = self._parameters[slice(*self._own[name])] if self._sharded else self._model[name]
+            for name, tensor in rank.updated.items() if self._case.master != "none" else ():
+                own = _part(self._model[name], self._own[name]) if self._sharded else self._model[name]
                 own.copy_(tensor)
             for under in self._under if self._sharded else ():
-                mine = under.bucket.owned(self._axis.rank, self._axis.size)
-                part = self._parameters[mine.start : mine.stop]
-                whole = all_gather(part, self._axis, dim=0)
-                self._parameters[under.bucket.start : under.bucket.end].copy_(whole)
+                self._gather(under.bucket)
+
+    def _gather(self, bucket: Bucket) -> None:
+        """Every rank's part of a bucket into the parameters."""
+        first = next(iter(self._model.values()))
+        part = first.new_zeros(bucket.size // self._axis.size)
+        for share in shares(bucket, self._axis.rank, self._axis.size):
+            own = range(share.first, share.last)
+            part[share.at : share.at + len(own)].copy_(_part(self._model[share.name], own))
+        whole = all_gather(part, self._axis, dim=0)
+        for slot in bucket.slots:
+            flat = whole[slot.start - bucket.start : slot.end - bucket.start]
+            self._model[slot.name].copy_(flat.view_as(self._model[slot.name]))
+
+
+def _part(tensor: Tensor, elements: range) -> Tensor:
+    """Some elements of a flat tensor, in its memory."""
+    return tensor.detach().view(-1)[elements.start : elements.stop]
 
 
 def _trained(tensor: Tensor, case: Case) -> Tensor:

@@ -39,8 +39,8 @@ ASSUMPTIONS = (
     "overlap: what the program itself does between issuing a call and waiting for it; a call that it waits for at once "
     "is exposed, the sum of all gradients after backward among them",
     "memory: all that the program's tensors hold; allocator, contexts and libraries come on top. Where the case says "
-    "no optimizer=, gradients, masters and moments are by Megatron-LM's formula for AdamW, not split over data ranks "
-    "(dist_optimizer.md; 6 + 12/d bytes a parameter when they are); where it does, they are the program's own",
+    "no optimizer=, gradients, masters and moments are by Megatron-LM's formula for AdamW (dist_optimizer.md), split "
+    "over data ranks as zero= says (zero=1: 6 + 12/d bytes a parameter); where it does, they are the program's own",
     "gradients travel in the dtype of the case, as in the ledger; summed in float32 they would be twice the bytes of "
     "bfloat16",
     f"deep models: memory, and times where cases are compared, are the straight line through {DEPTHS[0]} and "

@@ -35,8 +35,8 @@ class _Tried:
 def changes(one: Candidate, own: Forecast, subject: Subject, measure: Measure) -> pd.DataFrame:
     """change, peak_bytes, tokens_per_s_per_rank (NaN where nothing was measured), fits ("yes", "no"): what was tried.
 
-    Where the optimizer's states are by formula, a distributed optimizer over the data ranks is counted too, which no
-    word of a case requests.
+    Where the optimizer's states are by formula, a distributed optimizer over the data ranks is counted too, unless the
+    case has one (`zero=`).
     """
     search = _Search(one=one, own=own, subject=subject, measure=measure)
     rows: list[tuple[str, float, float]] = []
@@ -67,8 +67,8 @@ def _size(own: Forecast, axis: str) -> int:
 
 
 def _data_ranks(own: Forecast) -> int:
-    """Ranks that hold the same parameters."""
-    return _size(own, "wdp" if "wdp" in own.case.axes else "dp")
+    """Ranks that hold the same states of the optimizer; 1 where the case has them share these already."""
+    return 1 if getattr(own.case, "zero", 0) else _size(own, "wdp" if "wdp" in own.case.axes else "dp")
 
 
 def _wider(own: Forecast) -> list[str]:
