@@ -98,7 +98,7 @@ def _grouped(x_BqND: Tensor, k_BsKD: Tensor) -> Tensor:
 def _scores(q_BqND: Tensor, k_BsKD: Tensor, visible_qs: Tensor) -> Tensor:
     q = _grouped(q_BqND, k_BsKD)
     score = torch.einsum("bqkgd,bskd->bqkgs", q, k_BsKD.to(q.dtype)) / math.sqrt(q.shape[-1])
-    return score.masked_fill(~visible_qs.to(score.device)[:, None, None, :], -math.inf)
+    return score.masked_fill(~visible_qs.to(score.device)[..., :, None, None, :], -math.inf)
 
 
 def _weights(score: Tensor, total: Tensor) -> Tensor:

@@ -23,20 +23,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Slices", "contiguous", "document_of", "sliced", "together", "zigzag", "zigzag_by_document"]
+__all__ = ["Slices", "contiguous", "sliced", "together", "zigzag", "zigzag_by_document"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slices:
     """The slices of a row of S tokens.
 
-    held       for every rank, int64 [tokens of its own]: their places in the row, in the order in which they lie there
-    documents  int64 [S], the document of every place: tokens of two documents never meet, and those of a negative one
-               (padding) meet none at all. None: the row is one document
+    held    for every rank, int64 [tokens of its own]: their places in the row, in the order in which they lie there
+    hidden  bool [B or 1, S, S], true where the token of one place must not see that of the other: borders of packed
+            documents, padding. None: causal
     """
 
     held: tuple[Tensor, ...]
-    documents: Tensor | None = None
+    hidden: Tensor | None = None
 
     @property
     def whole(self) -> Tensor:
@@ -44,12 +44,11 @@ class Slices:
         return torch.cat(self.held)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Bool [queries, keys]: may the token at one place see the token at the other? Causal, inside one document."""
-        seen = queries[:, None] >= keys[None, :]
-        if self.documents is None:
-            return seen
-        one, other = self.documents[queries][:, None], self.documents[keys][None, :]
-        return seen & (one == other) & (one >= 0)
+        """Bool [queries, keys], with the mask's rows [B or 1, queries, keys]: may one place see the other?"""
+        if self.hidden is None:
+            return queries[:, None] >= keys[None, :]
+        where = self.hidden.device
+        return ~self.hidden[:, queries.to(where)[:, None], keys.to(where)]
 
     def work(self, rank: int, owner: int) -> int:
         """Pairs of a query of one rank and a key of another that meet."""
@@ -63,7 +62,7 @@ class Slices:
         if len(self.held) % ranks:
             raise ValueError(f"ranks={ranks}: must divide the {len(self.held)} ranks of the row; legal: ranks=1")
         groups = [self.held[first : first + ranks] for first in range(0, len(self.held), ranks)]
-        return Slices(held=tuple(torch.cat(group) for group in groups), documents=self.documents)
+        return Slices(held=tuple(torch.cat(group) for group in groups), hidden=self.hidden)
 
     def require_equal(self, method: str) -> None:
         """Raise ValueError unless every rank holds as many tokens as the others, which this method needs."""
@@ -96,11 +95,6 @@ def zigzag_by_document(cu_seqlens: Tensor, ranks: int) -> tuple[Tensor, ...]:
         for mine, own in zip(parts, zigzag(last - first, ranks), strict=True):
             mine.append(first + own)
     return tuple(torch.cat(mine) for mine in parts)
-
-
-def document_of(cu_seqlens: Tensor) -> Tensor:
-    """int64 [S]: the number of the document that each place of a packed row belongs to."""
-    return torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.cpu().diff())
 
 
 def sliced(row: Tensor, own: Tensor, *, dim: int = 1) -> Tensor:

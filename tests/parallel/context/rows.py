@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from parallel.batch import hidden_pairs
 from parallel.context.exchanged import exchanged_attention, nested_attention
 from parallel.context.gathered import gathered_attention
 from parallel.context.ring import ring_attention
@@ -37,6 +38,16 @@ def full_row(rows: int, length: int, heads: int, kv_heads: int, *, dim: int = 3,
 def borders(*lengths: int) -> Tensor:
     """cu_seqlens of documents of these lengths."""
     return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def hidden(length: int, cu_seqlens: Tensor | None, padding: int = 0) -> Tensor | None:
+    """The mask of documents and of the last `padding` tokens, which see nothing and are not seen; None for causal."""
+    if cu_seqlens is None:
+        return None
+    mask = hidden_pairs(length, cu_seqlens, CPU)[0]
+    mask[:, length - padding :] = True
+    mask[..., length - padding :] = True
+    return mask
 
 
 def ordered(order: str, length: int, ranks: int, cu_seqlens: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from parallel.collectives import Pending
 from parallel.context import ring
 from parallel.context.blocks import Partial, attend, merged, over_all_keys
-from parallel.context.slices import Slices, contiguous, document_of, zigzag
-from tests.parallel.context.rows import METHODS, borders, dense, full_row, on_axis, on_two_axes, ordered, wrong
+from parallel.context.slices import Slices, contiguous, zigzag
+from tests.parallel.context.rows import METHODS, borders, dense, full_row, hidden, on_axis, on_two_axes, ordered, wrong
 from tests.parallel.ranks import numbers
 
 ORDERS = ("zigzag", "contiguous", "zigzag by document")
@@ -42,7 +42,7 @@ def test_every_method_is_dense_attention(
     length = LENGTHS[ranks]
     cu_seqlens = torch.tensor([0, *sorted(cuts), length]) if cuts else None
     held = ordered("zigzag" if method != "ring" and order == "zigzag by document" else order, length, ranks, cu_seqlens)
-    slices = Slices(held=held, documents=None if cu_seqlens is None else document_of(cu_seqlens))
+    slices = Slices(held=held, hidden=hidden(length, cu_seqlens))
     full = full_row(rows, length, *heads, seed=seed)
     assert wrong(on_axis(METHODS[method], full, slices), dense(full, cu_seqlens)) == []
 
@@ -53,8 +53,7 @@ def test_all_to_all_inside_of_a_ring_is_dense_attention(inner: int, outer: int, 
     """Also with fewer kv heads than inner ranks."""
     length = 4 * inner * outer
     cu_seqlens = borders(5, length - 8, 3) if packed else None
-    documents = None if cu_seqlens is None else document_of(cu_seqlens)
-    slices = Slices(held=zigzag(length, inner * outer), documents=documents)
+    slices = Slices(held=zigzag(length, inner * outer), hidden=hidden(length, cu_seqlens))
     for kv_heads in (inner, 1):
         full = full_row(2, length, 2 * inner, kv_heads, seed=kv_heads)
         assert wrong(on_two_axes(full, slices, inner=inner, outer=outer), dense(full, cu_seqlens)) == []
@@ -75,8 +74,7 @@ def test_a_ring_takes_slices_of_any_length(order: str, length: int, ranks: int) 
 def test_a_rank_of_padding_is_zero(method: str) -> None:
     """Contiguous slices, the last of 3 ranks all padding: it sees nothing, is not seen, and no number is lost."""
     length, padding = 12, 5
-    documents = document_of(borders(4, 3, padding))
-    slices = Slices(held=contiguous(length, 3), documents=documents.where(documents < 2, -1))
+    slices = Slices(held=contiguous(length, 3), hidden=hidden(length, borders(4, 3, padding), padding))
     full = full_row(2, length, 6, 3)
     assert wrong(on_axis(METHODS[method], full, slices), dense(full, borders(4, 3), padding)) == []
 
@@ -92,8 +90,8 @@ def test_equal_slices_are_required_by_name() -> None:
 def test_the_order_of_merging_does_not_matter() -> None:
     """Five blocks with large scores, one of them empty and one all hidden: every order gives attention over all."""
     q, k, v = numbers(2, 3, 4, 3, seed=1) * 30, numbers(2, 9, 2, 3, seed=2), numbers(2, 9, 2, 3, seed=3)
-    hidden = torch.tensor([False, True, False, False, False, True, True, False, True])
-    visible = ~hidden.expand(3, -1)
+    masked = torch.tensor([False, True, False, False, False, True, True, False, True])
+    visible = ~masked.expand(3, -1)
     parts = [
         attend(q, k[:, own], v[:, own], visible[:, own])
         for own in (slice(0, 2), slice(2, 2), slice(2, 5), slice(5, 7), slice(7, 9))

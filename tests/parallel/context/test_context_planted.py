@@ -17,10 +17,10 @@ from harness.errors import RankRaised, ShardproofError
 from parallel.collectives import Pending
 from parallel.context import blocks, gathered, ring
 from parallel.context.blocks import Partial
-from parallel.context.slices import Slices, contiguous, document_of, zigzag
+from parallel.context.slices import Slices, contiguous, zigzag
 from parallel.mesh import Axis
 from parallel.pairs import gather_from_sequence
-from tests.parallel.context.rows import METHODS, borders, dense, full_row, on_axis, wrong
+from tests.parallel.context.rows import METHODS, borders, dense, full_row, hidden, on_axis, wrong
 from tests.parallel.ranks import Calls
 
 ALL = ["context", "grad of q", "grad of k", "grad of v"]
@@ -157,9 +157,8 @@ PLANTED: dict[str, tuple[str, Plant, list[str]]] = {
 
 def _row() -> tuple[list[Tensor], Slices, list[Tensor]]:
     """Two documents and padding in zigzag slices: full tensors, slices, and what dense attention gives."""
-    documents = document_of(BORDERS)
     full = full_row(2, LENGTH, 6, 3, seed=5)
-    slices = Slices(held=zigzag(LENGTH, RANKS), documents=documents.where(documents < 2, -1))
+    slices = Slices(held=zigzag(LENGTH, RANKS), hidden=hidden(LENGTH, BORDERS, PADDING))
     return full, slices, dense(full, BORDERS[:-1], PADDING)
 
 
@@ -176,7 +175,7 @@ def test_what_goes_wrong_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_other_slices_than_those_of_the_data_are_seen() -> None:
     """Zigzag data under the mask of contiguous slices; packed data under the mask of one document."""
     full, slices, expected = _row()
-    for planted in (replace(slices, held=contiguous(LENGTH, RANKS)), replace(slices, documents=None)):
+    for planted in (replace(slices, held=contiguous(LENGTH, RANKS)), replace(slices, hidden=None)):
 
         def method(q: Tensor, k: Tensor, v: Tensor, *, axis: Axis, slices: Slices, planted: Slices = planted) -> Tensor:
             return ring.ring_attention(q, k, v, axis=axis, slices=planted)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.context.slices import Slices, contiguous, document_of, sliced, together, zigzag, zigzag_by_document
-from tests.parallel.context.rows import borders, ordered
+from parallel.context.slices import Slices, contiguous, sliced, together, zigzag, zigzag_by_document
+from tests.parallel.context.rows import borders, hidden, ordered
 from tests.parallel.ranks import numbers
 
 
@@ -30,7 +30,6 @@ def test_slices_partition_the_row_and_together_is_the_inverse(
     assert torch.equal(torch.cat(held).sort().values, torch.arange(length))
     row = numbers(rows, length, 2)
     assert torch.equal(together([sliced(row, own) for own in held], held), row)
-    assert torch.equal(document_of(cu_seqlens), torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)))
 
 
 def test_the_places_by_hand() -> None:
@@ -57,10 +56,10 @@ def test_causal_work(ranks: int) -> None:
 def test_zigzag_by_document_balances_every_document() -> None:
     """Zigzag of the whole row does not: documents end anywhere in its chunks."""
     cu_seqlens, ranks = torch.tensor([0, 8, 20, 24]), 2
-    documents = document_of(cu_seqlens)
+    documents = torch.arange(3).repeat_interleave(cu_seqlens.diff())
 
     def shares(held: tuple[torch.Tensor, ...]) -> set[int]:
-        slices = Slices(held=held, documents=documents)
+        slices = Slices(held=held, hidden=hidden(24, cu_seqlens))
         return {sum(slices.work(rank, owner) for owner in range(ranks)) for rank in range(ranks)}
 
     assert len(shares(zigzag_by_document(cu_seqlens, ranks))) == 1
