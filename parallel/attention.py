@@ -19,10 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel.norm import wide
 
-__all__ = ["Attention", "Core", "Exchange", "Heads", "core_attention", "direct", "rotary_table", "rotate"]
+__all__ = ["Attention", "Core", "Exchange", "Heads", "MaskedCore", "core_attention", "direct", "rotary_table", "rotate"]
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B,S,N,D], k and v [B,S,K,D] of whole sequences -> context [B,S,N,D]."""
+MaskedCore = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""The same with what must not be seen, bool [B or 1, 1, S, S] of whole rows; None means causal."""
 Exchange = Callable[[Core, Tensor, Tensor, Tensor], Tensor]
 """What a mode does around the core: (core, q, k, v) -> context in the layout of q."""
 _ROTARY_BASE = 10000.0
@@ -84,10 +86,15 @@ class Attention(nn.Module):
     wo: nn.Module
 
     def __init__(
-        self, heads: Heads, exchange: Exchange, projections: dict[str, nn.Module], norms: dict[str, nn.Module]
+        self,
+        heads: Heads,
+        core: MaskedCore,
+        exchange: Exchange,
+        projections: dict[str, nn.Module],
+        norms: dict[str, nn.Module],
     ) -> None:
         super().__init__()
-        self.heads, self.exchange = heads, exchange
+        self.heads, self.core, self.exchange = heads, core, exchange
         self.fused, self.normed = "wqkv" in projections, bool(norms)
         for name, module in (projections | norms).items():
             self.add_module(name, module)
@@ -104,11 +111,19 @@ class Attention(nn.Module):
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.heads.recompute_core:
+                # No early stop: a core that ends with a collective repeats it, as Megatron's checkpoint does.
                 context: Tensor = checkpoint(
-                    core_attention, q, k, v, hidden_B1SS, use_reentrant=False, preserve_rng_state=False
+                    self.core,
+                    q,
+                    k,
+                    v,
+                    hidden_B1SS,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    early_stop=False,
                 )
                 return context
-            return core_attention(q, k, v, hidden_B1SS)
+            return self.core(q, k, v, hidden_B1SS)
 
         context = self.exchange(core, q, k, v).flatten(2)
         if self.heads.sequence_dim == 0:

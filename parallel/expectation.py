@@ -109,8 +109,8 @@ def per_step(case: Case, op: str, payload_bytes: int, *, axis: str, dtype: str =
 
 
 def activation_bytes(case: Case) -> int:
-    """A: one whole activation, tokens x hidden."""
-    return case.tokens * case.hidden * ITEM_BYTES[case.dtype]
+    """A: one whole activation of a context rank, tokens x hidden."""
+    return case.slice_tokens * case.hidden * ITEM_BYTES[case.dtype]
 
 
 def activation_terms(case: Case, phase: str, region: str, *ops: str, hidden: bool = False) -> Iterator[Term]:
@@ -141,7 +141,7 @@ def delivery_terms(case: Case) -> Iterator[Term]:
 def loss_terms(case: Case, *, axis: str = "tp") -> Iterator[Term]:
     """Vocabulary-parallel cross entropy: MAX, then one SUM a term or one SUM of all terms (see `parallel.loss`)."""
     dtype = loss_dtype(case)
-    one = case.tokens * ITEM_BYTES[dtype]
+    one = case.slice_tokens * ITEM_BYTES[dtype]
     terms = 3 if case.label_smoothing else 2
     yield from per_micro(case, "loss", "", "all_reduce", one, axis=axis, reduce_op="max", dtype=dtype)
     if case.cross_entropy == "fused":
@@ -153,7 +153,7 @@ def loss_terms(case: Case, *, axis: str = "tp") -> Iterator[Term]:
 def logits_terms(case: Case) -> Iterator[Term]:
     """What follows a head that splits the vocabulary over tp: the gather of its logits, or a loss of their parts."""
     if case.head == "gather":
-        logits = case.tokens * case.padded_vocab * ITEM_BYTES[case.dtype]
+        logits = case.slice_tokens * case.padded_vocab * ITEM_BYTES[case.dtype]
         yield from per_micro(case, "forward", "head", "all_gather", logits)
     else:
         yield from loss_terms(case)

@@ -15,8 +15,8 @@ from reference.case import Case
 
 __all__ = ["Axis", "Mesh", "axis_rank", "axis_size", "coordinates"]
 
-_SILENT = ("cp", "pp")
-"""Axes that every case has and no mode splits anything over yet."""
+_SILENT = ("pp",)
+"""Axes that every case has and no scheme splits anything over yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Mesh:
         for name, groups in case.axes.items():
             # Every rank makes every group, in one order, its own or not: new_group is collective over the world. Axes
             # that no mode talks on have no groups: two for every rank would be most of what a large world costs.
-            talks = name not in _SILENT
+            talks = name not in _SILENT and (name != "cp" or case.cp > 1)
             made = [(ranks, dist.new_group(list(ranks), group_desc=name) if talks else None) for ranks in groups]
             ranks, group = next((ranks, group) for ranks, group in made if rank in ranks)
             axes[name] = Axis(name=name, ranks=ranks, rank=ranks.index(rank), group=group)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from parallel.context.scheme import with_context
 from parallel.data_parallel.scheme import with_data_parallelism
 from parallel.schemes.autotp import AUTOTP
 from parallel.schemes.fsp import FSP
@@ -22,7 +23,10 @@ __all__ = ["COMPOSED", "MODES", "strategy_of"]
 
 MODES: dict[str, Strategy] = {mode.name: mode for mode in (TP, TP_SP, MTP, MSP, FSP, ISP, AUTOTP)}
 """Value of `mode=` -> the strategy that the other schemes build on."""
-COMPOSED: dict[str, Callable[[Strategy, Case], Strategy]] = {"data parallelism": with_data_parallelism}
+COMPOSED: dict[str, Callable[[Strategy, Case], Strategy]] = {
+    "context parallelism": with_context,
+    "data parallelism": with_data_parallelism,
+}
 """Other schemes in the order in which they are applied; each leaves a case alone that has none of its words."""
 
 

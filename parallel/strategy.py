@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from parallel.attention import Exchange, direct
+from parallel.attention import Exchange, MaskedCore, core_attention, direct
 from parallel.batch import Delivered
 from parallel.expectation import Term, Terms
 from parallel.layout import Box, Placement, pieces
@@ -50,6 +50,7 @@ class Parts:
     embedding: Callable[[], nn.Module]
     head: Callable[[], nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
+    core: MaskedCore = core_attention
     exchange: Exchange = direct
     local: Callable[[Delivered], Delivered] = _same
 

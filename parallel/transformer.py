@@ -83,6 +83,7 @@ def _layer(case: Case, strategy: Strategy, parts: Parts, device: torch.device, i
     )
     attention = Attention(
         heads,
+        parts.core,
         parts.exchange,
         {leaf: parts.linear(f"{name}.attention.{leaf}") for leaf in attention_linears(case)},
         {leaf: _norm(case, case.head_dim, device) for leaf in head_norms(case)},

@@ -121,10 +121,12 @@ def ring_transfers(keys: Sequence[int], rank: int, *, wide: int = 1) -> Iterator
         return
     for phase in ("forward", "backward"):
         for step in range(ranks - 1):
-            yield from _messages(phase, 2 * keys[(rank - step) % ranks], 2 * keys[(rank - step - 1) % ranks])
+            sent, received = keys[(rank - step) % ranks], keys[(rank - step - 1) % ranks]
+            yield from _messages(phase, 2 * sent, 2 * received)
     for step in range(ranks):
         sent, received = keys[(rank - step) % ranks], keys[(rank - step - 1) % ranks]
-        yield from _messages("backward", 2 * wide * sent, 2 * wide * received, wide=True)
+        hidden = step < ranks - 1  # nothing is left to compute behind the hop that brings a gradient home
+        yield from _messages("backward", 2 * wide * sent, 2 * wide * received, wide=True, hidden=hidden)
 
 
 def short_ring_transfers(keys: int, ranks: int) -> Iterator[Transfer]:
@@ -137,7 +139,7 @@ def short_ring_transfers(keys: int, ranks: int) -> Iterator[Transfer]:
         yield from _messages("backward", size * keys, size * keys)
 
 
-def _messages(phase: str, sent: int, received: int, *, wide: bool = False) -> Iterator[Transfer]:
+def _messages(phase: str, sent: int, received: int, *, wide: bool = False, hidden: bool = True) -> Iterator[Transfer]:
     for op, payload_bytes in (("send", sent), ("recv", received)):
         if payload_bytes:
-            yield Transfer(phase=phase, op=op, payload_bytes=payload_bytes, wide=wide)
+            yield Transfer(phase=phase, op=op, payload_bytes=payload_bytes, wide=wide, hidden=hidden)

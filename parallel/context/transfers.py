@@ -10,6 +10,7 @@ __all__ = ["Transfer"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
     """`calls` equal calls; payload in bytes as in the ledger. `wide`: in the dtype of statistics, else the tensors'.
+    `hidden`: it can travel while a product is computed.
 
     `axis` is the level of a method that talks over two: "outer" or "inner", else "".
     """
@@ -20,4 +21,5 @@ class Transfer:
     calls: int = 1
     reduce_op: str = ""
     wide: bool = False
+    hidden: bool = False
     axis: str = ""

@@ -53,7 +53,7 @@ class Buckets:
 
     def prepare(self, rank: Rank) -> Rank:
         """Lay out the buffer, and have the optimizer step what it shall."""
-        case, self._axis, self._model = self._case, rank.mesh.axis("dp"), rank.parameters
+        case, self._axis, self._model = self._case, rank.mesh.axis(rank.case.data_axis), rank.parameters
         sizes = {name: rank.parameters[name].numel() for name in rank.places}
         found = bucketed(sizes, ranks=self._axis.size, sharded=self._sharded, largest=case.bucket)
         self._flat = torch.zeros(found[-1].end, dtype=gradient_dtype(case), device=rank.device)

@@ -48,7 +48,7 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
         order = _backward_order(case)
         last_product = order.index(f"layers.0.attention.{attention_linears(case)[0]}")
         for bucket in _buckets(case, shapes):
-            for term in per_step(case, op, item * bucket.size, axis="dp", dtype=_dtype(case)):
+            for term in per_step(case, op, item * bucket.size, axis=case.data_axis, dtype=_dtype(case)):
                 if not case.bucket:
                     yield term
                     continue
@@ -80,7 +80,7 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
 
     def afterwards(case: Case) -> Iterator[Term]:
         for bucket in _buckets(case, _local_shapes(strategy, case)) if case.zero == 1 else ():
-            for term in per_step(case, "all_gather", ITEM_BYTES[case.dtype] * bucket.size, axis="dp"):
+            for term in per_step(case, "all_gather", ITEM_BYTES[case.dtype] * bucket.size, axis=case.data_axis):
                 yield replace(term, phase="step", reduce_op="")
 
     return {
@@ -119,7 +119,7 @@ def _local_shapes(strategy: Strategy, case: Case) -> dict[str, Shape]:
 
 def _buckets(case: Case, shapes: Mapping[str, Shape]) -> tuple[Bucket, ...]:
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    return bucketed(sizes, ranks=case.dp, sharded=case.zero == 1, largest=case.bucket)
+    return bucketed(sizes, ranks=axis_size(case, case.data_axis), sharded=case.zero == 1, largest=case.bucket)
 
 
 def _units(case: Case, shapes: Mapping[str, Shape]) -> dict[str, Unit]:

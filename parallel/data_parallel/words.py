@@ -25,7 +25,7 @@ def trained_dtype(case: Case) -> torch.dtype:
 
 def shard_axis(case: Case) -> str:
     """The mesh axis over which parameters are sharded by rows."""
-    return "shard" if case.shard else "dp"
+    return "shard" if case.shard else case.data_axis
 
 
 def sharing_axes(case: Case, weight_axis: str) -> tuple[str, ...]:

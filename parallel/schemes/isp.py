@@ -153,7 +153,7 @@ def _bytes(case: Case, full: dict[str, Shape], linear: str) -> list[int]:
 
 def _exchanges(case: Case) -> Iterator[Term]:
     """All-to-alls of attention: q, k and v packed, context."""
-    tokens, item = case.tokens // case.tp, ITEM_BYTES[case.dtype]
+    tokens, item = case.slice_tokens // case.tp, ITEM_BYTES[case.dtype]
     q = tokens * case.heads * case.head_dim * item
     kv = tokens * 2 * max(case.kv_heads, case.tp) * case.head_dim * item
     phases = ("forward", "backward", "recompute") if case.recompute == "full" else ("forward", "backward")
@@ -166,15 +166,15 @@ def _logits(case: Case) -> Iterator[Term]:
     item = ITEM_BYTES[case.dtype]
     match case.head:
         case "exchange":
-            size = case.tokens // case.tp * case.padded_vocab * item
+            size = case.slice_tokens // case.tp * case.padded_vocab * item
             for phase in ("forward", "backward"):
                 yield from per_micro(case, phase, "head", "all_to_all", size)
             yield from loss_terms(case)
         case "gather":
-            yield from per_micro(case, "forward", "head", "all_gather", case.tokens * case.vocab * item)
+            yield from per_micro(case, "forward", "head", "all_gather", case.slice_tokens * case.vocab * item)
         case "local":
             dtype = loss_dtype(case)
-            yield from per_micro(case, "loss", "", "all_gather", case.tokens * ITEM_BYTES[dtype], dtype=dtype)
+            yield from per_micro(case, "loss", "", "all_gather", case.slice_tokens * ITEM_BYTES[dtype], dtype=dtype)
 
 
 ISP = Strategy(

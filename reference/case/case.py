@@ -43,7 +43,16 @@ class Case:
     tp: int = word(2, "tensor-parallel ranks; in mode=isp the ranks that split the sequence")
     dp: int = word(1, "data-parallel ranks")
     pp: int = word(1, "pipeline stages (1 only, so far)")
-    cp: int = word(1, "context-parallel ranks (1 only, so far)")
+    cp: int = word(1, "context-parallel ranks, each of which holds a slice of every row")
+    cp_comm: str = word(
+        "ring",
+        "how attention meets the keys of other slices: they go round, are gathered, or tokens are exchanged for heads, "
+        "alone or inside of a ring",
+    )
+    cp_inner: int = word(1, "ranks of each exchange inside of the ring (cp_comm=alltoall-ring); divides cp")
+    cp_slices: str = word(
+        "zigzag", "a slice is one chunk of a row, or a chunk and its mirror (equal causal work)"
+    )
     wp: int = word(1, "ranks that split the weights in mode=isp; divides tp*dp")
     family: str = word(
         "gpt", "architecture: its defaults, how rows of data are filled, whether the vocabulary is padded", group=MODEL
@@ -206,6 +215,16 @@ class Case:
         return self.batch * self.seq
 
     @property
+    def slice_tokens(self) -> int:
+        """Tokens of one micro-batch on one context rank: all of its data rank's without context parallelism."""
+        return self.tokens // self.cp
+
+    @property
+    def data_axis(self) -> str:
+        """The mesh axis of the ranks that hold the same weights and see different tokens, context ranks included."""
+        return "dp_cp" if self.cp > 1 else "dp"
+
+    @property
     def axes(self) -> dict[str, Groups]:
         """Mesh axis -> the rank lists of its groups. Order tp, cp, dp, pp, fastest first (Megatron 4.8)."""
         return self.layout.lists()
@@ -221,15 +240,22 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        """The rank orders over this case's ranks: weights have their own in isp, and so have shards of parameters."""
-        own = RankOrder((("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)))
+        """The rank orders over this case's ranks: weights have their own in isp, and so have shards of parameters; with
+        context ranks, what they and data ranks are together, and the two levels of an exchange inside of a ring.
+        """
+        tp, cp, dp, pp = ("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)
+        orders = [RankOrder((tp, cp, dp, pp))]
         if self.shard:
-            inside = ("shard", self.shard), ("replica", self.dp // self.shard)
-            return Layout(orders=(own, RankOrder((("tp", self.tp), ("cp", self.cp), *inside, ("pp", self.pp)))))
-        if not MODES[self.mode].gathers_weights:
-            return Layout(orders=(own,))
-        wdp = self.tp * self.cp * self.dp // self.wp
-        return Layout(orders=(own, RankOrder((("wp", self.wp), ("wdp", wdp), ("pp", self.pp)))))
+            orders.append(RankOrder((tp, cp, ("shard", self.shard), ("replica", self.dp // self.shard), pp)))
+        if MODES[self.mode].gathers_weights:
+            wdp = self.tp * self.cp * self.dp // self.wp
+            orders.append(RankOrder((("wp", self.wp), ("wdp", wdp), pp)))
+        if self.cp > 1:
+            orders.append(RankOrder((tp, ("dp_cp", self.cp * self.dp), pp)))
+        if self.cp_inner > 1:
+            levels = ("cp_inner", self.cp_inner), ("cp_outer", self.cp // self.cp_inner)
+            orders.append(RankOrder((tp, *levels, dp, pp)))
+        return Layout(orders=tuple(orders))
 
 
 def _resolve(words: dict[str, Word]) -> dict[str, Any]:

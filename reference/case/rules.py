@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from reference.case.context import METHODS, ORDERS
 from reference.case.modes import MODES, mode_of, whose
 from reference.case.schemes import SCHEMES, Problem
 from reference.case.variants import VARIANTS, lack
@@ -18,6 +19,8 @@ from reference.errors import CaseError
 __all__ = ["check", "check_word", "legal_words", "read", "write"]
 
 _WORDS: dict[str, tuple[str, ...]] = {
+    "cp_comm": METHODS,
+    "cp_slices": ORDERS,
     "family": ("gpt", "internlm2", "opt", "llama"),
     "positions": ("learned", "rope"),
     "norm": ("layernorm", "rmsnorm"),
@@ -33,7 +36,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "scaler": ("none", "static", "dynamic"),
     "dtype": ("float64", "float32", "bfloat16", "float16"),
 }
-_SIZES = "tp dp pp cp wp layers hidden heads kv_heads ffn vocab seq batch micro steps".split()
+_SIZES = "tp dp pp cp cp_inner wp layers hidden heads kv_heads ffn vocab seq batch micro steps".split()
 
 _EMBEDDINGS = {"whole": "leaves it whole", "vocab": "splits the vocabulary"}
 """What a mode does with the token table that has one form of it alone."""
@@ -86,9 +89,8 @@ def _model(v: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _mesh(v: Mapping[str, Any]) -> Iterator[Problem]:
     mode, name, tp, wp = mode_of(v), v["mode"], v["tp"], v["wp"]
-    for key in ("pp", "cp"):
-        if v[key] != 1:
-            yield key, "is not implemented yet", f"{key}=1"
+    if v["pp"] != 1:
+        yield "pp", "is not implemented yet", "pp=1"
     gathers = mode.gathers_weights
     if not gathers and wp != 1:
         owners = whose(lambda one: one.gathers_weights)

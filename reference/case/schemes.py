@@ -1,7 +1,7 @@
 """The schemes that compose with a mode: their words, and what makes combinations legal. This is the only list of them.
 
 Everything else of a scheme is its room or file in `parallel` and its line in `parallel.registry`. The modes themselves
-are `reference.case.modes`. Sources: around.md 15 (data parallelism), 18.1 (legal combinations).
+are `reference.case.modes`. Sources: around.md 14 (context), 15 (data parallelism), 18.1 (legal combinations).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reference.case.data_parallel import WORDS, problems
+from reference.case import context, data_parallel
 
 __all__ = ["SCHEMES", "Problem", "Scheme"]
 
@@ -30,6 +30,7 @@ class Scheme:
 
 
 SCHEMES: dict[str, Scheme] = {
-    "data parallelism": Scheme(words=WORDS, problems=problems),
+    "context parallelism": Scheme(words=context.WORDS, problems=context.problems),
+    "data parallelism": Scheme(words=data_parallel.WORDS, problems=data_parallel.problems),
 }
 """Name -> the scheme."""

@@ -1,0 +1,149 @@
+"""Context parallelism as a scheme: what the words `cp cp_comm cp_inner cp_slices` replace of a strategy.
+
+    replaced     | by
+    local        | this context rank's slice of every row; the mask stays whole
+    core         | attention of the slice's queries over the keys of all slices, by the method
+    activation   | a cut along the sequence over cp, before the mode's own
+    data, loss   | the axis dp becomes dp_cp: context ranks see other tokens, so all gradients are partial sums there
+    expected     | the calls of the method too, per layer and micro-batch, in attention
+
+The mode's exchange stays around the core: under isp tokens of the slice are exchanged for heads over tp, and what goes
+round over cp are those of whole slices (InternEvo's 2D attention). Loss, gradients and token counts need no factor:
+sums over dp_cp, divided once by the number of tokens of all (around.md 14.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from parallel.batch import Delivered
+from parallel.context.exchanged import exchanged_attention, exchanged_transfers, nested_attention, nested_transfers
+from parallel.context.gathered import gathered_attention, gathered_transfers
+from parallel.context.ring import ring_attention, ring_transfers
+from parallel.context.slices import Slices, contiguous, sliced, zigzag
+from parallel.context.transfers import Transfer
+from parallel.expectation import ITEM_BYTES, Term, loss_dtype, per_micro, step_terms
+from parallel.layout import Cut, Placement
+from parallel.mesh import Mesh
+from parallel.strategy import Parts, Strategy
+from reference.case import Case
+
+__all__ = ["with_context"]
+
+_AXES = {"": "cp", "inner": "cp_inner", "outer": "cp_outer"}
+
+
+def with_context(strategy: Strategy, case: Case) -> Strategy:
+    """The strategy with the slices and the attention of this case's context ranks; itself without any."""
+    if case.cp == 1:
+        return strategy
+
+    def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
+        return _parts(case, mesh, strategy.parts(case, mesh, device))
+
+    def expected(case: Case) -> Iterator[Term]:
+        yield from strategy.expected(case)
+        yield from _terms(case)
+
+    def activation(case: Case, module: str) -> Placement | None:
+        place = strategy.activation(case, module)
+        cut = Cut(axis="cp", dim=1, order="zigzag" if case.cp_slices == "zigzag" else "blocks")
+        return None if place is None else replace(place, cuts=(cut, *place.cuts))
+
+    data_axes, loss_axes = (
+        tuple(case.data_axis if axis == "dp" else axis for axis in axes)
+        for axes in (strategy.data_axes, strategy.loss_axes)
+    )
+    once = step_terms(
+        strategy.placements,
+        strategy.partial,
+        weight_axis=strategy.weight_axis,
+        data_axes=data_axes,
+        loss_axes=loss_axes,
+        coalesced=strategy.coalesced,
+    )
+    return replace(
+        strategy,
+        data_axes=data_axes,
+        loss_axes=loss_axes,
+        parts=parts,
+        expected=expected,
+        activation=activation,
+        once=once,
+    )
+
+
+def _parts(case: Case, mesh: Mesh, parts: Parts) -> Parts:
+    order = zigzag if case.cp_slices == "zigzag" else contiguous
+    held = order(case.tokens if case.packed else case.seq, case.cp)
+    own = held[mesh.axis("cp").rank]
+    method = _method(case, mesh)
+
+    def local(batch: Delivered) -> Delivered:
+        tokens, labels, loss_mask, positions = (
+            sliced(x, own) for x in (batch.tokens, batch.labels, batch.loss_mask, batch.positions)
+        )
+        mine = replace(batch, tokens=tokens, labels=labels, loss_mask=loss_mask, positions=positions)
+        return parts.local(mine)
+
+    def core(q: Tensor, k: Tensor, v: Tensor, hidden_B1SS: Tensor | None) -> Tensor:
+        hidden = None if hidden_B1SS is None else hidden_B1SS[:, 0]
+        return method(q, k, v, slices=Slices(held=held, hidden=hidden))
+
+    return replace(parts, local=local, core=core)
+
+
+def _method(case: Case, mesh: Mesh) -> Callable[..., Tensor]:
+    """(q, k, v, slices=) -> context, by the case's method."""
+    match case.cp_comm:
+        case "gather":
+            return partial(gathered_attention, axis=mesh.axis("cp"))
+        case "alltoall":
+            return partial(exchanged_attention, axis=mesh.axis("cp"))
+        case "alltoall-ring":
+            inner, outer = mesh.axis("cp_inner"), mesh.axis("cp_outer")
+            return partial(nested_attention, inner=inner, outer=outer, overlap=case.overlap)
+    return partial(ring_attention, axis=mesh.axis("cp"), overlap=case.overlap)
+
+
+def _transfers(case: Case) -> Iterator[Transfer]:
+    """The calls of one layer and micro-batch on a rank."""
+    token = case.slice_tokens * case.head_dim * ITEM_BYTES[case.dtype]
+    kv_heads = max(case.kv_heads, case.tp) // case.tp
+    wide = ITEM_BYTES[loss_dtype(case)] // ITEM_BYTES[case.dtype]
+    queries, keys = case.heads // case.tp * token, kv_heads * token
+    match case.cp_comm:
+        case "gather":
+            return gathered_transfers(keys, case.cp)
+        case "alltoall":
+            return exchanged_transfers(queries, max(kv_heads, case.cp) * token, case.cp)
+        case "alltoall-ring":
+            inner, outer = case.cp_inner, case.cp // case.cp_inner
+            return nested_transfers(queries, max(kv_heads, inner) * token, inner=inner, outer=outer, wide=wide)
+    return ring_transfers([keys] * case.cp, 0, wide=wide)
+
+
+def _terms(case: Case) -> Iterator[Term]:
+    """A core that is computed again repeats its forward calls."""
+    transfers = [*_transfers(case)]
+    if case.recompute != "none":
+        transfers += [replace(each, phase="recompute") for each in transfers if each.phase == "forward"]
+    for layer in range(case.layers):
+        for each in transfers:
+            yield from per_micro(
+                case,
+                each.phase,
+                f"layers.{layer}.attention",
+                each.op,
+                each.payload_bytes,
+                axis=_AXES[each.axis],
+                reduce_op=each.reduce_op,
+                dtype=loss_dtype(case) if each.wide else case.dtype,
+                calls=each.calls,
+                hidden=each.hidden and case.overlap,
+            )
