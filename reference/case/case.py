@@ -50,9 +50,7 @@ class Case:
         "alone or inside of a ring",
     )
     cp_inner: int = word(1, "ranks of each exchange inside of the ring (cp_comm=alltoall-ring); divides cp")
-    cp_slices: str = word(
-        "zigzag", "a slice is one chunk of a row, or a chunk and its mirror (equal causal work)"
-    )
+    cp_slices: str = word("zigzag", "a slice is one chunk of a row, or a chunk and its mirror (equal causal work)")
     wp: int = word(1, "ranks that split the weights in mode=isp; divides tp*dp")
     family: str = word(
         "gpt", "architecture: its defaults, how rows of data are filled, whether the vocabulary is padded", group=MODEL

@@ -15,7 +15,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from harness.engines.faults.races import Schedule
-from reference.case import Case
+from reference.case import Case, CaseError
+from reference.case.context import METHODS, ORDERS
 from reference.case.modes import MODES
 
 __all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
@@ -23,7 +24,6 @@ __all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
 NOT_DRAWN = {
     "preset": "stands for other words, each of which is drawn",
     "pp": "not implemented",
-    "cp": "not implemented",
     "dropout": "not implemented",
     "data": "names a file; the data of a case without it are drawn by its seed",
     "variant": "makes the implementation wrong",
@@ -101,7 +101,30 @@ def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **
     if steps > 8:
         words["layers"] = 1
     case = draw(cases(mode, worlds, **{**words, **fixed}))
+    case = draw(_context(case))
     return case.but(**draw(_data_parallel(case))) if MODES[mode].data_parallel else case
+
+
+@st.composite
+def _context(draw: st.DrawFn, /, case: Case) -> Case:
+    """The case, or one whose ranks of one axis are context ranks instead, by any method that its heads allow."""
+    axis = draw(st.sampled_from(("", "dp", "tp")), label="axis whose ranks are context ranks")
+    cp = case.axis_sizes.get(axis, 1)
+    if cp == 1 or MODES[case.mode].uneven:
+        return case
+    tp, dp = (1, case.dp) if axis == "tp" else (case.tp, 1)
+    wp = math.gcd(case.wp, tp * dp)
+    words: dict[str, Any] = {"tp": tp, "dp": dp, "wp": wp, "cp": cp, "metric": False}
+    words["cp_slices"] = draw(st.sampled_from(ORDERS), label="cp_slices")
+    words["seq"] = 2 * cp * draw(st.integers(1, 2)) * (tp if MODES[case.mode].sequence else 1)
+    legal = []
+    for method in METHODS:
+        inner = 2 if method == "alltoall-ring" else 1
+        try:
+            legal.append(case.but(**words, cp_comm=method, cp_inner=inner))
+        except CaseError:
+            continue  # an exchange that its heads do not allow
+    return draw(st.sampled_from(legal), label="cp_comm")
 
 
 @st.composite
@@ -111,7 +134,7 @@ def _data_parallel(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
     if words["zero"] < 2:
         words["bucket"] = draw(st.sampled_from((0, 300, 2000)), label="bucket")
     else:
-        shards = [0, *(size for size in range(1, case.dp + 1) if case.dp % size == 0)]
+        shards = [0, *(size for size in range(1, case.dp + 1) if case.dp % size == 0 and case.cp == 1)]
         words["shard"] = draw(st.sampled_from(shards), label="shard")
     if case.dtype in ("bfloat16", "float16"):
         words["master"] = draw(st.sampled_from(("none", "float32")), label="master")
