@@ -55,8 +55,16 @@ def _of_dtensor(x: Tensor, group: Any) -> object:
     return a.grad, b.grad
 
 
+def _of_messages(x: Tensor, group: Any) -> object:
+    peer, arriving = 1 - dist.get_rank(), torch.empty_like(x)
+    batch = [dist.P2POp(dist.isend, x.detach(), peer, group), dist.P2POp(dist.irecv, arriving, peer, group)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    return arriving + 1
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("program", [_of_tensor, _of_dtensor], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", [_of_tensor, _of_dtensor, _of_messages], ids=lambda program: program.__name__)
 def test_every_call_is_seen_and_every_use_of_its_result_is_its_wait(program: _Program) -> None:
     def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
         program(torch.ones(6, 4, device=device, requires_grad=True), dist.group.WORLD)
