@@ -23,7 +23,8 @@ CASES = (
     "mode=tp-sp tp=3 cp=2 seq=12 cp_comm=alltoall heads=12 kv_heads=3 zero=1 bucket=900 ffn=30 vocab=390",
 )
 DEEP = tuple(
-    f"mode={mode} tp=2 dp={dp} cp={cp} seq={4 * cp} cp_comm={comm} cp_slices={order} recompute={recompute} heads=24 kv_heads=12 {words}"
+    f"mode={mode} tp=2 dp={dp} cp={cp} seq={4 * cp} cp_comm={comm} cp_slices={order} recompute={recompute} "
+    f"heads=24 kv_heads=12 {words}"
     for number, (mode, words) in enumerate(
         (
             ("tp", "delivery=flat"),
