@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reference.case import context, data_parallel
+from reference.case.context import WORDS as CONTEXT_WORDS
+from reference.case.context import problems as context_problems
+from reference.case.data_parallel import WORDS as DATA_PARALLEL_WORDS
+from reference.case.data_parallel import problems as data_parallel_problems
 
 __all__ = ["SCHEMES", "Problem", "Scheme"]
 
@@ -30,7 +33,7 @@ class Scheme:
 
 
 SCHEMES: dict[str, Scheme] = {
-    "context parallelism": Scheme(words=context.WORDS, problems=context.problems),
-    "data parallelism": Scheme(words=data_parallel.WORDS, problems=data_parallel.problems),
+    "context parallelism": Scheme(words=CONTEXT_WORDS, problems=context_problems),
+    "data parallelism": Scheme(words=DATA_PARALLEL_WORDS, problems=data_parallel_problems),
 }
 """Name -> the scheme."""
