@@ -24,8 +24,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from harness.ledger import Event
+from harness.protocols import CaseLike
 
-__all__ = ["KINDS", "Fault", "Partition", "RankCallIndex", "Target", "faults_of", "targets_of"]
+__all__ = ["KINDS", "Fault", "Partition", "RankCallIndex", "Target", "faults_of", "softmax_shift", "targets_of"]
 
 KINDS = ("drop", "double", "op", "group", "stale", "delay", "poison")
 Partition = tuple[tuple[int, ...], ...]
@@ -135,6 +136,20 @@ def faults_of(
         for fault in _of_kind(kind, target, axes)
         if rank < 0 or (kind not in {"double", "group"} and any(caller == rank for caller, _ in target.calls))
     )
+
+
+def softmax_shift(case: CaseLike, fault: Fault) -> str:
+    """Why a fault of the maximum inside a softmax changes no result, "" for any other fault. A `subject.harmless` of
+    programs that reduce no other maximum.
+
+    exp(x - m) / sum exp(x - m) is the same for any m that all ranks subtract alike, as long as nothing overflows.
+    """
+    target = fault.target
+    own = case.axes.get(target.axis, ())
+    together = all(any(set(ranks) <= set(other) for other in fault.groups) for ranks in own)
+    alike = fault.rank < 0 and (fault.kind in {"op", "stale"} or (fault.kind == "group" and bool(own) and together))
+    shift = alike and target.op == "all_reduce" and target.reduce_op == "max"
+    return "softmax is the same for any shift that all ranks subtract alike" if shift else ""
 
 
 def _of_kind(kind: str, target: Target, axes: Mapping[str, Partition]) -> Iterator[Fault]:

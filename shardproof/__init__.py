@@ -7,7 +7,7 @@
 Users import these names and no others; the folders behind them may change. Each is imported when it is first used, so
 that `import shardproof` costs nothing.
 
-    a subject       Shard, Term, phase, region, cuda_on_cpu
+    a subject       Shard, Term, phase, region, cuda_on_cpu, softmax_shift
     the dense model full_parameter, parameter_shapes, micro_batch, train_dense
     a proof         Case, prove, run, RequestError, ShardproofError
     a training run  watch
@@ -23,6 +23,7 @@ from shardproof.rooms import check
 
 if TYPE_CHECKING:
     from harness.errors import RequestError, ShardproofError
+    from harness.faults import softmax_shift
     from harness.programs.watching import watch
     from harness.recording.annotations import phase, region
     from harness.shard import Shard
@@ -59,6 +60,7 @@ __all__ = [
     "run",
     "side_by_side",
     "snapshot",
+    "softmax_shift",
     "traffic",
     "train_dense",
     "watch",
@@ -83,6 +85,7 @@ _PLACES = {
     "run": "shardproof.proving:run",
     "side_by_side": "reports.comparing.modes:side_by_side",
     "snapshot": "reports.comparing.snapshot:snapshot",
+    "softmax_shift": "harness.faults:softmax_shift",
     "traffic": "reports.stored.summary:traffic",
     "train_dense": "reference.training.steps:train",
     "watch": "harness.programs.watching:watch",

@@ -1,20 +1,19 @@
 """A small language model split over tp by DTensor's styles (sequence and loss parallel too), trained over dp.
-
-shardproof calls `subject` on every rank, and `truth` once in float64. What they return is compared name by name.
-"""
+shardproof calls `subject` on every rank, and `truth` once in float64. What they return is compared name by name."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor import parallel as styles
+from torch.distributed.tensor import Replicate, Shard, parallel
+
+from shardproof import softmax_shift
 
 PLAN = {  # what is verified: put your model and your plan here
-    "0": styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "1": styles.SequenceParallel(),
-    "2": styles.ColwiseParallel(input_layouts=Shard(1)),
-    "4": styles.RowwiseParallel(output_layouts=Shard(1)),
-    "5": styles.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    "0": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "1": parallel.SequenceParallel(),
+    "2": parallel.ColwiseParallel(input_layouts=Shard(1)),
+    "4": parallel.RowwiseParallel(output_layouts=Shard(1)),
+    "5": parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
 }
 
 
@@ -51,10 +50,11 @@ def truth(case, device):
 
 def subject(case, device):
     mesh = dist.init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
-    model = styles.parallelize_module(dense(case), mesh["tp"], PLAN, src_data_rank=None)
+    model = parallel.parallelize_module(dense(case), mesh["tp"], PLAN, src_data_rank=None)
     return train(case, model, [mesh.get_local_rank("dp")], mesh.get_group("dp"))  # DTensors are returned as they are
 
 
 subject.truth, subject.cases = truth, ("tp=2 dp=3", "tp=4 dtype=float32")  # what runs when no case is named
 subject.words = {"width": 16, "vocab": 40, "micro": 3}  # words of a case beside tp, dp, steps, dtype, seed
-subject.session = styles.loss_parallel  # a context around all ranks: it changes DTensor for the whole process
+subject.session = parallel.loss_parallel  # a context around all ranks: it changes DTensor for the whole process
+subject.harmless = softmax_shift  # why a fault of a collective may change nothing

@@ -9,6 +9,8 @@ from torch.distributed import all_reduce, fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
+from shardproof import softmax_shift
+
 
 def dense(case):  # the whole model, the same on every rank: its weights follow from the seed
     model = nn.Sequential()
@@ -61,3 +63,4 @@ subject.truth = lambda case, device: train(case, dense(case), range(case.dp))
 subject.words = {"width": 9, "sp": False, "loss_parallel": False, "micro": 3}
 subject.cases = ("tp=2", "tp=3 sp=true", "tp=2 sp=true loss_parallel=true", "tp=2 dp=2 sp=true dtype=float32")
 subject.session = parallel.loss_parallel  # patches torch: entered once, not by every rank
+subject.harmless = softmax_shift

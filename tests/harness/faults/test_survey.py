@@ -16,7 +16,7 @@ from torch import Tensor
 from harness.checking.checks import CHECKS
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
-from harness.faults import Fault, faults_of
+from harness.faults import Fault, faults_of, softmax_shift
 from harness.injecting.equivalence import UNREAD, proof_of
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.plain_case import Vocabulary
@@ -176,3 +176,48 @@ def test_a_program_that_no_longer_ends_is_noticed(engine: InprocEngine, monkeypa
     assert (result.killed_by, result.machine) == (("run",), "")
     (result,) = survey(case, endless, engine, faults=[poison], timeout_s=0.3)
     assert result.killed_by == () and "no end within 0.3 s" in result.machine
+
+
+def vocabulary_loss(case: Any, device: torch.device) -> Any:
+    """Negative log likelihoods over a vocabulary that is cut over tp."""
+    generator = torch.Generator().manual_seed(case.seed)
+    logits, labels = torch.randn(7, 12, generator=generator).double(), torch.arange(7)
+    first, part = case.axis_rank("tp", dist.get_rank()) * 12 // case.tp, 12 // case.tp
+    mine = logits[:, first : first + part]
+    largest = mine.max(1).values
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    summed = (mine - largest[:, None]).exp().sum(1)
+    dist.all_reduce(summed)
+    here = (labels >= first) & (labels < first + part)
+    picked = torch.where(here, mine.gather(1, (labels - first).clamp(0, part - 1)[:, None])[:, 0], 0.0)
+    dist.all_reduce(picked)
+    return {"loss/0": (summed.log() + largest - picked).mean()}
+
+
+def test_the_maximum_of_a_softmax_may_be_another_number_that_all_ranks_have(engine: InprocEngine) -> None:
+    known = Vocabulary.of({})
+    case, alone = known.parse("tp=3 steps=1 micro=1"), known.parse("steps=1 micro=1")
+
+    def truth(_case: Any, device: torch.device) -> Any:
+        (outcome,) = engine.run(lambda rank: vocabulary_loss(alone, device), world_size=1, seed=0)
+        return outcome
+
+    class Vocabularies:
+        words, cases = {"steps": 1}, ("tp=3",)
+        harmless: Any = None
+
+        def __call__(self, case: Any, device: torch.device) -> Any:
+            return vocabulary_loss(case, device)
+
+    plain, declared = Vocabularies(), Vocabularies()
+    plain.truth = declared.truth = staticmethod(truth)  # type: ignore[attr-defined]
+    declared.harmless = softmax_shift
+    maxima = [
+        fault
+        for fault in faults_of(execute(case, plain, engine, text="").events, case.axes)
+        if fault.target.reduce_op == "max"
+    ]
+    assert {fault.kind for fault in maxima} >= {"drop", "op", "stale", "poison"}
+    undeclared = survey(case, plain, engine, faults=maxima)
+    proved = {str(one.fault) for one in survey(case, declared, engine, faults=maxima) if "softmax" in one.equivalent}
+    assert proved and proved == {str(one.fault) for one in undeclared if one.survived}
