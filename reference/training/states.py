@@ -66,5 +66,7 @@ def load(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(states[f"param_after/{step}/{name}"])
+            held = stepper.state.get(parameter, {})
             for moment in _MOMENTS[case.optimizer]:
-                stepper.state[parameter][moment].copy_(states[f"{moment}_after/{step}/{name}"])
+                if moment in held and f"{moment}_after/{step}/{name}" in states:  # none before a step that is taken
+                    held[moment].copy_(states[f"{moment}_after/{step}/{name}"])
