@@ -12,10 +12,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from parallel.data_parallel.scheme import with_data_parallelism
+from parallel.expectation import Term
 from parallel.layout import Cut
 from parallel.mesh import Mesh
 from parallel.registry import MODES
-from parallel.strategy import Rank, Step, Term, Value
+from parallel.strategy import Rank, Step, Value
 from parallel.subject import subject as ours
 from parallel.training import train
 from reference.case import Case
