@@ -46,8 +46,8 @@ def test_every_name_is_there_and_typed() -> None:
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error_with_those_that_are() -> None:
-    with pytest.raises(AttributeError, match="module 'shardproof' has no attribute 'watch'; it has Case, RequestError"):
-        getattr(shardproof, "watch")  # noqa: B009
+    with pytest.raises(AttributeError, match="module 'shardproof' has no attribute 'absent'; it has Case, RequestError"):
+        getattr(shardproof, "absent")  # noqa: B009
     assert not hasattr(shardproof, "__path") and not hasattr(shardproof, "no_such_name")
 
 
