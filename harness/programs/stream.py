@@ -88,6 +88,7 @@ class Stream:
     _axes: dict[tuple[tuple[int, ...], str, bool], str] = field(default_factory=dict)
     _numbers: dict[tuple[str, tuple[int, ...], str], int] = field(default_factory=dict)
     _step: _Step = field(default_factory=_Step)
+    _fed: int = 0
 
     def feed(self, plain: tuple[Any, ...], issued: OperatorCall | None) -> None:
         """Take an observation (harness.recording.observations.read); of a call also what its operator was given."""
@@ -104,7 +105,8 @@ class Stream:
             if attribution.step != self._step.number or not self._step.started_s:
                 self._begin(attribution.step)
             self._step.microbatches = max(self._step.microbatches, attribution.microbatch + 1)
-            if not self.stirred % _OFTEN:
+            self._fed += 1
+            if not self._fed % _OFTEN:
                 attribution.forget()
                 self._settled()
 

@@ -1,0 +1,55 @@
+"""Programs of others, unmodified, on two gloo processes: ledgers equal to what torch's profiler saw, call by call.
+
+Their output with and without us is compared where it names no time of day.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.witnesses.agreement import agreement
+from harness.witnesses.sighting import of_ledger
+from harness.witnesses.torch_trace import read_traces
+from reports.programs import figures
+from reports.stored.frames import load
+from tests.harness.programs.launched import ranks_of
+
+pytestmark = [pytest.mark.peers, pytest.mark.slow]
+SCRIPTS = "tests.harness.programs.scripts"
+PROGRAMS = {
+    "accelerate.test_utils.scripts.test_sync": ("accelerate", {"all_gather", "all_reduce", "broadcast"}),
+    f"{SCRIPTS}.fsdp2": ("torch", {"all_gather", "all_reduce", "reduce_scatter"}),
+    f"{SCRIPTS}.hf_trainer": ("transformers", {"all_gather", "all_reduce", "broadcast"}),
+    f"{SCRIPTS}.megatron_1f1b": ("megatron.core", {"all_reduce", "recv", "send"}),
+}
+PLAIN = "accelerate.test_utils.scripts.test_sync", f"{SCRIPTS}.megatron_1f1b"
+"""Programs that are run without us too."""
+
+
+def own_lines(text: str) -> list[str]:
+    """What a program prints, without lines that hold times."""
+    return [line for line in text.splitlines() if not re.search(r"runtime|per_second|WARNING", line)]
+
+
+@pytest.mark.parametrize("module", PROGRAMS)
+def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str) -> None:
+    package, ops = PROGRAMS[module]
+    pytest.importorskip(package.partition(".")[0], reason="needs the extra `peers`")
+    words = ["--profile", "torch", "--steps", "0:1000"]
+    ended = ranks_of(tmp_path, "-m", module, record=words, ACCELERATE_USE_CPU="true")
+    assert [end.returncode for end in ended] == [0, 0], ended[0].stderr
+    run = load(tmp_path / "runs" / "latest")
+    assert run.notes == ()
+    assert ops <= set(run.ledger["op"].astype("str"))
+    seen = [replace(one, phase="") for one in read_traces(run.path / "traces", 2)]
+    ours = [replace(one, phase="") for one in of_ledger(figures.events(run))]
+    found = agreement(ours, {"torch": seen})
+    assert [str(row) for row in found.broken] == []
+    assert len(found.rows) == len(seen) == len(run.ledger)
+    if module in PLAIN:
+        plain = ranks_of(tmp_path, "-m", module, ACCELERATE_USE_CPU="true")
+        assert [own_lines(end.stdout) for end in plain] == [own_lines(end.stdout) for end in ended]
