@@ -8,6 +8,8 @@ Machines are shared and noisy, so every number that is compared is a ratio of ru
     refused request          a wrong word on the command line over `python -c pass`
     one case, further case   a run of one case on 2 ranks over `import torch`, and what each case more takes
     real widths              a proof at hidden 2048 over its ranks alone, in CPU time; not with --quick
+    recorded program         a step of BERT-small under `shardproof record` over one without, and its interval; not with
+                             --quick
     at once / in turns       the concurrent engine over the other one, at a large shape
     witnesses                recorder, nvtx, CommDebugMode, torch profiler, nsys over an unwatched step, on gloo
     examples per second      in-process engine, pool engine (persistent gloo processes), processes spawned for each
@@ -33,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.processes import pooled_example, spawned_example
+from bench.program_cost import recorded_step
 from bench.proof_costs import further_case, one_case, real_widths
 from bench.witnesses import measured
 from bench.workload import Sizes, data, dense, largest_error, rank_program, weights
@@ -43,6 +46,8 @@ from harness.recording.recorder import Recorder
 
 __all__ = ["Row", "interleaved", "main", "measure"]
 
+ALLOWED_COST = 1.03
+"""What recording a program may make of its step."""
 ALLOWED_ERROR = 1e-12
 """An example whose result is further from the dense pass than this would time something else."""
 
@@ -91,6 +96,8 @@ def measure(*, rounds: int, spawns: int, worlds: Sequence[int] = (2, 4, 8), quic
         rows += _witness_rows(max(rounds // 4, 1))
         rows.append(_refused_row(max(rounds // 4, 1)))
         rows += _proof_rows(max(rounds // 8, 1), quick=quick)
+        if not quick:
+            rows.append(_program_row(max(rounds // 2, 4)))
     finally:
         torch.set_num_threads(threads)
     return rows
@@ -251,6 +258,15 @@ def _proof_rows(rounds: int, *, quick: bool) -> list[Row]:
         proof_s, over_ranks = real_widths()
         rows.append(Row(metric="real widths, CPU time", value=proof_s, unit="s", versus="its ranks", ratio=over_ranks))
     return rows
+
+
+def _program_row(pairs: int) -> Row:
+    """A step of a program that is recorded as it is, over the same step unrecorded; the interval beside it."""
+    seconds, found = recorded_step(pairs)
+    interval = f"{found.low:.2f} to {found.high:.2f}"
+    open_ = f", {ALLOWED_COST} not resolvable here" if found.low <= ALLOWED_COST < found.high else ""
+    versus = f"unrecorded step ({interval}{open_})"
+    return Row(metric="recorded program, CPU time", value=seconds * 1e3, unit="ms", versus=versus, ratio=found.ratio)
 
 
 def main(arguments: Sequence[str] = ()) -> int:

@@ -17,7 +17,8 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from harness.recording.watch import Emit, Watch
 from harness.run_folder import SCHEMA
 from harness.running.environment import environment
 
-__all__ = ["begin"]
+__all__ = ["RankRecorder", "begin"]
 
 
 def begin(session: Session) -> None:
@@ -57,7 +58,7 @@ def begin(session: Session) -> None:
     about_run = {"program": of.case, "steps": "" if session.steps is None else "{}:{}".format(*session.steps)}
     env = {"schema": SCHEMA, "program": True, **environment(session.command, about_run)}
     shared_file(folder / "env.json", json.dumps(env, indent=2) + "\n")
-    _Recorder(session, of, part, session.origin_s if boot == session.boot else time.perf_counter()).start()
+    RankRecorder(session, of, part, session.origin_s if boot == session.boot else time.perf_counter()).start()
 
 
 def _program() -> str:
@@ -68,8 +69,11 @@ def _program() -> str:
     return Path(sys.argv[0] or "python").name
 
 
-class _Recorder:
-    """An observer of calls (harness.ledger.Observer) and a log of them (harness.engines.interposer.CallLog)."""
+class RankRecorder:
+    """An observer of calls (harness.ledger.Observer) and a log of them (harness.engines.interposer.CallLog).
+
+    It observes this process while it is entered; `start` enters it until the process ends.
+    """
 
     def __init__(self, session: Session, of: Recorded, part: Part, origin_s: float) -> None:
         self._rank, self._part, self._on = of.rank, part, True
@@ -90,15 +94,25 @@ class _Recorder:
         self._watch = Watch(self._emits, looks=CarefulLooks, ends=self._ranges is not None)
         self._interposer = Interposer(self, log=self, let_go=self._let_go)
 
-    def start(self) -> None:
-        """Observe this process until it ends."""
+    def __enter__(self) -> Self:
         self._watch.__enter__()
         self._interposer.__enter__()
+        self._watch.lane(self._rank)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._interposer.__exit__(kind, error, trace)
+        self._watch.__exit__(kind, error, trace)
+
+    def start(self) -> None:
+        """Observe this process until it ends."""
+        self.__enter__()
         if self._ranges is not None:
             drawn = self._ranges.on_rank(self._rank, world_size=dist.get_world_size())
             drawn.__enter__()
             atexit.register(lambda: drawn.__exit__(None, None, None))
-        self._watch.lane(self._rank)
         self._window.step(0)
         self._silence.start()
         atexit.register(self._end)

@@ -70,6 +70,8 @@ def _tell(found: Comparison) -> None:
     for one in tables:
         show_table(one, sys.stdout)
         append_step_summary(one, f"{found.base} and {found.new}", os.environ)
+    for line in found.lines:
+        show_message(line, sys.stdout)
     for breach in found.breaches:
         show_message(f"breach: {breach}", sys.stdout, style="bold red")
     asked = ", ".join(map(str, found.asked))

@@ -1,7 +1,8 @@
 """Baselines: snapshots kept as text, to be stored beside the code and read in a pull request.
 
 `<folder>/<name>/` with baseline.json (where from, versions, machine), cases.csv, events.csv (the calls of every module;
-sorted, without times: equal ledgers give equal files), times.csv and memory.csv. A baseline is found by its name.
+sorted, without times: equal ledgers give equal files), times.csv, memory.csv, and of a recorded program callers.csv. A
+baseline is found by its name.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import pandas as pd
 
 from harness.errors import RequestError
 from reports.comparing.sides import FOLDER, MARK, check_name, side_folder
-from reports.comparing.snapshot import EVENT_TYPES, MEMORY_TYPES, TIME_TYPES, Snapshot, members, snapshot
+from reports.comparing.snapshot import CALLED, EVENT_TYPES, MEMORY_TYPES, TIME_TYPES, Snapshot, members, snapshot
 from reports.stored.files import RunFolderError, csv_table, json_object, shown
 from reports.stored.frames import load
 
 __all__ = ["read_events", "save", "side", "write_events"]
 
+_CALLERS = "callers.csv"
 _CASE_TYPES = {"case": "str", "mode": "str", "world_size": "int64"}
 _TABLES: Mapping[str, Mapping[str, str]] = {
     "cases": _CASE_TYPES,
@@ -55,6 +57,9 @@ def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
         for table, types in _TABLES.items():
             frame: pd.DataFrame = getattr(kept, table)
             frame[list(types)].to_csv(path / f"{table}.csv", index=False, lineterminator="\n")
+        if kept.callers:
+            lines = pd.DataFrame([(*place, " ".join(callers)) for place, callers in kept.callers.items()])
+            lines.to_csv(path / _CALLERS, index=False, header=[*CALLED, "callers"], lineterminator="\n")
         env = json.dumps({"from": kept.name, "env": kept.env}, indent=2, sort_keys=True)
         (path / MARK).write_text(env + "\n", encoding="utf-8")
     except OSError as problem:
@@ -82,7 +87,11 @@ def _read(path: Path, name: str) -> Snapshot:
     if not isinstance(env, dict):
         raise RunFolderError(f"{path / MARK}: needs the object `env`; write the baseline again with --save-baseline")
     cases, events, times, memory = (_table(path / f"{table}.csv", types) for table, types in _TABLES.items())
-    return Snapshot(name=name, env=env, cases=cases, events=events, times=times, memory=memory)
+    callers = {}
+    if (path / _CALLERS).is_file():
+        lines = _table(path / _CALLERS, dict.fromkeys((*CALLED, "callers"), "str"))
+        callers = {tuple(place): tuple(found.split()) for *place, found in lines.itertuples(index=False, name=None)}
+    return Snapshot(name=name, env=env, cases=cases, events=events, times=times, memory=memory, callers=callers)
 
 
 def _table(path: Path, types: Mapping[str, str]) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from harness.errors import RequestError
 from reports.comparing.differences import differences, totals
 from reports.comparing.intervals import phase_times
 from reports.comparing.limits import EXACT, Limit, breaches
-from reports.comparing.snapshot import Snapshot
+from reports.comparing.snapshot import CALLED, Snapshot
 from reports.stored.frames import in_order
 
 __all__ = ["Comparison", "compare"]
@@ -36,6 +36,7 @@ class Comparison:
     memory    case, saved_bytes, new_saved_bytes: of the fullest rank
     notes     what must be known before the numbers: other cases, versions or machines
     breaches  one sentence for every broken limit; empty when all hold
+    lines     of a recorded program: where it issues what is new or changed, a sentence an event
     """
 
     base: str
@@ -47,6 +48,7 @@ class Comparison:
     asked: tuple[Limit, ...]
     notes: tuple[str, ...]
     breaches: tuple[str, ...]
+    lines: tuple[str, ...] = ()
 
 
 def compare(base: Snapshot, new: Snapshot, asked: Sequence[Limit] = EXACT) -> Comparison:
@@ -79,7 +81,18 @@ def compare(base: Snapshot, new: Snapshot, asked: Sequence[Limit] = EXACT) -> Co
             *(f"case {case}: is in {base.name} and not in {new.name}" for case in lost),
             *breaches(asked, events, _busiest(by_rank, ["case"]), memory, times),
         ),
+        lines=tuple(_lines(base, new, events)),
     )
+
+
+def _lines(base: Snapshot, new: Snapshot, events: pd.DataFrame) -> Iterator[str]:
+    """The lines of the program behind new and changed events: those that issued no such call in the base, if any."""
+    for event in events[events["kind"] != "gone"].to_dict("records") if new.callers else ():
+        place = tuple(str(event[name]) for name in CALLED)
+        found, before = new.callers.get(place, ()), set(base.callers.get(place, ()))
+        if at := [line for line in found if line not in before] or found:
+            where = f" in {event['region']}" if event["region"] else ""
+            yield f"{event['kind']}: {event['phase']} {event['op']} over {event['axis']}{where}, at {', '.join(at[:3])}"
 
 
 def _pairs(base: pd.DataFrame, new: pd.DataFrame) -> dict[str, str]:

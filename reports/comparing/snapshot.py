@@ -8,19 +8,33 @@ the multisets of events are. Times are microseconds, means over ranks, one row f
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 
 from reports.stored.frames import Run
+from reports.stored.parts import recorded
 
-__all__ = ["EVENT_TYPES", "MEMORY_TYPES", "TIME_TYPES", "WHAT", "Snapshot", "members", "snapshot", "span"]
+__all__ = [
+    "CALLED",
+    "EVENT_TYPES",
+    "MEMORY_TYPES",
+    "TIME_TYPES",
+    "WHAT",
+    "Snapshot",
+    "called_from",
+    "members",
+    "snapshot",
+    "span",
+]
 
 _PLACE = ("case", "mode", "phase", "region", "op")
 WHAT = ("axis", "group_size", "reduce_op", "dtype", "shape", "payload_bytes", "is_async")
 """What an event at a place is; one that differs in any of these is another event."""
+CALLED = ("phase", "region", "op", "axis")
+"""What the lines of a recorded program are kept by."""
 _CELLS = ("step", "microbatch", "rank")
 _TEXT = (*_PLACE, "axis", "reduce_op", "dtype", "shape", "ranks", "steps", "microbatches")
 _EVENT_COLUMNS = (*_PLACE, *WHAT, "calls", "ranks", "steps", "microbatches")
@@ -45,6 +59,7 @@ class Snapshot:
     times    case, mode, phase, region, step, microbatch, elapsed_us (from the end of the rank's call before to the end
              of this one), in_calls_us (inside the calls)
     memory   case, rank, saved_bytes
+    callers  of a recorded program: (phase, region, op, axis) -> the lines that issue such calls; else empty
     """
 
     name: str
@@ -54,6 +69,7 @@ class Snapshot:
     memory: pd.DataFrame
     env: dict[str, Any]
     notes: tuple[str, ...] = ()
+    callers: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
 
 
 def snapshot(run: Run, name: str = "") -> Snapshot:
@@ -68,7 +84,18 @@ def snapshot(run: Run, name: str = "") -> Snapshot:
         memory=run.memory.astype(MEMORY_TYPES),
         env=run.env,
         notes=run.notes,
+        callers=called_from(run.ledger) if recorded(run.path) else {},
     )
+
+
+def called_from(ledger: pd.DataFrame) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """(phase, region, op, axis) -> the lines of the program that issue such calls, in alphabetical order."""
+    columns = [*CALLED, "caller"]
+    rows = ledger[columns].astype("str").drop_duplicates().sort_values(columns)
+    found: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for *place, caller in rows.itertuples(index=False, name=None):
+        found[tuple(place)] += [caller] if caller else []
+    return {place: tuple(callers) for place, callers in found.items()}
 
 
 def counted(ledger: pd.DataFrame) -> pd.DataFrame:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +20,8 @@ from reports.comparing.snapshot import snapshot
 from reports.pages import page
 from reports.programs import figures
 from reports.stored.frames import Run, load
-from tests.harness.programs.launched import ranks_of
+from tests import ROOT
+from tests.harness.programs.launched import LIMIT_S, environment, ranks_of
 
 SCRIPT = Path(__file__).with_name("training.py")
 
@@ -86,12 +91,31 @@ def test_the_reports_take_the_folder(recorded: tuple[Run, str]) -> None:
     assert any("issue the same calls" in line for line in figures.findings(run))
 
 
-def test_a_call_more_breaks_the_gate_and_is_named_with_its_line(folder: Path, recorded: tuple[Run, str]) -> None:
-    ranks_of(folder, "training.py", "3", "extra", record=["--steps", "0:3"])
-    found = compare(snapshot(recorded[0], "base"), snapshot(load(folder / "runs" / "latest"), "new"))
-    assert found.breaches
-    assert set(found.events["op"]) == {"all_reduce"}
-    assert set(found.events["region"]) == {"0", "1"}
+def test_the_gate_of_the_page_in_an_empty_repository_names_an_added_call(tmp_path: Path) -> None:
+    """The commands of docs/record.md as they stand, and the training script of a repository that has nothing else."""
+    page = (ROOT / "docs" / "record.md").read_text().partition("## A gate")[2]
+    first, second = (
+        [line.strip() for line in part.split("\n") if line.startswith("    ")] for part in page.split("and in CI")
+    )
+    script = SCRIPT.read_text().replace("int(sys.argv[1])", "4")
+    (tmp_path / "train.py").write_text(script)
+
+    def ran(command: str) -> subprocess.CompletedProcess[str]:
+        tools = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        words = command.replace("shardproof", f"{sys.executable} -m shardproof", 1)
+        return subprocess.run(
+            shlex.split(words), cwd=tmp_path, env=environment(tmp_path, **tools), capture_output=True, text=True,
+            timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+
+    assert [ran(command).returncode for command in first] == [0, 0]
+    lines = script.replace('if "extra" in sys.argv:', "if True:")
+    (tmp_path / "train.py").write_text(lines)
+    recorded, compared = (ran(command) for command in second)
+    assert (recorded.returncode, compared.returncode) == (0, 1), compared.stderr
+    line = 1 + lines.splitlines().index("            dist.all_reduce(x.detach().sum())")
+    for layer in ("0", "1"):
+        assert f"new: forward all_reduce over world in {layer}, at train.py:{line}" in compared.stdout
 
 
 def test_a_killed_rank_leaves_what_it_did(folder: Path) -> None:

@@ -1,0 +1,139 @@
+"""A recorded program starts as Python would start it; ranks of a launch share one folder; wrong words are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from harness.errors import RequestError
+from harness.programs.session import Options, Session, shared_session, silence_of, steps_of, tools_of
+from tests.harness.programs.launched import environment
+
+OPTIONS: Options = {"steps": None, "profile": (), "silence_s": 60.0}
+TELLS = """
+import json, os, sys
+print(json.dumps([sys.argv, __name__, __file__, __package__, sys.path[0], sys.flags.utf8_mode, __spec__ is None,
+                  [path for path in sys.path if "hook" in path]]))
+print("on stderr", file=sys.stderr)
+if "raise" in sys.argv:
+    raise ValueError("the program's own")
+sys.exit(7)
+"""
+
+
+def ran(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, cwd=folder, env=environment(folder, **more), capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def record(*words: str) -> list[str]:
+    return [sys.executable, "-X", "utf8", "-m", "shardproof.record", *words]
+
+
+def announced(folder: Path) -> str:
+    """The line in which a recording begins."""
+    return f"shardproof: recording into runs/{os.readlink(folder / 'runs' / 'latest')}\n"
+
+
+@pytest.mark.parametrize("program", [["own.py"], ["-m", "own"]])
+@pytest.mark.parametrize("words", [["--x", "a b", ""], ["raise"]])
+def test_arguments_main_exit_code_and_output_are_those_of_python(
+    tmp_path: Path, program: list[str], words: list[str]
+) -> None:
+    (tmp_path / "own.py").write_text(TELLS)
+    plain = ran(tmp_path, sys.executable, "-X", "utf8", *program, *words)
+    recorded = ran(tmp_path, *record(*program, *words))
+    assert recorded.returncode == plain.returncode == (1 if "raise" in words else 7)
+    assert recorded.stdout == plain.stdout
+    assert recorded.stderr == announced(tmp_path) + plain.stderr
+
+
+def test_a_whole_command_and_the_programs_own_sitecustomize(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import sys; print(sys.modules['sitecustomize'].__file__, sys.argv)")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("print('own sitecustomize')")
+    path = {"PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{environment(tmp_path)['PYTHONPATH']}"}
+    command = ["sh", "-c", f"{sys.executable} own.py 'a b'"]
+    plain = ran(tmp_path, *command, **path)
+    recorded = ran(tmp_path, sys.executable, "-m", "shardproof", "record", "--", *command, **path)
+    assert "own sitecustomize" in plain.stdout
+    once_more = "own sitecustomize\n"  # in the process of `shardproof record` itself
+    assert (recorded.returncode, recorded.stdout) == (plain.returncode, once_more + plain.stdout)
+    assert recorded.stderr == announced(tmp_path)
+
+
+def test_nsys_wraps_the_whole_command(tmp_path: Path) -> None:
+    tool = tmp_path / "nsys"
+    tool.write_text('#!/bin/sh\necho "$@"\n')
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    ended = ran(tmp_path, *[sys.executable, "-m", "shardproof"], "record", "--profile", "nsys", "--", "sh", "x", **path)
+    assert ended.returncode == 0
+    assert ended.stdout.startswith("profile --trace=")
+    assert ended.stdout.endswith(f"/{os.readlink(tmp_path / 'runs' / 'latest')}/traces/nsys sh x\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "3:2", "x.py"], "steps=3:2: holds no step, for END is not included; legal: --steps 10:20"),
+        (["--steps", "3", "x.py"], "steps=3: must be FIRST:END"),
+        (["--profile", "torch", "x.py"], "profile=torch: the torch profiler keeps what it sees in memory"),
+        (["--profile", "nsys", "x.py"], "legal: shardproof record --profile nsys -- torchrun"),
+        (["--profile", "perf", "x.py"], "profile=perf: is not a profiler; legal: torch,nsys"),
+        (["--silence", "0", "x.py"], "silence=0: must be seconds, at least 1; legal: --silence 60"),
+        ([], "program: is missing; legal: python -m shardproof.record train.py"),
+    ],
+)
+def test_wrong_words_are_one_line(tmp_path: Path, words: Sequence[str], message: str) -> None:
+    ended = ran(tmp_path, *record(*words))
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_command_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    ended = ran(tmp_path, sys.executable, "-m", "shardproof", "record", "--", "no-such-command")
+    assert (ended.returncode, (tmp_path / "runs").exists()) == (2, False)
+    assert ended.stderr.startswith("shardproof record: command=no-such-command: is not on PATH; legal: torchrun")
+
+
+def test_ranks_of_a_launch_share_a_folder_and_later_launches_have_their_own(tmp_path: Path) -> None:
+    out = str(tmp_path)
+    launch = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    first, made = shared_session(out, "train", ["train.py"], launch, OPTIONS)
+    second, again = shared_session(out, "train", ["train.py"], {**launch, "RANK": "1"}, OPTIONS)
+    assert (made, again) == (True, False)
+    assert first == second == Session.of(first.text)
+    others = [
+        shared_session(out, "train", ["train.py"], words, OPTIONS)[0].folder
+        for words in ({**launch, "MASTER_PORT": "2"}, {**launch, "TORCHELASTIC_RESTART_COUNT": "1"}, {}, {})
+    ]
+    assert len({first.folder, *others}) == 5
+    tickets = [path for path in (tmp_path / ".sessions").iterdir() if not path.suffix]
+    ticket = next(path for path in tickets if path.read_text() == first.text)
+    os.utime(ticket, (1.0, 1.0))  # a launch of long ago with the same port and name
+    assert shared_session(out, "train", ["train.py"], launch, OPTIONS)[1]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError, match="out=.*: the run folder cannot be written"):
+        shared_session(str(tmp_path / "file"), "train", [], {}, OPTIONS)
+
+
+def test_options_are_read() -> None:
+    assert (steps_of(None), steps_of("10:20"), silence_of("1.5")) == (None, (10, 20), 1.5)
+    assert tools_of("torch,nsys,torch", (1, 2)) == ("torch", "nsys")
+    session = Session(folder="f", steps=(2, 4), profile=(), silence_s=1, origin_s=0, boot="b", command=("x",))
+    assert [step for step in range(6) if session.covers(step)] == [2, 3]
+    assert json.loads(session.text)["steps"] == [2, 4]
