@@ -59,7 +59,7 @@ def _training() -> Callable[[], None]:
 
 
 def main(pairs: int) -> None:
-    """Print the seconds of both kinds of step as JSON."""
+    """Print the seconds of both kinds of step as JSON. Raises RuntimeError when the calls were not recorded."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
