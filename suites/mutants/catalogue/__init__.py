@@ -6,6 +6,7 @@ A family is a file that is read in one sitting; names are unique over all of the
 from __future__ import annotations
 
 from suites.mutants.catalogue.boundaries import BOUNDARIES
+from suites.mutants.catalogue.context import CONTEXT
 from suites.mutants.catalogue.data_and_positions import DATA_AND_POSITIONS
 from suites.mutants.catalogue.data_parallel import DATA_PARALLEL
 from suites.mutants.catalogue.exposed import EXPOSED
@@ -39,7 +40,7 @@ FAMILIES: dict[str, tuple[Mutant, ...]] = {
     "groups": GROUPS,
     "vocabulary_and_loss": VOCABULARY_AND_LOSS,
     "overlap_and_buffers": (*OVERLAP_AND_BUFFERS, *EXPOSED),
-    "data_and_positions": DATA_AND_POSITIONS,
+    "data_and_positions": (*DATA_AND_POSITIONS, *CONTEXT),
     "shared_data": SHARED_DATA,
     "optimizer_and_loop": OPTIMIZER_AND_LOOP,
     "steps_and_counts": STEPS_AND_COUNTS,

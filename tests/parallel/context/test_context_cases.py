@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
 from harness.checking.evidence import PASS
+from harness.engines.threads.inproc import InprocEngine
+from harness.merging import merge
+from harness.running.execution import execute
 from harness.running.proof import CaseResult
 from parallel.subject import subject
 from reference.case import Case
@@ -67,3 +71,31 @@ def test_in_every_form(prover: Prover, request: pytest.FixtureRequest, words: st
     if request.config.getoption("hypothesis_profile", None) != "deep":
         pytest.skip("minutes of CPU time in all: --hypothesis-profile deep")
     proved(prover, words)
+
+
+GROUPINGS = ((1, 4, 4), (2, 4, 2), (4, 2, 1))
+"""dp, cp and micro of the same global batch; 8 ranks at most."""
+
+
+def _outcome(dp: int, cp: int, micro: int) -> dict[str, Tensor]:
+    case = Case.parse(
+        f"{SIZES} tp=1 dp={dp} cp={cp} micro={micro} steps=2 seq=16 {PACKED} delivery=local label_smoothing=0.1"
+    )
+    with InprocEngine() as engine:
+        run = execute(case, subject, engine, text="", record=False)
+    return {name: value for name, value in merge(run.outcomes).tensors.items() if not name.startswith("act")}
+
+
+def test_one_global_batch_is_one_step_however_it_is_grouped() -> None:
+    """Over data ranks, context ranks and micro-batches, with another number of valid tokens in each of them."""
+    alone = _outcome(1, 1, 4)
+    assert {"loss/1", "tokens/1", "grad_norm/1", "logits/1"} <= alone.keys()
+    for grouping in GROUPINGS:
+        found = _outcome(*grouping)
+        assert found.keys() == alone.keys()
+        far = {
+            name: float((value - alone[name]).abs().max() / alone[name].abs().max().clamp(min=1e-9))
+            for name, value in found.items()
+            if "logits" not in name  # their rows are numbered by data rank
+        }
+        assert max(far.values()) < 1e-10, (grouping, max(far, key=far.__getitem__))
