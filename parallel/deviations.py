@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from parallel import pairs
 from parallel.collectives import Pending, all_gather, all_reduce, reduce_scatter, start_all_gather, start_reduce_scatter
-from parallel.linear import Region
+from parallel.layers.linear import Region
+from parallel.layers.norm import wide
 from parallel.mesh import Axis
-from parallel.norm import wide
-from parallel.weight_tables import WeightEmbedding
+from parallel.weights.tables import WeightEmbedding
 
 __all__ = ["FlatRegion", "ScrambledEmbedding", "smoothed_by_parts"]
 

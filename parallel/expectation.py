@@ -139,7 +139,7 @@ def delivery_terms(case: Case) -> Iterator[Term]:
 
 
 def loss_terms(case: Case, *, axis: str = "tp") -> Iterator[Term]:
-    """Vocabulary-parallel cross entropy: MAX, then one SUM a term or one SUM of all terms (see `parallel.loss`)."""
+    """Vocabulary-parallel cross entropy: MAX, then one SUM a term or one SUM of all (see `parallel.layers.loss`)."""
     dtype = loss_dtype(case)
     one = case.slice_tokens * ITEM_BYTES[dtype]
     terms = 3 if case.label_smoothing else 2

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from parallel import gradients as sync
 from parallel.batch import deliver
+from parallel.layers.loss import counted
+from parallel.layers.norm import wide
 from parallel.layout import Box, rows
-from parallel.loss import counted
-from parallel.norm import wide
 from parallel.strategy import Rank, Step
 from reference.case import Case
 from reference.model.parameters import dtype_of

@@ -14,15 +14,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from parallel.attention import Exchange, MaskedCore, core_attention, direct
 from parallel.batch import Delivered
 from parallel.expectation import Term, Terms
+from parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
+from parallel.layers.metric import Metric
 from parallel.layout import Box, Placement, pieces
 from parallel.mesh import Mesh
-from parallel.metric import Metric
 from reference.case import Case
 
-__all__ = ["LossScale", "Parts", "Rank", "Step", "Strategy", "Value"]
+__all__ = ["LossScaler", "Parts", "Rank", "Step", "Strategy", "Value"]
 
 Value = Tensor | tuple[Box, ...]
 """One value of an outcome: a full tensor, or the boxes that this rank holds of it."""
@@ -102,7 +102,7 @@ class Strategy:
         return x_BS.transpose(0, 1) if self.sequence_dim == 0 else x_BS
 
 
-class LossScale(Protocol):
+class LossScaler(Protocol):
     """The factor of a rank's gradients while they are computed; `value` is that of the coming step."""
 
     @property
@@ -138,7 +138,7 @@ class Step:
     norm: Callable[[Rank], Tensor]
     optimizer: Callable[[Rank], torch.optim.Optimizer]
     afterwards: Callable[[Rank], None]
-    loss_scale: LossScale | None = None
+    loss_scale: LossScaler | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from parallel.expectation import Term
+from parallel.layers.metric import metric_terms
 from parallel.layout import Box, pieces, rows
 from parallel.mesh import Mesh, coordinates
-from parallel.metric import metric_terms
 from parallel.registry import MODES, strategy_of
 from parallel.strategy import Value
 from parallel.training import train

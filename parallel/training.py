@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from parallel import gradients as sync
+from parallel.layers.metric import Metric
+from parallel.layers.norm import wide
 from parallel.layout import Box, shard
 from parallel.mesh import Mesh
-from parallel.metric import Metric
-from parallel.norm import wide
 from parallel.step import PLAIN
 from parallel.strategy import Rank, Strategy, Value
 from parallel.transformer import Transformer

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel.attention import Attention, Heads, rotary_table
 from parallel.batch import Delivered
-from parallel.mlp import Mlp
-from parallel.norm import Norm
-from parallel.roles import attention_linears, head_norms, mlp_linears
+from parallel.layers.attention import Attention, HeadShape, rotary_table
+from parallel.layers.mlp import Mlp
+from parallel.layers.norm import Norm
+from parallel.layers.roles import attention_linears, head_norms, mlp_linears
 from parallel.strategy import Parts, Strategy
 from reference.case import Case
 from reference.model.parameters import dtype_of
@@ -75,7 +75,7 @@ class Transformer(nn.Module):
 
 def _layer(case: Case, strategy: Strategy, parts: Parts, device: torch.device, index: int) -> Layer:
     name = f"layers.{index}"
-    heads = Heads(
+    heads = HeadShape(
         group=case.heads // case.kv_heads,
         dim=case.head_dim,
         sequence_dim=strategy.sequence_dim,

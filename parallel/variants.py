@@ -23,18 +23,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallel import autotp
 from parallel.deviations import FlatRegion, ScrambledEmbedding, smoothed_by_parts
-from parallel.embedding import Head
+from parallel.layers.embedding import Head
+from parallel.layers.linear import ColumnLinear, RowLinear
+from parallel.layers.loss import vocabulary_cross_entropy
 from parallel.layout import Placement
-from parallel.linear import ColumnLinear, RowLinear
-from parallel.loss import vocabulary_cross_entropy
 from parallel.mesh import Mesh
+from parallel.schemes import autotp
 from parallel.slicing.deviations import DEVIATIONS
 from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
 from parallel.slicing.held import Held
 from parallel.strategy import Parts, Strategy
-from parallel.weight_tables import WeightEmbedding
+from parallel.weights.tables import WeightEmbedding
 from reference.case import Case
 
 __all__ = ["DEVIATING", "deviating"]

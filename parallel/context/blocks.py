@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.norm import wide
+from parallel.layers.norm import wide
 
 __all__ = ["Partial", "attend", "gradients", "merged", "over_all_keys"]
 

@@ -26,8 +26,8 @@ from parallel.context.blocks import over_all_keys
 from parallel.context.ring import ring_attention, ring_transfers
 from parallel.context.slices import Slices
 from parallel.context.transfers import Transfer
+from parallel.layers.ulysses import by_all_to_all
 from parallel.mesh import Axis
-from parallel.ulysses import by_all_to_all
 
 __all__ = ["exchanged_attention", "exchanged_transfers", "nested_attention", "nested_transfers"]
 

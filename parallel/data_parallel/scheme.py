@@ -17,7 +17,7 @@ from parallel.data_parallel.scaling import LossScaling
 from parallel.data_parallel.terms import data_parallel_terms, once_a_step
 from parallel.data_parallel.words import sharing_axes
 from parallel.expectation import Term
-from parallel.norm import wide
+from parallel.layers.norm import wide
 from parallel.step import over_weights
 from parallel.strategy import Rank, Step, Strategy
 from reference.case import Case

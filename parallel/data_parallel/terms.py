@@ -24,9 +24,9 @@ from parallel.data_parallel.buckets import Bucket, bucketed
 from parallel.data_parallel.rows import Unit, padded_rows
 from parallel.data_parallel.words import REPLICAS, gradient_dtype, shard_axis, sharing_axes, unit_of
 from parallel.expectation import ITEM_BYTES, Term, Terms, loss_dtype, per_micro, per_step
+from parallel.layers.roles import attention_linears, head_norms, mlp_linears
 from parallel.layout import local_shape
 from parallel.mesh import axis_size, coordinates
-from parallel.roles import attention_linears, head_norms, mlp_linears
 from parallel.strategy import Strategy
 from reference.case import Case
 

@@ -7,12 +7,12 @@ from fractions import Fraction
 
 from parallel.schedules.orders import orders
 from parallel.schedules.pipeline import Kind, Pipeline
-from parallel.schedules.timing import Span, Times, bubble, bubble_stated, timeline
+from parallel.schedules.timing import ComputeTimes, Span, bubble, bubble_stated, timeline
 
 __all__ = ["picture"]
 
 
-def picture(pipeline: Pipeline, times: Times | None = None) -> str:
+def picture(pipeline: Pipeline, times: ComputeTimes | None = None) -> str:
     """The timeline of all ranks with its bubble; `F3` is the forward of micro-batch 3, `.` is waiting.
 
     A chunk but the first is marked by its number (`F3'1`). The column is the shortest computation.

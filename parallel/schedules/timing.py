@@ -12,11 +12,11 @@ from fractions import Fraction
 from parallel.schedules.pipeline import Action, Kind, Pipeline
 from reference.errors import CaseError
 
-__all__ = ["Span", "Times", "bubble", "bubble_stated", "duration_stated", "idle_inside", "timeline"]
+__all__ = ["Span", "ComputeTimes", "bubble", "bubble_stated", "duration_stated", "idle_inside", "timeline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
+class ComputeTimes:
     """What one micro-batch takes on all chunks of a rank: forward, input gradient, weight gradient.
 
     Raises CaseError when a time is not positive (only the weight gradient may take no time).
@@ -54,13 +54,13 @@ class Span:
 
 
 def timeline(
-    pipeline: Pipeline, made: Sequence[Sequence[Action]], times: Times | None = None
+    pipeline: Pipeline, made: Sequence[Sequence[Action]], times: ComputeTimes | None = None
 ) -> tuple[tuple[Span, ...], ...]:
     """Spans of all ranks when each computation of `made` starts as soon as its rank and its inputs allow.
 
     Raises ValueError when the orders wait for each other forever.
     """
-    times = times or Times()
+    times = times or ComputeTimes()
     lasts = {kind: times.of(pipeline, kind) for kind in (Kind.F, Kind.B, Kind.W)}
     ends: dict[Action, Fraction] = {}
     spans: list[list[Span]] = [[] for _ in made]
@@ -94,7 +94,7 @@ def idle_inside(own: Sequence[Span]) -> Fraction:
     return own[-1].end - own[0].start - sum((span.end - span.start for span in own), Fraction(0))
 
 
-def duration_stated(pipeline: Pipeline, times: Times | None = None) -> Fraction | None:
+def duration_stated(pipeline: Pipeline, times: ComputeTimes | None = None) -> Fraction | None:
     """Closed form of the time of one step of training; None where no closed form is known.
 
     GPipe, 1F1B: (micro+pp-1)(F+I+W), arXiv:2104.04473 section 2.2.1. Interleaved, group=pp and micro a multiple of pp:
@@ -103,7 +103,7 @@ def duration_stated(pipeline: Pipeline, times: Times | None = None) -> Fraction 
     2pp-1 micro-batches: no rank ever waits once it has begun (section 6), and rank pp-1 begins
     (pp-1)F/2 after rank 0.
     """
-    times = times or Times()
+    times = times or ComputeTimes()
     pp, micro, work = pipeline.pp, pipeline.micro, pipeline.micro * times.all
     match pipeline.schedule:
         case "gpipe" | "1f1b":
@@ -118,8 +118,8 @@ def duration_stated(pipeline: Pipeline, times: Times | None = None) -> Fraction 
             return None
 
 
-def bubble_stated(pipeline: Pipeline, times: Times | None = None) -> Fraction | None:
+def bubble_stated(pipeline: Pipeline, times: ComputeTimes | None = None) -> Fraction | None:
     """Closed form of `bubble`; None where no closed form is known. GPipe, 1F1B: (pp-1)/(micro+pp-1)."""
-    times = times or Times()
+    times = times or ComputeTimes()
     whole = duration_stated(pipeline, times)
     return None if whole is None else 1 - pipeline.micro * times.all / whole

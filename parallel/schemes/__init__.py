@@ -12,6 +12,6 @@ How to read a table (tests parse it and hold it against the closed form and agai
 
 Under recompute=full the forward calls of `layers.*` are issued once more in phase recompute. A group of one rank is
 bypassed. The broadcasts of the data and the calls of the metric are the same in all modes: see `parallel.batch` and
-`parallel.metric`. The table of `isp`, which has two axes and shares gathers between recompute and backward, has a
-column for each and its own bytes, stated below it.
+`parallel.layers.metric`. The table of `isp`, which has two axes and shares gathers between recompute and
+backward, has a column for each and its own bytes, stated below it.
 """

@@ -20,15 +20,33 @@ Bytes of: v the logits; U the logits with every rank's part as wide as the wides
 whole and issues nothing, nor does a tied head that is gathered: it is whole too. The loss is the plain one of whole
 logits. Gradients of q/k norms are sums over this rank's heads, added up once a step (DeepSpeed: in every micro-batch).
 Forward under head=sum is DeepSpeed's inference; head=gather is its training.
-Source: DeepSpeed 0.19.8 `module_inject/auto_tp.py`, `layers.py`, `tp_shard.py` (modes.md 8.2, experts.md 27).
+
+A rank holds whole kv heads with their query heads (`parallel.slicing`), the first ranks one more; inner features of the
+MLP nearly evenly, of OPT in proportion to the heads where they divide them. Embeddings, norms and row biases are whole.
+
+    head     | tied  | the head holds                 | logits
+    gather   | false | its tokens' rows [V_i, D]      | gathered, the smaller parts padded
+    gather   | true  | nothing: the whole token table | whole, no call
+    sum      | false | its columns [V, D_i]           | summed
+    sum      | true  | nothing: its columns of it     | summed; in backward the table's gradient too
+
+Source: DeepSpeed 0.19.8 `module_inject/auto_tp.py`, `tp_shard.py`, `layers.py` LinearLayer, LinearAllreduce,
+LmHeadLinearAllreduce (head=sum, inference), LinearAllreduceWithReplicatedInput (its training); modes.md 8.2, experts.md
+27. A tied head that is gathered stays whole there as well; a tied one that is summed is trained there with an embedding
+cut along hidden, and served with a whole one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from functools import partial
 
-from parallel import autotp, tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parallel import pairs
 from parallel.expectation import (
     ITEM_BYTES,
     Term,
@@ -37,12 +55,160 @@ from parallel.expectation import (
     per_micro,
     step_terms,
 )
-from parallel.roles import column_linears, row_linears
-from parallel.slicing.held import widths
-from parallel.strategy import Strategy
+from parallel.layers.embedding import WholeEmbedding
+from parallel.layers.linear import Region, column_linear
+from parallel.layers.loss import vocabulary_cross_entropy
+from parallel.layers.roles import column_linears, is_column, is_row, row_linears
+from parallel.layout import Cut, Placement, local_shape
+from parallel.mesh import Axis, Mesh
+from parallel.schemes import tensor
+from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
+from parallel.slicing.held import Held, beside, in_turn, widths
+from parallel.slicing.sizes import shard_sizes
+from parallel.strategy import Parts, Strategy
 from reference.case import Case
+from reference.model.parameters import dtype_of, shapes
 
-__all__ = ["AUTOTP"]
+__all__ = ["AUTOTP", "activation", "attention_heads", "head_held", "parts", "placements"]
+
+
+def placements(case: Case) -> dict[str, Placement]:
+    """How every parameter lies on the axis tp."""
+    return {name: _placement(case, name, shape) for name, shape in shapes(case).items()}
+
+
+def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
+    module, _, leaf = name.rpartition(".")
+    if module == "head":
+        return Placement(shape=shape, cuts=(_cut(head_held(case), dim=0 if case.head == "gather" else 1),))
+    if is_column(module):
+        return Placement(shape=shape, cuts=(_cut(_held(case, module)),))
+    if is_row(module) and leaf == "weight":
+        return Placement(shape=shape, cuts=(_cut(_held(case, module), dim=1),))
+    return Placement(shape=shape)
+
+
+def _cut(held: Held, *, dim: int = 0) -> Cut:
+    return Cut(axis="tp", dim=dim, held=held)
+
+
+def attention_heads(case: Case) -> Heads:
+    """The heads of a case's attention."""
+    return Heads(query=case.heads, kv=case.kv_heads, size=case.head_dim)
+
+
+def _held(case: Case, module: str) -> Held:
+    """What the ranks hold of a column linear's output features, or of a row linear's input features."""
+    heads = attention_heads(case)
+    match module.rpartition(".")[2]:
+        case "wqkv":
+            return fused_rows(heads, case.tp, "groups")
+        case "wq" | "wo":
+            return query_rows(heads, case.tp)
+        case "wk" | "wv":
+            return kv_rows(heads, case.tp)
+        case "w13":
+            return beside(in_turn(_inner(case)), in_turn(_inner(case), first=case.ffn))
+    return in_turn(_inner(case))
+
+
+def _inner(case: Case) -> tuple[int, ...]:
+    """The MLP's inner features of every rank: by the name that the linear has in this family."""
+    name = "fc1" if case.family == "opt" else "mlp.up_proj"
+    return shard_sizes(case.ffn, case.tp, kv_heads=case.kv_heads, name=name)
+
+
+def head_held(case: Case) -> Held:
+    """What the ranks hold of the head's tokens (head=gather) or of its input features (head=sum)."""
+    return in_turn(shard_sizes(case.vocab if case.head == "gather" else case.hidden, case.tp, name="lm_head"))
+
+
+def activation(case: Case, module: str) -> Placement | None:
+    """How a module's output [rows of a data rank, seq, width] lies on the axis tp; None for a module unknown here."""
+    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    leaf = module.rpartition(".")[2]
+    if module == "head":
+        return Placement(shape=(rows, length, case.vocab))
+    if is_column(module):
+        width = shapes(case)[f"{module}.weight"][0]
+        return Placement(shape=(rows, length, width), cuts=(_cut(_held(case, module), dim=2),))
+    if leaf in ("q_norm", "k_norm"):
+        held = _held(case, "wq" if leaf == "q_norm" else "wk")
+        return Placement(shape=(rows, length, sum(widths(held))), cuts=(_cut(held, dim=2),))
+    return tensor.activation(case, module, sequence_split=False)
+
+
+def parts(
+    case: Case,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    sequence_dim: int,
+    placed: Callable[[Case], dict[str, Placement]] = placements,
+) -> Parts:
+    """The strategy of the mode on one rank; another `placed` than `placements` is a variant's."""
+    places, dtype = placed(case), dtype_of(case)
+    shared = tensor.parts(case, mesh, device, sequence_dim=sequence_dim, sequence_split=False, places=places)
+    axis = mesh.axis("tp")
+    region = Region(axis=axis, overlap=case.overlap)
+
+    def embedding() -> nn.Module:
+        positions = places.get("embedding.positions.weight")
+        return WholeEmbedding(
+            places["embedding.tokens.weight"].shape,
+            None if positions is None else positions.shape,
+            region,
+            sequence_dim=sequence_dim,
+            dtype=dtype,
+            device=device,
+        )
+
+    def head() -> nn.Module:
+        shape = None
+        if not case.tied:
+            shape = local_shape(places["head.weight"], mesh.coordinates)
+        kind = GatheredHead if case.head == "gather" else SummedHead
+        return kind(shape, region, head_held(case), dtype=dtype, device=device)
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        alone = Axis(name="", ranks=(mesh.rank,), rank=0, group=None)  # logits are whole: the plain loss
+        return vocabulary_cross_entropy(logits, labels, alone, vocab=case.vocab, smoothing=case.label_smoothing)
+
+    return dataclasses.replace(shared, embedding=embedding, head=head, loss=loss)
+
+
+class _Head(nn.Module):
+    """What both forms hold: this rank's weight, or none when it is tied to the whole token table."""
+
+    def __init__(
+        self, shape: tuple[int, ...] | None, region: Region, held: Held, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.region, self.held = region, held
+        self.weight = None if shape is None else nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+class GatheredHead(_Head):
+    """Logits of this rank's tokens, gathered; a column linear. Tied: all logits, from the whole table on every rank."""
+
+    def forward(self, x: Tensor, tied_weight: Tensor) -> Tensor:
+        """Hidden states [.., .., D] -> logits [.., .., V] on every rank; `tied_weight` [V, D] when it has no own."""
+        if self.weight is None:
+            return functional.linear(x, tied_weight)
+        logits = column_linear(x, self.weight, None, self.region)
+        return pairs.gather_parts(logits, self.region.axis, widths(self.held))
+
+
+class SummedHead(_Head):
+    """Partial logits of this rank's input features, summed; a row linear whose input is whole."""
+
+    def forward(self, x: Tensor, tied_weight: Tensor) -> Tensor:
+        """Hidden states [.., .., D] -> logits [.., .., V] on every rank; `tied_weight` [V, D] when it has no own."""
+        axis = self.region.axis
+        own = self.held[axis.rank]
+        weight = pairs.own_part(tied_weight, axis, own) if self.weight is None else self.weight
+        return pairs.reduce_from(functional.linear(pairs.own_part(x, axis, own), weight), axis)
+
 
 _SEQUENCE_DIM = 1
 
@@ -68,7 +234,7 @@ def _head_terms(case: Case) -> Iterator[Term]:
         if case.tied:
             yield from per_micro(case, "backward", "head", "all_reduce", case.vocab * case.hidden * item)
     elif not case.tied:
-        widest = max(widths(autotp.head_held(case)))
+        widest = max(widths(head_held(case)))
         yield from per_micro(case, "forward", "head", "all_gather", case.tokens * case.tp * widest * item)
         yield from activation_terms(case, "backward", "head", "all_reduce", hidden=case.overlap)
 
@@ -80,10 +246,10 @@ def _partial(case: Case, name: str) -> bool:
 AUTOTP = Strategy(
     name="autotp",
     sequence_dim=_SEQUENCE_DIM,
-    placements=autotp.placements,
-    activation=autotp.activation,
+    placements=placements,
+    activation=activation,
     partial=_partial,
-    parts=partial(autotp.parts, sequence_dim=_SEQUENCE_DIM),
+    parts=partial(parts, sequence_dim=_SEQUENCE_DIM),
     expected=_expected,
-    once=step_terms(autotp.placements, _partial),
+    once=step_terms(placements, _partial),
 )

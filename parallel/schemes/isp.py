@@ -29,8 +29,8 @@ whole activation; KV = B*S*2*max(kv_heads, p)*head_dim numbers; V the padded log
 token in the loss's dtype, W one; N the parameter; G all gradients of a rank. Label smoothing adds one term to the loss.
 
 Regions: a call of attention, head, embedding and loss belongs to that module. A block's gathers belong to the linear
-that starts them: its own one, or with prefetch another (the table of `parallel.prefetch`). Reduce-scatters belong to
-the linear, fused to the block's first.
+that starts them: its own one, or with prefetch another (the table of `parallel.weights.prefetch`). Reduce-scatters
+belong to the linear, fused to the block's first.
 Source: InternEvo (modes.md 2, 3.3 to 3.7; its means are sums here, decision G2). The doc-era loss (head=local) gathers
 per-token losses, and so does ours: then the outcome of every rank is the whole micro-batch's.
 """
@@ -42,7 +42,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallel import weight_parallel
 from parallel.expectation import (
     ITEM_BYTES,
     Term,
@@ -52,7 +51,8 @@ from parallel.expectation import (
     per_micro,
     step_terms,
 )
-from parallel.roles import attention_linears, mlp_linears
+from parallel.layers.roles import attention_linears, mlp_linears
+from parallel.schemes import weight_parallel
 from parallel.strategy import Strategy
 from reference.case import Case
 from reference.model.parameters import Shape, shapes
@@ -95,7 +95,7 @@ class _Call:
 
 
 def _block_weights(case: Case) -> Iterator[Term]:
-    """All-gathers and reduce-scatters of the blocks; who starts a gather is the table of `parallel.prefetch`."""
+    """All-gathers and reduce-scatters of the blocks; who starts a gather: `parallel.weights.prefetch`."""
     shared = case.overlap or case.fuse_weights
     for call in _calls(case):
         size = call.payload_bytes

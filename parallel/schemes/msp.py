@@ -31,7 +31,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from parallel import tensor
 from parallel.expectation import (
     Term,
     activation_terms,
@@ -40,7 +39,8 @@ from parallel.expectation import (
     split_embedding_terms,
     step_terms,
 )
-from parallel.roles import column_linears, row_linears
+from parallel.layers.roles import column_linears, row_linears
+from parallel.schemes import tensor
 from parallel.strategy import Strategy
 from reference.case import Case
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from parallel import tensor
 from parallel.expectation import (
     Term,
     activation_terms,
@@ -34,7 +33,8 @@ from parallel.expectation import (
     logits_terms,
     step_terms,
 )
-from parallel.roles import column_linears, row_linears
+from parallel.layers.roles import column_linears, row_linears
+from parallel.schemes import tensor
 from parallel.strategy import Strategy
 from reference.case import Case
 

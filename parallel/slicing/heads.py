@@ -23,7 +23,7 @@ from parallel.slicing.errors import SliceError
 from parallel.slicing.held import Held, in_units, joined
 from parallel.slicing.sizes import even_shares
 
-__all__ = ["ORDERS", "SPARE", "Heads", "Share", "fused_rows", "kv_rows", "query_rows", "shared_qk_rows", "shares"]
+__all__ = ["ORDERS", "SPARE", "Heads", "HeadShare", "fused_rows", "kv_rows", "query_rows", "shared_qk_rows", "shares"]
 
 SPARE = ("refuse", "empty", "replicate")
 """What becomes of ranks for which no kv head is left."""
@@ -60,14 +60,14 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class HeadShare:
     """The heads of one rank, by number."""
 
     query: range
     kv: range
 
 
-def shares(heads: Heads, ranks: int, *, spare: str = "refuse") -> tuple[Share, ...]:
+def shares(heads: Heads, ranks: int, *, spare: str = "refuse") -> tuple[HeadShare, ...]:
     """The heads of every rank: kv heads in turn, the first ranks one more, each with its query heads.
 
     Raises SliceError for fewer kv heads than ranks unless `spare` says otherwise.
@@ -82,19 +82,19 @@ def shares(heads: Heads, ranks: int, *, spare: str = "refuse") -> tuple[Share, .
     found, first = [], 0
     for own in even_shares(heads.kv, ranks):
         last = first + own
-        found.append(Share(query=range(first * heads.group, last * heads.group), kv=range(first, last)))
+        found.append(HeadShare(query=range(first * heads.group, last * heads.group), kv=range(first, last)))
         first = last
     return tuple(found)
 
 
-def _copied(heads: Heads, ranks: int) -> tuple[Share, ...]:
+def _copied(heads: Heads, ranks: int) -> tuple[HeadShare, ...]:
     """Every kv head on ranks/kv ranks, each with an equal share of its query heads."""
     if ranks % heads.kv or heads.group % (ranks // heads.kv):
         rule = f"cannot be copied to tp={ranks} ranks with equal shares of heads={heads.query}"
         raise SliceError("kv_heads", heads.kv, rule, f"tp={heads.kv}")
     own = heads.query // ranks
     return tuple(
-        Share(query=range(rank * own, (rank + 1) * own), kv=range(kv := rank * heads.kv // ranks, kv + 1))
+        HeadShare(query=range(rank * own, (rank + 1) * own), kv=range(kv := rank * heads.kv // ranks, kv + 1))
         for rank in range(ranks)
     )
 

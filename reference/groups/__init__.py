@@ -3,18 +3,18 @@
 orders      ranks numbered by axes, fastest first                      `RankOrder`, `levels`, `hybrid`
 layouts     the rank orders of one system over the same ranks          `Layout`
 systems     those of Megatron-Core, InternEvo, picotron, torchtitan    `megatron`, `internevo`, ...
-pipelines   stages, chunks, neighbours, layers, embedding groups       `Pipeline`
+pipelines   stages, chunks, neighbours, layers, embedding groups       `PipelineGroup`
 """
 
 from reference.groups.layouts import Layout
 from reference.groups.orders import Groups, RankOrder, hybrid, levels
-from reference.groups.pipelines import Pipeline
+from reference.groups.pipelines import PipelineGroup
 from reference.groups.systems import internevo, megatron, picotron, torchtitan
 
 __all__ = [
     "Groups",
     "Layout",
-    "Pipeline",
+    "PipelineGroup",
     "RankOrder",
     "hybrid",
     "internevo",

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from reference.errors import CaseError
 from reference.groups.orders import check_size
 
-__all__ = ["Pipeline"]
+__all__ = ["PipelineGroup"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class PipelineGroup:
     """One pipeline: `ranks` are global ranks, stage by stage; each holds `chunks` chunks of the model.
 
     Raises CaseError for no ranks, and for more than one chunk on a single stage.

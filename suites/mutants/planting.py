@@ -31,7 +31,7 @@ def source_of(module: str) -> str:
     """
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
-        raise ValueError(f"module={module}: has no source; legal: parallel.linear")
+        raise ValueError(f"module={module}: has no source; legal: parallel.layers.linear")
     return Path(spec.origin).read_text()
 
 

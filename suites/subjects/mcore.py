@@ -36,7 +36,7 @@ def parts(case, name, weight, tensor):  # of a rank's tensor, and where each lie
         yield Shard(part, tuple(offsets), tuple(shape))
 
 
-class Norm:
+class LocalNorm:
     """torch's norm: where the sequence is split, Megatron's own needs Apex or TransformerEngine."""
 
     def __new__(cls, config, hidden_size, eps=1e-5):
@@ -53,8 +53,8 @@ def build(case):
     config |= {**PLAIN, **(LLAMA if case.llama else {}), "params_dtype": getattr(torch, case.dtype)}
     config = TransformerConfig(**config)
     layer = get_gpt_layer_local_spec()
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    spec = TransformerBlockSubmodules([layer] * config.num_layers, Norm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LocalNorm
+    spec = TransformerBlockSubmodules([layer] * config.num_layers, LocalNorm)
     places = "rope" if case.llama else "learned_absolute"
     model = GPTModel(config, spec, 96, 12, position_embedding_type=places).to(config.params_dtype)
     for number, (name, weight) in enumerate(model.named_parameters()):  # as they are drawn, they depend on tp

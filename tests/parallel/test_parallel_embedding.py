@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.embedding import Head, HiddenEmbedding, VocabularyEmbedding, vocabulary_rows
+from parallel.layers.embedding import Head, HiddenEmbedding, VocabularyEmbedding, vocabulary_rows
+from parallel.layers.linear import Region
 from parallel.layout import Cut, Placement, gather, local_shape, meshgrid, shard
-from parallel.linear import Region
 from parallel.mesh import Axis
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parallel.collectives import own_slice
-from parallel.linear import ColumnLinear, Region, RowLinear
+from parallel.layers.linear import ColumnLinear, Region, RowLinear
 from parallel.mesh import Axis
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers
 

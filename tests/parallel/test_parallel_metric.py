@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from harness.outcome import localize
 from parallel.batch import deliver
+from parallel.layers.loss import counted
+from parallel.layers.metric import Metric, MetricSums
 from parallel.layout import Cut, Placement, shard
-from parallel.loss import counted
 from parallel.mesh import Axis, Mesh
-from parallel.metric import Metric, MetricSums
 from parallel.registry import MODES
 from parallel.subject import subject
 from parallel.training import set_up

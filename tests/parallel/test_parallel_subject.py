@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from harness.merging import Merged, merge
 from harness.outcome import localize
 from parallel.batch import deliver
-from parallel.loss import counted
+from parallel.layers.loss import counted
 from parallel.mesh import Mesh
 from parallel.registry import MODES
 from parallel.subject import subject

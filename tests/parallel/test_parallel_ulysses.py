@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel import pairs
-from parallel.attention import core_attention
 from parallel.batch import hidden_pairs
 from parallel.collectives import own_slice
+from parallel.layers.attention import core_attention
+from parallel.layers.ulysses import by_all_to_all
 from parallel.mesh import Axis
-from parallel.ulysses import by_all_to_all
 from tests.parallel.ranks import Calls, along_tp, numbers
 
 

@@ -72,7 +72,7 @@ def _event(case: str, rank: int, index: int, phase: str, region: str, op: str) -
         call_index=index,
         start_us=100.0 * index + 0.1,
         duration_us=12.345678901234567,
-        caller="parallel/linear.py:10",
+        caller="parallel/layers/linear.py:10",
         group=(0, 1),
     )
 

@@ -61,7 +61,7 @@ def events(case: str, count: int, mode: str) -> Iterator[Event]:
             start_us=12.5 * index,
             duration_us=10.0 + layer,
             group=tuple(range(_RANKS)),
-            caller="parallel/linear.py:10",
+            caller="parallel/layers/linear.py:10",
         )
 
 

@@ -13,7 +13,9 @@ from suites.test_equivalence import apart
 
 def test_a_mode_that_computes_something_else_is_noticed(prover: Prover) -> None:
     case = Case.parse("mode=tp tp=2 layers=1 heads=4 hidden=16 ffn=24 seq=8 vocab=264 steps=1")
-    wrong = planted(replaced("parallel.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() * (1 + 1e-9)"))
+    wrong = planted(
+        replaced("parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() * (1 + 1e-9)")
+    )
     runs = [execute(case, run, prover.engine, text=str(case)) for run in (subject, wrong)]
     right, other = (dict(merge(run.outcomes).tensors) for run in runs)
     assert apart(right, right) == []

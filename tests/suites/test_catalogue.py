@@ -96,7 +96,7 @@ def test_a_text_that_is_gone_is_told() -> None:
         name="gone",
         stands_for="-",
         modes={"tp": ""},
-        changes=(Change(module="parallel.norm", old="no such text", new=""),),
+        changes=(Change(module="parallel.layers.norm", old="no such text", new=""),),
     )
-    with pytest.raises(ValueError, match="gone: 0 times in parallel.norm: 'no such text'"):
+    with pytest.raises(ValueError, match="gone: 0 times in parallel.layers.norm: 'no such text'"):
         gone.sources()

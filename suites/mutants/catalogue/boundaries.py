@@ -23,7 +23,7 @@ _HIDDEN = {"mtp": "embedding=hidden", "msp": "embedding=hidden", "fsp": "embeddi
 
 
 def _linear(old: str, new: str) -> Change:
-    return Change(module="parallel.linear", old=old, new=new)
+    return Change(module="parallel.layers.linear", old=old, new=new)
 
 
 BOUNDARIES = (
@@ -102,7 +102,7 @@ BOUNDARIES = (
         modes=everywhere("head=parallel", TENSOR) | {"isp": "head=exchange"},
         changes=(
             Change(
-                module="parallel.loss",
+                module="parallel.layers.loss",
                 old=_LOSS_SLOPE,
                 new=_LOSS_SLOPE.replace("slope *", "slope * (~elsewhere)[..., None] *"),
             ),
@@ -118,7 +118,7 @@ BOUNDARIES = (
         modes={"tp-sp": "positions=learned", "msp": "embedding=hidden", "fsp": "embedding=hidden"},
         changes=(
             Change(
-                module="parallel.embedding",
+                module="parallel.layers.embedding",
                 old="return pairs.scatter_to_sequence(x, self.region.axis, dim=self.region.sequence_dim)",
                 new="return pairs.own_slice(x, self.region.axis, dim=self.region.sequence_dim)",
             ),
@@ -153,12 +153,12 @@ BOUNDARIES = (
         changes=(
             _linear("return y if self.bias is None else y + self.bias", "return y"),
             Change(
-                module="parallel.attention",
+                module="parallel.layers.attention",
                 old="y: Tensor = self.wo(context)",
                 new="y: Tensor = self.wo(context) + self.wo.bias",
             ),
             Change(
-                module="parallel.mlp",
+                module="parallel.layers.mlp",
                 old="y: Tensor = self.w2(self._activated(x))",
                 new="y: Tensor = self.w2(self._activated(x)) + self.w2.bias",
             ),
@@ -192,7 +192,7 @@ BOUNDARIES = (
         modes=everywhere("", TENSOR),
         changes=(
             Change(
-                module="parallel.embedding",
+                module="parallel.layers.embedding",
                 old=_HEAD,
                 new="whole = x if self.region.sequence_dim is None else pairs.gather_from_sequence(x, "
                 "self.region.axis, dim=self.region.sequence_dim, tensor_parallel_output_grad=False)\n"
@@ -210,12 +210,12 @@ BOUNDARIES = (
         modes=everywhere("head=gather") | {"autotp": "head=gather tied=false"},
         changes=(
             Change(
-                module="parallel.embedding",
+                module="parallel.layers.embedding",
                 old=_GATHER_LOGITS,
                 new=_GATHER_LOGITS.replace("gather_from", "all_gather_last_dim"),
             ),
             Change(module="parallel.pairs", old=_GATHERED_PARTS, new=f"all_reduce(grad, axis){_GATHERED_PARTS[4:]}"),
-            Change(module="parallel.weight_tables", old=_GATHER_TOKENS, new="(logits, self.sequence, dim=_SEQUENCE)"),
+            Change(module="parallel.weights.tables", old=_GATHER_TOKENS, new="(logits, self.sequence, dim=_SEQUENCE)"),
         ),
         kills="parameter_gradients",
         phase="backward",
@@ -227,7 +227,9 @@ BOUNDARIES = (
         stands_for="B-29: the same at the gather of per-token losses; modes.md 3.4, InternEvo's doc-era loss",
         modes={"isp": "head=local"},
         changes=(
-            Change(module="parallel.weight_parallel", old=_GATHER_LOSSES, new="(losses, sequence, dim=_SEQUENCE)"),
+            Change(
+                module="parallel.schemes.weight_parallel", old=_GATHER_LOSSES, new="(losses, sequence, dim=_SEQUENCE)"
+            ),
         ),
         kills="parameter_gradients",
         phase="backward",
@@ -240,7 +242,7 @@ BOUNDARIES = (
         modes=everywhere("", SPLIT),
         changes=(
             Change(
-                module="parallel.embedding",
+                module="parallel.layers.embedding",
                 old=_HEAD,
                 new="logits = functional.linear(pairs.copy_to(x, self.region.axis), weight)",
             ),
@@ -254,7 +256,7 @@ BOUNDARIES = (
         modes=_HIDDEN,
         changes=(
             Change(
-                module="parallel.embedding",
+                module="parallel.layers.embedding",
                 old=_GATHER_COLUMNS,
                 new=_GATHER_COLUMNS.replace("gather_from", "all_gather_last_dim"),
             ),

@@ -105,7 +105,7 @@ DATA_AND_POSITIONS = (
         modes={"isp": ""},
         changes=(
             Change(
-                module="parallel.weight_parallel",
+                module="parallel.schemes.weight_parallel",
                 old=_OWN,
                 new="tokens = own_slice(batch.tokens, sequence, dim=_SEQUENCE)\n"
                 "        positions = batch.positions[:, : tokens.shape[1]]",
@@ -121,7 +121,7 @@ DATA_AND_POSITIONS = (
         stands_for="B-109: InternEvo 77c3b46, the fallback returned what its caller expected in place",
         modes=everywhere(),
         condition="positions=rope",
-        changes=(Change(module="parallel.attention", old=_ROTATED, new="rotate(q, table), rotate(k, table)"),),
+        changes=(Change(module="parallel.layers.attention", old=_ROTATED, new="rotate(q, table), rotate(k, table)"),),
         kills="activations",
         phase="forward",
         region=_ATTENTION,

@@ -57,14 +57,16 @@ EXPOSED = (
         "overlap-that-nobody-reads",
         "Megatron CUDA_DEVICE_MAX_CONNECTIONS, a switch that no longer reaches the linear",
         everywhere("", TENSOR),
-        Change(module="parallel.tensor", old="keep=keep, overlap=case.overlap)", new="keep=keep, overlap=False)"),
+        Change(
+            module="parallel.schemes.tensor", old="keep=keep, overlap=case.overlap)", new="keep=keep, overlap=False)"
+        ),
     ),
     _exposed(
         "prefetched-weights-awaited-at-once",
         "InternEvo isp prefetch",
         {"isp": "fuse_weights=false"},
         Change(
-            module="parallel.prefetch",
+            module="parallel.weights.prefetch",
             old="self._loans[seat.number] = _Loan(partial(_arrived, pending), uses)",
             new="self._loans[seat.number] = _Loan(partial(list, _arrived(pending)), uses)",
         ),
@@ -88,7 +90,7 @@ EXPOSED = (
         "InternEvo WPFusedDenseFunc",
         {"isp": ""},
         _then(
-            "weights",
+            "weights.linear",
             "reduced = [supply.reduce(rows.t() @ x.flatten(0, -2))]",
             "\n        arrived = reduced[0].wait()\n        reduced = [Pending(None, lambda: arrived)]",
         ),
@@ -98,7 +100,7 @@ EXPOSED = (
         "InternEvo ScaleColumnParallelLinear",
         {"isp": ""},
         Change(
-            module="parallel.weights",
+            module="parallel.weights.linear",
             old="return lambda: [pending.wait()]",
             new="arrived = pending.wait()\n        return lambda: [arrived]",
         ),

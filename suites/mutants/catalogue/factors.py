@@ -29,12 +29,12 @@ FACTORS = (
         modes={"isp": ""},
         changes=(
             Change(
-                module="parallel.prefetch",
+                module="parallel.weights.prefetch",
                 old="return start_reduce_scatter(full, self.gathers.axis, dim=0)",
                 new='return start_reduce_scatter(full, self.gathers.axis, dim=0, op="avg")',
             ),
             Change(
-                module="parallel.flat",
+                module="parallel.weights.flat",
                 old="own = reduce_scatter(buffer.flatten(), axis, dim=0)",
                 new='own = reduce_scatter(buffer.flatten(), axis, dim=0, op="avg")',
             ),

@@ -60,7 +60,9 @@ GROUPS = (
         modes=_APART,
         changes=(
             Change(
-                module="parallel.weight_parallel", old="gathers = Gathers(weights,", new="gathers = Gathers(sequence,"
+                module="parallel.schemes.weight_parallel",
+                old="gathers = Gathers(weights,",
+                new="gathers = Gathers(sequence,",
             ),
         ),
         kills="run",
@@ -195,14 +197,14 @@ GROUPS = (
         stands_for="B-70, B-93: VeOmni #333, the exchange is done twice and one result thrown away",
         modes=everywhere(),
         changes=(
-            Change(module="parallel.linear", old=_GATHERED, new=f"region.gathered(x)\n        {_GATHERED}"),
+            Change(module="parallel.layers.linear", old=_GATHERED, new=f"region.gathered(x)\n        {_GATHERED}"),
             Change(
-                module="parallel.linear",
+                module="parallel.layers.linear",
                 old=_LEAVE,
                 new=f"pairs.reduce_from(y.detach(), self.axis)\n            {_LEAVE}",
             ),
             Change(
-                module="parallel.ulysses",
+                module="parallel.layers.ulysses",
                 old=_EXCHANGE,
                 new=f"start_all_to_all(q, axis, split_dim=_HEADS, gather_dim=_SEQUENCE).wait()\n        {_EXCHANGE}",
             ),

@@ -33,7 +33,7 @@ LAYOUTS = (
         condition="fuse_qkv=true",
         changes=(
             Change(
-                module="parallel.attention",
+                module="parallel.layers.attention",
                 old=_GROUPED,
                 new="heads = self.wqkv(x).unflatten(-1, (-1, dim))\n"
                 "        groups = heads.shape[-2] // (group + 2)\n"
@@ -53,7 +53,7 @@ LAYOUTS = (
         condition="fuse_qkv=true",
         changes=(
             Change(
-                module="parallel.attention",
+                module="parallel.layers.attention",
                 old="grouped[..., group, :], grouped[..., group + 1, :]",
                 new="grouped[..., group + 1, :], grouped[..., group, :]",
             ),
@@ -70,7 +70,7 @@ LAYOUTS = (
         condition="fuse_mlp=true",
         changes=(
             Change(
-                module="parallel.tensor",
+                module="parallel.schemes.tensor",
                 old='return (case.ffn, case.ffn) if module.endswith(".w13") else ()',
                 new="return ()",
             ),
@@ -87,7 +87,7 @@ LAYOUTS = (
         condition="fuse_mlp=true",
         changes=(
             Change(
-                module="parallel.mlp",
+                module="parallel.layers.mlp",
                 old="first, up = self.w13(x).chunk(2, -1)",
                 new="up, first = self.w13(x).chunk(2, -1)",
             ),
@@ -115,7 +115,7 @@ LAYOUTS = (
         modes={"isp": _SEVERAL_ROWS},
         changes=(
             Change(
-                module="parallel.ulysses",
+                module="parallel.layers.ulysses",
                 old=_RECEIVED,
                 new=f"{_RECEIVED}\n        q_own = q_own.transpose(0, 1).reshape(q_own.shape)",
             ),
@@ -151,7 +151,7 @@ LAYOUTS = (
         modes={"isp": _SEVERAL_ROWS},
         changes=(
             Change(
-                module="parallel.weight_parallel",
+                module="parallel.schemes.weight_parallel",
                 old=_OWN_TOKENS,
                 new="(own_slice(x.flatten(), sequence, dim=0).view(len(x), -1) "
                 "for x in (batch.tokens, batch.positions))",
@@ -168,7 +168,7 @@ LAYOUTS = (
         modes={"isp": "kv_heads<tp kv_heads>1"},
         changes=(
             Change(
-                module="parallel.ulysses",
+                module="parallel.layers.ulysses",
                 old="torch.stack((k, v), 2).repeat_interleave(ctx.copies, _KV_HEADS)",
                 new="torch.stack((k, v), 2).repeat(1, 1, 1, ctx.copies, 1)",
             ),
@@ -192,7 +192,7 @@ LAYOUTS = (
         name="fused-gradients-walked-with-another-stride",
         stands_for="B-67, B-82: the same in the flat buffer of a block's weights",
         modes={"isp": "fuse_weights=true"},
-        changes=(Change(module="parallel.flat", old=_PARTS, new=_PARTS.replace("own", "own.roll(1)")),),
+        changes=(Change(module="parallel.weights.flat", old=_PARTS, new=_PARTS.replace("own", "own.roll(1)")),),
         kills="parameter_gradients",
         phase="backward",
         region="layers.*",
@@ -205,7 +205,7 @@ LAYOUTS = (
         condition="tied=false head=parallel",
         changes=(
             Change(
-                module="parallel.tensor",
+                module="parallel.schemes.tensor",
                 old='    if module in ("embedding.tokens", "head"):',
                 new='    if module == "embedding.tokens":',
             ),

@@ -30,12 +30,12 @@ def _looked_up(places: str) -> tuple[Change, ...]:
     """The learned positions of all tables, looked up at these places."""
     return (
         _change(
-            "embedding",
+            "layers.embedding",
             "functional.embedding(positions_BS, self.positions.weight)",
             places.format("positions_BS"),
         ),
         _change(
-            "weight_tables",
+            "weights.tables",
             "functional.embedding(positions_Bs, self.positions.weight)",
             places.format("positions_Bs"),
         ),
@@ -45,8 +45,8 @@ def _looked_up(places: str) -> tuple[Change, ...]:
 def _scaled_sum(by: str) -> tuple[Change, ...]:
     """The output of every row linear, times this, before it is summed."""
     return (
-        _change("linear", _LEAVE, _LEAVE.replace("(y,", f"(y * ({by}),")),
-        _change("linear", _LEAVE_SPLIT, _LEAVE_SPLIT.replace("(y,", f"(y * ({by}),")),
+        _change("layers.linear", _LEAVE, _LEAVE.replace("(y,", f"(y * ({by}),")),
+        _change("layers.linear", _LEAVE_SPLIT, _LEAVE_SPLIT.replace("(y,", f"(y * ({by}),")),
     )
 
 
@@ -55,7 +55,7 @@ MODEL_RULES = (
         name="scores-divided-by-the-width-of-a-head",
         stands_for="scores over the head's width and not its root (muP's rule) where the other is meant",
         modes=everywhere(),
-        changes=(_change("attention", _CORE, _CORE[:-1] + ", scale=1 / q.shape[-1])"),),
+        changes=(_change("layers.attention", _CORE, _CORE[:-1] + ", scale=1 / q.shape[-1])"),),
         kills="activations",
         phase="forward",
         region=_ATTENTION,
@@ -66,7 +66,7 @@ MODEL_RULES = (
         stands_for="a mask that is handed over where causality was implied (is_causal left out)",
         modes=everywhere(),
         condition="packed=false",
-        changes=(_change("attention", _CORE, "functional.scaled_dot_product_attention(q, k, v)"),),
+        changes=(_change("layers.attention", _CORE, "functional.scaled_dot_product_attention(q, k, v)"),),
         kills="activations",
         phase="forward",
         region=_ATTENTION,
@@ -78,9 +78,11 @@ MODEL_RULES = (
         modes=everywhere(),
         condition="positions=rope",
         changes=(
-            _change("attention", _HALVES, "first, second = x_BSND.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)"),
             _change(
-                "attention",
+                "layers.attention", _HALVES, "first, second = x_BSND.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)"
+            ),
+            _change(
+                "layers.attention",
                 _TURNED,
                 _TURNED.replace("torch.cat(", "torch.stack(").replace("-1).to", "-1).flatten(-2).to"),
             ),
@@ -95,7 +97,7 @@ MODEL_RULES = (
         stands_for="rope_theta 500000 of Llama 3 where 10000 is meant",
         modes=everywhere(),
         condition="positions=rope",
-        changes=(_change("attention", "_ROTARY_BASE = 10000.0", "_ROTARY_BASE = 500000.0"),),
+        changes=(_change("layers.attention", "_ROTARY_BASE = 10000.0", "_ROTARY_BASE = 500000.0"),),
         kills="activations",
         phase="forward",
         region=_ATTENTION,
@@ -128,14 +130,18 @@ MODEL_RULES = (
         stands_for="Vaswani et al. 2017, Gemma: token embeddings times the root of their width",
         modes=_LEARNED,
         changes=(
-            _change("embedding", _VOCABULARY_ROWS, f"{_VOCABULARY_ROWS} * weight.shape[-1] ** 0.5"),
+            _change("layers.embedding", _VOCABULARY_ROWS, f"{_VOCABULARY_ROWS} * weight.shape[-1] ** 0.5"),
             _change(
-                "embedding",
+                "layers.embedding",
                 _GATHERED,
                 _GATHERED.replace(", positions", " * self.positions.weight.shape[-1] ** 0.5, positions"),
             ),
-            _change("embedding", _WHOLE, _WHOLE.replace("weight)", "weight) * self.tokens.weight.shape[-1] ** 0.5")),
-            _change("weight_tables", "return x_BsD + functional", "return x_BsD * x_BsD.shape[-1] ** 0.5 + functional"),
+            _change(
+                "layers.embedding", _WHOLE, _WHOLE.replace("weight)", "weight) * self.tokens.weight.shape[-1] ** 0.5")
+            ),
+            _change(
+                "weights.tables", "return x_BsD + functional", "return x_BsD * x_BsD.shape[-1] ** 0.5 + functional"
+            ),
         ),
         kills="activations",
         phase="forward",
@@ -187,7 +193,7 @@ MODEL_RULES = (
         stands_for="GELU by erf where GPT-2's tanh is meant (Hugging Face gelu and gelu_new)",
         modes=everywhere(),
         condition="activation=gelu",
-        changes=(_change("mlp", 'approximate="tanh"', 'approximate="none"'),),
+        changes=(_change("layers.mlp", 'approximate="tanh"', 'approximate="none"'),),
         kills="activations",
         phase="forward",
         region="layers.0.mlp*",
@@ -197,7 +203,7 @@ MODEL_RULES = (
         name="norms-with-the-epsilon-of-llama",
         stands_for="1e-6 of Llama where 1e-5 is meant",
         modes=everywhere(),
-        changes=(_change("norm", "EPSILON = 1e-5", "EPSILON = 1e-6"),),
+        changes=(_change("layers.norm", "EPSILON = 1e-5", "EPSILON = 1e-6"),),
         kills="activations",
         phase="forward",
         region="layers.0.attention_norm",
@@ -210,7 +216,7 @@ MODEL_RULES = (
         condition="norm=layernorm",
         changes=(
             _change(
-                "norm",
+                "layers.norm",
                 _LAYER_NORM,
                 "(functional.rms_norm(x.to(exact), width, weight, EPSILON) + self.bias.to(exact))",
             ),
@@ -227,7 +233,7 @@ MODEL_RULES = (
         condition="heads>kv_heads",
         changes=(
             _change(
-                "attention",
+                "layers.attention",
                 "k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)",
                 "k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)",
             ),

@@ -97,7 +97,7 @@ ORDERS_AND_PARTS = (
         stands_for="B-109: InternEvo 77c3b46's kin: one of two tensors gets its positions",
         modes=everywhere(),
         condition="positions=rope",
-        changes=_change("attention", _ROTATED, "q = rotate(q, table)"),
+        changes=_change("layers.attention", _ROTATED, "q = rotate(q, table)"),
         kills="activations",
         phase="forward",
         region="layers.0.attention*",
@@ -108,7 +108,7 @@ ORDERS_AND_PARTS = (
         stands_for="the same for the other one",
         modes=everywhere(),
         condition="positions=rope",
-        changes=_change("attention", _ROTATED, "k = rotate(k, table)"),
+        changes=_change("layers.attention", _ROTATED, "k = rotate(k, table)"),
         kills="activations",
         phase="forward",
         region="layers.0.attention*",
@@ -120,7 +120,7 @@ ORDERS_AND_PARTS = (
         modes=everywhere(),
         condition="qk_norm=true",
         changes=_change(
-            "attention",
+            "layers.attention",
             "q, k = self.q_norm(q), self.k_norm(k)",
             "q, k = q + 0 * self.q_norm(q), k + 0 * self.k_norm(k)",
         ),
@@ -135,9 +135,9 @@ ORDERS_AND_PARTS = (
         modes=everywhere(),
         condition="qk_norm=true positions=rope",
         changes=(
-            *_change("attention", "q, k = self.q_norm(q), self.k_norm(k)", "pass"),
+            *_change("layers.attention", "q, k = self.q_norm(q), self.k_norm(k)", "pass"),
             *_change(
-                "attention",
+                "layers.attention",
                 _ROTATED,
                 f"{_ROTATED}\n            if self.normed:\n                q, k = self.q_norm(q), self.k_norm(k)",
             ),

@@ -63,7 +63,7 @@ OVERLAP_AND_BUFFERS = (
         stands_for="B-90: DeepSpeed #5606, the result of a reduction is read without its wait",
         modes=everywhere("", TENSOR),
         condition="overlap=true",
-        changes=(_change("linear", "grad_x = reduced.wait()", "grad_x = reduced.finish()"),),
+        changes=(_change("layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.finish()"),),
         kills="waits",
         phase="backward",
         region="head",
@@ -74,7 +74,7 @@ OVERLAP_AND_BUFFERS = (
         stands_for="B-90: DeepSpeed #7965, the same for a gather behind a product",
         modes=everywhere("", ("tp-sp", "fsp")),
         condition="overlap=true",
-        changes=(_change("linear", "total.wait().flatten(0, -2)", "total.finish().flatten(0, -2)"),),
+        changes=(_change("layers.linear", "total.wait().flatten(0, -2)", "total.finish().flatten(0, -2)"),),
         kills="waits",
         phase="backward",
         region="head",
@@ -84,7 +84,7 @@ OVERLAP_AND_BUFFERS = (
         name="keys-used-before-they-arrive",
         stands_for="B-90: Megatron #3693, the same for the exchange of keys and values",
         modes={"isp": ""},
-        changes=(_change("ulysses", "kv_pending.wait().unbind(2)", "kv_pending.finish().unbind(2)"),),
+        changes=(_change("layers.ulysses", "kv_pending.wait().unbind(2)", "kv_pending.finish().unbind(2)"),),
         kills="waits",
         phase="forward",
         region="layers.0.attention*",
@@ -96,12 +96,12 @@ OVERLAP_AND_BUFFERS = (
         modes={"isp": ""},
         changes=(
             _change(
-                "weight_tables",
+                "weights.tables",
                 "import all_gather, reduce_scatter",
                 "import all_gather, reduce_scatter, start_all_gather",
             ),
             _change(
-                "weight_tables",
+                "weights.tables",
                 "        all_gather(shard, ctx.axis, dim=ctx.dim)\n",
                 "        start_all_gather(shard, ctx.axis, dim=ctx.dim)\n",
             ),
@@ -119,7 +119,7 @@ OVERLAP_AND_BUFFERS = (
         condition="overlap=true",
         changes=(
             _change(
-                "linear",
+                "layers.linear",
                 _REDUCED,
                 f"sent = grad @ weight\n            {_REDUCED.replace('grad @ weight', 'sent')}\n"
                 "            sent.zero_()",
@@ -136,7 +136,7 @@ OVERLAP_AND_BUFFERS = (
         modes={"msp": ""},
         changes=(
             _change(
-                "linear",
+                "layers.linear",
                 _PRODUCT,
                 f"y = {_PRODUCT[7:]}\n        if region.keep:\n            total.data.zero_()\n        return y",
             ),
@@ -183,7 +183,7 @@ OVERLAP_AND_BUFFERS = (
         name="gathered-weights-kept-over-the-step",
         stands_for="B-92: InternEvo bb20142, stale parameters are read in the next forward",
         modes={"isp": "overlap=true"},
-        changes=(_change("prefetch", "if loan.uses == 0:", "if loan.uses < 0:"),),
+        changes=(_change("weights.prefetch", "if loan.uses == 0:", "if loan.uses < 0:"),),
         kills="ledger",
         phase="forward|backward",
         region="*",
@@ -194,7 +194,7 @@ OVERLAP_AND_BUFFERS = (
         stands_for="B-93: InternEvo PR #366, weights are gathered twice in backward, with the right result",
         modes={"isp": "recompute=full fuse_weights=false"},
         suite=OVERLAPPED,
-        changes=(_change("prefetch", "uses = 2 if again and self.plan.recompute else 1", "uses = 1"),),
+        changes=(_change("weights.prefetch", "uses = 2 if again and self.plan.recompute else 1", "uses = 1"),),
         kills="ledger",
         phase="backward|recompute",
         region="*",
@@ -206,7 +206,9 @@ OVERLAP_AND_BUFFERS = (
         modes={"isp": "recompute=full layers>1"},
         suite=OVERLAPPED,
         changes=(
-            _change("prefetch", "seat.leaf == _PREFETCHING and not self._recomputing", "seat.leaf == _PREFETCHING"),
+            _change(
+                "weights.prefetch", "seat.leaf == _PREFETCHING and not self._recomputing", "seat.leaf == _PREFETCHING"
+            ),
         ),
         kills="ledger",
         phase="backward|recompute",
@@ -218,7 +220,9 @@ OVERLAP_AND_BUFFERS = (
         stands_for="InternEvo's overlap lost: every gather is started where it is awaited",
         modes={"isp": "recompute!=full fuse_weights=false"},
         suite=OVERLAPPED,
-        changes=(_change("prefetch", "self._start(self._seats[max(seat.number - 1, 0) : seat.number])", "pass"),),
+        changes=(
+            _change("weights.prefetch", "self._start(self._seats[max(seat.number - 1, 0) : seat.number])", "pass"),
+        ),
         kills="ledger",
         alone=True,
         phase="backward",
@@ -229,7 +233,7 @@ OVERLAP_AND_BUFFERS = (
         name="kept-input-gathered-again",
         stands_for="B-93: Megatron's sequence parallelism gathers again what the paper's picture keeps (modes.md 2.1)",
         modes={"msp": ""},
-        changes=(_change("modes.msp", "keep=True", "keep=False"),),
+        changes=(_change("schemes.msp", "keep=True", "keep=False"),),
         kills="ledger",
         alone=True,
         phase="backward",

@@ -21,11 +21,11 @@ _NORMS = "final_norm|layers.*.attention.?_norm"
 
 
 def _sequence(new: str) -> Change:
-    return Change(module="parallel.tensor", old=_SEQUENCE, new=new)
+    return Change(module="parallel.schemes.tensor", old=_SEQUENCE, new=new)
 
 
 def _weights(new: str) -> Change:
-    return Change(module="parallel.weight_parallel", old=_WHOLE, new=new)
+    return Change(module="parallel.schemes.weight_parallel", old=_WHOLE, new=new)
 
 
 REDUCTIONS = (
@@ -71,7 +71,7 @@ REDUCTIONS = (
         stands_for="B-08: Megatron #7452-11, per-head norms are sums over heads and were not reduced",
         modes=everywhere("qk_norm=true"),
         changes=(
-            Change(module="parallel.tensor", old=_HEADS, new="return False"),
+            Change(module="parallel.schemes.tensor", old=_HEADS, new="return False"),
             _sequence(_SEQUENCE.replace("return ", "return not module.endswith(('q_norm', 'k_norm')) and (") + ")"),
             _weights(f"{_WHOLE} and 'q_norm' not in name and 'k_norm' not in name"),
         ),
@@ -170,7 +170,9 @@ REDUCTIONS = (
         stands_for="B-13: torchtitan #1373, a key head shared by the ranks gets one rank's gradient",
         modes={"isp": "kv_heads<tp"},
         changes=(
-            Change(module="parallel.ulysses", old="copies.sum(_KV_HEADS + 1)", new="copies.select(_KV_HEADS + 1, 0)"),
+            Change(
+                module="parallel.layers.ulysses", old="copies.sum(_KV_HEADS + 1)", new="copies.select(_KV_HEADS + 1, 0)"
+            ),
         ),
         kills="activation_gradients",
         phase="backward",

@@ -103,7 +103,7 @@ SHARES_AND_UPDATES = (
         modes=everywhere("", TENSOR),
         changes=(
             Change(
-                module="parallel.linear",
+                module="parallel.layers.linear",
                 old="grad_weight = grad.flatten(0, -2).t() @ total.wait().flatten(0, -2)",
                 new="grad_weight = 0 * (grad.flatten(0, -2).t() @ total.wait().flatten(0, -2))",
             ),

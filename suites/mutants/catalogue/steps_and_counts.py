@@ -115,7 +115,7 @@ STEPS_AND_COUNTS = (
         stands_for="a fused norm that takes no bias, with none added behind it",
         modes=everywhere(),
         condition="norm=layernorm",
-        changes=(Change(module="parallel.norm", old="self.bias.to(exact), EPSILON", new="None, EPSILON"),),
+        changes=(Change(module="parallel.layers.norm", old="self.bias.to(exact), EPSILON", new="None, EPSILON"),),
         kills="activations",
         phase="forward",
         region="*norm",
@@ -129,7 +129,7 @@ STEPS_AND_COUNTS = (
         suite={"label_smoothing": 0.1},
         changes=(
             Change(
-                module="parallel.loss",
+                module="parallel.layers.loss",
                 old="spread = smoothing / (vocab - 1) if smoothing else 0.0",
                 new="smoothing = spread = 0.0",
             ),

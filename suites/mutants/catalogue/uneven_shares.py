@@ -25,7 +25,7 @@ UNEVEN_LAYOUTS = (
         name="gate-and-up-cut-as-one-block",
         stands_for="B-54: gate and up cut as one; DeepSpeed cuts each half of gate_up_proj by itself",
         modes={"autotp": "fuse_mlp=true"},
-        changes=_change("autotp", _HALVES, "in_turn(tuple(2 * size for size in _inner(case)))"),
+        changes=_change("schemes.autotp", _HALVES, "in_turn(tuple(2 * size for size in _inner(case)))"),
         kills="activations",
         phase="forward",
         region="layers.0.mlp*",
@@ -36,7 +36,7 @@ UNEVEN_LAYOUTS = (
         stands_for="experts.md 27.3: DeepSpeed get_shard_size goes by the name, so that o_proj may miss its heads",
         modes={"autotp": "kv_heads_rest>0"},
         changes=_change(
-            "autotp",
+            "schemes.autotp",
             'case "wq" | "wo":\n            return query_rows(heads, case.tp)',
             'case "wq":\n            return query_rows(heads, case.tp)\n'
             '        case "wo":\n            return in_turn(shard_sizes(case.hidden, case.tp, name="mlp"))',
@@ -77,7 +77,7 @@ UNEVEN_BOUNDARIES = (
         modes={"autotp": "hidden_rest=0"},
         condition="head=sum",
         changes=_change(
-            "autotp",
+            "schemes.autotp",
             "pairs.own_part(x, axis, own), weight",
             "pairs.own_part(x, axis, self.held[-1 - axis.rank]), weight",
         ),
@@ -110,7 +110,7 @@ UNEVEN_BOUNDARIES = (
         modes={"autotp": "head=gather"},
         condition="tied=false",
         changes=_change(
-            "autotp",
+            "schemes.autotp",
             "logits = column_linear(x, self.weight, None, self.region)",
             "logits = functional.linear(x, self.weight)",
         ),
@@ -137,7 +137,7 @@ UNEVEN_REDUCTIONS = (
         modes={"autotp": "head=sum"},
         condition="tied=true",
         changes=_change(
-            "autotp",
+            "schemes.autotp",
             _OWN_WEIGHT,
             "torch.cat([tied_weight[:, part.start : part.stop] for part in own], 1) if self.weight is None",
         ),
@@ -151,7 +151,9 @@ UNEVEN_REDUCTIONS = (
         stands_for="modes.md 8.2: DeepSpeed's row linear head, its all-reduce left out",
         modes={"autotp": "head=sum"},
         changes=_change(
-            "autotp", _SUMMED, _SUMMED.replace("pairs.reduce_from(", "(").replace(", weight), axis)", ", weight))")
+            "schemes.autotp",
+            _SUMMED,
+            _SUMMED.replace("pairs.reduce_from(", "(").replace(", weight), axis)", ", weight))"),
         ),
         kills="ledger",
         phase="forward",
@@ -163,7 +165,7 @@ UNEVEN_REDUCTIONS = (
         stands_for="experts.md 27.4: a gradient that is whole on every rank, all-reduced as those of q/k norms are",
         modes={"autotp": ""},
         changes=_change(
-            "modes.autotp",
+            "schemes.autotp",
             "return tensor.head_partial(name)",
             'return tensor.head_partial(name) or name.startswith("embedding.")',
         ),
@@ -176,7 +178,7 @@ UNEVEN_REDUCTIONS = (
         name="whole-logits-in-the-split-loss",
         stands_for="H1: Megatron issue 7452, InternEvo: gathered logits in the vocabulary-parallel loss",
         modes={"autotp": ""},
-        changes=_change("autotp", "labels, alone, vocab", 'labels, mesh.axis("tp"), vocab'),
+        changes=_change("schemes.autotp", "labels, alone, vocab", 'labels, mesh.axis("tp"), vocab'),
         kills="ledger",
         phase="loss",
         region="",

@@ -17,7 +17,7 @@ _TIED = "tied"
 
 
 def _loss(old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.loss", old=old, new=new),)
+    return (Change(module="parallel.layers.loss", old=old, new=new),)
 
 
 def _head(weight: str) -> tuple[Change, ...]:
@@ -59,7 +59,7 @@ VOCABULARY_AND_LOSS = (
         modes=_TABLES,
         changes=(
             Change(
-                module="parallel.embedding",
+                module="parallel.layers.embedding",
                 old=f"return {_LOOKUP}.masked_fill(outside[..., None], 0)",
                 new=f"return {_LOOKUP}",
             ),
@@ -74,7 +74,9 @@ VOCABULARY_AND_LOSS = (
         stands_for="B-76: the range of a shard begins one row late",
         modes=_TABLES,
         changes=(
-            Change(module="parallel.embedding", old="local = ids - first", new="local = ids - first + (first > 0)"),
+            Change(
+                module="parallel.layers.embedding", old="local = ids - first", new="local = ids - first + (first > 0)"
+            ),
         ),
         kills="activations",
         phase="forward",
@@ -86,7 +88,7 @@ VOCABULARY_AND_LOSS = (
             name=f"table-range-{name}",
             stands_for="B-76: the range of rows of a shard is one row off",
             modes=_TABLES,
-            changes=(Change(module="parallel.embedding", old=_RANGE, new=new),),
+            changes=(Change(module="parallel.layers.embedding", old=_RANGE, new=new),),
             kills="activations",
             phase="forward",
             region="embedding",
@@ -188,7 +190,7 @@ VOCABULARY_AND_LOSS = (
         modes={"isp": "head=local"},
         changes=(
             Change(
-                module="parallel.weight_parallel",
+                module="parallel.schemes.weight_parallel",
                 old='sequence if case.head == "exchange" else alone',
                 new='sequence if case.head != "gather" else alone',
             ),

@@ -11,7 +11,7 @@ _CORE = "context = functional.scaled_dot_product_attention(q, k, v, attn_mask=vi
 
 
 def _attention(old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.attention", old=old, new=new),)
+    return (Change(module="parallel.layers.attention", old=old, new=new),)
 
 
 MUTANTS = (
@@ -128,7 +128,7 @@ MUTANTS = (
         stands_for="exact GELU for the tanh approximation (Megatron openai_gelu, Hugging Face gelu_new)",
         modes=everywhere(),
         condition="activation=gelu",
-        changes=(Change(module="parallel.mlp", old='approximate="tanh"', new='approximate="none"'),),
+        changes=(Change(module="parallel.layers.mlp", old='approximate="tanh"', new='approximate="none"'),),
         kills="activations|forward",
         phase="forward",
         region="layers.0.mlp|layers.0.mlp.*",
@@ -141,7 +141,9 @@ MUTANTS = (
         condition="activation=relu",
         changes=(
             Change(
-                module="parallel.mlp", old="return functional.relu(first)", new="return functional.relu(first).square()"
+                module="parallel.layers.mlp",
+                old="return functional.relu(first)",
+                new="return functional.relu(first).square()",
             ),
         ),
         kills="activations|forward",
@@ -171,7 +173,7 @@ MUTANTS = (
         name="epsilon-of-another-norm",
         stands_for="norm epsilon 1e-6 for 1e-5 (Llama 1 and 2, InternLM)",
         modes=everywhere(),
-        changes=(Change(module="parallel.norm", old="EPSILON = 1e-5", new="EPSILON = 1e-6"),),
+        changes=(Change(module="parallel.layers.norm", old="EPSILON = 1e-5", new="EPSILON = 1e-6"),),
         kills="activations|forward",
         phase="forward",
         region="layers.0.attention_norm",
@@ -183,7 +185,7 @@ MUTANTS = (
         modes=everywhere(),
         changes=(
             Change(
-                module="parallel.norm",
+                module="parallel.layers.norm",
                 old="width, weight = (x.shape[-1],), self.weight.to(exact)",
                 new="width, weight = (x.shape[-1],), self.weight.to(exact) + 1",
             ),
@@ -199,7 +201,11 @@ MUTANTS = (
         modes=everywhere(),
         condition="norm=layernorm",
         changes=(
-            Change(module="parallel.norm", old="self.bias.to(exact), EPSILON", new="0 * self.bias.to(exact), EPSILON"),
+            Change(
+                module="parallel.layers.norm",
+                old="self.bias.to(exact), EPSILON",
+                new="0 * self.bias.to(exact), EPSILON",
+            ),
         ),
         kills="activations|forward",
         phase="forward",

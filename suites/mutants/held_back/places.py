@@ -146,7 +146,7 @@ MUTANTS = (
         stands_for="padding_idx=0 in a sharded embedding: the first row of every shard gets no gradient",
         modes=everywhere("embedding=vocab", TENSOR),
         changes=_one(
-            "embedding",
+            "layers.embedding",
             "functional.embedding(local.masked_fill(outside, 0), weight)",
             "functional.embedding(local.masked_fill(outside, 0), weight, padding_idx=0)",
         ),
@@ -160,7 +160,7 @@ MUTANTS = (
         modes=everywhere(),
         condition="heads!=kv_heads",
         changes=_one(
-            "attention",
+            "layers.attention",
             "k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)",
             "k, v = k.repeat_interleave(group, 1), v.repeat(1, group, 1, 1)",
         ),
@@ -174,7 +174,7 @@ MUTANTS = (
         stands_for="DeepSpeed #5664: keys and values change places on the way back only",
         modes={"isp": ""},
         changes=_one(
-            "ulysses",
+            "layers.ulysses",
             "k_all, v_all = copies.sum(_KV_HEADS + 1).unbind(2)",
             "v_all, k_all = copies.sum(_KV_HEADS + 1).unbind(2)",
         ),
@@ -188,7 +188,7 @@ MUTANTS = (
         stands_for="a cache that keeps the slice where the gathered input is expected",
         modes={"msp": ""},
         changes=_one(
-            "linear",
+            "layers.linear",
             "ctx.save_for_backward(total if region.keep else x, weight)",
             "ctx.save_for_backward(x, weight)",
         ),

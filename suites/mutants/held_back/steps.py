@@ -22,7 +22,7 @@ MUTANTS = (
         stands_for="label smoothing spread over V classes instead of the V-1 others (PyTorch against Megatron)",
         modes=everywhere(),
         condition="label_smoothing>0",
-        changes=_one("loss", "spread = smoothing / (vocab - 1) if", "spread = smoothing / vocab if"),
+        changes=_one("layers.loss", "spread = smoothing / (vocab - 1) if", "spread = smoothing / vocab if"),
         kills="forward",
         phase="loss|",
         region="",
@@ -33,7 +33,9 @@ MUTANTS = (
         stands_for="Megatron #7452-1, in backward: the smoothing term is in the loss and not in its gradient",
         modes=everywhere(),
         condition="label_smoothing>0",
-        changes=_one("loss", "slope[..., : ctx.real] -= ctx.spread\n", "slope[..., : ctx.real] -= 0 * ctx.spread\n"),
+        changes=_one(
+            "layers.loss", "slope[..., : ctx.real] -= ctx.spread\n", "slope[..., : ctx.real] -= 0 * ctx.spread\n"
+        ),
         kills="activation_gradients|parameter_gradients",
         phase="backward|loss",
         region="head|final_norm|",
@@ -43,7 +45,9 @@ MUTANTS = (
         name="loss-in-float32",
         stands_for="logits always cast to float32 before the loss (nanotron, Megatron fp32 cross entropy)",
         modes=_LOSS,
-        changes=_one("loss", "x = logits.to(wide(logits.dtype), copy=True)", "x = logits.to(torch.float32, copy=True)"),
+        changes=_one(
+            "layers.loss", "x = logits.to(wide(logits.dtype), copy=True)", "x = logits.to(torch.float32, copy=True)"
+        ),
         kills="ledger|forward",
         phase="loss|backward",
         region="|head",
@@ -199,7 +203,9 @@ MUTANTS = (
         stands_for="a metric that is assigned instead of added",
         modes=everywhere("metric=true", _INTERNEVO),
         changes=_one(
-            "metric", "self.total = measured if self.total is None else self.total + measured", "self.total = measured"
+            "layers.metric",
+            "self.total = measured if self.total is None else self.total + measured",
+            "self.total = measured",
         ),
         kills="forward",
         phase="metric|loss",
@@ -210,7 +216,7 @@ MUTANTS = (
         name="nothing-is-ever-right",
         stands_for="a strict comparison with the maximum itself",
         modes=everywhere("metric=true", _INTERNEVO),
-        changes=_one("metric", "right = (((hit >= largest)", "right = (((hit > largest)"),
+        changes=_one("layers.metric", "right = (((hit >= largest)", "right = (((hit > largest)"),
         kills="forward",
         phase="metric|loss",
         region="",
@@ -220,7 +226,7 @@ MUTANTS = (
         name="loss-summed-in-two-calls-when-fused",
         stands_for="InternEvo's fused and unfused losses, chosen the other way round",
         modes=_LOSS,
-        changes=_one("loss", "    if fused:\n", "    if not fused:\n"),
+        changes=_one("layers.loss", "    if fused:\n", "    if not fused:\n"),
         kills="ledger",
         phase="loss",
         region="",

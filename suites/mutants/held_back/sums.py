@@ -19,7 +19,7 @@ MUTANTS = (
         stands_for="InternEvo 432bd5e, torchtitan #1878: the path without overlap forgets the sum",
         modes=everywhere("overlap=false", WHOLE),
         changes=_one(
-            "linear",
+            "layers.linear",
             "reduced = region.start_reduce(grad @ weight, overlap=region.overlap and wants_weight)",
             "overlap = region.overlap\n            reduced = Pending(None, lambda: grad @ weight)\n"
             "            if overlap:\n"
@@ -51,12 +51,12 @@ MUTANTS = (
         condition="bias=true",
         changes=(
             Change(
-                module="parallel.linear",
+                module="parallel.layers.linear",
                 old="grad_bias = grad.flatten(0, -2).sum(0)",
                 new="grad_bias = grad.flatten(0, -2).mean(0)",
             ),
             Change(
-                module="parallel.weights",
+                module="parallel.weights.linear",
                 old="reduced.append(supply.reduce(rows.sum(0)))",
                 new="reduced.append(supply.reduce(rows.mean(0)))",
             ),
@@ -71,7 +71,7 @@ MUTANTS = (
         stands_for="the bias is added on rank 0 alone, as is right before a sum, but after it",
         modes=everywhere("bias=true", WHOLE),
         changes=_one(
-            "linear",
+            "layers.linear",
             "return y if self.bias is None else y + self.bias",
             "return y if self.bias is None or self.region.axis.rank else y + self.bias",
         ),
@@ -155,7 +155,9 @@ MUTANTS = (
         name="maximum-of-own-columns",
         stands_for="Megatron cross_entropy without its first step: the maximum is not reduced",
         modes=everywhere("head=parallel", TENSOR) | {"isp": "head=exchange"},
-        changes=_one("loss", 'x -= all_reduce(x.amax(-1), axis, op="max")[..., None]', "x -= x.amax(-1)[..., None]"),
+        changes=_one(
+            "layers.loss", 'x -= all_reduce(x.amax(-1), axis, op="max")[..., None]', "x -= x.amax(-1)[..., None]"
+        ),
         kills="ledger|forward|replicas",
         phase="loss|forward",
         region="|head",
@@ -193,7 +195,7 @@ MUTANTS = (
         name="copies-of-kv-heads-averaged",
         stands_for="gradients of replicated kv heads averaged instead of summed",
         modes={"isp": "tp>kv_heads"},
-        changes=_one("ulysses", "copies.sum(_KV_HEADS + 1)", "copies.mean(_KV_HEADS + 1)"),
+        changes=_one("layers.ulysses", "copies.sum(_KV_HEADS + 1)", "copies.mean(_KV_HEADS + 1)"),
         kills="parameter_gradients|activation_gradients",
         phase="backward",
         region="layers.*.attention*|layers.*",
@@ -204,7 +206,7 @@ MUTANTS = (
         stands_for="InternEvo 76be8c2 for the embedding alone: AVG for SUM",
         modes={"isp": ""},
         changes=_one(
-            "weight_tables",
+            "weights.tables",
             "return reduce_scatter(grad, ctx.axis, dim=ctx.dim), None, None",
             'return reduce_scatter(grad, ctx.axis, dim=ctx.dim, op="avg"), None, None',
         ),

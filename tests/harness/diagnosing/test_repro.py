@@ -97,7 +97,7 @@ def _imported(text: str) -> set[str]:
 
 
 def test_a_failing_case_is_made_as_small_as_still_fails(engine: Engine) -> None:
-    bug = planted(replaced("parallel.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() / 2"))
+    bug = planted(replaced("parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() / 2"))
     failure = shrunk(Case.parse(LARGE), bug, engine)
     assert failure is not None
     case = failure.result.case

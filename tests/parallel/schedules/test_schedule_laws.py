@@ -14,7 +14,7 @@ from parallel.schedules.checks import Sends, check_legal, live
 from parallel.schedules.messages import message_bytes, message_counts, programs, sends_stated
 from parallel.schedules.orders import order, orders
 from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline
-from parallel.schedules.timing import Times, bubble, duration_stated, idle_inside, timeline
+from parallel.schedules.timing import ComputeTimes, bubble, duration_stated, idle_inside, timeline
 from reference.errors import CaseError
 from tests.parallel.schedules.shapes import broken, every, larger
 
@@ -43,9 +43,11 @@ def test_all_ranks_together_send_each_micro_batch_once_over_each_border_and_way(
     assert sent == 2 * pipeline.micro * borders
 
 
-@pytest.mark.parametrize("times", [Times(forward=2, input=3, weight=2), Times(forward=1, input=1, weight=0)])
+@pytest.mark.parametrize(
+    "times", [ComputeTimes(forward=2, input=3, weight=2), ComputeTimes(forward=1, input=1, weight=0)]
+)
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "zbv"])
-def test_a_step_takes_as_long_as_its_closed_form_for_unequal_times(schedule: str, times: Times) -> None:
+def test_a_step_takes_as_long_as_its_closed_form_for_unequal_times(schedule: str, times: ComputeTimes) -> None:
     for pipeline in every(schedule, 4, 9):
         stated = duration_stated(pipeline, times)
         if stated is not None:
@@ -150,6 +152,6 @@ def test_a_rank_that_is_not_and_a_time_that_cannot_be_are_refused() -> None:
     with pytest.raises(CaseError, match="rank=4: is not a rank of pp=4; legal: 0 to 3"):
         order(Pipeline(schedule="1f1b", pp=4, micro=6), 4)
     with pytest.raises(CaseError, match="input=0: must be more than 0; legal: 1"):
-        Times(input=0)
+        ComputeTimes(input=0)
     with pytest.raises(CaseError, match="weight=-1: must not be negative; legal: 0"):
-        Times(weight=-1)
+        ComputeTimes(weight=-1)

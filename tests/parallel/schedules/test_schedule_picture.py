@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallel.schedules.picture import picture
 from parallel.schedules.pipeline import Pipeline
-from parallel.schedules.timing import Times
+from parallel.schedules.timing import ComputeTimes
 from tests import ROOT
 
 
@@ -22,7 +22,7 @@ def test_a_chunk_is_marked_and_waiting_is_dots() -> None:
 
 
 def test_unequal_times_have_their_columns() -> None:
-    drawn = picture(Pipeline(schedule="zb-h1", pp=2, micro=2), Times(forward=2, input=2, weight=1))
+    drawn = picture(Pipeline(schedule="zb-h1", pp=2, micro=2), ComputeTimes(forward=2, input=2, weight=1))
     assert drawn.splitlines() == [
         "rank 0 |F0 -  F1 -  .  .  B0 =  W0 .  B1 =  W1",
         "rank 1 |.  .  F0 -  B0 =  F1 -  B1 =  W0 W1",

@@ -163,19 +163,19 @@ def test_calls_are_deepspeed_s() -> None:
 PLANTED = {
     "the output projection takes other columns than its heads": (
         "",
-        "parallel.autotp",
+        "parallel.schemes.autotp",
         ('case "wq" | "wo":\n            return query_rows', 'case "wq":\n            return query_rows'),
         {"run", "forward"},
     ),
     "logits are summed and averaged": (
         "head=sum",
-        "parallel.autotp",
+        "parallel.schemes.autotp",
         ("return pairs.reduce_from(functional", "return 0.5 * pairs.reduce_from(functional"),
         {"forward"},
     ),
     "the table's gradient stays partial": (
         "head=sum",
-        "parallel.autotp",
+        "parallel.schemes.autotp",
         (
             "weight = pairs.own_part(tied_weight, axis, own)",
             "weight = torch.cat([tied_weight[:, p.start : p.stop] for p in own], 1)",

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from parallel import tensor
 from parallel.expectation import local_elements
+from parallel.schemes import tensor
 from parallel.subject import subject
 from reference.case import Case
 

@@ -88,13 +88,13 @@ PLANTED = {
     ),
     "columns of the embedding change places": (
         "mtp",
-        "parallel.embedding",
+        "parallel.layers.embedding",
         ("pairs.gather_from(columns, self.region.axis)", "pairs.gather_from(columns, self.region.axis).flip(-1)"),
         "activations",
     ),
     "gathered logits are taken for a part": (
         "mtp head=gather",
-        "parallel.tensor",
+        "parallel.schemes.tensor",
         ('axis if case.head == "parallel" else', 'axis if case.head != "exchange" else'),
         "ledger",
     ),

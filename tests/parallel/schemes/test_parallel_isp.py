@@ -15,7 +15,7 @@ from parallel.mesh import Mesh
 from parallel.schemes.isp import ISP
 from parallel.subject import subject
 from parallel.training import Rank, set_up
-from parallel.weights import WeightLinear
+from parallel.weights.linear import WeightLinear
 from reference.case import Case
 from reference.model.parameters import weights
 from reference.training import subject as dense

@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parallel import collectives, pairs, ulysses
-from parallel.attention import Attention, Core
+from parallel import collectives, pairs
 from parallel.batch import deliver
+from parallel.layers import ulysses
+from parallel.layers.attention import Attention, Core
 from parallel.mesh import Axis, Mesh
 from parallel.registry import MODES
 from parallel.training import set_up

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from reference.groups import Pipeline, megatron
+from reference.groups import PipelineGroup, megatron
 
 SIXTEEN = megatron(world=16, tp=2, pp=4)
-PLAIN = Pipeline(ranks=SIXTEEN.group("pp", 5))
-CHUNKED = Pipeline(ranks=(0, 4, 8, 12), chunks=2)
+PLAIN = PipelineGroup(ranks=SIXTEEN.group("pp", 5))
+CHUNKED = PipelineGroup(ranks=(0, 4, 8, 12), chunks=2)
 
 
 def test_first_and_last_stages_of_two_machines() -> None:
     """Seed 002: 16 devices, tp2 pp4 dp2; ranks 0 to 3 are first stages, 12 to 15 last ones."""
-    pipelines = {rank: Pipeline(ranks=SIXTEEN.group("pp", rank)) for rank in range(16)}
+    pipelines = {rank: PipelineGroup(ranks=SIXTEEN.group("pp", rank)) for rank in range(16)}
     assert [rank for rank, pipeline in pipelines.items() if pipeline.first_stage(rank)] == [0, 1, 2, 3]
     assert [rank for rank, pipeline in pipelines.items() if pipeline.last_stage(rank)] == [12, 13, 14, 15]
 
@@ -26,7 +26,7 @@ def test_neighbours_wrap() -> None:
     assert PLAIN.ranks == (1, 5, 9, 13)
     assert [PLAIN.next_rank(rank) for rank in PLAIN.ranks] == [5, 9, 13, 1]
     assert [PLAIN.previous_rank(rank) for rank in PLAIN.ranks] == [13, 1, 5, 9]
-    alone = Pipeline(ranks=(7,))
+    alone = PipelineGroup(ranks=(7,))
     assert (alone.next_rank(7), alone.previous_rank(7), alone.first_stage(7), alone.last_stage(7)) == (7, 7, True, True)
 
 
@@ -50,7 +50,7 @@ def test_embedding_groups() -> None:
     assert PLAIN.embedding_ranks(tied=False) == (1,)
     assert PLAIN.embedding_ranks(tied=False, prediction=[PLAIN.prediction_stage()]) == (1, 13)
     assert PLAIN.embedding_ranks(prediction=[2]) == (1, 9, 13)
-    assert Pipeline(ranks=(7,)).embedding_ranks() == (7,)
+    assert PipelineGroup(ranks=(7,)).embedding_ranks() == (7,)
     assert PLAIN.position_embedding_ranks() == (1,)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from reference.errors import CaseError
-from reference.groups import Pipeline, RankOrder, hybrid, internevo, levels, megatron, picotron, torchtitan
+from reference.groups import PipelineGroup, RankOrder, hybrid, internevo, levels, megatron, picotron, torchtitan
 
 SIZES = {"tp": 2, "dp": 3, "pp": 1}
 MESH = RankOrder.of("tp-dp-pp", SIZES)
-FOUR = Pipeline(ranks=(0, 2, 4, 6), chunks=2)
+FOUR = PipelineGroup(ranks=(0, 2, 4, 6), chunks=2)
 GUARDED = {"world": 16, "tp": 2, "pp": 2, "etp": 1, "ep": 4}
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "world": (
@@ -75,10 +75,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "torchtitan's etp": (lambda: torchtitan(world=16, tp=4, etp=2), "etp=2: must be 1 or tp=4; legal: etp=4"),
     "chunks": (
-        lambda: Pipeline(ranks=(3,), chunks=2),
+        lambda: PipelineGroup(ranks=(3,), chunks=2),
         "chunks=2: more than one chunk needs pp of at least 2; legal: chunks=1",
     ),
-    "no stage": (lambda: Pipeline(ranks=()), "pp=0: must be a whole number of at least 1; legal: pp=1"),
+    "no stage": (lambda: PipelineGroup(ranks=()), "pp=0: must be a whole number of at least 1; legal: pp=1"),
     "rank elsewhere": (lambda: FOUR.next_rank(1), "rank=1: is not in this pipeline; legal: 0 2 4 6"),
     "chunk": (lambda: FOUR.first_stage(0, 2), "chunk=2: must be one of 2 chunks; legal: 0..1"),
     "prediction": (
@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "first_layers=3: must be a multiple of chunks=2; legal: first_layers=2",
     ),
     "first layers alone": (
-        lambda: Pipeline(ranks=(0,)).layers(4, 0, first=2),
+        lambda: PipelineGroup(ranks=(0,)).layers(4, 0, first=2),
         "first_layers=2: needs pp of at least 2; legal: pp=2",
     ),
     "too many": (

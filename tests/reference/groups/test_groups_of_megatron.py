@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from reference.errors import CaseError
-from reference.groups import Pipeline, hybrid, levels, megatron, systems
+from reference.groups import PipelineGroup, hybrid, levels, megatron, systems
 from tests.reference.groups.layouts import requests
 
 REASON = "megatron-core (extra `peers`) is not installed"
@@ -100,7 +100,7 @@ def test_the_first_layer_of_each_chunk(data: st.DataObject) -> None:
     offset = importlib.import_module("megatron.core.transformer.transformer_layer").get_transformer_layer_offset
     stages, chunks, middle = (data.draw(st.integers(low, high)) for low, high in ((2, 5), (1, 3), (1, 3)))
     first, last = (data.draw(st.none() | st.integers(1, 3).map(lambda n: n * chunks)) for _ in range(2))
-    pipeline = Pipeline(ranks=tuple(range(stages)), chunks=chunks)
+    pipeline = PipelineGroup(ranks=tuple(range(stages)), chunks=chunks)
     others = stages - (first is not None) - (last is not None)
     count = (first or 0) + (last or 0) + others * chunks * middle
     assume(others or chunks == 1)  # there 0.16.1 divides by zero
@@ -122,6 +122,6 @@ def test_the_first_layer_of_each_chunk(data: st.DataObject) -> None:
 
 def test_who_holds_the_embeddings() -> None:
     for ranks in ((3,), (0, 4, 8, 12)):
-        pipeline = Pipeline(ranks=ranks)
+        pipeline = PipelineGroup(ranks=ranks)
         assert [*pipeline.embedding_ranks()] == state.default_embedding_ranks([*ranks])
         assert [*pipeline.position_embedding_ranks()] == state.default_position_embedding_ranks([*ranks])

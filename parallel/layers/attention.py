@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from parallel.norm import wide
+from parallel.layers.norm import wide
 
-__all__ = ["Attention", "Core", "Exchange", "Heads", "MaskedCore", "core_attention", "direct", "rotary_table", "rotate"]
+__all__ = ["Attention", "Core", "Exchange", "HeadShape", "MaskedCore", "core_attention", "direct", "rotary_table", "rotate"]
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B,S,N,D], k and v [B,S,K,D] of whole sequences -> context [B,S,N,D]."""
@@ -31,7 +31,7 @@ _ROTARY_BASE = 10000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
+class HeadShape:
     """Shape of the heads, and what is recomputed: `group` query heads per kv head, `dim` features each."""
 
     group: int
@@ -87,7 +87,7 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        heads: Heads,
+        heads: HeadShape,
         core: MaskedCore,
         exchange: Exchange,
         projections: dict[str, nn.Module],

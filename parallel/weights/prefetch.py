@@ -32,17 +32,17 @@ import torch
 from torch import Tensor
 
 from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
-from parallel.flat import FlatGather, reduce_scatter_flat
 from parallel.mesh import Axis
+from parallel.weights.flat import FlatGather, reduce_scatter_flat
 
-__all__ = ["Gathers", "Plan", "Seat"]
+__all__ = ["Gathers", "PrefetchPlan", "Seat"]
 
 _PREFETCHING = "wo"
 """The linear that starts the next block: the MLP's products are still ahead then, enough to hide the gathers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PrefetchPlan:
     """The first columns of the table above."""
 
     ahead: bool
@@ -120,7 +120,7 @@ class _BlockGather(torch.autograd.Function):
 class Gathers:
     """All blocks' gathers over one axis on one rank. Linears take their seats in forward order, while being built."""
 
-    def __init__(self, axis: Axis, plan: Plan) -> None:
+    def __init__(self, axis: Axis, plan: PrefetchPlan) -> None:
         self.axis, self.plan = axis, plan
         self._seats: list[Seat] = []
         self._blocks: dict[int, list[Seat]] = {}

@@ -26,9 +26,9 @@ from torch.nn import functional
 
 from parallel import pairs
 from parallel.collectives import all_gather, reduce_scatter
-from parallel.embedding import EmbeddingTable
+from parallel.layers.embedding import EmbeddingTable
 from parallel.mesh import Axis
-from parallel.weights import Alone, weight_product
+from parallel.weights.linear import Alone, weight_product
 
 __all__ = ["WeightEmbedding", "WeightHead"]
 

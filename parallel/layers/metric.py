@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from parallel.collectives import all_reduce, own_slice
 from parallel.expectation import ITEM_BYTES, Term, loss_dtype, per_micro
+from parallel.layers.loss import vocabulary_cross_entropy
+from parallel.layers.norm import wide
 from parallel.layout import Placement
-from parallel.loss import vocabulary_cross_entropy
 from parallel.mesh import Axis
-from parallel.norm import wide
 from reference.case import Case
 
 __all__ = ["DATASETS", "MetricSums", "Metric", "metric_terms"]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parallel import pairs
-from parallel.linear import Region, column_linear
+from parallel.layers.linear import Region, column_linear
 
 __all__ = ["EmbeddingTable", "Head", "HiddenEmbedding", "VocabularyEmbedding", "WholeEmbedding", "vocabulary_rows"]
 

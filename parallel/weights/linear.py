@@ -9,7 +9,7 @@ Inputs are [.., .., in] of this rank's own tokens. Every rank's tokens differ, s
 
 A bias costs the same three calls again, all of them, as in InternEvo: the gather in backward too, though no gradient
 needs its value. Who starts the gathers of a block's linears, and when, is decided by its `Seat` (see
-`parallel.prefetch`). Saved for backward is the input alone.
+`parallel.weights.prefetch`). Saved for backward is the input alone.
 Source: InternEvo `WPFusedDenseFunc` (modes.md 3.6); gradients are sums here, not means (decision G2).
 """
 
@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from parallel.collectives import Pending, all_gather, start_all_gather, start_reduce_scatter
 from parallel.mesh import Axis
-from parallel.prefetch import Gathers, Seat
+from parallel.weights.prefetch import Gathers, Seat
 
 __all__ = ["Alone", "Supply", "WeightLinear", "weight_product"]
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from parallel.collectives import all_reduce
+from parallel.layers.norm import wide
 from parallel.mesh import Axis
-from parallel.norm import wide
 
 __all__ = ["IGNORED", "counted", "vocabulary_cross_entropy"]
 

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from parallel import pairs
 from parallel.batch import Delivered
 from parallel.collectives import own_slice
+from parallel.layers.loss import vocabulary_cross_entropy
+from parallel.layers.roles import is_column, is_row
+from parallel.layers.ulysses import by_all_to_all
 from parallel.layout import Cut, Placement, local_shape
-from parallel.loss import vocabulary_cross_entropy
 from parallel.mesh import Axis, Mesh
-from parallel.prefetch import Gathers, Plan
-from parallel.roles import is_column, is_row
 from parallel.strategy import Parts
-from parallel.ulysses import by_all_to_all
-from parallel.weight_tables import WeightEmbedding, WeightHead
-from parallel.weights import WeightLinear
+from parallel.weights.linear import WeightLinear
+from parallel.weights.prefetch import Gathers, PrefetchPlan
+from parallel.weights.tables import WeightEmbedding, WeightHead
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
 
@@ -100,7 +100,7 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
     """The strategy of a case on one rank."""
     sequence, weights = mesh.axis("tp"), mesh.axis("wp")
     places, dtype = placements(case), dtype_of(case)
-    plan = Plan(ahead=case.overlap, fused=case.fuse_weights, recompute=case.recompute == "full")
+    plan = PrefetchPlan(ahead=case.overlap, fused=case.fuse_weights, recompute=case.recompute == "full")
     gathers = Gathers(weights, plan)
 
     def own(name: str) -> tuple[int, ...] | None:

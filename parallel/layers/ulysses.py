@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from parallel import pairs
-from parallel.attention import Core, Exchange
 from parallel.collectives import start_all_to_all
+from parallel.layers.attention import Core, Exchange
 from parallel.mesh import Axis
 
 __all__ = ["by_all_to_all"]
