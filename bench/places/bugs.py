@@ -160,7 +160,7 @@ BUGS: dict[str, Bug] = {
     # our decoder, its truth known by outputs alone
     "ours: rows of another layout": ours(
         "mode=fsp family=internlm2 tp=2",
-        "linear",
+        "layers.linear",
         "pairs.reduce_scatter_to_sequence(y, self.axis",
         "pairs.reduce_scatter_to_sequence(y.transpose(0, 1).reshape(y.shape), self.axis",
         "forward",
@@ -168,7 +168,7 @@ BUGS: dict[str, Bug] = {
     ),
     "ours: input gradient of one linear halved": ours(
         "mode=tp tp=2",
-        "linear",
+        "layers.linear",
         _REDUCED,
         f"{_REDUCED} / (1 + (weight.shape[0] == 12))",
         "backward",
@@ -192,7 +192,7 @@ BUGS: dict[str, Bug] = {
     ),
     "ours: attention scaled by the head's width": ours(
         "mode=tp-sp tp=2 dp=2",
-        "attention",
+        "layers.attention",
         _CORE_OF_OURS,
         _CORE_OF_OURS[:-1] + ", scale=1 / q.shape[-1])",
         "forward",
@@ -200,7 +200,7 @@ BUGS: dict[str, Bug] = {
     ),
     "ours: another base of the rotary table": ours(
         "mode=tp-sp tp=2 positions=rope",
-        "attention",
+        "layers.attention",
         "_ROTARY_BASE = 10000.0",
         "_ROTARY_BASE = 500000.0",
         "forward",
@@ -208,7 +208,7 @@ BUGS: dict[str, Bug] = {
     ),
     "ours: row linear without its all-reduce": ours(
         "mode=tp tp=2",
-        "linear",
+        "layers.linear",
         "return pairs.reduce_from(y, self.axis)",
         "return y",
         "forward",
@@ -216,7 +216,7 @@ BUGS: dict[str, Bug] = {
     ),
     "ours: gelu without its approximation": ours(
         "mode=tp tp=2",
-        "mlp",
+        "layers.mlp",
         'functional.gelu(first, approximate="tanh")',
         "functional.gelu(first)",
         "forward",

@@ -98,14 +98,19 @@ HELD_BACK: dict[str, Bug] = {
     ),
     "ours: another epsilon": ours(
         "mode=msp family=internlm2 tp=2 dp=2",
-        "norm",
+        "layers.norm",
         "width, weight, EPSILON",
         "width, weight, 1e-2",
         "forward",
         "layers.0.attention_norm",
     ),
     "ours: embeddings without their sum": ours(
-        "mode=tp tp=2", "embedding", "x_BSD = pairs.reduce_from(x_BSD, region.axis)\n", "pass\n", "forward", "embedding"
+        "mode=tp tp=2",
+        "layers.embedding",
+        "x_BSD = pairs.reduce_from(x_BSD, region.axis)\n",
+        "pass\n",
+        "forward",
+        "embedding",
     ),
 }
 """Name -> bug."""

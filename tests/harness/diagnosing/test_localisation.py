@@ -44,11 +44,16 @@ class Bug:
 
 BUGS = {
     "input gradient of the head halved": Bug(
-        text=TP, module="linear", old=REDUCED, new=f"{REDUCED} / 2", first=("backward", "head"), cause="constant_factor"
+        text=TP,
+        module="layers.linear",
+        old=REDUCED,
+        new=f"{REDUCED} / 2",
+        first=("backward", "head"),
+        cause="constant_factor",
     ),
     "input gradient of one linear halved": Bug(
         text=TP,
-        module="linear",
+        module="layers.linear",
         old=REDUCED,
         new=f"{REDUCED} / (1 + (weight.shape[0] == 12))",
         first=("backward", "layers.1.mlp.w1"),
@@ -135,7 +140,7 @@ BUGS = {
     ),
     "the loss mask ignored": Bug(
         text=TP,
-        module="loss",
+        module="layers.loss",
         old="return loss_mask * (labels != IGNORED)",
         new="return (labels != IGNORED).to(loss_mask.dtype)",
         first=("loss", ""),
@@ -151,7 +156,7 @@ BUGS = {
     ),
     "rows of another layout": Bug(
         text=FSP,
-        module="linear",
+        module="layers.linear",
         old=LEFT,
         new=LEFT.replace("(y,", "(y.transpose(0, 1).reshape(y.shape),"),
         first=("forward", "layers.0.attention.wo"),
@@ -159,7 +164,7 @@ BUGS = {
     ),
     "a work that nobody waits for": Bug(
         text=f"mode=isp family=internlm2 tp=2 {SIZES}",
-        module="ulysses",
+        module="layers.ulysses",
         old="q_pending.wait(), kv_pending.wait().unbind(2)",
         new="q_pending.wait(), kv_pending.finish().unbind(2)",
         first=("forward", "layers.0.attention"),
