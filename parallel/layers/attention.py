@@ -19,7 +19,17 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel.layers.norm import wide
 
-__all__ = ["Attention", "Core", "Exchange", "HeadShape", "MaskedCore", "core_attention", "direct", "rotary_table", "rotate"]
+__all__ = [
+    "Attention",
+    "Core",
+    "Exchange",
+    "HeadShape",
+    "MaskedCore",
+    "core_attention",
+    "direct",
+    "rotary_table",
+    "rotate",
+]
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B,S,N,D], k and v [B,S,K,D] of whole sequences -> context [B,S,N,D]."""

@@ -16,8 +16,8 @@ from harness.recording.saved import SavedActivations
 from parallel.data_parallel.buckets import bucketed
 from parallel.layout import local_shape
 from parallel.mesh import coordinates
+from parallel.schemes.tensor import placements
 from parallel.subject import subject
-from parallel.tensor import placements
 from reference.case import Case
 
 WORDS = "mode=tp-sp tp=2 dp=4 heads=4 kv_heads=2 hidden=32 ffn=72 vocab=389 seq=8 dtype=bfloat16 micro=2"
