@@ -4,6 +4,7 @@ subject(case, device)                    outcome of this rank; torch.distributed
 subject.modes                            the modes it claims
 subject.refuses(case)                    why a case is not supported, "" when it is
 subject.expected(case)                   the closed form, terms of one rank over the whole run
+subject.beside(case)                     what the system itself counts and issues beside that, (what, how much)
 subject.activations(case, rank, module, local)
                                          a module's output (or the gradient in it) as boxes of `act/<module>`
 subject.harmless(case, fault)            why this fault of a collective changes nothing, "" when it does
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.data_parallel.megatron import megatron_beside
 from parallel.expectation import Term
 from parallel.layers.metric import metric_terms
 from parallel.layout import Box, pieces, rows
@@ -64,6 +66,10 @@ class ParallelSubject:
         strategy = strategy_of(case)
         place = strategy.activation(case, "head")
         return (*strategy.calls(case), *(() if place is None else metric_terms(case, place)))
+
+    def beside(self, case: Case) -> Iterable[tuple[str, str]]:
+        """What Megatron itself counts and issues beside this closed form; nothing in modes of other systems."""
+        return megatron_beside(case, strategy_of(case).placements(case)) if case.mode in ("tp", "tp-sp") else ()
 
     def activations(self, case: Case, rank: int, module: str, local: Tensor) -> tuple[Box, ...] | None:
         """The boxes of `act/<module>` [dp*batch, seq, width] (packed [dp, batch*seq, width]) that `local` holds.

@@ -97,7 +97,15 @@ def _tables(one: Prediction) -> list[Table]:
     shown = one.phases[one.phases["words"].isin(legal["words"].head(_DETAILED))]
     changes = [_changes(one.changes)] if len(one.changes) else []
     more = [tables.break_even_table(one.crossings)] if len(one.crossings) else []
-    return [_answer(one, rows), *changes, _memory(legal), _times(legal), _phases(shown), *more]
+    beside = (
+        [_table("Beside", one.beside, {name: (name, str) for name in one.beside}, _BESIDE)] if len(one.beside) else []
+    )
+    return [_answer(one, rows), *changes, _memory(legal), _times(legal), _phases(shown), *more, *beside]
+
+
+_BESIDE = (
+    "what the system itself counts, and calls of its step that change no number and are no part of the ledger above"
+)
 
 
 def _answer(one: Prediction, rows: pd.DataFrame) -> Table:
@@ -190,6 +198,7 @@ def _as_json(one: Prediction) -> dict[str, object]:
         "changes": _records(one.changes),
         "phases": _records(one.phases),
         "break_even": _records(one.crossings),
+        "beside": _records(one.beside),
         "assumptions": [one.cluster.note, *ASSUMPTIONS],
     }
 

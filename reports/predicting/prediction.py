@@ -16,6 +16,7 @@ from harness.errors import NoNumbers, NotComputed, RequestError
 from harness.predicting.clusters import Cluster
 from harness.predicting.forecast import Forecast, forecast
 from harness.protocols import Subject
+from harness.subject import named
 from reports.comparing import breakeven
 from reports.predicting import fitting
 from reports.predicting.planning import Candidate, candidates, growth
@@ -33,6 +34,7 @@ class Prediction:
     Rows that fit come before rows that do not, and those before cases that cannot be; columns: `_row`. `phases`:
     seconds by candidate and phase. `changes`: what would make it fit where nothing does (reports.fitting), else empty.
     `states`: bytes kept of every parameter where they are by formula, "" where the program's own were measured.
+    `beside`: what and how much the subject states beside its closed form (`subject.beside(case)`), of a single case.
     """
 
     text: str
@@ -45,6 +47,7 @@ class Prediction:
     crossings: pd.DataFrame
     curves: dict[str, pd.DataFrame]
     forecasts: tuple[Forecast, ...]
+    beside: pd.DataFrame
 
 
 def predict(
@@ -84,7 +87,14 @@ def predict(
         crossings=pd.concat(crossings, ignore_index=True) if crossings else pd.DataFrame(),
         curves=curves,
         forecasts=tuple(legal),
+        beside=_beside(legal, subject),
     )
+
+
+def _beside(legal: Sequence[Forecast], subject: Subject) -> pd.DataFrame:
+    lines = getattr(named(subject).call, "beside", None)
+    found = lines(legal[0].case) if lines is not None and len(legal) == 1 else ()
+    return pd.DataFrame(found, columns=["what", "how much"])
 
 
 def _forecast(

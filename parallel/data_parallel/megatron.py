@@ -1,0 +1,62 @@
+"""What Megatron-LM itself counts and issues beside a case's closed form: its estimate of memory, and its step's calls.
+
+Its step all-reduces over groups of one rank too, looks for infinite gradients in float16, and agrees over all ranks of
+the model on whether the update took place and on the norm that is logged. None of that changes a number, so ours leaves
+it out; a ledger of Megatron has it. Sources: Megatron-Core 0.14 `finalize_model_grads`, `MixedPrecisionOptimizer`,
+`training.train_step` (modes.md 5, measured); Megatron-LM `theoretical_memory_usage.py`, which counts neither biases nor
+positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from parallel.data_parallel.words import gradient_dtype
+from parallel.expectation import local_elements
+from parallel.layout import Placement
+from reference.case import Case
+from reference.model.parameters import shapes
+
+__all__ = ["estimated_mb", "megatron_beside", "step_calls"]
+
+Line = tuple[str, str]
+_MB = 2**20
+_STATES, _SPLIT_STATES = (18.0, 0.0), (6.0, 12.0)
+"""Bytes of a parameter kept by every data rank, and those that data ranks share."""
+
+
+def megatron_beside(case: Case, places: Mapping[str, Placement]) -> Iterator[Line]:
+    """(what, how much) of a case of tp or tp-sp; `places` are those of its parameters."""
+    padding = {"embedding.tokens.weight", "head.weight"}
+    whole = sum(
+        math.prod((case.padded_vocab, *shape[1:]) if name in padding else shape) for name, shape in shapes(case).items()
+    )
+    yield "parameters of a rank", f"{local_elements(case, places):,}"
+    yield "parameters of the model", f"{whole:,}"
+    yield "weights and optimizer of a rank by Megatron-LM's own estimate", f"{estimated_mb(case):,.2f} MB"
+    for what, op, elements, dtype, group in step_calls(case, local_elements(case, places)):
+        width = 2 if dtype in ("float16", "bfloat16") else 8 if dtype == "float64" else 4
+        yield f"Megatron's step: {what}", f"{op} of {elements * width:,} B {dtype} over {group}"
+
+
+def estimated_mb(case: Case) -> float:
+    """Megatron-LM's theoretical memory of weights and optimizer on a rank, in units of 2**20 bytes."""
+    hidden, gated = case.hidden, 1.5 if case.activation == "swiglu" else 1.0
+    layer = 2 * hidden**2 * (1 + case.kv_heads / case.heads) + 2 * hidden * case.ffn * gated + 4 * hidden
+    tables = hidden * case.padded_vocab * (1 if case.tied else 2)
+    kept, shared = _SPLIT_STATES if case.zero else _STATES
+    return (case.layers * layer + 2 * hidden + tables) / case.tp * (kept + shared / case.dp) / _MB
+
+
+def step_calls(case: Case, elements: int) -> Iterator[tuple[str, str, int, str, str]]:
+    """(what, op, elements, dtype, group) of each call that Megatron's step issues once and ours does not."""
+    model, data = f"{case.tp} ranks of tp", "a group of one"
+    if case.dp * case.cp == 1:
+        yield "gradients", "all_reduce", elements, str(gradient_dtype(case)).removeprefix("torch."), data
+        yield "loss and number of tokens", "all_reduce", 2, "float32", data
+    if case.dtype == "float16" and case.scaler == "none":
+        yield "infinite gradients", "all_reduce", 1, "float32", model
+    yield "whether all updated", "all_reduce", 1, "int32", model
+    yield "the norm that is logged", "all_reduce", 1, "float32", model
+    yield "whether a step is run again", "all_reduce", 1, "float32", f"all {case.world_size} ranks"
