@@ -41,8 +41,7 @@ ASSUMPTIONS = (
     "memory: all that the program's tensors hold; allocator, contexts and libraries come on top. Where the case says "
     "no optimizer=, gradients, masters and moments are by Megatron-LM's formula for AdamW (dist_optimizer.md), split "
     "over data ranks as zero= says (zero=1: 6 + 12/d bytes a parameter); where it does, they are the program's own",
-    "gradients travel in the dtype of the case, as in the ledger; summed in float32 they would be twice the bytes of "
-    "bfloat16",
+    "gradients travel in the dtype of the case, as in the ledger; with grad_dtype=float32 in twice the bytes of bfloat16",
     f"deep models: memory, and times where cases are compared, are the straight line through {DEPTHS[0]} and "
     f"{DEPTHS[1]} layers",
     "errors: calls, bytes and parameters are exact where the ledger is 'equal' to the closed form; times are held "
@@ -97,9 +96,8 @@ def _tables(one: Prediction) -> list[Table]:
     shown = one.phases[one.phases["words"].isin(legal["words"].head(_DETAILED))]
     changes = [_changes(one.changes)] if len(one.changes) else []
     more = [tables.break_even_table(one.crossings)] if len(one.crossings) else []
-    beside = (
-        [_table("Beside", one.beside, {name: (name, str) for name in one.beside}, _BESIDE)] if len(one.beside) else []
-    )
+    columns: dict[str, tuple[str, Callable[[object], str]]] = {"what": ("what", str), "how much": ("how much", str)}
+    beside = [_table("Beside", one.beside, columns, _BESIDE)] if len(one.beside) else []
     return [_answer(one, rows), *changes, _memory(legal), _times(legal), _phases(shown), *more, *beside]
 
 
