@@ -41,7 +41,7 @@ ASSUMPTIONS = (
     "memory: all that the program's tensors hold; allocator, contexts and libraries come on top. Where the case says "
     "no optimizer=, gradients, masters and moments are by Megatron-LM's formula for AdamW (dist_optimizer.md), split "
     "over data ranks as zero= says (zero=1: 6 + 12/d bytes a parameter); where it does, they are the program's own",
-    "gradients travel in the dtype of the case, as in the ledger; with grad_dtype=float32 in twice the bytes of bfloat16",
+    "gradients travel in the dtype of the case, as in the ledger; with grad_dtype=float32 in twice those bytes",
     f"deep models: memory, and times where cases are compared, are the straight line through {DEPTHS[0]} and "
     f"{DEPTHS[1]} layers",
     "errors: calls, bytes and parameters are exact where the ledger is 'equal' to the closed form; times are held "
