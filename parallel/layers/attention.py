@@ -1,9 +1,9 @@
 """Self-attention on the heads that this rank's projections give it: how many follows from their width.
 
 Letters: B sequences, S tokens, N query heads, K kv heads (N = K*g), D head dim, all of this rank. Between its two
-linears attention works on [B, S, heads, D], whatever the layout of hidden states. The core sees whole sequences; a
-mode whose hidden states are split along the sequence either gathers them in the column linear or exchanges heads for
-sequence around the core (`exchange`).
+linears attention works on [B, S, heads, D], whatever the layout of hidden states. The core sees whole sequences, or
+with context parallelism a slice of each (`parallel.context`); a mode whose hidden states are split along the sequence
+either gathers them in the column linear or exchanges heads for sequence around the core (`exchange`).
 Sources: arXiv:2104.09864 (rotary, rotate-half pairing as Hugging Face Llama), arXiv:2305.13245 (grouped queries).
 """
 
