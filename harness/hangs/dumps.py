@@ -78,8 +78,10 @@ def _of_part(folder: Path) -> Standing:
     last = folder / "last.json"
     if last.is_file():
         return _of_last(_json(last), str(last))
-    ended = f"it was killed or crashed{_last_row(folder)}"
-    return Standing(rank=int(folder.name), world_size=0, source=str(folder), ended=ended)
+    end = folder / "end.json"
+    failed = end.is_file() and bool(_json(end).get("failed"))
+    ended = "its recorder failed before" if failed else f"it was killed or crashed{_last_row(folder)}"
+    return Standing(rank=int(folder.name), world_size=0, source=str(folder), ended=ended, lost=not failed)
 
 
 def _last_row(folder: Path) -> str:

@@ -164,9 +164,10 @@ def _behind(channel: Channel, ranks: Sequence[Standing]) -> Iterator[Parted]:
 def _gone(ranks: Sequence[Standing]) -> Iterator[Parted]:
     """Ranks that left nothing, where others are in a call of a group that they share."""
     known = [one for one in ranks if one.last]
+    there = {one.rank for one in ranks if not one.lost}
     for one in known:
         latest = one.latest
-        lost = tuple(sorted(set(latest[0][1]) - {other.rank for other in known})) if latest else ()
+        lost = tuple(sorted(set(latest[0][1]) - there)) if latest else ()
         if latest is not None and lost and not one.ended:
             channel, number, call = latest
             waiting = tuple(other.rank for other in known if other.last.get(channel) == number)

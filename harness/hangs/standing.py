@@ -43,7 +43,7 @@ class LastCall(NamedTuple):
 class Standing:
     """One rank. `calls`: channel -> number -> call, the latest calls only; `last`: channel -> number of its last call.
 
-    `ended`: "" while it ran, else how it ended. `stack`: lines of the program, innermost first.
+    `ended`: "" while it ran, else how it ended; `lost`: it was killed, and left no calls. `stack`: lines of the program, innermost first.
     """
 
     rank: int
@@ -52,6 +52,7 @@ class Standing:
     calls: Mapping[Channel, Mapping[int, LastCall]] = field(default_factory=dict)
     last: Mapping[Channel, int] = field(default_factory=dict)
     ended: str = ""
+    lost: bool = False
     silent_s: float = 0.0
     stack: tuple[str, ...] = ()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
 import resource
 import socket
@@ -16,6 +17,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -116,6 +118,8 @@ class RankRecorder:
         self._window.step(0)
         self._silence.start()
         atexit.register(self._end)
+        if multiprocessing.parent_process() is not None:  # a forked one ends without the functions of atexit
+            Finalize(None, self._end, exitpriority=0)
         os.register_at_fork(after_in_child=self._be_silent)
 
     def entered(self, issued: OperatorCall) -> None:
@@ -178,9 +182,9 @@ class RankRecorder:
 
     def _end(self) -> None:
         """The interpreter ends in good order."""
-        self._silence.stop()
         if not self._on:
             return
+        self._silence.stop()
         try:
             self._window.close()
             self._stream.close()

@@ -62,6 +62,9 @@ def run_folder(name: str | Path) -> Path:
     if not there:
         legal = "a folder that `shardproof run` wrote, as runs/latest"
         raise RunFolderError(f"run {shown(path)}: no such folder; legal: {legal}")
+    if not known and (path / "ranks").is_dir():
+        why = "nothing was recorded: no process of the program has initialised torch.distributed"
+        raise RunFolderError(f"run {shown(path)}: {why}; legal: a program that does")
     if not known:
         raise RunFolderError(f"run {shown(path)}: neither env.json nor cases.jsonl in it, so it is no run folder")
     environment_of(path, [])

@@ -115,6 +115,51 @@ def test_generated_jobs_name_the_planted_rank_and_event(tmp_path: Path, bug: str
     assert f"over tp, {named}" in text.splitlines()[1]
 
 
+def test_a_rank_that_was_killed_is_gone_and_one_whose_recorder_failed_is_named(tmp_path: Path) -> None:
+    write_generated(tmp_path, 16, CALLS, "", 0, 0)
+    for rank, end in ((3, None), (12, {"failed": "OSError"})):
+        part = tmp_path / "ranks" / str(rank)
+        (part / "last.json").unlink()
+        (part / "ledger.csv").write_text("op,axis,region,phase,caller\nall_reduce,tp,layers.4,forward,m.py:5\nall_re")
+        if end is not None:
+            (part / "end.json").write_text(json.dumps(end))
+    found, text = found_in(tmp_path)
+    assert [(one.how, one.ranks) for one in found] == [("gone", (3,))]
+    killed = "rank 3: it was killed or crashed; the last call it completed: all_reduce over tp, layers.4, at m.py:5"
+    assert killed in text.splitlines()
+    assert "rank 12: its recorder failed before" in text.splitlines()
+    assert "rank 3 is gone, and rank 11 issued last event" in text
+
+
+def test_ranks_that_wait_for_each_other_are_a_cycle(tmp_path: Path) -> None:
+    for rank, (mine, theirs) in enumerate((("a", "b"), ("b", "a"))):
+        kind = [mine, mine, "all_reduce", "sum", "float32", "4", -1, -1, "forward", "", "m.py:5"]
+        groups = {mine: {"ranks": [0, 1]}, theirs: {"ranks": [0, 1]}}
+        content = {
+            "shardproof": "last calls", "ended": "", "rank": rank, "world_size": 2, "silent_s": 60.0, "inside": [7],
+            "groups": groups, "kinds": [kind], "records": [[0, 3, 7, 0, 0]], "stack": [],
+            "numbers": [[mine, [0, 1], "", 3], [theirs, [0, 1], "", 2]],
+        }  # fmt: skip
+        (tmp_path / f"last_{rank}.json").write_text(json.dumps(content))
+    found, text = found_in(tmp_path)
+    assert [(one.how, one.ranks) for one in found] == [("cycle", (0, 1))]
+    assert "ranks 0 1 wait for each other" in text
+
+
+def test_a_message_that_was_never_sent_names_the_sender(tmp_path: Path) -> None:
+    for rank, (op, peer, number) in enumerate((("send", 1, 4), ("recv", 0, 5))):
+        kind = ["pp", "pp", op, "", "float32", "4", -1, peer, "pipeline", "", "m.py:5"]
+        content = {
+            "shardproof": "last calls", "ended": "", "rank": rank, "world_size": 2, "silent_s": 60.0, "inside": [],
+            "groups": {"pp": {"ranks": [0, 1]}}, "kinds": [kind], "stack": [],
+            "records": [[0, n, n, 0, 0] for n in range(1, number + 1)],
+        }  # fmt: skip
+        (tmp_path / f"last_{rank}.json").write_text(json.dumps(content))
+    found, text = found_in(tmp_path)
+    assert [(one.how, one.ranks, one.number, one.waiting) for one in found] == [(STOPPED, (0,), 5, (1,))]
+    assert "rank 0 never issued" in text
+
+
 def test_a_healthy_job_has_no_finding(tmp_path: Path) -> None:
     found, _text = found_in(write_generated(tmp_path, WORLD, CALLS, "", 0, 0))
     assert found == []
