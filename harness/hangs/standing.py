@@ -43,7 +43,8 @@ class LastCall(NamedTuple):
 class Standing:
     """One rank. `calls`: channel -> number -> call, the latest calls only; `last`: channel -> number of its last call.
 
-    `ended`: "" while it ran, else how it ended; `lost`: it was killed, and left no calls. `stack`: lines of the program, innermost first.
+    `ended`: "" while it ran, else how it ended; `lost`: it was killed, and left no calls. `stack`: lines of the
+    program, innermost first.
     """
 
     rank: int
