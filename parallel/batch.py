@@ -7,6 +7,9 @@
                       ends them), and all keys end to end as one int64 tensor
     delivery=local    every rank reads its own; no call
 
+Of several pipeline stages the first is sent tokens, attention mask and positions, the last labels, loss mask and
+attention mask, and those between them nothing: they count positions themselves and take causal attention as it is.
+
 Under `flat` all keys share the dtype int64: the loss mask travels as its float32 bits, the attention mask as 0 and 1.
 An attention mask is true where a token must not be seen. Packed rows get theirs from `cu_seqlens`, locally.
 Source: Megatron-Core `get_batch_on_this_tp_rank` and `broadcast_data` (modes.md 4.4).
@@ -14,7 +17,7 @@ Source: Megatron-Core `get_batch_on_this_tp_rank` and `broadcast_data` (modes.md
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +25,11 @@ from torch import Tensor
 
 from parallel.collectives import broadcast
 from parallel.mesh import Mesh
+from parallel.pipeline.stages import Stage
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 
-__all__ = ["SIZES_PER_KEY", "Delivered", "deliver", "hidden_pairs"]
+__all__ = ["SIZES_PER_KEY", "Delivered", "deliver", "hidden_pairs", "keys_sent"]
 
 SIZES_PER_KEY = 5
 """Numbers that describe one key's shape in `flat`: up to four dims and a closing 0."""
@@ -33,7 +37,10 @@ SIZES_PER_KEY = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """One micro-batch as it lies on this rank; `attention_mask` is None for plain causal attention."""
+    """One micro-batch as it lies on this rank; `attention_mask` is None for plain causal attention.
+
+    What a pipeline stage is not sent has no elements.
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -42,15 +49,17 @@ class Delivered:
     attention_mask: Tensor | None = None
 
 
-def deliver(case: Case, mesh: Mesh, step: int, micro: int, device: torch.device) -> Delivered:
-    """The micro-batch of this rank's data rank, by the case's delivery."""
+def deliver(
+    case: Case, mesh: Mesh, step: int, micro: int, device: torch.device, stage: Stage | None = None
+) -> Delivered:
+    """The micro-batch of this rank's data rank, by the case's delivery: all of it, or what this stage is sent."""
     reads = case.delivery == "local" or mesh.axis("tp").rank == 0
     batch = micro_batch(case, step, micro, mesh.axis("dp").rank) if reads else None
     match case.delivery:
         case "tensors":
-            return _named(_by_tensor(case, mesh, _keys(case, batch, device), device))
+            return _named(case, _by_tensor(case, mesh, _keys(case, batch, device, stage), device, stage), device)
         case "flat":
-            return _named(_flat(case, mesh, _keys(case, batch, device), device))
+            return _named(case, _flat(case, mesh, _keys(case, batch, device, stage), device, stage), device)
     assert batch is not None  # delivery=local: every rank reads
     return _local(batch, device)
 
@@ -76,7 +85,17 @@ def _local(batch: Batch, device: torch.device) -> Delivered:
     )
 
 
-def _keys(case: Case, batch: Batch | None, device: torch.device) -> dict[str, Tensor] | None:
+def keys_sent(case: Case, stage: Stage | None = None) -> tuple[str, ...]:
+    """The keys of a micro-batch that this stage is sent, all of them without stages; in the order of sending."""
+    mask = ("attention_mask",) if case.attention_mask else ()
+    if stage is None:
+        return ("tokens", "labels", "loss_mask", *mask, "positions")
+    if stage.first:
+        return ("tokens", *mask, "positions")
+    return ("labels", "loss_mask", *mask) if stage.last else ()
+
+
+def _keys(case: Case, batch: Batch | None, device: torch.device, stage: Stage | None) -> dict[str, Tensor] | None:
     """What the first rank sends, in the order in which it is sent; None on ranks that receive."""
     if batch is None:
         return None
@@ -85,14 +104,16 @@ def _keys(case: Case, batch: Batch | None, device: torch.device) -> dict[str, Te
         rows, length = batch.tokens.shape
         keys["attention_mask"] = hidden_pairs(length, None, device).expand(rows, 1, length, length)
     keys["positions"] = batch.positions
-    return {key: tensor.to(device) for key, tensor in keys.items()}
+    return {key: keys[key].to(device) for key in keys_sent(case, stage)}
 
 
-def _named(keys: Mapping[str, Tensor]) -> Delivered:
-    return Delivered(**keys)
+def _named(case: Case, keys: Mapping[str, Tensor], device: torch.device) -> Delivered:
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    counted = torch.arange(case.seq, device=device).expand(case.batch, case.seq)
+    return Delivered(**{"tokens": nothing, "labels": nothing, "loss_mask": nothing, "positions": counted, **keys})
 
 
-def _forms(case: Case) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _forms(case: Case, stage: Stage | None) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of every key, known on every rank from the case, in the order in which they are sent."""
     rows = (case.batch, case.seq)
     forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -102,44 +123,51 @@ def _forms(case: Case) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     }
     if case.attention_mask:
         forms["attention_mask"] = (torch.bool, (case.batch, 1, case.seq, case.seq))
-    return forms | {"positions": (torch.int64, rows)}
+    forms |= {"positions": (torch.int64, rows)}
+    return {key: forms[key] for key in keys_sent(case, stage)}
 
 
-def _by_tensor(case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: torch.device) -> dict[str, Tensor]:
+def _by_tensor(
+    case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: torch.device, stage: Stage | None
+) -> dict[str, Tensor]:
     """One broadcast a key."""
     arrived = {}
-    for key, (dtype, shape) in _forms(case).items():
+    for key, (dtype, shape) in _forms(case, stage).items():
         # Zeros, not uninitialised memory: what does not arrive is then wrong the same way in every run.
         tensor = torch.zeros(shape, dtype=dtype, device=device) if sent is None else sent[key]
         arrived[key] = broadcast(tensor, mesh.axis("tp"))
     return arrived
 
 
-def _flat(case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: torch.device) -> dict[str, Tensor]:
+def _flat(
+    case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: torch.device, stage: Stage | None
+) -> dict[str, Tensor]:
     """Sizes, then everything: receivers learn the shapes from the first call alone."""
-    names, axis = list(_forms(case)), mesh.axis("tp")
+    forms, axis = _forms(case, stage), mesh.axis("tp")
+    names = list(forms)
+    if not names:
+        return {}
     sizes = torch.zeros(SIZES_PER_KEY * len(names), dtype=torch.int64, device=device)
     if sent is not None:
         for place, key in enumerate(names):
             shape = torch.tensor(sent[key].shape, dtype=torch.int64, device=device)
             sizes[place * SIZES_PER_KEY :][: len(shape)] = shape
-    shapes = _told(broadcast(sizes, axis), case)
+    shapes = _told(broadcast(sizes, axis), [shape for _, shape in forms.values()])
     lengths = [torch.Size(shape).numel() for shape in shapes]
     if sent is None:
         flat = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
     else:
         flat = torch.cat([_as_int64(sent[key]) for key in names])
     parts = broadcast(flat, axis).split(lengths)
-    forms = _forms(case)
     return {
         key: _from_int64(part, forms[key][0]).view(shape) for key, part, shape in zip(names, parts, shapes, strict=True)
     }
 
 
-def _told(sizes: Tensor, case: Case) -> list[list[int]]:
-    """The shapes of all keys, read from what arrived; on the meta device nothing arrives, and the case gives them."""
+def _told(sizes: Tensor, known: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The shapes of all keys, read from what arrived; on the meta device nothing arrives, and the known ones hold."""
     if sizes.is_meta:
-        return [list(shape) for _, shape in _forms(case).values()]
+        return [list(shape) for shape in known]
     return [_until_zero(row) for row in sizes.view(-1, SIZES_PER_KEY).tolist()]
 
 

@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from parallel.batch import SIZES_PER_KEY
+from parallel.batch import SIZES_PER_KEY, keys_sent
 from parallel.layout import Placement, local_shape
 from parallel.mesh import axis_size, coordinates
+from parallel.pipeline.stages import Stage
 from reference.case import Case
 
 __all__ = [
@@ -124,18 +125,24 @@ def loss_dtype(case: Case) -> str:
     return "float64" if case.dtype == "float64" else "float32"
 
 
-def delivery_terms(case: Case) -> Iterator[Term]:
-    """Data to the ranks: broadcasts over tp, issued in a group of one too (see `parallel.batch`)."""
-    tokens, mask = case.tokens, case.batch * case.seq**2 if case.attention_mask else 0
-    if case.delivery == "tensors":
-        yield from per_micro(case, "data", "", "broadcast", 8 * tokens, dtype="int64", calls=3, alone=True)
-        yield from per_micro(case, "data", "", "broadcast", 4 * tokens, dtype="float32", alone=True)
+def delivery_terms(case: Case, stage: Stage | None = None) -> Iterator[Term]:
+    """Data to the ranks: broadcasts over tp, issued in a group of one too (see `parallel.batch`).
+
+    All of it, or what this pipeline stage is sent.
+    """
+    tokens, keys = case.tokens, keys_sent(case, stage)
+    whole = [key for key in keys if key in ("tokens", "labels", "positions")]
+    mask = case.batch * case.seq**2 if "attention_mask" in keys else 0
+    if case.delivery == "tensors" and keys:
+        yield from per_micro(case, "data", "", "broadcast", 8 * tokens, dtype="int64", calls=len(whole), alone=True)
+        if "loss_mask" in keys:
+            yield from per_micro(case, "data", "", "broadcast", 4 * tokens, dtype="float32", alone=True)
         if mask:
             yield from per_micro(case, "data", "", "broadcast", mask, dtype="bool", alone=True)
-    elif case.delivery == "flat":
-        keys = 5 if mask else 4
-        yield from per_micro(case, "data", "", "broadcast", 8 * SIZES_PER_KEY * keys, dtype="int64", alone=True)
-        yield from per_micro(case, "data", "", "broadcast", 8 * (4 * tokens + mask), dtype="int64", alone=True)
+    elif case.delivery == "flat" and keys:
+        elements = tokens * (len(keys) - bool(mask)) + mask
+        yield from per_micro(case, "data", "", "broadcast", 8 * SIZES_PER_KEY * len(keys), dtype="int64", alone=True)
+        yield from per_micro(case, "data", "", "broadcast", 8 * elements, dtype="int64", alone=True)
 
 
 def loss_terms(case: Case, *, axis: str = "tp") -> Iterator[Term]:

@@ -15,8 +15,8 @@ from reference.case import Case
 
 __all__ = ["Axis", "Mesh", "axis_rank", "axis_size", "coordinates"]
 
-_SILENT = ("pp",)
-"""Axes that every case has and no scheme splits anything over yet."""
+_OPTIONAL = ("cp", "pp")
+"""Axes that every case has and nothing talks on where they have one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,13 @@ class Mesh:
         axes: dict[str, Axis] = {}
         for name, groups in case.axes.items():
             # Every rank makes every group, in one order, its own or not: new_group is collective over the world. Axes
-            # that no mode talks on have no groups: two for every rank would be most of what a large world costs.
-            talks = name not in _SILENT and (name != "cp" or case.cp > 1)
+            # that nothing talks on have no groups: two for every rank would be most of what a large world costs.
+            talks = name not in _OPTIONAL or len(groups[0]) > 1
             made = [(ranks, dist.new_group(list(ranks), group_desc=name) if talks else None) for ranks in groups]
-            ranks, group = next((ranks, group) for ranks, group in made if rank in ranks)
-            axes[name] = Axis(name=name, ranks=ranks, rank=ranks.index(rank), group=group)
+            for ranks, group in made:
+                if rank not in ranks:
+                    continue  # stages in the middle are in no group of `embedding`
+                axes[name] = Axis(name=name, ranks=ranks, rank=ranks.index(rank), group=group)
         return cls(rank=rank, axes=axes)
 
     @property

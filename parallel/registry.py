@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from parallel.context.scheme import with_context
 from parallel.data_parallel.scheme import with_data_parallelism
+from parallel.pipeline.scheme import with_pipeline
 from parallel.schemes.autotp import AUTOTP
 from parallel.schemes.fsp import FSP
 from parallel.schemes.isp import ISP
@@ -26,6 +27,7 @@ MODES: dict[str, Strategy] = {mode.name: mode for mode in (TP, TP_SP, MTP, MSP, 
 COMPOSED: dict[str, Callable[[Strategy, Case], Strategy]] = {
     "context parallelism": with_context,
     "data parallelism": with_data_parallelism,
+    "pipeline parallelism": with_pipeline,
 }
 """Other schemes in the order in which they are applied; each leaves a case alone that has none of its words."""
 

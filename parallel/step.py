@@ -20,7 +20,16 @@ from parallel.strategy import Rank, Step
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
-__all__ = ["LARGEST_LOGITS", "PLAIN", "made_optimizer", "one_after_another", "over_data", "over_weights", "total_norm"]
+__all__ = [
+    "LARGEST_LOGITS",
+    "PLAIN",
+    "keeps_logits",
+    "made_optimizer",
+    "one_after_another",
+    "over_data",
+    "over_weights",
+    "total_norm",
+]
 
 LARGEST_LOGITS = 2**24
 """Elements of the full logits of one step above which an outcome leaves them out."""
@@ -32,7 +41,7 @@ def one_after_another(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Box,
     case, strategy = rank.case, rank.strategy
     sequences = 1 if case.packed else case.batch
     total = case.dp * case.micro * sequences
-    keep = rank.proves and case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
+    keep = keeps_logits(rank)
     loss = torch.zeros((), dtype=torch.float64, device=rank.device)
     tokens = torch.zeros_like(loss)
     boxes: list[Box] = []
@@ -56,6 +65,12 @@ def one_after_another(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Box,
             first = (rank.mesh.axis("dp").rank * case.micro + micro) * sequences
             boxes += rows(rank.boxes(strategy.laid_out(logits.detach()), place), first=first, total=total)
     return loss, tokens, tuple(boxes) if keep else None
+
+
+def keeps_logits(rank: Rank) -> bool:
+    """Whether the outcome holds the logits of a step."""
+    case = rank.case
+    return rank.proves and case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
 
 
 def over_data(rank: Rank) -> None:

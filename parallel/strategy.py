@@ -20,6 +20,7 @@ from parallel.layers.attention import Exchange, MaskedCore, core_attention, dire
 from parallel.layers.metric import Metric
 from parallel.layout import Box, Placement, pieces
 from parallel.mesh import Mesh
+from parallel.pipeline.stages import Stage
 from reference.case import Case
 
 __all__ = ["LossScaler", "Parts", "Rank", "Step", "Strategy", "Value"]
@@ -43,7 +44,8 @@ class Parts:
     `linear` makes the module of a dotted name ("layers.0.mlp.w1"): hidden states in and inner features out for a
     column linear, the other way round for a row linear. `embedding` takes (tokens [B,S], positions [B,S]), `head`
     takes (hidden states, embedding weight). `loss` gives every token's loss from (logits, labels), both in the
-    strategy's layout. `local` is this rank's part of a delivered micro-batch.
+    strategy's layout. `local` is this rank's part of a delivered micro-batch. `stage` is this rank's of a pipeline,
+    None where it holds the whole model.
     """
 
     linear: Callable[[str], nn.Module]
@@ -53,6 +55,7 @@ class Parts:
     core: MaskedCore = core_attention
     exchange: Exchange = direct
     local: Callable[[Delivered], Delivered] = _same
+    stage: Stage | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,7 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
     parts = strategy.parts(case, mesh, device)
     model = Transformer(case, strategy, parts, device)
     parameters = dict(model.named_parameters())
+    places = {name: place for name, place in places.items() if parts.stage is None or parts.stage.holds(name)}
     with torch.no_grad():
         for name, parameter in parameters.items() if device.type != "meta" else ():
             parameter.copy_(shard(full(case, name), places[name], mesh.coordinates))

@@ -38,23 +38,40 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model of one rank. `recompute=full` runs every layer again in backward, last collective included."""
+    """The model of one rank: all of it, or its pipeline stage's part under the names of the whole.
+
+    `recompute=full` runs every layer again in backward, last collective included.
+    """
 
     def __init__(self, case: Case, strategy: Strategy, parts: Parts, device: torch.device) -> None:
         super().__init__()
         self.case = case
-        self.embedding = parts.embedding()
-        self.layers = nn.ModuleList(_layer(case, strategy, parts, device, index) for index in range(case.layers))
-        self.final_norm = _norm(case, case.hidden, device)
-        self.head = parts.head()
+        stage = parts.stage
+        embeds, self.ends = (True, True) if stage is None else (stage.first, stage.last)
+        self.embedding = parts.embedding() if embeds else _tables(parts) if stage and stage.copies_table else None
+        self.layers = nn.ModuleDict(
+            {
+                str(index): _layer(case, strategy, parts, device, index)
+                for index in (range(case.layers) if stage is None else stage.layers)
+            }
+        )
+        if self.ends:
+            self.final_norm = _norm(case, case.hidden, device)
+            self.head = parts.head()
 
-    def forward(self, batch: Delivered) -> Tensor:
-        """This rank's logits, in the strategy's layout: whole, a part of the vocabulary, or a part of the sequence."""
-        x = self.embedding(batch.tokens, batch.positions)
+    def forward(self, batch: Delivered, received: Tensor | None = None) -> Tensor:
+        """This rank's logits, in the strategy's layout: whole, a part of the vocabulary, or a part of the sequence.
+
+        A pipeline stage takes the hidden states `received` from the one before, and gives those for the next.
+        """
+        x = received
+        if x is None:
+            assert self.embedding is not None
+            x = self.embedding(batch.tokens, batch.positions)
         table = None
         if self.case.positions == "rope":
             table = rotary_table(batch.positions, self.case.head_dim, x.dtype)
-        for layer in self.layers:
+        for layer in self.layers.values():
             if self.case.recompute == "full" and torch.is_grad_enabled():
                 # No early stop: Megatron's checkpoint repeats a layer to its end (modes.md 4.3). No RNG: no dropout.
                 x = checkpoint(
@@ -68,7 +85,10 @@ class Transformer(nn.Module):
                 )
             else:
                 x = layer(x, table, batch.attention_mask)
-        tied = self.embedding.get_submodule("tokens").weight  # gathered, it is no parameter
+        if not self.ends:
+            return x
+        tables = self.head if self.embedding is None else self.embedding.get_submodule("tokens")
+        tied = tables.weight  # gathered, it is no parameter
         logits: Tensor = self.head(self.final_norm(x), tied)
         return logits
 
@@ -90,6 +110,13 @@ def _layer(case: Case, strategy: Strategy, parts: Parts, device: torch.device, i
     )
     mlp = Mlp(case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)})
     return Layer(_norm(case, case.hidden, device), attention, _norm(case, case.hidden, device), mlp)
+
+
+def _tables(parts: Parts) -> nn.Module:
+    """The token table for a tied head, where no embedding runs."""
+    held = nn.Module()
+    held.tokens = parts.embedding().get_submodule("tokens")
+    return held
 
 
 def _norm(case: Case, width: int, device: torch.device) -> Norm:

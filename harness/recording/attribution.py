@@ -241,7 +241,7 @@ class Attribution:
         sends = op == "send" and self._since in {"forward", "sent", "backward"}
         if sends and self._since == "backward":
             return Site(self.step, self._backward_of, "pipeline", site.region), False
-        if sends:
+        if sends or self._since == "forward":  # what is received is for another computation: the loss is over
             self._since = "sent"
         return site._replace(phase="pipeline"), not sends
 

@@ -22,11 +22,12 @@ from reference.case.presets import FAMILIES, FOLLOWS, PRESETS, follow
 from reference.case.rules import check, check_word, legal_words, read, write
 from reference.case.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Meaning, described, word
 from reference.errors import CaseError
-from reference.groups import Groups, Layout, RankOrder
+from reference.groups import Groups, Layout, Pipeline, RankOrder
 
 __all__ = ["Case", "CaseError"]
 
 Word = int | float | bool | str
+_LAYERS = "0, or at least 1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +43,7 @@ class Case:
     )
     tp: int = word(2, "tensor-parallel ranks; in mode=isp the ranks that split the sequence")
     dp: int = word(1, "data-parallel ranks")
-    pp: int = word(1, "pipeline stages (1 only, so far)")
+    pp: int = word(1, "pipeline stages: each holds consecutive layers")
     cp: int = word(1, "context-parallel ranks, each of which holds a slice of every row")
     cp_comm: str = word(
         "ring",
@@ -52,6 +53,9 @@ class Case:
     cp_inner: int = word(1, "ranks of each exchange inside of the ring (cp_comm=alltoall-ring); divides cp")
     cp_slices: str = word("zigzag", "a slice is one chunk of a row, or a chunk and its mirror (equal causal work)")
     wp: int = word(1, "ranks that split the weights in mode=isp; divides tp*dp")
+    schedule: str = word("1f1b", "order of forwards and backwards on a pipeline stage (pp above 1)")
+    first_layers: int = word(0, "layers of the first pipeline stage; 0: as many as the others", legal=_LAYERS)
+    last_layers: int = word(0, "layers of the last pipeline stage; 0: as many as the others", legal=_LAYERS)
     family: str = word(
         "gpt", "architecture: its defaults, how rows of data are filled, whether the vocabulary is padded", group=MODEL
     )
@@ -224,8 +228,14 @@ class Case:
 
     @property
     def axes(self) -> dict[str, Groups]:
-        """Mesh axis -> the rank lists of its groups. Order tp, cp, dp, pp, fastest first (Megatron 4.8)."""
-        return self.layout.lists()
+        """Mesh axis -> the rank lists of its groups. Order tp, cp, dp, pp, fastest first (Megatron 4.8).
+
+        `embedding`, where the first and the last of several stages share the token table, are these two of a pipeline.
+        """
+        lists = self.layout.lists()
+        if self.pp > 1 and self.tied:
+            lists["embedding"] = tuple(Pipeline(ranks=ranks).embedding_ranks() for ranks in lists["pp"])
+        return lists
 
     @property
     def axis_sizes(self) -> dict[str, int]:

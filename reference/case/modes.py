@@ -27,6 +27,7 @@ class Mode:
     uneven          ranks may hold shares of different sizes
     broadcasts      a batch reaches the ranks by broadcasts unless the case says otherwise
     data_parallel   data ranks may share gradients, optimizer and parameters (zero=, bucket=, ...)
+    stages          its layers may be the stages of a pipeline (pp=)
     measures        has the metric of its system
     presets         words of its plain cases, the model of its own system first
     design          the first default cases (`reference.case.designs`)
@@ -41,6 +42,7 @@ class Mode:
     uneven: bool = False
     broadcasts: bool = False
     data_parallel: bool = False
+    stages: bool = False
     measures: bool = False
     presets: tuple[Mapping[str, str], ...] = ({"preset": "tiny-gpt"}, {"preset": "tiny-internlm2"})
     design: tuple[str, ...] = ()
@@ -59,6 +61,7 @@ def _megatron(*, sequence: bool) -> Mode:
         sequence=sequence,
         broadcasts=True,
         data_parallel=True,
+        stages=True,
         design=MEGATRON,
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from reference.case.context import METHODS, ORDERS
 from reference.case.modes import MODES, mode_of, whose
+from reference.case.pipeline import SCHEDULES
 from reference.case.schemes import SCHEMES, Problem
 from reference.case.variants import VARIANTS, lack
 from reference.errors import CaseError
@@ -21,6 +22,7 @@ __all__ = ["check", "check_word", "legal_words", "read", "write"]
 _WORDS: dict[str, tuple[str, ...]] = {
     "cp_comm": METHODS,
     "cp_slices": ORDERS,
+    "schedule": SCHEDULES,
     "family": ("gpt", "internlm2", "opt", "llama"),
     "positions": ("learned", "rope"),
     "norm": ("layernorm", "rmsnorm"),
@@ -89,8 +91,6 @@ def _model(v: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _mesh(v: Mapping[str, Any]) -> Iterator[Problem]:
     mode, name, tp, wp = mode_of(v), v["mode"], v["tp"], v["wp"]
-    if v["pp"] != 1:
-        yield "pp", "is not implemented yet", "pp=1"
     gathers = mode.gathers_weights
     if not gathers and wp != 1:
         owners = whose(lambda one: one.gathers_weights)

@@ -1,7 +1,8 @@
 """The schemes that compose with a mode: their words, and what makes combinations legal. This is the only list of them.
 
 Everything else of a scheme is its room or file in `parallel` and its line in `parallel.registry`. The modes themselves
-are `reference.case.modes`. Sources: around.md 14 (context), 15 (data parallelism), 18.1 (legal combinations).
+are `reference.case.modes`. Sources: around.md 13 (pipelines), 14 (context), 15 (data parallelism), 18.1 (legal
+combinations).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from reference.case.context import WORDS as CONTEXT_WORDS
 from reference.case.context import problems as context_problems
 from reference.case.data_parallel import WORDS as DATA_PARALLEL_WORDS
 from reference.case.data_parallel import problems as data_parallel_problems
+from reference.case.pipeline import WORDS as PIPELINE_WORDS
+from reference.case.pipeline import problems as pipeline_problems
 
 __all__ = ["SCHEMES", "Problem", "Scheme"]
 
@@ -35,5 +38,6 @@ class Scheme:
 SCHEMES: dict[str, Scheme] = {
     "context parallelism": Scheme(words=CONTEXT_WORDS, problems=context_problems),
     "data parallelism": Scheme(words=DATA_PARALLEL_WORDS, problems=data_parallel_problems),
+    "pipeline parallelism": Scheme(words={"pp": 1, **PIPELINE_WORDS}, problems=pipeline_problems),
 }
 """Name -> the scheme."""
