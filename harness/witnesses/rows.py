@@ -146,7 +146,7 @@ class Phases:
         hop, outside = name.startswith(("send", "recv")), not kinds
         if hop:
             phase = ""
-            self._since = "sent" if outside and self._since == "forward" and name.startswith("send") else self._since
+            self._since = "sent" if outside and self._since == "forward" else self._since
         elif NODE in kinds:
             phase = "backward" if kinds[-1] == NODE else "recompute"
         elif STEP in kinds:
