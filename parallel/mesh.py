@@ -59,10 +59,11 @@ class Mesh:
             # that nothing talks on have no groups: two for every rank would be most of what a large world costs.
             talks = name not in _OPTIONAL or len(groups[0]) > 1
             made = [(ranks, dist.new_group(list(ranks), group_desc=name) if talks else None) for ranks in groups]
-            for ranks, group in made:
-                if rank not in ranks:
-                    continue  # stages in the middle are in no group of `embedding`
-                axes[name] = Axis(name=name, ranks=ranks, rank=ranks.index(rank), group=group)
+            own = [(ranks, group) for ranks, group in made if rank in ranks]
+            if not own:
+                continue  # stages in the middle are in no group of `embedding`
+            ranks, group = own[0]
+            axes[name] = Axis(name=name, ranks=ranks, rank=ranks.index(rank), group=group)
         return cls(rank=rank, axes=axes)
 
     @property

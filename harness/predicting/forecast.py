@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 
 from harness.differences import differences
 from harness.engines.shapes.dry import DryEngine
-from harness.errors import NotComputed
+from harness.errors import NotComputed, RequestError
 from harness.ledger import Event, unmapped, wire_bytes
 from harness.predicting.clusters import Cluster
 from harness.predicting.costs import Route, route, seconds
@@ -140,8 +140,11 @@ def forecast(
 ) -> Forecast:
     """Time and memory of the case on the cluster; `states` None: gradients and optimizer are the program's own.
 
-    Raises what the engine raises, RequestError for an unknown peak.
+    Raises what the engine raises, RequestError for an unknown peak and for several pipeline stages.
     """
+    if (stages := len(named_axes(case, subject).get("pp", ((0,),))[0])) > 1:
+        rule = "predict runs one rank, and pipeline stages differ in layers, messages and waiting"
+        raise RequestError(f"pp={stages}: {rule}; legal: pp=1")
     cluster.device.flops_per_s(case.dtype)
     layers = int(getattr(case, "layers", 0))
     depths = DEPTHS if layers > DEPTHS[1] else ()

@@ -23,7 +23,10 @@ __all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
 
 NOT_DRAWN = {
     "preset": "stands for other words, each of which is drawn",
-    "pp": "not implemented",
+    "pp": "pipelines have proved cases of their own",
+    "schedule": "is for several pipeline stages",
+    "first_layers": "is for several pipeline stages",
+    "last_layers": "is for several pipeline stages",
     "dropout": "not implemented",
     "data": "names a file; the data of a case without it are drawn by its seed",
     "variant": "makes the implementation wrong",

@@ -19,6 +19,7 @@ from suites.mutants.catalogue.optimizer_and_loop import OPTIMIZER_AND_LOOP
 from suites.mutants.catalogue.optimizer_rules import OPTIMIZER_RULES
 from suites.mutants.catalogue.orders_and_parts import ORDERS_AND_PARTS
 from suites.mutants.catalogue.overlap_and_buffers import OVERLAP_AND_BUFFERS
+from suites.mutants.catalogue.pipelines import PIPELINES
 from suites.mutants.catalogue.reductions import REDUCTIONS
 from suites.mutants.catalogue.reports import REPORTS
 from suites.mutants.catalogue.shared_data import SHARED_DATA
@@ -47,7 +48,7 @@ FAMILIES: dict[str, tuple[Mutant, ...]] = {
     "model_rules": MODEL_RULES,
     "optimizer_rules": OPTIMIZER_RULES,
     "reports": REPORTS,
-    "orders_and_parts": ORDERS_AND_PARTS,
+    "orders_and_parts": (*ORDERS_AND_PARTS, *PIPELINES),
     "shares_and_updates": (*SHARES_AND_UPDATES, *DATA_PARALLEL),
 }
 """File of the catalogue -> its mutants."""

@@ -1,0 +1,133 @@
+"""Stages of a pipeline: messages, sums over stages, the tied token table (bugs.md, around.md 13 and 19)."""
+
+from __future__ import annotations
+
+from suites.mutants.mutant import Change, Mutant, Words, everywhere
+
+__all__ = ["PIPELINES"]
+
+_STAGES = everywhere("", ("tp", "tp-sp"))
+STAGES: Words = {"pp": 2, "layers": 3, "first_layers": 2, "metric": False, "lr": 0.1}
+TIED: Words = {**STAGES, "family": "gpt"}
+GPIPE: Words = {**STAGES, "schedule": "gpipe"}
+"""What the properties of pipelines fix (tests/parallel/pipeline)."""
+_SENT = "return self._outputs[message.micro].detach().contiguous()"
+_SUM = "summed = self._outputs[micro] = (losses * weights).sum()"
+_AXES = 'for axis in (rank.strategy.weight_axis, "pp")]'
+_SECOND = "layers.2|layers.2.*"
+"""The second stage's layer."""
+
+
+def _execution(old: str, new: str) -> tuple[Change, ...]:
+    return (Change(module="parallel.pipeline.execution", old=old, new=new),)
+
+
+def _scheme(old: str, new: str) -> tuple[Change, ...]:
+    return (Change(module="parallel.pipeline.scheme", old=old, new=new),)
+
+
+PIPELINES = (
+    Mutant(
+        name="stages-scale-missing",
+        stands_for="picotron: pipeline gradients are not divided by the number of micro-batches (pp-scale-missing)",
+        modes=_STAGES,
+        suite=STAGES,
+        changes=_execution(
+            _SUM,
+            "summed = (losses * weights).sum()\n        self._outputs[micro] = summed * rank.case.micro",
+        ),
+        kills="activation_gradients",
+        phase="backward",
+        region="head|",
+        cause="constant_factor",
+    ),
+    Mutant(
+        name="activation-of-the-first-micro-batch",
+        stands_for="a send buffer that is filled again before it is sent: the next stage gets an activation twice",
+        modes=_STAGES,
+        suite=GPIPE,
+        changes=_execution(_SENT, _SENT.replace("message.micro", "min(self._outputs)")),
+        kills="forward",
+        phase="forward|loss",
+        region=f"{_SECOND}|",
+        cause="",
+    ),
+    Mutant(
+        name="gradients-meet-other-micro-batches",
+        stands_for="PP1 (around.md 13.4): messages between two ranks match by order, and these two orders differ",
+        modes=_STAGES,
+        suite=GPIPE,
+        condition="micro>1",
+        changes=_execution(
+            "self._outputs.pop(micro), ",
+            "self._outputs.pop(micro if self.stage.last else self.rank.case.micro - 1 - micro), ",
+        ),
+        kills="activation_gradients",
+        phase="backward",
+        region="*",
+        cause="",
+    ),
+    Mutant(
+        name="labels-of-the-next-micro-batch",
+        stands_for="B-85: an iterator that two stages share hands each of them other micro-batches",
+        modes=_STAGES,
+        suite=STAGES,
+        condition="micro>1",
+        changes=_execution(
+            "deliver(rank.case, rank.mesh, self.step, micro, rank.device, stage=self.stage)",
+            "deliver(rank.case, rank.mesh, self.step, (micro + self.stage.index) % rank.case.micro, rank.device,"
+            " stage=self.stage)",
+        ),
+        kills="activation_gradients",
+        phase="loss|backward",
+        region="*",
+        cause="",
+    ),
+    Mutant(
+        name="tied-table-not-summed",
+        stands_for="tied-no-sync (around.md 13.5): no sum of the token table's gradient over the embedding group",
+        modes=_STAGES,
+        suite=TIED,
+        changes=_scheme(
+            'sync.sum_gradients([rank.gradients()[TABLE]], rank.mesh.axis("embedding"))',
+            "rank.gradients()",
+        ),
+        kills="replicas",
+        phase="grad_sync",
+        region="*",
+        cause="missing_call|not_summed",
+    ),
+    Mutant(
+        name="tied-table-counted-twice",
+        stands_for="the last stage's copy of the token table is not marked shared, so that the norm has it twice",
+        modes=_STAGES,
+        suite=TIED,
+        changes=_scheme("del gradients[TABLE]", "pass"),
+        kills="gradient_norm",
+        phase="grad_sync",
+        region="",
+        cause="norm_counts_replicas",
+    ),
+    Mutant(
+        name="norm-of-one-stage",
+        stands_for="B-47: torchtitan #649, the gradient norm is not reduced over the stages (pp-norm-local)",
+        modes=_STAGES,
+        suite=STAGES,
+        changes=_scheme(_AXES, "for axis in (rank.strategy.weight_axis,)]"),
+        kills="gradient_norm|replicas",
+        phase="grad_sync",
+        region="",
+        cause="missing_call",
+    ),
+    Mutant(
+        name="tokens-of-the-last-stage-alone",
+        stands_for="torchtitan #2972: stages before the last divide by another count of tokens",
+        modes=_STAGES,
+        suite=STAGES,
+        changes=_scheme('loss_axes=(*strategy.loss_axes, "pp")', "loss_axes=strategy.loss_axes"),
+        kills="tokens|replicas",
+        phase="grad_sync|loss",
+        region="*",
+        cause="missing_call",
+    ),
+)

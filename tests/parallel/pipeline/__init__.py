@@ -1,0 +1,1 @@
+"""Pipeline stages against the dense model."""

@@ -1,0 +1,118 @@
+"""Pipeline stages against the dense model, and their ledgers against the closed form at every stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.checking.evidence import PASS
+from harness.engines.shapes.dry import DryEngine
+from harness.errors import RequestError
+from harness.predicting.cluster_presets import PRESETS
+from harness.predicting.forecast import forecast
+from harness.running.proof import CaseResult
+from parallel.pipeline.stages import stages
+from parallel.subject import subject
+from reference.case import Case, CaseError
+from reference.model.parameters import shapes
+from suites.session.prover import Prover
+
+SIZES = "heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=9 batch=2 steps=3"
+SGD, ADAMW = "lr=0.1", "optimizer=adamw lr=0.01 clip=0.05"
+CASES = (
+    f"mode=tp tp=1 pp=4 layers=5 first_layers=2 micro=3 {SGD}",
+    f"mode=tp tp=1 pp=4 layers=4 micro=5 schedule=gpipe tied=false {ADAMW}",
+    f"mode=tp-sp tp=3 pp=2 layers=3 last_layers=2 micro=3 {ADAMW}",
+    f"mode=tp tp=3 pp=2 layers=3 last_layers=1 micro=1 schedule=gpipe qk_norm=true positions=rope {ADAMW}",
+    f"mode=tp tp=1 pp=2 dp=2 layers=3 first_layers=1 micro=5 {ADAMW}",
+    f"mode=tp-sp tp=3 pp=2 layers=2 micro=3 delivery=flat head=gather recompute=selective tied=false {SGD}",
+)
+DEEP = (
+    f"mode=tp-sp tp=1 pp=2 dp=3 layers=2 micro=3 packed=true delivery=local positions=rope recompute=full {SGD}",
+    f"mode=tp-sp tp=3 pp=3 layers=4 first_layers=1 last_layers=1 micro=2 fuse_qkv=false activation=swiglu {ADAMW}",
+    f"mode=tp tp=1 pp=5 layers=6 last_layers=2 micro=7 attention_mask=false {SGD}",
+)
+
+
+def proved(prover: Prover, words: str) -> CaseResult:
+    result = prover.proof(Case.parse(f"{SIZES} {words}"), subject)
+    wrong = [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
+    assert not wrong
+    return result
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, words: str) -> None:
+    result = proved(prover, words)
+    checks = {verdict.check for verdict in result.verdicts}
+    assert {"ledger", "groups", "forward", "parameter_gradients", "gradient_norm", "update", "replicas"} <= checks
+    assert Counter(event.phase for event in result.events)["pipeline"] > 0
+
+
+@pytest.mark.parametrize("words", DEEP)
+def test_in_more_forms(prover: Prover, request: pytest.FixtureRequest, words: str) -> None:
+    if request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("one CPU minute in all: --hypothesis-profile deep")
+    proved(prover, words)
+
+
+def test_on_shapes_alone() -> None:
+    """Every kind of stage by itself: the first, one in the middle, the last."""
+    case = Case.parse(f"{SIZES} mode=tp-sp tp=3 pp=3 layers=5 first_layers=2 last_layers=1 micro=4")
+    with DryEngine() as engine:
+        result = Prover(subject=subject, worlds=(9,), engine=engine).proof(case)  # type: ignore[arg-type]
+    assert [v.verdict for v in result.verdicts if v.check == "ledger"] == [PASS]
+
+
+@st.composite
+def shared_layers(draw: st.DrawFn) -> Case:
+    """A case whose stages may hold unequal numbers of layers."""
+    pp = draw(st.integers(2, 6))
+    first, last, each = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    layers = first + last + each * (pp - 2)
+    words = f"mode={draw(st.sampled_from(('tp', 'tp-sp')))} tp=2 pp={pp} layers={layers} micro={draw(st.integers(1, 5))}"
+    tied = str(draw(st.booleans())).lower()
+    return Case.parse(f"{words} first_layers={first} last_layers={last} tied={tied}")
+
+
+@given(shared_layers())
+def test_stages_hold_every_parameter_once_and_a_tied_table_twice(case: Case) -> None:
+    held = Counter(name for stage in stages(case) for name in shapes(case) if stage.holds(name))
+    twice = {"embedding.tokens.weight"} if case.tied else set()
+    assert held == {name: 1 + (name in twice) for name in shapes(case)}
+    layers = [layer for stage in stages(case) for layer in stage.layers]
+    assert layers == list(range(case.layers))
+
+
+@given(shared_layers())
+def test_what_is_sent_is_received_and_no_layer_talks_twice(case: Case) -> None:
+    """2 m (pp - 1) messages a step; all other terms of layers are those without stages."""
+    terms = list(subject.expected(case))
+    moved = Counter[str]()
+    for term in terms:
+        if term.phase == "pipeline":
+            moved[term.op] += term.calls
+    assert moved == dict.fromkeys(("send", "recv"), 2 * case.steps * case.micro * (case.pp - 1))
+    flat = case.but(pp=1, first_layers=0, last_layers=0)
+    inside = [Counter((t.phase, t.region, t.op, t.payload_bytes, t.calls) for t in found if t.region) for found in
+              (terms, subject.expected(flat))]
+    assert inside[0] == inside[1]
+    assert all(term.at for term in terms if term.region)
+
+
+def test_a_forecast_of_stages_is_refused() -> None:
+    case, cluster = Case.parse("pp=2 micro=3"), PRESETS["laptop"]
+    with DryEngine() as engine, pytest.raises(RequestError, match="pp=2: .* legal: pp=1"):
+        forecast(case, subject, cluster, engine)
+
+
+@pytest.mark.parametrize(
+    ("words", "legal"),
+    [("pp=3 layers=4", "layers=3"), ("pp=2 zero=1", "zero=0"), ("pp=2 variant=norm-average", "variant=")],
+)
+def test_what_has_no_form_names_a_legal_value(words: str, legal: str) -> None:
+    with pytest.raises(CaseError, match=f"legal: {legal}"):
+        Case.parse(words)
