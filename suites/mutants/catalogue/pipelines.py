@@ -128,6 +128,6 @@ PIPELINES = (
         kills="tokens|replicas",
         phase="grad_sync|loss",
         region="*",
-        cause="missing_call",
+        cause="nan",
     ),
 )

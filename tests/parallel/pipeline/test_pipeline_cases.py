@@ -13,7 +13,7 @@ from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.forecast import forecast
-from harness.running.proof import CaseResult
+from harness.running.proof import CaseResult, prove
 from parallel.pipeline.stages import stages
 from parallel.subject import subject
 from reference.case import Case, CaseError
@@ -63,7 +63,7 @@ def test_on_shapes_alone() -> None:
     """Every kind of stage by itself: the first, one in the middle, the last."""
     case = Case.parse(f"{SIZES} mode=tp-sp tp=3 pp=3 layers=5 first_layers=2 last_layers=1 micro=4")
     with DryEngine() as engine:
-        result = Prover(subject=subject, worlds=(9,), engine=engine).proof(case)  # type: ignore[arg-type]
+        result = prove(case, subject, engine)
     assert [v.verdict for v in result.verdicts if v.check == "ledger"] == [PASS]
 
 
@@ -73,9 +73,9 @@ def shared_layers(draw: st.DrawFn) -> Case:
     pp = draw(st.integers(2, 6))
     first, last, each = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     layers = first + last + each * (pp - 2)
-    words = f"mode={draw(st.sampled_from(('tp', 'tp-sp')))} tp=2 pp={pp} layers={layers} micro={draw(st.integers(1, 5))}"
-    tied = str(draw(st.booleans())).lower()
-    return Case.parse(f"{words} first_layers={first} last_layers={last} tied={tied}")
+    mode, micro, tied = draw(st.sampled_from(("tp", "tp-sp"))), draw(st.integers(1, 5)), draw(st.booleans())
+    words = f"mode={mode} tp=2 pp={pp} layers={layers} micro={micro} tied={str(tied).lower()}"
+    return Case.parse(f"{words} first_layers={first} last_layers={last}")
 
 
 @given(shared_layers())
@@ -97,8 +97,10 @@ def test_what_is_sent_is_received_and_no_layer_talks_twice(case: Case) -> None:
             moved[term.op] += term.calls
     assert moved == dict.fromkeys(("send", "recv"), 2 * case.steps * case.micro * (case.pp - 1))
     flat = case.but(pp=1, first_layers=0, last_layers=0)
-    inside = [Counter((t.phase, t.region, t.op, t.payload_bytes, t.calls) for t in found if t.region) for found in
-              (terms, subject.expected(flat))]
+    inside = [
+        Counter((t.phase, t.region, t.op, t.payload_bytes, t.calls) for t in found if t.region)
+        for found in (terms, subject.expected(flat))
+    ]
     assert inside[0] == inside[1]
     assert all(term.at for term in terms if term.region)
 
