@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.batch import deliver
+from parallel.layers.loss import counted
 from parallel.layout import Box, rows
-from parallel.loss import counted
 from parallel.pipeline.stages import Stage, stage_of
 from parallel.schedules.messages import peer, program
 from parallel.schedules.pipeline import Action, Kind, Pipeline

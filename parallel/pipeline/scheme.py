@@ -16,9 +16,9 @@ from torch import Tensor
 
 from parallel import gradients as sync
 from parallel.expectation import Term
+from parallel.layers.norm import wide
 from parallel.layout import Cut, Placement
 from parallel.mesh import Mesh
-from parallel.norm import wide
 from parallel.pipeline.execution import as_scheduled
 from parallel.pipeline.stages import stage_of, stages
 from parallel.pipeline.terms import TABLE, micro_batch_terms, once_a_step
