@@ -25,7 +25,7 @@ from torch import Tensor
 
 from parallel.collectives import broadcast
 from parallel.mesh import Mesh
-from parallel.pipeline.stages import Stage
+from parallel.schedules.stages import Stage
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 

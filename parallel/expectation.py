@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from parallel.batch import SIZES_PER_KEY, keys_sent
 from parallel.layout import Placement, local_shape
 from parallel.mesh import axis_size, coordinates
-from parallel.pipeline.stages import Stage
+from parallel.schedules.stages import Stage
 from reference.case import Case
 
 __all__ = [

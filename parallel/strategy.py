@@ -20,7 +20,7 @@ from parallel.layers.attention import Exchange, MaskedCore, core_attention, dire
 from parallel.layers.metric import Metric
 from parallel.layout import Box, Placement, pieces
 from parallel.mesh import Mesh
-from parallel.pipeline.stages import Stage
+from parallel.schedules.stages import Stage
 from reference.case import Case
 
 __all__ = ["LossScaler", "Parts", "Rank", "Step", "Strategy", "Value"]

@@ -17,9 +17,9 @@ from torch import Tensor
 from parallel.batch import deliver
 from parallel.layers.loss import counted
 from parallel.layout import Box, rows
-from parallel.pipeline.stages import Stage, stage_of
 from parallel.schedules.messages import peer, program
 from parallel.schedules.pipeline import Action, Kind, Pipeline
+from parallel.schedules.stages import Stage, stage_of
 from parallel.step import keeps_logits
 from parallel.strategy import Rank
 from reference.case import Case

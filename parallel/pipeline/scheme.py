@@ -20,8 +20,8 @@ from parallel.layers.norm import wide
 from parallel.layout import Cut, Placement
 from parallel.mesh import Mesh
 from parallel.pipeline.execution import as_scheduled
-from parallel.pipeline.stages import stage_of, stages
 from parallel.pipeline.terms import TABLE, micro_batch_terms, once_a_step
+from parallel.schedules.stages import stage_of, stages
 from parallel.strategy import Parts, Rank, Step, Strategy
 from reference.case import Case
 from reference.model.parameters import dtype_of

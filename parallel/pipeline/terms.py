@@ -22,7 +22,7 @@ from dataclasses import replace
 from parallel.expectation import ITEM_BYTES, Term, Terms, delivery_terms, loss_dtype, per_step
 from parallel.layout import Placement, local_shape
 from parallel.mesh import coordinates
-from parallel.pipeline.stages import Stage, stages
+from parallel.schedules.stages import Stage, stages
 from parallel.strategy import Strategy
 from reference.case import Case
 from reference.case.modes import MODES

@@ -22,7 +22,7 @@ from reference.case.presets import FAMILIES, FOLLOWS, PRESETS, follow
 from reference.case.rules import check, check_word, legal_words, read, write
 from reference.case.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Meaning, described, word
 from reference.errors import CaseError
-from reference.groups import Groups, Layout, Pipeline, RankOrder
+from reference.groups import Groups, Layout, PipelineGroup, RankOrder
 
 __all__ = ["Case", "CaseError"]
 
@@ -234,7 +234,7 @@ class Case:
         """
         lists = self.layout.lists()
         if self.pp > 1 and self.tied:
-            lists["embedding"] = tuple(Pipeline(ranks=ranks).embedding_ranks() for ranks in lists["pp"])
+            lists["embedding"] = tuple(PipelineGroup(ranks=ranks).embedding_ranks() for ranks in lists["pp"])
         return lists
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 from reference.case.data_parallel import WORDS as _DATA_PARALLEL
 from reference.case.modes import mode_of, whose
 from reference.errors import CaseError
-from reference.groups import Pipeline
+from reference.groups import PipelineGroup
 
 __all__ = ["SCHEDULES", "WORDS", "problems"]
 
@@ -47,6 +47,6 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def _layers(v: Mapping[str, Any]) -> None:
     """Raise CaseError for layers that the stages cannot share."""
-    Pipeline(ranks=tuple(range(v["pp"]))).layers(
+    PipelineGroup(ranks=tuple(range(v["pp"]))).layers(
         v["layers"], 0, first=v["first_layers"] or None, last=v["last_layers"] or None
     )

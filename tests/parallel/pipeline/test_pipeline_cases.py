@@ -14,7 +14,7 @@ from harness.errors import RequestError
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.forecast import forecast
 from harness.running.proof import CaseResult, prove
-from parallel.pipeline.stages import stages
+from parallel.schedules.stages import stages
 from parallel.subject import subject
 from reference.case import Case, CaseError
 from reference.model.parameters import shapes

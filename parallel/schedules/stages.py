@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reference.case import Case
-from reference.groups import Pipeline
+from reference.groups import PipelineGroup
 
 __all__ = ["Stage", "stage_of", "stages"]
 
@@ -53,7 +53,7 @@ class Stage:
 
 def stage_of(case: Case, index: int) -> Stage:
     """The stage of this number, from 0."""
-    pipeline = Pipeline(ranks=tuple(range(case.pp)))
+    pipeline = PipelineGroup(ranks=tuple(range(case.pp)))
     layers = pipeline.layers(case.layers, index, first=case.first_layers or None, last=case.last_layers or None)
     return Stage(index=index, count=case.pp, layers=layers, tied=case.tied)
 
