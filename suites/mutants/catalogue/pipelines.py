@@ -14,8 +14,8 @@ GPIPE: Words = {**STAGES, "schedule": "gpipe"}
 _SENT = "return self._outputs[message.micro].detach().contiguous()"
 _SUM = "summed = self._outputs[micro] = (losses * weights).sum()"
 _AXES = 'for axis in (rank.strategy.weight_axis, "pp")]'
-_SECOND = "layers.2|layers.2.*"
-"""The second stage's layer."""
+_SECOND = "layers.2.*"
+"""Modules of the second stage's layer."""
 
 
 def _execution(old: str, new: str) -> tuple[Change, ...]:
@@ -48,9 +48,9 @@ PIPELINES = (
         suite=GPIPE,
         changes=_execution(_SENT, _SENT.replace("message.micro", "min(self._outputs)")),
         kills="forward",
-        phase="forward|loss",
-        region=f"{_SECOND}|",
-        cause="",
+        phase="forward",
+        region="",
+        cause="micro_repeated",
     ),
     Mutant(
         name="gradients-meet-other-micro-batches",
@@ -64,7 +64,7 @@ PIPELINES = (
         ),
         kills="activation_gradients",
         phase="backward",
-        region="*",
+        region=_SECOND,
         cause="",
     ),
     Mutant(
@@ -79,8 +79,8 @@ PIPELINES = (
             " stage=self.stage)",
         ),
         kills="activation_gradients",
-        phase="loss|backward",
-        region="*",
+        phase="loss",
+        region="",
         cause="",
     ),
     Mutant(
