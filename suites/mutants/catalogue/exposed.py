@@ -38,7 +38,7 @@ EXPOSED = (
         "Megatron LinearWithGradAccumulationAndAsyncCommunication",
         everywhere("", TENSOR),
         _then(
-            "linear",
+            "layers.linear",
             "reduced = region.start_reduce(grad @ weight, overlap=region.overlap and wants_weight)",
             "\n            grad_x, reduced = reduced.wait(), None",
         ),
@@ -48,7 +48,7 @@ EXPOSED = (
         "InternEvo SPFusedDenseFunc",
         everywhere("", ("tp-sp", "fsp")),
         _then(
-            "linear",
+            "layers.linear",
             "total = Pending(None, lambda: x) if region.keep else region.start_gather(x)",
             "\n            arrived = total.wait()\n            total = Pending(None, lambda: arrived)",
         ),
@@ -78,7 +78,7 @@ EXPOSED = (
         "InternEvo layer_fuse_isp_comm",
         {"isp": "fuse_weights=true layers>1"},
         _then(
-            "prefetch",
+            "weights.prefetch",
             "flat = FlatGather([x for seat in seats for x in seat.shards], self.axis, overlap=self.plan.ahead)",
             "\n            flat.tensors(0, 1)",
         ),
