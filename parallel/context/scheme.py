@@ -86,7 +86,8 @@ def _parts(case: Case, mesh: Mesh, parts: Parts) -> Parts:
 
     def local(batch: Delivered) -> Delivered:
         tokens, labels, loss_mask, positions = (
-            sliced(x, own) for x in (batch.tokens, batch.labels, batch.loss_mask, batch.positions)
+            sliced(x, own) if x.numel() else x  # what a pipeline stage does not read is empty
+            for x in (batch.tokens, batch.labels, batch.loss_mask, batch.positions)
         )
         mine = replace(batch, tokens=tokens, labels=labels, loss_mask=loss_mask, positions=positions)
         return parts.local(mine)

@@ -39,7 +39,7 @@ def pipeline_of(case: Case) -> Pipeline:
 def message_shape(case: Case, *, sequence_dim: int) -> tuple[int, ...]:
     """The shape of one activation on one rank, between two stages."""
     rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
-    length //= case.tp if MODES[case.mode].sequence else 1
+    length //= case.cp * (case.tp if MODES[case.mode].sequence else 1)
     return (length, rows, case.hidden) if sequence_dim == 0 else (rows, length, case.hidden)
 
 

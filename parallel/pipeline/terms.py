@@ -60,7 +60,7 @@ def _messages(case: Case, stage: Stage) -> Iterator[Term]:
                     axis="pp",
                     group_size=case.pp,
                     dtype=case.dtype,
-                    payload_bytes=case.tokens // split * case.hidden * ITEM_BYTES[case.dtype],
+                    payload_bytes=case.slice_tokens // split * case.hidden * ITEM_BYTES[case.dtype],
                     calls=case.steps * case.micro,
                     at={"pp": stage.index},
                 )

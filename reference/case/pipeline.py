@@ -18,7 +18,7 @@ __all__ = ["SCHEDULES", "WORDS", "problems"]
 SCHEDULES = ("gpipe", "1f1b")
 WORDS: Mapping[str, Any] = {"schedule": "1f1b", "first_layers": 0, "last_layers": 0}
 """Each word that only several stages have, with its default."""
-_SINGLE: Mapping[str, Any] = {**_DATA_PARALLEL, "cp": 1, "metric": False, "variant": ""}
+_SINGLE: Mapping[str, Any] = {**_DATA_PARALLEL, "metric": False, "variant": ""}
 """Words that have no form on several stages yet, with their defaults."""
 
 

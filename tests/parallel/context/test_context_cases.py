@@ -22,6 +22,7 @@ CASES = (
     "tp=1 cp=3 seq=12 family=llama delivery=flat recompute=selective",
     f"mode=tp-sp tp=2 cp=2 seq=8 delivery=local {PACKED} cp_comm=gather bias=true",
     "tp=1 dp=2 cp=4 seq=8 steps=2 cp_slices=contiguous delivery=local",
+    f"mode=tp-sp tp=2 pp=2 cp=2 seq=8 micro=4 delivery=local {PACKED}",
     f"mode=isp tp=2 wp=2 cp=2 seq=8 {PACKED} recompute=full overlap=false",
     "tp=1 cp=4 seq=16 cp_comm=alltoall-ring cp_inner=2 kv_heads=2 attention_mask=false",
     "mode=tp-sp tp=3 cp=2 seq=12 cp_comm=alltoall heads=12 kv_heads=3 zero=1 bucket=900 ffn=30 vocab=390",
