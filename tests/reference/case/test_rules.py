@@ -67,7 +67,6 @@ BROKEN = {
     "first_layers=1": "is for several pipeline stages, and pp=1 has one",
     "schedule=gpipe": "is for several pipeline stages, and pp=1 has one",
     "pp=2 last_layers=-1": "must not be negative",
-    "pp=2 zero=1": "has no form with pp=2 yet",
     "wp=2": "splits weights in mode=isp only, not in mode=tp",
     ISP + "tp=2 dp=3 wp=4": "must divide tp*dp=6",
     ISP + "tp=3 heads=6 kv_heads=6 hidden=60 wp=9 dp=3 ffn=90 seq=33": "must be a multiple of wp=9",
