@@ -24,7 +24,6 @@ __all__ = ["KNOWN", "SHOWN_BY", "KnownBug", "main"]
 
 _DIAGNOSING, _WITNESSES = "tests/harness/diagnosing", "tests/harness/witnesses"
 SHOWN_BY: Mapping[str, str] = {
-    "labels_unshifted": "tests/reference/what_ifs/test_shares.py",
     "witness_slip": f"{_WITNESSES}/test_witness_telling.py",
     "recorder_blind": f"{_WITNESSES}/test_witness_telling.py",
     "session_differs": f"{_WITNESSES}/test_witness_telling.py",
