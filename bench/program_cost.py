@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.programs.part import Part
 from harness.programs.rank import RankRecorder
-from harness.programs.session import Session
+from harness.programs.session import ProgramSession
 from harness.recording.recorder import Recorded
 from reports.comparing.intervals import Interval, ratio_of_medians
 
@@ -63,7 +63,7 @@ def main(pairs: int) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        session = Session(
+        session = ProgramSession(
             folder=folder, steps=None, profile=(), silence_s=60.0, origin_s=time.perf_counter(), boot="", command=()
         )
         of = Recorded(case="bert-small", mode="program", world_size=1, rank=0)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import RequestError
-from harness.hangs.standing import Channel, LastCall, Standing
+from harness.hangs.standing import Channel, LastCall, RankStanding
 
 __all__ = ["KIND", "RECORD", "standings"]
 
@@ -31,7 +31,7 @@ _LEGAL = "legal: the run folder of `shardproof record`, or the files that NCCL's
 _MESSAGES = ("send", "recv")
 
 
-def standings(paths: Iterable[str | Path]) -> list[Standing]:
+def standings(paths: Iterable[str | Path]) -> list[RankStanding]:
     """Where every rank stands, by rank. A folder stands for the dumps in it. Raises RequestError for what is none."""
     with _uncollected():
         return _standings(paths)
@@ -49,8 +49,8 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _standings(paths: Iterable[str | Path]) -> list[Standing]:
-    found: dict[int, Standing] = {}
+def _standings(paths: Iterable[str | Path]) -> list[RankStanding]:
+    found: dict[int, RankStanding] = {}
     for name in paths:
         path = Path(name)
         if not path.exists():
@@ -64,7 +64,7 @@ def _standings(paths: Iterable[str | Path]) -> list[Standing]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _of_folder(path: Path) -> list[Standing]:
+def _of_folder(path: Path) -> list[RankStanding]:
     parts = path / "ranks" if (path / "ranks").is_dir() else path
     numbered = [folder for folder in parts.iterdir() if folder.is_dir() and folder.name.isdigit()]
     if numbered:
@@ -73,7 +73,7 @@ def _of_folder(path: Path) -> list[Standing]:
     return [_of_file(file) for file in files]
 
 
-def _of_part(folder: Path) -> Standing:
+def _of_part(folder: Path) -> RankStanding:
     """A rank of our recorder: what it wrote in silence or at its end; without that, what its ledger ends with."""
     last = folder / "last.json"
     if last.is_file():
@@ -81,7 +81,7 @@ def _of_part(folder: Path) -> Standing:
     end = folder / "end.json"
     failed = end.is_file() and bool(_json(end).get("failed"))
     ended = "its recorder failed before" if failed else f"it was killed or crashed{_last_row(folder)}"
-    return Standing(rank=int(folder.name), world_size=0, source=str(folder), ended=ended, lost=not failed)
+    return RankStanding(rank=int(folder.name), world_size=0, source=str(folder), ended=ended, lost=not failed)
 
 
 def _last_row(folder: Path) -> str:
@@ -94,7 +94,7 @@ def _last_row(folder: Path) -> str:
     return f"; the last call it completed: {row['op']} over {row['axis']}, {where}, at {row['caller']}"
 
 
-def _of_last(words: Mapping[str, Any], source: str) -> Standing:
+def _of_last(words: Mapping[str, Any], source: str) -> RankStanding:
     kinds = [dict(zip(KIND, kind, strict=True)) for kind in words["kinds"]]
     ranks = {name: tuple(group["ranks"]) for name, group in words["groups"].items()}
     inside = set(words["inside"])
@@ -110,7 +110,7 @@ def _of_last(words: Mapping[str, Any], source: str) -> Standing:
     calls = {channel: by for channel, by in calls.items() if by}
     last = {channel: max(by) for channel, by in calls.items()}
     last |= {_channel(*one[:3]): int(one[3]) for one in words.get("numbers", ())}
-    return Standing(
+    return RankStanding(
         rank=words["rank"],
         world_size=words["world_size"],
         source=source,
@@ -137,7 +137,7 @@ def _channel(group: str, ranks: Iterable[int], direction: str) -> Channel:
     return group, tuple(ranks), direction
 
 
-def _of_file(path: Path) -> Standing:
+def _of_file(path: Path) -> RankStanding:
     words = _json(path) if path.read_bytes()[:1] in (b"{", b"[") else _pickled(path)
     if words.get("shardproof") == "last calls":
         return _of_last(words, str(path))
@@ -146,7 +146,7 @@ def _of_file(path: Path) -> Standing:
     return _of_flight(words, path)
 
 
-def _of_flight(words: Mapping[str, Any], path: Path) -> Standing:
+def _of_flight(words: Mapping[str, Any], path: Path) -> RankStanding:
     """A dump of torch's Flight Recorder: collectives by their number in the group, messages by pair in order."""
     rank = int(words["rank"]) if "rank" in words else _rank_of(path)
     if rank is None:
@@ -168,7 +168,7 @@ def _of_flight(words: Mapping[str, Any], path: Path) -> Standing:
             own[number] = _flight_call(entry, op, description or name, order)
     last = {channel: max(by) for channel, by in calls.items()}
     sizes = [len(group) for group in ranks.values()]
-    return Standing(rank=rank, world_size=max(sizes, default=0), source=str(path), calls=calls, last=last)
+    return RankStanding(rank=rank, world_size=max(sizes, default=0), source=str(path), calls=calls, last=last)
 
 
 def _flight_call(entry: Mapping[str, Any], op: str, axis: str, order: int) -> LastCall:

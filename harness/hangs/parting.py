@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.hangs.standing import Channel, LastCall, Standing
+from harness.hangs.standing import Channel, LastCall, RankStanding
 
 __all__ = ["Parted", "parted"]
 
@@ -37,9 +37,9 @@ class Parted:
     waiting: tuple[int, ...] = ()
 
 
-def parted(ranks: Sequence[Standing]) -> list[Parted]:
+def parted(ranks: Sequence[RankStanding]) -> list[Parted]:
     """Where ranks parted, what came first on its ranks first; [] when no rank did."""
-    by_channel: dict[Channel, list[Standing]] = {}
+    by_channel: dict[Channel, list[RankStanding]] = {}
     for one in ranks:
         for channel in one.last:
             by_channel.setdefault(channel, []).append(one)
@@ -53,7 +53,7 @@ def parted(ranks: Sequence[Standing]) -> list[Parted]:
     return _roots(lacking, ranks) or list(_gone(ranks))
 
 
-def _differing(channel: Channel, members: Sequence[Standing]) -> Iterator[Parted]:
+def _differing(channel: Channel, members: Sequence[RankStanding]) -> Iterator[Parted]:
     """Ranks whose call differs from that of most under the same number: the first such number of the channel."""
     if channel[2] or len(members) < 2:
         return
@@ -135,17 +135,17 @@ def _agree(one: Mapping[int, LastCall], other: Mapping[int, LastCall], number: i
     return bool(pairs) and all(_identity(mine) == _identity(theirs) for mine, theirs in pairs)
 
 
-def _lasts(channel: Channel, members: Sequence[Standing]) -> dict[int, int]:
+def _lasts(channel: Channel, members: Sequence[RankStanding]) -> dict[int, int]:
     return {one.rank: one.last[channel] for one in members if channel in one.last}
 
 
-def _waiting(channel: Channel, members: Sequence[Standing], apart: Sequence[int]) -> tuple[int, ...]:
+def _waiting(channel: Channel, members: Sequence[RankStanding], apart: Sequence[int]) -> tuple[int, ...]:
     lasts = _lasts(channel, members)
     most = max(lasts.values(), default=0)
     return tuple(rank for rank, last in lasts.items() if last == most and rank not in apart)
 
 
-def _behind(channel: Channel, ranks: Sequence[Standing]) -> Iterator[Parted]:
+def _behind(channel: Channel, ranks: Sequence[RankStanding]) -> Iterator[Parted]:
     """Ranks of the group whose last number is the smallest, when not all are equal."""
     group = set(channel[1]) or {one.rank for one in ranks if channel in one.last}
     members = [one for one in ranks if one.rank in group and one.last]
@@ -161,7 +161,7 @@ def _behind(channel: Channel, ranks: Sequence[Standing]) -> Iterator[Parted]:
     yield Parted(how="behind", ranks=lacking, channel=channel, number=number, call=call, waiting=waiting)
 
 
-def _gone(ranks: Sequence[Standing]) -> Iterator[Parted]:
+def _gone(ranks: Sequence[RankStanding]) -> Iterator[Parted]:
     """Ranks that left nothing, where others are in a call of a group that they share."""
     known = [one for one in ranks if one.last]
     there = {one.rank for one in ranks if not one.lost}
@@ -175,7 +175,7 @@ def _gone(ranks: Sequence[Standing]) -> Iterator[Parted]:
             return
 
 
-def _unmatched(by_channel: Mapping[Channel, Sequence[Standing]]) -> Iterator[Parted]:
+def _unmatched(by_channel: Mapping[Channel, Sequence[RankStanding]]) -> Iterator[Parted]:
     """Messages whose other end was not issued: more sends to a peer than receives there, or the reverse."""
     for (group, members, direction), those in by_channel.items():
         if not direction or " " not in direction:
@@ -201,7 +201,7 @@ def _unmatched(by_channel: Mapping[Channel, Sequence[Standing]]) -> Iterator[Par
                 )
 
 
-def _roots(lacking: Sequence[Parted], ranks: Sequence[Standing]) -> list[Parted]:
+def _roots(lacking: Sequence[Parted], ranks: Sequence[RankStanding]) -> list[Parted]:
     """Those lacks whose ranks do not wait themselves; when all wait, one cycle."""
     if not lacking:
         return []
@@ -232,7 +232,7 @@ def _roots(lacking: Sequence[Parted], ranks: Sequence[Standing]) -> list[Parted]
     return sorted(made, key=lambda found: _order(found, ranks))
 
 
-def _order(found: Parted, ranks: Sequence[Standing]) -> int:
+def _order(found: Parted, ranks: Sequence[RankStanding]) -> int:
     """When the call came among those of the first rank that issued it."""
     for one in ranks:
         call = one.calls.get(found.channel, {}).get(found.number)

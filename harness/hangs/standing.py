@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Channel", "LastCall", "Standing"]
+__all__ = ["Channel", "LastCall", "RankStanding"]
 
 Channel = tuple[str, tuple[int, ...], str]
 """What is counted together: a group's name, its ranks, and "" for collectives or "send 3", "recv 0" for messages."""
@@ -40,7 +40,7 @@ class LastCall(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RankStanding:
     """One rank. `calls`: channel -> number -> call, the latest calls only; `last`: channel -> number of its last call.
 
     `ended`: "" while it ran, else how it ended; `lost`: it was killed, and left no calls. `stack`: lines of the

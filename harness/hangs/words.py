@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.errors import ranks_text
 from harness.hangs.parting import Parted
-from harness.hangs.standing import Channel, LastCall, Standing
+from harness.hangs.standing import Channel, LastCall, RankStanding
 
 __all__ = ["lines"]
 
@@ -14,7 +14,7 @@ _MOST = 8
 """Ranks, or findings, that are listed one by one."""
 
 
-def lines(ranks: Sequence[Standing], found: Sequence[Parted]) -> Iterator[str]:
+def lines(ranks: Sequence[RankStanding], found: Sequence[Parted]) -> Iterator[str]:
     """The findings, the first one with the standing of its ranks; a sentence when no rank parted."""
     silent = max((one.silent_s for one in ranks), default=0.0)
     about = f", silent for {silent:g} s" if silent else ""
@@ -57,7 +57,7 @@ def _of(channel: Channel, call: LastCall | None) -> str:
     return f" of {axis} ({ranks_text(channel[1])})" + (f" {channel[2]}" if channel[2] else "")
 
 
-def _standing(found: Parted, ranks: Sequence[Standing]) -> Iterator[str]:
+def _standing(found: Parted, ranks: Sequence[RankStanding]) -> Iterator[str]:
     """Where the ranks that parted are, and one of those that wait."""
     by_rank = {one.rank: one for one in ranks}
     for rank in [*found.ranks[:_MOST], *found.waiting[:1]]:

@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from harness.programs.session import VARIABLE, Session
+from harness.programs.session import VARIABLE, ProgramSession
 
 __all__ = ["arm"]
 
@@ -32,7 +32,7 @@ def arm(module: ModuleType) -> None:
             try:
                 from harness.programs.rank import begin  # noqa: PLC0415  (torch is complete only now)
 
-                begin(Session.of(os.environ[VARIABLE]))
+                begin(ProgramSession.of(os.environ[VARIABLE]))
             except Exception as problem:
                 sys.stderr.write(f"shardproof: this process is not recorded: {type(problem).__name__}: {problem}\n")
         return result

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from harness.programs.session import Session
+from harness.programs.session import ProgramSession
 from harness.torch_internals.tracing import distributed_header, flight_record
 from harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
 
@@ -24,7 +24,7 @@ __all__ = ["Window"]
 class Window:
     """The profiler of one rank; it does nothing unless the session wants it."""
 
-    def __init__(self, session: Session, rank: int) -> None:
+    def __init__(self, session: ProgramSession, rank: int) -> None:
         self._steps = session.steps if "torch" in session.profile else None
         self._stem = Path(session.folder) / "traces" / f"rank{rank}"
         self._running: torch.profiler.profile | None = None

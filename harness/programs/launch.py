@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from harness.errors import RequestError
-from harness.programs.session import VARIABLE, Session
+from harness.programs.session import VARIABLE, ProgramSession
 from harness.witnesses.nsys import command as under_nsys
 from harness.witnesses.nsys import nsys_path
 
@@ -23,7 +23,7 @@ _HOOK = Path(__file__).parent / "hook"
 _BLIND = {"-I": "ignores PYTHONPATH", "-E": "ignores PYTHONPATH", "-S": "imports no sitecustomize"}
 
 
-def environment_of(session: Session, environ: Mapping[str, str]) -> dict[str, str]:
+def environment_of(session: ProgramSession, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment in which every Python process is recorded that initialises torch.distributed."""
     before = environ.get("PYTHONPATH")
     path = str(_HOOK) if not before else os.pathsep.join((str(_HOOK), before))
@@ -49,7 +49,7 @@ def check_startable(command: Sequence[str]) -> None:
         raise RequestError(f"command={command[0]}: is not on PATH; legal: torchrun --nproc-per-node 4 train.py")
 
 
-def with_tools(command: Sequence[str], session: Session) -> list[str]:
+def with_tools(command: Sequence[str], session: ProgramSession) -> list[str]:
     """The command, under Nsight Systems when the session wants that. Raises RequestError when nsys is missing."""
     if "nsys" not in session.profile:
         return list(command)

@@ -31,9 +31,9 @@ from harness.ledger import Call
 from harness.programs.bounded import CarefulLooks
 from harness.programs.kineto import Window
 from harness.programs.part import MODE, Part, shared_file
-from harness.programs.session import Session, boot_id
+from harness.programs.session import ProgramSession, boot_id
 from harness.programs.silence import Silence
-from harness.programs.stream import Stream
+from harness.programs.stream import EventStream
 from harness.recording.observations import read
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorded
@@ -44,7 +44,7 @@ from harness.running.environment import environment
 __all__ = ["RankRecorder", "begin"]
 
 
-def begin(session: Session) -> None:
+def begin(session: ProgramSession) -> None:
     """Record this process from now on as the rank that torch.distributed says it is.
 
     Raises FileExistsError when another process has recorded as this rank, OSError when the folder cannot be written,
@@ -77,12 +77,12 @@ class RankRecorder:
     It observes this process while it is entered; `start` enters it until the process ends.
     """
 
-    def __init__(self, session: Session, of: Recorded, part: Part, origin_s: float) -> None:
+    def __init__(self, session: ProgramSession, of: Recorded, part: Part, origin_s: float) -> None:
         self._rank, self._part, self._on = of.rank, part, True
         self._failed = ""
         self._local = threading.local()
         self._window = Window(session, of.rank)
-        self._stream = Stream(
+        self._stream = EventStream(
             of=of,
             session=session,
             on_event=part.event,

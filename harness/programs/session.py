@@ -25,7 +25,7 @@ __all__ = [
     "TOOLS",
     "VARIABLE",
     "Options",
-    "Session",
+    "ProgramSession",
     "boot_id",
     "new_session",
     "shared_session",
@@ -56,7 +56,7 @@ class Options(TypedDict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class ProgramSession:
     """A recording. `steps`: first and end (not included), None for all; `silence_s`: how long nothing may happen
     before a rank writes down where it stands. `origin_s` is time 0 of the machine that is called `boot`.
     """
@@ -75,7 +75,7 @@ class Session:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of(cls, text: str) -> Session:
+    def of(cls, text: str) -> ProgramSession:
         """The session that `text` holds."""
         words = json.loads(text)
         steps = words["steps"]
@@ -127,7 +127,7 @@ def silence_of(word: str) -> float:
     raise RequestError(f"silence={word}: must be seconds, at least 1; legal: --silence 60")
 
 
-def new_session(out: str, name: str, command: Sequence[str], options: Options) -> Session:
+def new_session(out: str, name: str, command: Sequence[str], options: Options) -> ProgramSession:
     """A session with a folder of its own, `<out>/<time>-<name>`, to which `<out>/latest` leads. Raises RequestError."""
     with _writing(out):
         Path(out).mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def new_session(out: str, name: str, command: Sequence[str], options: Options) -
         with suppress(OSError):  # a place without links
             fresh.symlink_to(folder.name, target_is_directory=True)
             fresh.replace(folder.parent / "latest")
-    return Session(
+    return ProgramSession(
         folder=str(folder.resolve()),
         **options,
         origin_s=time.perf_counter(),
@@ -148,7 +148,7 @@ def new_session(out: str, name: str, command: Sequence[str], options: Options) -
 
 def shared_session(
     out: str, name: str, command: Sequence[str], environ: Mapping[str, str], options: Options
-) -> tuple[Session, bool]:
+) -> tuple[ProgramSession, bool]:
     """The session of the launch to which this process belongs, and whether this process is the one that made it.
 
     A process without a launcher has a session to itself. Raises RequestError when the folder cannot be written.
@@ -162,7 +162,7 @@ def shared_session(
         with _locked(ticket.with_suffix(".lock")):
             with suppress(FileNotFoundError):
                 if time.time() - ticket.stat().st_mtime < _TOGETHER_S:
-                    return Session.of(ticket.read_text(encoding="utf-8")), False
+                    return ProgramSession.of(ticket.read_text(encoding="utf-8")), False
             made = new_session(out, name, command, options)
             ticket.write_text(made.text, encoding="utf-8")
             return made, True

@@ -15,8 +15,8 @@ from contextlib import suppress
 from harness.callers import Caller, is_user, shortened
 from harness.ledger import shape_text
 from harness.programs.part import Part
-from harness.programs.session import Session
-from harness.programs.stream import PastCall, Stream
+from harness.programs.session import ProgramSession
+from harness.programs.stream import EventStream, PastCall
 from harness.recording.recorder import Recorded
 
 __all__ = ["Silence"]
@@ -28,7 +28,7 @@ _LOOK_S = 1.0
 class Silence:
     """Looks once a second; `silence_s` without an observation after a first call are a silence."""
 
-    def __init__(self, session: Session, of: Recorded, stream: Stream, part: Part) -> None:
+    def __init__(self, session: ProgramSession, of: Recorded, stream: EventStream, part: Part) -> None:
         self._limit_s = session.silence_s
         self._of, self._stream, self._part = of, stream, part
         self._main = threading.get_ident()

@@ -18,13 +18,13 @@ from typing import Any
 from harness.engines.calls.operators import MESSAGES, OperatorCall
 from harness.ledger import NO_UPDATE, OTHER, Event
 from harness.programs.bounded import BoundedAttribution
-from harness.programs.session import Session
+from harness.programs.session import ProgramSession
 from harness.recording.lanes import Site, phase_of
 from harness.recording.naming import axis_name
 from harness.recording.observations import Issued, Stepped, read
 from harness.recording.recorder import Recorded, event_of
 
-__all__ = ["LAST_CALLS", "PastCall", "Stream"]
+__all__ = ["LAST_CALLS", "PastCall", "EventStream"]
 
 LAST_CALLS = 2000
 """Calls that are kept to be read after a hang, as many as torch's Flight Recorder keeps."""
@@ -66,14 +66,14 @@ class _Step:
 
 
 @dataclass(slots=True, kw_only=True)
-class Stream:
+class EventStream:
     """`feed` takes observations in any thread; `on_event`, `on_step` get rows, `on_begin` the number of a new step.
 
     `stirred` counts what was observed, `calls` the calls; `last` are the last calls, `doubts` what is not certain.
     """
 
     of: Recorded
-    session: Session
+    session: ProgramSession
     on_event: Callable[[Event], object]
     on_step: Callable[[tuple[object, ...]], object]
     on_begin: Callable[[int], object] = lambda _step: None

@@ -26,7 +26,7 @@ from harness.subject import NamedSubject, called
 from harness.torch_internals.memory import storage_id
 from harness.torch_internals.modes import DispatchMode, leaves, take_themselves_apart
 
-__all__ = ["Island", "Probe", "Probed"]
+__all__ = ["Island", "Float32Probe", "Probed"]
 
 _NARROW: Mapping[torch.dtype, str] = {
     torch.float32: "float32",
@@ -70,12 +70,12 @@ class Probed:
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """Run the subject and return a name for each island."""
-        with Probe(constants=self.constants) as probe:
+        with Float32Probe(constants=self.constants) as probe:
             called(self.subject.call, case, device)
         return {name: torch.ones(()) for name in probe.found.values()}
 
 
-class Probe(DispatchMode):
+class Float32Probe(DispatchMode):
     """Remembers where numbers of each narrow dtype first entered float64 arithmetic: `found`, dtype to name.
 
     `constants`: whether numbers count that were not computed from float64.

@@ -54,11 +54,11 @@ from harness.torch_internals.autograd import (
     when_backward_ends,
 )
 
-__all__ = ["Lane", "Watch"]
+__all__ = ["ThreadWatch", "Watch"]
 
 Emit = Callable[[tuple[Any, ...]], object]
-OnInput = Callable[["Lane", nn.Module, tuple[Any, ...], Mapping[str, Any]], object]
-OnOutput = Callable[["Lane", nn.Module, Any], object]
+OnInput = Callable[["ThreadWatch", nn.Module, tuple[Any, ...], Mapping[str, Any]], object]
+OnOutput = Callable[["ThreadWatch", nn.Module, Any], object]
 _OnCall = tuple[OnInput | None, OnOutput | None]
 
 _task, _node, _number = current_task, current_node, next_number
@@ -67,7 +67,7 @@ _compiling = torch.compiler.is_compiling
 _now_s = time.perf_counter
 
 
-class Lane:
+class ThreadWatch:
     """One thread of one rank: where its observations go, and what module is outermost in it."""
 
     __slots__ = ("bare", "depth", "emit", "looks", "number", "on_input", "on_output", "outer", "rank", "tickets")
@@ -141,7 +141,7 @@ class Watch:
         self._on_call = on_input, on_output
         self._ends = ends
         self._local = threading.local()
-        self._open: dict[int, list[Lane]] = {}
+        self._open: dict[int, list[ThreadWatch]] = {}
         self._ranks: dict[int, _OfRank] = {}
         self._installed = ExitStack()
 
@@ -163,7 +163,7 @@ class Watch:
     @contextmanager
     def on_rank(self, rank: int) -> Iterator[None]:
         """This thread runs the program of a rank until the context is left."""
-        before: Lane | None = getattr(self._local, "lane", None)
+        before: ThreadWatch | None = getattr(self._local, "lane", None)
         mine = self.lane(rank)
         try:
             yield
@@ -174,31 +174,31 @@ class Watch:
                 lane.emit = None
             self._local.lane = before
 
-    def lane(self, rank: int) -> Lane:
+    def lane(self, rank: int) -> ThreadWatch:
         """The lane of this thread on a rank, made when the thread was not seen before."""
-        lane: Lane | None = getattr(self._local, "lane", None)
+        lane: ThreadWatch | None = getattr(self._local, "lane", None)
         if lane is None or lane.emit is None or lane.rank != rank:
             lane = self._local.lane = self._lane(rank)
         return lane
 
-    def _lane(self, rank: int) -> Lane:
+    def _lane(self, rank: int) -> ThreadWatch:
         of_rank = self._ranks.get(rank)
         if of_rank is None:
             of_rank = self._ranks.setdefault(rank, _OfRank(itertools.count(), itertools.count(), self._looks()))
-        lane = Lane(rank, next(of_rank.numbers), self._emit(rank), self._on_call, of_rank)
+        lane = ThreadWatch(rank, next(of_rank.numbers), self._emit(rank), self._on_call, of_rank)
         self._open.setdefault(rank, []).append(lane)
         return lane
 
-    def _adopt(self) -> Lane | None:
+    def _adopt(self) -> ThreadWatch | None:
         """A lane for a thread that entered no rank: it works for the only rank here; among several, for none."""
         ranks = list(self._open)
         return self.lane(ranks[0]) if len(ranks) == 1 else None
 
-    def _mine(self) -> Lane | None:
-        lane: Lane | None = getattr(self._local, "lane", None)
+    def _mine(self) -> ThreadWatch | None:
+        lane: ThreadWatch | None = getattr(self._local, "lane", None)
         return lane if lane is not None and lane.emit is not None else self._adopt()
 
-    def _arrival(self, made_in: Lane, number: int) -> Callable[[object], None]:
+    def _arrival(self, made_in: ThreadWatch, number: int) -> Callable[[object], None]:
         """The prehook of the node of an outermost output."""
         rank, lane_number = made_in.rank, made_in.number
 
@@ -232,8 +232,8 @@ class Watch:
 
 def _watching(
     local: threading.local,
-    adopt: Callable[[], Lane | None],
-    arrival: Callable[[Lane, int], Callable[[object], None]],
+    adopt: Callable[[], ThreadWatch | None],
+    arrival: Callable[[ThreadWatch, int], Callable[[object], None]],
     original: Callable[..., Any],
 ) -> Callable[..., Any]:
     """A module's call that reports when the module is entered and left. Every microsecond in it counts."""

@@ -25,7 +25,7 @@ from harness.checking.evidence import Evidence, Finding
 from harness.checking.numeric_checks import NUMERIC_KINDS
 from harness.checking.tolerance import CONTROL_FACTOR, Measured, distance, epsilon, is_state, step_of
 from harness.errors import MachineError, ProgramError
-from harness.recording.islands import Island, Probe, Probed
+from harness.recording.islands import Float32Probe, Island, Probed
 from harness.running.execution import execute
 from harness.running.rounding import control_run, controlled, doubtful, stepwise
 from harness.running.trial import Trial
@@ -117,7 +117,7 @@ def _same_constants(trial: Trial) -> bool:
     dense = truth_of(trial.subject)
     if dense is None or isinstance(dense, str):
         return dense is not None
-    with Probe() as probe:
+    with Float32Probe() as probe:
         trial.computed(trial.reference.truth)
     return bool(probe.found)
 

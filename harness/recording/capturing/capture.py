@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from harness.recording.attribution import Attribution
 from harness.recording.observations import read
-from harness.recording.watch import Emit, Lane, Watch
+from harness.recording.watch import Emit, ThreadWatch, Watch
 
 __all__ = ["Capture", "first_tensor"]
 
@@ -77,7 +77,7 @@ class Capture:
         feed = self._of(rank).attribution.feed
         return lambda plain: feed(read(plain))
 
-    def _output(self, lane: Lane, module: nn.Module, output: Any) -> None:
+    def _output(self, lane: ThreadWatch, module: nn.Module, output: Any) -> None:
         captured = self._of(lane.rank)
         site = captured.attribution.current(lane.number)
         path = captured.attribution.paths.module(module, "")

@@ -24,7 +24,7 @@ from harness.outcome import Block, blocks
 from harness.recording.attribution import Attribution
 from harness.recording.capturing.capture import first_tensor
 from harness.recording.observations import read
-from harness.recording.watch import Emit, Lane, Watch
+from harness.recording.watch import Emit, ThreadWatch, Watch
 from harness.torch_internals.autograd import has_hooks
 
 __all__ = ["CallCapture", "Held", "ModuleCalls"]
@@ -113,13 +113,13 @@ class CallCapture:
         feed = self._of(rank).attribution.feed
         return lambda plain: feed(read(plain))
 
-    def _site(self, lane: Lane, module: nn.Module) -> tuple[_Rank, str, str]:
+    def _site(self, lane: ThreadWatch, module: nn.Module) -> tuple[_Rank, str, str]:
         """The rank, the module's path ("" when it does not count) and the phase."""
         rank = self._of(lane.rank)
         site = rank.attribution.current(lane.number)
         return rank, rank.attribution.paths.module(module, "") if site.step == 0 else "", site.phase
 
-    def _input(self, lane: Lane, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _input(self, lane: ThreadWatch, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         rank, path, phase = self._site(lane, module)
         if path and phase == "forward":
             given = list(_tensors((args, kwargs)))
@@ -129,7 +129,7 @@ class CallCapture:
             if given and given[0].requires_grad:
                 given[0].register_hook(_keeping(slots, len(slots) - 1))
 
-    def _output(self, lane: Lane, module: nn.Module, output: Any) -> None:
+    def _output(self, lane: ThreadWatch, module: nn.Module, output: Any) -> None:
         rank, path, phase = self._site(lane, module)
         tensor = first_tensor(output) if path else None
         if tensor is None:

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from harness.errors import RequestError
 from harness.programs.arming import arm
-from harness.programs.session import VARIABLE, Options, Session, shared_session, silence_of, steps_of, tools_of
+from harness.programs.session import VARIABLE, Options, ProgramSession, shared_session, silence_of, steps_of, tools_of
 from reports.stored.frames import load
 from tests.forked import started
 from tests.harness.programs.launched import environment
@@ -118,7 +118,7 @@ def test_ranks_of_a_launch_share_a_folder_and_later_launches_have_their_own(tmp_
     first, made = shared_session(out, "train", ["train.py"], launch, OPTIONS)
     second, again = shared_session(out, "train", ["train.py"], {**launch, "RANK": "1"}, OPTIONS)
     assert (made, again) == (True, False)
-    assert first == second == Session.of(first.text)
+    assert first == second == ProgramSession.of(first.text)
     others = [
         shared_session(out, "train", ["train.py"], words, OPTIONS)[0].folder
         for words in ({**launch, "MASTER_PORT": "2"}, {**launch, "TORCHELASTIC_RESTART_COUNT": "1"}, {}, {})
@@ -163,6 +163,6 @@ def test_a_program_that_does_not_communicate_leaves_nothing_and_that_is_said(tmp
 def test_options_are_read() -> None:
     assert (steps_of(None), steps_of("10:20"), silence_of("1.5")) == (None, (10, 20), 1.5)
     assert tools_of("torch,nsys,torch", (1, 2)) == ("torch", "nsys")
-    session = Session(folder="f", steps=(2, 4), profile=(), silence_s=1, origin_s=0, boot="b", command=("x",))
+    session = ProgramSession(folder="f", steps=(2, 4), profile=(), silence_s=1, origin_s=0, boot="b", command=("x",))
     assert [step for step in range(6) if session.covers(step)] == [2, 3]
     assert json.loads(session.text)["steps"] == [2, 4]

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Event
 from harness.programs import bounded, stream
-from harness.programs.session import Session
-from harness.programs.stream import Stream
+from harness.programs.session import ProgramSession
+from harness.programs.stream import EventStream
 from harness.recording.recorder import Recorded, Recorder
 from harness.recording.watch import Emit
 
@@ -25,8 +25,8 @@ WORLD = 2
 OURS = [tracemalloc.Filter(True, f"*/harness/{room}/*") for room in ("programs", "recording")]
 
 
-def session(steps: tuple[int, int] | None = None) -> Session:
-    return Session(folder="", steps=steps, profile=(), silence_s=60.0, origin_s=0.0, boot="", command=())
+def session(steps: tuple[int, int] | None = None) -> ProgramSession:
+    return ProgramSession(folder="", steps=steps, profile=(), silence_s=60.0, origin_s=0.0, boot="", command=())
 
 
 class Tee(Recorder):
@@ -36,13 +36,13 @@ class Tee(Recorder):
         super().__init__("case", "program", WORLD, {})
         self.steps = steps
         self.written: list[Event] = []
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, EventStream] = {}
         self.keeps = True
 
     def _emit(self, rank: int) -> Emit:
         keep = super()._emit(rank)
         of = Recorded(case="case", mode="program", world_size=WORLD, rank=rank)
-        self.streams[rank] = Stream(
+        self.streams[rank] = EventStream(
             of=of, session=session(self.steps), on_event=self.written.append, on_step=lambda _row: None
         )
 
