@@ -26,6 +26,8 @@ PROGRAMS = {
     f"{SCRIPTS}.hf_trainer": ("transformers", {"all_gather", "all_reduce", "broadcast"}),
     f"{SCRIPTS}.megatron_1f1b": ("megatron.core", {"all_reduce", "recv", "send"}),
 }
+QUICK = (f"{SCRIPTS}.megatron_1f1b",)
+"""What every session runs: a program with messages, of a package that knows nothing of us."""
 PLAIN = "accelerate.test_utils.scripts.test_sync"
 """The program that is run without us too."""
 
@@ -36,8 +38,10 @@ def own_lines(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("module", PROGRAMS)
-def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str) -> None:
+def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str, request: pytest.FixtureRequest) -> None:
     package, ops = PROGRAMS[module]
+    if module not in QUICK and request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("half a CPU minute each: --hypothesis-profile deep")
     pytest.importorskip(package.partition(".")[0], reason="needs the extra `peers`")
     words = ["--profile", "torch", "--steps", "0:1000"]
     ended = ranks_of(tmp_path, "-m", module, record=words, ACCELERATE_USE_CPU="true")

@@ -61,7 +61,7 @@ def test_in_more_forms(prover: Prover, request: pytest.FixtureRequest, words: st
 
 def test_on_shapes_alone() -> None:
     """Every kind of stage by itself: the first, one in the middle, the last."""
-    case = Case.parse(f"{SIZES} mode=tp-sp tp=3 pp=3 layers=5 first_layers=2 last_layers=1 micro=4")
+    case = Case.parse(f"{SIZES} mode=tp-sp tp=1 pp=3 layers=4 first_layers=1 last_layers=1 micro=2")
     with DryEngine() as engine:
         result = prove(case, subject, engine)
     assert [v.verdict for v in result.verdicts if v.check == "ledger"] == [PASS]
