@@ -46,7 +46,9 @@ def test_every_name_is_there_and_typed() -> None:
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error_with_those_that_are() -> None:
-    with pytest.raises(AttributeError, match="module 'shardproof' has no attribute 'no'; it has Case, RequestError"):
+    with pytest.raises(
+        AttributeError, match="module 'shardproof' has no attribute 'absent'; it has Case, RequestError"
+    ):
         getattr(shardproof, "absent")  # noqa: B009
     assert not hasattr(shardproof, "__path") and not hasattr(shardproof, "no_such_name")
 
