@@ -91,7 +91,8 @@ def test_times_of_ranks_that_take_turns_are_said_to_be_no_speed(failing: Run) ->
 
 def test_a_page_without_a_break_even_loads_no_plotting_library(tmp_path: Path) -> None:
     folder = sample_run.write(tmp_path / "run")
-    program = f"import sys; from reports.pages import page; from reports.stored import frames; page.render(frames.load({str(folder)!r})); "
+    imports = "import sys; from reports.pages import page; from reports.stored import frames"
+    program = f"{imports}; page.render(frames.load({str(folder)!r})); "
     told = "print('matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program + told], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
