@@ -23,7 +23,7 @@ ENGINE_THAT_WORKS = "--engine inproc"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """A subject, a case that it computes rightly, and a line of its file as a bug makes it."""
+    """A subject, a case that it computes rightly, and a line of its file as a bug makes it; `shows` is a case of that."""
 
     name: str
     case: str
@@ -31,6 +31,7 @@ class System:
     wrong: str
     options: tuple[str, ...] = ()
     needs: str = ""
+    shows: str = ""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -47,7 +48,14 @@ SYSTEMS = (
     System(name="ddp", case="dp=3", right="[dist.get_rank()]", wrong="[0]"),
     System(name="two_d", case="tp=2 dp=2 sp=true", right=".div_(case.dp)", wrong=""),
     System(name="hf", case="tp=2", right='"kind": "llama"', wrong='"kind": "qwen3"', needs="transformers"),
-    System(name="qwen3", case="tp=2", right='"micro": 1', wrong='"micro": 2', needs="transformers"),
+    System(
+        name="qwen3",
+        case="tp=2",
+        right="if case.micro > 1",
+        wrong="if case.micro > 2",
+        shows="tp=2 micro=2",
+        needs="transformers",
+    ),
     System(
         name="megatron",
         case="tp=2",
@@ -98,7 +106,8 @@ def test_every_command_of_a_right_and_a_wrong_subject(
 
     def run(*words: str) -> tuple[int, str]:
         capsys.readouterr()
-        return cli.main(words), capsys.readouterr().out
+        status, printed = cli.main(words), capsys.readouterr()
+        return status, printed.out + printed.err
 
     assert run("run", system.case, *system.words)[0] == 0
     assert run("compare", "runs/latest", "--save-baseline", "main")[0] == 0
@@ -113,7 +122,15 @@ def test_every_command_of_a_right_and_a_wrong_subject(
     assert source.count(system.right) == 1
     broken = f"broken_{system.name}_{len(system.options)}"
     Path(f"{broken}.py").write_text(source.replace(system.right, system.wrong))
-    status, out = run("run", system.case, "--subject", f"{broken}:subject", *system.options, "--emit-repro", "found.py")
+    status, out = run(
+        "run",
+        system.shows or system.case,
+        "--subject",
+        f"{broken}:subject",
+        *system.options,
+        "--emit-repro",
+        "found.py",
+    )
     assert status == 1 and "\nwhat:   " in out and "\nrepeat: " in out, out
     script = subprocess.run([sys.executable, "found.py"], capture_output=True, text=True, timeout=300, check=False)
     assert (script.returncode, script.stdout.splitlines()[-1]) == (1, "reproduced"), script.stderr
