@@ -23,7 +23,7 @@ ENGINE_THAT_WORKS = "--engine inproc"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """A subject, a case that it computes rightly, and a line of its file as a bug makes it; `shows` is a case of that."""
+    """A subject, a case that it computes rightly, a line of its file, and that line as a bug that `shows` in a case."""
 
     name: str
     case: str
