@@ -1,4 +1,6 @@
-"""The layout of a run folder has a number, in `env.json` under `schema`; readers take it and all former ones.
+"""A run folder, `<out>/<time>-<name>`, to which `<out>/latest` leads, and the number of its layout.
+
+The number stands in `env.json` under `schema`; readers take it and all former ones.
 
 1    folders without a number: `verdicts.jsonl` may lack `of`, errors.csv and tracebacks/ may be missing
 2    the number itself
@@ -6,7 +8,58 @@
 
 from __future__ import annotations
 
-__all__ = ["SCHEMA"]
+import datetime
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from harness.errors import RequestError
+
+__all__ = ["SCHEMA", "link_latest", "new_run_folder", "safe_name", "writing"]
 
 SCHEMA = 2
 """What is written now. Increase it when a reader of the former layout would misread what is written."""
+_RUNS_A_SECOND = 1000
+
+
+def new_run_folder(out: Path, name: str) -> Path:
+    """A folder that did not exist before: a second run of the same second gets a number. Raises RequestError."""
+    stem = f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}-{safe_name(name)}"
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, _RUNS_A_SECOND):
+            path = out / (stem if attempt == 1 else f"{stem}-{attempt}")
+            with suppress(FileExistsError):  # taken: the next number
+                path.mkdir()
+                return path
+    raise RequestError(f"out={out}: a thousand runs named {stem} are in it; legal: another folder with --out")
+
+
+def link_latest(folder: Path) -> str:
+    """Point `latest` to the folder in one step. Returns why not, where a place has no links: the run is not lost."""
+    latest, fresh = folder.parent / "latest", folder.parent / f".latest-{folder.name}"
+    try:
+        fresh.symlink_to(folder.name, target_is_directory=True)
+        fresh.replace(latest)
+    except OSError as problem:
+        fresh.unlink(missing_ok=True)
+        return f"{latest} does not point to this run: {problem.strerror}"
+    return ""
+
+
+def safe_name(name: str) -> str:
+    """A name as part of a folder's name: letters, digits, ., _ and - only, at most 80 of them."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "run"
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Turns an OSError inside into the RequestError that names the folder and the reason."""
+    try:
+        yield
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise RequestError(
+            f"out={out}: the run folder cannot be written ({reason}); legal: a folder with room and write permission"
+        ) from problem

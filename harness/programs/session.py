@@ -6,7 +6,6 @@ machine with the same file system. No torch is imported here: the process that r
 
 from __future__ import annotations
 
-import datetime
 import fcntl
 import hashlib
 import json
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from harness.errors import RequestError
+from harness.run_folder import link_latest, new_run_folder, writing
 
 __all__ = [
     "TOOLS",
@@ -129,14 +129,10 @@ def silence_of(word: str) -> float:
 
 def new_session(out: str, name: str, command: Sequence[str], options: Options) -> ProgramSession:
     """A session with a folder of its own, `<out>/<time>-<name>`, to which `<out>/latest` leads. Raises RequestError."""
-    with _writing(out):
-        Path(out).mkdir(parents=True, exist_ok=True)
-        folder = _new_folder(Path(out), name)
+    folder = new_run_folder(Path(out), name)
+    with writing(folder):
         (folder / "ranks").mkdir()
-        fresh = folder.parent / f".latest-{folder.name}"
-        with suppress(OSError):  # a place without links
-            fresh.symlink_to(folder.name, target_is_directory=True)
-            fresh.replace(folder.parent / "latest")
+    link_latest(folder)
     return ProgramSession(
         folder=str(folder.resolve()),
         **options,
@@ -156,7 +152,7 @@ def shared_session(
     key = _launch(environ)
     if not key:
         return new_session(out, name, command, options), True
-    with _writing(out):
+    with writing(Path(out)):
         ticket = Path(out) / ".sessions" / hashlib.sha256(key.encode()).hexdigest()[:16]
         ticket.parent.mkdir(parents=True, exist_ok=True)
         with _locked(ticket.with_suffix(".lock")):
@@ -193,25 +189,3 @@ def _locked(path: Path) -> Iterator[None]:
                     raise
                 time.sleep(0.02)
         yield
-
-
-@contextmanager
-def _writing(out: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        legal = "legal: a folder with room and write permission"
-        raise RequestError(f"out={out}: the run folder cannot be written ({reason}); {legal}") from problem
-
-
-def _new_folder(out: Path, name: str) -> Path:
-    """A folder that did not exist before: a second one of the same second gets a number."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "program"
-    stem = f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}-{plain}"
-    for attempt in range(1, 1000):
-        path = out / (stem if attempt == 1 else f"{stem}-{attempt}")
-        with suppress(FileExistsError):  # taken: the next number
-            path.mkdir()
-            return path
-    raise FileExistsError(0, f"a thousand runs named {stem} are in it")

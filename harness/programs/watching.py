@@ -6,7 +6,7 @@
 After every hundredth step of the model's optimizer the ranks exchange a hash of each replicated parameter, of their
 random streams, and which gradient is not finite: 8 bytes a parameter, one all_gather a group of replicas and one of
 all ranks. What is replicated over which ranks is read from DistributedDataParallel and from the placements of DTensors,
-or stated as `replicas`. One line at the end when all is well, six lines at the first look that finds something. It
+or stated as `replicas`. One line at the end when all is well, six lines at the first check that finds something. It
 changes no value and raises nothing.
 """
 
@@ -42,14 +42,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def watch(
     model: nn.Module, every: int = 100, *, replicas: Sequence[Any] = (), stream: TextIO | None = None
 ) -> TrainingWatch:
-    """A context around training that looks at the model after every so many steps of its optimizer.
+    """A context around training that checks the model after every so many steps of its optimizer.
 
     `replicas`: process groups over whose ranks the plain parameters of the model are equal, where neither
     DistributedDataParallel nor DTensor states it. Lines go to `stream`, standard error by default; one rank writes.
     Raises RequestError when `every` is below 1.
     """
     if every < 1:
-        raise RequestError(f"every={every}: must be at least 1, the steps between two looks; legal: 100")
+        raise RequestError(f"every={every}: must be at least 1, the steps between two checks; legal: 100")
     return TrainingWatch(model, every, tuple(replicas), stream)
 
 
@@ -67,12 +67,12 @@ class TrainingWatch:
     def __init__(self, model: nn.Module, every: int, replicas: tuple[Any, ...], stream: TextIO | None) -> None:
         self._model, self._every = model, every
         self._replicas, self._stream = replicas, stream
-        self._steps = self._looks = 0
+        self._steps = self._checks = self._compared = 0
         self._optimizer: object = None
         self._found: set[str] = set()
         self._parted: set[str] = set()
-        self._streams_alike = False
-        self._in_looks_s = 0.0
+        self._streams_alike = self._gradients_seen = False
+        self._in_checks_s = 0.0
         self._begin_s = time.perf_counter()
         self._hook: Any = None
 
@@ -86,23 +86,31 @@ class TrainingWatch:
     ) -> None:
         self._hook.remove()
         if not self._found and _rank() == 0:
-            share = self._in_looks_s / max(1e-9, time.perf_counter() - self._begin_s)
-            copies = sum(len(copies.tensors) for copies in self._copies())
-            plain = f"{copies} replicated parameters equal" if copies else "no parameter is known to be replicated"
-            self._write(
-                f"watch: {self._looks} looks in {self._steps} steps: {plain}, random streams as at first, "
-                f"gradients finite; {share:.2%} of the time"
-            )
+            self._write(f"watch: {self._summary()}")
+
+    def _summary(self) -> str:
+        """What was checked, and what was not, when nothing was found."""
+        if not self._checks:
+            reason = f"there is one after every {self._every} steps of an optimizer that holds a parameter of the model"
+            return f"no check in {self._steps} steps: {reason}"
+        share = self._in_checks_s / max(1e-9, time.perf_counter() - self._begin_s)
+        replicas = f"{self._compared} replicated parameters equal" if self._compared else "no replica to compare"
+        streams = "equal" if self._streams_alike else "unlike from the first check on, so not compared"
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            streams = "not compared on one rank"
+        gradients = "gradients finite" if self._gradients_seen else "no gradient was there"
+        checks = f"{self._checks} check{'s' if self._checks > 1 else ''} in {self._steps} steps"
+        return f"{checks}: {replicas}, random streams {streams}, {gradients}; {share:.2%} of the time"
 
     def step(self) -> None:
-        """A step of the optimizer is over: look, when it is time to."""
+        """A step of the optimizer is over: check, when it is time to."""
         self._steps += 1
         if self._steps % self._every == 0:
             begin_s = time.perf_counter()
             with torch.no_grad():
-                self._look()
-            self._looks += 1
-            self._in_looks_s += time.perf_counter() - begin_s
+                self._check()
+            self._checks += 1
+            self._in_checks_s += time.perf_counter() - begin_s
 
     def _stepped(self, optimizer: Any, _args: object, _kwargs: object) -> None:
         """One optimizer counts the steps: the first that holds a parameter of the model."""
@@ -113,17 +121,20 @@ class TrainingWatch:
         if optimizer is self._optimizer:
             self.step()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         names, wrong = _names(self._model), 0
         for place, (_name, parameter) in enumerate(names):
             gradient = _local(parameter.grad) if parameter.grad is not None else None
+            self._gradients_seen |= gradient is not None
             if gradient is not None and not bool(torch.isfinite(gradient).all()):
                 wrong = place + 1
                 break
         states = _gathered([_stream_hash(), wrong], None)
         self._gradients([state[1] for state in states], names)
         self._streams([state[0] for state in states])
-        for copies in self._copies():
+        found = self._copies()
+        self._compared = sum(len(copies.tensors) for copies in found)
+        for copies in found:
             hashes = _gathered([bits_hash(tensor) for tensor in copies.tensors.values()], copies.group)
             self._parity(copies, hashes)
 
@@ -144,19 +155,19 @@ class TrainingWatch:
         )
 
     def _streams(self, hashes: Sequence[int]) -> None:
-        """Streams may rightly differ from the start; those that were equal at the first look must stay so."""
+        """Streams may rightly differ from the start; those that were equal at the first check must stay so."""
         alike = len(set(hashes)) == 1
-        if not self._looks:
+        if not self._checks:
             self._streams_alike = alike
         elif self._streams_alike and not alike:
             odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
             self._report(
                 "streams",
                 what=f"the random streams of ranks have parted: {ranks_text(odd)} from 0",
-                where=f"torch's default generators, between the looks after steps {self._steps - self._every} and "
+                where=f"torch's default generators, between the checks after steps {self._steps - self._every} and "
                 f"{self._steps}",
                 error=f"{len(odd)} of {len(hashes)} ranks",
-                first="they were equal at every look before",
+                first="they were equal at every check before",
                 causes="a rank drew more numbers than others (dropout, shuffling or initialising under `if rank`), or "
                 "reseeded itself",
             )
@@ -180,21 +191,21 @@ class TrainingWatch:
             f"{ranks[0]}",
             where=f"{parted[0].rpartition('.')[0] or 'the model'}, ranks {ranks_text(ranks)}, after step {self._steps}",
             error=f"{error:.3g} at most, where 0 is allowed; {len(parted)} of {len(names)} parameters differ",
-            first=f"equal at the look before, after step {self._steps - self._every}" if self._looks else "first look",
+            first=f"equal at the check after step {self._steps - self._every}" if self._checks else "first check",
             causes="its gradients differ too: their sum over the group is missing, or is taken over another group"
             if apart > 1
             else "its gradients are equal: it was initialised, or updated, differently on these ranks",
             writer=ranks[0],
         )
 
-    def _report(self, check: str, *, writer: int = 0, **words: str) -> None:
-        if check in self._found:
+    def _report(self, about: str, *, writer: int = 0, **words: str) -> None:
+        if about in self._found:
             return
-        self._found.add(check)
+        self._found.add(about)
         steps = f"{self._steps - 1}:{self._steps + 1}"
         repeat = f"record these steps: torchrun ... -m shardproof.record --steps {steps} ..."
         if _rank() == writer:
-            self._write(written({**words, "what": f"{words['what']} (check {check})", "repeat": repeat}))
+            self._write(written({**words, "what": f"{words['what']} (check {about})", "repeat": repeat}))
 
     def _write(self, text: str) -> None:
         with suppress(OSError, ValueError):

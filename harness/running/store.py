@@ -11,26 +11,22 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import datetime
 import gzip
 import hashlib
 import io
 import json
 import math
 import operator
-import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from harness.checking.evidence import Verdict
-from harness.errors import RequestError
 from harness.ledger import COLUMNS, Event
-from harness.run_folder import SCHEMA
+from harness.run_folder import SCHEMA, link_latest, new_run_folder, safe_name, writing
 from harness.running.summary import COUNTS, SUMMARY_COLUMNS, SummaryRow
 
-__all__ = ["LARGEST_LEDGER", "Store", "file_of", "safe_name"]
+__all__ = ["LARGEST_LEDGER", "Store", "file_of"]
 
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""
@@ -44,9 +40,8 @@ class Store:
     def __init__(self, out: Path, subject: str, environment: Mapping[str, object]) -> None:
         """Make the folder and what is known before the first case; `notes` says what could not be done."""
         self.notes: list[str] = []
-        with _writing(out):
-            out.mkdir(parents=True, exist_ok=True)
-            self.path = _new_folder(out, subject)
+        self.path = new_run_folder(out, subject)
+        with writing(out):
             self._append("env.json", json.dumps(_plain({"schema": SCHEMA, **environment}), indent=2) + "\n")
             self._append("ledger.csv", _csv([COLUMNS]))
             self._append("summary.csv", _csv([SUMMARY_COLUMNS]))
@@ -54,11 +49,11 @@ class Store:
             self._append("memory.csv", _csv([("case", "rank", "saved_bytes")]))
             self._append("verdicts.jsonl", "")
         self._summary_columns: tuple[str, ...] = SUMMARY_COLUMNS
-        self._link(out)
+        self.notes += filter(None, [link_latest(self.path)])
 
     def plan(self, cases: Iterable[Mapping[str, object]]) -> None:
         """Write down all cases that this run is going to prove: objects with at least case, mode, world_size."""
-        with _writing(self.path):
+        with writing(self.path):
             self._append("cases.jsonl", "".join(json.dumps(_plain(case)) + "\n" for case in cases))
 
     def add(
@@ -72,7 +67,7 @@ class Store:
         ran: Sequence[int] = (),
     ) -> None:
         """Append one finished case; `saved_bytes` by rank, none when not measured, of the ranks `ran` if not all."""
-        with _writing(self.path):
+        with writing(self.path):
             self._append("ledger.csv", _csv(map(_ROW, events)))
             self._add_summary(summary)
             self._append("timings.csv", _csv((case, part, f"{spent:.6f}") for part, spent in seconds.items()))
@@ -88,7 +83,7 @@ class Store:
 
     def extend(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Append rows to a table that not every run has; its first rows make the file."""
-        with _writing(self.path):
+        with writing(self.path):
             if not (self.path / name).exists():
                 self._append(name, _csv([columns]))
             self._append(name, _csv(rows))
@@ -96,7 +91,7 @@ class Store:
     def attach(self, folder: str, case: str, text: str) -> str:
         """Store a text about a case in a file of its own; returns its place in the run folder."""
         place = Path(folder) / file_of(case, "txt")
-        with _writing(self.path):
+        with writing(self.path):
             (self.path / folder).mkdir(exist_ok=True)
             (self.path / place).write_text(text, encoding="utf-8")
         return place.as_posix()
@@ -104,7 +99,7 @@ class Store:
     def close(self) -> None:
         """Pack a large ledger; until then the folder is readable without it."""
         ledger = self.path / "ledger.csv"
-        with _writing(self.path):
+        with writing(self.path):
             if ledger.stat().st_size > LARGEST_LEDGER:
                 packed = self.path / "ledger.csv.gz"
                 half = packed.with_suffix(".part")
@@ -134,47 +129,10 @@ class Store:
         wide.replace(path)
         self._summary_columns = (*SUMMARY_COLUMNS, *_MIN_COLUMNS)
 
-    def _link(self, out: Path) -> None:
-        """Point `latest` here in one step; a place without links loses the convenience, not the run."""
-        fresh = out / f".latest-{self.path.name}"
-        try:
-            fresh.symlink_to(self.path.name, target_is_directory=True)
-            fresh.replace(out / "latest")
-        except OSError as problem:
-            fresh.unlink(missing_ok=True)
-            self.notes.append(f"{out / 'latest'} does not point to this run: {problem.strerror}")
-
 
 def file_of(case: str, ending: str) -> str:
     """The file of a case: its text as far as it can stand in a name, and a digest where texts look alike."""
     return f"{safe_name(case)[:60]}-{hashlib.sha256(case.encode()).hexdigest()[:6]}.{ending}"
-
-
-def safe_name(subject: str) -> str:
-    """A subject's name as part of a folder name: letters, digits, ., _ and - only, at most 80 of them."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", subject).strip("-.")[:80] or "subject"
-
-
-def _new_folder(out: Path, subject: str) -> Path:
-    """A folder that did not exist before: a second run in the same second gets a number."""
-    stem = f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}-{safe_name(subject)}"
-    for attempt in range(1, 1000):
-        path = out / (stem if attempt == 1 else f"{stem}-{attempt}")
-        with suppress(FileExistsError):  # taken: the next number
-            path.mkdir()
-            return path
-    raise RequestError(f"out={out}: a thousand runs named {stem} are in it; legal: another folder with --out")
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise RequestError(
-            f"out={path}: the run folder cannot be written ({reason}); legal: a folder with room and write permission"
-        ) from problem
 
 
 def _csv(rows: Iterable[Sequence[object]]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests import ROOT
 
-__all__ = ["LIMIT_S", "environment", "ranks_of", "started"]
+__all__ = ["LIMIT_S", "environment", "free_port", "ranks_of", "started"]
 
 LIMIT_S = 120.0
 
@@ -21,6 +21,13 @@ def environment(folder: Path, **words: str) -> dict[str, str]:
     """An environment in which our packages are found and no launcher is."""
     kept = {name: value for name, value in os.environ.items() if name in {"PATH", "HOME", "LANG", "LD_LIBRARY_PATH"}}
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **words}
+
+
+def free_port() -> str:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def ranks_of(
@@ -43,9 +50,7 @@ def started(
     folder: Path, script: str, *words: str, world: int = 2, record: list[str] | None = None, **more: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """The same while the ranks run; they are killed at the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     program = [sys.executable, *([] if record is None else ["-m", "shardproof.record", *record]), script, *words]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": port}
     processes = [

@@ -5,7 +5,11 @@ Their output with and without us is compared where it names no time of day.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +20,7 @@ from harness.witnesses.sighting import of_ledger
 from harness.witnesses.torch_trace import read_traces
 from reports.programs import figures
 from reports.stored.frames import load
-from tests.harness.programs.launched import ranks_of
+from tests.harness.programs.launched import LIMIT_S, environment, free_port, ranks_of
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 SCRIPTS = "tests.harness.programs.scripts"
@@ -28,6 +32,25 @@ PROGRAMS = {
 }
 QUICK = (f"{SCRIPTS}.megatron_1f1b",)
 """What every session runs: a program with messages, of a package that knows nothing of us."""
+LAUNCHERS = {
+    "torchrun": ["--nproc-per-node", "2"],
+    "accelerate": ["launch", "--multi_gpu", "--num_processes", "2"],
+    "deepspeed": ["--num_gpus", "2", "--no_local_rank"],
+    "python": ["spawning.py"],
+}
+"""How each starts two processes, also where there is no GPU."""
+SPAWNING = """
+import os, runpy, sys
+from torch.multiprocessing import spawn
+
+def one(rank, words):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+if __name__ == "__main__":
+    spawn(one, (sys.argv[1:],), 2)
+"""
 PLAIN = "accelerate.test_utils.scripts.test_sync"
 """The program that is run without us too."""
 
@@ -57,3 +80,29 @@ def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str, reques
     if module == PLAIN:
         plain = ranks_of(tmp_path, "-m", module, ACCELERATE_USE_CPU="true")
         assert [own_lines(end.stdout) for end in plain] == [own_lines(end.stdout) for end in ended]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launchers_ranks_share_a_folder_each_with_its_part(
+    tmp_path: Path, launcher: str, request: pytest.FixtureRequest
+) -> None:
+    if request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("ten CPU seconds each: --hypothesis-profile deep")
+    tool = Path(sys.executable).parent / launcher
+    if not tool.exists():
+        pytest.skip(f"{launcher} is not installed")
+    shutil.copy(Path(__file__).with_name("training.py"), tmp_path)
+    (tmp_path / "spawning.py").write_text(SPAWNING)
+    words = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}", "DS_ACCELERATOR": "cpu"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} if launcher == "python" else {}
+    ended = subprocess.run(
+        [sys.executable, "-m", "shardproof", "record", "--", str(tool), *LAUNCHERS[launcher], "training.py", "2"],
+        cwd=tmp_path, env=environment(tmp_path, **words, **meeting), capture_output=True, text=True, timeout=LIMIT_S,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("step 1 loss") == 1
+    run = load(tmp_path / "runs" / "latest")
+    assert run.notes == ()
+    assert set(run.ledger["rank"]) == {0, 1}
+    assert run.ledger["step"].max() == 1

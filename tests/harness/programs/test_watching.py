@@ -59,7 +59,7 @@ def test_one_line_when_all_is_well() -> None:
     first, *others = watched()
     assert others == ["", ""]
     assert re.fullmatch(
-        r"watch: 3 looks in 6 steps: 4 replicated parameters equal, random streams as at first, gradients finite; "
+        r"watch: 3 checks in 6 steps: 4 replicated parameters equal, random streams equal, gradients finite; "
         r"[\d.]+% of the time\n",
         first,
     )
@@ -74,7 +74,7 @@ def test_a_replica_that_was_changed_is_named_with_how_much() -> None:
     text = first_and_only(watched(change))
     assert "2.weight differs between its replicas: rank 1 from 0 (check replicas)" in text
     assert re.search(r"error: +0\.25 at most, where 0 is allowed; 1 of 4 parameters differ", text)
-    assert "equal at the look before, after step 2" in text
+    assert "equal at the check after step 2" in text
     assert "its gradients are equal: it was initialised, or updated, differently" in text  # DDP averages them
 
 
@@ -82,7 +82,7 @@ def test_gradients_that_nobody_sums_are_the_cause() -> None:
     text = first_and_only(watched(wrapped=False))
     assert "0.weight differs between its replicas: ranks 1 2 from 0" in text
     assert "its gradients differ too: their sum over the group is missing" in text
-    assert "first look" in text
+    assert "first check" in text
 
 
 def test_a_stream_that_drew_more_is_named() -> None:
@@ -92,12 +92,26 @@ def test_a_stream_that_drew_more_is_named() -> None:
 
     text = first_and_only(watched(draw))
     assert "the random streams of ranks have parted: 2 from 0 (check streams)" in text
-    assert "between the looks after steps 4 and 6" in text
+    assert "between the checks after steps 4 and 6" in text
 
 
 def test_streams_that_differ_from_the_start_are_no_finding() -> None:
     written = watched(lambda rank, step, _model: torch.manual_seed(rank) if step == 0 else None)
-    assert written[0].startswith("watch: 3 looks")
+    assert "4 replicated parameters equal, random streams unlike from the first check on, so not compared" in written[0]
+
+
+def test_nothing_is_called_equal_where_nothing_was_checked() -> None:
+    assert watched(every=7)[0] == (
+        "watch: no check in 6 steps: there is one after every 7 steps of an optimizer that holds a parameter of the "
+        "model\n"
+    )
+    lines = io.StringIO()
+    with watch(nn.Linear(2, 2), every=1, stream=lines) as alone:
+        alone.step()
+    assert lines.getvalue().startswith(
+        "watch: 1 check in 1 steps: no replica to compare, random streams not compared on one rank, no gradient was "
+        "there; "
+    )
 
 
 def test_a_gradient_that_is_not_finite_is_named_with_its_ranks() -> None:

@@ -19,10 +19,10 @@ import pytest
 from harness.checking.evidence import Verdict, Worst
 from harness.errors import RequestError
 from harness.ledger import COLUMNS
-from harness.run_folder import SCHEMA
+from harness.run_folder import SCHEMA, safe_name
 from harness.running import store as store_module
 from harness.running.environment import environment
-from harness.running.store import Store, safe_name
+from harness.running.store import Store
 from harness.running.summary import SUMMARY_COLUMNS, summarize
 from reports.stored.frames import load
 from tests.harness.toy_evidence import TERMS, events, without
