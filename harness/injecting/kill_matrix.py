@@ -38,7 +38,10 @@ RIGHT, AND_MORE, NONE, MISLEADING = TOLD = ("right", "right and more", "none", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One row. `phase` and `region` are where it is planted; `killed_by` are the checks that failed."""
+    """One row. `phase` and `region` are where it is planted; `killed_by` are the checks that failed.
+
+    `machine` is why the machine could not finish the run: the row has no verdict.
+    """
 
     name: str
     kind: str
@@ -53,6 +56,7 @@ class Kill:
     cause_right: str
     held_back: bool = False
     cause_told: str = ""
+    machine: str = ""
 
     @property
     def killed(self) -> bool:
@@ -62,7 +66,7 @@ class Kill:
     @property
     def survived(self) -> bool:
         """Whether no check noticed a bug that is one."""
-        return not (self.killed_by or self.equivalent)
+        return not (self.killed_by or self.equivalent or self.machine)
 
     def cells(self) -> tuple[str, ...]:
         """The row as `kill_matrix.csv` holds it; of a held-back mutant nothing says which one it is."""
@@ -103,11 +107,13 @@ class Figures:
     """What a matrix comes to; shares are (how many, of how many).
 
     `cause_right` is of the rows for which a cause is right to report; the other shares of causes are of all diagnosed
-    rows. `cause_more` are right ones with a wrong one beside them.
+    rows. `cause_more` are right ones with a wrong one beside them. `unfinished` rows, which the machine could not
+    finish, count in no share.
     """
 
     killed: tuple[int, int]
     equivalent: int
+    unfinished: int
     median_s: float
     region_right: tuple[int, int]
     cause_right: tuple[int, int]
@@ -118,7 +124,7 @@ class Figures:
 
 def figures(rows: Sequence[Kill]) -> Figures:
     """Kill rate over rows that are not equivalent, the median time of kills, and how often the diagnosis was right."""
-    real = [row for row in rows if not row.equivalent]
+    real = [row for row in rows if not (row.equivalent or row.machine)]
     times = [row.seconds for row in real if row.killed]
     told = [row.cause_told for row in real if row.cause_told]
 
@@ -128,7 +134,8 @@ def figures(rows: Sequence[Kill]) -> Figures:
 
     return Figures(
         killed=(sum(row.killed for row in real), len(real)),
-        equivalent=len(rows) - len(real),
+        equivalent=sum(bool(row.equivalent) for row in rows),
+        unfinished=sum(bool(row.machine) for row in rows),
         median_s=statistics.median(times) if times else 0.0,
         region_right=share(lambda row: row.region_right),
         cause_right=share(lambda row: row.cause_right),

@@ -3,7 +3,7 @@
 Our own implementation is mutated in its source; any subject is disturbed in its collectives. Rows are written as they
 come: a run that is killed leaves those it has. Mutants that are held back (`suites.mutants.held_back`) are counted
 apart, and nothing that is written or printed says which of them got which place or cause. Exit status: 0 all killed, 1
-one survived that is no equivalent, 2 the request was wrong, 3 the machine failed.
+one survived that is no equivalent, 2 the request was wrong, 3 the machine failed, or could not finish a row.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def main(arguments: argparse.Namespace) -> int:
     finally:
         store.close()
     _tell(found, store.path, arguments.json)
-    return 1 if any(killed.row.survived for killed in found) else 0
+    if any(killed.row.survived for killed in found):
+        return 1
+    return 3 if any(killed.row.machine for killed in found) else 0
 
 
 def _written(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
@@ -102,7 +104,7 @@ def _detail(killed: Any) -> dict[str, str]:
 
 
 def _word(row: Kill) -> str:
-    return "killed" if row.killed else "equivalent" if row.equivalent else "survived"
+    return "killed" if row.killed else "equivalent" if row.equivalent else "no verdict" if row.machine else "survived"
 
 
 def _tell(found: Sequence[Any], folder: Path, as_json: bool) -> None:
@@ -124,6 +126,8 @@ def _tell(found: Sequence[Any], folder: Path, as_json: bool) -> None:
     for row in rows:
         if row.survived:
             show_message(f"survived: {row.name} in mode={row.mode} ({row.stands_for})", sys.stdout, style="bold red")
+        elif row.machine:
+            show_message(f"no verdict: {row.name} in mode={row.mode}: {row.machine}", sys.stdout, style="bold yellow")
     show_message(f"{folder / 'kill_matrix.csv'}  (kills.jsonl beside it: cases, first places, proofs)", sys.stdout)
 
 
@@ -195,6 +199,7 @@ def figure_table(summed: Figures, title: str = "Figures") -> Table:
     lines = [(name, f"{part} of {whole}", _percent(part, whole)) for name, (part, whole) in shares.items()]
     lines.append(("median time to kill", f"{summed.median_s:.2f} s", ""))
     lines.append(("equivalents, each with its proof", str(summed.equivalent), ""))
+    lines += [("no verdict, the machine could not finish", str(summed.unfinished), "")] if summed.unfinished else []
     return Table(
         title=title,
         headers=("what", "how many", "share"),

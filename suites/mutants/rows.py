@@ -172,5 +172,6 @@ def _fault_row(case: CaseLike, result: FaultResult, unmissed: str) -> Killed:
         seconds=result.seconds,
         region_right="",
         cause_right="",
+        machine=result.machine,
     )
     return Killed(row=row, case=str(case), told=result.machine, unmissed=unmissed)

@@ -14,7 +14,7 @@ from harness.subject import NamedSubject
 from parallel.subject import ParallelSubject
 from suites.mutants.rows import Killed
 
-__all__ = ["INTERRUPTED", "OURS", "kill", "kills", "planned", "theirs", "unspoken"]
+__all__ = ["INTERRUPTED", "OURS", "Plan", "kill", "kills", "planned", "theirs", "unspoken"]
 
 OURS = "parallel.subject:subject"
 INTERRUPTED = "tests.harness.toy_subjects:right"
@@ -34,7 +34,9 @@ unspoken = _Unspoken()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class Plan:
+    """A row that is planned."""
+
     row: Kill
     rows: int = 1
 
@@ -68,20 +70,20 @@ def kill(
 
 def planned(
     subject: NamedSubject, *, quick: bool, only: str = "", cases: Sequence[Any] = (), timeout_s: float = 60.0
-) -> list[_Plan]:
+) -> list[Plan]:
     """Four rows, the last one a survivor unless it must be quick; of held-back mutants two others."""
     if only == "held-back":
         rows = [kill("secret", "replicas", right="no", held_back=True), kill("d", "merge", right="yes", held_back=True)]
-        return [_Plan(row=row) for row in rows]
+        return [Plan(row=row) for row in rows]
     rows = [
         kill("a", "replicas", "ledger", right="yes"),
         kill("a", "replicas", mode="msp", seconds=1.5, right="no"),
         kill("b", equivalent="nobody draws"),
     ]
-    return [_Plan(row=row) for row in (rows if quick else [*rows, kill("c")])]
+    return [Plan(row=row) for row in (rows if quick else [*rows, kill("c")])]
 
 
-def kills(plans: Sequence[_Plan], subject: NamedSubject, *, processes: int) -> Iterator[Killed]:
+def kills(plans: Sequence[Plan], subject: NamedSubject, *, processes: int) -> Iterator[Killed]:
     """The rows as planned."""
     for number, plan in enumerate(plans):
         if subject.name == INTERRUPTED and number == 2:

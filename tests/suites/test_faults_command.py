@@ -58,6 +58,18 @@ def test_a_survivor_ends_with_one_and_is_named(tmp_path: Path, capsys: pytest.Ca
     assert matrix(tmp_path)[0] == dict(zip(COLUMNS, f"{A_ROW},yes,no,0.500,yes,yes,no,right".split(","), strict=True))
 
 
+def test_a_row_that_the_machine_could_not_finish_is_neither_killed_nor_a_survivor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [kill("a", "ledger"), dataclasses.replace(kill("d"), machine="rank 1 was killed")]
+    plans = [planned_kills.Plan(row=row) for row in rows]
+    monkeypatch.setattr(planned_kills, "planned", lambda *_, **__: plans)
+    assert main(["faults", "--out", str(tmp_path)]) == 3
+    told = capsys.readouterr()
+    assert "no verdict: d in mode=tp: rank 1 was killed" in told.out and "survived" not in told.out + told.err
+    assert figures(rows).killed == (1, 1) and figures(rows).unfinished == 1
+
+
 def test_equivalents_do_not_count_and_their_proofs_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["faults", "--quick", "--json", "--out", str(tmp_path)]) == 0
     told = json.loads(capsys.readouterr().out)
