@@ -26,8 +26,10 @@ from tests import ROOT
 ROOMS = ("bench", "harness", "parallel", "reference", "reports", "shardproof", "suites")
 PAGE, RECIPE = ROOT / "docs" / "ci.md", ROOT / "docs" / "shardproof.yml"
 FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or losses'"
-"""One example of a few properties: what is tested here is the recipe."""
+"""One example of a few properties, in one worker: what is tested here is the recipe."""
 LONGEST_S = 400
+ADAMW_REFUSED = "case.world_size != 2 or case.optimizer == 'adamw'"
+"""The condition for what the page's subject refuses, with one of its two default cases in it."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,8 @@ def job(folder: Path, variables: dict[str, str], environment: Path) -> Job:
     asked = {name: re.fullmatch(r"\$\{\{ vars\.(\w+) \}\}", text) for name, text in recipe["env"].items()}
     words = {n: variables.get(found[1], "") if (found := asked[n]) else text for n, text in recipe["env"].items()}
     inherited = {name: os.environ[name] for name in ("HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
-    plain = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTEST_ADDOPTS": FEW}
+    plain = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    plain |= {"PYTEST_ADDOPTS": FEW, "PYTEST_XDIST_AUTO_NUM_WORKERS": "1"}
     path = os.pathsep.join([str(environment / "bin"), os.environ["PATH"]])
     steps = {step["name"]: step["run"] for step in recipe["jobs"]["prove"]["steps"] if "run" in step}
     return Job(folder=folder, env=inherited | plain | words | {"PATH": path}, steps=steps)
@@ -110,6 +113,12 @@ def written_by_the_reader(folder: Path) -> None:
     shutil.copy(RECIPE, folder / ".github" / "workflows")
 
 
+def edited(text: str, old: str, new: str) -> str:
+    """The text with `new` in place of `old`, which it holds once."""
+    assert text.count(old) == 1
+    return text.replace(old, new)
+
+
 @pytest.mark.slow
 def test_every_step_passes_on_first_use_and_the_gates_hold_from_then_on(wheel: Path, tmp_path: Path) -> None:
     folder = tmp_path / "repository"
@@ -119,21 +128,18 @@ def test_every_step_passes_on_first_use_and_the_gates_hold_from_then_on(wheel: P
     unset = found.run(install, SHARDPROOF="")
     assert unset.returncode != 0
     assert "SHARDPROOF: set the repository variable SHARDPROOF to a wheel or a git address" in unset.stderr
+    subject = folder / "my_package" / "my_module.py"
     for step in (install, prove, run):
+        if step == run:  # one case is enough for the gate
+            subject.write_text(edited(subject.read_text(), "case.world_size != 2", ADAMW_REFUSED))
         done = found.run(step)
         assert done.returncode == 0, f"{step}\n{done.stdout}\n{done.stderr}"
         assert (step == install) is ("was stored for the first time" not in done.stdout)
     steps = yaml.safe_load(RECIPE.read_text())["jobs"]["prove"]["steps"]
     (uploaded,) = [step["with"]["path"].split() for step in steps if "upload-artifact" in step.get("uses", "")]
     assert all((folder / path).exists() for path in uploaded)
-    subject = folder / "my_package" / "my_module.py"
-    more = "        import torch.distributed as dist\n        dist.barrier()\n"
-    text = subject.read_text().replace(
-        "    with implicit_replication():\n", "    with implicit_replication():\n" + more
-    )
-    fewer = text.replace("case.world_size != 2", "case.world_size != 2 or case.optimizer == 'adamw'")
-    assert more in text and fewer != text
-    subject.write_text(fewer)  # one case is enough for the gate
+    more = "    with implicit_replication():\n        import torch.distributed as dist\n        dist.barrier()\n"
+    subject.write_text(edited(subject.read_text(), "    with implicit_replication():\n", more))
     compared = found.run(run)
     assert compared.returncode == 1 and "breach: calls:0: tp grad_sync" in compared.stdout, compared.stdout
 
