@@ -5,29 +5,29 @@ A family is a file that is read in one sitting; names are unique over all of the
 
 from __future__ import annotations
 
-from suites.mutants.catalogue.boundaries import BOUNDARIES
-from suites.mutants.catalogue.context import CONTEXT
-from suites.mutants.catalogue.data_and_positions import DATA_AND_POSITIONS
-from suites.mutants.catalogue.data_parallel import DATA_PARALLEL
-from suites.mutants.catalogue.exposed import EXPOSED
-from suites.mutants.catalogue.factors import FACTORS
-from suites.mutants.catalogue.groups import GROUPS
-from suites.mutants.catalogue.layouts import LAYOUTS
-from suites.mutants.catalogue.model_rules import MODEL_RULES
-from suites.mutants.catalogue.norms_and_clip import NORMS_AND_CLIP
-from suites.mutants.catalogue.optimizer_and_loop import OPTIMIZER_AND_LOOP
-from suites.mutants.catalogue.optimizer_rules import OPTIMIZER_RULES
-from suites.mutants.catalogue.orders_and_parts import ORDERS_AND_PARTS
-from suites.mutants.catalogue.overlap_and_buffers import OVERLAP_AND_BUFFERS
-from suites.mutants.catalogue.pipelines import PIPELINES
-from suites.mutants.catalogue.reductions import REDUCTIONS
-from suites.mutants.catalogue.reports import REPORTS
-from suites.mutants.catalogue.shared_data import SHARED_DATA
-from suites.mutants.catalogue.shares_and_updates import SHARES_AND_UPDATES
-from suites.mutants.catalogue.steps_and_counts import STEPS_AND_COUNTS
-from suites.mutants.catalogue.uneven_shares import UNEVEN_BOUNDARIES, UNEVEN_LAYOUTS, UNEVEN_REDUCTIONS
+from suites.mutants.catalogue.axes.context import CONTEXT
+from suites.mutants.catalogue.axes.data_parallel import DATA_PARALLEL
+from suites.mutants.catalogue.axes.pipelines import PIPELINES
+from suites.mutants.catalogue.collectives.boundaries import BOUNDARIES
+from suites.mutants.catalogue.collectives.exposed import EXPOSED
+from suites.mutants.catalogue.collectives.factors import FACTORS
+from suites.mutants.catalogue.collectives.groups import GROUPS
+from suites.mutants.catalogue.collectives.orders_and_parts import ORDERS_AND_PARTS
+from suites.mutants.catalogue.collectives.overlap_and_buffers import OVERLAP_AND_BUFFERS
+from suites.mutants.catalogue.collectives.reductions import REDUCTIONS
+from suites.mutants.catalogue.data.data_and_positions import DATA_AND_POSITIONS
+from suites.mutants.catalogue.data.shared_data import SHARED_DATA
+from suites.mutants.catalogue.data.steps_and_counts import STEPS_AND_COUNTS
+from suites.mutants.catalogue.model.layouts import LAYOUTS
+from suites.mutants.catalogue.model.model_rules import MODEL_RULES
+from suites.mutants.catalogue.model.norms_and_clip import NORMS_AND_CLIP
+from suites.mutants.catalogue.model.uneven_shares import UNEVEN_BOUNDARIES, UNEVEN_LAYOUTS, UNEVEN_REDUCTIONS
+from suites.mutants.catalogue.model.vocabulary_and_loss import VOCABULARY_AND_LOSS
+from suites.mutants.catalogue.training.optimizer_and_loop import OPTIMIZER_AND_LOOP
+from suites.mutants.catalogue.training.optimizer_rules import OPTIMIZER_RULES
+from suites.mutants.catalogue.training.reports import REPORTS
+from suites.mutants.catalogue.training.shares_and_updates import SHARES_AND_UPDATES
 from suites.mutants.catalogue.variants import VARIANT_ROWS
-from suites.mutants.catalogue.vocabulary_and_loss import VOCABULARY_AND_LOSS
 from suites.mutants.mutant import Mutant
 
 __all__ = ["FAMILIES", "MUTANTS", "VARIANT_ROWS"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from suites.mutants.catalogue.norms_and_clip import CLIPPED
-from suites.mutants.catalogue.optimizer_and_loop import ADAMW
+from suites.mutants.catalogue.model.norms_and_clip import CLIPPED
+from suites.mutants.catalogue.training.optimizer_and_loop import ADAMW
 from suites.mutants.mutant import TENSOR, Change, Mutant, everywhere
 
 __all__ = ["OPTIMIZER_RULES"]

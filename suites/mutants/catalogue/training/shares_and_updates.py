@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from suites.mutants.catalogue.norms_and_clip import CLIPPED
+from suites.mutants.catalogue.model.norms_and_clip import CLIPPED
 from suites.mutants.mutant import TENSOR, Change, Mutant, everywhere
 
 __all__ = ["SHARES_AND_UPDATES"]

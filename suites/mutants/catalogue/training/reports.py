@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from suites.mutants.catalogue.norms_and_clip import CLIPPED
-from suites.mutants.catalogue.vocabulary_and_loss import PARALLEL
+from suites.mutants.catalogue.model.norms_and_clip import CLIPPED
+from suites.mutants.catalogue.model.vocabulary_and_loss import PARALLEL
 from suites.mutants.mutant import Change, Mutant, everywhere
 
 __all__ = ["REPORTS"]

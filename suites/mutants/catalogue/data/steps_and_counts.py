@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from suites.mutants.catalogue.norms_and_clip import CLIPPED
+from suites.mutants.catalogue.model.norms_and_clip import CLIPPED
 from suites.mutants.mutant import Change, Mutant, everywhere
 
 __all__ = ["STEPS_AND_COUNTS"]

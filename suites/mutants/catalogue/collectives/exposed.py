@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from suites.mutants.catalogue.overlap_and_buffers import OVERLAPPED
+from suites.mutants.catalogue.collectives.overlap_and_buffers import OVERLAPPED
 from suites.mutants.mutant import TENSOR, Change, Mutant, everywhere
 
 __all__ = ["EXPOSED"]

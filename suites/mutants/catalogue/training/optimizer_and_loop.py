@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from suites.mutants.catalogue.norms_and_clip import CLIPPED
+from suites.mutants.catalogue.model.norms_and_clip import CLIPPED
 from suites.mutants.mutant import TENSOR, Change, Mutant, Words, everywhere
 
 __all__ = ["OPTIMIZER_AND_LOOP"]

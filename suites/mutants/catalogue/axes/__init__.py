@@ -1,0 +1,1 @@
+"""Bugs of a further axis: context, data parallel and ZeRO, pipeline."""

@@ -1,0 +1,1 @@
+"""Bugs of the data path: batches, positions, what is shared with the reference, steps and counts."""

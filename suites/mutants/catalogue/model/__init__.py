@@ -1,0 +1,1 @@
+"""Bugs of the model: its rules, the layout of weights, vocabulary and loss, norms, uneven shares."""

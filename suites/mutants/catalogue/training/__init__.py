@@ -1,0 +1,1 @@
+"""Bugs of the step: optimizer, loop, shares of updates, what is reported."""
