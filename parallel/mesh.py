@@ -1,6 +1,6 @@
 """The mesh: this rank's groups, one per axis, as explicit values. There is no process-wide state.
 
-Ranks are global ranks. The order of ranks is the case's (tp fastest, then cp, dp, pp: Megatron-Core `RankGenerator`).
+Ranks are global ranks, numbered as the case's `order` has it (Megatron-Core `RankGenerator`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from reference.case.presets import FAMILIES, FOLLOWS, PRESETS, follow
 from reference.case.rules import check, check_word, legal_words, read, write
 from reference.case.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Meaning, described, word
 from reference.errors import CaseError
-from reference.groups import Groups, Layout, PipelineGroup, RankOrder
+from reference.groups import Groups, Layout, PipelineGroup, RankOrder, megatron
 
 __all__ = ["Case", "CaseError"]
 
@@ -53,6 +53,11 @@ class Case:
     cp_inner: int = word(1, "ranks of each exchange inside of the ring (cp_comm=alltoall-ring); divides cp")
     cp_slices: str = word("zigzag", "a slice is one chunk of a row, or a chunk and its mirror (equal causal work)")
     wp: int = word(1, "ranks that split the weights in mode=isp; divides tp*dp")
+    order: str = word(
+        "tp-cp-ep-dp-pp",
+        "how ranks are numbered: axes, the fastest first (Megatron's rank order)",
+        legal="tp cp ep dp pp, each once, joined by -; an axis of one rank may be left out",
+    )
     schedule: str = word("1f1b", "order of forwards and backwards on a pipeline stage (pp above 1)")
     first_layers: int = word(0, "layers of the first pipeline stage; 0: as many as the others", legal=_LAYERS)
     last_layers: int = word(0, "layers of the last pipeline stage; 0: as many as the others", legal=_LAYERS)
@@ -228,7 +233,7 @@ class Case:
 
     @property
     def axes(self) -> dict[str, Groups]:
-        """Mesh axis -> the rank lists of its groups. Order tp, cp, dp, pp, fastest first (Megatron 4.8).
+        """Mesh axis -> the rank lists of its groups, by the case's `order`.
 
         `embedding`, where the first and the last of several stages share the token table, are these two of a pipeline.
         """
@@ -251,19 +256,16 @@ class Case:
         """The rank orders over this case's ranks: weights have their own in isp, and so have shards of parameters; with
         context ranks, what they and data ranks are together, and the two levels of an exchange inside of a ring.
         """
-        tp, cp, dp, pp = ("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)
-        orders = [RankOrder((tp, cp, dp, pp))]
+        ranks = megatron(world=self.world_size, tp=self.tp, cp=self.cp, pp=self.pp, order=self.order).orders[0]
+        orders = [ranks]
         if self.shard:
-            orders.append(RankOrder((tp, cp, ("shard", self.shard), ("replica", self.dp // self.shard), pp)))
+            orders.append(ranks.divided("dp", shard=self.shard, replica=self.dp // self.shard))
         if MODES[self.mode].gathers_weights:
             wdp = self.tp * self.cp * self.dp // self.wp
-            orders.append(RankOrder((("wp", self.wp), ("wdp", wdp), pp)))
-        if self.cp > 1:
-            orders.append(RankOrder((tp, ("dp_cp", self.cp * self.dp), pp)))
+            orders.append(RankOrder((("wp", self.wp), ("wdp", wdp), ("pp", self.pp))))
         if self.cp_inner > 1:
-            levels = ("cp_inner", self.cp_inner), ("cp_outer", self.cp // self.cp_inner)
-            orders.append(RankOrder((tp, *levels, dp, pp)))
-        return Layout(orders=tuple(orders))
+            orders.append(ranks.divided("cp", cp_inner=self.cp_inner, cp_outer=self.cp // self.cp_inner))
+        return Layout(orders=tuple(orders), joined={"dp_cp": "dp-cp"} if self.cp > 1 else {})
 
 
 def _resolve(words: dict[str, Word]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ FIXED: Mapping[str, str] = {
     "layers": "2: the first is not the last; more cost in proportion",
     "steps": "2: the second starts from updated weights; more cost in proportion",
     **{word: f"of {name}, which has proved cases of its own" for name, one in SCHEMES.items() for word in one.words},
+    "order": "numbers the same ranks otherwise",
     "loss_scale": "scales with a scaler only",
 }
 """Words that keep their default, and why."""

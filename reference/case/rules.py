@@ -16,6 +16,7 @@ from reference.case.pipeline import SCHEDULES
 from reference.case.schemes import SCHEMES, Problem
 from reference.case.variants import VARIANTS, lack
 from reference.errors import CaseError
+from reference.groups import RankOrder
 
 __all__ = ["check", "check_word", "legal_words", "read", "write"]
 
@@ -120,6 +121,10 @@ def _mesh(v: Mapping[str, Any]) -> Iterator[Problem]:
         yield "kv_heads", f"must be a multiple of tp={tp} in mode={name}", f"kv_heads={_kv_heads(v)}"
     if gathers and v["kv_heads"] % tp and tp % v["kv_heads"]:
         yield "kv_heads", f"must divide tp={tp} or be a multiple of it", f"kv_heads={_kv_heads(v)}"
+    try:
+        RankOrder.of(v["order"], {"tp": tp, "cp": v["cp"], "ep": 1, "dp": v["dp"], "pp": v["pp"]})
+    except CaseError as error:
+        yield error.key, error.rule, error.legal
     yield from _sequence(v)
 
 

@@ -103,6 +103,19 @@ class RankOrder:
                 raise CaseError(axis, place, f"must be a place on an axis of {sizes[axis]}", f"0..{sizes[axis] - 1}")
         return sum(places.get(axis, 0) * stride for axis, _, stride in self._strides())
 
+    def divided(self, axis: str, **parts: int) -> RankOrder:
+        """The same ranks with one axis divided into levels of these sizes, the fastest first.
+
+        Raises CaseError for an unknown axis, and when the sizes do not multiply to the axis' own.
+        """
+        sizes = self.sizes
+        if axis not in sizes:
+            raise CaseError("axis", axis, "is not an axis of this mesh", " ".join(sizes))
+        if math.prod(parts.values()) != sizes[axis]:
+            written = "x".join(map(str, parts.values()))
+            raise CaseError(axis, sizes[axis], f"cannot be divided into {written}", "sizes that multiply to it")
+        return RankOrder(tuple(one for old in self.axes for one in (parts.items() if old[0] == axis else (old,))))
+
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:
             raise CaseError("rank", rank, f"must be one of {self.world} ranks", f"0..{self.world - 1}")

@@ -105,7 +105,8 @@ def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **
         words["layers"] = 1
     case = draw(cases(mode, worlds, **{**words, **fixed}))
     case = draw(_context(case))
-    return case.but(**draw(_data_parallel(case))) if MODES[mode].data_parallel else case
+    case = case.but(**draw(_data_parallel(case))) if MODES[mode].data_parallel else case
+    return case.but(order=draw(st.sampled_from((case.order, "dp-cp-tp", "cp-tp-dp")), label="order"))
 
 
 @st.composite

@@ -18,11 +18,11 @@ from suites.session.prover import Prover
 SIZES = "layers=2 heads=12 kv_heads=6 hidden=48 ffn=42 vocab=390 batch=2 micro=3 steps=3 lr=0.1"
 PACKED = "family=internlm2 packed=true qk_norm=true"
 CASES = (
-    "tp=2 cp=2 seq=12",
+    "tp=2 cp=2 seq=12 order=cp-tp",
     "tp=1 cp=3 seq=12 family=llama delivery=flat recompute=selective",
     f"mode=tp-sp tp=2 cp=2 seq=8 delivery=local {PACKED} cp_comm=gather bias=true",
-    "tp=1 dp=2 cp=4 seq=8 steps=2 cp_slices=contiguous delivery=local",
-    f"mode=tp-sp tp=2 pp=2 cp=2 seq=8 micro=4 delivery=local {PACKED}",
+    "tp=1 dp=2 cp=4 seq=8 order=dp-cp steps=2 cp_slices=contiguous delivery=local",
+    f"mode=tp-sp tp=2 pp=2 cp=2 seq=8 order=pp-cp-tp micro=4 delivery=local {PACKED}",
     f"mode=isp tp=2 wp=2 cp=2 seq=8 {PACKED} recompute=full overlap=false",
     "tp=1 cp=4 seq=16 cp_comm=alltoall-ring cp_inner=2 kv_heads=2 attention_mask=false",
     "mode=tp-sp tp=3 cp=2 seq=12 cp_comm=alltoall heads=12 kv_heads=3 zero=1 bucket=900 ffn=30 vocab=390",

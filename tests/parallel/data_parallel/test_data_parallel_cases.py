@@ -25,7 +25,7 @@ HALF = "layers=1 dtype=float16 master=float32 lr=0.01"
 CASES = (
     f"mode=tp tp=3 dp=2 bucket=2000 {SGD}",
     f"mode=tp-sp tp=3 dp=2 zero=1 bucket=900 {ADAMW} qk_norm=true fuse_qkv=false tied=false",
-    f"mode=tp-sp tp=3 dp=2 zero=2 {SGD} recompute=full",
+    f"mode=tp-sp tp=3 dp=2 zero=2 {SGD} recompute=full order=dp-tp",
     f"mode=tp tp=1 dp=3 zero=3 {ADAMW}",
     f"mode=tp tp=1 dp=4 zero=3 shard=2 {SGD} recompute=selective positions=rope activation=swiglu",
     f"mode=tp tp=1 dp=3 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",

@@ -27,7 +27,7 @@ CASES = (
     f"mode=tp tp=1 pp=4 layers=4 micro=5 schedule=gpipe tied=false {ADAMW}",
     f"mode=tp-sp tp=3 pp=2 layers=3 last_layers=2 micro=3 {ADAMW}",
     f"mode=tp tp=3 pp=2 layers=3 last_layers=1 micro=1 schedule=gpipe qk_norm=true positions=rope {ADAMW}",
-    f"mode=tp tp=1 pp=2 dp=2 layers=3 first_layers=1 micro=5 {ADAMW}",
+    f"mode=tp tp=1 pp=2 dp=2 order=pp-dp layers=3 first_layers=1 micro=5 {ADAMW}",
     f"mode=tp-sp tp=3 pp=2 layers=2 micro=3 delivery=flat head=gather recompute=selective tied=false {SGD}",
 )
 DEEP = (

@@ -59,6 +59,9 @@ BROKEN = {
     "cp=8 cp_comm=alltoall": "the 4 of a rank must be a multiple of the 8 ranks that exchange them",
     "cp=2 cp_comm=alltoall heads=12 kv_heads=6 hidden=48": "the 3 of a rank must divide the 2 ranks that exchange "
     "them, or be a multiple",
+    "order=tp-xp-dp": "'xp' is not an axis",
+    "dp=2 order=tp-cp": "must name dp, whose size is 2",
+    "dp=2 order=dp-tp-dp": "names dp twice",
     "mode=mtp pp=2": "has a form in mode=tp|tp-sp only, not in mode=mtp",
     "pp=2 zero=1": "has no form with pp=2 yet",
     "pp=2 metric=true": "has no form with pp=2 yet",

@@ -73,6 +73,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: internevo(world=16, ewp=2),
         "ewp=2: experts are gathered over ranks only where weights are: it needs wp; legal: ewp=1",
     ),
+    "no axis to divide": (
+        lambda: RankOrder.of("tp", {"tp": 4}).divided("cp", inner=2, outer=2),
+        "axis=cp: is not an axis of this mesh; legal: tp",
+    ),
+    "a divided axis": (
+        lambda: RankOrder.of("tp", {"tp": 4}).divided("tp", inner=2, outer=3),
+        "tp=4: cannot be divided into 2x3; legal: sizes that multiply to it",
+    ),
     "torchtitan's etp": (lambda: torchtitan(world=16, tp=4, etp=2), "etp=2: must be 1 or tp=4; legal: etp=4"),
     "chunks": (
         lambda: PipelineGroup(ranks=(3,), chunks=2),

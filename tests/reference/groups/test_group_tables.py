@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from reference.case import Case
 from reference.groups import Groups, Layout, RankOrder, hybrid, internevo, levels, megatron, picotron, torchtitan
 
 TABLE = {
@@ -53,6 +54,16 @@ def test_sixteen_ranks_in_four_orders(order: str) -> None:
     layout = megatron(world=16, tp=2, cp=2, pp=2, order=order)
     for axes, text in zip("tp cp dp pp tp-pp dp-cp".split(), TABLE[order].split("|"), strict=True):
         assert shown(layout, axes, text), axes
+
+
+@pytest.mark.parametrize("order", TABLE)
+def test_a_case_has_the_groups_of_its_order(order: str) -> None:
+    case = Case.parse(f"tp=2 cp=2 dp=2 pp=2 seq=16 order={order}")
+    *own, _, together = TABLE[order].split("|")
+    for axis, text in zip("tp cp dp pp dp_cp".split(), [*own, together], strict=True):
+        assert case.axes[axis][: len(read(text))] == read(text), axis
+    for axis in case.axis_sizes:
+        assert all(case.axis_rank(axis, rank) == ranks.index(rank) for ranks in case.axes[axis] for rank in ranks)
 
 
 @pytest.mark.parametrize(("etp", "ep"), EXPERTS)

@@ -162,6 +162,48 @@ GROUPS = (
         cause="wrong_group",
     ),
     Mutant(
+        name="order-of-ranks-not-heeded",
+        stands_for="B-71: Megatron #7452-4, groups of the default rank order under another one: all numbers right",
+        modes=everywhere("dp>1 tp>1", TENSOR),
+        suite={"order": "dp-tp"},
+        changes=(
+            Change(
+                module="parallel.mesh",
+                old="for name, groups in case.axes.items():",
+                new='for name, groups in case.but(order="tp-dp").axes.items():',
+            ),
+            Change(
+                module="parallel.mesh",
+                old="return case.axis_rank(name, rank)",
+                new='return case.but(order="tp-dp").axis_rank(name, rank)',
+            ),
+        ),
+        kills="groups",
+        alone=True,
+        phase="data|forward",
+        region="|embedding",
+        cause="wrong_group",
+    ),
+    Mutant(
+        name="data-and-context-ranks-taken-for-neighbours",
+        stands_for="around.md 11, B-66: the joint group of dp and cp computed for one order of ranks alone",
+        modes=everywhere("", TENSOR),
+        suite={"cp": 2, "seq": 48, "metric": False, "order": "cp-tp-dp"},
+        changes=(
+            _RULES,
+            Change(
+                module="parallel.mesh",
+                old="for name, groups in case.axes.items():",
+                new='joint = RankOrder((("tp", case.tp), ("dp_cp", case.cp * case.dp))).groups("dp_cp")\n'
+                '        for name, groups in {**case.axes, "dp_cp": joint}.items():',
+            ),
+        ),
+        kills="groups",
+        phase="grad_sync|loss|backward",
+        region="*",
+        cause="wrong_group",
+    ),
+    Mutant(
         name="split-that-splits-nothing",
         stands_for="B-69: ColossalAI #5903, a dead variable was split: every number right, nothing parallel",
         modes=_UNSPLIT,
