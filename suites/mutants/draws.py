@@ -22,7 +22,7 @@ __all__ = ["drawn", "showing", "work"]
 _SEED = 20251121
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=None)  # a hundred suites and modes, asked for in turn
 def _drawn(mode: str, fixed: tuple[tuple[str, Any], ...]) -> tuple[Case, ...]:
     found: list[Case] = []
 
