@@ -35,7 +35,15 @@ MATRIX = (
     ("3.13", "2.14.1"),
 )
 """Python and torch."""
-_CASES = ("mode=tp tp=2", "mode=tp-sp tp=2", "preset=tiny-internlm2 mode=isp tp=2")
+_CASES = (
+    "mode=tp tp=2",
+    "mode=tp-sp tp=2",
+    "preset=tiny-internlm2 mode=isp tp=2",
+    "mode=tp tp=2 dp=2 zero=2",
+    "mode=tp-sp tp=1 cp=2 seq=32",
+    "mode=tp tp=1 pp=2 micro=3",
+)
+_PROGRAM = str(ROOT / "tests" / "harness" / "programs" / "scripts" / "fsdp2.py")
 _TESTS = ("tests/harness/shapes/test_torch_internals.py", "tests/harness/shapes/test_unmapped.py")
 _INSTALL_S, _STEP_S = 1200.0, 600.0
 _READY = "ready"
@@ -106,6 +114,7 @@ def steps(binaries: Path) -> Iterator[tuple[str, list[str]]]:
     yield "run --engine dry", [shardproof, "run", "--engine", "dry", *_CASES]
     launch = [python, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--master-port", "29611"]
     yield "run --engine torchrun", [*launch, "-m", "shardproof", "run", "--engine", "torchrun", _CASES[0]]
+    yield "record", [*launch, "-m", "shardproof.record", _PROGRAM]
     yield "tests of the internals", [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_TESTS]
 
 
