@@ -7,7 +7,7 @@ for it.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -22,7 +22,7 @@ __all__ = ["drawn", "showing", "work"]
 _SEED = 20251121
 
 
-@lru_cache(maxsize=None)  # a hundred suites and modes, asked for in turn
+@cache  # a hundred suites and modes, asked for in turn
 def _drawn(mode: str, fixed: tuple[tuple[str, Any], ...]) -> tuple[Case, ...]:
     found: list[Case] = []
 
