@@ -1,4 +1,4 @@
-"""Regrouping: the same global batch gives the same step, however it is split over data ranks and micro-batches."""
+"""Regrouping: the same global batch gives the same step, split over data and context ranks, stages, micro-batches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from harness.running.regrouped import groupings, most_exact
 from harness.subject import own_cases
+from reference.case.modes import MODES
 from suites.session.prover import Prover
 
 EXAMPLES = max(1, settings().max_examples // 4)
@@ -22,7 +23,9 @@ EXAMPLES = max(1, settings().max_examples // 4)
 def test_the_same_batch_gives_the_same_step(prover: Prover, mode: str, data: st.DataObject) -> None:
     own = own_cases(prover.subject)
     exact: dict[str, Any] = {} if own and all(most_exact(one, prover.subject) for one in own) else {"dtype": "float64"}
-    case = prover.drawn(data, mode, steps=1, **exact)
+    row = 48 if mode in MODES and MODES[mode].sequence else 8  # two context ranks cut it, whatever tp is drawn
+    divided = {"layers": 2, "seq": row} if data.draw(st.booleans(), label="context ranks and stages") else {}
+    case = prover.drawn(data, mode, where_known=divided, steps=1, **exact)
     if not hasattr(case, "dp"):
         pytest.skip(f"cases of {prover.subject.name} have no data axis (no word dp)")
     if own is not None and not any(getattr(one, "dp", 1) > 1 for one in own):

@@ -14,7 +14,7 @@ from torch import Tensor
 from harness.checking.tolerance import Measured
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
-from harness.merging import Merged, Outcomes, against, merge
+from harness.merging import Flaw, Merged, Outcomes, against, merge
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike
 
 __all__ = [
@@ -38,12 +38,13 @@ PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regrouped:
-    """The merged `tensors` of a run of the same global batch with these `sizes` of dp and micro; `problem` is why the
-    subject did not finish it.
+    """The merged `tensors` of a run of the same global batch with these `sizes` of dp, micro, ..., and the `flaws` of
+    those that make no full tensor; `problem` is why the subject did not finish it.
     """
 
     sizes: Mapping[str, int]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    flaws: tuple[Flaw, ...] = ()
     problem: str = ""
 
     @property
@@ -95,6 +96,7 @@ class Evidence:
     shares       what a diagnosis computed with the dense model (see Reference.shares); empty until then
     alternatives "<what if>/<name>" -> what the dense model computes of data read otherwise; empty until then
     precision    dtype whose limits hold where a float64 case computes with a lower one; "" for the case's own
+    island       where such a dtype enters on several ranks alone, if it explains what is wrong; "" otherwise
     regrouped    merged outcomes of the same global batch in other groupings; empty when none was run
     others       evidence of the same subject in cases that differ in one size, where a diagnosis needs them
     located      the first wrong module, when a diagnosis looked for it without a declared layout
@@ -123,6 +125,7 @@ class Evidence:
     shares: Mapping[str, Tensor] = field(default_factory=dict)
     alternatives: Mapping[str, Tensor] = field(default_factory=dict)
     precision: str = ""
+    island: str = ""
     regrouped: tuple[Regrouped, ...] = ()
     others: tuple[Evidence, ...] = ()
     located: Located | None = None

@@ -1,4 +1,6 @@
-"""The regrouping law: one global batch gives one step, however it is split over data ranks and micro-batches.
+"""The regrouping law: one global batch gives one step, however it is split over ranks and micro-batches.
+
+Data ranks and micro-batches take other samples, context ranks other tokens of them, stages other layers.
 
 It needs no dense model. Loss, token count, gradients and gradient norm of the first step are the same to rounding, the
 parameters after it too, but for what an optimizer makes of rounding. A breach is named by its factor: most real bugs of
@@ -34,10 +36,15 @@ def regrouping(evidence: Evidence) -> Finding | None:
     """Whether the step is the same in every other grouping that was run; None when there was none."""
     if not evidence.regrouped:
         return None
+    settled: dict[str, int] = {}  # sizes with which the step was the same
     for other in evidence.regrouped:
+        if flaw := next((flaw for flaw in other.flaws if flaw.name in evidence.merged.tensors), None):
+            rule = f"{flaw.message} ({flaw.kind}), which is whole with {_sizes_here(evidence, other)}"
+            return Finding(verdict=FAIL, message=f"{flaw.name} with {other.words}: {rule}", names=(flaw.name,))
         wrong = tuple(measured for measured in _compared(evidence, other.tensors) if not measured.right)
         if wrong:
-            return _breach(evidence, other, wrong)
+            return _breach(evidence, other, wrong, settled)
+        settled |= {} if other.problem else other.sizes
     same = ", ".join(other.words for other in evidence.regrouped if not other.problem)
     return Finding(
         verdict=PASS,
@@ -75,11 +82,12 @@ def _rounded(evidence: Evidence, name: str, other: Tensor, dtype: str, kind: flo
     return measure(name, other, tensor, dtype=dtype, controls=controls, kind=kind)
 
 
-def _breach(evidence: Evidence, other: Regrouped, wrong: tuple[Measured, ...]) -> Finding:
+def _breach(evidence: Evidence, other: Regrouped, wrong: tuple[Measured, ...], settled: Mapping[str, int]) -> Finding:
     name = wrong[0].name
-    case = evidence.case
-    here = " ".join(f"{word}={getattr(case, word)}" for word in other.sizes)
-    said = _factor(evidence.merged.tensors[name].double(), other.tensors[name].double(), evidence, other)
+    here = _sizes_here(evidence, other)
+    known = [settled, {word: getattr(evidence.case, word) for word in other.sizes}]
+    sizes = {word: size for word, size in other.sizes.items() if all(one.get(word) != size for one in known)}
+    said = _factor(evidence.merged.tensors[name].double(), other.tensors[name].double(), evidence, sizes)
     return Finding(
         verdict=FAIL,
         message=f"{name} with {other.words} is {said} with {here}, though the same samples make up the step",
@@ -89,9 +97,14 @@ def _breach(evidence: Evidence, other: Regrouped, wrong: tuple[Measured, ...]) -
     )
 
 
-def _factor(base: Tensor, other: Tensor, evidence: Evidence, grouping: Regrouped) -> str:
-    """How the other grouping's tensor relates to this one's, in words. Where one size grows the other falls, so a
-    factor is named by the size with which it grows.
+def _sizes_here(evidence: Evidence, other: Regrouped) -> str:
+    """The words of a grouping as the case itself has them."""
+    return " ".join(f"{word}={getattr(evidence.case, word)}" for word in other.sizes)
+
+
+def _factor(base: Tensor, other: Tensor, evidence: Evidence, sizes: Mapping[str, int]) -> str:
+    """How the other grouping's tensor relates to this one's, in words: a factor is named by the size with which it
+    grows, or else falls.
     """
     square = float(base.square().sum())
     ratio = float((base * other).sum()) / square if square else math.nan
@@ -99,7 +112,10 @@ def _factor(base: Tensor, other: Tensor, evidence: Evidence, grouping: Regrouped
     constant = max(_CONSTANT, _EPSILONS * epsilon(evidence.precision or evidence.case.dtype))
     if not left <= constant**2 * square * ratio**2:
         return "no multiple of what it is (a mean of means, where counts of tokens differ?)"
-    for word, size in grouping.sizes.items():
-        if math.isclose(ratio, size / getattr(evidence.case, word), rel_tol=max(1e-4, constant)):
-            return f"{ratio:.4g} times what it is (the factor grows with {word})"
+    near = max(1e-4, constant)
+    growth = {word: size / getattr(evidence.case, word) for word, size in sizes.items()}
+    if grows := [word for word, share in growth.items() if math.isclose(ratio, share, rel_tol=near)]:
+        return f"{ratio:.4g} times what it is (the factor grows with {' or '.join(grows)})"
+    if falls := [word for word, share in growth.items() if math.isclose(ratio * share, 1.0, rel_tol=near)]:
+        return f"{ratio:.4g} times what it is (the factor falls as {' or '.join(falls)} grows)"
     return f"{ratio:.4g} times what it is (no ratio of sizes: a mean of means, where counts of tokens differ?)"

@@ -94,6 +94,9 @@ def likely(
         return tuple(by_call)
     if by_check:
         return tuple((from_flaws(evidence, wrong) if "merge" in failed else []) or by_check[:1])
+    if evidence.island:
+        words = f"the case is in float64, and the subject uses {evidence.island}; on one rank it does not"
+        return (Cause(id="shorter_dtype", words=words),)
     call_first = call_first and by_call[0].id != "wrong_place"  # that changes no number
     numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
     said = (what_if(evidence, numbers) or more_classes(evidence, numbers[0], parted)) if numbers else []

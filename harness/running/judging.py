@@ -11,8 +11,10 @@ training amplifies it. Where the first step agrees and a later one does not:
 In lower precision every step is compared from the subject's own state at once. No error that
 rounding may explain is called wrong before more control runs were made.
 
-Where all errors of a float64 case are as small as float32 may make them, the ranks are run once more and looked at:
-if they compute with a lower precision somewhere (an island), its limits hold, and the findings say where it is.
+Where all errors of a float64 case are as small as float32 may make them, the ranks are run once more and looked at: do
+they compute with a lower precision somewhere (an island)? If the subject does so on one rank too, it belongs to the
+model: its limits hold, and the findings say where it is. If on several ranks alone, it is part of what is proved, and
+wrong. Where there is no such case on one rank, nobody can know, and what its limits would admit is unknown.
 """
 
 from __future__ import annotations
@@ -21,15 +23,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from harness.checking.checks import CHECKS, LAWS, Check, examine
-from harness.checking.evidence import Evidence, Finding
+from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding
 from harness.checking.numeric_checks import NUMERIC_KINDS
 from harness.checking.tolerance import CONTROL_FACTOR, Measured, distance, epsilon, is_state, step_of
-from harness.errors import MachineError, ProgramError
+from harness.errors import MachineError, ProgramError, RequestError
+from harness.protocols import CaseLike, case_text
 from harness.recording.islands import Float32Probe, Island, Probed
 from harness.running.execution import execute
 from harness.running.rounding import control_run, controlled, doubtful, stepwise
 from harness.running.trial import Trial
-from harness.subject import truth_of
+from harness.running.truth.own_truth import one_rank
+from harness.subject import refusal, truth_of
 
 __all__ = ["CONDITIONED", "judged"]
 
@@ -77,30 +81,52 @@ def _with_islands(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Fo
     wrong = _wrong(findings)
     if not wrong or max(measured.error for measured in wrong) > _ISLAND:
         return found
-    islands = _islands(trial)
+    constants = not _same_constants(trial)
+    islands, dense = _islands(trial, trial.case, constants), None
+    if islands:
+        dense = _on_one_rank(trial, constants)
+    own = [island for island in islands if dense is None or island.dtype in dense]
     if not islands:
         return found
-    lowest = max(islands, key=lambda island: epsilon(island.dtype))
+    lowest = max(own or islands, key=lambda island: epsilon(island.dtype))
     lower = evidence.case.but(dtype=lowest.dtype)
     controls = [trial.computed(trial.reference.control, lower, part="control", parts=parts) for parts in _PARTS]
     seen = replace(evidence, precision=lowest.dtype, controls=tuple(controls))
     unseen = f"errors below those of {lowest.dtype} (the float64 case uses {lowest})"
-    again = _again(seen, findings, checks)
-    changed = {
-        name: replace(finding, unchecked=(*finding.unchecked, unseen)) if finding is not findings[name] else finding
-        for name, finding in again.items()
-    }
+    again, changed = _again(seen, findings, checks), {}
+    if not own:
+        return (evidence if _wrong(again) else replace(evidence, island=str(lowest))), findings
+    for name, finding in again.items():
+        if finding is findings[name]:
+            changed[name] = finding
+        elif dense is None and finding.verdict == PASS != findings[name].verdict:
+            rule = f"within the limits of {lowest}; no case on one rank shows whether the model has it too"
+            changed[name] = Finding(verdict=UNKNOWN, message=f"{findings[name].message}, {rule}")
+        else:
+            changed[name] = replace(finding, unchecked=(*finding.unchecked, unseen))
     return seen, changed
 
 
-def _islands(trial: Trial) -> list[Island]:
-    """Where the ranks compute with a lower precision; none where they cannot be looked at."""
+def _on_one_rank(trial: Trial, constants: bool) -> set[str] | None:
+    """The lower precisions that the subject computes with on one rank, None where it has no such case."""
+    try:
+        case = one_rank(trial.case, trial.subject)
+        return None if refusal(case, trial.subject) else {each.dtype for each in _islands(trial, case, constants)}
+    except RequestError:
+        return None
+
+
+def _islands(trial: Trial, case: CaseLike, constants: bool) -> list[Island]:
+    """Where the ranks of a case compute with a lower precision; none where they cannot be looked at.
+
+    `constants`: whether numbers count that were not computed from float64.
+    """
     try:
         run = execute(
-            trial.case,
-            Probed(trial.subject, constants=not _same_constants(trial)),
+            case,
+            Probed(trial.subject, constants=constants),
             trial.engine,
-            text=trial.text,
+            text=case_text(case),
             record=False,
             device=trial.device,
             timeout_s=trial.timeout_s,

@@ -20,6 +20,7 @@ from typing import Any
 from reference.case.modes import MODES
 from reference.case.presets import FAMILIES, FOLLOWS, PRESETS, follow
 from reference.case.rules import check, check_word, legal_words, read, write
+from reference.case.schemes import SCHEMES
 from reference.case.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Meaning, described, word
 from reference.errors import CaseError
 from reference.groups import Groups, Layout, PipelineGroup, RankOrder, megatron
@@ -171,8 +172,10 @@ class Case:
             check_word(key, value)
 
     def but(self, **words: Word) -> Case:
-        """This case with some words changed; sizes that follow others (wp, ffn, ...) follow again unless said."""
-        return Case.of(**{**self.words(), **words})
+        """This case with some words changed; what follows others (wp, ffn, words about several ranks) follows again."""
+        alone = [scheme.words for scheme in SCHEMES.values() if words.get(scheme.axis) == 1]
+        kept = {key: value for key, value in self.words().items() if not any(key in about for about in alone)}
+        return Case.of(**{**kept, **words})
 
     def words(self) -> dict[str, Word]:
         """The words that differ from the defaults: the shortest dict that `of` turns into this case."""

@@ -28,16 +28,18 @@ Problem = tuple[str, str, str]
 class Scheme:
     """A scheme that composes with a mode: its words with the values that switch them off, and the rules it adds.
 
-    `problems` yields every broken rule of a case's values, combinations with other schemes included.
+    `problems` yields every broken rule of a case's values, combinations with other schemes included. `axis` is the word
+    whose ranks the others are about: a case that is changed to one such rank has their defaults again.
     """
 
     words: Mapping[str, Any]
     problems: Callable[[Mapping[str, Any]], Iterator[Problem]]
+    axis: str = ""
 
 
 SCHEMES: dict[str, Scheme] = {
-    "context parallelism": Scheme(words=CONTEXT_WORDS, problems=context_problems),
+    "context parallelism": Scheme(words=CONTEXT_WORDS, problems=context_problems, axis="cp"),
     "data parallelism": Scheme(words=DATA_PARALLEL_WORDS, problems=data_parallel_problems),
-    "pipeline parallelism": Scheme(words={"pp": 1, **PIPELINE_WORDS}, problems=pipeline_problems),
+    "pipeline parallelism": Scheme(words={"pp": 1, **PIPELINE_WORDS}, problems=pipeline_problems, axis="pp"),
 }
 """Name -> the scheme."""

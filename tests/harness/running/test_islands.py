@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from harness.cases import read_case
@@ -55,6 +56,37 @@ def test_an_island_is_named_and_judged_by_its_limits() -> None:
     said = "errors below those of float32 (the float64 case uses float32, which enters at tests/harness/running/test_"
     assert any(name.startswith(said) for name in unchecked), unchecked
     assert wrong.verdict == "fail", "0.01 % is no rounding of float32"
+
+
+class Narrow(Network):
+    """Sums over tp in float32; refuses one rank where `shy`."""
+
+    def __init__(self, *, shy: bool) -> None:
+        super().__init__()
+        self.shy = shy
+
+    def refuses(self, case: Any) -> str:
+        """One rank, where shy."""
+        return "needs ranks" if self.shy and case.world_size == 1 else ""
+
+
+@pytest.mark.parametrize(("shy", "verdict"), [(False, "fail"), (True, "unknown")])
+def test_on_several_ranks_alone_it_is_wrong(shy: bool, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that the model has; where no run on one rank shows it, nobody can know."""
+    summed = own_words.Reduced.forward
+
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        several = dist.get_world_size(group) > 1
+        total: Tensor = summed(ctx, x.float() if several else x, group)
+        return total.to(x.dtype)
+
+    monkeypatch.setattr(own_words.Reduced, "forward", staticmethod(forward))
+    subject = named(Narrow(shy=shy))
+    with InprocEngine() as engine:
+        result = prove(case_of("tp=2 dp=3", subject), subject, engine)
+    assert result.verdict == verdict
+    messages = [one.message for one in result.verdicts if one.verdict == verdict and one.check != "regrouping"]
+    assert messages and all("float32, which enters at tests/harness/running/test_islands.py" in one for one in messages)
 
 
 def test_our_own_subject_has_none() -> None:

@@ -17,6 +17,8 @@ from harness.running.proof import prove
 from harness.running.regrouped import groupings
 from harness.subject import case_of, named
 from parallel.subject import subject as decoder
+from suites.mutants.mutant import Change, Mutant, everywhere
+from suites.mutants.planting import planted
 from tests.harness import own_words
 
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
@@ -80,10 +82,44 @@ def test_a_gradient_that_is_not_divided_by_the_micro_batches_breaks_it(monkeypat
 
 def test_the_decoder_keeps_it_and_is_its_own_truth_on_one_rank() -> None:
     case = read_case("mode=tp-sp tp=2 dp=3 micro=2 steps=1 layers=1")
-    assert [sizes for sizes, _ in groupings(case, named(decoder))] == [{"dp": 1, "micro": 6}, {"dp": 2, "micro": 3}]
+    assert [sizes for sizes, _ in groupings(case, named(decoder))] == [
+        {"dp": 1, "micro": 6},
+        {"dp": 1, "micro": 6, "cp": 2},  # one layer is no two stages
+    ]
     with InprocEngine() as engine:
         result = prove(case, named(decoder, "alone"), engine)
     assert result.verdict == "pass" and "regrouping" in {verdict.check for verdict in result.verdicts}
+
+
+SPREAD = "tp=2 dp=2 micro=2 steps=1 seq=8 hidden=16 heads=2 kv_heads=2 ffn=8 vocab=257"
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new", "said"),
+    [
+        (
+            "parallel.context.scheme",
+            "data_axes=data_axes,\n        loss_axes=loss_axes,\n        parts",
+            "data_axes=strategy.data_axes,\n        loss_axes=loss_axes,\n        parts",
+            "(replica conflict), which is whole with dp=2",
+        ),
+        (
+            "parallel.training",
+            "gradient.div_(tokens * shares)",
+            "gradient.div_(tokens * shares * rank.case.pp)",
+            "the factor falls as cp or pp grows",
+        ),
+    ],
+)
+def test_a_factor_of_context_ranks_or_stages_breaks_it(module: str, old: str, new: str, said: str) -> None:
+    """One global batch over dp x cp x micro x pp on 8 ranks."""
+    case = read_case(SPREAD)
+    spread = {"dp": 1, "micro": 4, "cp": 2, "pp": 2}
+    assert [sizes for sizes, _ in groupings(case, named(decoder))] == [{"dp": 1, "micro": 4}, spread]
+    change = Change(module=module, old=old, new=new)
+    mutant = Mutant(name=said, stands_for=said, modes=everywhere(), changes=(change,))
+    verdict = law(planted(mutant.sources()), SPREAD)
+    assert verdict.verdict == "fail" and said in verdict.message and "micro=4 cp=2 pp=2" in verdict.message
 
 
 class Low(Averaged):

@@ -74,13 +74,13 @@ def test_in_every_form(prover: Prover, request: pytest.FixtureRequest, words: st
     proved(prover, words)
 
 
-GROUPINGS = ((1, 4, 4), (2, 4, 2), (4, 2, 1))
-"""dp, cp and micro of the same global batch; 8 ranks at most."""
+GROUPINGS = ((1, 4, 4, 2), (4, 2, 1, 1), (2, 2, 2, 2))
+"""dp, cp, micro and pp of the same global batch; 8 ranks."""
 
 
-def _outcome(dp: int, cp: int, micro: int) -> dict[str, Tensor]:
+def _outcome(dp: int, cp: int, micro: int, pp: int) -> dict[str, Tensor]:
     case = Case.parse(
-        f"{SIZES} tp=1 dp={dp} cp={cp} micro={micro} steps=2 seq=16 {PACKED} delivery=local label_smoothing=0.1"
+        f"{SIZES} tp=1 dp={dp} cp={cp} pp={pp} micro={micro} steps=2 seq=16 {PACKED} delivery=local label_smoothing=0.1"
     )
     with InprocEngine() as engine:
         run = execute(case, subject, engine, text="", record=False)
@@ -88,8 +88,8 @@ def _outcome(dp: int, cp: int, micro: int) -> dict[str, Tensor]:
 
 
 def test_one_global_batch_is_one_step_however_it_is_grouped() -> None:
-    """Over data ranks, context ranks and micro-batches, with another number of valid tokens in each of them."""
-    alone = _outcome(1, 1, 4)
+    """Over data ranks, context ranks, stages and micro-batches, with other numbers of valid tokens in each of them."""
+    alone = _outcome(1, 1, 4, 1)
     assert {"loss/1", "tokens/1", "grad_norm/1", "logits/1"} <= alone.keys()
     for grouping in GROUPINGS:
         found = _outcome(*grouping)

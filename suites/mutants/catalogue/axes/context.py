@@ -32,6 +32,21 @@ CONTEXT = (
         region=_ATTENTION,
     ),
     Mutant(
+        name="context-log-sum-merged-in-float32",
+        stands_for="around.md 14.2 CP2: torch's ring attention merges its parts in float32, whatever the dtype is",
+        modes=everywhere("", _MODES),
+        suite=_TWO,
+        changes=_change(
+            "blocks",
+            "total = torch.logaddexp(one[1], other[1])",
+            "total = torch.logaddexp(one[1].float(), other[1].float()).to(one[1].dtype)",
+        ),
+        kills="activations",
+        phase="forward",
+        region=_ATTENTION,
+        cause="shorter_dtype",
+    ),
+    Mutant(
         name="context-backward-by-local-log-sum",
         stands_for="around.md 14.2: backward of a block with its own log-sum-exp and output; the forward is exact",
         modes=everywhere("", _MODES),
