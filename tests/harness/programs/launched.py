@@ -14,7 +14,7 @@ from tests import ROOT
 
 __all__ = ["LIMIT_S", "environment", "free_port", "ranks_of", "started"]
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 
 def environment(folder: Path, **words: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.peers, pytest.mark.slow]
 SCRIPTS = "tests.harness.programs.scripts"
 PROGRAMS = {
     "accelerate.test_utils.scripts.test_sync": ("accelerate", {"all_gather", "all_reduce", "broadcast"}),
+    f"{SCRIPTS}.deepspeed_zero2": ("deepspeed", {"all_gather", "all_reduce", "broadcast"}),
     f"{SCRIPTS}.fsdp2": ("torch", {"all_gather", "all_reduce", "reduce_scatter"}),
     f"{SCRIPTS}.hf_trainer": ("transformers", {"all_gather", "all_reduce", "broadcast"}),
     f"{SCRIPTS}.megatron_1f1b": ("megatron.core", {"all_reduce", "recv", "send"}),
@@ -51,8 +53,8 @@ def one(rank, words):
 if __name__ == "__main__":
     spawn(one, (sys.argv[1:],), 2)
 """
-PLAIN = "accelerate.test_utils.scripts.test_sync"
-"""The program that is run without us too."""
+PLAIN = ("accelerate.test_utils.scripts.test_sync", f"{SCRIPTS}.deepspeed_zero2")
+"""The programs that are run without us too."""
 
 
 def own_lines(text: str) -> list[str]:
@@ -65,7 +67,8 @@ def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str, reques
     package, ops = PROGRAMS[module]
     if module not in QUICK and request.config.getoption("hypothesis_profile", None) != "deep":
         pytest.skip("half a CPU minute each: --hypothesis-profile deep")
-    pytest.importorskip(package.partition(".")[0], reason="needs the extra `peers`")
+    if find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"{package} (extra `peers`) is not installed")
     words = ["--profile", "torch", "--steps", "0:1000"]
     ended = ranks_of(tmp_path, "-m", module, record=words, ACCELERATE_USE_CPU="true")
     assert [end.returncode for end in ended] == [0, 0], ended[0].stderr
@@ -77,7 +80,7 @@ def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str, reques
     found = agreement(ours, {"torch": seen})
     assert [str(row) for row in found.broken] == []
     assert len(found.rows) == len(seen) == len(run.ledger)
-    if module == PLAIN:
+    if module in PLAIN:
         plain = ranks_of(tmp_path, "-m", module, ACCELERATE_USE_CPU="true")
         assert [own_lines(end.stdout) for end in plain] == [own_lines(end.stdout) for end in ended]
 
