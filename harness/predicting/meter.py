@@ -36,7 +36,7 @@ from harness.torch_internals.meta_attention import FUSED, FUSED_BACKWARD, fused_
 from harness.torch_internals.modes import DispatchMode, take_themselves_apart
 from harness.torch_internals.operators import dispatch_keys, end_functional, has_kernel, packet_of, short_name
 
-__all__ = ["END", "START", "WAIT", "Meter", "Stretch", "hidden"]
+__all__ = ["FORMULAS", "END", "START", "WAIT", "Meter", "Stretch", "hidden"]
 
 START, WAIT, END = "start", "wait", "end"
 
@@ -162,7 +162,7 @@ class Meter(DispatchMode):
         if space in {"_c10d_functional", "c10d"}:
             return self._communicated(space, func, args, words)
         out = func(*args, **words)
-        formula = _FORMULAS.get(packet_of(func))
+        formula = FORMULAS.get(packet_of(func))
         if formula is not None:
             self._flops += formula(*args, **words, out_val=out)
         self._see(out)
@@ -258,11 +258,12 @@ def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: 
     return int(flop_counter.sdpa_backward_flop_count(grad, q, k, v))
 
 
-_FORMULAS: dict[Any, Callable[..., int]] = {
+FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_counter.flop_registry,
     FUSED: flop_counter.shape_wrapper(_attention_flops),
     FUSED_BACKWARD: flop_counter.shape_wrapper(_attention_backward_flops),
 }
+"""FLOPs of operators by their packets, from shapes: torch's formulas, and those of attention on CPUs."""
 _OF_ONE_TENSOR = ("wait_tensor", "_wrap_tensor_autograd")
 """Functional operators that send nothing."""
 _EXPLICIT = dispatch_keys("CompositeExplicitAutograd")

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 VARIABLE = "SHARDPROOF_RECORD"
-TOOLS = ("torch", "nsys")
+TOOLS = ("torch", "nsys", "et")
 _JOBS = (
     ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
@@ -53,18 +53,21 @@ class Options(TypedDict):
     steps: tuple[int, int] | None
     profile: tuple[str, ...]
     silence_s: float
+    stated: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSession:
     """A recording. `steps`: first and end (not included), None for all; `silence_s`: how long nothing may happen
-    before a rank writes down where it stands. `origin_s` is time 0 of the machine that is called `boot`.
+    before a rank writes down where it stands; `stated`: what the user knows and a recorder cannot see, for the
+    reports (harness.programs.stated). `origin_s` is time 0 of the machine that is called `boot`.
     """
 
     folder: str
     steps: tuple[int, int] | None
     profile: tuple[str, ...]
     silence_s: float
+    stated: Mapping[str, object] = field(default_factory=dict)
     origin_s: float
     boot: str
     command: tuple[str, ...]
@@ -113,9 +116,9 @@ def tools_of(word: str | None, steps: tuple[int, int] | None) -> tuple[str, ...]
     for tool in tools:
         if tool not in TOOLS:
             raise RequestError(f"profile={tool}: is not a profiler; legal: {','.join(TOOLS)}")
-    if "torch" in tools and steps is None:
-        rule = "the torch profiler keeps what it sees in memory, so it needs the steps that it is to watch"
-        raise RequestError(f"profile={word}: {rule}; legal: --profile torch --steps 10:12")
+    if {"torch", "et"} & set(tools) and steps is None:
+        rule = "torch's profiler and its execution traces keep every operator, so they need the steps to watch"
+        raise RequestError(f"profile={word}: {rule}; legal: --profile {word} --steps 10:12")
     return tools
 
 

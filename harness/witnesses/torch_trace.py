@@ -21,7 +21,7 @@ from harness.errors import MachineError
 from harness.witnesses.rows import CALL, Phases, nested
 from harness.witnesses.sighting import UNKNOWN, Sighting
 
-__all__ = ["FLIGHT_SUFFIX", "TRACE_SUFFIX", "backend_word", "read_rank", "read_traces", "sightings"]
+__all__ = ["FLIGHT_SUFFIX", "TRACE_SUFFIX", "backend_word", "op_of", "read_rank", "read_traces", "sightings"]
 
 TRACE_SUFFIX, FLIGHT_SUFFIX = ".trace.json", ".flight.json"
 _BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "bool": 1, "unsigned char": 1, "signed char": 1}
@@ -72,6 +72,12 @@ Json = Mapping[str, Any]
 def backend_word(op: str) -> str:
     """What gloo's own rows call the call that carries out an op of the ledger."""
     return "all_reduce" if op == "reduce_scatter" else op
+
+
+def op_of(name: str) -> str:
+    """What a `c10d::` operator is in the ledger, "" for one that is no call."""
+    operator = _OPERATORS.get(name.removeprefix("c10d::"))
+    return "" if operator is None else operator.op
 
 
 def read_traces(folder: Path, world_size: int) -> list[Sighting]:

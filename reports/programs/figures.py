@@ -18,7 +18,7 @@ from reports.comparing.snapshot import span
 from reports.stored import parts
 from reports.stored.frames import Run
 
-__all__ = ["by_module", "by_rank", "events", "findings", "steps", "traffic"]
+__all__ = ["by_module", "by_rank", "events", "findings", "grouped", "median", "steps", "traffic"]
 
 _MOST_LAWFUL = 100_000
 """Events over which the laws are looked at: whole steps from the first on."""
@@ -42,11 +42,11 @@ def traffic(run: Run) -> pd.DataFrame:
     frame = kinds[["calls", "payload_bytes", "wire_bytes"]].max().join(kinds["in_calls_us"].mean())
     each = events.groupby([*_KEYS, "rank", "step"], observed=True).size().groupby([*_KEYS, "step"], observed=True).max()
     number = max(1, events["step"].nunique())
-    frame["per_step"] = each.groupby(_KEYS, observed=True).agg(lambda calls: _median(calls, number))
+    frame["per_step"] = each.groupby(_KEYS, observed=True).agg(lambda calls: median(calls, number))
     return frame.sort_index().reset_index()
 
 
-def _median(calls: pd.Series[int], steps_in_all: int) -> float:
+def median(calls: pd.Series[int], steps_in_all: int) -> float:
     """The median over steps, those without such a call included."""
     padded = sorted([0] * (steps_in_all - len(calls)) + [int(one) for one in calls])
     middle = len(padded) // 2
@@ -71,13 +71,15 @@ def by_module(run: Run) -> pd.DataFrame:
 
 
 def steps(run: Run) -> pd.DataFrame:
-    """step, rank, step_us: from its first forward to that of the next step; of the last one to its last update."""
+    """step, rank, start_us, step_us (from its first forward to that of the next step, of the last one to its last
+    update), microbatches.
+    """
     frame = parts.joined(run.path, "steps.csv", parts.STEP_TYPES, [])
     frame = frame.sort_values(["rank", "step"], ignore_index=True)
     after = frame.groupby("rank")["step"].shift(-1).eq(frame["step"] + 1)
     ends = frame.groupby("rank")["start_us"].shift(-1).where(after, frame["updated_us"].astype("float64"))
     taken = ends - frame["start_us"]
-    return frame.assign(step_us=taken.where(taken > 0))[["step", "rank", "step_us", "microbatches"]]
+    return frame.assign(step_us=taken.where(taken > 0))[["step", "rank", "start_us", "step_us", "microbatches"]]
 
 
 def by_rank(run: Run) -> pd.DataFrame:
@@ -105,7 +107,7 @@ def by_rank(run: Run) -> pd.DataFrame:
 def _lateness(run: Run) -> pd.DataFrame:
     """rank, late_us, last: of every collective that all ranks of its group issued, where all have one clock."""
     clocks = {str(about.get("clock")) for about in parts.about(run.path).values()}
-    events = _grouped(run)
+    events = grouped(run)
     events = events[~events["op"].isin(_MESSAGES) & (events["group_size"] > 1)]
     if len(clocks) != 1 or not len(events):
         return pd.DataFrame({"rank": [], "late_us": [], "last": []})
@@ -118,7 +120,7 @@ def _lateness(run: Run) -> pd.DataFrame:
     return pd.DataFrame({"rank": events["rank"], "late_us": late, "last": last.astype("float64")})[whole]
 
 
-def _grouped(run: Run) -> pd.DataFrame:
+def grouped(run: Run) -> pd.DataFrame:
     """The ledger with the ranks of every call's group, "" where its axis stands for several groups of its rank."""
     groups = parts.joined(run.path, "groups.csv", parts.GROUP_TYPES, [])
     single = groups[~groups.duplicated(["rank", "axis"], keep=False)]
@@ -140,7 +142,7 @@ def _laws(run: Run) -> Iterator[str]:
     if set(parts.ends(run.path)) != set(range(max(sizes, default=0))):
         yield "laws: not looked at, since not every rank came to its end"
         return
-    events = _grouped(run)
+    events = grouped(run)
     events = events[events["ranks"] != ""]
     counts = events.groupby("step").size().cumsum()
     within = [int(step) for step in counts.index[(counts <= _MOST_LAWFUL) | (counts.index == counts.index.min())]]
@@ -157,7 +159,7 @@ def _laws(run: Run) -> Iterator[str]:
 
 def events(run: Run) -> Iterator[Event]:
     """The calls whose group is known, as events of the ledger."""
-    frame = _grouped(run)
+    frame = grouped(run)
     yield from _events(frame[frame["ranks"] != ""])
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pandas as pd
 
 from reports.printing.tables import Table, count, mark, mebibytes, milliseconds, table
-from reports.programs import figures
+from reports.programs import figures, speed
+from reports.programs.beside_case import beside
+from reports.programs.operators import operators
 from reports.stored import parts
 from reports.stored.frames import Run
 
@@ -29,7 +33,7 @@ def overview(run: Run) -> Table:
             "calls": run.ledger.groupby("rank").size().max() if len(run.ledger) else 0,
             "payload": most["payload_bytes"],
             "wire": most["wire_bytes"],
-            "step_us": steps.groupby("step")["step_us"].max().median(),
+            "step_us": speed.step_s(run) * 1e6,
         }
     )
     return table(
@@ -51,13 +55,15 @@ def overview(run: Run) -> Table:
 
 
 def tables(run: Run) -> list[Table]:
-    """Traffic, modules and ranks."""
-    return [_traffic(run), _modules(run), _ranks(run)] if len(run.ledger) else []
+    """Traffic, modules, ranks and bandwidth; speed and the case beside it where the recording holds what they need."""
+    if not len(run.ledger):
+        return []
+    return [_traffic(run), _modules(run), _ranks(run), *_bandwidth(run), *_speed(run), *_beside(run)]
 
 
 def findings(run: Run) -> list[str]:
-    """The sentences of figures.findings."""
-    return figures.findings(run)
+    """The sentences of figures.findings, and those of the execution traces."""
+    return [*figures.findings(run), *operators(run).findings]
 
 
 def _traffic(run: Run) -> Table:
@@ -78,6 +84,53 @@ def _traffic(run: Run) -> Table:
         note="one rank, the one that has most; a step: calls in the median step; wire: what the rank sends (ring "
         "model); ms in calls: mean over ranks, of calls that are waited for at once (0 for others and on GPUs)",
     )
+
+
+def _bandwidth(run: Run) -> list[Table]:
+    frame = speed.bandwidth(run)
+    shown = frame.assign(share=frame["share"] * 100)
+    columns: tuple[tuple[str, str, Callable[[object], str]], ...] = (
+        ("op", "op", str),
+        ("axis", "axis", str),
+        ("ranks", "group_size", count),
+        ("calls", "calls", count),
+        ("GB/s", "gb_s", _three),
+        *((("link", "link", mark), ("of link %", "share", _three)) if frame["link"].any() else ()),
+    )
+    note = (
+        "what one rank sends (ring model), 1e9 bytes, over the time inside calls that are waited for at once, waiting "
+        "for late ranks included; of link: of what the stated cluster's link gives one rank"
+    )
+    return [table("Bandwidth", shown, columns, note=note)] if len(frame) else []
+
+
+def _speed(run: Run) -> list[Table]:
+    rows = list(speed.speed(run, operators(run)))
+    note = "a step: the median over steps of the slowest rank, those under an execution trace left out if others are "
+    note += "there; FLOPs: products, convolutions and attention, as run (recomputation too)"
+    frame = pd.DataFrame(rows, columns=["what", "much"])
+    return [table("Speed", frame, (("what", "what", str), ("how much", "much", str)), note=note)] if rows else []
+
+
+def _beside(run: Run) -> list[Table]:
+    frame, told = beside(run)
+    columns = (
+        ("op", "op", str),
+        ("ranks", "group_size", count),
+        ("calls", "calls", _half),
+        ("predicted", "predicted_calls", _half),
+        ("payload MiB", "payload_bytes", mebibytes),
+        ("predicted MiB", "predicted_bytes", mebibytes),
+    )
+    if not told:
+        return []
+    frame = frame if len(frame) else pd.DataFrame({name: [] for _, name, _ in columns})
+    note = f"rank 0, a step; predicted: the closed form of {run.env['stated']['case']!r}; {told}"
+    return [table("Beside its case", frame, columns, note=note)]
+
+
+def _three(value: object) -> str:
+    return "-" if value != value else f"{float(str(value)):.3g}"  # noqa: PLR0124  (NaN)
 
 
 def _half(value: object) -> str:

@@ -21,7 +21,7 @@ from reports.stored.frames import load
 from tests.forked import started
 from tests.harness.programs.launched import environment
 
-OPTIONS: Options = {"steps": None, "profile": (), "silence_s": 60.0}
+OPTIONS: Options = {"steps": None, "profile": (), "silence_s": 60.0, "stated": {}}
 TELLS = """
 import json, os, sys
 print(json.dumps([sys.argv, __name__, __file__, __package__, sys.path[0], sys.flags.utf8_mode, __spec__ is None,
@@ -91,9 +91,14 @@ def test_nsys_wraps_the_whole_command(tmp_path: Path) -> None:
     [
         (["--steps", "3:2", "x.py"], "steps=3:2: holds no step, for END is not included; legal: --steps 10:20"),
         (["--steps", "3", "x.py"], "steps=3: must be FIRST:END"),
-        (["--profile", "torch", "x.py"], "profile=torch: the torch profiler keeps what it sees in memory"),
+        (
+            ["--profile", "torch", "x.py"],
+            "profile=torch: torch's profiler and its execution traces keep",
+        ),
         (["--profile", "nsys", "x.py"], "legal: shardproof record --profile nsys -- torchrun"),
-        (["--profile", "perf", "x.py"], "profile=perf: is not a profiler; legal: torch,nsys"),
+        (["--profile", "perf", "x.py"], "profile=perf: is not a profiler; legal: torch,nsys,et"),
+        (["--tokens", "0", "x.py"], "tokens=0: must be the tokens of all ranks in one step"),
+        (["--cluster", "no-such", "x.py"], "cluster=no-such"),
         (["--silence", "0", "x.py"], "silence=0: must be seconds, at least 1; legal: --silence 60"),
         ([], "program: is missing; legal: python -m shardproof.record train.py"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,12 +19,16 @@ from harness.witnesses.torch_trace import read_traces
 from reports.comparing.comparison import compare
 from reports.comparing.snapshot import snapshot
 from reports.pages import page
-from reports.programs import figures
+from reports.programs import beside_case, figures, operators, speed
 from reports.stored.frames import Run, load
 from tests import ROOT
 from tests.harness.programs.launched import LIMIT_S, environment, ranks_of
 
 SCRIPT = Path(__file__).with_name("training.py")
+TOOLS = ["--profile", "torch,et"]
+CASE = "mode=tp tp=1 dp=2"
+TOKENS = 7000
+STATED = ["--tokens", str(TOKENS), "--cluster", "laptop", "--case", CASE]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recorded(folder: Path) -> tuple[Run, str]:
     """The run of three steps, and what rank 0 printed."""
-    ended = ranks_of(folder, "training.py", "3", record=["--profile", "torch", "--steps", "0:3"])
+    ended = ranks_of(folder, "training.py", "3", record=["--steps", "0:3", *TOOLS, *STATED])
     assert [end.returncode for end in ended] == [0, 0], ended
     return load(folder / "runs" / "latest"), ended[0].stdout
 
@@ -89,6 +94,28 @@ def test_the_reports_take_the_folder(recorded: tuple[Run, str]) -> None:
     assert "Recorded: training.py on 2 ranks" in text
     assert not compare(snapshot(run, "a"), snapshot(run, "b")).breaches
     assert any("issue the same calls" in line for line in figures.findings(run))
+
+
+def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run, str]) -> None:
+    run = recorded[0]
+    assert (operators.watched_steps(run), run.env["stated"]["tokens"]) == ([0, 1], TOKENS)
+    took_s = figures.steps(run).query("step == 2")["step_us"].max() / 1e6  # the one that no execution trace slowed
+    assert speed.step_s(run) == pytest.approx(took_s)
+    work = operators.operators(run)
+    # a micro-batch of one rank: two layers forward, the gradients of two weights and of one input, 2 * 3 * 5 * 5 each
+    assert work.flops == {rank: 2 * 5 * 2 * 3 * 5 * 5 for rank in (0, 1)}
+    rows = dict(speed.speed(run, work))
+    assert float(rows["tokens a second"].replace(",", "")) == pytest.approx(TOKENS / took_s, abs=1)
+    assert float(rows["TFLOP a step, all ranks"]) == pytest.approx(2 * 1500 / 1e12)
+    links = speed.bandwidth(run)
+    assert set(links["link"]) == {"memory"}
+    assert links["share"].tolist() == pytest.approx(links["gb_s"].tolist())  # the preset's link: 1e9 bytes a second
+    beside, told = beside_case.beside(run)
+    (row,) = [row for row in beside.to_dict("records") if row["op"] == "all_reduce"]
+    assert (row["group_size"], row["calls"]) == (2, 2.0)
+    assert (row["payload_bytes"], row["predicted_calls"]) == (4 * 2 * (5 * 5 + 5) + 4, 2.0)
+    assert re.match(r"a step took [\d.e-]+ s, predicted [\d.e-]+ s on laptop: ", told)
+    assert "Beside its case" in page.render(run)
 
 
 def test_the_gate_of_the_page_in_an_empty_repository_names_an_added_call(tmp_path: Path) -> None:
