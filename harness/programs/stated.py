@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from harness.cases import read_case
 from harness.errors import RequestError
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read
@@ -19,10 +20,7 @@ EXECUTION_SUFFIX = ".et.json"
 
 
 def stated(tokens: str | None, cluster: str | None, case: str | None) -> Mapping[str, object]:
-    """These words as they stand in `env.json`; those that are None are left out. Raises RequestError for a wrong one.
-
-    A case is read when it is compared, by the subject that it is for.
-    """
+    """These words as they stand in `env.json`, without those that are None. Raises RequestError for a wrong one."""
     words: dict[str, object] = {}
     if tokens is not None:
         if not tokens.isdigit() or not 0 < int(tokens) < 10**15:
@@ -33,5 +31,5 @@ def stated(tokens: str | None, cluster: str | None, case: str | None) -> Mapping
         read(cluster, PRESETS)
         words["cluster"] = cluster if cluster in PRESETS else str(Path(cluster).resolve())
     if case is not None:
-        words["case"] = case
+        words["case"] = str(read_case(case))
     return words

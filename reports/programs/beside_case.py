@@ -6,6 +6,7 @@ from collections import Counter
 
 import pandas as pd
 
+from harness.cases import read_case
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import ShardproofError
 from harness.predicting.cluster_presets import PRESETS
@@ -14,7 +15,6 @@ from harness.predicting.forecast import forecast
 from harness.protocols import CaseLike
 from harness.subject import named, named_axes, stated
 from harness.terms import closed_forms
-from reports.predicting.planning import candidate
 from reports.programs.figures import median
 from reports.programs.speed import step_s
 from reports.stored.frames import Run
@@ -35,7 +35,7 @@ def beside(run: Run) -> tuple[pd.DataFrame, str]:
     if not text:
         return pd.DataFrame(), ""
     try:
-        case = _case(text)
+        case = read_case(text)
         predicted = _predicted(case)
         time = _time(run, case)
     except ShardproofError as problem:
@@ -49,13 +49,6 @@ def beside(run: Run) -> tuple[pd.DataFrame, str]:
     ]
     names = ["op", "group_size", "calls", "payload_bytes", "predicted_calls", "predicted_bytes"]
     return pd.DataFrame(rows, columns=names), time
-
-
-def _case(text: str) -> CaseLike:
-    found = candidate(text, text, named(_SUBJECT).call)
-    if found.case is None:
-        raise ShardproofError(found.reason)
-    return found.case
 
 
 def _predicted(case: CaseLike) -> dict[_Kind, tuple[float, float]]:
