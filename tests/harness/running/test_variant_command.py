@@ -12,7 +12,7 @@ from reference.case import Case
 from reports.options import request as request_command
 from reports.stored import frames
 from tests.harness.command_line import CommandLine, command_line
-from tests.reports.map_figures import map_flaws
+from tests.reports.pages.map_figures import map_flaws
 
 SMALL = "family=internlm2 vocab=264 layers=1 steps=1 micro=1 seq=8 heads=4 kv_heads=2 hidden=16 ffn=32 tp=2"
 

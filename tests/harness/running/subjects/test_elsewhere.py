@@ -17,7 +17,7 @@ from reports.stored import frames
 from tests.harness.command_line import ONE, CommandLine, command_line
 from tests.harness.toy_subjects import wrong
 
-ME = "tests.harness.running.test_elsewhere:"
+ME = "tests.harness.running.subjects.test_elsewhere:"
 
 
 def going(case: Case, device: torch.device) -> Mapping[str, Tensor]:

@@ -1,6 +1,6 @@
 """Pairs of real runs compared: equal ones, which must hold every limit, and ones with a phase that really takes longer.
 
-    python -m tests.reports.slowed --pairs 20 --share 0.3 --out DIR
+    python -m tests.reports.comparing.slowed --pairs 20 --share 0.3 --out DIR
 
 Runs the cases again and again. The second run of a pair is the same, or every rank does idle work in the backward of
 one module so that this phase takes `share` longer than it took in the run before. Prints a line a pair and the counts.
@@ -90,7 +90,7 @@ def stored(out: Path, cases: tuple[str, ...], wait_us: int) -> tuple[Snapshot, f
     Only the ledger is checked: it is all that is compared.
     """
     start_s, start_busy_s = time.perf_counter(), time.process_time()
-    with Prover.on(f"tests.reports.slowed:slowed_{wait_us}", "2", out=out) as prover:
+    with Prover.on(f"tests.reports.comparing.slowed:slowed_{wait_us}", "2", out=out) as prover:
         for case in cases:
             prover.holds(Case.parse(case), "ledger")
     return side(str(out / "latest")), (time.process_time() - start_busy_s) / (time.perf_counter() - start_s)

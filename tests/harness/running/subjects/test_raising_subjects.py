@@ -22,7 +22,7 @@ from parallel.subject import subject
 from reference.case import Case
 from tests.harness.command_line import ONE, CommandLine, command_line
 
-ME = "tests.harness.running.test_raising_subjects:"
+ME = "tests.harness.running.subjects.test_raising_subjects:"
 SMALL = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
 
 

@@ -148,7 +148,9 @@ def test_the_ci_page_gets_the_table(shardproof: CommandLine, monkeypatch: pytest
 
 
 def test_ctrl_c_ends_with_130_and_leaves_what_was_finished(shardproof: CommandLine) -> None:
-    status, out, err = shardproof("run", ONE, f"{ONE} seed=1", "--subject", "tests.reports.test_cli:interrupting")
+    status, out, err = shardproof(
+        "run", ONE, f"{ONE} seed=1", "--subject", "tests.reports.commands.test_cli:interrupting"
+    )
     assert status == 130
     assert "Traceback" not in out + err
     assert "shardproof: interrupted" in err
@@ -170,11 +172,11 @@ def measured(arguments: list[str]) -> int:
 
 def test_bench_hands_over_to_the_benchmarks(shardproof: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert callable(resolve(run_command.BENCH)), "the real ones are where the command looks"
-    monkeypatch.setattr(run_command, "BENCH", "tests.reports.test_cli:measured")
+    monkeypatch.setattr(run_command, "BENCH", "tests.reports.commands.test_cli:measured")
     assert shardproof("bench") == (1, "measured []\n", "")
     assert shardproof("bench", "--out", "there") == (1, "measured ['--out', 'there']\n", "")
     assert callable(resolve(run_command.FAULT_TABLE))
-    monkeypatch.setattr(run_command, "FAULT_TABLE", "tests.reports.test_cli:measured")
+    monkeypatch.setattr(run_command, "FAULT_TABLE", "tests.reports.commands.test_cli:measured")
     assert shardproof("bench", "--faults", "--out", "there") == (1, "measured ['--out', 'there']\n", "")
 
 

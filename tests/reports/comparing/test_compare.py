@@ -16,8 +16,8 @@ from reports.comparing.limits import breaches, limits
 from reports.stored.frames import load
 from tests.harness.command_line import CommandLine, command_line
 from tests.reports import sample_run
-from tests.reports.slowed import MODULE
-from tests.reports.slowed import stored as stored_slowed
+from tests.reports.comparing.slowed import MODULE
+from tests.reports.comparing.slowed import stored as stored_slowed
 from tests.reports.toy_traffic import WAYS, stored
 
 

@@ -193,7 +193,7 @@ def test_a_place_without_links_loses_the_link_and_says_so(tmp_path: Path) -> Non
 _WRITER = """
 import sys
 from pathlib import Path
-from tests.harness.running.test_store import CASE, finished, opened
+from tests.harness.running.stored.test_store import CASE, finished, opened
 store = opened(Path(sys.argv[1]))
 store.plan([{"case": CASE, "mode": "tp", "world_size": 2}])
 print(store.path, flush=True)

@@ -42,7 +42,9 @@ def interrupted(folder: Path, program: Callable[..., int], *words: object) -> tu
 
 def test_the_cases_finished_before_are_stored_and_printed(tmp_path: Path) -> None:
     cases = [TWO_LAYERS, f"{TWO_LAYERS} seed=1", f"{TWO_LAYERS} seed=2"]
-    status, out, err = interrupted(tmp_path, main, [*_RUN, "tests.harness.running.interrupted:slow_second", *cases])
+    status, out, err = interrupted(
+        tmp_path, main, [*_RUN, "tests.harness.running.stored.interrupted:slow_second", *cases]
+    )
     assert status == 130
     assert "interrupted" in err and "Traceback" not in err
     rows = [line for line in out.splitlines() if line.startswith("tp ")]
@@ -52,7 +54,7 @@ def test_the_cases_finished_before_are_stored_and_printed(tmp_path: Path) -> Non
 
 
 def test_a_run_is_reported_whole_when_its_script_is_interrupted(tmp_path: Path) -> None:
-    command = [*_RUN, "tests.harness.running.interrupted:slow_shrink", TWO_LAYERS, "--emit-repro", "repro.py"]
+    command = [*_RUN, "tests.harness.running.stored.interrupted:slow_shrink", TWO_LAYERS, "--emit-repro", "repro.py"]
     status, out, err = interrupted(tmp_path, main, command)
     assert status == 130 and "Traceback" not in err
     assert "\nwhat:" in out and "note: repro.py was not written: interrupted" in out
@@ -63,7 +65,7 @@ def test_both_processes_of_the_default_run_are_interrupted(tmp_path: Path) -> No
     if (os.cpu_count() or 1) < 2:
         pytest.skip("one processor: no second process")
     cases = [f"{TWO_LAYERS} seed={seed}" for seed in (2, 1, 3, 4, 5, 6)]  # the first two are the second process's
-    status, out, err = interrupted(tmp_path, default_run, "tests.harness.running.interrupted:slow_second", cases)
+    status, out, err = interrupted(tmp_path, default_run, "tests.harness.running.stored.interrupted:slow_second", cases)
     assert status == 130 and "Traceback" not in err
     verdicts = load(tmp_path / "runs" / "latest").verdicts
     finished = verdicts["case"].nunique()

@@ -15,8 +15,8 @@ import pytest
 from reports.commands.cli import main
 from reports.stored.frames import load
 from tests.project.test_readme import FIRST_SCREEN, table_rows
-from tests.reports.page_figures import compared
-from tests.reports.test_page_in_a_browser import CHROMIUM, SCHEMES, audited, browse, needs_axe
+from tests.reports.pages.page_figures import compared
+from tests.reports.pages.test_page_in_a_browser import CHROMIUM, SCHEMES, audited, browse, needs_axe
 
 pytestmark = pytest.mark.slow
 CASES = 53

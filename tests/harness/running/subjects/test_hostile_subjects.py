@@ -123,9 +123,8 @@ def what(result: CaseResult) -> str:
 
 def test_sys_exit_without_an_outcome_is_a_failure_that_names_it(engine: InprocEngine) -> None:
     line = what(told(engine, leaving))
-    assert line.startswith(
-        "rank 1 of 2 raised SystemExit: left with status 0 (sys.exit) and returned nothing, at tests/harness/running/"
-    )
+    at = "returned nothing, at tests/harness/running/subjects/"
+    assert line.startswith(f"rank 1 of 2 raised SystemExit: left with status 0 (sys.exit) and {at}")
     assert line.endswith(" in leaving (check run)")
 
 

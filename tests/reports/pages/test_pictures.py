@@ -14,8 +14,8 @@ from reports.pages import bars, page
 from reports.stored import spread
 from reports.stored.frames import Run, load
 from tests.reports import sample_run
-from tests.reports.map_figures import map_flaws
-from tests.reports.page_figures import compared
+from tests.reports.pages.map_figures import map_flaws
+from tests.reports.pages.page_figures import compared
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""The run folder while a run is written, interrupted or killed."""

@@ -1,0 +1,1 @@
+"""Tests of single commands: requests, output, exit status."""

@@ -1,0 +1,1 @@
+"""Tests of reading runs: frames, summaries, former layouts, torn and hostile files."""
