@@ -8,12 +8,13 @@ the broadcasts of the data. Terms count a whole run: all steps and micro-batches
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from parallel.batch import SIZES_PER_KEY, keys_sent
 from parallel.layout import Placement, local_shape
 from parallel.mesh import axis_size, coordinates
+from parallel.schedules.recompute import computed_again, ends_of_units
 from parallel.schedules.stages import Stage
 from reference.case import Case
 
@@ -30,6 +31,8 @@ __all__ = [
     "loss_terms",
     "per_micro",
     "per_step",
+    "repeated",
+    "saved_terms",
     "split_embedding_terms",
     "step_terms",
 ]
@@ -118,6 +121,28 @@ def activation_terms(case: Case, phase: str, region: str, *ops: str, hidden: boo
     """In every micro-batch, one call of each op over tp, each with the payload of one whole activation."""
     for op in ops:
         yield from per_micro(case, phase, region, op, activation_bytes(case), hidden=hidden)
+
+
+def repeated(case: Case, terms: Iterable[Term], *, core: bool = False) -> Iterator[Term]:
+    """Forward calls, and those of them that are issued once more where backward computes a layer again; of a `core` of
+    attention too where that alone is computed again. `early_stop` leaves out what ends a unit.
+    """
+    again, ends = computed_again(case), ends_of_units(case) if case.early_stop else ()
+    everywhere = core and case.recompute == "selective"
+    for term in terms:
+        yield term
+        _, layer, leaf = [*term.region.split(".", 2), "", ""][:3]
+        ending = leaf == "mlp.w2" and int(layer) in ends
+        if term.phase == "forward" and layer and (everywhere or int(layer) in again) and not ending:
+            yield replace(term, phase="recompute")
+
+
+def saved_terms(case: Case) -> Iterator[Term]:
+    """The gather of every unit's input as it is computed again (distribute_saved): one whole activation, issued by the
+    linear whose backward is the first to need something of the unit.
+    """
+    for layer in sorted(ends_of_units(case)) if case.distribute_saved else ():
+        yield from activation_terms(case, "recompute", f"layers.{layer}.mlp.w2", "all_gather")
 
 
 def loss_dtype(case: Case) -> str:

@@ -19,7 +19,7 @@ from parallel.expectation import Term, Terms
 from parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
 from parallel.layers.metric import Metric
 from parallel.layout import Box, Placement, pieces
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
 from parallel.schedules.stages import Stage
 from reference.case import Case
 
@@ -45,7 +45,8 @@ class Parts:
     column linear, the other way round for a row linear. `embedding` takes (tokens [B,S], positions [B,S]), `head`
     takes (hidden states, embedding weight). `loss` gives every token's loss from (logits, labels), both in the
     strategy's layout. `local` is this rank's part of a delivered micro-batch. `stage` is this rank's of a pipeline,
-    None where it holds the whole model.
+    None where it holds the whole model. `saved_over` is the axis whose ranks share the saved inputs of recomputed
+    layers, None where each rank saves them whole.
     """
 
     linear: Callable[[str], nn.Module]
@@ -56,6 +57,7 @@ class Parts:
     exchange: Exchange = direct
     local: Callable[[Delivered], Delivered] = _same
     stage: Stage | None = None
+    saved_over: Axis | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,15 +6,19 @@ layers.{i}.attention_norm, layers.{i}.attention.wqkv ..., final_norm, head. Hidd
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from parallel.batch import Delivered
 from parallel.layers.attention import Attention, HeadShape, rotary_table
 from parallel.layers.mlp import Mlp
 from parallel.layers.norm import Norm
+from parallel.layers.recompute import computed_later_again
 from parallel.layers.roles import attention_linears, head_norms, mlp_linears
+from parallel.schedules.recompute import units
 from parallel.strategy import Parts, Strategy
 from reference.case import Case
 from reference.model.parameters import dtype_of
@@ -40,7 +44,7 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """The model of one rank: all of it, or its pipeline stage's part under the names of the whole.
 
-    `recompute=full` runs every layer again in backward, last collective included.
+    Backward computes the units of `recompute=full` again, which are the first layers here, or all of them.
     """
 
     def __init__(self, case: Case, strategy: Strategy, parts: Parts, device: torch.device) -> None:
@@ -55,6 +59,8 @@ class Transformer(nn.Module):
                 for index in (range(case.layers) if stage is None else stage.layers)
             }
         )
+        self.units = units(case, [int(layer) for layer in self.layers])
+        self.saved_over = parts.saved_over
         if self.ends:
             self.final_norm = _norm(case, case.hidden, device)
             self.head = parts.head()
@@ -71,26 +77,26 @@ class Transformer(nn.Module):
         table = None
         if self.case.positions == "rope":
             table = rotary_table(batch.positions, self.case.head_dim, x.dtype)
-        for layer in self.layers.values():
-            if self.case.recompute == "full" and torch.is_grad_enabled():
-                # No early stop: Megatron's checkpoint repeats a layer to its end (modes.md 4.3). No RNG: no dropout.
-                x = checkpoint(
-                    layer,
-                    x,
-                    table,
-                    batch.attention_mask,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                    early_stop=False,
-                )
-            else:
-                x = layer(x, table, batch.attention_mask)
+        for unit in self.units if torch.is_grad_enabled() else ():
+            through = partial(self._through, unit, table, batch.attention_mask)
+            x = computed_later_again(through, x, early_stop=self.case.early_stop, distribute=self.saved_over)
+        held = [int(layer) for layer in self.layers]
+        rest = held[sum(map(len, self.units)) :] if torch.is_grad_enabled() else held
+        x = self._through(rest, table, batch.attention_mask, x)
         if not self.ends:
             return x
         tables = self.head if self.embedding is None else self.embedding.get_submodule("tokens")
         tied = tables.weight  # gathered, it is no parameter
         logits: Tensor = self.head(self.final_norm(x), tied)
         return logits
+
+    def _through(
+        self, layers: Sequence[int], table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None, x: Tensor
+    ) -> Tensor:
+        """Hidden states behind these layers."""
+        for layer in layers:
+            x = self.layers[str(layer)](x, table, hidden_B1SS)
+        return x
 
 
 def _layer(case: Case, strategy: Strategy, parts: Parts, device: torch.device, index: int) -> Layer:

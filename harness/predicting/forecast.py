@@ -5,10 +5,12 @@ the cluster (harness.predicting.timeline); a step is `micro` times that micro-ba
 once.
 
 A deep model is measured at two depths: every further layer adds the same calls, FLOPs and bytes, so that all is a
-straight line in the depth. `whole` runs the model itself beside that, for times and ledger; memory is always that of
-the line, from two micro-batches, because the second meets the gradients of the first. With `states` (AdamW in mixed
-precision) gradients and optimizer are by formula instead, since the program trains with those of its own dtype: its
-peak, less its gradients, plus theirs. Units: seconds, bytes, FLOPs; bytes of calls are payloads of one rank in a step.
+straight line in the depth; a case whose first layers differ, or whose layers repeat in units, states it as
+`repeating_layers`, (how many differ, layers of a unit). `whole` runs the model itself beside that, for times and
+ledger; memory is always that of the line, from two micro-batches, because the second meets the gradients of the first.
+With `states` (AdamW in mixed precision) gradients and optimizer are by formula instead, since the program trains with
+those of its own dtype: its peak, less its gradients, plus theirs. Units: seconds, bytes, FLOPs; bytes of calls are
+payloads of one rank in a step.
 """
 
 from __future__ import annotations
@@ -147,12 +149,14 @@ def forecast(
         raise RequestError(f"pp={stages}: {rule}; legal: pp=1")
     cluster.device.flops_per_s(case.dtype)
     layers = int(getattr(case, "layers", 0))
-    depths = DEPTHS if layers > DEPTHS[1] else ()
+    first, unit = getattr(case, "repeating_layers", (0, 1))
+    low, high = (first + unit * depth for depth in DEPTHS)
+    depths = (low, high) if layers > high else ()
     two = 2 if states else min(2, case.micro)  # float32 gradients are there from the first micro-batch on
     at = [case.but(layers=depth) for depth in depths] or [case]
     line: _Parts = [
         (weight, _sample(each, two, subject, cluster, engine, timeout_s))
-        for weight, each in zip(_line(layers) if depths else (1.0,), at, strict=True)
+        for weight, each in zip(_line(layers, low, high) if depths else (1.0,), at, strict=True)
     ]
     apart = whole and (bool(depths) or two > case.micro)
     itself: _Parts = [(1.0, _sample(case, 1, subject, cluster, engine, timeout_s))] if apart else line
@@ -265,9 +269,8 @@ def _memory(line: _Parts, states: States | None) -> Memory:
     return Memory(**sizes)
 
 
-def _line(layers: int) -> tuple[float, float]:
+def _line(layers: int, low: int, high: int) -> tuple[float, float]:
     """The weights of the two measured depths in the straight line through them, at this many layers."""
-    low, high = DEPTHS
     share = (layers - low) / (high - low)
     return 1 - share, share
 

@@ -14,6 +14,7 @@ sums over dp_cp, divided once by the number of tokens of all (around.md 14.3).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from parallel.context.gathered import gathered_attention, gathered_transfers
 from parallel.context.ring import ring_attention, ring_transfers
 from parallel.context.slices import Slices, contiguous, sliced, zigzag
 from parallel.context.transfers import Transfer
-from parallel.expectation import ITEM_BYTES, Term, loss_dtype, per_micro, step_terms
+from parallel.expectation import ITEM_BYTES, Term, loss_dtype, per_micro, repeated, step_terms
 from parallel.layout import Cut, Placement
 from parallel.mesh import Mesh
 from parallel.strategy import Parts, Strategy
@@ -131,20 +132,17 @@ def _transfers(case: Case) -> Iterator[Transfer]:
 
 def _terms(case: Case) -> Iterator[Term]:
     """A core that is computed again repeats its forward calls."""
-    transfers = [*_transfers(case)]
-    if case.recompute != "none":
-        transfers += [replace(each, phase="recompute") for each in transfers if each.phase == "forward"]
-    for layer in range(case.layers):
-        for each in transfers:
-            yield from per_micro(
-                case,
-                each.phase,
-                f"layers.{layer}.attention",
-                each.op,
-                each.payload_bytes,
-                axis=_AXES[each.axis],
-                reduce_op=each.reduce_op,
-                dtype=loss_dtype(case) if each.wide else case.dtype,
-                calls=each.calls,
-                hidden=each.hidden and case.overlap,
-            )
+    for layer, each in itertools.product(range(case.layers), _transfers(case)):
+        terms = per_micro(
+            case,
+            each.phase,
+            f"layers.{layer}.attention",
+            each.op,
+            each.payload_bytes,
+            axis=_AXES[each.axis],
+            reduce_op=each.reduce_op,
+            dtype=loss_dtype(case) if each.wide else case.dtype,
+            calls=each.calls,
+            hidden=each.hidden and case.overlap,
+        )
+        yield from repeated(case, terms, core=True)

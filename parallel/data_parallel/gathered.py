@@ -28,6 +28,7 @@ from parallel.data_parallel.rows import Unit, padded_rows
 from parallel.data_parallel.words import REPLICAS, gradient_dtype, shard_axis, trained_dtype, unit_of
 from parallel.layout import Cut, Placement, shard
 from parallel.mesh import Axis
+from parallel.schedules.recompute import computed_again
 from parallel.strategy import Rank
 from reference.case import Case
 from reference.model.parameters import dtype_of
@@ -101,6 +102,7 @@ class _Gathered:
         self._came = 0
         self._kept: list[Tensor] = []
         self._drops = case.zero == 3 and module != ""
+        self._recomputed = module in {f"layers.{layer}" for layer in computed_again(case)}
         used = model.get_submodule(module)
         used.forward = functools.partial(self._forward, used.forward)
 
@@ -145,7 +147,7 @@ class _Gathered:
     def _forward(self, forward: Callable[..., Any], *args: Any) -> Any:
         """The unit's forward with whole parameters in the places of its shards."""
         wholes = _Gather.apply(self, *self.shards.values())
-        again = self._drops and self._case.recompute != "full" and torch.is_grad_enabled()
+        again = self._drops and not self._recomputed and torch.is_grad_enabled()
         for whole, (owner, leaf) in zip(wholes, self._owners.values(), strict=True):
             owner.__dict__[leaf] = whole  # found before the parameter, which stays registered
         try:

@@ -27,6 +27,7 @@ from parallel.expectation import ITEM_BYTES, Term, Terms, loss_dtype, per_micro,
 from parallel.layers.roles import attention_linears, head_norms, mlp_linears
 from parallel.layout import local_shape
 from parallel.mesh import axis_size, coordinates
+from parallel.schedules.recompute import computed_again
 from parallel.strategy import Strategy
 from reference.case import Case
 
@@ -97,13 +98,14 @@ def data_parallel_terms(strategy: Strategy, case: Case) -> Iterator[Term]:
     """What data parallelism adds to every micro-batch."""
     if case.zero < 2:
         return
-    again = "recompute" if case.recompute == "full" else "backward"
+    again = {f"layers.{layer}" for layer in computed_again(case)}
     for module, unit in _units(case, _local_shapes(strategy, case)).items():
         axis, gathered = shard_axis(case), ITEM_BYTES[case.dtype] * unit.elements
         reduced = ITEM_BYTES[_dtype(case)] * unit.elements
         yield from per_micro(case, "forward", module, "all_gather", gathered, axis=axis)
         if case.zero == 3 and module:
-            yield from per_micro(case, again, module, "all_gather", gathered, axis=axis)
+            phase = "recompute" if module in again else "backward"
+            yield from per_micro(case, phase, module, "all_gather", gathered, axis=axis)
         yield from per_micro(case, "backward", module, "reduce_scatter", reduced, axis=axis, dtype=_dtype(case))
 
 

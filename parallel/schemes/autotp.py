@@ -53,6 +53,7 @@ from parallel.expectation import (
     activation_terms,
     delivery_terms,
     per_micro,
+    repeated,
     step_terms,
 )
 from parallel.layers.embedding import WholeEmbedding
@@ -218,9 +219,7 @@ def _expected(case: Case) -> Iterator[Term]:
     is whole; backward C*L and the head's; recompute 2L."""
     yield from delivery_terms(case)
     for linear in row_linears(case):
-        yield from activation_terms(case, "forward", linear, "all_reduce")
-        if case.recompute == "full":
-            yield from activation_terms(case, "recompute", linear, "all_reduce")
+        yield from repeated(case, activation_terms(case, "forward", linear, "all_reduce"))
     for linear in column_linears(case):
         yield from activation_terms(case, "backward", linear, "all_reduce", hidden=case.overlap)
     yield from _head_terms(case)

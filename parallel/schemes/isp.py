@@ -49,9 +49,11 @@ from parallel.expectation import (
     loss_dtype,
     loss_terms,
     per_micro,
+    repeated,
     step_terms,
 )
 from parallel.layers.roles import attention_linears, mlp_linears
+from parallel.schedules.recompute import computed_again
 from parallel.schemes import weight_parallel
 from parallel.strategy import Strategy
 from reference.case import Case
@@ -84,7 +86,7 @@ def _weight(case: Case, region: str, payload_bytes: int, *, hidden: bool = False
 class _Call:
     """One gather of block weights: what travels, and the linears that start it forward and backward.
 
-    `ahead`: whether a product lies between issue and use, forward and backward.
+    `ahead`: whether a product lies between issue and use, forward and backward. `again`: its block is recomputed.
     """
 
     payload_bytes: int
@@ -92,6 +94,7 @@ class _Call:
     forward: str
     backward: str
     ahead: tuple[bool, bool]
+    again: bool
 
 
 def _block_weights(case: Case) -> Iterator[Term]:
@@ -104,7 +107,7 @@ def _block_weights(case: Case) -> Iterator[Term]:
             yield from per_micro(case, phase, linear, "all_gather", size, axis="wp", hidden=ahead[phase])
         hidden = case.overlap and not case.fuse_weights
         yield from per_micro(case, "backward", call.owner, "reduce_scatter", size, axis="wp", hidden=hidden)
-        if case.recompute == "full" and not shared:
+        if call.again and not shared:
             yield from per_micro(case, "recompute", call.owner, "all_gather", size, axis="wp")
 
 
@@ -113,16 +116,25 @@ def _calls(case: Case) -> Iterator[_Call]:
     blocks = [_linears(case, layer) for layer in range(case.layers)]
     order = list(itertools.chain(*blocks))
     following = dict(zip(order, [*order[1:], order[-1]], strict=True))
-    recomputed, last = case.recompute == "full", case.layers - 1
-    by_block = case.fuse_weights or (case.overlap and recomputed)
+    again, last = computed_again(case), case.layers - 1
     for layer, linears in enumerate(blocks):
         later = blocks[min(layer + 1, case.layers - 1)] if case.overlap else linears
         before = f"layers.{layer - 1}.attention.wo" if layer else linears[0]
+        recomputed = layer in again
+        by_block = case.fuse_weights or (case.overlap and recomputed)
         if case.fuse_weights:
             size = sum(itertools.chain(*(_bytes(case, full, linear) for linear in linears)))
             forward = before if case.overlap else linears[0]
             ahead = case.overlap and layer > 0, case.overlap and (not recomputed or layer < last)
-            yield _Call(payload_bytes=size, owner=linears[0], forward=forward, backward=later[-1], ahead=ahead)
+            backward = later[-1]
+            yield _Call(
+                payload_bytes=size,
+                owner=linears[0],
+                forward=forward,
+                backward=backward,
+                ahead=ahead,
+                again=recomputed,
+            )
             continue
         for linear in linears:
             one_by_one = following[linear] if case.overlap else linear
@@ -135,7 +147,14 @@ def _calls(case: Case) -> Iterator[_Call]:
                 case.overlap and (not by_block or layer < last or not waits),
             )
             for size in _bytes(case, full, linear):
-                yield _Call(payload_bytes=size, owner=linear, forward=forward, backward=backward, ahead=ahead)
+                yield _Call(
+                    payload_bytes=size,
+                    owner=linear,
+                    forward=forward,
+                    backward=backward,
+                    ahead=ahead,
+                    again=recomputed,
+                )
 
 
 def _linears(case: Case, layer: int) -> list[str]:
@@ -156,9 +175,9 @@ def _exchanges(case: Case) -> Iterator[Term]:
     tokens, item = case.slice_tokens // case.tp, ITEM_BYTES[case.dtype]
     q = tokens * case.heads * case.head_dim * item
     kv = tokens * 2 * max(case.kv_heads, case.tp) * case.head_dim * item
-    phases = ("forward", "backward", "recompute") if case.recompute == "full" else ("forward", "backward")
-    for layer, phase, size in itertools.product(range(case.layers), phases, (q, kv, q)):
-        yield from per_micro(case, phase, f"layers.{layer}.attention", "all_to_all", size)
+    for layer, size in itertools.product(range(case.layers), (q, kv, q)):
+        yield from repeated(case, per_micro(case, "forward", f"layers.{layer}.attention", "all_to_all", size))
+        yield from per_micro(case, "backward", f"layers.{layer}.attention", "all_to_all", size)
 
 
 def _logits(case: Case) -> Iterator[Term]:

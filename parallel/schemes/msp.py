@@ -36,6 +36,7 @@ from parallel.expectation import (
     activation_terms,
     delivery_terms,
     logits_terms,
+    repeated,
     split_embedding_terms,
     step_terms,
 )
@@ -52,11 +53,10 @@ def _expected(case: Case) -> Iterator[Term]:
     reduce-scatters, loss 3; backward 2L+1 all-gathers, C*L+1 reduce-scatters; recompute C*L and 2L."""
     yield from delivery_terms(case)
     yield from split_embedding_terms(case)
-    for phase in ("forward", "recompute") if case.recompute == "full" else ("forward",):
-        for linear in column_linears(case):
-            yield from activation_terms(case, phase, linear, "all_gather")
-        for linear in row_linears(case):
-            yield from activation_terms(case, phase, linear, "reduce_scatter")
+    for linear in column_linears(case):
+        yield from repeated(case, activation_terms(case, "forward", linear, "all_gather"))
+    for linear in row_linears(case):
+        yield from repeated(case, activation_terms(case, "forward", linear, "reduce_scatter"))
     yield from activation_terms(case, "forward", "head", "all_gather")
     yield from logits_terms(case)
     for linear in [*column_linears(case), "head"]:

@@ -152,4 +152,5 @@ def parts(
             fused=case.cross_entropy == "fused",
         )
 
-    return Parts(linear=linear, embedding=embedding, head=head, loss=loss)
+    saved_over = axis if case.distribute_saved else None
+    return Parts(linear=linear, embedding=embedding, head=head, loss=loss, saved_over=saved_over)

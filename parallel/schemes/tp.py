@@ -31,6 +31,8 @@ from parallel.expectation import (
     activation_terms,
     delivery_terms,
     logits_terms,
+    repeated,
+    saved_terms,
     step_terms,
 )
 from parallel.layers.roles import column_linears, row_linears
@@ -46,9 +48,8 @@ def _expected(case: Case) -> Iterator[Term]:
     yield from delivery_terms(case)
     yield from activation_terms(case, "forward", "embedding", "all_reduce")
     for linear in row_linears(case):
-        yield from activation_terms(case, "forward", linear, "all_reduce")
-        if case.recompute == "full":
-            yield from activation_terms(case, "recompute", linear, "all_reduce")
+        yield from repeated(case, activation_terms(case, "forward", linear, "all_reduce"))
+    yield from saved_terms(case)
     yield from logits_terms(case)
     for linear in [*column_linears(case), "head"]:
         yield from activation_terms(case, "backward", linear, "all_reduce", hidden=case.overlap)

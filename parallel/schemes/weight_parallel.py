@@ -25,6 +25,7 @@ from parallel.layers.roles import is_column, is_row
 from parallel.layers.ulysses import by_all_to_all
 from parallel.layout import Cut, Placement, local_shape
 from parallel.mesh import Axis, Mesh
+from parallel.schedules.recompute import computed_again
 from parallel.strategy import Parts
 from parallel.weights.linear import WeightLinear
 from parallel.weights.prefetch import Gathers, PrefetchPlan
@@ -100,7 +101,7 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
     """The strategy of a case on one rank."""
     sequence, weights = mesh.axis("tp"), mesh.axis("wp")
     places, dtype = placements(case), dtype_of(case)
-    plan = PrefetchPlan(ahead=case.overlap, fused=case.fuse_weights, recompute=case.recompute == "full")
+    plan = PrefetchPlan(ahead=case.overlap, fused=case.fuse_weights, recompute=computed_again(case))
     gathers = Gathers(weights, plan)
 
     def own(name: str) -> tuple[int, ...] | None:

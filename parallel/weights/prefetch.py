@@ -22,7 +22,7 @@ recomputed blocks prefetch the block before and keep their weights, `layer_fuse_
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,16 +43,15 @@ _PREFETCHING = "wo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchPlan:
-    """The first columns of the table above."""
+    """The first columns of the table above; `recompute` are the blocks that are recomputed."""
 
     ahead: bool
     fused: bool
-    recompute: bool
+    recompute: Container[int]
 
-    @property
-    def by_block(self) -> bool:
-        """Is a block gathered as a whole in backward?"""
-        return self.fused or (self.ahead and self.recompute)
+    def by_block(self, block: int) -> bool:
+        """Is this block gathered as a whole in backward?"""
+        return self.fused or (self.ahead and block in self.recompute)
 
 
 @dataclass(slots=True)
@@ -164,7 +163,7 @@ class Gathers:
     @contextmanager
     def look_back(self, seat: Seat) -> Iterator[None]:
         """See `Seat.look_back`. The gathers start before the block runs again, so that both passes can use them."""
-        if self.plan.by_block and self._is_last(seat) and seat.number not in self._loans:
+        if self.plan.by_block(seat.block) and self._is_last(seat) and seat.number not in self._loans:
             self._start(self._blocks[seat.block], again=True)
         self._recomputing = True
         try:
@@ -176,10 +175,11 @@ class Gathers:
         """See `Seat.backward`; starts what comes before this seat too."""
         if seat.number not in self._loans:
             self._start([seat])
-        if self.plan.ahead and not self.plan.by_block:
-            self._start(self._seats[max(seat.number - 1, 0) : seat.number])
-        elif self.plan.ahead and self._is_last(seat):
+        if self.plan.ahead and self._is_last(seat) and self.plan.by_block(seat.block - 1):
             self._start(self._blocks.get(seat.block - 1, []), again=True)
+        before = self._seats[max(seat.number - 1, 0) : seat.number]
+        if self.plan.ahead and before and not self.plan.by_block(before[0].block):
+            self._start(before)
         return lambda: self._take(seat)
 
     def _is_last(self, seat: Seat) -> bool:
@@ -187,7 +187,7 @@ class Gathers:
 
     def _start(self, seats: Sequence[Seat], *, again: bool = False) -> None:
         """Issue the gathers of these seats, in this order on every rank. `again`: a recompute will use them too."""
-        uses = 2 if again and self.plan.recompute else 1
+        uses = 2 if again and seats and seats[0].block in self.plan.recompute else 1
         if not self.plan.fused:
             for seat in seats:
                 pending = [start_all_gather(x.detach(), self.axis, dim=0, overlap=self.plan.ahead) for x in seat.shards]

@@ -103,6 +103,10 @@ class Case:
     cross_entropy: str = word("unfused", "one all-reduce for each term of the loss, or one for all")
     fuse_weights: bool = word(False, "gather the weights of a layer in one call (mode=isp)")
     recompute: str = word("none", "what backward computes again: nothing, the attention core, whole layers")
+    recompute_method: str = word("uniform", "recompute=full: all layers in equal units, or the first of every stage")
+    recompute_layers: int = word(1, "layers of a unit (recompute_method=uniform), or of a stage (block)")
+    distribute_saved: bool = word(False, "tensor-parallel ranks share the saved inputs of units (mode=tp|mtp)")
+    early_stop: bool = word(False, "recompute ends with the last tensor that backward needs (torch's default)")
     overlap: bool = word(True, "collectives run while the rank computes; false awaits each at once")
     zero: int = word(
         0,
@@ -228,6 +232,13 @@ class Case:
     def slice_tokens(self) -> int:
         """Tokens of one micro-batch on one context rank: all of its data rank's without context parallelism."""
         return self.tokens // self.cp
+
+    @property
+    def repeating_layers(self) -> tuple[int, int]:
+        """How many first layers differ from the others in what they save, and how many of the others are alike as a
+        unit (recompute).
+        """
+        return (self.recompute_layers, 1) if self.recompute_method == "block" else (0, self.recompute_layers)
 
     @property
     def data_axis(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from reference.case.context import METHODS, ORDERS
 from reference.case.modes import MODES, mode_of, whose
 from reference.case.pipeline import SCHEDULES
+from reference.case.recompute import METHODS as RECOMPUTE_METHODS
 from reference.case.schemes import SCHEMES, Problem
 from reference.case.variants import VARIANTS, lack
 from reference.errors import CaseError
@@ -33,6 +34,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "head": ("parallel", "gather", "exchange", "local", "sum"),
     "cross_entropy": ("unfused", "fused"),
     "recompute": ("none", "selective", "full"),
+    "recompute_method": RECOMPUTE_METHODS,
     "optimizer": ("sgd", "adamw"),
     "grad_dtype": ("model", "float32"),
     "master": ("none", "float32"),

@@ -17,6 +17,8 @@ from reference.case.data_parallel import WORDS as DATA_PARALLEL_WORDS
 from reference.case.data_parallel import problems as data_parallel_problems
 from reference.case.pipeline import WORDS as PIPELINE_WORDS
 from reference.case.pipeline import problems as pipeline_problems
+from reference.case.recompute import WORDS as RECOMPUTE_WORDS
+from reference.case.recompute import problems as recompute_problems
 
 __all__ = ["SCHEMES", "Problem", "Scheme"]
 
@@ -41,5 +43,6 @@ SCHEMES: dict[str, Scheme] = {
     "context parallelism": Scheme(words=CONTEXT_WORDS, problems=context_problems, axis="cp"),
     "data parallelism": Scheme(words=DATA_PARALLEL_WORDS, problems=data_parallel_problems),
     "pipeline parallelism": Scheme(words={"pp": 1, **PIPELINE_WORDS}, problems=pipeline_problems, axis="pp"),
+    "recomputation": Scheme(words=RECOMPUTE_WORDS, problems=recompute_problems),
 }
 """Name -> the scheme."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from reference.case import Case
+from reference.case.recompute import WORDS as RECOMPUTE
 from reference.data.edges import shard_edges
 from reference.errors import CaseError
 
@@ -24,6 +25,7 @@ SPLIT: Mapping[str, Any] = {
     "cross_entropy": "unfused",
     "fuse_weights": False,
     "recompute": "none",
+    **RECOMPUTE,
     "overlap": True,
     "zero": 0,
     "bucket": 0,

@@ -18,6 +18,7 @@ from harness.engines.faults.races import Schedule
 from reference.case import Case, CaseError
 from reference.case.context import METHODS, ORDERS
 from reference.case.modes import MODES
+from reference.case.recompute import METHODS as RECOMPUTE_METHODS
 
 __all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
 
@@ -105,6 +106,7 @@ def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **
         words["layers"] = 1
     case = draw(cases(mode, worlds, **{**words, **fixed}))
     case = draw(_context(case))
+    case = case.but(**draw(_recompute(case))) if case.recompute == "full" else case
     case = case.but(**draw(_data_parallel(case))) if MODES[mode].data_parallel else case
     return case.but(order=draw(st.sampled_from((case.order, "dp-cp-tp", "cp-tp-dp")), label="order"))
 
@@ -129,6 +131,21 @@ def _context(draw: st.DrawFn, /, case: Case) -> Case:
         except CaseError:
             continue  # an exchange that its heads do not allow
     return draw(st.sampled_from(legal), label="cp_comm")
+
+
+@st.composite
+def _recompute(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
+    """Which layers are computed again, in which units, and what is saved of them."""
+    words: dict[str, Any] = {"recompute_method": draw(st.sampled_from(RECOMPUTE_METHODS), label="recompute_method")}
+    units = [size for size in range(1, case.layers + 1) if case.layers % size == 0]
+    if words["recompute_method"] == "block":
+        units = [1, 2, 4]
+    elif MODES[case.mode].gathers_weights:
+        units = [1]
+    words["recompute_layers"] = draw(st.sampled_from(units), label="recompute_layers")
+    if not MODES[case.mode].sequence and not MODES[case.mode].uneven:
+        words["distribute_saved"] = draw(st.booleans(), label="distribute_saved")
+    return words | {"early_stop": draw(st.booleans(), label="early_stop")}
 
 
 @st.composite

@@ -8,6 +8,7 @@ from __future__ import annotations
 from suites.mutants.catalogue.axes.context import CONTEXT
 from suites.mutants.catalogue.axes.data_parallel import DATA_PARALLEL
 from suites.mutants.catalogue.axes.pipelines import PIPELINES
+from suites.mutants.catalogue.axes.recompute import RECOMPUTE
 from suites.mutants.catalogue.collectives.boundaries import BOUNDARIES
 from suites.mutants.catalogue.collectives.exposed import EXPOSED
 from suites.mutants.catalogue.collectives.factors import FACTORS
@@ -40,7 +41,7 @@ FAMILIES: dict[str, tuple[Mutant, ...]] = {
     "layouts": (*LAYOUTS, *UNEVEN_LAYOUTS),
     "groups": GROUPS,
     "vocabulary_and_loss": VOCABULARY_AND_LOSS,
-    "overlap_and_buffers": (*OVERLAP_AND_BUFFERS, *EXPOSED),
+    "overlap_and_buffers": (*OVERLAP_AND_BUFFERS, *EXPOSED, *RECOMPUTE),
     "data_and_positions": (*DATA_AND_POSITIONS, *CONTEXT),
     "shared_data": SHARED_DATA,
     "optimizer_and_loop": OPTIMIZER_AND_LOOP,

@@ -270,8 +270,8 @@ MUTANTS = (
         modes=everywhere("recompute=full", TENSOR),
         changes=_one(
             "transformer",
-            'if self.case.recompute == "full" and torch.is_grad_enabled():',
-            'if self.case.recompute == "full" and torch.is_grad_enabled() and layer is not self.layers[0]:',
+            "x = computed_later_again(through, x, ",
+            "x = through(x) if unit[0] == 0 else computed_later_again(through, x, ",
         ),
         kills="ledger",
         phase="recompute|backward",

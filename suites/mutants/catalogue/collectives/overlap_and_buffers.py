@@ -194,7 +194,13 @@ OVERLAP_AND_BUFFERS = (
         stands_for="B-93: InternEvo PR #366, weights are gathered twice in backward, with the right result",
         modes={"isp": "recompute=full fuse_weights=false"},
         suite=OVERLAPPED,
-        changes=(_change("weights.prefetch", "uses = 2 if again and self.plan.recompute else 1", "uses = 1"),),
+        changes=(
+            _change(
+                "weights.prefetch",
+                "uses = 2 if again and seats and seats[0].block in self.plan.recompute else 1",
+                "uses = 1",
+            ),
+        ),
         kills="ledger",
         phase="backward|recompute",
         region="*",
@@ -220,9 +226,7 @@ OVERLAP_AND_BUFFERS = (
         stands_for="InternEvo's overlap lost: every gather is started where it is awaited",
         modes={"isp": "recompute!=full fuse_weights=false"},
         suite=OVERLAPPED,
-        changes=(
-            _change("weights.prefetch", "self._start(self._seats[max(seat.number - 1, 0) : seat.number])", "pass"),
-        ),
+        changes=(_change("weights.prefetch", "self._start(before)", "pass"),),
         kills="ledger",
         alone=True,
         phase="backward",

@@ -1,0 +1,42 @@
+"""Layers that backward computes again from their saved input (activation recomputation, arXiv:1604.06174).
+
+A unit of layers saves what enters it and nothing of what lies inside; when backward reaches the unit, all of it is
+computed again. Three things differ between systems:
+
+    end     to the unit's end, last collective included (Megatron-Core), or up to the last tensor that backward needs
+            (`early_stop`, torch's default): a sum behind the last product is not repeated
+    input   whole, or a flat part of 1/p on each of the p tensor-parallel ranks (`distribute`), gathered before the
+            unit is computed again (Megatron-Core's `distribute_saved_activations`)
+    states  random states are not restored: there is no dropout
+
+Source: Megatron-Core 0.16.1 `CheckpointFunction`, `TransformerBlock._checkpointed_forward`; torch `checkpoint` without
+reentrance (around.md 16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from parallel.collectives import all_gather, own_slice
+from parallel.mesh import Axis
+
+__all__ = ["computed_later_again"]
+
+
+def computed_later_again(
+    unit: Callable[[Tensor], Tensor], x: Tensor, *, early_stop: bool, distribute: Axis | None
+) -> Tensor:
+    """unit(x), of which x alone is saved: whole, or `distribute` names the axis whose ranks hold a part each."""
+    through, saved = unit, x
+    if distribute is not None and distribute.size > 1:
+        axis, shape, first = distribute, x.shape, [x]
+
+        def through(part: Tensor) -> Tensor:
+            return unit(first.pop() if first else all_gather(part, axis, dim=0).requires_grad_().view(shape))
+
+        saved = own_slice(x.detach().flatten(), axis, dim=0).clone()  # a part of the memory, not a view of all
+    y: Tensor = checkpoint(through, saved, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop)
+    return y

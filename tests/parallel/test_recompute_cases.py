@@ -1,0 +1,168 @@
+"""Recomputation in every form: the dense model's training, what is issued again by formula, and what is saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+
+from harness.checking.evidence import PASS
+from harness.engines.shapes.dry import DryEngine
+from harness.engines.threads.inproc import InprocEngine
+from harness.merging import merge
+from harness.predicting.cluster_presets import PRESETS
+from harness.predicting.forecast import EQUAL, forecast
+from harness.running.execution import execute
+from parallel.subject import subject
+from reference.case import Case, CaseError
+from suites.session.prover import Prover
+
+SIZES = "heads=6 kv_heads=3 hidden=24 ffn=42 vocab=390 batch=2 micro=3 lr=0.1 recompute=full"
+CASES = (
+    "mode=tp tp=3 layers=4 seq=7 recompute_layers=2 distribute_saved=true optimizer=adamw lr=0.01 clip=0.05",
+    "mode=tp-sp tp=3 layers=2 seq=9 dp=2 zero=3 recompute_method=block early_stop=true",
+    "mode=isp tp=3 wp=2 dp=2 layers=3 seq=6 steps=1 recompute_method=block recompute_layers=2",
+    "mode=tp tp=3 pp=2 layers=4 seq=7 recompute_method=block distribute_saved=true early_stop=true",
+)
+DEEP = tuple(
+    f"mode={mode} tp=3 layers=4 seq=12 {words} {form}"
+    for mode, words in (
+        ("tp", "distribute_saved=true cp=2 cp_comm=gather"),
+        ("tp", "pp=2 distribute_saved=true schedule=gpipe"),
+        ("tp", "dp=2 zero=2 bias=false activation=swiglu"),
+        ("tp-sp", "dp=2 zero=3 qk_norm=true fuse_qkv=false"),
+        ("tp-sp", "dp=2 zero=1 bucket=900 pp=1"),
+        ("mtp", "distribute_saved=true tied=false embedding=hidden"),
+        ("msp", "packed=true family=internlm2"),
+        ("fsp", "cp=2"),
+        ("autotp", "family=llama"),
+    )
+    for form in (
+        "recompute_layers=2",
+        "recompute_layers=2 early_stop=true",
+        "recompute_method=block",
+        "recompute_method=block recompute_layers=3 early_stop=true",
+    )
+) + tuple(
+    f"mode=isp tp=3 wp=2 dp=2 layers=3 seq=6 recompute_method=block recompute_layers={layers} {words}"
+    for layers in (1, 2, 5)
+    for words in ("", "overlap=false", "fuse_weights=true", "fuse_weights=true overlap=false early_stop=true")
+)
+
+
+def proved(prover: Prover, words: str) -> None:
+    result = prover.proof(Case.parse(f"{SIZES} {words}"), subject)
+    assert [verdict.message for verdict in result.verdicts if verdict.verdict != PASS] == []
+    assert {"ledger", "activation_gradients", "parameter_gradients"} <= {one.check for one in result.verdicts}
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, words: str) -> None:
+    proved(prover, words)
+
+
+@pytest.mark.parametrize("words", DEEP)
+def test_in_every_form(prover: Prover, request: pytest.FixtureRequest, words: str) -> None:
+    if request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("minutes of CPU time in all: --hypothesis-profile deep")
+    proved(prover, words)
+
+
+def again(mode: str, form: str, layers: int = 6) -> Counter[str]:
+    """Calls of one micro-batch in phase recompute, by op; bias-free linears, wqkv and w1 are the column linears."""
+    words = f"mode={mode} tp=2 heads=4 kv_heads=2 hidden=16 seq=8 layers={layers} micro=3 steps=2 recompute=full {form}"
+    found = Counter[str]()
+    for term in subject.expected(Case.parse(words)):
+        if term.phase == "recompute":
+            found[term.op] += term.calls
+    return Counter({op: calls // 6 for op, calls in found.items()})
+
+
+@pytest.mark.parametrize(("size", "stops"), [(1, False), (2, False), (3, True), (6, True)])
+def test_uniform_units(size: int, stops: bool) -> None:
+    """Megatron repeats 2 Ls sums, torch's early stop one less for each of Ls/k units (around.md 16)."""
+    form, sums = f"recompute_layers={size} early_stop={str(stops).lower()}", 12 - stops * 6 // size
+    assert again("tp", form) == {"all_reduce": sums}
+    assert again("tp-sp", form) == {"all_gather": 12, "reduce_scatter": sums}
+    assert again("tp", f"{form} distribute_saved=true") == {"all_reduce": sums, "all_gather": 6 // size}
+
+
+@pytest.mark.parametrize("size", [1, 4, 9])
+def test_the_first_layers_of_every_stage(size: int) -> None:
+    form = f"recompute_method=block recompute_layers={size}"
+    assert again("mtp", form) == {"all_reduce": 2 * min(size, 6)}
+    assert again("isp", form) == {"all_to_all": 3 * min(size, 6)}
+    for stage in ({"pp": 0}, {"pp": 1}):
+        case = Case.parse(f"tp=2 pp=2 layers=6 micro=1 steps=1 recompute=full {form}")
+        terms = [term for term in subject.expected(case) if term.phase == "recompute" and term.at == stage]
+        assert sum(term.calls for term in terms) == 2 * min(size, 3)
+
+
+FORMS = (
+    "recompute=none",
+    *(f"recompute=full recompute_method=block recompute_layers={layers}" for layers in (1, 3)),
+    "recompute=full",
+    "recompute=full distribute_saved=true",
+)
+"""From the most that is saved to the least."""
+
+
+@cache
+def saved(form: str) -> int:
+    case = Case.parse(f"mode=tp tp=2 layers=4 heads=4 kv_heads=2 hidden=32 seq=64 batch=3 dtype=bfloat16 {form}")
+    with DryEngine() as engine:
+        told = forecast(case, subject, PRESETS["8xH100-NVLink-IB400"], engine)
+    assert told.ledger == EQUAL
+    return told.memory.saved
+
+
+def test_less_is_saved_the_more_is_computed_again() -> None:
+    found = [saved(form) for form in FORMS]
+    assert found == sorted(set(found), reverse=True)
+    assert 2 * (found[0] - found[1]) == found[1] - found[2]
+    assert found[-2] - found[-1] == 4 * 3 * 64 * 32  # of four inputs in bfloat16 halves are left
+
+
+def test_a_deep_model_is_measured_where_its_layers_repeat() -> None:
+    for form, layers, depths in (("recompute_layers=2", 14, (6, 10)), ("recompute_method=block", 8, (4, 6))):
+        case = Case.parse(f"tp=2 heads=4 kv_heads=2 hidden=8 seq=4 recompute=full layers={layers} {form}")
+        with DryEngine() as engine:
+            line = forecast(case, subject, PRESETS["8xH100-NVLink-IB400"], engine)
+            itself = forecast(case.but(layers=depths[1]), subject, PRESETS["8xH100-NVLink-IB400"], engine)
+        assert (line.ledger, line.depths, itself.depths) == (EQUAL, depths, ())
+        assert line.memory.saved > itself.memory.saved
+
+
+def test_gradients_are_bit_for_bit_those_without() -> None:
+    sizes = "tp=2 layers=4 heads=4 kv_heads=2 hidden=16 ffn=24 vocab=40 seq=6 steps=1 micro=3"
+    with InprocEngine() as engine:
+
+        def trained(form: str) -> dict[str, torch.Tensor]:
+            run = execute(Case.parse(f"{sizes} {form}"), subject, engine, text=form)
+            return dict(merge(run.outcomes).tensors)
+
+        plain = trained("")
+        for form in FORMS[2:]:
+            other = trained(form)
+            assert all(torch.equal(plain[name], other[name]) for name in plain), form
+
+
+@pytest.mark.parametrize(
+    ("words", "legal"),
+    [
+        ("recompute=selective recompute_layers=2", "recompute_layers=1"),
+        ("early_stop=true", "early_stop=false"),
+        ("recompute=full recompute_layers=0", "recompute_layers=1"),
+        ("recompute=full layers=6 recompute_layers=4", "recompute_layers=2"),
+        ("recompute=full layers=6 pp=2 recompute_layers=2", "recompute_layers=1"),
+        ("mode=isp recompute=full recompute_layers=2", "recompute_layers=1"),
+        ("mode=tp-sp recompute=full distribute_saved=true", "distribute_saved=false"),
+        ("mode=autotp recompute=full distribute_saved=true", "distribute_saved=false"),
+    ],
+)
+def test_what_cannot_go_together_names_its_rule(words: str, legal: str) -> None:
+    with pytest.raises(CaseError) as refused:
+        Case.parse(words)
+    assert refused.value.legal == legal
