@@ -145,7 +145,9 @@ DATA_AND_POSITIONS = (
         name="recompute-keeps-no-random-state",
         stands_for="B-100, B-104: Megatron #1256, the wrong random state during recomputation",
         modes=everywhere(),
-        changes=(Change(module="parallel.transformer", old="preserve_rng_state=False", new="preserve_rng_state=True"),),
+        changes=(
+            Change(module="parallel.layers.recompute", old="preserve_rng_state=False", new="preserve_rng_state=True"),
+        ),
         equivalent="As above: nothing draws, so which random state a recomputed layer begins with changes no number, "
         "and saving it issues no collective.",
     ),
