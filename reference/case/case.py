@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reference.case.modes import MODES
-from reference.case.presets import FAMILIES, FOLLOWS, PRESETS, follow
+from reference.case.presets import FOLLOWS, PRESETS, resolved
 from reference.case.rules import check, check_word, legal_words, read, write
 from reference.case.schemes import SCHEMES
 from reference.case.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Meaning, described, word
@@ -145,7 +145,7 @@ class Case:
     @classmethod
     def of(cls, **words: Word) -> Case:
         """The case that these words describe: preset first, then family, then sizes that follow other sizes."""
-        values = _resolve(words)
+        values = resolved(words, _DEFAULTS)
         return cls(**values)
 
     @classmethod
@@ -186,12 +186,12 @@ class Case:
         words: dict[str, Word] = {}
         if self.preset != "tiny-gpt":
             words["preset"] = self.preset
-        told = _resolve(words)
+        told = resolved(words, _DEFAULTS)
         for name in _TYPES:
             mine = getattr(self, name)
             if told[name] != mine:
                 words[name] = mine
-                told = _resolve(words)
+                told = resolved(words, _DEFAULTS)
         return words
 
     @classmethod
@@ -280,24 +280,6 @@ class Case:
         if self.cp_inner > 1:
             orders.append(ranks.divided("cp", cp_inner=self.cp_inner, cp_outer=self.cp // self.cp_inner))
         return Layout(orders=tuple(orders), joined={"dp_cp": "dp-cp"} if self.cp > 1 else {})
-
-
-def _resolve(words: dict[str, Word]) -> dict[str, Any]:
-    """All values of a case from the words given: preset, then family, then the words, then what follows from them."""
-    preset = str(words.get("preset", "tiny-gpt"))
-    if preset not in PRESETS:
-        raise CaseError("preset", preset, "must be a known preset", " ".join(PRESETS))
-    values: dict[str, Any] = {**_DEFAULTS, **PRESETS[preset], "preset": preset}
-    family = str(words.get("family", values["family"]))
-    if family not in FAMILIES:
-        raise CaseError("family", family, "must be a known family", " ".join(FAMILIES))
-    if family != values["family"]:
-        values |= FAMILIES[family]
-    values |= words
-    for follower, leaders in FOLLOWS.items():
-        if follower not in words and any(leader in words for leader in leaders):
-            values[follower] = follow(follower, values)
-    return values
 
 
 _TYPES: dict[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Case)}

@@ -7,11 +7,13 @@ Transformer Language Models", table 1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from reference.case.modes import mode_of
+from reference.errors import CaseError
 
-__all__ = ["FAMILIES", "FOLLOWS", "PRESETS", "follow", "mlp_width"]
+__all__ = ["FAMILIES", "FOLLOWS", "PRESETS", "follow", "mlp_width", "resolved"]
 
 _GPT = {"family": "gpt", "norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True}
 _EVO = {"mode": "mtp", "embedding": "hidden", "delivery": "local"}
@@ -97,3 +99,24 @@ def follow(follower: str, values: dict[str, Any]) -> Any:
         case "loss_scale":
             return {"dynamic": 2.0**32, "static": 1024.0}.get(values["scaler"], 1.0)
     raise KeyError(follower)
+
+
+def resolved(words: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """All values of a case from the words given: preset, then family, then the words, then what follows from them.
+
+    Raises CaseError for an unknown preset or family.
+    """
+    preset = str(words.get("preset", "tiny-gpt"))
+    if preset not in PRESETS:
+        raise CaseError("preset", preset, "must be a known preset", " ".join(PRESETS))
+    values: dict[str, Any] = {**defaults, **PRESETS[preset], "preset": preset}
+    family = str(words.get("family", values["family"]))
+    if family not in FAMILIES:
+        raise CaseError("family", family, "must be a known family", " ".join(FAMILIES))
+    if family != values["family"]:
+        values |= FAMILIES[family]
+    values |= words
+    for follower, leaders in FOLLOWS.items():
+        if follower not in words and any(leader in words for leader in leaders):
+            values[follower] = follow(follower, values)
+    return values
