@@ -15,7 +15,7 @@ from parallel.batch import SIZES_PER_KEY, keys_sent
 from parallel.layout import Placement, local_shape
 from parallel.mesh import axis_size, coordinates
 from parallel.schedules.recompute import computed_again, ends_of_units
-from parallel.schedules.stages import Stage
+from parallel.schedules.stages import Stage, held
 from reference.case import Case
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Terms",
     "activation_bytes",
     "activation_terms",
+    "by_rank",
     "delivery_terms",
     "local_elements",
     "logits_terms",
@@ -31,6 +32,7 @@ __all__ = [
     "loss_terms",
     "per_micro",
     "per_step",
+    "placed",
     "repeated",
     "saved_terms",
     "split_embedding_terms",
@@ -214,7 +216,8 @@ def step_terms(
     loss_axes: tuple[str, ...] = ("dp",),
     coalesced: bool = True,
 ) -> dict[str, Terms]:
-    """What happens once a step, part by part, so that a scheme can replace one of them:
+    """What happens once a step, part by part, so that a scheme can replace one of them; each rank of a pipeline for the
+    parameters of its stages:
 
     data      all gradients over the data axes, in one call
     partial   the partial ones over the weight axis, in one call when `coalesced`, else in one each
@@ -223,15 +226,17 @@ def step_terms(
     """
 
     def data(case: Case) -> Iterator[Term]:
-        size = ITEM_BYTES[case.dtype] * local_elements(case, placements(case))
-        for axis in data_axes:
-            yield from per_step(case, "all_reduce", size, axis=axis)
+        for at, places in by_rank(case, placements(case)):
+            size = ITEM_BYTES[case.dtype] * local_elements(case, places)
+            for axis in data_axes:
+                yield from placed(per_step(case, "all_reduce", size, axis=axis), at)
 
     def partials(case: Case) -> Iterator[Term]:
-        places = placements(case)
-        shared = [math.prod(place.shape) for name, place in places.items() if partial(case, name)]
-        for elements in [sum(shared)] if coalesced and shared else shared:
-            yield from per_step(case, "all_reduce", ITEM_BYTES[case.dtype] * elements, axis=weight_axis)
+        for at, places in by_rank(case, placements(case)):
+            shared = [math.prod(place.shape) for name, place in places.items() if partial(case, name)]
+            for elements in [sum(shared)] if coalesced and shared else shared:
+                size = ITEM_BYTES[case.dtype] * elements
+                yield from placed(per_step(case, "all_reduce", size, axis=weight_axis), at)
 
     def scalars(case: Case) -> Iterator[Term]:
         for axis in loss_axes:
@@ -242,6 +247,21 @@ def step_terms(
         yield from per_step(case, "all_reduce", ITEM_BYTES[dtype], axis=weight_axis, dtype=dtype)
 
     return {"data": data, "partial": partials, "scalars": scalars, "norm": norm}
+
+
+def placed(terms: Iterable[Term], at: Mapping[str, int]) -> Iterator[Term]:
+    """The terms on the ranks at these places of the mesh alone."""
+    for term in terms:
+        yield replace(term, at={**term.at, **at})
+
+
+def by_rank(case: Case, places: Mapping[str, Placement]) -> Iterator[tuple[Mapping[str, int], dict[str, Placement]]]:
+    """The parameters of every rank of a pipeline, all of its chunks, with the place of that rank; all of them once
+    without a pipeline.
+    """
+    for rank in range(case.pp):
+        own = held(case, rank)
+        yield own[0].at, {name: place for name, place in places.items() if any(stage.holds(name) for stage in own)}
 
 
 def local_elements(case: Case, places: Mapping[str, Placement]) -> int:

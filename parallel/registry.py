@@ -26,8 +26,8 @@ MODES: dict[str, Strategy] = {mode.name: mode for mode in (TP, TP_SP, MTP, MSP, 
 """Value of `mode=` -> the strategy that the other schemes build on."""
 COMPOSED: dict[str, Callable[[Strategy, Case], Strategy]] = {
     "context parallelism": with_context,
-    "data parallelism": with_data_parallelism,
     "pipeline parallelism": with_pipeline,
+    "data parallelism": with_data_parallelism,
 }
 """Other schemes in the order in which they are applied; each leaves a case alone that has none of its words."""
 

@@ -6,8 +6,6 @@ Logits are [rows, seq, width]; row (data_rank * micro + m) * batch + b, packed d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -16,6 +14,7 @@ from parallel.batch import deliver
 from parallel.layers.loss import counted
 from parallel.layers.norm import wide
 from parallel.layout import Box, rows
+from parallel.schedules.stages import TABLE
 from parallel.strategy import Rank, Step
 from reference.case import Case
 from reference.model.parameters import dtype_of
@@ -75,17 +74,14 @@ def keeps_logits(rank: Rank) -> bool:
 
 def over_data(rank: Rank) -> None:
     """The sums of all gradients over the data axes, in one flat call each."""
-    mesh, gradients = rank.mesh, rank.gradients()
+    mesh, gradients = rank.mesh, rank.step.partial(rank)
     for axis in rank.strategy.data_axes:
         sync.sum_gradients(gradients.values(), mesh.axis(axis))
 
 
-def over_weights(rank: Rank, gradients: Mapping[str, Tensor] | None = None) -> None:
-    """The sums over the weight axis of the gradients that are partial there, in one flat call or one each.
-
-    `gradients` are the rank's unless given.
-    """
-    strategy, gradients = rank.strategy, rank.gradients() if gradients is None else gradients
+def over_weights(rank: Rank) -> None:
+    """The sums over the weight axis of the gradients that are partial there, in one flat call or one each."""
+    strategy, gradients = rank.strategy, rank.step.partial(rank)
     weight_axis = rank.mesh.axis(strategy.weight_axis)
     partial = [gradient for name, gradient in gradients.items() if strategy.partial(rank.case, name)]
     for group in [partial] if strategy.coalesced else [[gradient] for gradient in partial]:
@@ -93,9 +89,12 @@ def over_weights(rank: Rank, gradients: Mapping[str, Tensor] | None = None) -> N
 
 
 def total_norm(rank: Rank) -> Tensor:
-    """The norm over the weight axis; data ranks hold the same gradients."""
-    axis = rank.mesh.axis(rank.strategy.weight_axis)
-    return sync.norm(rank.gradients(), rank.updated_places, [axis], wide(dtype_of(rank.case)))
+    """The norm over the axes on which gradients lie; data ranks hold the same ones unless they share them."""
+    axes = [rank.mesh.axis(axis) for axis in (rank.strategy.weight_axis, *rank.strategy.norm_axes)]
+    gradients = rank.gradients()
+    if rank.chunks[-1][0].copies_table:
+        del gradients[TABLE]  # it counts on the first stage
+    return sync.norm(gradients, rank.updated_places, axes, wide(dtype_of(rank.case)))
 
 
 def made_optimizer(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -117,6 +116,7 @@ PLAIN = Step(
     prepare=_unchanged,
     schedule=one_after_another,
     reductions={"data": over_data, "partial": over_weights},
+    partial=Rank.gradients,
     norm=total_norm,
     optimizer=lambda rank: made_optimizer(rank.case, list(rank.updated.values())),
     afterwards=_nothing,

@@ -44,9 +44,8 @@ class Parts:
     `linear` makes the module of a dotted name ("layers.0.mlp.w1"): hidden states in and inner features out for a
     column linear, the other way round for a row linear. `embedding` takes (tokens [B,S], positions [B,S]), `head`
     takes (hidden states, embedding weight). `loss` gives every token's loss from (logits, labels), both in the
-    strategy's layout. `local` is this rank's part of a delivered micro-batch. `stage` is this rank's of a pipeline,
-    None where it holds the whole model. `saved_over` is the axis whose ranks share the saved inputs of recomputed
-    layers, None where each rank saves them whole.
+    strategy's layout. `local` is this rank's part of a delivered micro-batch. `saved_over` is the axis whose ranks share
+    the saved inputs of recomputed layers, None where each rank saves them whole.
     """
 
     linear: Callable[[str], nn.Module]
@@ -56,7 +55,6 @@ class Parts:
     core: MaskedCore = core_attention
     exchange: Exchange = direct
     local: Callable[[Delivered], Delivered] = _same
-    stage: Stage | None = None
     saved_over: Axis | None = None
 
 
@@ -73,6 +71,7 @@ class Strategy:
     partial        (case, parameter whole on every rank) -> is its gradient on one rank a partial sum?
     coalesced      are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
     partial_op     reduce op of the partial gradients
+    norm_axes      mesh axes beside the weight axis over which all gradients together lie
     mean_axes      mesh axes over whose ranks gradients are means and not sums: none is right, see `parallel.variants`
     parts          (case, mesh, device) -> the strategy bound to one rank
     expected       case -> the calls of its micro-batches
@@ -90,6 +89,7 @@ class Strategy:
     partial: Callable[[Case, str], bool]
     coalesced: bool = True
     partial_op: str = "sum"
+    norm_axes: tuple[str, ...] = ()
     mean_axes: tuple[str, ...] = ()
     parts: Callable[[Case, Mesh, torch.device], Parts]
     expected: Terms
@@ -131,6 +131,7 @@ class Step:
     prepare     rank -> rank: once, when its model is built and filled: shards, buffers, hooks
     schedule    (rank, step) -> loss sum, number of tokens, logits: every micro-batch forward and backward
     reductions  name -> rank -> None, one after the other: sums of gradients over ranks, left in `Rank.gradients`
+    partial     rank -> the gradients that the reductions sum
     norm        rank -> the norm of the full gradients, which are means by then, the same on every rank
     optimizer   rank -> the optimizer of `Rank.updated`, made once
     afterwards  rank -> None, after the optimizer's step: gathers of parameters
@@ -140,6 +141,7 @@ class Step:
     prepare: Callable[[Rank], Rank]
     schedule: Callable[[Rank, int], tuple[Tensor, Tensor, tuple[Box, ...] | None]]
     reductions: Mapping[str, Callable[[Rank], None]]
+    partial: Callable[[Rank], Mapping[str, Tensor]]
     norm: Callable[[Rank], Tensor]
     optimizer: Callable[[Rank], torch.optim.Optimizer]
     afterwards: Callable[[Rank], None]
@@ -148,7 +150,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One rank at work: the model under its strategy, its parameters by name and their places, its metric if any.
+    """One rank at work: its chunks of the model under its strategy, the parameters of all of them by name and their
+    places, its metric if any. A rank has one chunk, the whole model, unless it is one of a pipeline.
 
     `updated` are the tensors that the optimizer steps, by the names of the parameters, and `updated_places` how they
     and their gradients lie: the parameters themselves, unless a scheme splits or copies them.
@@ -160,12 +163,17 @@ class Rank:
     mesh: Mesh
     device: torch.device
     parts: Parts
-    model: nn.Module
+    chunks: tuple[tuple[Stage, nn.Module], ...]
     parameters: Mapping[str, Tensor]
     places: Mapping[str, Placement]
     updated: Mapping[str, Tensor]
     updated_places: Mapping[str, Placement]
     metric: Metric | None
+
+    @property
+    def model(self) -> nn.Module:
+        """The first chunk, which is all of the model without a pipeline."""
+        return self.chunks[0][1]
 
     @property
     def proves(self) -> bool:

@@ -17,6 +17,7 @@ from parallel.layers.metric import Metric
 from parallel.layers.norm import wide
 from parallel.layout import Box, shard
 from parallel.mesh import Mesh
+from parallel.schedules.stages import held
 from parallel.step import PLAIN
 from parallel.strategy import Rank, Strategy, Value
 from parallel.transformer import Transformer
@@ -65,9 +66,10 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
     """Build the model and fill every parameter with its part of the full weight; a meta device holds no values."""
     places = strategy.placements(case)
     parts = strategy.parts(case, mesh, device)
-    model = Transformer(case, strategy, parts, device)
-    parameters = dict(model.named_parameters())
-    places = {name: place for name, place in places.items() if parts.stage is None or parts.stage.holds(name)}
+    own = held(case, mesh.axis("pp").rank)
+    chunks = tuple((stage, Transformer(case, strategy, parts, device, stage)) for stage in own)
+    parameters = {name: parameter for _, chunk in chunks for name, parameter in chunk.named_parameters()}
+    places = {name: place for name, place in places.items() if any(stage.holds(name) for stage in own)}
     with torch.no_grad():
         for name, parameter in parameters.items() if device.type != "meta" else ():
             parameter.copy_(shard(full(case, name), places[name], mesh.coordinates))
@@ -78,12 +80,12 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
         mesh=mesh,
         device=device,
         parts=parts,
-        model=model,
+        chunks=chunks,
         parameters=parameters,
         places=places,
         updated=parameters,
         updated_places=places,
-        metric=_metric(case, strategy, mesh),
+        metric=_metric(case, strategy, mesh) if own[-1].last else None,
     )
     return rank.step.prepare(rank)
 

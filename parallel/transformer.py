@@ -19,6 +19,7 @@ from parallel.layers.norm import Norm
 from parallel.layers.recompute import computed_later_again
 from parallel.layers.roles import attention_linears, head_norms, mlp_linears
 from parallel.schedules.recompute import units
+from parallel.schedules.stages import Stage
 from parallel.strategy import Parts, Strategy
 from reference.case import Case
 from reference.model.parameters import dtype_of
@@ -42,22 +43,17 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The model of one rank: all of it, or its pipeline stage's part under the names of the whole.
+    """The part of the model that one stage holds, all of it without a pipeline, under the names of the whole.
 
     Backward computes the units of `recompute=full` again, which are the first layers here, or all of them.
     """
 
-    def __init__(self, case: Case, strategy: Strategy, parts: Parts, device: torch.device) -> None:
+    def __init__(self, case: Case, strategy: Strategy, parts: Parts, device: torch.device, stage: Stage) -> None:
         super().__init__()
-        self.case = case
-        stage = parts.stage
-        embeds, self.ends = (True, True) if stage is None else (stage.first, stage.last)
-        self.embedding = parts.embedding() if embeds else _tables(parts) if stage and stage.copies_table else None
+        self.case, self.ends = case, stage.last
+        self.embedding = parts.embedding() if stage.first else _tables(parts) if stage.copies_table else None
         self.layers = nn.ModuleDict(
-            {
-                str(index): _layer(case, strategy, parts, device, index)
-                for index in (range(case.layers) if stage is None else stage.layers)
-            }
+            {str(index): _layer(case, strategy, parts, device, index) for index in stage.layers}
         )
         self.units = units(case, [int(layer) for layer in self.layers])
         self.saved_over = parts.saved_over
@@ -68,7 +64,7 @@ class Transformer(nn.Module):
     def forward(self, batch: Delivered, received: Tensor | None = None) -> Tensor:
         """This rank's logits, in the strategy's layout: whole, a part of the vocabulary, or a part of the sequence.
 
-        A pipeline stage takes the hidden states `received` from the one before, and gives those for the next.
+        A stage takes the hidden states `received` from the one before, and gives those for the next.
         """
         x = received
         if x is None:

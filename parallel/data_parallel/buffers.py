@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from parallel.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
-from parallel.data_parallel.buckets import Bucket, bucketed, shares
-from parallel.data_parallel.words import gradient_dtype, trained_dtype
+from parallel.data_parallel.buckets import Bucket, shares
+from parallel.data_parallel.words import gradient_dtype, stage_buckets, trained_dtype
 from parallel.layout import Cut, Placement
 from parallel.strategy import Rank
 from reference.case import Case
@@ -36,6 +36,7 @@ class _Under:
     """A bucket of this rank: how many gradients of it have come in this step, and its sum once that is under way."""
 
     bucket: Bucket
+    flat: Tensor
     arrived: int = 0
     pending: Pending | None = None
 
@@ -54,14 +55,15 @@ class Buckets:
     def prepare(self, rank: Rank) -> Rank:
         """Lay out the buffer, and have the optimizer step what it shall."""
         case, self._axis, self._model = self._case, rank.mesh.axis(rank.case.data_axis), rank.parameters
-        sizes = {name: rank.parameters[name].numel() for name in rank.places}
-        found = bucketed(sizes, ranks=self._axis.size, sharded=self._sharded, largest=case.bucket)
-        self._flat = torch.zeros(found[-1].end, dtype=gradient_dtype(case), device=rank.device)
-        for bucket in found:
-            self._under.append(_Under(bucket=bucket))
-            for slot in bucket.slots:
-                self._views[slot.name] = self._flat[slot.start : slot.end].view(rank.parameters[slot.name].shape)
-                self._of[slot.name] = self._under[-1]
+        for stage, _ in rank.chunks:
+            sizes = {name: rank.parameters[name].numel() for name in rank.places if stage.holds(name)}
+            found = stage_buckets(case, stage, sizes, self._axis.size)
+            flat = torch.zeros(found[-1].end, dtype=gradient_dtype(case), device=rank.device)
+            for bucket in found:
+                self._under.append(_Under(bucket=bucket, flat=flat))
+                for slot in bucket.slots:
+                    self._views[slot.name] = flat[slot.start : slot.end].view(rank.parameters[slot.name].shape)
+                    self._of[slot.name] = self._under[-1]
         for name, parameter in rank.parameters.items():
             self._came[name] = 0
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
@@ -106,7 +108,7 @@ class Buckets:
 
     def _start(self, under: _Under) -> None:
         buffer, overlap = (
-            self._flat[under.bucket.start : under.bucket.end],
+            under.flat[under.bucket.start : under.bucket.end],
             self._case.overlap and self._case.bucket > 0,
         )
         if self._sharded:
@@ -124,7 +126,7 @@ class Buckets:
             summed, under.pending, under.arrived = under.pending.wait(), None, 0
             if self._sharded:
                 own = under.bucket.owned(self._axis.rank, self._axis.size)
-                self._flat[own.start : own.stop].copy_(summed)
+                under.flat[own.start : own.stop].copy_(summed)
         self._came = dict.fromkeys(self._came, 0)
 
     def gradients(self) -> Mapping[str, Tensor]:

@@ -1,7 +1,7 @@
 """Loss scaling of one rank: gradients are computed times the scale, and a step with an infinite one is skipped by all.
 
-    once a step, before the norm     found_inf | all_reduce MAX float32 [1] over the weight axis, and over the ranks
-                                     that share the gradients
+    once a step, before the norm     found_inf | all_reduce MAX float32 [1] over the weight axis, over the ranks that
+                                     share the gradients, and over the pipeline
 
 Unlike Megatron's, a skipped step computes its norm too and gathers parameters that nothing changed, so that the calls
 follow from the case alone. Source: Megatron-Core 0.16.1 `MixedPrecisionOptimizer` (around.md 15.2).
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from parallel.collectives import all_reduce
 from parallel.data_parallel.loss_scale import DynamicScale
-from parallel.data_parallel.words import sharing_axes
 from parallel.strategy import Rank
 from reference.case import Case
 
@@ -45,7 +44,7 @@ class LossScaling:
         gradients = rank.gradients().values()
         mine = torch.stack([(~torch.isfinite(gradient)).any() for gradient in gradients]).any()
         found = mine.to(torch.float32)
-        for axis in sharing_axes(rank.case, rank.strategy.weight_axis):
+        for axis in (rank.strategy.weight_axis, *rank.strategy.norm_axes):
             found = all_reduce(found, rank.mesh.axis(axis), op="max")
         for gradient in gradients:
             gradient.div_(self.value)

@@ -11,7 +11,9 @@ gradient and e_p of a parameter; `backward` where `bucket=` gives a size, else a
     shard=   once a step    all_reduce U e_g / shard of every unit over the replicas
 
 A bucket's call belongs to the module whose gradient completes it, the last in the order of backward. Squared norm:
-over the weight axis, then over the axis of the shards; infinite gradients (`scaler=`) before it in the same way.
+over the weight axis, then over the axis of the shards and the pipeline; infinite gradients (`scaler=`) before it in the
+same way. Every stage of a pipeline has buckets of its own; the sum of a tied token table over its first and last stage
+is of the whole table, in the gradients' dtype, though each rank keeps its part of it alone (zero=1).
 """
 
 from __future__ import annotations
@@ -20,14 +22,22 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from parallel.data_parallel.buckets import Bucket, bucketed
+from parallel.data_parallel.buckets import Bucket
 from parallel.data_parallel.rows import Unit, padded_rows
-from parallel.data_parallel.words import REPLICAS, gradient_dtype, shard_axis, sharing_axes, unit_of
-from parallel.expectation import ITEM_BYTES, Term, Terms, loss_dtype, per_micro, per_step
+from parallel.data_parallel.words import (
+    REPLICAS,
+    gradient_dtype,
+    shard_axis,
+    sharing_axes,
+    stage_buckets,
+    unit_of,
+)
+from parallel.expectation import ITEM_BYTES, Term, Terms, by_rank, loss_dtype, per_micro, per_step, placed
 from parallel.layers.roles import attention_linears, head_norms, mlp_linears
 from parallel.layout import local_shape
 from parallel.mesh import axis_size, coordinates
 from parallel.schedules.recompute import computed_again
+from parallel.schedules.stages import TABLE, Stage, stages
 from parallel.strategy import Strategy
 from reference.case import Case
 
@@ -40,34 +50,33 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
     """The parts of the closed form of a step that data parallelism changes, by their names in `step_terms`."""
 
     def data(case: Case) -> Iterator[Term]:
-        shapes, item = _local_shapes(strategy, case), ITEM_BYTES[_dtype(case)]
+        item = ITEM_BYTES[_dtype(case)]
         if case.zero >= 2:
-            for unit in _units(case, shapes).values() if case.shard else ():
+            for unit in _units(case, _local_shapes(strategy, case)).values() if case.shard else ():
                 yield from per_step(case, "all_reduce", item * unit.shard_elements, axis=REPLICAS, dtype=_dtype(case))
             return
         op = "reduce_scatter" if case.zero else "all_reduce"
-        order = _backward_order(case)
-        last_product = order.index(f"layers.0.attention.{attention_linears(case)[0]}")
-        for bucket in _buckets(case, shapes):
+        for stage, bucket in _buckets(strategy, case):
             for term in per_step(case, op, item * bucket.size, axis=case.data_axis, dtype=_dtype(case)):
-                if not case.bucket:
-                    yield term
-                    continue
-                latest = max(order.index(slot.name.rpartition(".")[0]) for slot in bucket.slots)
-                hidden = case.overlap and latest < last_product
-                yield replace(term, phase="backward", region=order[latest], hidden=hidden)
+                yield replace(_in_backward(case, stage, bucket, term) if case.bucket else term, at=stage.at)
 
     def partials(case: Case) -> Iterator[Term]:
-        shapes = _local_shapes(strategy, case)
         shards = axis_size(case, shard_axis(case)) if case.zero >= 2 else 1
-        shared = [
-            padded_rows(shape[0], shards) * math.prod(shape[1:])
-            for name, shape in shapes.items()
-            if strategy.partial(case, name)
-        ]
-        for elements in [sum(shared)] if strategy.coalesced and shared else shared:
-            size = ITEM_BYTES[_dtype(case)] * elements
-            yield from per_step(case, "all_reduce", size, axis=strategy.weight_axis, dtype=_dtype(case))
+        for at, places in by_rank(case, strategy.placements(case)):
+            shared = [
+                padded_rows(place.shape[0], shards) * math.prod(place.shape[1:])
+                for name, place in places.items()
+                if strategy.partial(case, name)
+            ]
+            for elements in [sum(shared)] if strategy.coalesced and shared else shared:
+                size = ITEM_BYTES[_dtype(case)] * elements
+                terms = per_step(case, "all_reduce", size, axis=strategy.weight_axis, dtype=_dtype(case))
+                yield from placed(terms, at)
+
+    def embedding(case: Case) -> Iterator[Term]:
+        for term in strategy.once["embedding"](case):
+            elements = term.payload_bytes // ITEM_BYTES[term.dtype]
+            yield replace(term, dtype=_dtype(case), payload_bytes=ITEM_BYTES[_dtype(case)] * elements)
 
     def norm(case: Case) -> Iterator[Term]:
         dtype = loss_dtype(case)
@@ -80,14 +89,15 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
                 yield replace(term, reduce_op="max")
 
     def afterwards(case: Case) -> Iterator[Term]:
-        for bucket in _buckets(case, _local_shapes(strategy, case)) if case.zero == 1 else ():
+        for stage, bucket in _buckets(strategy, case) if case.zero == 1 else ():
             for term in per_step(case, "all_gather", ITEM_BYTES[case.dtype] * bucket.size, axis=case.data_axis):
-                yield replace(term, phase="step", reduce_op="")
+                yield replace(term, phase="step", reduce_op="", at=stage.at)
 
     return {
         **strategy.once,
         "data": data,
         "partial": partials,
+        **({"embedding": embedding} if "embedding" in strategy.once else {}),
         "scaler": scaler,
         "norm": norm,
         "afterwards": afterwards,
@@ -119,9 +129,27 @@ def _local_shapes(strategy: Strategy, case: Case) -> dict[str, Shape]:
     return {name: local_shape(place, at) for name, place in strategy.placements(case).items()}
 
 
-def _buckets(case: Case, shapes: Mapping[str, Shape]) -> tuple[Bucket, ...]:
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    return bucketed(sizes, ranks=axis_size(case, case.data_axis), sharded=case.zero == 1, largest=case.bucket)
+def _buckets(strategy: Strategy, case: Case) -> Iterator[tuple[Stage, Bucket]]:
+    places, first = strategy.placements(case), coordinates(case, 0)
+    for stage in stages(case):
+        at = {**first, **{axis: (place, case.pp) for axis, place in stage.at.items()}}
+        sizes = {name: math.prod(local_shape(place, at)) for name, place in places.items() if stage.holds(name)}
+        for bucket in stage_buckets(case, stage, sizes, axis_size(case, case.data_axis)):
+            yield stage, bucket
+
+
+def _in_backward(case: Case, stage: Stage, bucket: Bucket, term: Term) -> Term:
+    """A bucket's sum where the gradient that completes it is computed.
+
+    It is hidden unless it starts behind the last product: that of the first layer of the rank's first chunk.
+    """
+    order = _backward_order(case)
+    if stage.copies_table:  # its gradient comes from the head
+        order = sorted(order, key=lambda module: f"{module}.weight" != TABLE)
+    latest = max(order.index(slot.name.rpartition(".")[0]) for slot in bucket.slots)
+    last_product = order.index(f"layers.{stage.layers[0]}.attention.{attention_linears(case)[0]}")
+    hidden = case.overlap and (latest < last_product or stage.index >= stage.pp)
+    return replace(term, phase="backward", region=order[latest], hidden=hidden)
 
 
 def _units(case: Case, shapes: Mapping[str, Shape]) -> dict[str, Unit]:

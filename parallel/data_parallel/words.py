@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from parallel.data_parallel.buckets import Bucket, bucketed
+from parallel.schedules.stages import TABLE, Stage
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
-__all__ = ["REPLICAS", "gradient_dtype", "shard_axis", "sharing_axes", "trained_dtype", "unit_of"]
+__all__ = ["REPLICAS", "gradient_dtype", "shard_axis", "sharing_axes", "stage_buckets", "trained_dtype", "unit_of"]
 
 REPLICAS = "replica"
 """The mesh axis over which shards are replicated."""
@@ -29,8 +33,27 @@ def shard_axis(case: Case) -> str:
 
 
 def sharing_axes(case: Case, weight_axis: str) -> tuple[str, ...]:
-    """The mesh axes over which all gradients together lie: of the weights, and of the ranks that share them."""
-    return (weight_axis, shard_axis(case)) if case.zero else (weight_axis,)
+    """The mesh axes over which all gradients together lie: of the weights, of the ranks that share them, and of the
+    pipeline.
+    """
+    return (weight_axis, *((shard_axis(case),) if case.zero else ()), *(("pp",) if case.pp > 1 else ()))
+
+
+def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int) -> tuple[Bucket, ...]:
+    """The buckets of a stage's parameters, given as name -> elements; each chunk of a rank has a buffer of its own.
+
+    As in Megatron-Core `DistributedDataParallel`, `bucket=` cuts the first stage alone, for the sums of the others are
+    hidden by its backward. A token table of two stages has a bucket of its own where buckets are shared, so that both
+    stages cut it alike; its copy comes last, as the head's weight.
+    """
+    names = sorted(sizes, key=lambda name: stage.copies_table and name == TABLE)
+    return bucketed(
+        {name: sizes[name] for name in names},
+        ranks=ranks,
+        sharded=case.zero == 1,
+        largest=case.bucket if stage.first else 0,
+        apart=(TABLE,) if stage.shares_table else (),
+    )
 
 
 def unit_of(name: str) -> str:

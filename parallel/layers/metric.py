@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from parallel.collectives import all_reduce, own_slice
-from parallel.expectation import ITEM_BYTES, Term, loss_dtype, per_micro
+from parallel.expectation import ITEM_BYTES, Term, loss_dtype, per_micro, placed
 from parallel.layers.loss import vocabulary_cross_entropy
 from parallel.layers.norm import wide
 from parallel.layout import Placement
 from parallel.mesh import Axis
+from parallel.schedules.stages import stages
 from reference.case import Case
 
 __all__ = ["DATASETS", "MetricSums", "Metric", "metric_terms"]
@@ -134,4 +135,5 @@ def metric_terms(case: Case, place: Placement) -> Iterator[Term]:
     else:
         sums += [("sum", dtype, one, 1), ("sum", dtype, DATASETS * one, 1)]
     for reduce_op, kind, size, calls in sums:
-        yield from per_micro(case, "metric", "", "all_reduce", size, reduce_op=reduce_op, dtype=kind, calls=calls)
+        terms = per_micro(case, "metric", "", "all_reduce", size, reduce_op=reduce_op, dtype=kind, calls=calls)
+        yield from placed(terms, stages(case)[-1].at)

@@ -60,8 +60,12 @@ class Case:
         legal="tp cp ep dp pp, each once, joined by -; an axis of one rank may be left out",
     )
     schedule: str = word("1f1b", "order of forwards and backwards on a pipeline stage (pp above 1)")
-    first_layers: int = word(0, "layers of the first pipeline stage; 0: as many as the others", legal=_LAYERS)
-    last_layers: int = word(0, "layers of the last pipeline stage; 0: as many as the others", legal=_LAYERS)
+    chunks: int = word(1, "chunks of the model on every pipeline rank (schedule=interleaved)")
+    group: int = word(
+        0, "micro-batches in a row on each chunk (schedule=interleaved); 0: pp", legal="0, or from pp to micro"
+    )
+    first_layers: int = word(0, "layers of the first pipeline rank; 0: as many as the others", legal=_LAYERS)
+    last_layers: int = word(0, "layers of the last pipeline rank; 0: as many as the others", legal=_LAYERS)
     family: str = word(
         "gpt", "architecture: its defaults, how rows of data are filled, whether the vocabulary is padded", group=MODEL
     )

@@ -32,7 +32,7 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for key, plain in WORDS.items():
         if not mode_of(v).data_parallel and v[key] != plain:
             owners = whose(lambda mode: mode.data_parallel)
-            yield key, f"has a form in mode={owners} only, not in mode={v['mode']}", f"{key}={plain}"
+            yield key, f"is implemented for mode={owners}, not for mode={v['mode']}", f"{key}={plain}"
     if zero not in (0, 1, 2, 3):
         yield "zero", "is not a stage of ZeRO", "zero=1"
     for key in ("bucket", "shard"):

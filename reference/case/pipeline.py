@@ -1,6 +1,7 @@
-"""What makes the words of a pipeline legal: `pp schedule first_layers last_layers`, and what they go together with.
+"""What makes the words of a pipeline legal: `pp schedule chunks group first_layers last_layers`, and their company.
 
-Stages share layers as in Megatron-Core: those of the first and the last stage where they are stated, the rest evenly.
+Ranks share layers as in Megatron-Core: those of the first and the last rank where they are stated, the rest evenly, and
+each splits its own evenly over its chunks. Its interleaved schedule runs groups of micro-batches, none smaller than pp.
 """
 
 from __future__ import annotations
@@ -8,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reference.case.data_parallel import WORDS as _DATA_PARALLEL
 from reference.case.modes import mode_of, whose
 from reference.errors import CaseError
 from reference.groups import PipelineGroup
 
 __all__ = ["SCHEDULES", "WORDS", "problems"]
 
-SCHEDULES = ("gpipe", "1f1b")
-WORDS: Mapping[str, Any] = {"schedule": "1f1b", "first_layers": 0, "last_layers": 0}
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+WORDS: Mapping[str, Any] = {"schedule": "1f1b", "chunks": 1, "group": 0, "first_layers": 0, "last_layers": 0}
 """Each word that only several stages have, with its default."""
-_SINGLE: Mapping[str, Any] = {**_DATA_PARALLEL, "metric": False, "variant": ""}
-"""Words that have no form on several stages yet, with their defaults."""
 
 
 def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -34,19 +32,41 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
                 yield key, "is for several pipeline stages, and pp=1 has one", f"{key}={plain}"
         return
     if not mode_of(v).stages:
-        yield "pp", f"has a form in mode={whose(lambda one: one.stages)} only, not in mode={v['mode']}", "pp=1"
-    for key, plain in _SINGLE.items():
-        if v[key] != plain:
-            legal = str(plain).lower() if isinstance(plain, bool) else plain
-            yield key, f"has no form with pp={pp} yet", f"{key}={legal}"
+        yield "pp", f"is implemented for mode={whose(lambda one: one.stages)}, not for mode={v['mode']}", "pp=1"
+    if v["zero"] > 1:
+        rule = f"is not implemented with pp={pp}, where several micro-batches are between forward and backward"
+        yield "zero", rule, "zero=1"
+    yield from _chunks(v)
     try:
         _layers(v)
     except CaseError as error:
         yield error.key, error.rule, error.legal
 
 
+def _chunks(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Megatron-Core's rules: pp <= group <= micro, and the last group is no smaller than pp."""
+    pp, micro, group = v["pp"], v["micro"], v["group"] or v["pp"]
+    if v["schedule"] != "interleaved":
+        for key in ("chunks", "group"):
+            if v[key] != WORDS[key]:
+                yield key, f"is for schedule=interleaved, not for schedule={v['schedule']}", f"{key}={WORDS[key]}"
+        return
+    if v["chunks"] < 2:
+        yield "chunks", "schedule=interleaved needs at least two chunks on every rank", "chunks=2"
+    if micro < pp:
+        yield "micro", f"schedule=interleaved needs at least pp={pp} micro-batches", f"micro={pp}"
+    elif not pp <= group <= micro:
+        yield "group", f"must be from pp={pp} to micro={micro}", "group=0"
+    elif 0 < micro % group < pp:
+        rule = f"the last group would have {micro % group} micro-batches, fewer than pp={pp} (group={group})"
+        yield "micro", rule, f"micro={micro - micro % group}"
+
+
 def _layers(v: Mapping[str, Any]) -> None:
-    """Raise CaseError for layers that the stages cannot share."""
-    PipelineGroup(ranks=tuple(range(v["pp"]))).layers(
-        v["layers"], 0, first=v["first_layers"] or None, last=v["last_layers"] or None
-    )
+    """Raise CaseError for layers that the ranks and their chunks cannot share, or that leave a rank without any."""
+    group = PipelineGroup(ranks=tuple(range(v["pp"])), chunks=v["chunks"])
+    for rank in range(v["pp"]):
+        held = group.layers(v["layers"], rank, first=v["first_layers"] or None, last=v["last_layers"] or None)
+        if not held:
+            rule = f"leaves none to the ranks between the first and the last of pp={v['pp']}"
+            raise CaseError("layers", v["layers"], rule, f"layers={v['layers'] + v['chunks'] * (v['pp'] - 2)}")

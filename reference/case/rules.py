@@ -41,7 +41,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "scaler": ("none", "static", "dynamic"),
     "dtype": ("float64", "float32", "bfloat16", "float16"),
 }
-_SIZES = "tp dp pp cp cp_inner wp layers hidden heads kv_heads ffn vocab seq batch micro steps".split()
+_SIZES = "tp dp pp cp cp_inner wp chunks layers hidden heads kv_heads ffn vocab seq batch micro steps".split()
 
 _EMBEDDINGS = {"whole": "leaves it whole", "vocab": "splits the vocabulary"}
 """What a mode does with the token table that has one form of it alone."""

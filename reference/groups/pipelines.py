@@ -147,7 +147,8 @@ class PipelineGroup:
         )
         unit = others * chunks
         if (count - ends) % unit if unit and count >= ends else count != ends:
-            rule = f"must share evenly over {stages} stages of {chunks} chunks"
+            of_chunks = f" of {chunks} chunks" if chunks > 1 else ""
+            rule = f"must share evenly over {stages} stages{of_chunks}, unless first_layers= or last_layers= is given"
             if ends:
                 rule = f"must leave first_layers + last_layers = {ends} and a multiple of {unit}"
             raise CaseError("layers", count, rule, f"layers={ends + max((count - ends) // (unit or 1), 1) * unit}")

@@ -26,6 +26,8 @@ NOT_DRAWN = {
     "preset": "stands for other words, each of which is drawn",
     "pp": "pipelines have proved cases of their own",
     "schedule": "is for several pipeline stages",
+    "chunks": "is for several pipeline stages",
+    "group": "is for several pipeline stages",
     "first_layers": "is for several pipeline stages",
     "last_layers": "is for several pipeline stages",
     "dropout": "not implemented",

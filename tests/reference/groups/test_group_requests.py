@@ -95,7 +95,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "layers": (
         lambda: FOUR.layers(12, 0),
-        "layers=12: must share evenly over 4 stages of 2 chunks; legal: layers=8",
+        "layers=12: must share evenly over 4 stages of 2 chunks, unless first_layers= or last_layers= is given; "
+        "legal: layers=8",
     ),
     "first layers": (
         lambda: FOUR.layers(16, 0, first=3),

@@ -140,7 +140,7 @@ DATA_PARALLEL = (
         stands_for="VeOmni #862: the norm of a sharded optimizer over too few ranks",
         modes=_DATA,
         suite={**SPLIT_STATES, "clip": 0.05},
-        changes=(_change("data_parallel.scheme", "norm=_norm if case.zero else plain.norm", "norm=plain.norm"),),
+        changes=(_change("data_parallel.scheme", "(*strategy.norm_axes, shard_axis(case)) if case.zero else", ""),),
         kills="ledger",
         phase="grad_sync",
         region="",
@@ -235,7 +235,7 @@ DATA_PARALLEL = (
         changes=(
             _change(
                 "data_parallel.scaling",
-                "for axis in sharing_axes(rank.case, rank.strategy.weight_axis):",
+                "for axis in (rank.strategy.weight_axis, *rank.strategy.norm_axes):",
                 "for axis in ():",
             ),
         ),

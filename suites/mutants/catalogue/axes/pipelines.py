@@ -11,9 +11,8 @@ STAGES: Words = {"pp": 2, "layers": 3, "first_layers": 2, "metric": False, "lr":
 TIED: Words = {**STAGES, "family": "gpt"}
 GPIPE: Words = {**STAGES, "schedule": "gpipe"}
 """What the properties of pipelines fix (tests/parallel/pipeline)."""
-_SENT = "return self._outputs[message.micro].detach().contiguous()"
-_SUM = "summed = self._outputs[micro] = (losses * weights).sum()"
-_AXES = 'for axis in (rank.strategy.weight_axis, "pp")]'
+_SENT = "return self._outputs[key].detach().contiguous()"
+_SUM = "self._outputs[key] = summed if"
 _SECOND = "layers.2.*"
 """Modules of the second stage's layer."""
 
@@ -34,7 +33,7 @@ PIPELINES = (
         suite=STAGES,
         changes=_execution(
             _SUM,
-            "summed = (losses * weights).sum()\n        self._outputs[micro] = summed * rank.case.micro",
+            "summed = summed * rank.case.micro\n        self._outputs[key] = summed if",
         ),
         kills="activation_gradients",
         phase="backward",
@@ -46,7 +45,7 @@ PIPELINES = (
         stands_for="a send buffer that is filled again before it is sent: the next stage gets an activation twice",
         modes=_STAGES,
         suite=GPIPE,
-        changes=_execution(_SENT, _SENT.replace("message.micro", "min(self._outputs)")),
+        changes=_execution(_SENT, _SENT.replace("key", "min(self._outputs)")),
         kills="forward",
         phase="forward",
         region="",
@@ -59,8 +58,8 @@ PIPELINES = (
         suite=GPIPE,
         condition="micro>1",
         changes=_execution(
-            "self._outputs.pop(micro), ",
-            "self._outputs.pop(micro if self.stage.last else self.rank.case.micro - 1 - micro), ",
+            "self._outputs.pop(key), ",
+            "self._outputs.pop(key if self.rank.chunks[0][0].last else (self.rank.case.micro - 1 - key[0], key[1])), ",
         ),
         kills="activation_gradients",
         phase="backward",
@@ -74,9 +73,9 @@ PIPELINES = (
         suite=STAGES,
         condition="micro>1",
         changes=_execution(
-            "deliver(rank.case, rank.mesh, self.step, micro, rank.device, stage=self.stage)",
-            "deliver(rank.case, rank.mesh, self.step, (micro + self.stage.index) % rank.case.micro, rank.device,"
-            " stage=self.stage)",
+            "deliver(rank.case, rank.mesh, self.step, micro, rank.device, stage=stage)",
+            "deliver(rank.case, rank.mesh, self.step, (micro + stage.index) % rank.case.micro, rank.device,"
+            " stage=stage)",
         ),
         kills="activation_gradients",
         phase="loss",
@@ -89,7 +88,7 @@ PIPELINES = (
         modes=_STAGES,
         suite=TIED,
         changes=_scheme(
-            'sync.sum_gradients([rank.gradients()[TABLE]], rank.mesh.axis("embedding"))',
+            'sync.sum_gradients([rank.step.partial(rank)[TABLE]], rank.mesh.axis("embedding"))',
             "rank.gradients()",
         ),
         kills="replicas",
@@ -102,7 +101,7 @@ PIPELINES = (
         stands_for="the last stage's copy of the token table is not marked shared, so that the norm has it twice",
         modes=_STAGES,
         suite=TIED,
-        changes=_scheme("del gradients[TABLE]", "pass"),
+        changes=(Change(module="parallel.step", old="del gradients[TABLE]", new="pass"),),
         kills="gradient_norm",
         phase="grad_sync",
         region="",
@@ -113,7 +112,7 @@ PIPELINES = (
         stands_for="B-47: torchtitan #649, the gradient norm is not reduced over the stages (pp-norm-local)",
         modes=_STAGES,
         suite=STAGES,
-        changes=_scheme(_AXES, "for axis in (rank.strategy.weight_axis,)]"),
+        changes=_scheme('norm_axes=(*strategy.norm_axes, "pp")', "norm_axes=strategy.norm_axes"),
         kills="gradient_norm|replicas",
         phase="grad_sync",
         region="",

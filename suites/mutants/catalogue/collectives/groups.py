@@ -110,7 +110,7 @@ GROUPS = (
         modes=everywhere(),
         condition="dp>1",
         changes=(
-            *_step("rank.mesh.axis(rank.strategy.weight_axis)\n    return", 'rank.mesh.axis("dp")\n    return'),
+            *_step("(rank.strategy.weight_axis, *rank.strategy.norm_axes)", '("dp", *rank.strategy.norm_axes)'),
             Change(module="parallel.gradients", old="axis.name in places[name].axes", new="places[name].axes"),
         ),
         kills="gradient_norm|replicas",
