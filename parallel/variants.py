@@ -9,6 +9,7 @@
     label-smoothing-local  | Parts.loss          | smoothing over one rank's columns
     decoder-layer-thirds   | Strategy.placements     | of wqkv: three equal blocks, a piece of each
     dropped-heads          | Strategy.placements     | of attention: kv_heads // tp kv heads on each rank
+    two-stage-swap         | Step.schedule       | one without the pipeline's group for gradients
 
 The closed form stays that of the right mathematics. Which cases show a variant, and where it comes from:
 `reference.case.variants`.
@@ -27,13 +28,14 @@ from parallel.deviations import FlatRegion, ScrambledEmbedding, smoothed_by_part
 from parallel.layers.embedding import Head
 from parallel.layers.linear import ColumnLinear, RowLinear
 from parallel.layers.loss import vocabulary_cross_entropy
-from parallel.layout import Placement
+from parallel.layout import Box, Placement
 from parallel.mesh import Mesh
+from parallel.pipeline.execution import BACK, as_scheduled
 from parallel.schemes import autotp
 from parallel.slicing.deviations import DEVIATIONS
 from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
 from parallel.slicing.held import Held
-from parallel.strategy import Parts, Strategy
+from parallel.strategy import Parts, Rank, Step, Strategy
 from parallel.weights.tables import WeightEmbedding
 from reference.case import Case
 
@@ -144,6 +146,17 @@ def _dropped_heads(case: Case) -> dict[str, Held]:
     return held | dict.fromkeys(("wq", "wo", "q_norm"), query) | dict.fromkeys(("wk", "wv", "k_norm"), key)
 
 
+def _two_stage_swap(mode: Strategy) -> Strategy:
+    def in_one_group(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Box, ...] | None]:
+        axes = {name: axis for name, axis in rank.mesh.axes.items() if name != BACK}
+        return as_scheduled(dataclasses.replace(rank, mesh=dataclasses.replace(rank.mesh, axes=axes)), step)
+
+    def step(case: Case, plain: Step) -> Step:
+        return dataclasses.replace(mode.step(case, plain), schedule=in_one_group)
+
+    return dataclasses.replace(mode, step=step)
+
+
 DEVIATING: dict[str, Callable[[Strategy], Strategy]] = {
     "norm-average": lambda mode: dataclasses.replace(mode, partial_op="avg"),
     "isp-average": lambda mode: dataclasses.replace(mode, mean_axes=("tp",)),
@@ -153,5 +166,6 @@ DEVIATING: dict[str, Callable[[Strategy], Strategy]] = {
     "label-smoothing-local": _changed(_label_smoothing_local),
     "decoder-layer-thirds": _placed(_decoder_layer_thirds),
     "dropped-heads": _placed(_dropped_heads, fewer=True),
+    "two-stage-swap": _two_stage_swap,
 }
 """Variant -> the mode that deviates."""

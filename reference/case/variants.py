@@ -53,6 +53,10 @@ def _evenly(v: Mapping[str, Any]) -> str:
     return "" if v["kv_heads"] % v["tp"] else "shows where tp does not divide kv_heads only"
 
 
+def _one_way_at_a_time(v: Mapping[str, Any]) -> str:
+    return "" if v["micro"] > 2 else "shows with micro above pp=2 only, else no batch goes both ways"
+
+
 VARIANTS: dict[str, Variant] = {
     "norm-average": Variant(
         deviation="gradients of norms (and of row biases) are averaged over tp where they must be summed: 1/tp of them",
@@ -119,6 +123,15 @@ VARIANTS: dict[str, Variant] = {
         above=_ON_TP,
         words={"dp": 1, "heads": 14, "kv_heads": 7, "hidden": 84},
         rest=_evenly,
+    ),
+    "two-stage-swap": Variant(
+        deviation="activations and gradients of two interleaved stages are one batch in one group, and are swapped",
+        source="PP1: Megatron-Core 0.16.1, interleaved with pp=2 and batch_p2p_comm, refused by its arguments only",
+        modes=("tp", "tp-sp"),
+        needs={"pp": 2, "schedule": "interleaved"},
+        above={},
+        words={"pp": 2, "schedule": "interleaved", "chunks": 2, "layers": 4, "micro": 4},
+        rest=_one_way_at_a_time,
     ),
 }
 

@@ -19,6 +19,7 @@ _TOLD: dict[str, tuple[str, str, str, str]] = {
     "label-smoothing-local": ("replicas", "loss", "", "loss_by_parts"),
     "decoder-layer-thirds": ("forward", "forward", "layers.0.attention*", "rows_permuted|fused_cut"),
     "dropped-heads": ("merge", "forward", "layers.0.attention*", "layout"),
+    "two-stage-swap": ("activation_gradients", "forward|backward", "", ""),
 }
 """Variant -> the check that must fail, phase, region and cause."""
 

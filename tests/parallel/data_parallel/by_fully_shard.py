@@ -15,7 +15,7 @@ from parallel.data_parallel.scheme import with_data_parallelism
 from parallel.expectation import Term
 from parallel.layout import Cut
 from parallel.mesh import Mesh
-from parallel.registry import MODES
+from parallel.registry import MODES, strategy_of
 from parallel.strategy import Rank, Step, Value
 from parallel.subject import subject as ours
 from parallel.training import train
@@ -62,7 +62,7 @@ def _step(case: Case, plain: Step) -> Step:
 @dataclass(frozen=True)
 class _Subject:
     def __call__(self, case: Case, device: torch.device) -> dict[str, Value]:
-        return train(case, replace(MODES[case.mode], step=_step), Mesh.of(case), device)
+        return train(case, replace(strategy_of(case), step=_step), Mesh.of(case), device)
 
     def refuses(self, case: Case) -> str:
         return (

@@ -39,6 +39,7 @@ TOLD = {
     "label-smoothing-local": ("replicas", "the logits are right and the loss differs between ranks"),
     "decoder-layer-thirds": ("forward", "it holds the right rows in another order"),
     "dropped-heads": ("merge", "a rank that leaves its part out"),
+    "two-stage-swap": ("activation_gradients", "none of the known patterns fits"),
 }
 """Variant -> the check that fails for sure, and what its likely causes say."""
 
@@ -81,7 +82,7 @@ def test_without_the_word_the_same_case_is_right(name: str) -> None:
     case = Case.parse(f"{text} ffn=32").but(**words(name))
     truth = dense.subject(case, CPU)
     for found, right in ((case, False), (case.but(variant=""), True)):
-        merged = merge(on_ranks(2, lambda _, c=found: localize(subject(c, CPU))))
+        merged = merge(on_ranks(case.world_size, lambda _, c=found: localize(subject(c, CPU))))
         errors = [float((value - truth[key]).abs().max()) for key, value in merged.tensors.items()]
         assert (max(errors) < 1e-9 and merged.flaws == ()) is right
 
@@ -104,6 +105,11 @@ def test_without_the_word_the_same_case_is_right(name: str) -> None:
             "shows where 3 divides the 16 rows of a kv group only",
         ),
         ("mode=autotp kv_heads=2 variant=dropped-heads", "shows where tp does not divide kv_heads only"),
+        ("mode=tp pp=2 variant=two-stage-swap", "shows with schedule=interleaved only"),
+        (
+            "mode=tp pp=2 schedule=interleaved chunks=2 layers=4 variant=two-stage-swap",
+            "shows with micro above pp=2 only, else no batch goes both ways",
+        ),
     ],
 )
 def test_a_case_that_cannot_show_a_variant_is_refused(text: str, rule: str) -> None:
