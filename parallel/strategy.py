@@ -44,8 +44,8 @@ class Parts:
     `linear` makes the module of a dotted name ("layers.0.mlp.w1"): hidden states in and inner features out for a
     column linear, the other way round for a row linear. `embedding` takes (tokens [B,S], positions [B,S]), `head`
     takes (hidden states, embedding weight). `loss` gives every token's loss from (logits, labels), both in the
-    strategy's layout. `local` is this rank's part of a delivered micro-batch. `saved_over` is the axis whose ranks share
-    the saved inputs of recomputed layers, None where each rank saves them whole.
+    strategy's layout. `local` is this rank's part of a delivered micro-batch. `saved_over` is the axis whose ranks
+    share the saved inputs of recomputed layers, None where each rank saves them whole.
     """
 
     linear: Callable[[str], nn.Module]

@@ -55,9 +55,9 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def _layers_of_stages(v: Mapping[str, Any]) -> tuple[int, ...]:
     """The numbers of layers of the stages; none for layers that stages cannot share, which another rule refuses."""
-    group = PipelineGroup(ranks=tuple(range(v["pp"])))
     first, last = v["first_layers"] or None, v["last_layers"] or None
     try:
+        group = PipelineGroup(ranks=tuple(range(v["pp"])), chunks=v["chunks"])
         return tuple({len(group.layers(v["layers"], rank, first=first, last=last)) for rank in range(v["pp"])})
     except CaseError:
         return ()
