@@ -18,7 +18,8 @@ Source: Megatron-Core `get_batch_on_this_tp_rank` and `broadcast_data` (modes.md
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ SIZES_PER_KEY = 5
 class Delivered:
     """One micro-batch as it lies on this rank; `attention_mask` is None for plain causal attention.
 
+    `draw` is its step and its number on the data rank.
     What a pipeline stage is not sent has no elements.
     """
 
@@ -47,12 +49,18 @@ class Delivered:
     loss_mask: Tensor
     positions: Tensor
     attention_mask: Tensor | None = None
+    draw: tuple[int, int] = (0, 0)
 
 
 def deliver(
     case: Case, mesh: Mesh, step: int, micro: int, device: torch.device, stage: Stage | None = None
 ) -> Delivered:
     """The micro-batch of this rank's data rank, by the case's delivery: all of it, or what this stage is sent."""
+    delivered = _delivered(case, mesh, step, micro, device, stage)
+    return replace(delivered, draw=(step, micro))
+
+
+def _delivered(case: Case, mesh: Mesh, step: int, micro: int, device: torch.device, stage: Stage | None) -> Delivered:
     reads = case.delivery == "local" or mesh.axis("tp").rank == 0
     batch = micro_batch(case, step, micro, mesh.axis("dp").rank) if reads else None
     match case.delivery:
@@ -110,7 +118,9 @@ def _keys(case: Case, batch: Batch | None, device: torch.device, stage: Stage | 
 def _named(case: Case, keys: Mapping[str, Tensor], device: torch.device) -> Delivered:
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     counted = torch.arange(case.seq, device=device).expand(case.batch, case.seq)
-    return Delivered(**{"tokens": nothing, "labels": nothing, "loss_mask": nothing, "positions": counted, **keys})
+    missing = {"tokens": nothing, "labels": nothing, "loss_mask": nothing, "positions": counted}
+    held: dict[str, Any] = {**missing, **keys}
+    return Delivered(**held)
 
 
 def _forms(case: Case, stage: Stage | None) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -18,8 +18,9 @@ from parallel.batch import Delivered
 from parallel.expectation import Term, Terms
 from parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
 from parallel.layers.metric import Metric
-from parallel.layout import Box, Placement, pieces
+from parallel.layout import Box, Cut, Placement, pieces
 from parallel.mesh import Axis, Mesh
+from parallel.randomness.dropout import Dropout
 from parallel.schedules.stages import Stage
 from reference.case import Case
 
@@ -35,6 +36,11 @@ def _same(batch: Delivered) -> Delivered:
 
 def _plain(_case: Case, step: Step) -> Step:
     return step
+
+
+def _shares(case: Case) -> Placement:
+    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    return Placement(shape=(rows, case.heads, length, length), cuts=(Cut(axis="tp", dim=1),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,7 @@ class Strategy:
     loss_axes      mesh axes over which the loss sum and the token count of a rank are summed
     placements     case -> how every parameter lies on the mesh
     activation     (case, module) -> how its output [rows of a data rank, seq, width] lies on the mesh, None if unknown
+    shares         case -> how the shares of attention [rows of a data rank, heads, queries, keys] lie where the core is
     partial        (case, parameter whole on every rank) -> is its gradient on one rank a partial sum?
     coalesced      are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
     partial_op     reduce op of the partial gradients
@@ -86,6 +93,7 @@ class Strategy:
     loss_axes: tuple[str, ...] = ("dp",)
     placements: Callable[[Case], dict[str, Placement]]
     activation: Callable[[Case, str], Placement | None]
+    shares: Callable[[Case], Placement] = _shares
     partial: Callable[[Case, str], bool]
     coalesced: bool = True
     partial_op: str = "sum"
@@ -151,7 +159,7 @@ class Step:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
     """One rank at work: its chunks of the model under its strategy, the parameters of all of them by name and their
-    places, its metric if any. A rank has one chunk, the whole model, unless it is one of a pipeline.
+    places, its metric if any, its dropout. A rank has one chunk, the whole model, unless it is one of a pipeline.
 
     `updated` are the tensors that the optimizer steps, by the names of the parameters, and `updated_places` how they
     and their gradients lie: the parameters themselves, unless a scheme splits or copies them.
@@ -169,6 +177,7 @@ class Rank:
     updated: Mapping[str, Tensor]
     updated_places: Mapping[str, Placement]
     metric: Metric | None
+    dropout: Dropout
 
     @property
     def model(self) -> nn.Module:

@@ -8,6 +8,7 @@ data_rank.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from torch import Tensor
 from parallel import gradients as sync
 from parallel.layers.metric import Metric
 from parallel.layers.norm import wide
-from parallel.layout import Box, shard
+from parallel.layout import Box, Placement, shard
 from parallel.mesh import Mesh
+from parallel.randomness.dropout import SHARES, Dropout
 from parallel.schedules.stages import held
 from parallel.step import PLAIN
 from parallel.strategy import Rank, Strategy, Value
@@ -59,6 +61,7 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
         del gradients  # or they would stand beside those of the next step
     if rank.metric is not None:
         outcome |= _metrics(rank, rank.metric)
+    outcome |= rank.dropout.masks()
     return outcome | {f"param/{name}": rank.value(p.detach(), rank.places[name]) for name, p in rank.parameters.items()}
 
 
@@ -67,7 +70,10 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
     places = strategy.placements(case)
     parts = strategy.parts(case, mesh, device)
     own = held(case, mesh.axis("pp").rank)
-    chunks = tuple((stage, Transformer(case, strategy, parts, device, stage)) for stage in own)
+    dropout = Dropout.of(
+        case, mesh.coordinates, partial(_place, case, strategy), sequence_dim=strategy.sequence_dim, device=device
+    )
+    chunks = tuple((stage, Transformer(case, strategy, parts, dropout, device, stage)) for stage in own)
     parameters = {name: parameter for _, chunk in chunks for name, parameter in chunk.named_parameters()}
     places = {name: place for name, place in places.items() if any(stage.holds(name) for stage in own)}
     with torch.no_grad():
@@ -86,8 +92,16 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
         updated=parameters,
         updated_places=places,
         metric=_metric(case, strategy, mesh) if own[-1].last else None,
+        dropout=dropout,
     )
     return rank.step.prepare(rank)
+
+
+def _place(case: Case, strategy: Strategy, module: str) -> Placement:
+    """How what dropout reads lies for the rows of a data rank: a module's output, or the shares of attention."""
+    place = strategy.shares(case) if module == SHARES else strategy.activation(case, module)
+    assert place is not None  # every mode states where hidden states lie
+    return place
 
 
 def _metric(case: Case, strategy: Strategy, mesh: Mesh) -> Metric | None:

@@ -18,6 +18,7 @@ from parallel.layers.mlp import Mlp
 from parallel.layers.norm import Norm
 from parallel.layers.recompute import computed_later_again
 from parallel.layers.roles import attention_linears, head_norms, mlp_linears
+from parallel.randomness.dropout import Draw, Dropout
 from parallel.schedules.recompute import units
 from parallel.schedules.stages import Stage
 from parallel.strategy import Parts, Strategy
@@ -28,18 +29,24 @@ __all__ = ["Layer", "Transformer"]
 
 
 class Layer(nn.Module):
-    """One block: attention, then MLP, each behind its norm and added to the hidden states."""
+    """One block: attention, then MLP, each behind its norm, dropped and added to the hidden states."""
 
-    def __init__(self, attention_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Mlp) -> None:
+    def __init__(
+        self, attention_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Mlp, name: str, dropout: Dropout
+    ) -> None:
         super().__init__()
+        self.name, self.dropout = name, dropout
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
-    def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None) -> Tensor:
-        """Hidden states -> hidden states."""
-        x = x + self.attention(self.attention_norm(x), table, hidden_B1SS)
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
+    def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None, draw: Draw) -> Tensor:
+        """Hidden states -> hidden states; `draw` is the step and the micro-batch that they are of."""
+        x = x + self._dropped("attention", self.attention(self.attention_norm(x), table, hidden_B1SS, draw), draw)
+        y: Tensor = x + self._dropped("mlp", self.mlp(self.mlp_norm(x)), draw)
         return y
+
+    def _dropped(self, branch: str, x: Tensor, draw: Draw) -> Tensor:
+        return self.dropout.hidden(x, f"{self.name}.{branch}", draw)
 
 
 class Transformer(nn.Module):
@@ -48,12 +55,14 @@ class Transformer(nn.Module):
     Backward computes the units of `recompute=full` again, which are the first layers here, or all of them.
     """
 
-    def __init__(self, case: Case, strategy: Strategy, parts: Parts, device: torch.device, stage: Stage) -> None:
+    def __init__(
+        self, case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, device: torch.device, stage: Stage
+    ) -> None:
         super().__init__()
-        self.case, self.ends = case, stage.last
+        self.case, self.ends, self.dropout = case, stage.last, dropout
         self.embedding = parts.embedding() if stage.first else _tables(parts) if stage.copies_table else None
         self.layers = nn.ModuleDict(
-            {str(index): _layer(case, strategy, parts, device, index) for index in stage.layers}
+            {str(index): _layer(case, strategy, parts, dropout, device, index) for index in stage.layers}
         )
         self.units = units(case, [int(layer) for layer in self.layers])
         self.saved_over = parts.saved_over
@@ -70,15 +79,22 @@ class Transformer(nn.Module):
         if x is None:
             assert self.embedding is not None
             x = self.embedding(batch.tokens, batch.positions)
+            x = self.dropout.hidden(x, "embedding", batch.draw)
         table = None
         if self.case.positions == "rope":
             table = rotary_table(batch.positions, self.case.head_dim, x.dtype)
         for unit in self.units if torch.is_grad_enabled() else ():
-            through = partial(self._through, unit, table, batch.attention_mask)
-            x = computed_later_again(through, x, early_stop=self.case.early_stop, distribute=self.saved_over)
+            through = partial(self._through, unit, table, batch.attention_mask, batch.draw)
+            x = computed_later_again(
+                through,
+                x,
+                early_stop=self.case.early_stop,
+                distribute=self.saved_over,
+                contexts=self.dropout.contexts,
+            )
         held = [int(layer) for layer in self.layers]
         rest = held[sum(map(len, self.units)) :] if torch.is_grad_enabled() else held
-        x = self._through(rest, table, batch.attention_mask, x)
+        x = self._through(rest, table, batch.attention_mask, batch.draw, x)
         if not self.ends:
             return x
         tables = self.head if self.embedding is None else self.embedding.get_submodule("tokens")
@@ -87,15 +103,20 @@ class Transformer(nn.Module):
         return logits
 
     def _through(
-        self, layers: Sequence[int], table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None, x: Tensor
+        self,
+        layers: Sequence[int],
+        table: tuple[Tensor, Tensor] | None,
+        hidden_B1SS: Tensor | None,
+        draw: Draw,
+        x: Tensor,
     ) -> Tensor:
         """Hidden states behind these layers."""
         for layer in layers:
-            x = self.layers[str(layer)](x, table, hidden_B1SS)
+            x = self.layers[str(layer)](x, table, hidden_B1SS, draw)
         return x
 
 
-def _layer(case: Case, strategy: Strategy, parts: Parts, device: torch.device, index: int) -> Layer:
+def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, device: torch.device, index: int) -> Layer:
     name = f"layers.{index}"
     heads = HeadShape(
         group=case.heads // case.kv_heads,
@@ -109,9 +130,11 @@ def _layer(case: Case, strategy: Strategy, parts: Parts, device: torch.device, i
         parts.exchange,
         {leaf: parts.linear(f"{name}.attention.{leaf}") for leaf in attention_linears(case)},
         {leaf: _norm(case, case.head_dim, device) for leaf in head_norms(case)},
+        name,
+        dropout,
     )
     mlp = Mlp(case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)})
-    return Layer(_norm(case, case.hidden, device), attention, _norm(case, case.hidden, device), mlp)
+    return Layer(_norm(case, case.hidden, device), attention, _norm(case, case.hidden, device), mlp, name, dropout)
 
 
 def _tables(parts: Parts) -> nn.Module:

@@ -97,6 +97,8 @@ class Evidence:
     alternatives "<what if>/<name>" -> what the dense model computes of data read otherwise; empty until then
     precision    dtype whose limits hold where a float64 case computes with a lower one; "" for the case's own
     island       where such a dtype enters on several ranks alone, if it explains what is wrong; "" otherwise
+    given        names of what the truth was given of the outcome: it does not check them; empty where it knows all
+    torn         whether that does not merge, so that there is no truth
     regrouped    merged outcomes of the same global batch in other groupings; empty when none was run
     others       evidence of the same subject in cases that differ in one size, where a diagnosis needs them
     located      the first wrong module, when a diagnosis looked for it without a declared layout
@@ -126,6 +128,8 @@ class Evidence:
     alternatives: Mapping[str, Tensor] = field(default_factory=dict)
     precision: str = ""
     island: str = ""
+    given: tuple[str, ...] = ()
+    torn: bool = False
     regrouped: tuple[Regrouped, ...] = ()
     others: tuple[Evidence, ...] = ()
     located: Located | None = None

@@ -50,6 +50,8 @@ Found = tuple[Evidence, dict[str, Finding]]
 
 def judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> Found:
     """What these checks find, and the evidence with every control run that they came to need."""
+    if evidence.torn:
+        return evidence, examine(evidence, checks)
     found = _judged(trial, evidence, checks)
     return _with_islands(trial, found, checks) if evidence.case.dtype == "float64" else found
 

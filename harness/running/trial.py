@@ -7,10 +7,10 @@ harness imports no model: the reference is named like any subject. Times are sec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from harness.checking.exact_checks import same_outcomes
 from harness.checking.tolerance import is_state, kind_of
 from harness.engines.engine import Engine
 from harness.errors import RequestError, error_text
-from harness.merging import held_once
+from harness.merging import Merged, held_once
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike, case_text
 from harness.resolve import resolve
 from harness.running.execution import execute, execute_captured
@@ -51,6 +51,7 @@ class Trial:
     """One case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
     `problems`: what the subject could not answer (expectation, activations) -> why.
+    `given` fills up with what of the subject's outcome its truth must be given (see Reference.given).
     `known` and `facts` fill up with what the reference computed; trials of one case may share them, and trials of cases
     that are alike to the dense model its `truths`.
     """
@@ -66,6 +67,7 @@ class Trial:
     known: dict[Asked, Mapping[str, Tensor]] = field(default_factory=dict)
     facts: dict[str, FactsLike] = field(default_factory=dict)
     truths: Truths = field(default_factory=Truths)
+    given: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -105,6 +107,8 @@ class Trial:
     ) -> Mapping[str, Tensor]:
         """The same, computed anew and timed as this part. Raises RequestError when the reference cannot compute it."""
         function: Any = resolve(name) if isinstance(name, str) else name
+        if self.given and name in (self.reference.truth, self.reference.control, self.reference.kinks):
+            words["given"] = self.given
         try:
             with self.timed(part):
                 outcome: Mapping[str, Tensor] = function(case or self.case, torch.device(self.device), **words)
@@ -119,7 +123,8 @@ def recorded(trial: Trial) -> Evidence:
     Raises RequestError when the dense model cannot be computed, and what the engine raises.
     """
     case, names = trial.case, trial.reference
-    truth = trial.true(names.truth)
+    kinds: tuple[str, ...] = cast(Any, resolve(names.given))(case) if names.given else ()
+    truth, torn = ({} if kinds else trial.true(names.truth)), False
     with trial.timed("recorded"):
         run = execute(
             case,
@@ -130,6 +135,8 @@ def recorded(trial: Trial) -> Evidence:
             timeout_s=trial.timeout_s,
             name=trial.subject.address,
         )
+    if kinds:
+        truth, torn = _given(trial, kinds, gathered(run.outcomes, (), truth))
     merged = gathered(run.outcomes, (), truth)
     outcomes = held_once(run.outcomes, merged)
     if not any(is_state(name) for outcome in run.outcomes for name in outcome):
@@ -148,7 +155,20 @@ def recorded(trial: Trial) -> Evidence:
         orders=orders_of(trial),
         facts=_facts(trial),
         declared=_asked(trial, "coverage", lambda: left_out(trial.subject), ()),
+        given=tuple(trial.given),
+        torn=torn,
     )
+
+
+def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:
+    """The truth of what the subject drew, and whether there is none: where its replicas or shards of that do not make
+    one tensor, no dense model can be given it, and the truth is just what did merge.
+    """
+    trial.given.update({name: tensor for name, tensor in merged.tensors.items() if kind_of(name) in kinds})
+    trial.known.clear()  # trials of other subjects drew other numbers
+    if any(kind_of(flaw.name) in kinds for flaw in merged.flaws):
+        return dict(trial.given), True
+    return trial.dense(trial.reference.truth), False
 
 
 def watched(trial: Trial, evidence: Evidence) -> Evidence:
@@ -218,7 +238,7 @@ def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evide
 
 def elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
     """Evidence of the same subject in another case, as far as this tensor needs it; None when there is none."""
-    other = replace(trial, case=case, seconds={}, problems={}, known={}, facts={})
+    other = replace(trial, case=case, seconds={}, problems={}, known={}, facts={}, given={})
     try:
         if refusal(case, trial.subject):
             return None

@@ -6,6 +6,7 @@ dtype of statistics (`wide`), as the accumulators of a fused kernel are.
     one block   S = q k^T / sqrt(D), -inf where a key is hidden ; L = log sum exp S ; O = exp(S - L) v
     merge       L = log(exp L1 + exp L2) ; O = exp(L1 - L) O1 + exp(L2 - L) O2           associative, commutative
     backward    P = exp(S - L) ; dS = P * (dO v^T - sum(dO * O)) / sqrt(D) ; dq = dS k ; dk = dS^T q ; dv = P^T dO
+    dropout     M = 0 or 1/(1-p) : O = (P M) v ; dO v^T becomes M * dO v^T ; dv = (P M)^T dO ; L is that without
 
 Backward needs L and O *of all keys*: those of a block alone give plausible gradients that are wrong. A query that sees
 no key has L = -inf and O = 0, and -inf minus -inf is no number: the weight of anything is 0 then.
@@ -22,17 +23,20 @@ from torch import Tensor
 
 from parallel.layers.norm import wide
 
-__all__ = ["Partial", "attend", "gradients", "merged", "over_all_keys"]
+__all__ = ["Partial", "attend", "gradients", "merged", "of_keys", "over_all_keys"]
 
 Partial = tuple[Tensor, Tensor]
 """O [B,q,K,G,D] and L [B,q,K,G] over some of the keys, in the dtype of statistics."""
 
 
-def attend(q_BqND: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, visible_qs: Tensor) -> Partial:
-    """Attention over these keys alone."""
+def attend(
+    q_BqND: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, visible_qs: Tensor, keep_BNqs: Tensor | None = None
+) -> Partial:
+    """Attention over these keys alone; `keep_BNqs` are the factors of dropout."""
     score = _scores(q_BqND, k_BsKD, visible_qs)
     total = score.logsumexp(-1)
-    return torch.einsum("bqkgs,bskd->bqkgd", _weights(score, total), v_BsKD.to(score.dtype)), total
+    weight = _dropped(_weights(score, total), keep_BNqs)
+    return torch.einsum("bqkgs,bskd->bqkgd", weight, v_BsKD.to(score.dtype)), total
 
 
 def merged(one: Partial, other: Partial) -> Partial:
@@ -43,7 +47,13 @@ def merged(one: Partial, other: Partial) -> Partial:
 
 
 def gradients(
-    grad_BqND: Tensor, q_BqND: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, visible_qs: Tensor, whole: Partial
+    grad_BqND: Tensor,
+    q_BqND: Tensor,
+    k_BsKD: Tensor,
+    v_BsKD: Tensor,
+    visible_qs: Tensor,
+    whole: Partial,
+    keep_BNqs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What these keys add to the gradients of q [B,q,N,D], and the gradients of k and v [B,s,K,D] from these queries.
 
@@ -58,12 +68,13 @@ def gradients(
         v_BsKD.to(score.dtype),
     )
     weight = _weights(score, total)
-    inner = torch.einsum("bqkgd,bskd->bqkgs", grad, v) - (grad * context).sum(-1)[..., None]
+    slope = _dropped(torch.einsum("bqkgd,bskd->bqkgs", grad, v), keep_BNqs)
+    inner = slope - (grad * context).sum(-1)[..., None]
     grad_score = weight * inner / math.sqrt(q.shape[-1])
     return (
         torch.einsum("bqkgs,bskd->bqkgd", grad_score, k).flatten(2, 3),
         torch.einsum("bqkgs,bqkgd->bskd", grad_score, q),
-        torch.einsum("bqkgs,bqkgd->bskd", weight, grad),
+        torch.einsum("bqkgs,bqkgd->bskd", _dropped(weight, keep_BNqs), grad),
     )
 
 
@@ -71,22 +82,37 @@ class _OverAllKeys(torch.autograd.Function):
     """Attention whose keys are all there: one block."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        context, total = attend(q, k, v, visible)
-        ctx.save_for_backward(q, k, v, visible, context, total)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, keep: Tensor | None) -> Tensor:
+        context, total = attend(q, k, v, visible, keep)
+        ctx.save_for_backward(q, k, v, visible, context, total, keep)
         return context.flatten(2, 3).to(q.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, visible, context, total = ctx.saved_tensors
-        grad_q, grad_k, grad_v = gradients(grad, q, k, v, visible, (context, total))
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, visible, context, total, keep = ctx.saved_tensors
+        grad_q, grad_k, grad_v = gradients(grad, q, k, v, visible, (context, total), keep)
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
-def over_all_keys(q_BqND: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, visible_qs: Tensor) -> Tensor:
-    """Attention [B,q,N,D] of these queries; 0 for those that see no key."""
-    context: Tensor = _OverAllKeys.apply(q_BqND, k_BsKD, v_BsKD, visible_qs)
+def over_all_keys(
+    q_BqND: Tensor, k_BsKD: Tensor, v_BsKD: Tensor, visible_qs: Tensor, keep_BNqs: Tensor | None = None
+) -> Tensor:
+    """Attention [B,q,N,D] of these queries; 0 for those that see no key. `keep_BNqs` are the factors of dropout."""
+    context: Tensor = _OverAllKeys.apply(q_BqND, k_BsKD, v_BsKD, visible_qs, keep_BNqs)
     return context
+
+
+def of_keys(keep_BNqS: Tensor | None, keys: Tensor) -> Tensor | None:
+    """The factors of dropout of these places of a row, None without any."""
+    return None if keep_BNqS is None else keep_BNqS.index_select(3, keys.to(keep_BNqS.device))
+
+
+def _dropped(x_BqKGs: Tensor, keep_BNqs: Tensor | None) -> Tensor:
+    """Shares, or their gradients, times the factors of dropout."""
+    if keep_BNqs is None:
+        return x_BqKGs
+    factors: Tensor = keep_BNqs.transpose(1, 2).unflatten(2, x_BqKGs.shape[2:4])
+    return x_BqKGs * factors
 
 
 def _grouped(x_BqND: Tensor, k_BsKD: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from parallel.context.blocks import over_all_keys
+from parallel.context.blocks import of_keys, over_all_keys
 from parallel.context.ring import ring_attention, ring_transfers
 from parallel.context.slices import Slices
 from parallel.context.transfers import Transfer
@@ -32,15 +32,29 @@ from parallel.mesh import Axis
 __all__ = ["exchanged_attention", "exchanged_transfers", "nested_attention", "nested_transfers"]
 
 
-def exchanged_attention(q_BqND: Tensor, k_BqKD: Tensor, v_BqKD: Tensor, *, axis: Axis, slices: Slices) -> Tensor:
-    """Attention [B,q,N,D] of this rank's queries over the keys of all ranks. Raises ValueError for unequal slices."""
+def exchanged_attention(
+    q_BqND: Tensor, k_BqKD: Tensor, v_BqKD: Tensor, *, axis: Axis, slices: Slices, keep: Tensor | None = None
+) -> Tensor:
+    """Attention [B,q,N,D] of this rank's queries over the keys of all ranks. Raises ValueError for unequal slices.
+
+    `keep` are the factors of dropout of the exchanged heads and queries, keys in the order of the row.
+    """
     slices.require_equal("alltoall")
     visible = slices.visible(slices.whole, slices.whole)
-    return by_all_to_all(axis)(lambda q, k, v: over_all_keys(q, k, v, visible), q_BqND, k_BqKD, v_BqKD)
+    factors = of_keys(keep, slices.whole)
+    return by_all_to_all(axis)(lambda q, k, v: over_all_keys(q, k, v, visible, factors), q_BqND, k_BqKD, v_BqKD)
 
 
 def nested_attention(
-    q_BqND: Tensor, k_BqKD: Tensor, v_BqKD: Tensor, *, inner: Axis, outer: Axis, slices: Slices, overlap: bool = True
+    q_BqND: Tensor,
+    k_BqKD: Tensor,
+    v_BqKD: Tensor,
+    *,
+    inner: Axis,
+    outer: Axis,
+    slices: Slices,
+    keep: Tensor | None = None,
+    overlap: bool = True,
 ) -> Tensor:
     """The same with a ring of the outer ranks around; rank r of the slices is inner rank r % a of outer rank r // a.
 
@@ -50,7 +64,7 @@ def nested_attention(
     groups = slices.joined(inner.size)
 
     def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ring_attention(q, k, v, axis=outer, slices=groups, overlap=overlap)
+        return ring_attention(q, k, v, axis=outer, slices=groups, keep=keep, overlap=overlap)
 
     return by_all_to_all(inner)(core, q_BqND, k_BqKD, v_BqKD)
 

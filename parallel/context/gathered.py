@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from parallel.context.blocks import over_all_keys
+from parallel.context.blocks import of_keys, over_all_keys
 from parallel.context.slices import Slices
 from parallel.context.transfers import Transfer
 from parallel.mesh import Axis
@@ -28,11 +28,17 @@ from parallel.pairs import gather_from_sequence
 __all__ = ["gathered_transfers", "gathered_attention"]
 
 
-def gathered_attention(q_BqND: Tensor, k_BqKD: Tensor, v_BqKD: Tensor, *, axis: Axis, slices: Slices) -> Tensor:
-    """Attention [B,q,N,D] of this rank's queries over the keys of all ranks. Raises ValueError for unequal slices."""
+def gathered_attention(
+    q_BqND: Tensor, k_BqKD: Tensor, v_BqKD: Tensor, *, axis: Axis, slices: Slices, keep: Tensor | None = None
+) -> Tensor:
+    """Attention [B,q,N,D] of this rank's queries over the keys of all ranks. Raises ValueError for unequal slices.
+
+    `keep` [B,N,q,S] are the factors of dropout, keys in the order of the row.
+    """
     slices.require_equal("gather")
     k, v = (gather_from_sequence(x, axis, dim=1) for x in (k_BqKD, v_BqKD))
-    return over_all_keys(q_BqND, k, v, slices.visible(slices.held[axis.rank], slices.whole))
+    visible = slices.visible(slices.held[axis.rank], slices.whole)
+    return over_all_keys(q_BqND, k, v, visible, of_keys(keep, slices.whole))
 
 
 def gathered_transfers(keys: int, ranks: int) -> Iterator[Transfer]:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import Pending
-from parallel.context.blocks import attend, gradients, merged
+from parallel.context.blocks import attend, gradients, merged, of_keys
 from parallel.context.slices import Slices
 from parallel.context.transfers import Transfer
 from parallel.mesh import Axis
@@ -40,10 +40,20 @@ __all__ = ["ring_transfers", "ring_attention", "short_ring_transfers"]
 
 
 def ring_attention(
-    q_BqND: Tensor, k_BqKD: Tensor, v_BqKD: Tensor, *, axis: Axis, slices: Slices, overlap: bool = True
+    q_BqND: Tensor,
+    k_BqKD: Tensor,
+    v_BqKD: Tensor,
+    *,
+    axis: Axis,
+    slices: Slices,
+    keep: Tensor | None = None,
+    overlap: bool = True,
 ) -> Tensor:
-    """Attention [B,q,N,D] of this rank's queries over the keys of all ranks."""
-    context: Tensor = _Ring.apply(q_BqND, k_BqKD, v_BqKD, axis, slices, overlap)
+    """Attention [B,q,N,D] of this rank's queries over the keys of all ranks.
+
+    `keep` [B,N,q,S] are the factors of dropout, keys in the order of the row.
+    """
+    context: Tensor = _Ring.apply(q_BqND, k_BqKD, v_BqKD, axis, slices, keep, overlap)
     return context
 
 
@@ -51,35 +61,38 @@ class _Ring(torch.autograd.Function):
     """The two loops of the table above."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, slices: Slices, overlap: bool) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, slices: Slices, keep: Tensor | None, overlap: bool
+    ) -> Tensor:
         ctx.axis, ctx.slices, ctx.overlap = axis, slices, overlap
         block, whole, own = torch.stack((k, v)), None, slices.held[axis.rank]
         for step in range(axis.size):
             keys = slices.held[_owner(axis, step)]
             ahead = _hop(block, axis, slices, step, overlap=overlap) if step < axis.size - 1 else None
-            part = attend(q, block[0], block[1], slices.visible(own, keys))
+            part = attend(q, block[0], block[1], slices.visible(own, keys), of_keys(keep, keys))
             whole = part if whole is None else merged(whole, part)
             block = block if ahead is None else ahead.wait()
         assert whole is not None  # an axis has at least this rank
-        ctx.save_for_backward(q, k, v, *whole)
+        ctx.save_for_backward(q, k, v, keep, *whole)
         return whole[0].flatten(2, 3).to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *whole = ctx.saved_tensors
+        q, k, v, keep, *whole = ctx.saved_tensors
         axis, slices, own = ctx.axis, ctx.slices, ctx.slices.held[ctx.axis.rank]
         block, grad_q, home = torch.stack((k, v)), torch.zeros_like(whole[0]).flatten(2, 3), None
         for step in range(axis.size):
             keys = slices.held[_owner(axis, step)]
             ahead = _hop(block, axis, slices, step, overlap=ctx.overlap) if step < axis.size - 1 else None
-            own_q, *own_kv = gradients(grad, q, block[0], block[1], slices.visible(own, keys), (whole[0], whole[1]))
+            visible, factors = slices.visible(own, keys), of_keys(keep, keys)
+            own_q, *own_kv = gradients(grad, q, block[0], block[1], visible, (whole[0], whole[1]), factors)
             grad_q += own_q
             grad_kv = torch.stack(own_kv) if home is None else home.wait() + torch.stack(own_kv)
             home = _hop(grad_kv, axis, slices, step, overlap=ctx.overlap)
             block = block if ahead is None else ahead.wait()
         assert home is not None  # an axis has at least this rank
         grad_k, grad_v = home.wait().unbind()
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
 
 
 def _owner(axis: Axis, step: int) -> int:

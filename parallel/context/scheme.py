@@ -4,6 +4,7 @@
     local        | this context rank's slice of every row; the mask stays whole
     core         | attention of the slice's queries over the keys of all slices, by the method
     activation   | a cut along the sequence over cp, before the mode's own
+    shares       | a cut of the queries, or of heads that are exchanged for them
     data, loss   | the axis dp becomes dp_cp: context ranks see other tokens, so all gradients are partial sums there
     expected     | the calls of the method too, per layer and micro-batch, in attention
 
@@ -53,8 +54,7 @@ def with_context(strategy: Strategy, case: Case) -> Strategy:
 
     def activation(case: Case, module: str) -> Placement | None:
         place = strategy.activation(case, module)
-        cut = Cut(axis="cp", dim=1, order="zigzag" if case.cp_slices == "zigzag" else "blocks")
-        return None if place is None else replace(place, cuts=(cut, *place.cuts))
+        return None if place is None else replace(place, cuts=(_cut(case, dim=1), *place.cuts))
 
     data_axes, loss_axes = (
         tuple(case.data_axis if axis == "dp" else axis for axis in axes)
@@ -75,13 +75,48 @@ def with_context(strategy: Strategy, case: Case) -> Strategy:
         parts=parts,
         expected=expected,
         activation=activation,
+        shares=lambda case: _shares(case, strategy.shares(case)),
         once=once,
     )
 
 
-def _parts(case: Case, mesh: Mesh, parts: Parts) -> Parts:
+def _held(case: Case) -> tuple[Tensor, ...]:
+    """The places of a row that each context rank holds."""
     order = zigzag if case.cp_slices == "zigzag" else contiguous
-    held = order(case.tokens if case.packed else case.seq, case.cp)
+    return order(case.tokens if case.packed else case.seq, case.cp)
+
+
+def _shares(case: Case, place: Placement) -> Placement:
+    """How shares of attention lie where the method computes them: a rank has queries of its own, or of all ranks with
+    which it exchanged tokens for heads, in the order of the ranks.
+    """
+    exchanged = {"alltoall": "cp", "alltoall-ring": "cp_inner"}.get(case.cp_comm)
+    if exchanged is None:
+        return replace(place, cuts=(*place.cuts, _cut(case, dim=2)))
+    inner = case.cp if exchanged == "cp" else case.cp_inner
+    slices = Slices(held=_held(case)).joined(inner).held
+    queries = Cut(axis="cp_outer", dim=2, held=tuple(_ranges(own) for own in slices))
+    if exchanged == "cp":
+        queries = replace(queries, axis="cp", held=queries.held * case.cp)  # all of them, on every rank
+    return replace(place, cuts=(*place.cuts, Cut(axis=exchanged, dim=1), queries))
+
+
+def _ranges(places: Tensor) -> tuple[range, ...]:
+    """Runs of consecutive places, in their order."""
+    borders = [0, *(1 + (places.diff() != 1).nonzero()[:, 0]).tolist(), len(places)]
+    firsts = [int(places[border]) for border in borders[:-1]]
+    return tuple(
+        range(first, first + last - start) for first, start, last in zip(firsts, borders, borders[1:], strict=False)
+    )
+
+
+def _cut(case: Case, *, dim: int) -> Cut:
+    """Of the tokens of a row."""
+    return Cut(axis="cp", dim=dim, order="zigzag" if case.cp_slices == "zigzag" else "blocks")
+
+
+def _parts(case: Case, mesh: Mesh, parts: Parts) -> Parts:
+    held = _held(case)
     own = held[mesh.axis("cp").rank]
     method = _method(case, mesh)
 
@@ -93,9 +128,9 @@ def _parts(case: Case, mesh: Mesh, parts: Parts) -> Parts:
         mine = replace(batch, tokens=tokens, labels=labels, loss_mask=loss_mask, positions=positions)
         return parts.local(mine)
 
-    def core(q: Tensor, k: Tensor, v: Tensor, hidden_B1SS: Tensor | None) -> Tensor:
+    def core(q: Tensor, k: Tensor, v: Tensor, hidden_B1SS: Tensor | None, keep: Tensor | None) -> Tensor:
         hidden = None if hidden_B1SS is None else hidden_B1SS[:, 0]
-        return method(q, k, v, slices=Slices(held=held, hidden=hidden))
+        return method(q, k, v, slices=Slices(held=held, hidden=hidden), keep=keep)
 
     return replace(parts, local=local, core=core)
 

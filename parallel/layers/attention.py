@@ -9,6 +9,7 @@ Sources: arXiv:2104.09864 (rotary, rotate-half pairing as Hugging Face Llama), a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from parallel.layers.norm import wide
+from parallel.randomness.dropout import Draw, Dropout
 
 __all__ = [
     "Attention",
@@ -33,8 +35,9 @@ __all__ = [
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B,S,N,D], k and v [B,S,K,D] of whole sequences -> context [B,S,N,D]."""
-MaskedCore = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""The same with what must not be seen, bool [B or 1, 1, S, S] of whole rows; None means causal."""
+MaskedCore = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+"""The same with what must not be seen, bool [B or 1, 1, S, S] of whole rows, None means causal; and with the factors
+[B, N, q, S] of dropout on the shares, keys of whole rows, None means none."""
 Exchange = Callable[[Core, Tensor, Tensor, Tensor], Tensor]
 """What a mode does around the core: (core, q, k, v) -> context in the layout of q."""
 _ROTARY_BASE = 10000.0
@@ -70,13 +73,21 @@ def rotate(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BSND.dtype)
 
 
-def core_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, hidden_B1SS: Tensor | None) -> Tensor:
+def core_attention(
+    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, hidden_B1SS: Tensor | None, keep_BNSS: Tensor | None = None
+) -> Tensor:
     """Softmax attention with grouped queries, [B, S, N, D]. `hidden_B1SS` is true where a token must not be seen;
-    None means causal."""
+    None means causal. `keep_BNSS` are factors of the shares."""
     group = q_BSND.shape[2] // k_BSKD.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSKD, v_BSKD))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     visible = None if hidden_B1SS is None else ~hidden_B1SS
+    if keep_BNSS is not None:
+        score = (q @ k.mT).to(wide(q.dtype)) / math.sqrt(q.shape[-1])
+        index = torch.arange(q.shape[2], device=q.device)
+        seen = index[:, None] >= index[None, :] if visible is None else visible
+        share = score.masked_fill(~seen, -math.inf).softmax(-1)
+        return ((share * keep_BNSS).to(q.dtype) @ v).transpose(1, 2)
     context = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None)
     return context.transpose(1, 2)
 
@@ -102,15 +113,18 @@ class Attention(nn.Module):
         exchange: Exchange,
         projections: dict[str, nn.Module],
         norms: dict[str, nn.Module],
+        name: str,
+        dropout: Dropout,
     ) -> None:
         super().__init__()
+        self.name, self.dropout = name, dropout
         self.heads, self.core, self.exchange = heads, core, exchange
         self.fused, self.normed = "wqkv" in projections, bool(norms)
-        for name, module in (projections | norms).items():
-            self.add_module(name, module)
+        for leaf, module in (projections | norms).items():
+            self.add_module(leaf, module)
 
-    def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None) -> Tensor:
-        """Hidden states -> hidden states; `table` is None without rotary positions."""
+    def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None, draw: Draw) -> Tensor:
+        """Hidden states -> hidden states; `table` is None without rotary positions, `draw` the step and micro-batch."""
         q, k, v = self._projected(x)
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -119,21 +133,24 @@ class Attention(nn.Module):
         if table is not None:
             q, k = rotate(q, table), rotate(k, table)
 
+        def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.core(q, k, v, hidden_B1SS, self.dropout.shares(f"{self.name}.attention", draw, wide(q.dtype)))
+
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.heads.recompute_core:
                 # No early stop: a core that ends with a collective repeats it, as Megatron's checkpoint does.
                 context: Tensor = checkpoint(
-                    self.core,
+                    dropped,
                     q,
                     k,
                     v,
-                    hidden_B1SS,
                     use_reentrant=False,
                     preserve_rng_state=False,
+                    context_fn=self.dropout.contexts,
                     early_stop=False,
                 )
                 return context
-            return self.core(q, k, v, hidden_B1SS)
+            return dropped(q, k, v)
 
         context = self.exchange(core, q, k, v).flatten(2)
         if self.heads.sequence_dim == 0:

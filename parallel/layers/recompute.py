@@ -7,7 +7,7 @@ computed again. Three things differ between systems:
             (`early_stop`, torch's default): a sum behind the last product is not repeated
     input   whole, or a flat part of 1/p on each of the p tensor-parallel ranks (`distribute`), gathered before the
             unit is computed again (Megatron-Core's `distribute_saved_activations`)
-    states  random states are not restored: there is no dropout
+    states  dropout draws the same again, and its streams go on after it as if nothing had been drawn (`contexts`)
 
 Source: Megatron-Core 0.16.1 `CheckpointFunction`, `TransformerBlock._checkpointed_forward`; torch `checkpoint` without
 reentrance (around.md 16).
@@ -16,6 +16,7 @@ reentrance (around.md 16).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -27,9 +28,17 @@ __all__ = ["computed_later_again"]
 
 
 def computed_later_again(
-    unit: Callable[[Tensor], Tensor], x: Tensor, *, early_stop: bool, distribute: Axis | None
+    unit: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    early_stop: bool,
+    distribute: Axis | None,
+    contexts: Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]],
 ) -> Tensor:
-    """unit(x), of which x alone is saved: whole, or `distribute` names the axis whose ranks hold a part each."""
+    """unit(x), of which x alone is saved: whole, or `distribute` names the axis whose ranks hold a part each.
+
+    `contexts` gives what forward and its repetition run in.
+    """
     through, saved = unit, x
     if distribute is not None and distribute.size > 1:
         axis, shape, first = distribute, x.shape, [x]
@@ -38,5 +47,12 @@ def computed_later_again(
             return unit(first.pop() if first else all_gather(part, axis, dim=0).requires_grad_().view(shape))
 
         saved = own_slice(x.detach().flatten(), axis, dim=0).clone()  # a part of the memory, not a view of all
-    y: Tensor = checkpoint(through, saved, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop)
+    y: Tensor = checkpoint(
+        through,
+        saved,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=contexts,
+        early_stop=early_stop,
+    )
     return y

@@ -139,6 +139,13 @@ def activation(case: Case, module: str) -> Placement | None:
     return tensor.activation(case, module, sequence_split=False)
 
 
+def shares(case: Case) -> Placement:
+    """How the shares of attention [rows of a data rank, heads, queries, keys] lie: the heads that the ranks hold."""
+    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    held = query_rows(dataclasses.replace(attention_heads(case), size=1), case.tp)
+    return Placement(shape=(rows, case.heads, length, length), cuts=(_cut(held, dim=1),))
+
+
 def parts(
     case: Case,
     mesh: Mesh,
@@ -247,6 +254,7 @@ AUTOTP = Strategy(
     sequence_dim=_SEQUENCE_DIM,
     placements=placements,
     activation=activation,
+    shares=shares,
     partial=_partial,
     parts=partial(parts, sequence_dim=_SEQUENCE_DIM),
     expected=_expected,

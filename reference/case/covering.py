@@ -39,7 +39,6 @@ Pair = tuple[int, int]
 FIXED: Mapping[str, str] = {
     "preset": "stands for other words",
     "mode": "each mode has its own list",
-    "dropout": "has one legal value",
     "data": "is the option --data",
     "variant": "is wrong on purpose: the option --variant",
     "dtype": "float64 shows errors of 1e-9",

@@ -13,6 +13,7 @@ from typing import Any
 from reference.case.context import METHODS, ORDERS
 from reference.case.modes import MODES, mode_of, whose
 from reference.case.pipeline import SCHEDULES
+from reference.case.randomness import SOURCES
 from reference.case.recompute import METHODS as RECOMPUTE_METHODS
 from reference.case.schemes import SCHEMES, Problem
 from reference.case.variants import VARIANTS, lack
@@ -25,6 +26,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "cp_comm": METHODS,
     "cp_slices": ORDERS,
     "schedule": SCHEDULES,
+    "random": SOURCES,
     "family": ("gpt", "internlm2", "opt", "llama"),
     "positions": ("learned", "rope"),
     "norm": ("layernorm", "rmsnorm"),
@@ -173,8 +175,6 @@ def _training(v: Mapping[str, Any]) -> Iterator[Problem]:
         yield "lr", "must be a positive number", "lr=1.0"
     if not v["clip"] >= 0:
         yield "clip", "must be 0 (off) or a positive gradient norm", "clip=0.1"
-    if v["dropout"] != 0:
-        yield "dropout", "is not implemented yet", "dropout=0.0"
     if not 0 <= v["label_smoothing"] < 1:
         yield "label_smoothing", "must lie in [0, 1)", "label_smoothing=0.1"
     if v["label_smoothing"] and v["vocab"] == 1:

@@ -17,6 +17,8 @@ from reference.case.data_parallel import WORDS as DATA_PARALLEL_WORDS
 from reference.case.data_parallel import problems as data_parallel_problems
 from reference.case.pipeline import WORDS as PIPELINE_WORDS
 from reference.case.pipeline import problems as pipeline_problems
+from reference.case.randomness import WORDS as RANDOMNESS_WORDS
+from reference.case.randomness import problems as randomness_problems
 from reference.case.recompute import WORDS as RECOMPUTE_WORDS
 from reference.case.recompute import problems as recompute_problems
 
@@ -44,5 +46,6 @@ SCHEMES: dict[str, Scheme] = {
     "data parallelism": Scheme(words=DATA_PARALLEL_WORDS, problems=data_parallel_problems),
     "pipeline parallelism": Scheme(words={"pp": 1, **PIPELINE_WORDS}, problems=pipeline_problems, axis="pp"),
     "recomputation": Scheme(words=RECOMPUTE_WORDS, problems=recompute_problems),
+    "randomness": Scheme(words=RANDOMNESS_WORDS, problems=randomness_problems),
 }
 """Name -> the scheme."""

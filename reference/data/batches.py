@@ -22,7 +22,8 @@ are.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import torch
@@ -42,7 +43,9 @@ class Batch:
 
     tokens, labels (-100 = not learned), positions: int64. loss_mask: float32, 0 or 1. A token counts where the mask is
     1 and its label is not -100. cu_seqlens: int64 [n + 1] borders of sub-sequences, None when not packed. max_seqlen:
-    bounds every position. `tokens` is a non-contiguous view when B > 1, as slices of a larger batch are.
+    bounds every position. `tokens` is a non-contiguous view when B > 1, as slices of a larger batch are. It is
+    micro-batch `number` of its `step`. `masks`: what dropout keeps, by site, for the samples of all steps, where it was
+    drawn elsewhere.
     """
 
     tokens: Tensor
@@ -51,6 +54,9 @@ class Batch:
     loss_mask: Tensor
     cu_seqlens: Tensor | None
     max_seqlen: int
+    step: int = 0
+    number: int = 0
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def micro_batch(
@@ -91,6 +97,8 @@ def micro_batch(
         loss_mask=loss_mask.to(device),
         cu_seqlens=None if rows.cu_seqlens is None else rows.cu_seqlens.to(device),
         max_seqlen=case.seq if rows.cu_seqlens is None else int(rows.cu_seqlens.diff().max()),
+        step=step,
+        number=number,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch
 from reference.model import layers
+from reference.model.dropout import SHARES, mask, rate_of
 
 __all__ = ["PLAIN", "Arithmetic", "Tap", "logits", "silent"]
 
@@ -40,7 +41,7 @@ class Arithmetic:
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.linear
     norm: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.norm
-    attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = layers.attention
+    attention: Callable[..., Tensor] = layers.attention
     activate: Callable[[str, Tensor, Tensor | None], Tensor] = layers.activate
     rotate: Callable[[str, Tensor, Tensor], Tensor] = _rotate
     join: Callable[[str, Tensor, Tensor], Tensor] = _join
@@ -79,13 +80,13 @@ class _Pass:
         x_BSH = self.weights[f"{name}.tokens.weight"][self.batch.tokens]
         if self.case.positions == "learned":
             x_BSH = x_BSH + self.weights[f"{name}.positions.weight"][self.batch.positions]
-        return self._told(name, x_BSH)
+        return self._dropped(name, self._told(name, x_BSH))
 
     def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
         y_BSH = self.attention(f"{name}.attention", self.norm(f"{name}.attention_norm", x_BSH), visible_SS)
-        x_BSH = self.arithmetic.join("attention", x_BSH, y_BSH)
+        x_BSH = self.arithmetic.join("attention", x_BSH, self._dropped(f"{name}.attention", y_BSH))
         y_BSH = self.mlp(f"{name}.mlp", self.norm(f"{name}.mlp_norm", x_BSH))
-        return self._told(name, self.arithmetic.join("mlp", x_BSH, y_BSH))
+        return self._told(name, self.arithmetic.join("mlp", x_BSH, self._dropped(f"{name}.mlp", y_BSH)))
 
     def attention(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
         heads, kv_heads = self.case.heads, self.case.kv_heads
@@ -100,7 +101,9 @@ class _Pass:
         if self.case.positions == "rope":
             q_BSND = self.arithmetic.rotate("q", q_BSND, self.batch.positions)
             k_BSKD = self.arithmetic.rotate("k", k_BSKD, self.batch.positions)
-        context_BSE = self.arithmetic.attention(q_BSND, k_BSKD, v_BSKD, visible_SS)
+        kept_BNSS, rate = mask(self.case, self.batch, f"{name}.{SHARES}"), self.case.attention_dropout
+        factors = () if kept_BNSS is None else (kept_BNSS.to(layers.wide(q_BSND.dtype)) / (1 - rate),)
+        context_BSE = self.arithmetic.attention(q_BSND, k_BSKD, v_BSKD, visible_SS, *factors)
         return self._told(name, self.linear(f"{name}.wo", context_BSE))
 
     def mlp(self, name: str, x_BSH: Tensor) -> Tensor:
@@ -126,6 +129,10 @@ class _Pass:
     def norm(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
         return self._told(name, self.arithmetic.norm(x, weight, bias))
+
+    def _dropped(self, site: str, x_BSH: Tensor) -> Tensor:
+        kept_BSH = mask(self.case, self.batch, site)
+        return x_BSH if kept_BSH is None else x_BSH * kept_BSH / (1 - rate_of(self.case, site))
 
     def _told(self, name: str, output: Tensor) -> Tensor:
         self.tap(name, output)

@@ -83,8 +83,10 @@ def visible(length: int, cu_seqlens: Tensor | None, device: torch.device) -> Ten
     return causal & (sentence[:, None] == sentence[None, :])
 
 
-def attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor) -> Tensor:
-    """Softmax attention with grouped queries by explicit scores; returns [B, S, N*D]."""
+def attention(
+    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, keep_BNSS: Tensor | None = None
+) -> Tensor:
+    """Softmax attention with grouped queries by explicit scores; returns [B, S, N*D]. `keep_BNSS` multiplies shares."""
     heads, head_dim = q_BSND.shape[2:]
     group = heads // k_BSKD.shape[2]
     q_BNSD = q_BSND.transpose(1, 2)
@@ -92,4 +94,6 @@ def attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor
     v_BNSD = v_BSKD.repeat_interleave(group, dim=2).transpose(1, 2)
     score_BNSS = (q_BNSD @ k_BNSD.transpose(2, 3)).to(wide(q_BSND.dtype)) / math.sqrt(head_dim)
     share_BNSS = score_BNSS.masked_fill(~visible_SS, -math.inf).softmax(-1).to(q_BSND.dtype)
+    if keep_BNSS is not None:
+        share_BNSS = (share_BNSS * keep_BNSS).to(q_BSND.dtype)
     return (share_BNSS @ v_BNSD).transpose(1, 2).flatten(2)

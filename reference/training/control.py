@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from reference.case import Case
 from reference.model import layers
 from reference.model.decoder import Arithmetic
 from reference.model.parameters import weights
+from reference.training.given import fed
 from reference.training.steps import train
 
 __all__ = [
@@ -34,14 +36,22 @@ __all__ = [
 
 
 def control(
-    case: Case, device: torch.device, *, parts: int = 0, states: Mapping[str, Tensor] | None = None
+    case: Case,
+    device: torch.device,
+    *,
+    parts: int = 0,
+    states: Mapping[str, Tensor] | None = None,
+    given: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """The outcome of dense training and its activations, in the case's dtype, with the sums in another order.
 
-    `parts`: of how many (see reordered). `states`: those from which every step begins (see reference.states).
+    `parts`: of how many (see reordered). `states`: those from which every step begins (see reference.states). `given`:
+    see reference.given.
     """
-    other = reordered(case, parts)
-    return train(case, weights(case, device), arithmetic=other, last_first=True, states=states, observed=True)
+    other, feed = reordered(case, parts), fed(given)
+    return train(
+        case, weights(case, device), feed=feed, arithmetic=other, last_first=True, states=states, observed=True
+    )
 
 
 def reordered(case: Case, parts: int = 0) -> Arithmetic:
@@ -49,7 +59,7 @@ def reordered(case: Case, parts: int = 0) -> Arithmetic:
 
     Attention is torch's fused kernel where an even number of `parts` is given: its backward takes other sums.
     """
-    attention = fused_attention if parts and parts % 2 == 0 else None
+    attention = fused_attention if parts and parts % 2 == 0 and not case.attention_dropout else None
     parts = parts or max(2, case.tp, case.wp)
     return Arithmetic(
         linear=partial(split_linear, parts=parts),
@@ -68,7 +78,15 @@ def split_linear(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: i
     return y_BSF if bias is None else y_BSF + bias
 
 
-def split_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, *, parts: int) -> Tensor:
+def split_attention(
+    q_BSND: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    visible_SS: Tensor,
+    keep_BNSS: Tensor | None = None,
+    *,
+    parts: int,
+) -> Tensor:
     """Attention as `layers` has it, its scores by blocks of keys and `parts` partial sums over features."""
     heads, head_dim = q_BSND.shape[2:]
     group = heads // k_BSKD.shape[2]
@@ -77,6 +95,8 @@ def split_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: 
     scores = [_summed(q_BNSD, keys, parts) for keys in _parts(k_BNSD, parts, 2)]
     score_BNSS = torch.cat(scores, -1).to(layers.wide(q_BSND.dtype)) / math.sqrt(head_dim)
     share_BNSS = score_BNSS.masked_fill(~visible_SS, -math.inf).softmax(-1).to(q_BSND.dtype)
+    if keep_BNSS is not None:
+        share_BNSS = (share_BNSS * keep_BNSS).to(q_BSND.dtype)
     return _summed(share_BNSS, v_BNSD.transpose(2, 3), parts).transpose(1, 2).flatten(2)
 
 

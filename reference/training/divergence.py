@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
+from reference.data.batches import micro_batch
 from reference.errors import CaseError
-from reference.training.steps import train
+from reference.training.steps import Feed, train
 
 __all__ = ["GROWN", "diverged_in", "refuse_divergence"]
 
@@ -41,14 +42,16 @@ def diverged_in(case: Case, outcome: Mapping[str, Tensor]) -> int | None:
     return None if finite else case.steps - 1
 
 
-def refuse_divergence(case: Case, weights: Mapping[str, Tensor], outcome: Mapping[str, Tensor]) -> None:
-    """Raise CaseError when this outcome of dense training from these weights, in float64, diverges."""
+def refuse_divergence(
+    case: Case, weights: Mapping[str, Tensor], outcome: Mapping[str, Tensor], *, feed: Feed = micro_batch
+) -> None:
+    """Raise CaseError when this outcome of dense training on these micro-batches, in float64, diverges."""
     step = diverged_in(case, outcome)
     if step is None:
         return
     rule = f"the dense model diverges in step {step} (loss {float(outcome[f'loss/{step}']):.3g})"
     for share in _SLOWER:
         slower = case.but(lr=float(f"{case.lr * share:.2g}"))
-        if diverged_in(slower, train(slower, weights, dtype=torch.float64)) is None:
+        if diverged_in(slower, train(slower, weights, feed=feed, dtype=torch.float64)) is None:
             raise CaseError("lr", case.lr, rule, f"lr={slower.lr}")
     raise CaseError("steps", case.steps, rule, f"steps={max(step, 1)}")

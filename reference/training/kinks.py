@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from reference.model import layers
 from reference.model.decoder import Arithmetic
 from reference.model.parameters import full, shapes
 from reference.training import activations as observation
+from reference.training.given import fed
 from reference.training.steps import train
 
 __all__ = ["BAND", "kinks"]
@@ -43,11 +45,17 @@ class _Moved(torch.autograd.Function):
 
 
 def kinks(
-    case: Case, device: torch.device, *, side: int, states: Mapping[str, Tensor] | None = None
+    case: Case,
+    device: torch.device,
+    *,
+    side: int,
+    states: Mapping[str, Tensor] | None = None,
+    given: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """By how much every float of the outcome and of the activations changes when the kink moves to this side (1, -1).
 
-    `states`: those from which every step begins (see reference.states). Empty without a relu, and in float64.
+    `states`: those from which every step begins (see reference.states). `given`: see reference.given. Empty without a
+    relu, and in float64.
     """
     if case.activation != "relu" or case.dtype == "float64":
         return {}
@@ -55,7 +63,8 @@ def kinks(
     place = side * BAND * torch.finfo(getattr(torch, case.dtype)).eps
     moved = Arithmetic(activate=partial(_activate, place=place))
     here, there = (
-        train(case, exact, arithmetic=each, states=states) | observation.observe(case, exact, arithmetic=each)
+        train(case, exact, feed=fed(given), arithmetic=each, states=states)
+        | observation.observe(case, exact, feed=fed(given), arithmetic=each)
         for each in (Arithmetic(), moved)
     )
     return {name: there[name] - value for name, value in here.items() if value.is_floating_point()}

@@ -45,15 +45,15 @@ def exchanged(case: Case, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-_Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_Attention = Callable[..., Tensor]
 
 
 def _both_ways(parts: int, to_heads: _Move, to_tokens: _Move) -> _Attention:
-    def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
         kv = torch.stack((k, v), 2).movedim(3, 2)  # kv heads where the heads of q are; k and v lie outside of them
         kv = kv.repeat_interleave(max(1, parts // k.shape[2]), 2)
         k, v = to_heads(kv, parts).unbind(3)
-        context = layers.attention(to_heads(q, parts), k, v, visible).unflatten(-1, (q.shape[2], -1))
+        context = layers.attention(to_heads(q, parts), k, v, visible, *factors).unflatten(-1, (q.shape[2], -1))
         return to_tokens(context, parts).flatten(2)
 
     return attention
@@ -93,17 +93,17 @@ def _flat_parts(x: Tensor, dim: int, parts: int) -> tuple[Tensor, ...]:
     return x.transpose(2, 3).reshape(parts, *shape).transpose(3, 4).unbind()
 
 
-def _rows_mixed(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    return layers.attention(q.transpose(0, 1).reshape(q.shape), k, v, visible)
+def _rows_mixed(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
+    return layers.attention(q.transpose(0, 1).reshape(q.shape), k, v, visible, *factors)
 
 
 def _one_copy(parts: int) -> _Attention:
     """Of the copies of a kv head the first alone gets a gradient."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
         copies = parts // k.shape[2]
         k, v = (torch.stack([x, *[x.detach()] * (copies - 1)], 3).flatten(2, 3) for x in (k, v))
-        return layers.attention(q, k, v, visible)
+        return layers.attention(q, k, v, visible, *factors)
 
     return attention
 
@@ -111,8 +111,8 @@ def _one_copy(parts: int) -> _Attention:
 def _other_order(parts: int) -> _Attention:
     """All kv heads are repeated one after the other, where each should stand beside its copies."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
         k, v = (x.repeat(1, 1, parts // x.shape[2], 1) for x in (k, v))
-        return layers.attention(q, k, v, visible)
+        return layers.attention(q, k, v, visible, *factors)
 
     return attention

@@ -71,7 +71,7 @@ def _arithmetics(case: Case) -> Iterator[tuple[str, Arithmetic]]:
         yield f"term_missing.{'_'.join(left_out)}", Arithmetic(join=partial(_joined, left_out))
 
 
-_Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_Attention = Callable[..., Tensor]
 
 
 def _attentions(case: Case) -> dict[str, _Attention]:
@@ -90,24 +90,24 @@ def _attentions(case: Case) -> dict[str, _Attention]:
     return found
 
 
-def _scaled(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *, factor: float) -> Tensor:
-    return layers.attention(q * factor, k, v, visible)
+def _scaled(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor, factor: float) -> Tensor:
+    return layers.attention(q * factor, k, v, visible, *factors)
 
 
-def _all_seen(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    return layers.attention(q, k, v, visible | visible.t())
+def _all_seen(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
+    return layers.attention(q, k, v, visible | visible.t(), *factors)
 
 
-def _next_seen(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+def _next_seen(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
     following = torch.ones_like(visible).triu(1).tril(1)
-    return layers.attention(q, k, v, visible | (visible.t() & following))
+    return layers.attention(q, k, v, visible | (visible.t() & following), *factors)
 
 
-def _repeated(parts: int, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+def _repeated(parts: int, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
     """In each part of the heads all kv heads are repeated one after the other, not each beside its copies."""
     group = q.shape[2] // k.shape[2]
     k, v = (torch.cat([part.repeat(1, 1, group, 1) for part in x.chunk(parts, 2)], 2) for x in (k, v))
-    return layers.attention(q, k, v, visible)
+    return layers.attention(q, k, v, visible, *factors)
 
 
 _Rotate = Callable[[str, Tensor, Tensor], Tensor]

@@ -18,6 +18,7 @@ from harness.engines.faults.races import Schedule
 from reference.case import Case, CaseError
 from reference.case.context import METHODS, ORDERS
 from reference.case.modes import MODES
+from reference.case.randomness import WORDS as RANDOMNESS_WORDS
 from reference.case.recompute import METHODS as RECOMPUTE_METHODS
 
 __all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
@@ -30,7 +31,7 @@ NOT_DRAWN = {
     "group": "is for several pipeline stages",
     "first_layers": "is for several pipeline stages",
     "last_layers": "is for several pipeline stages",
-    "dropout": "not implemented",
+    **dict.fromkeys(RANDOMNESS_WORDS, "randomness has proved cases of its own"),
     "data": "names a file; the data of a case without it are drawn by its seed",
     "variant": "makes the implementation wrong",
     "scaler": "brings most models to the edge of float16, where rounding decides which step is skipped",

@@ -16,6 +16,7 @@ from harness.outcome import Block
 __all__ = ["Place", "blocks_of", "comparable", "place_of", "timeline", "wrong_ranks"]
 
 _PHASES = {
+    "mask": "forward",
     "act": "forward",
     "logits": "forward",
     "loss": "loss",
@@ -43,6 +44,9 @@ def place_of(name: str, steps: int) -> Place:
     if is_state(name):
         return Place(step=step_of(name), phase="step", module=rest.partition("/")[2].rpartition(".")[0])
     phase = _PHASES.get(kind, "")
+    if kind == "mask":
+        step, _, site = rest.partition("/")
+        return Place(step=int(step) if step.isdigit() else 0, phase=phase, module=site)
     if kind in ("act", "act_grad"):
         return Place(step=0, phase=phase, module=rest)
     if kind in ("grad", "param"):
@@ -55,8 +59,10 @@ def timeline(names: Sequence[str], steps: int) -> list[str]:
     of_kind: dict[str, list[str]] = {}
     for name in names:
         of_kind.setdefault(kind_of(name), []).append(name)
-    order = [*of_kind.get("act", ())]
+    masks = of_kind.get("mask", ())
+    order = [*(name for name in masks if step_of(name) == 0), *of_kind.get("act", ())]
     for step in range(steps):
+        order += [name for name in masks if step and step_of(name) == step]
         order += [name for kind in ("logits", "loss") for name in of_kind.get(kind, ()) if name == f"{kind}/{step}"]
         if step == 0:
             order += [name for kind in ("act_grad", "grad") for name in reversed(of_kind.get(kind, ()))]

@@ -6,6 +6,8 @@ from suites.mutants.mutant import Change, Mutant, everywhere
 
 __all__ = ["MUTANTS"]
 
+_ATTEND = 'x = x + self._dropped("attention", self.attention(self.attention_norm(x), table, hidden_B1SS, draw), draw)'
+_FEED = 'y: Tensor = x + self._dropped("mlp", self.mlp(self.mlp_norm(x)), draw)'
 _ATTENTION = "layers.0.attention|layers.0.attention.*"
 _CORE = "context = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None)"
 
@@ -158,10 +160,8 @@ MUTANTS = (
         changes=(
             Change(
                 module="parallel.transformer",
-                old="x = x + self.attention(self.attention_norm(x), table, hidden_B1SS)\n"
-                "        y: Tensor = x + self.mlp(self.mlp_norm(x))",
-                new="before = x\n        x = x + self.attention(self.attention_norm(x), table, hidden_B1SS)\n"
-                "        y: Tensor = x + self.mlp(self.mlp_norm(before))",
+                old=f"{_ATTEND}\n        {_FEED}",
+                new=f"before = x\n        {_ATTEND}\n        {_FEED.replace('mlp_norm(x)', 'mlp_norm(before)')}",
             ),
         ),
         kills="activations|forward",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ def alone(batch: Batch, start: int, end: int) -> Batch:
 def joined(batches: Sequence[Batch]) -> Batch:
     """Unpacked micro-batches as one."""
     names = ("tokens", "labels", "positions", "loss_mask")
-    parts = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+    parts: dict[str, Any] = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
     return Batch(**parts, cu_seqlens=None, max_seqlen=batches[0].max_seqlen)
 
 

@@ -53,8 +53,8 @@ CONTEXT = (
         suite=_TWO,
         changes=_change(
             "ring",
-            "slices.visible(own, keys), (whole[0], whole[1]))",
-            "slices.visible(own, keys), attend(q, block[0], block[1], slices.visible(own, keys)))",
+            "(whole[0], whole[1]), factors)",
+            "attend(q, block[0], block[1], visible), factors)",
         ),
         kills="activation_gradients",
         phase="backward",

@@ -12,7 +12,7 @@ _BACK = "summed.backward()"
 _DATA = everywhere("dp>1", TENSOR) | {"isp": "wdp>1"}
 _SUM_DATA = "for axis in rank.strategy.data_axes:\n        sync.sum_gradients(gradients.values(), mesh.axis(axis))"
 _PRODUCT = "return functional.linear(total, weight, bias)"
-_ATTEND = "x = x + self.attention(self.attention_norm(x), table, hidden_B1SS)"
+_ATTEND = 'x = x + self._dropped("attention", self.attention(self.attention_norm(x), table, hidden_B1SS, draw), draw)'
 _BUFFER = "gathered = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))"
 _REDUCED = "reduced = region.start_reduce(grad @ weight, overlap=region.overlap and wants_weight)"
 _SYNCED = "backward|grad_sync"

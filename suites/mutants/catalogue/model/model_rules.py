@@ -9,8 +9,8 @@ __all__ = ["MODEL_RULES"]
 _CORE = "functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None)"
 _HALVES = "first, second = x_BSND.to(cos.dtype).chunk(2, -1)"
 _TURNED = "return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BSND.dtype)"
-_ATTEND = "x = x + self.attention(self.attention_norm(x), table, hidden_B1SS)"
-_FEED = "y: Tensor = x + self.mlp(self.mlp_norm(x))"
+_ATTEND = 'x = x + self._dropped("attention", self.attention(self.attention_norm(x), table, hidden_B1SS, draw), draw)'
+_FEED = 'y: Tensor = x + self._dropped("mlp", self.mlp(self.mlp_norm(x)), draw)'
 _LAYER_NORM = "functional.layer_norm(x.to(exact), width, weight, self.bias.to(exact), EPSILON)"
 _LEAVE = "return pairs.reduce_from(y, self.axis)"
 _LEAVE_SPLIT = "return pairs.reduce_scatter_to_sequence(y, self.axis, dim=self.sequence_dim)"

@@ -1,0 +1,1 @@
+"""Random numbers of a rank: named streams, fields of coordinates, dropout, initial values (docs/randomness.md)."""

@@ -1,0 +1,75 @@
+"""What dropout keeps in the dense model: the field's masks, or those that an implementation drew.
+
+A site is "embedding", "layers.{i}.attention", "layers.{i}.mlp" (hidden states [S, H] of a sample) or
+"layers.{i}.attention.shares" (its softmax [N, S, S]). Sample number of a step: number of the micro-batch times its
+rows, plus the row; a packed row is one sample. Source: arXiv:1207.0580; the sites are those of Megatron-LM's GPT.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from reference.case import Case
+from reference.data.batches import Batch
+from reference.errors import CaseError
+from reference.model.field import words
+
+__all__ = ["SHARES", "mask", "masks", "rate_of", "sites"]
+
+SHARES = "shares"
+
+
+def sites(case: Case) -> dict[str, tuple[int, ...]]:
+    """Every site of the case that drops something, with the shape of one sample, in the order of the forward pass."""
+    length = case.tokens if case.packed else case.seq
+    hidden, shares = (length, case.hidden), (case.heads, length, length)
+    found: dict[str, tuple[int, ...]] = {"embedding": hidden}
+    for layer in range(case.layers):
+        found |= {
+            f"layers.{layer}.attention.{SHARES}": shares,
+            f"layers.{layer}.attention": hidden,
+            f"layers.{layer}.mlp": hidden,
+        }
+    return {site: shape for site, shape in found.items() if rate_of(case, site)}
+
+
+def rate_of(case: Case, site: str) -> float:
+    """The share that is dropped there."""
+    return case.attention_dropout if site.endswith(f".{SHARES}") else case.dropout
+
+
+def mask(case: Case, batch: Batch, site: str) -> Tensor | None:
+    """Bool [B, *shape of a sample], True where the site keeps; None where it drops nothing.
+
+    Raises CaseError for one that was drawn elsewhere and is not there.
+    """
+    rate = rate_of(case, site)
+    if not rate:
+        return None
+    rows = batch.tokens.shape[0]
+    samples = range(batch.number * rows, (batch.number + 1) * rows)
+    if case.random == "field":
+        return _of_field(case, site, batch.step, samples).to(batch.tokens.device)
+    name = f"mask/{batch.step}/{site}"
+    if name not in batch.masks:
+        rule = f"draws masks that the dense model must be given, and {name} was not returned"
+        raise CaseError("random", case.random, rule, "random=field, or return what dropout kept under that name")
+    return batch.masks[name][samples.start : samples.stop].to(batch.tokens.device)
+
+
+def masks(case: Case) -> dict[str, Tensor]:
+    """`mask/<step>/<site>`: bool [samples of a step, *shape of a sample], of the field."""
+    samples = range(case.dp * case.micro * (1 if case.packed else case.batch))
+    return {
+        f"mask/{step}/{site}": _of_field(case, site, step, samples)
+        for step in range(case.steps)
+        for site in sites(case)
+    }
+
+
+def _of_field(case: Case, site: str, step: int, samples: range) -> Tensor:
+    shape = sites(case)[site]
+    first = words(f"{case.seed} dropout {site}", samples=samples, step=step, shape=shape)[0]
+    return first >= math.ceil(rate_of(case, site) * 2**32)

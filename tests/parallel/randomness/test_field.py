@@ -1,0 +1,91 @@
+"""The field: the published function, two implementations of it, and equal numbers on every layout."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.layout import Cut, Placement, gather, meshgrid
+from parallel.randomness.field import indices, kept, philox, standard
+from reference.model.field import philox4x32, words
+
+KNOWN = (
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+)
+"""Counter, key and words of philox4x32-10 in Random123's kat_vectors."""
+
+
+def read(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize(("counter", "key", "right"), KNOWN)
+def test_both_implementations_are_the_published_function(counter: str, key: str, right: str) -> None:
+    c, k = [torch.tensor([word]) for word in read(counter)], read(key)
+    assert [int(word) for word in philox((k[0], k[1]), c)] == read(right)
+    assert philox4x32(torch.cat(c), k).tolist() == read(right)
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    step=st.integers(0, 2**20),
+    first=st.integers(0, 2**20),
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),
+    rate=st.sampled_from((0.0, 0.1, 1 / 3, 0.999)),
+)
+def test_masks_of_both_implementations_are_equal(
+    seed: int, step: int, first: int, shape: tuple[int, ...], rate: float
+) -> None:
+    theirs = words(f"{seed} dropout layers.3.mlp", samples=range(first, first + 2), step=step, shape=shape)[0]
+    samples, elements = torch.arange(first, first + 2), [torch.arange(size) for size in shape]
+    mine = kept(seed, "layers.3.mlp", rate, step=step, samples=samples, elements=elements, shape=shape)
+    assert torch.equal(mine, theirs >= math.ceil(rate * 2**32))
+
+
+CUTS = {
+    "rows": (Cut(axis="tp", dim=1),),
+    "zigzag, then rows": (Cut(axis="cp", dim=1, order="zigzag"), Cut(axis="tp", dim=1)),
+    "columns": (Cut(axis="tp", dim=2), Cut(axis="cp", dim=1)),
+    "uneven": (Cut(axis="tp", dim=1, held=((range(5),), (range(9, 12), range(5, 9)))),),
+}
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=list(CUTS))
+def test_every_layout_has_the_numbers_of_the_whole(cuts: tuple[Cut, ...]) -> None:
+    place = Placement(shape=(3, 12, 6), cuts=cuts)
+    whole = kept(3, "embedding", 0.4, step=2, samples=torch.arange(3), elements=whole_of(12, 6), shape=(12, 6))
+    parts = []
+    for at in meshgrid({"tp": 2, "cp": 3}):
+        rows, *elements = indices(place, at)
+        mask = kept(3, "embedding", 0.4, step=2, samples=rows, elements=elements, shape=(12, 6))
+        parts.append((at, mask))
+    assert torch.equal(gather(parts, place), whole)
+    assert 0 < int(whole.sum()) < whole.numel()
+
+
+def whole_of(*shape: int) -> list[torch.Tensor]:
+    return [torch.arange(size) for size in shape]
+
+
+def test_sites_steps_samples_and_seeds_differ() -> None:
+    def mask(seed: int, site: str, step: int, sample: int) -> torch.Tensor:
+        at = torch.tensor([sample])
+        return kept(seed, site, 0.5, step=step, samples=at, elements=whole_of(2000), shape=(2000,))
+
+    masks = [mask(0, "a", 0, 0), mask(1, "a", 0, 0), mask(0, "b", 0, 0), mask(0, "a", 1, 0), mask(0, "a", 0, 1)]
+    for number, one in enumerate(masks):
+        assert all(abs(float((one == other).double().mean()) - 0.5) < 6 * 0.5 / 2000**0.5 for other in masks[:number])
+
+
+def test_standard_values_have_mean_0_and_deviation_1() -> None:
+    """Within six standard errors of 40,000 values; the sum of four uniform numbers lies within 2 sqrt(3)."""
+    values = standard(0, "head.weight", whole_of(200, 200), (200, 200))
+    assert abs(float(values.mean())) < 6 / 200
+    assert abs(float(values.std()) - 1) < 6 / (200 * 2**0.5)
+    assert float(values.abs().max()) < 12**0.5
