@@ -64,7 +64,7 @@ def test_numbers_are_the_dense_models_in_every_mode(prover: Prover, words: str, 
 def test_the_fields_masks_depend_on_no_layout_and_on_no_schedule(words: str) -> None:
     """The dense model states them, and so does any way to run the same global batch."""
     case = Case.parse(f"{SIZES} {words} steps=1")
-    found = merge(execute(case, subject, InprocEngine()).outcomes).tensors
+    found = merge(execute(case, subject, InprocEngine(), text=str(case)).outcomes).tensors
     right = dense(case.but(mode="tp", tp=1, pp=1, cp=1, dp=3, micro=4, recompute="none"), torch.device("cpu"))
     masks = {name: mask for name, mask in right.items() if name.startswith("mask/")}
     assert {name for name in found if name.startswith("mask/")} == masks.keys()
