@@ -83,15 +83,10 @@ class Transformer(nn.Module):
         table = None
         if self.case.positions == "rope":
             table = rotary_table(batch.positions, self.case.head_dim, x.dtype)
+        early_stop, contexts = self.case.early_stop, self.dropout.contexts
         for unit in self.units if torch.is_grad_enabled() else ():
             through = partial(self._through, unit, table, batch.attention_mask, batch.draw)
-            x = computed_later_again(
-                through,
-                x,
-                early_stop=self.case.early_stop,
-                distribute=self.saved_over,
-                contexts=self.dropout.contexts,
-            )
+            x = computed_later_again(through, x, early_stop=early_stop, distribute=self.saved_over, contexts=contexts)
         held = [int(layer) for layer in self.layers]
         rest = held[sum(map(len, self.units)) :] if torch.is_grad_enabled() else held
         x = self._through(rest, table, batch.attention_mask, batch.draw, x)

@@ -46,7 +46,7 @@ def place_of(name: str, steps: int) -> Place:
     phase = _PHASES.get(kind, "")
     if kind == "mask":
         step, _, site = rest.partition("/")
-        return Place(step=int(step) if step.isdigit() else 0, phase=phase, module=site)
+        return Place(step=int(step) if step.isdigit() else 0, phase=phase, module=site.removesuffix(".shares"))
     if kind in ("act", "act_grad"):
         return Place(step=0, phase=phase, module=rest)
     if kind in ("grad", "param"):

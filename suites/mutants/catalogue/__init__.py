@@ -8,6 +8,7 @@ from __future__ import annotations
 from suites.mutants.catalogue.axes.context import CONTEXT
 from suites.mutants.catalogue.axes.data_parallel import DATA_PARALLEL
 from suites.mutants.catalogue.axes.pipelines import PIPELINES
+from suites.mutants.catalogue.axes.randomness import RANDOMNESS
 from suites.mutants.catalogue.axes.recompute import RECOMPUTE
 from suites.mutants.catalogue.collectives.boundaries import BOUNDARIES
 from suites.mutants.catalogue.collectives.exposed import EXPOSED
@@ -50,6 +51,7 @@ FAMILIES: dict[str, tuple[Mutant, ...]] = {
     "optimizer_rules": OPTIMIZER_RULES,
     "reports": REPORTS,
     "orders_and_parts": (*ORDERS_AND_PARTS, *PIPELINES),
+    "randomness": RANDOMNESS,
     "shares_and_updates": (*SHARES_AND_UPDATES, *DATA_PARALLEL),
 }
 """File of the catalogue -> its mutants."""

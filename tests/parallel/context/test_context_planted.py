@@ -78,15 +78,15 @@ def _send_first(block: Tensor, axis: Axis, slices: Slices, step: int, *, overlap
 
 def _backward_of_block(
     local: tuple[bool, bool],
-) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Partial], tuple[Tensor, Tensor, Tensor]]:
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Backward with the block's own (output, log sum) instead of that of all keys."""
 
     def gradients(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, whole: Partial
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, whole: Partial, keep: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        own = blocks.attend(q, k, v, visible)
+        own = blocks.attend(q, k, v, visible, keep)
         output, total = (mine if here else all_ for here, mine, all_ in zip(local, own, whole, strict=True))
-        return blocks.gradients(grad, q, k, v, visible, (output, total))
+        return blocks.gradients(grad, q, k, v, visible, (output, total), keep)
 
     return gradients
 

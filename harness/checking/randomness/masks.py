@@ -1,0 +1,175 @@
+"""The check of dropout masks (`mask/<step>/<site>`): what each rank kept, held against all others.
+
+What is replicated is the check `replicas`. Here: where the dense model knows the masks, they are its own bit for bit;
+and whatever they are, exact tests find none that are improbable (`exact_tests.ALARM`):
+
+    rate        every mask of a rank keeps as many elements as its rate says (binomial)
+    shards      ranks that hold different parts of the same samples drew independent masks (hypergeometric)
+    draws       no two masks of a rank are equal, of whatever micro-batches, sites and steps
+
+Ranks that hold different samples may draw equal masks: Megatron's data-parallel ranks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+
+import torch
+from torch import Tensor
+
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from harness.checking.numeric_checks import numeric
+from harness.checking.randomness.exact_tests import ALARM, binomial, hypergeometric
+from harness.checking.tolerance import kind_of
+from harness.outcome import Block
+
+__all__ = ["masks"]
+
+KIND = "mask"
+_SHARES = ".shares"
+_ALL_PAIRS = 8
+"""Ranks up to which each is tested with every other one, beyond it with the next one alone."""
+_compared = numeric("masks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Test:
+    """One exact test: the probability of what was counted, the least that it could have been, and what it says."""
+
+    name: str
+    ranks: tuple[int, ...]
+    probability: float
+    least: float
+    words: str
+
+
+def masks(evidence: Evidence) -> Finding | None:
+    """Whether dropout kept what it should; None where no rank returned a mask."""
+    names = [name for name in evidence.returned if kind_of(name) == KIND]
+    if not names:
+        return None
+    names = [name for name in evidence.truth if name in names] or sorted(names)
+    if wrong := [name for name in names if not _is_bool(evidence, name)]:
+        message = f"{wrong[0]} must be a tensor of bool, True where dropout keeps"
+        return Finding(verdict=FAIL, message=message, names=tuple(wrong))
+    known = None if evidence.given else _compared(evidence)
+    if known is not None and known.verdict == FAIL:
+        return known
+    tests = [test for name in names for test in _of_one(evidence, name)] + list(_of_draws(evidence, names))
+    limit = ALARM / max(1, len(tests))
+    broken = [test for test in tests if test.probability < limit]
+    if broken:
+        more = f"; {len(broken) - 1} more of {len(tests)} tests fail" if len(broken) > 1 else ""
+        first = broken[0]
+        message = f"{first.words} (probability {first.probability:.1g}, allowed {limit:.1g}){more}"
+        wrong_names = tuple(dict.fromkeys(test.name for test in broken))
+        return Finding(verdict=FAIL, message=message, names=wrong_names, ranks=first.ranks)
+    small = sum(test.least >= limit for test in tests)
+    unchecked: tuple[str, ...] = (
+        (f"{small} of {len(tests)} tests of masks, too small to show anything",) if small else ()
+    )
+    unchecked += (
+        () if any(_rate(evidence, name) for name in names) else ("the rate of dropout, which the case does not say",)
+    )
+    told = f"{len(tests)} exact tests of {len(names)} masks find none improbable"
+    if known is None:
+        verdict = UNKNOWN if small == len(tests) else PASS
+        return Finding(verdict=verdict, message=f"{told}; the dense model was given them", unchecked=unchecked)
+    return replace(known, message=f"{known.message}; {told}", unchecked=(*known.unchecked, *unchecked))
+
+
+def _is_bool(evidence: Evidence, name: str) -> bool:
+    return all(block.local.dtype == torch.bool for by in evidence.outcomes for block in by.get(name, ()))
+
+
+def _rate(evidence: Evidence, name: str) -> float:
+    """The share that is dropped there by the words of the case; 0 where it has none."""
+    return float(getattr(evidence.case, "attention_dropout" if name.endswith(_SHARES) else "dropout", 0.0))
+
+
+def _holders(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:
+    """One rank -> its blocks, for each different part of the mask that some rank holds."""
+    found: dict[tuple[object, ...], int] = {}
+    for rank, outcome in enumerate(evidence.outcomes):
+        if outcome.get(name):
+            found.setdefault(tuple(block.region for block in outcome[name]), rank)
+    return {rank: evidence.outcomes[rank][name] for rank in found.values()}
+
+
+def _flat(blocks: Sequence[Block]) -> Tensor:
+    return torch.cat([block.local.flatten() for block in blocks])
+
+
+def _of_one(evidence: Evidence, name: str) -> Iterator[_Test]:
+    """Rates, shards and consecutive draws of one mask."""
+    held, rate = _holders(evidence, name), _rate(evidence, name)
+    for rank, blocks in held.items():
+        mask = _flat(blocks)
+        kept, total = int(mask.sum()), mask.numel()
+        if rate:
+            words = f"{name} keeps {kept} of {total} elements on rank {rank}, and its rate of dropout is {rate:g}"
+            least = min(binomial(0, total, 1 - rate), binomial(total, total, 1 - rate))
+            yield _Test(name=name, ranks=(rank,), probability=binomial(kept, total, 1 - rate), least=least, words=words)
+    ranks = list(held)
+    pairs = combinations(ranks, 2) if len(ranks) <= _ALL_PAIRS else pairwise(ranks)
+    for one_rank, other_rank in pairs:
+        if _same_samples(held[one_rank], held[other_rank]):
+            what = f"ranks {one_rank} and {other_rank}, which hold different shards,"
+            yield from _independent(name, (one_rank, other_rank), _flat(held[one_rank]), _flat(held[other_rank]), what)
+
+
+def _same_samples(one: Sequence[Block], other: Sequence[Block]) -> bool:
+    return {block.region[0] for block in one} == {block.region[0] for block in other}
+
+
+def _of_draws(evidence: Evidence, names: Sequence[str]) -> Iterator[_Test]:
+    """Whether a rank drew one mask twice: all its masks of a shape, of every micro-batch, site and step."""
+    for rank, outcome in enumerate(evidence.outcomes):
+        by_shape: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
+        for name in names:
+            for block in outcome.get(name, ()):
+                by_shape.setdefault(tuple(block.local.shape), []).append((name, block.local))
+        for drawn in by_shape.values():
+            seen: dict[bytes, str] = {}
+            twice = next(
+                ((seen[key], name) for name, key in _keys(drawn) if seen.setdefault(key, name) is not name), ("", "")
+            )
+            yield _repeated(drawn, rank, *twice)
+
+
+def _keys(drawn: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, bytes]]:
+    for number, (name, mask) in enumerate(drawn):
+        yield f"{name} (draw {number})", mask.contiguous().numpy().tobytes()
+
+
+def _repeated(drawn: Sequence[tuple[str, Tensor]], rank: int, one: str, other: str) -> _Test:
+    """How probable it is that any two of these masks are equal, if each element is drawn by itself."""
+    kept = sum(float(mask.double().mean()) for _, mask in drawn) / len(drawn)
+    total, pairs = drawn[0][1].numel(), len(drawn) * (len(drawn) - 1) / 2
+    least = min(1.0, pairs * (kept**2 + (1 - kept) ** 2) ** total)
+    return _Test(
+        name=other.partition(" ")[0],
+        ranks=(rank,),
+        probability=least if other else 1.0,
+        least=least,
+        words=f"{other} on rank {rank} is that of {one}: a mask was drawn twice",
+    )
+
+
+def _independent(name: str, ranks: tuple[int, ...], one: Tensor, other: Tensor, what: str) -> Iterator[_Test]:
+    """The test of two masks; none for different shapes."""
+    if one.shape != other.shape or not one.numel():
+        return
+    total, first, second = one.numel(), int(one.sum()), int(other.sum())
+    both = int((one & other).sum())
+    agree, expected = int((one == other).sum()), (first * second + (total - first) * (total - second)) / total
+    words = f"{name}: {what} agree in {agree} of {total} elements, independent ones in about {expected:.0f}"
+    yield _Test(
+        name=name,
+        ranks=ranks,
+        probability=hypergeometric(both, total, first, second),
+        least=hypergeometric(min(first, second), total, first, second),
+        words=words,
+    )
