@@ -132,6 +132,8 @@ def _of_draws(evidence: Evidence, names: Sequence[str]) -> Iterator[_Test]:
             for block in outcome.get(name, ()):
                 by_shape.setdefault(tuple(block.local.shape), []).append((name, block.local))
         for drawn in by_shape.values():
+            if len(drawn) == 1:
+                continue
             seen: dict[bytes, str] = {}
             twice = next(
                 ((seen[key], name) for name, key in _keys(drawn) if seen.setdefault(key, name) is not name), ("", "")
