@@ -82,7 +82,7 @@ def _random(name: str, shape: tuple[int, ...]) -> Tensor:
 
 def truth() -> dict[str, Tensor]:
     """Canonical names with random numbers."""
-    named: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {"mask/0/embedding": torch.ones(4, 3, 6, dtype=torch.bool)}
     for step in range(2):
         named[f"tokens/{step}"] = torch.tensor(262 + step)
         named[f"loss/{step}"] = _random(f"loss/{step}", ()).abs() + 5

@@ -70,9 +70,8 @@ def masks(evidence: Evidence) -> Finding | None:
     unchecked: tuple[str, ...] = (
         (f"{small} of {len(tests)} tests of masks, too small to show anything",) if small else ()
     )
-    unchecked += (
-        () if any(_rate(evidence, name) for name in names) else ("the rate of dropout, which the case does not say",)
-    )
+    if any(_rate(evidence, name) is None for name in names):
+        unchecked += ("the rate of dropout, which the case does not say",)
     told = f"{len(tests)} exact tests of {len(names)} masks find none improbable"
     if known is None:
         verdict = UNKNOWN if small == len(tests) else PASS
@@ -84,9 +83,10 @@ def _is_bool(evidence: Evidence, name: str) -> bool:
     return all(block.local.dtype == torch.bool for by in evidence.outcomes for block in by.get(name, ()))
 
 
-def _rate(evidence: Evidence, name: str) -> float:
-    """The share that is dropped there by the words of the case; 0 where it has none."""
-    return float(getattr(evidence.case, "attention_dropout" if name.endswith(_SHARES) else "dropout", 0.0))
+def _rate(evidence: Evidence, name: str) -> float | None:
+    """The share that is dropped there by the words of the case; None where it has no such word."""
+    rate: float | None = getattr(evidence.case, "attention_dropout" if name.endswith(_SHARES) else "dropout", None)
+    return rate
 
 
 def _holders(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:
@@ -108,7 +108,7 @@ def _of_one(evidence: Evidence, name: str) -> Iterator[_Test]:
     for rank, blocks in held.items():
         mask = _flat(blocks)
         kept, total = int(mask.sum()), mask.numel()
-        if rate:
+        if rate is not None:
             words = f"{name} keeps {kept} of {total} elements on rank {rank}, and its rate of dropout is {rate:g}"
             least = min(binomial(0, total, 1 - rate), binomial(total, total, 1 - rate))
             yield _Test(name=name, ranks=(rank,), probability=binomial(kept, total, 1 - rate), least=least, words=words)

@@ -30,13 +30,13 @@ def right_ranks() -> tuple[dict[str, object], ...]:
     return tuple(outcome_of(rank, truth()) for rank in range(2))
 
 
-def _nudge(tensor: Tensor) -> float:
-    return 1e-6 if tensor.is_floating_point() else 1
+def _nudged(tensor: Tensor) -> Tensor:
+    return ~tensor if tensor.dtype == torch.bool else tensor + (1e-6 if tensor.is_floating_point() else 1)
 
 
 def against(*kinds: str) -> Evidence:
     """Right ranks, held against a truth of which these kinds are another model's."""
-    other = {name: tensor + _nudge(tensor) if kind_of(name) in kinds else tensor for name, tensor in truth().items()}
+    other = {name: _nudged(tensor) if kind_of(name) in kinds else tensor for name, tensor in truth().items()}
     return evidence(*right_ranks(), truth=other)
 
 
@@ -57,6 +57,7 @@ WRONG: dict[str, Callable[[], Evidence]] = {
     "merge": lambda: evidence(*right_ranks(), truth={**truth(), "logits/0": torch.zeros(4, 3, 13)}),
     "data": lambda: evidence(facts=Facts(pairs={"one": (torch.ones(2), torch.zeros(2))}, reading="", unchecked=())),
     "replicas": torn,
+    "masks": lambda: against("mask"),
     "tokens": lambda: against("tokens"),
     "forward": lambda: against("loss", "logits"),
     "activations": lambda: against("act"),
@@ -93,7 +94,7 @@ def test_no_other_check_takes_offence(check: str) -> None:
 
 @pytest.mark.parametrize("name", truth())
 def test_every_single_tensor_of_the_truth_is_looked_at(name: str) -> None:
-    other = {**truth(), name: truth()[name] + _nudge(truth()[name])}
+    other = {**truth(), name: _nudged(truth()[name])}
     assert len(named(examine(evidence(*right_ranks(), truth=other)), FAIL)) == 1
 
 
