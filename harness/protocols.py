@@ -5,14 +5,26 @@ Third parties and our own `parallel` satisfy these by shape alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Axes", "CaseLike", "FactsLike", "ShardLike", "Subject", "TermLike", "Value", "case_text"]
+__all__ = [
+    "ActionLike",
+    "Axes",
+    "CaseLike",
+    "FactsLike",
+    "PipelineLike",
+    "ShardLike",
+    "SpanLike",
+    "Subject",
+    "TermLike",
+    "Value",
+    "case_text",
+]
 
 Axes = Mapping[str, tuple[tuple[int, ...], ...]]
 """Mesh axis -> the rank lists of its groups."""
@@ -104,6 +116,67 @@ class FactsLike(Protocol):
         ...
 
 
+class ActionLike(Protocol):
+    """A computation of a stage ("F" forward, "B" backward, "W" weight gradient alone), or a message: any other kind."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def micro(self) -> int: ...
+    @property
+    def chunk(self) -> int: ...
+
+
+class SpanLike(Protocol):
+    """When a computation runs, in seconds from the first one."""
+
+    @property
+    def action(self) -> ActionLike: ...
+    @property
+    def start(self) -> Any: ...
+    @property
+    def end(self) -> Any: ...
+
+
+class PipelineLike(Protocol):
+    """The pipeline of a case: what each stage does in a step, and when."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """The layers of every stage, all chunks together."""
+        ...
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of layers of every stage."""
+        ...
+
+    @property
+    def alike(self) -> Sequence[int]:
+        """Stage -> the first stage that has as many layers and the same ends of the model."""
+        ...
+
+    @property
+    def programs(self) -> Sequence[Sequence[Sequence[ActionLike]]]:
+        """What every stage does in a step: one computation, or the messages of one batch, after the other."""
+        ...
+
+    @property
+    def bubble_stated(self) -> float | None:
+        """Closed form of the share of time in which stages wait, None where none is known."""
+        ...
+
+    def sample(self, depth: int | None) -> CaseLike:
+        """One step of as few micro-batches as the schedule runs, at least two; with `depth` layers in every chunk."""
+        ...
+
+    def spans(
+        self, seconds: Callable[[int, ActionLike], float], message_s: Callable[[int, int], float]
+    ) -> Sequence[Sequence[SpanLike]]:
+        """The computations of all stages; `seconds` of (stage, computation), `message_s` of (from stage, to stage)."""
+        ...
+
+
 class Subject(Protocol):
     """The implementation under test, called on every rank with torch.distributed initialised.
 
@@ -117,6 +190,7 @@ class Subject(Protocol):
         per_rank     tuple of names of modules whose globals, class attributes and singletons every rank has for itself
         harmless     (case, harness.faults.Fault) -> why this fault of a collective changes nothing that is computed,
                      "" when it does: a proof in words, listed in the kill matrix
+        pipeline     case with pp above 1 -> PipelineLike; without it `predict` refuses several pipeline stages
     """
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]: ...

@@ -5,6 +5,7 @@ subject.modes                            the modes it claims
 subject.refuses(case)                    why a case is not supported, "" when it is
 subject.expected(case)                   the closed form, terms of one rank over the whole run
 subject.beside(case)                     what the system itself counts and issues beside that, (what, how much)
+subject.pipeline(case)                   what the stages of its pipeline do in a step, and when
 subject.activations(case, rank, module, local)
                                          a module's output (or the gradient in it) as boxes of `act/<module>`
 subject.harmless(case, fault)            why this fault of a collective changes nothing, "" when it does
@@ -24,6 +25,7 @@ from parallel.expectation import Term
 from parallel.layers.metric import metric_terms
 from parallel.layout import Box, pieces, rows
 from parallel.mesh import Mesh, coordinates
+from parallel.pipeline.prediction import CasePipeline
 from parallel.registry import MODES, strategy_of
 from parallel.strategy import Value
 from parallel.training import train
@@ -68,8 +70,16 @@ class ParallelSubject:
         return (*strategy.calls(case), *(() if place is None else metric_terms(case, place)))
 
     def beside(self, case: Case) -> Iterable[tuple[str, str]]:
-        """What Megatron itself counts and issues beside this closed form; nothing in modes of other systems."""
-        return megatron_beside(case, strategy_of(case).placements(case)) if case.mode in ("tp", "tp-sp") else ()
+        """What Megatron itself counts and issues beside this closed form; nothing in modes of other systems, and
+        nothing on several pipeline stages, whose ranks differ.
+        """
+        if case.mode not in ("tp", "tp-sp") or case.pp > 1:
+            return ()
+        return megatron_beside(case, strategy_of(case).placements(case))
+
+    def pipeline(self, case: Case) -> CasePipeline:
+        """The pipeline of a case with several stages."""
+        return CasePipeline(case=case)
 
     def activations(self, case: Case, rank: int, module: str, local: Tensor) -> tuple[Box, ...] | None:
         """The boxes of `act/<module>` [dp*batch, seq, width] (packed [dp, batch*seq, width]) that `local` holds.

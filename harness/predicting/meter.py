@@ -30,27 +30,31 @@ from torch.utils import flop_counter
 
 from harness.errors import NotComputed
 from harness.ledger import Call
+from harness.torch_internals.autograd import current_task
 from harness.torch_internals.groups import waits_of_fakes
 from harness.torch_internals.memory import storage_id
 from harness.torch_internals.meta_attention import FUSED, FUSED_BACKWARD, fused_attention
 from harness.torch_internals.modes import DispatchMode, take_themselves_apart
 from harness.torch_internals.operators import dispatch_keys, end_functional, has_kernel, packet_of, short_name
 
-__all__ = ["FORMULAS", "END", "START", "WAIT", "Meter", "Stretch", "hidden"]
+__all__ = ["END", "FORMULAS", "START", "TO_BACKWARD", "TO_FORWARD", "WAIT", "Meter", "Stretch", "hidden"]
 
 START, WAIT, END = "start", "wait", "end"
+TO_BACKWARD, TO_FORWARD = "to backward", "to forward"
 
 
 class Stretch(NamedTuple):
-    """What was computed, and what ended it: the call `ticket` started, or was waited for, or the program ended (-1).
+    """What was computed, and what ended it: the call `ticket` started, or was waited for, or the program ended (-1), or
+    autograd's backward began or ended (-1).
 
-    `peak_bytes` is the most that tensors held at once meanwhile.
+    `peak_bytes` is the most that tensors held at once meanwhile, `held_bytes` what they hold at its end.
     """
 
     flops: int
     then: str
     ticket: int = -1
     peak_bytes: int = 0
+    held_bytes: int = 0
 
 
 def hidden(stretches: Sequence[Stretch]) -> set[int]:
@@ -71,12 +75,12 @@ class _Live:
     def __init__(self) -> None:
         self.seen = False
         self._peak_bytes = 0
-        self._now_bytes = 0
+        self.now_bytes = 0
         self._known: dict[int, Any] = {}
 
     def peak_bytes(self) -> int:
         """The most bytes at once since the last call of this."""
-        peak, self._peak_bytes = self._peak_bytes, self._now_bytes
+        peak, self._peak_bytes = self._peak_bytes, self.now_bytes
         return peak
 
     def see(self, tensor: Tensor) -> None:
@@ -85,12 +89,12 @@ class _Live:
         key, size = storage_id(tensor), storage.nbytes()
         if key in self._known:
             return
-        self._now_bytes += size
-        self._peak_bytes = max(self._peak_bytes, self._now_bytes)
+        self.now_bytes += size
+        self._peak_bytes = max(self._peak_bytes, self.now_bytes)
 
         def gone(_reference: object) -> None:
             del self._known[key]
-            self._now_bytes -= size
+            self.now_bytes -= size
 
         self._known[key] = weakref.ref(storage, gone)
 
@@ -108,6 +112,7 @@ class Meter(DispatchMode):
         self.stretches: list[Stretch] = []
         self.parameter_bytes = self.gradient_bytes = self.optimizer_bytes = self.trained = 0
         self._flops = 0
+        self._backward = False
         self._tickets = 0
         self._calls: dict[int, Call] = {}
         self._works: dict[int, tuple[int, Any]] = {}
@@ -157,6 +162,9 @@ class Meter(DispatchMode):
         """Run one operator, and count what it computes and makes."""
         if take_themselves_apart(types):
             return NotImplemented
+        if (backward := current_task() != -1) != self._backward:
+            self._backward = backward
+            self._end(TO_BACKWARD if backward else TO_FORWARD, -1)
         words = dict(kwargs or {})
         space = func.namespace
         if space in {"_c10d_functional", "c10d"}:
@@ -217,7 +225,8 @@ class Meter(DispatchMode):
 
     def _end(self, then: str, ticket: int) -> None:
         meta_bytes, cpu_bytes = self._live.peak_bytes(), self._on_cpu.peak_bytes()
-        self.stretches.append(Stretch(self._flops, then, ticket, meta_bytes if self._live.seen else cpu_bytes))
+        peak_bytes, live = (meta_bytes, self._live) if self._live.seen else (cpu_bytes, self._on_cpu)
+        self.stretches.append(Stretch(self._flops, then, ticket, peak_bytes, live.now_bytes))
         self._flops = 0
 
     def _before(self, optimizer: Optimizer, _args: object, _words: object) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from harness.ledger import Event
 from harness.predicting.meter import START, WAIT, Stretch
 
-__all__ = ["AFTER_BACKWARD", "Times", "parts", "play", "together"]
+__all__ = ["AFTER_BACKWARD", "Times", "parts", "play", "spent_until", "together"]
 
 Price = Callable[[Event], tuple[str, float]]
 """The link that an event uses, and how long it takes."""
@@ -56,6 +56,25 @@ def play(
         elif stretch.then == WAIT:
             clock.wait(stretch.ticket)
     return (clock.times(), Times()) if last < 0 else (body, clock.times())
+
+
+def spent_until(
+    ends: Sequence[int], stretches: Sequence[Stretch], events: Sequence[Event], flops_per_s: float, price: Price
+) -> list[Times]:
+    """What was spent from the beginning until so many stretches were done, for each of these numbers, in order."""
+    by_ticket = {event.call_index: event for event in events}
+    clock, spent, first = _Clock(flops_per_s), [], 0
+    for end in ends:
+        for stretch in stretches[first:end]:
+            clock.compute(stretch.flops)
+            if stretch.then == START:
+                event = by_ticket[stretch.ticket]
+                clock.start(event, *price(event))
+            elif stretch.then == WAIT:
+                clock.wait(stretch.ticket)
+        spent.append(clock.times())
+        first = end
+    return spent
 
 
 def parts(events: Sequence[Event]) -> tuple[int, int]:

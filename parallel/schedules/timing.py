@@ -1,18 +1,20 @@
 """How long a pipeline takes: its timeline by simulation, and the closed forms of the bubble beside it.
 
-Messages take no time here. Times are exact: integers or fractions, in any unit.
+In `timeline` messages take no time; `played` has a time for each. Times are exact, in any unit: integers or
+fractions, or floats as the fractions that they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from parallel.schedules.messages import Program, counterpart, peer
 from parallel.schedules.pipeline import Action, Kind, Pipeline
 from reference.errors import CaseError
 
-__all__ = ["Span", "ComputeTimes", "bubble", "bubble_stated", "duration_stated", "idle_inside", "timeline"]
+__all__ = ["Span", "ComputeTimes", "bubble", "bubble_stated", "duration_stated", "idle_inside", "played", "timeline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,53 @@ def timeline(
         if len(own) < len(actions):
             raise ValueError(f"order of rank {rank}: waits forever for the input of {actions[len(own)]}")
     return tuple(map(tuple, spans))
+
+
+def played(
+    pipeline: Pipeline,
+    made: Sequence[Program],
+    compute: Callable[[Action], Fraction | float],
+    message: Callable[[int, int], Fraction | float],
+) -> tuple[tuple[Span, ...], ...]:
+    """Spans of all ranks when each executes its program step by step and waits for every batch of its messages.
+
+    `compute` is the time of a computation, `message` that of a message from one rank to another. A rank goes on when
+    what it sent has had its time and what it receives has arrived, one message's time after its sender issued it.
+    Raises ValueError when the programs wait for each other forever.
+    """
+    now = [Fraction(0)] * len(made)
+    place = [0] * len(made)
+    issued: dict[Action, Fraction] = {}
+    spans: list[list[Span]] = [[] for _ in made]
+    moved = True
+    while moved:
+        moved = False
+        for rank, steps in enumerate(made):
+            while place[rank] < len(steps):
+                together = steps[place[rank]]
+                if together[0].kind.computes:
+                    start, now[rank] = now[rank], now[rank] + Fraction(compute(together[0]))
+                    spans[rank].append(Span(action=together[0], start=start, end=now[rank]))
+                else:
+                    ends = [now[rank]]
+                    for action in together:
+                        if action.kind in _SENT:
+                            start = issued.setdefault(action, now[rank])
+                            ends.append(start + Fraction(message(rank, peer(pipeline, action))))
+                    sources = [counterpart(pipeline, action) for action in together if action.kind not in _SENT]
+                    if any(source not in issued for source in sources):
+                        break
+                    ends += [issued[s] + Fraction(message(pipeline.rank(s.stage), rank)) for s in sources]
+                    now[rank] = max(ends)
+                place[rank] += 1
+                moved = True
+    for rank, steps in enumerate(made):
+        if place[rank] < len(steps):
+            raise ValueError(f"program of rank {rank}: waits forever in {' and '.join(map(str, steps[place[rank]]))}")
+    return tuple(map(tuple, spans))
+
+
+_SENT = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
 
 def bubble(spans: Sequence[Sequence[Span]]) -> Fraction:

@@ -11,6 +11,7 @@ one group create_hierarchical_groups, create_hybrid_dp_cp_groups.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,8 +65,7 @@ class RankOrder:
     def groups(self, axes: str) -> Groups:
         """All groups along these axes. Raises CaseError for a word that is not an axis."""
         inside, outside = self._parted(axes)
-        offsets = _sums(inside)
-        return tuple(tuple(first + offset for offset in offsets) for first in _sums(outside))
+        return _groups(tuple(inside), tuple(outside))
 
     def group(self, axes: str, rank: int) -> tuple[int, ...]:
         """The group of a rank along these axes. Raises CaseError for an unknown axis and an unknown rank."""
@@ -169,6 +169,13 @@ def hybrid(ranks: Sequence[int]) -> dict[int, Groups]:
         legal = 2 ** int(math.log2(len(ranks)))
         raise CaseError("ranks", len(ranks), f"blocks of {sizes[-1]} must divide the group", f"a group of {legal}")
     return {size: tuple(tuple(ranks[i : i + size]) for i in range(0, len(ranks), size)) for size in sizes}
+
+
+@functools.lru_cache(maxsize=32)
+def _groups(inside: tuple[tuple[int, int], ...], outside: tuple[tuple[int, int], ...]) -> Groups:
+    """The groups over axes of (size, stride): a case names its axes for each of its terms, and a world may be large."""
+    offsets = _sums(inside)
+    return tuple(tuple([first + offset for offset in offsets]) for first in _sums(outside))
 
 
 def _sums(axes: Iterable[tuple[int, int]]) -> list[int]:

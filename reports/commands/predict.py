@@ -22,8 +22,9 @@ from harness.errors import RequestError
 from harness.ledger import COLUMNS
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read
-from harness.predicting.forecast import DEPTHS
+from harness.predicting.figures import DEPTHS, Forecast
 from harness.subject import named
+from reports.predicting import pipelines
 from reports.predicting.prediction import Prediction, figure, predict
 from reports.printing import tables
 from reports.printing.tables import Table
@@ -36,6 +37,10 @@ ASSUMPTIONS = (
     "efficiency of the device; element-wise work, the optimizer's and launch times are left out",
     "communication: the alpha-beta model of every call, ring and tree, over the links between the ranks of its group; "
     "all ranks come at once, groups and links do not disturb each other",
+    "pipelines: one rank of every kind of stage is run and taken apart; every stage plays its own program, "
+    "computations at the times of its kind, messages at the cost of a call, and a batch of messages holds up its rank "
+    "until all of it has arrived; what follows the last backward comes after it; memory of the largest stage, time of "
+    "the one that computes longest",
     "overlap: what the program itself does between issuing a call and waiting for it; a call that it waits for at once "
     "is exposed, the sum of all gradients after backward among them",
     "memory: all that the program's tensors hold; allocator, contexts and libraries come on top. Where the case says "
@@ -98,7 +103,8 @@ def _tables(one: Prediction) -> list[Table]:
     more = [tables.break_even_table(one.crossings)] if len(one.crossings) else []
     columns: dict[str, tuple[str, Callable[[object], str]]] = {"what": ("what", str), "how much": ("how much", str)}
     beside = [_table("Beside", one.beside, columns, _BESIDE)] if len(one.beside) else []
-    return [_answer(one, rows), *changes, _memory(legal), _times(legal), _phases(shown), *more, *beside]
+    stages = _stages(one) if len(one.stages) else []
+    return [_answer(one, rows), *changes, *stages, _memory(legal), _times(legal), _phases(shown), *more, *beside]
 
 
 _BESIDE = (
@@ -137,6 +143,42 @@ def _changes(changes: pd.DataFrame) -> Table:
         },
         "legal changes of the case that needs least; a distributed optimizer by formula, at unchanged speed",
     )
+
+
+def _stages(one: Prediction) -> list[Table]:
+    """Memory by part, then times and bytes, of every stage."""
+    assert one.pipeline is not None
+    first: dict[str, tuple[str, Callable[[object], str]]] = {"stage": ("stage", str), "layers": ("layers", str)}
+    parts = ("parameters", "gradients", "optimizer", "saved", "peak")
+    memory = _table(
+        "Memory of every stage",
+        one.stages,
+        {**first, "in flight": ("live", str), **{name: (f"{name}_bytes", _gibibytes) for name in parts}},
+        "GiB of a GPU; in flight: the most micro-batches that are forward and not yet backward"
+        + (" (of one chunk each)" if one.pipeline.spans and _chunked(one.pipeline) else ""),
+    )
+    stated = one.pipeline.bubble_stated
+    formula = "none is known" if stated is None else f"{stated:.2%}"
+    times = _table(
+        "Time and messages of every stage",
+        one.stages,
+        {
+            **first,
+            **{f"{name} s": (f"{name}_s", _seconds) for name in ("forward", "backward", "compute", "hidden", "wait")},
+            "messages": ("messages", tables.count),
+            "messages GiB": ("message_bytes", _gibibytes),
+            "wire GiB": ("wire_bytes", _gibibytes),
+            "ledger": ("ledger", str),
+        },
+        f"bubble: {one.pipeline.bubble:.2%} of the stages' time; closed form for equal stages and messages that take "
+        f"no time: {formula}; forward, backward: of one micro-batch; the rest of a step; messages: sent to other "
+        "stages; one rank of each kind of stage is run",
+    )
+    return [memory, times]
+
+
+def _chunked(one: Forecast) -> bool:
+    return any(span.action.chunk for own in one.spans for span in own)
 
 
 def _memory(legal: pd.DataFrame) -> Table:
@@ -197,6 +239,7 @@ def _as_json(one: Prediction) -> dict[str, object]:
         "phases": _records(one.phases),
         "break_even": _records(one.crossings),
         "beside": _records(one.beside),
+        "stages": _records(one.stages),
         "assumptions": [one.cluster.note, *ASSUMPTIONS],
     }
 
@@ -207,13 +250,18 @@ def _records(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def _write(out: Path, told: Sequence[Prediction]) -> Path:
-    """A folder with predict.json, predict.csv, predict.html (tables and plots) and the ledgers of single cases."""
+    """A folder with predict.json, predict.csv, predict.html (tables and plots) and the ledgers of single cases; of a
+    pipeline also trace.json, for every case one.
+    """
     folder = out / f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')}-predict"
     try:
         folder.mkdir(parents=True)
         (folder / "predict.json").write_text(json.dumps([_as_json(one) for one in told], indent=2) + "\n", "utf-8")
         pd.concat([one.rows for one in told]).to_csv(folder / "predict.csv", index=False, lineterminator="\n")
         (folder / "predict.html").write_text(_page(told), "utf-8")
+        staged = [one.pipeline for one in told if one.pipeline]
+        for number, one in enumerate(staged):
+            pipelines.write_trace(one, folder / (f"trace-{number}.json" if number else "trace.json"))
         events = [event for one in told for forecast in one.forecasts for event in forecast.events]
         ledger = pd.DataFrame([[getattr(event, name) for name in COLUMNS] for event in events], columns=list(COLUMNS))
         ledger.to_csv(folder / "ledger.csv", index=False, lineterminator="\n")
@@ -232,6 +280,8 @@ def _page(told: Sequence[Prediction]) -> str:
     for one in told:
         parts += [f"<p><b>{html.escape(one.fastest)}</b></p>"]
         parts += [f"<pre>{html.escape(plain(table))}</pre>" for table in _tables(one)]
+        if one.pipeline is not None:
+            parts.append(plots.pipeline(pipelines.spans(one.pipeline), f"One step of {one.text}"))
         for way, curve in one.curves.items():
             crossings = one.crossings[one.crossings["counted"] == way]
             parts.append(plots.break_even(curve, crossings, f"Break-even of {one.text}, counted: {way}"))

@@ -1,6 +1,6 @@
-"""A drawing as inline SVG: bytes against tokens, one line a mode, the break-even marked.
+"""Drawings as inline SVG: bytes against tokens, one line a mode, the break-even marked; a step of a pipeline.
 
-A function from frames to a string that can stand inside an HTML page: text stays text in the page's own font and
+Functions from frames to a string that can stand inside an HTML page: text stays text in the page's own font and
 colour (so light and dark both work), no link leads out of it, and equal frames give equal bytes.
 """
 
@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-__all__ = ["break_even"]
+__all__ = ["break_even", "pipeline"]
 
 _INK = "#010203"
 """Stands for the page's text colour while matplotlib draws; no line has it."""
@@ -73,6 +73,43 @@ def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str
         if len(growth):
             axes.legend(loc="upper left")
     return _inline(figure, title, "break-even")
+
+
+_MOST_BARS = 4000
+"""More of them become one picture of dots."""
+_LABELLED = 300
+"""Bars of which each shows its micro-batch."""
+
+
+def pipeline(spans: pd.DataFrame, title: str) -> str:
+    """A step of a pipeline: a line for each stage, a bar for each forward and backward; what is empty is the bubble.
+
+    `spans`: stage, kind ("F", "B"), micro, chunk, start_s, end_s.
+    """
+    stages, chunks = spans["stage"].nunique(), spans["chunk"].nunique()
+    with _canvas(title, 900, 90 + 22 * stages) as (figure, axes):
+        axes.grid(False)
+        for colour, kind, name in ((_COLOURS[1], "F", "forward"), (_COLOURS[3], "B", "backward")):
+            for number, (chunk, own) in enumerate(spans[spans["kind"] == kind].groupby("chunk", sort=True)):
+                axes.barh(
+                    own["stage"],
+                    own["end_s"] - own["start_s"],
+                    left=own["start_s"],
+                    height=0.8,
+                    color=colour,
+                    alpha=1 - 0.6 * number / chunks,
+                    label=f"{name}, chunk {chunk}" if chunks > 1 else name,
+                    linewidth=0.0,
+                    rasterized=len(spans) > _MOST_BARS,
+                )
+        if len(spans) <= _LABELLED:
+            for row in spans.to_dict("records"):
+                place = (row["start_s"] + row["end_s"]) / 2, row["stage"]
+                axes.annotate(str(row["micro"]), place, ha="center", va="center", fontsize=7)
+        axes.set(xlabel="seconds", ylabel="stage", yticks=range(stages), ylim=(stages - 0.5, -0.5))
+        axes.set_xlim(0, float(spans["end_s"].max()))
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+    return _inline(figure, title, "pipeline")
 
 
 @contextmanager

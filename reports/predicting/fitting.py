@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from harness.predicting.forecast import Forecast
+from harness.predicting.figures import Forecast
 from harness.protocols import Subject
 from reports.predicting.planning import Candidate, candidate
 

@@ -14,11 +14,12 @@ import pandas as pd
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import NoNumbers, NotComputed, RequestError
 from harness.predicting.clusters import Cluster
-from harness.predicting.forecast import Forecast, forecast
+from harness.predicting.figures import Forecast
+from harness.predicting.forecast import forecast
 from harness.protocols import Subject
 from harness.subject import named
 from reports.comparing import breakeven
-from reports.predicting import fitting
+from reports.predicting import fitting, pipelines
 from reports.predicting.planning import Candidate, candidates, growth
 
 __all__ = ["Prediction", "figure", "predict"]
@@ -34,6 +35,8 @@ class Prediction:
     Rows that fit come before rows that do not, and those before cases that cannot be; columns: `_row`. `phases`:
     seconds by candidate and phase. `changes`: what would make it fit where nothing does (reports.fitting), else empty.
     `states`: bytes kept of every parameter where they are by formula, "" where the program's own were measured.
+    `stages`: the stages of the pipeline of the first row that has one (reports.predicting.pipelines), `pipeline` its
+    forecast.
     `beside`: what and how much the subject states beside its closed form (`subject.beside(case)`), of a single case.
     """
 
@@ -48,6 +51,8 @@ class Prediction:
     curves: dict[str, pd.DataFrame]
     forecasts: tuple[Forecast, ...]
     beside: pd.DataFrame
+    stages: pd.DataFrame
+    pipeline: Forecast | None
 
 
 def predict(
@@ -69,6 +74,7 @@ def predict(
     made.sort(key=_place)
     rows = _frame([_row(candidate, one) for candidate, one in made])
     legal = [one for _, one in made if one is not None]
+    staged = next((one for one in legal if one.stages), None)
     changes = pd.DataFrame()
     if not any(one.fits for one in legal):
         candidate, least = min(((c, f) for c, f in made if f is not None), key=lambda pair: pair[1].memory.peak)
@@ -88,6 +94,8 @@ def predict(
         curves=curves,
         forecasts=tuple(legal),
         beside=_beside(legal, subject),
+        stages=pd.DataFrame() if staged is None else pipelines.stages(staged),
+        pipeline=staged,
     )
 
 
@@ -145,6 +153,8 @@ def _row(candidate: Candidate, one: Forecast | None) -> dict[str, object]:
         "tokens_per_s_per_rank": one.tokens_per_s_per_rank if one else None,
         "tokens_per_s": one.tokens_per_s_per_rank * one.case.world_size if one else None,
         "flops": one.flops if one else None,
+        "bubble": one.bubble if one else None,
+        "bubble_stated": one.bubble_stated if one else None,
     }
     for name in ("parameters", "gradients", "optimizer", "saved", "peak"):
         row[f"{name}_bytes"] = getattr(memory, name) if memory else None

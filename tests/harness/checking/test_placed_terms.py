@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN
 from harness.engines.threads.inproc import InprocEngine
-from harness.predicting.forecast import traffic
+from harness.predicting.figures import traffic
 from harness.running.proof import CaseResult, prove
 from harness.running.summary import summarize
 from harness.terms import Term, closed_forms
@@ -118,5 +118,5 @@ def test_everybody_reads_the_terms_of_a_rank() -> None:
         def expected(self, case: Case) -> list[Term]:
             return [complete]
 
-    told = traffic(CASE, First())
+    (told,) = traffic(CASE, First())
     assert told is not None and (told.calls, told.payload_bytes) == (1, 8), "of rank 0, which is at this place"

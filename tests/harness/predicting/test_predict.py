@@ -20,7 +20,8 @@ from harness.errors import RequestError
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import Cluster, Device, Link
 from harness.predicting.dry_run import dry_run
-from harness.predicting.forecast import EQUAL, forecast, traffic
+from harness.predicting.figures import EQUAL, traffic
+from harness.predicting.forecast import forecast
 from harness.predicting.states import mixed_adamw
 from parallel.subject import subject
 from reference.case import Case
@@ -93,7 +94,7 @@ def test_a_step_is_its_micro_batches_and_what_follows_once() -> None:
     case = Case.parse(f"{TINY} mode=tp tp=2 dp=3 layers=2 micro=3 steps=2")
     with DryEngine() as engine:
         one = forecast(case, subject, cluster, engine)
-    sent = traffic(case, subject)
+    (sent,) = traffic(case, subject)
     assert sent is not None and one.traffic == sent
     assert sum(one.times.exposed_s.values()) == pytest.approx(sent.wire_bytes, abs=sent.calls)  # whole bytes each
     assert one.tokens == case.tokens * 3 * 3

@@ -10,7 +10,8 @@ import torch
 
 from harness.engines.shapes.dry import DryEngine
 from harness.predicting.cluster_presets import PRESETS
-from harness.predicting.forecast import EQUAL, Forecast, forecast
+from harness.predicting.figures import EQUAL, Forecast
+from harness.predicting.forecast import forecast
 from harness.predicting.states import mixed_adamw
 from harness.recording.saved import SavedActivations
 from parallel.data_parallel.buckets import bucketed

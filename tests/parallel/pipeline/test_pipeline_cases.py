@@ -11,9 +11,6 @@ from hypothesis import strategies as st
 
 from harness.checking.evidence import PASS
 from harness.engines.shapes.dry import DryEngine
-from harness.errors import RequestError
-from harness.predicting.cluster_presets import PRESETS
-from harness.predicting.forecast import forecast
 from harness.running.proof import CaseResult, prove
 from parallel.layout import local_shape
 from parallel.mesh import coordinates
@@ -150,12 +147,6 @@ def test_every_chunk_shares_its_own_gradients(case: Case) -> None:
             padding = sent[rank, op] - sum(local[name] for name in names)
             assert 0 <= padding < 64 * len(names) + 3 * 128 * buckets
             assert sent[rank, op] % (3 * 128) == 0
-
-
-def test_a_forecast_of_stages_is_refused() -> None:
-    case, cluster = Case.parse("pp=2 micro=3"), PRESETS["laptop"]
-    with DryEngine() as engine, pytest.raises(RequestError, match="pp=2: .* legal: pp=1"):
-        forecast(case, subject, cluster, engine)
 
 
 @pytest.mark.parametrize(

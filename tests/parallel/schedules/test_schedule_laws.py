@@ -14,7 +14,7 @@ from parallel.schedules.checks import Sends, check_legal, live
 from parallel.schedules.messages import message_bytes, message_counts, programs, sends_stated
 from parallel.schedules.orders import order, orders
 from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline
-from parallel.schedules.timing import ComputeTimes, bubble, duration_stated, idle_inside, timeline
+from parallel.schedules.timing import ComputeTimes, Span, bubble, duration_stated, idle_inside, played, timeline
 from reference.errors import CaseError
 from tests.parallel.schedules.shapes import broken, every, larger
 
@@ -52,6 +52,39 @@ def test_a_step_takes_as_long_as_its_closed_form_for_unequal_times(schedule: str
         stated = duration_stated(pipeline, times)
         if stated is not None:
             assert max(own[-1].end for own in timeline(pipeline, orders(pipeline), times)) == stated, pipeline
+
+
+def with_free_messages(pipeline: Pipeline, times: ComputeTimes) -> tuple[tuple[Span, ...], ...]:
+    return played(pipeline, programs(pipeline), lambda action: times.of(pipeline, action.kind), lambda *_: 0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_programs_whose_messages_take_no_time_take_as_long_as_their_orders(schedule: str) -> None:
+    """Interleaved ranks wait for their whole batch, so that they are never faster."""
+    times = ComputeTimes(forward=2, input=3, weight=1)
+    for pipeline in every(schedule, 4, 6):
+        free = with_free_messages(pipeline, times)
+        ordered = timeline(pipeline, orders(pipeline), times)
+        if schedule == "interleaved":
+            assert max(own[-1].end for own in free) >= max(own[-1].end for own in ordered)
+        else:
+            assert free == ordered
+
+
+def test_messages_hold_up_sender_and_receiver() -> None:
+    """Two stages, two micro-batches, all by hand: computations of one unit, messages of a quarter."""
+    pipeline = Pipeline(schedule="1f1b", pp=2, micro=2)
+    spans = played(pipeline, programs(pipeline), lambda _: 1, lambda *_: 0.25)
+    starts = [[(str(span.action.kind), float(span.start)) for span in own] for own in spans]
+    assert starts == [
+        [("F", 0), ("F", 1.25), ("B", 3.5), ("B", 5.75)],
+        [("F", 1.25), ("B", 2.25), ("F", 3.5), ("B", 4.5)],
+    ]
+    half = (programs(pipeline)[0][:1], *programs(pipeline)[1:])
+    with pytest.raises(
+        ValueError, match="program of rank 1: waits forever in recv_forward of micro-batch 0 on stage 1"
+    ):
+        played(pipeline, half, lambda _: 1, lambda *_: 0)
 
 
 def test_zbv_has_no_bubble_inside_a_rank_and_zb_h1_a_third_of_that_of_1f1b() -> None:

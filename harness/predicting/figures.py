@@ -1,0 +1,202 @@
+"""The figures of a forecast: time, memory and bytes of a case on a cluster, and of each stage of its pipeline.
+
+What a call costs there and how a dry run compares with the closed form is here too. Units: seconds, bytes, FLOPs;
+bytes of calls are payloads of one rank in a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.differences import differences
+from harness.ledger import Event, wire_bytes
+from harness.predicting.clusters import Cluster
+from harness.predicting.costs import Route, route, seconds
+from harness.predicting.dry_run import DryRank
+from harness.predicting.timeline import Times
+from harness.protocols import CaseLike, SpanLike, Subject
+from harness.subject import named_axes, stated
+from harness.terms import EventKey, closed_forms
+
+__all__ = [
+    "DEPTHS",
+    "EQUAL",
+    "Forecast",
+    "Memory",
+    "StageForecast",
+    "Traffic",
+    "compared",
+    "data_ranks",
+    "line",
+    "prices",
+    "traffic",
+]
+
+EQUAL = "equal"
+"""What `Forecast.ledger` says when the dry run issued exactly the events of the closed form."""
+DEPTHS = (3, 5)
+"""Layers at which a deep model is measured: few, but enough that the first and the last are told from the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on one rank; `peak` is the most that all tensors of the program held at once, temporary ones too.
+
+    `trained` are the elements that the optimizer steps; 0 when the program steps no torch optimizer, and then gradients
+    and optimizer are not known. `learned` are those of all parameters that want a gradient.
+    """
+
+    trained: float
+    learned: float
+    parameters: float
+    gradients: float
+    optimizer: float
+    saved: float
+    peak: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Calls and bytes of one rank in one step, from the closed form; `messages` are what it sends to other stages."""
+
+    calls: int
+    payload_bytes: int
+    wire_bytes: int
+    messages: int = 0
+    message_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageForecast:
+    """One stage of a pipeline: a rank of it.
+
+    `live` are the micro-batches (of one chunk) in flight at most, `layers` those of the stage. `forward_s` and
+    `backward_s` are those of one micro-batch on all chunks, `idle_s` the time of a step in which it neither computes
+    nor takes part in a call of its own stage: it waits for a message. `run` is the rank that was run dry for it.
+    """
+
+    index: int
+    layers: int
+    live: int
+    forward_s: float
+    backward_s: float
+    idle_s: float
+    times: Times
+    memory: Memory
+    flops: float
+    traffic: Traffic | None
+    ledger: str
+    run: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """One case on one cluster. `times` are those of one step, `tokens` those of all ranks in it; 0: the case has none.
+
+    `ledger` says how the dry run compares with the closed form: "equal", the first difference, or that none is stated.
+    `depths` are the layers that were run, () when it was the model itself. `events` is the ledger of the ranks run.
+
+    Of a pipeline, `stages` are its stages, `memory` and `traffic` those of the stage with the largest peak, `times` and
+    `flops` those of the stage that computes longest; `bubble` is the share of all stages' time, from the first forward
+    to the last backward, in which they wait, `bubble_stated` its closed form for equal stages and messages that take no
+    time. `spans` are the computations of every stage, with their beginnings and ends in seconds.
+    """
+
+    case: CaseLike
+    cluster: Cluster
+    times: Times
+    memory: Memory
+    flops: float
+    tokens: int
+    ledger: str
+    traffic: Traffic | None
+    depths: tuple[int, ...] = ()
+    events: tuple[Event, ...] = ()
+    stages: tuple[StageForecast, ...] = ()
+    bubble: float | None = None
+    bubble_stated: float | None = None
+    spans: tuple[tuple[SpanLike, ...], ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """One step."""
+        return self.times.total_s
+
+    @property
+    def tokens_per_s_per_rank(self) -> float:
+        """Throughput of one rank's share; NaN where the case has no tokens."""
+        if not self.tokens:
+            return math.nan
+        return self.tokens / self.step_s / self.case.world_size if self.step_s else 0.0
+
+    @property
+    def room_bytes(self) -> float:
+        """The device's memory."""
+        return self.cluster.device.memory_gib * 2**30
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits into the device."""
+        return self.memory.peak <= self.room_bytes
+
+
+def traffic(case: CaseLike, subject: Subject, ranks: Sequence[int] = (0,)) -> tuple[Traffic | None, ...]:
+    """Calls and bytes of each of these ranks in one step by the closed form; None when it does not state all fields."""
+    terms = stated(case.but(steps=1), subject)
+    forms = {} if terms is None else closed_forms(terms, ranks, named_axes(case, subject))
+    return tuple(_sum(form.complete) if (form := forms.get(rank)) and not form.partial else None for rank in ranks)
+
+
+def _sum(complete: Counter[EventKey]) -> Traffic:
+    messages = {line: calls for line, calls in complete.items() if line.phase == "pipeline" and line.op == "send"}
+    return Traffic(
+        calls=complete.total(),
+        payload_bytes=sum(calls * line.payload_bytes for line, calls in complete.items()),
+        wire_bytes=sum(
+            calls * wire_bytes(line.op, line.payload_bytes, line.group_size) for line, calls in complete.items()
+        ),
+        messages=sum(messages.values()),
+        message_bytes=sum(calls * line.payload_bytes for line, calls in messages.items()),
+    )
+
+
+def prices(case: CaseLike, cluster: Cluster, rank: int = 0) -> Callable[[Event], tuple[str, float]]:
+    """What each event costs: its group is the one of this rank on the event's axis."""
+    routes: dict[str, Route] = {
+        axis: route(own, cluster)
+        for axis, lists in case.axes.items()
+        if (own := next((ranks for ranks in lists if rank in ranks), None))
+    }
+
+    def price(event: Event) -> tuple[str, float]:
+        way = routes.get(event.axis)
+        if way is None or way.size != event.group_size:
+            listed = [int(word) for word in event.axis.split(",") if word.isdigit()]
+            way = routes[event.axis] = route(listed or range(event.group_size), cluster)
+        return way.link, seconds(event.op, event.payload_bytes, way, cluster.algorithm)
+
+    return price
+
+
+def compared(case: CaseLike, subject: Subject, rank: DryRank) -> str:
+    """How the ledger of a dry run compares with the closed form: "equal", or the first difference."""
+    terms = stated(case, subject)
+    if terms is None:
+        return "the subject states no closed form"
+    parted = differences(rank.events, terms, (rank.rank,), axes=named_axes(case, subject))
+    return f"differs: {parted[0]}" if parted else EQUAL
+
+
+def line(layers: float, low: int, high: int) -> tuple[float, float]:
+    """The weights of the two measured depths in the straight line through them, at this many layers."""
+    share = (layers - low) / (high - low)
+    return 1 - share, share
+
+
+def data_ranks(case: CaseLike) -> int:
+    """Ranks that see different data."""
+    lists: Mapping[str, tuple[tuple[int, ...], ...]] = case.axes
+    return len(lists["dp"][0]) if "dp" in lists else 1

@@ -1,0 +1,68 @@
+"""The pipeline of a case as `predict` reads it: which stages are alike, what each does in a step, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parallel.pipeline.execution import pipeline_of
+from parallel.schedules.messages import Program, programs
+from parallel.schedules.pipeline import Action
+from parallel.schedules.stages import held
+from parallel.schedules.timing import Span, bubble_stated, played
+from reference.case import Case
+
+__all__ = ["CasePipeline"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CasePipeline:
+    """The pipeline of a case with several stages."""
+
+    case: Case
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of every rank, all chunks together."""
+        case = self.case
+        return tuple(sum(len(stage.layers) for stage in held(case, rank)) for rank in range(case.pp))
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of layers of every stage."""
+        return pipeline_of(self.case).chunks
+
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """Rank -> the first rank that has as many layers and the same ends of the model."""
+        ranks = [held(self.case, rank) for rank in range(self.case.pp)]
+        kinds = [[(stage.first, stage.last, len(stage.layers)) for stage in own] for own in ranks]
+        return tuple(kinds.index(kind) for kind in kinds)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What every stage does in a step."""
+        return programs(pipeline_of(self.case))
+
+    @property
+    def bubble_stated(self) -> float | None:
+        """Closed form of the share of time in which stages wait, None where none is known."""
+        stated = bubble_stated(pipeline_of(self.case))
+        return None if stated is None else float(stated)
+
+    def sample(self, depth: int | None) -> Case:
+        """One step of the fewest micro-batches, two, or a group for several chunks; with `depth` layers in every chunk."""
+        case = self.case
+        short = {"steps": 1, "micro": (case.group or case.pp) if self.chunks > 1 else 2}
+        if depth is None:
+            return case.but(**short)
+        each = depth * self.chunks
+        ends = {"first_layers": each * bool(case.first_layers), "last_layers": each * bool(case.last_layers)}
+        return case.but(**short, **ends, layers=each * case.pp)
+
+    def spans(
+        self, seconds: Callable[[int, Action], float], message_s: Callable[[int, int], float]
+    ) -> tuple[tuple[Span, ...], ...]:
+        """The computations of all stages, each when its program and its messages allow."""
+        pipeline = pipeline_of(self.case)
+        return played(pipeline, self.programs, lambda action: seconds(pipeline.rank(action.stage), action), message_s)

@@ -1,0 +1,94 @@
+"""The pipeline of a prediction as frames and as a trace: memory, times and bytes of every stage, and when it computes.
+
+Sizes are bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from harness.predicting.figures import Forecast
+
+__all__ = ["spans", "stages", "write_trace"]
+
+_PARTS = ("parameters", "gradients", "optimizer", "saved", "peak")
+
+
+def stages(one: Forecast) -> pd.DataFrame:
+    """A row for every stage: stage, layers, live, the parts of its memory, the times of a step, what it sends, ledger.
+
+    `live` are micro-batches in flight (of a chunk each), forward_s and backward_s those of one micro-batch, wait_s the
+    time of a step in which the stage waits for others, messages those it sends to its neighbours. Missing where the
+    subject states no closed form.
+    """
+    return pd.DataFrame(
+        [
+            {
+                "stage": stage.index,
+                "layers": stage.layers,
+                "live": stage.live,
+                **{f"{part}_bytes": getattr(stage.memory, part) for part in _PARTS},
+                "forward_s": stage.forward_s,
+                "backward_s": stage.backward_s,
+                "compute_s": stage.times.compute_s,
+                "hidden_s": sum(stage.times.hidden_s.values()),
+                "wait_s": stage.idle_s,
+                "messages": sent.messages if (sent := stage.traffic) else None,
+                "message_bytes": sent.message_bytes if sent else None,
+                "wire_bytes": sent.wire_bytes if sent else None,
+                "ledger": stage.ledger,
+                "run_as_rank": stage.run,
+            }
+            for stage in one.stages
+        ]
+    )
+
+
+def spans(one: Forecast) -> pd.DataFrame:
+    """stage, kind ("F", "B"), micro, chunk, start_s, end_s of every computation, in order."""
+    rows = [
+        (stage, str(span.action.kind), span.action.micro, span.action.chunk, float(span.start), float(span.end))
+        for stage, own in enumerate(one.spans)
+        for span in own
+    ]
+    return pd.DataFrame(rows, columns=["stage", "kind", "micro", "chunk", "start_s", "end_s"])
+
+
+def write_trace(one: Forecast, path: Path) -> None:
+    """Write the step as Chrome/Perfetto JSON, a process for every stage. Times there are microseconds."""
+    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": list(_events(one))}) + "\n", "utf-8")
+
+
+def _events(one: Forecast) -> Iterator[dict[str, Any]]:
+    drawn = spans(one)
+    for stage in one.stages:
+        name = f"stage {stage.index}: {stage.layers} layers"
+        yield {"ph": "M", "name": "process_name", "pid": stage.index, "tid": 0, "args": {"name": name}}
+        yield {
+            "ph": "M",
+            "name": "process_sort_index",
+            "pid": stage.index,
+            "tid": 0,
+            "args": {"sort_index": stage.index},
+        }
+        own = drawn[drawn["stage"] == stage.index].to_dict("records")
+        ended_s = 0.0
+        for row in own:
+            if row["start_s"] > ended_s:
+                yield _slice(stage.index, "waits", ended_s, row["start_s"], {})
+            said = {key: row[key] for key in ("micro", "chunk")}
+            name = "forward" if row["kind"] == "F" else "backward"
+            yield _slice(stage.index, f"{name} {row['micro']}", row["start_s"], row["end_s"], said)
+            ended_s = row["end_s"]
+        rest_s = stage.times.total_s - stage.idle_s - sum(row["end_s"] - row["start_s"] for row in own)
+        yield _slice(stage.index, "after the last backward", ended_s, ended_s + rest_s, {})
+
+
+def _slice(stage: int, name: str, start_s: float, end_s: float, said: dict[str, Any]) -> dict[str, Any]:
+    times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
+    return {"ph": "X", "name": name, "pid": stage, "tid": 0, **times, "args": said}

@@ -1,0 +1,183 @@
+"""Predictions of pipelines: bytes by stage are the recorded run's, memory that of every stage run whole.
+
+The closed form of a bubble is for equal stages and free messages; a cluster of that kind shows it exactly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.engines.shapes.dry import DryEngine
+from harness.errors import NotComputed, RequestError
+from harness.predicting.cluster_presets import PRESETS
+from harness.predicting.clusters import Cluster, Device, Link
+from harness.predicting.dry_run import dry_run
+from harness.predicting.figures import EQUAL, Traffic
+from harness.predicting.forecast import forecast
+from parallel.expectation import Term
+from parallel.pipeline.prediction import CasePipeline
+from parallel.schedules.messages import Program
+from parallel.subject import subject
+from reference.case import Case
+from reports.commands.cli import main
+from suites.session.prover import Prover
+
+CLUSTER = PRESETS["8xH100-NVLink-IB400"]
+SIZES = "heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=18 batch=2 steps=1"
+CASES = (
+    "mode=tp tp=1 pp=4 layers=5 first_layers=2 micro=6",
+    "mode=tp-sp tp=3 pp=3 layers=4 first_layers=1 last_layers=1 micro=2 tied=false optimizer=adamw",
+    "mode=tp-sp tp=3 cp=3 pp=2 layers=3 last_layers=2 micro=3 schedule=gpipe recompute=full",
+)
+
+
+def stage_ranks(case: Case) -> tuple[int, ...]:
+    return next(ranks for ranks in case.axes["pp"] if 0 in ranks)
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_bytes_are_those_of_the_recorded_run_and_memory_of_every_stage_run_whole(
+    prover: Prover, request: pytest.FixtureRequest, words: str
+) -> None:
+    """Forecast from one rank of each kind of stage and two micro-batches; run whole, every stage in its own order."""
+    if words == CASES[-1] and request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("six CPU seconds: --hypothesis-profile deep")
+    case = Case.parse(f"{SIZES} {words}")
+    events = prover.proof(case, subject).events
+    with DryEngine() as engine:
+        stages = forecast(case, subject, CLUSTER, engine).stages
+        run = dry_run(case, subject, engine, stage_ranks(case), text="").ranks
+    assert [stage.ledger for stage in stages] == [EQUAL] * case.pp
+    for stage, itself in zip(stages, run, strict=True):
+        own = [event for event in events if event.rank == itself.rank]
+        sent = [event for event in own if (event.phase, event.op) == ("pipeline", "send")]
+        assert stage.traffic == Traffic(
+            calls=len(own),
+            payload_bytes=sum(event.payload_bytes for event in own),
+            wire_bytes=sum(event.wire_bytes for event in own),
+            messages=len(sent),
+            message_bytes=sum(event.payload_bytes for event in sent),
+        )
+        memory = stage.memory
+        assert (memory.parameters, memory.gradients) == (itself.parameter_bytes, itself.gradient_bytes)
+        assert (memory.trained, memory.optimizer, stage.flops) == (itself.trained, itself.optimizer_bytes, itself.flops)
+        later = memory.optimizer  # what AdamW keeps is there in all of the second step, and in the end of the first
+        assert 0.97 * itself.peak_bytes <= memory.peak <= 1.03 * itself.peak_bytes + later
+        assert memory.saved == pytest.approx(itself.saved_bytes, rel=0.25)
+    live = [case.micro if case.schedule == "gpipe" else min(case.pp - index, case.micro) for index in range(case.pp)]
+    assert [stage.live for stage in stages] == live
+
+
+@pytest.mark.parametrize(("schedule", "micro"), [("1f1b", 6), ("gpipe", 2)])
+def test_where_stages_are_equal_and_messages_free_the_bubble_is_its_formula(schedule: str, micro: int) -> None:
+    """Two layers a stage, and a vocabulary and a sequence so small that head and loss are lost in the layers."""
+    device = Device(name="d", memory_gib=1, peak_tflops={"float64": 1e-9}, efficiency=1)
+    free = Cluster(name="c", device=device, links=(Link(name="l", ranks=0, latency_us=0, bandwidth_gb_s=1e30),))
+    case = Case.parse(
+        f"mode=tp tp=1 pp=4 layers=8 hidden=512 heads=2 kv_heads=2 ffn=2048 vocab=2 family=llama seq=2 tied=false "
+        f"schedule={schedule} micro={micro}"
+    )
+    with DryEngine() as engine:
+        one = forecast(case, subject, free, engine)
+    assert one.bubble_stated == 3 / (micro + 3)
+    assert one.bubble == pytest.approx(one.bubble_stated, rel=2e-3)
+    assert all(stage.times.total_s == pytest.approx(one.step_s) for stage in one.stages)
+    assert one.stages[1].idle_s == pytest.approx(3 * (one.stages[1].forward_s + one.stages[1].backward_s), rel=2e-3)
+
+
+class _Longer(CasePipeline):
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        return CasePipeline(case=self.case.but(micro=self.case.micro + 1)).programs
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """Our subject, with a closed form or a pipeline that is not its own."""
+
+    only: str
+
+    def __call__(self, case: Case, device: torch.device) -> Any:
+        return subject(case, device)
+
+    def expected(self, case: Case) -> Iterator[Term]:
+        for term in subject.expected(case):
+            wrong = self.only == "bytes" and term.phase == "pipeline" and term.op == "send" and term.at["pp"] == 1
+            yield replace(term, payload_bytes=term.payload_bytes // 2) if wrong else term
+
+    def pipeline(self, case: Case) -> CasePipeline:
+        return (_Longer if self.only == "program" else CasePipeline)(case=case)
+
+
+@pytest.mark.parametrize("words", CASES[1:2])
+def test_a_wrong_stages_bytes_are_found_at_that_stage(words: str) -> None:
+    case = Case.parse(f"{SIZES} {words}")
+    with DryEngine() as engine:
+        one = forecast(case, _Changed("bytes"), CLUSTER, engine)
+    found = [stage.index for stage in one.stages if stage.ledger != EQUAL]
+    assert found == [1] and one.ledger.startswith("differs: ") and "over pp" in one.ledger
+
+
+def test_a_rank_that_does_not_follow_its_program_is_named() -> None:
+    case = Case.parse(f"{SIZES} mode=tp tp=1 pp=2 micro=3")
+    with (
+        DryEngine() as engine,
+        pytest.raises(NotComputed, match="issued 4 messages between stages .* program has 6 and 6"),
+    ):
+        forecast(case, _Changed("program"), CLUSTER, engine)
+
+
+def test_a_subject_that_says_nothing_of_its_stages_is_refused() -> None:
+    def silent(case: Case, device: torch.device) -> Any:
+        return subject(case, device)
+
+    with DryEngine() as engine, pytest.raises(RequestError, match="pp=2: .* attribute pipeline, .*; legal: pp=1"):
+        forecast(Case.parse("pp=2 micro=3"), silent, CLUSTER, engine)
+
+
+def test_the_command_shows_stages_bubble_picture_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", f"{SIZES} {CASES[1]}", "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "Memory of every stage" in told and "Time and messages of every stage" in told
+    assert "closed form for equal stages and messages that take no time: 50.00%" in told
+    (folder,) = tmp_path.iterdir()
+    page, (one,) = (folder / "predict.html").read_text(), json.loads((folder / "predict.json").read_text())
+    assert page.count("<svg") == 1 and 'aria-label="One step of ' in page
+    assert [stage["stage"] for stage in one["stages"]] == [0, 1, 2]
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    step_us = one["candidates"][0]["step_s"] * 1e6
+    for stage in range(3):
+        own = [event for event in events if event["pid"] == stage and event["ph"] == "X"]
+        assert [event["name"] for event in own if event["name"].startswith(("forward", "backward"))].count(
+            "forward 1"
+        ) == 1
+        assert sum(event["name"].startswith("backward") for event in own) == 2
+        for before, after in zip(own, own[1:], strict=False):
+            assert before["ts"] + before["dur"] == pytest.approx(after["ts"])
+        assert own[-1]["ts"] + own[-1]["dur"] <= step_us * (1 + 1e-9)
+
+
+def test_405_billion_parameters_on_16384_ranks_in_16_stages(
+    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By hand: 7 layers and the table on the first stage, 8 in the middle, 7 and the head on the last; 1/8 of each."""
+    if request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("15 CPU seconds: --hypothesis-profile deep")
+    words = "preset=llama3-405b mode=tp-sp tp=8 pp=16 first_layers=7 last_layers=7 cp=2 dp=64"
+    assert main(["predict", words, "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["candidates"][0]["ranks"], told["candidates"][0]["ledger"]) == (16384, EQUAL)
+    layer = (2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248) // 8 + 2 * 16384
+    table = 128256 * 16384 // 8
+    held = [7 * layer + table, *[8 * layer] * 14, 7 * layer + table + 16384]
+    assert [stage["parameters_bytes"] for stage in told["stages"]] == [2 * size for size in held]
+    hop = 8192 // (2 * 8) * 2 * 16384 * 2
+    assert [stage["message_bytes"] for stage in told["stages"]] == [2 * hop, *[4 * hop] * 14, 2 * hop]
+    assert {stage["run_as_rank"] for stage in told["stages"]} == {0, 1024, 15 * 1024}
