@@ -62,7 +62,10 @@ def measured(
     engine: DryEngine,
     timeout_s: float,
 ) -> MeasuredStage:
-    """One rank of this stage, run dry and taken apart."""
+    """One rank of this stage, run dry and taken apart.
+
+    Raises NotComputed when a call has no price, and when the rank did not follow its program.
+    """
     at = next(group for group in case.axes["pp"] if 0 in group)[stage]
     (rank,) = dry_run(case, subject, engine, (at,), text=str(case), timeout_s=timeout_s).ranks
     if names := unmapped(rank.events):

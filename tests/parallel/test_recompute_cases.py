@@ -13,7 +13,8 @@ from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.merging import merge
 from harness.predicting.cluster_presets import PRESETS
-from harness.predicting.forecast import EQUAL, forecast
+from harness.predicting.figures import EQUAL
+from harness.predicting.forecast import forecast
 from harness.running.execution import execute
 from parallel.subject import subject
 from reference.case import Case, CaseError
