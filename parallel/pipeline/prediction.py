@@ -51,7 +51,7 @@ class CasePipeline:
         return None if stated is None else float(stated)
 
     def sample(self, depth: int | None) -> Case:
-        """One step of the fewest micro-batches, two, or a group for several chunks; with `depth` layers in every chunk."""
+        """One step of the fewest micro-batches, two or a group of them; with `depth` layers in every chunk."""
         case = self.case
         short = {"steps": 1, "micro": (case.group or case.pp) if self.chunks > 1 else 2}
         if depth is None:
