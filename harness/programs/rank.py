@@ -78,7 +78,7 @@ class RankRecorder:
     """
 
     def __init__(self, session: ProgramSession, of: Recorded, part: Part, origin_s: float) -> None:
-        self._rank, self._part, self._on = of.rank, part, True
+        self._rank, self._case, self._part, self._on = of.rank, of.case, part, True
         self._failed = ""
         self._local = threading.local()
         self._window = Window(session, of.rank)
@@ -112,7 +112,7 @@ class RankRecorder:
         """Observe this process until it ends."""
         self.__enter__()
         if self._ranges is not None:
-            drawn = self._ranges.on_rank(self._rank, world_size=dist.get_world_size())
+            drawn = self._ranges.on_rank(self._rank, case=self._case, world_size=dist.get_world_size())
             drawn.__enter__()
             atexit.register(lambda: drawn.__exit__(None, None, None))
         self._window.step(0)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from harness.errors import MachineError
 
-__all__ = ["command", "database_of", "nsys_path", "on_gpus"]
+__all__ = ["command", "database_of", "exported", "nsys_path", "on_gpus"]
 
 REPORT = "nsys"
 EXPORT_LIMIT_S = 120.0
@@ -53,6 +53,12 @@ def database_of(
         raise _failed("nsys is not on PATH (Debian: nsight-systems in non-free; NVIDIA: nsight-systems-cli)")
     report = folder / REPORT
     _run(command(str(nsys), report, program, device=device), folder, timeout_s, environment)
+    return exported(nsys, report)
+
+
+def exported(nsys: Path, report: Path) -> Path:
+    """The database of a report, named without its suffix, that nsys has finished or left raw. Raises MachineError."""
+    folder = report.parent
     finished = report.with_suffix(".nsys-rep")
     raw = report.with_suffix(".qdstrm")
     if not finished.exists() and raw.exists():

@@ -16,7 +16,7 @@ from harness.errors import RequestError
 from harness.hangs.dumps import standings
 from harness.hangs.parting import Parted, parted
 from harness.hangs.words import lines
-from tests.harness.programs.launched import LIMIT_S, ranks_of, started
+from tests.harness.programs.launched import LIMIT_S, forked
 
 SCRIPT = Path(__file__).with_name("parting_script.py")
 LINE = 1 + SCRIPT.read_text().splitlines().index("        dist.all_reduce(y)")
@@ -32,7 +32,9 @@ def found_in(*paths: Path) -> tuple[list[Parted], str]:
 
 def test_a_real_job_whose_rank_skips_a_call_names_rank_call_module_and_line(tmp_path: Path) -> None:
     shutil.copy(SCRIPT, tmp_path)
-    ranks_of(tmp_path, SCRIPT.name, "skip", world=3, record=["--silence", "1"])
+    ranks = forked(tmp_path, SCRIPT.name, "skip", world=3, record=["--silence", "1"])
+    for rank in ranks:
+        rank.ended(LIMIT_S)
     found, text = found_in(tmp_path / "runs" / "latest")
     assert [(one.how, one.ranks, one.number) for one in found] == [(SKIPPED, (1,), 8)]
     assert f"rank 1 never issued {EVENT}" in text
@@ -40,13 +42,13 @@ def test_a_real_job_whose_rank_skips_a_call_names_rank_call_module_and_line(tmp_
 
 def test_a_real_job_that_hangs_names_rank_call_and_where_its_program_is(tmp_path: Path) -> None:
     shutil.copy(SCRIPT, tmp_path)
-    with started(tmp_path, SCRIPT.name, "hang", world=3, record=["--silence", "1"]) as ranks:
-        end_s = time.monotonic() + LIMIT_S
-        while len(list(tmp_path.glob("runs/2*/ranks/*/last.json"))) < 3 and time.monotonic() < end_s:
-            time.sleep(0.1)
-        found, text = found_in(tmp_path / "runs" / "latest")
-        (tmp_path / "go").touch()
-        assert [rank.wait(LIMIT_S) for rank in ranks] == [0, 0, 0]
+    ranks = forked(tmp_path, SCRIPT.name, "hang", world=3, record=["--silence", "1"])
+    end_s = time.monotonic() + LIMIT_S
+    while len(list(tmp_path.glob("runs/2*/ranks/*/last.json"))) < 3 and time.monotonic() < end_s:
+        time.sleep(0.1)
+    found, text = found_in(tmp_path / "runs" / "latest")
+    (tmp_path / "go").touch()
+    assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0, 0]
     assert [(one.how, one.ranks, one.number, one.waiting) for one in found] == [(STOPPED, (1,), 8, (0, 2))]
     assert f"rank 1 never issued {EVENT} in forward; ranks 0 2 wait for it" in text
     assert f"its program is at {SCRIPT.name}:" in text

@@ -1,18 +1,31 @@
-"""Scripts as a launcher starts them: one Python process a rank, with torchrun's environment, recorded or not."""
+"""Scripts as a launcher starts them, recorded or not: one process a rank, with torchrun's environment.
+
+`started` starts Python anew, as a launcher does; `forked` forks processes that have imported torch, which saves some
+seconds of a processor a rank, and arms the recorder as the hook does (harness.programs.hook).
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
+import runpy
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import tests.forked
+from harness.programs.arming import arm
+from harness.programs.options import add_options, request_of
+from harness.programs.session import VARIABLE, new_session
 from tests import ROOT
 
-__all__ = ["LIMIT_S", "environment", "free_port", "ranks_of", "started"]
+__all__ = ["LIMIT_S", "environment", "forked", "free_port", "ranks_of", "started"]
 
 LIMIT_S = 240.0
 
@@ -70,3 +83,32 @@ def started(
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def forked(
+    folder: Path, script: str, *words: str, world: int = 2, record: Sequence[str] | None = None
+) -> list[tests.forked.Forked]:
+    """The same in forked processes, which are running when this returns."""
+    text = ""
+    if record is not None:
+        parser = argparse.ArgumentParser()
+        add_options(parser)
+        options = request_of(parser.parse_args(record), wraps=False)
+        text = new_session(str(folder / "runs"), Path(script).stem, [script, *words], options).text
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(world)}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    return [
+        tests.forked.started(_rank, script, words, text, folder=folder, environment={**meeting, **place})
+        for place in places
+    ]
+
+
+def _rank(script: str, words: Sequence[str], session: str) -> int:
+    sys.argv = [script, *words]
+    sys.path.insert(0, str(Path.cwd()))
+    if session:
+        os.environ[VARIABLE] = session
+        arm(distributed_c10d)
+        dist.init_process_group = distributed_c10d.init_process_group  # torch.distributed was imported before
+    runpy.run_path(script, run_name="__main__")
+    return 0

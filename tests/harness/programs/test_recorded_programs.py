@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from harness.witnesses.agreement import agreement
+from harness.witnesses.database import read_database
+from harness.witnesses.nsys import exported, nsys_path
 from harness.witnesses.sighting import of_ledger
 from harness.witnesses.torch_trace import read_traces
 from reports.comparing.comparison import compare
@@ -22,7 +24,7 @@ from reports.pages import page
 from reports.programs import beside_case, figures, operators, speed
 from reports.stored.frames import Run, load
 from tests import ROOT
-from tests.harness.programs.launched import LIMIT_S, environment, ranks_of
+from tests.harness.programs.launched import LIMIT_S, environment, forked
 
 SCRIPT = Path(__file__).with_name("training.py")
 TOOLS = ["--profile", "torch,et"]
@@ -41,15 +43,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recorded(folder: Path) -> tuple[Run, str]:
     """The run of three steps, and what rank 0 printed."""
-    ended = ranks_of(folder, "training.py", "3", record=["--steps", "0:3", *TOOLS, *STATED])
-    assert [end.returncode for end in ended] == [0, 0], ended
-    return load(folder / "runs" / "latest"), ended[0].stdout
+    ranks = forked(folder, "training.py", "3", record=["--steps", "0:3", *TOOLS, *STATED])
+    assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
+    return load(folder / "runs" / "latest"), ranks[0].out
 
 
 def test_output_is_as_without_us(folder: Path, recorded: tuple[Run, str]) -> None:
-    plain = ranks_of(folder, "training.py", "3")
-    assert [end.returncode for end in plain] == [0, 0]
-    assert plain[0].stdout == recorded[1]
+    plain = forked(folder, "training.py", "3")
+    assert [rank.ended(LIMIT_S) for rank in plain] == [0, 0]
+    assert plain[0].out == recorded[1]
 
 
 def test_every_rank_writes_its_part_with_phases_axes_modules_and_lines(recorded: tuple[Run, str]) -> None:
@@ -118,8 +120,23 @@ def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run
     assert "Beside its case" in page.render(run)
 
 
-def test_the_gate_of_the_page_in_an_empty_repository_names_an_added_call(tmp_path: Path) -> None:
+def test_an_added_call_is_a_breach_and_named_with_its_line(folder: Path, recorded: tuple[Run, str]) -> None:
+    ranks = forked(folder, "training.py", "3", "extra", record=["--steps", "0:3"])
+    assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
+    after = load(folder / "runs" / "latest")
+    found = compare(snapshot(recorded[0], "before"), snapshot(after, "after"))
+    assert found.breaches
+    line = 1 + SCRIPT.read_text().splitlines().index("            dist.all_reduce(x.detach().sum())")
+    for layer in ("0", "1"):
+        assert any(f"forward all_reduce over world in {layer}, at training.py:{line}" in one for one in found.lines)
+
+
+def test_the_gate_of_the_page_in_an_empty_repository_names_an_added_call(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """The commands of docs/record.md as they stand, and the training script of a repository that has nothing else."""
+    if request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("half a CPU minute: --hypothesis-profile deep")
     page = (ROOT / "docs" / "record.md").read_text().partition("## A gate")[2]
     first, second = (
         [line.strip() for line in part.split("\n") if line.startswith("    ")] for part in page.split("and in CI")
@@ -146,8 +163,7 @@ def test_the_gate_of_the_page_in_an_empty_repository_names_an_added_call(tmp_pat
 
 
 def test_a_killed_rank_leaves_what_it_did(folder: Path) -> None:
-    ended = ranks_of(folder, "training.py", "2", "kill", world=1, record=[])
-    assert [end.returncode for end in ended] == [-9]
+    assert [rank.ended() for rank in forked(folder, "training.py", "2", "kill", world=1, record=[])] == [-9]
     run = load(folder / "runs" / "latest")
     last = run.ledger.iloc[-1]
     assert (last["step"], last["phase"], last["op"]) == (1, "backward", "all_reduce")
@@ -160,9 +176,40 @@ def test_a_killed_rank_leaves_what_it_did(folder: Path) -> None:
 
 
 def test_a_recorder_that_fails_lets_the_program_go(folder: Path) -> None:
-    ended = ranks_of(folder, "training.py", "3", "broken", world=1, record=[])
-    assert [end.returncode for end in ended] == [0]
-    assert [len(end.stdout.splitlines()) for end in ended] == [3]
-    assert [end.stderr.count("is not recorded any further") for end in ended] == [1]
+    (rank,) = forked(folder, "training.py", "3", "broken", world=1, record=[])
+    assert rank.ended() == 0
+    assert len(rank.out.splitlines()) == 3
+    assert rank.err.count("is not recorded any further") == 1
     run = load(folder / "runs" / "latest")
     assert any("the recorder of rank 0 stopped" in note for note in run.notes)
+
+
+def test_memory_is_bounded_over_ten_thousand_steps(folder: Path, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("a CPU minute: --hypothesis-profile deep")
+    shutil.copy(SCRIPT.with_name("many_steps.py"), folder)
+    (rank,) = forked(folder, "many_steps.py", world=1, record=[])
+    assert rank.ended(600.0) == 0, rank.err
+    full, at_the_end = map(int, rank.out.split())
+    assert at_the_end - full < 4 * 2**20  # an event that is kept has 500 bytes and more, and 8,000 were issued
+    assert len(load(folder / "runs" / "latest").ledger) > 20_000
+
+
+@pytest.mark.skipif(nsys_path() is None, reason="nsys is not on PATH (.ci/nsys fetches one)")
+def test_nsys_saw_the_same_calls_one_by_one(folder: Path, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("half a CPU minute: --hypothesis-profile deep")
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "training.py", "3"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        [sys.executable, "-m", "shardproof", "record", "--profile", "nsys", "--", *command],
+        cwd=folder, env=environment(folder, PATH=path), capture_output=True, timeout=LIMIT_S, check=True,
+    )  # fmt: skip
+    run = load(folder / "runs" / "latest")
+    nsys = nsys_path()
+    assert nsys is not None
+    seen = read_database(exported(nsys, run.path / "traces" / "nsys"))["training.py"]
+    ours = [replace(one, phase="") for one in of_ledger(figures.events(run))]
+    found = agreement(ours, {"nsys": [replace(one, phase="") for one in seen]})
+    assert [str(row) for row in found.broken] == []
+    assert len(found.rows) == len(seen) == len(run.ledger)
