@@ -47,7 +47,8 @@ class Candidate:
 def candidates(text: str, subject: Subject, *, world: int | None = None, inner: int = 8) -> list[Candidate]:
     """The cases that a text stands for. `inner`: the most ranks of the axis tp in a search.
 
-    Raises RequestError when the text names one case and that cannot be, or when none of several can.
+    Raises RequestError when the text names one case and that cannot be, when none of several can, and for a world that
+    the case's stages and context ranks do not divide.
     """
     given = named(subject)
     if vocabulary(given) is not None:
@@ -64,6 +65,7 @@ def candidates(text: str, subject: Subject, *, world: int | None = None, inner: 
     rest += [] if _says(text, "dtype") else [_DTYPE]
     if world is not None:
         rest = [word for word in rest if word.partition("=")[0] not in ("tp", "dp", "wp")]
+        world = _left(world, rest)
     found = []
     for mode in modes:
         for mesh in [""] if world is None else _meshes(world, inner, sharded=mode == "mode=isp"):
@@ -72,6 +74,21 @@ def candidates(text: str, subject: Subject, *, world: int | None = None, inner: 
     if not any(one.case for one in found):
         raise RequestError(f"case {text!r}: {found[0].reason}")
     return found
+
+
+def _left(world: int, words: Iterable[str]) -> int:
+    """Ranks of a world that are left to tp and dp by the stages and context ranks of these words, the last of each.
+
+    Raises RequestError when the world is no multiple of them.
+    """
+    said = {key: int(value) for key, _, value in (word.partition("=") for word in words) if value.isdecimal()}
+    for axis in ("pp", "cp"):
+        if said.get(axis, 1) > 1:
+            if world % said[axis]:
+                rule = f"must be a multiple of {axis}={said[axis]}"
+                raise RequestError(f"world={world}: {rule}; legal: --world {-(-world // said[axis]) * said[axis]}")
+            world //= said[axis]
+    return world
 
 
 def _meshes(world: int, inner: int, *, sharded: bool) -> Iterator[str]:

@@ -152,6 +152,14 @@ def test_a_search_tries_the_meshes_of_a_world() -> None:
         candidates("mode=tp", subject, world=0)
 
 
+def test_a_search_leaves_the_ranks_of_stages_and_of_context_to_them() -> None:
+    found = candidates("preset=llama3-8b mode=tp-sp pp=4 cp=2 tp=3", subject, world=64)
+    assert [one.words for one in found if one.case] == [f"mode=tp-sp tp={tp} dp={8 // tp}" for tp in (1, 2, 4, 8)]
+    assert {one.case.world_size for one in found if one.case} == {64}
+    with pytest.raises(RequestError, match="world=6: must be a multiple of pp=4; legal: --world 8"):
+        candidates("mode=tp pp=4", subject, world=6)
+
+
 def test_the_fastest_is_told_among_those_that_fit() -> None:
     tiny = Device(name="thimble", memory_gib=0.00001, peak_tflops={"bfloat16": 1})
     with DryEngine() as engine:
