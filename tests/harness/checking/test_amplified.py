@@ -17,7 +17,7 @@ from harness.running.proof import prove
 from parallel.subject import subject
 from reference.case import Case
 
-CASE = Case.parse("steps=7")
+CASE = Case.parse("layers=1 steps=7")
 """At the default rate of learning, 1, the logits of the fifth step are beyond 1e-9 by rounding alone."""
 
 
