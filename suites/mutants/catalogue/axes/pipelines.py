@@ -10,6 +10,24 @@ _STAGES = everywhere("", ("tp", "tp-sp"))
 STAGES: Words = {"pp": 2, "layers": 3, "first_layers": 2, "metric": False, "lr": 0.1}
 TIED: Words = {**STAGES, "family": "gpt"}
 GPIPE: Words = {**STAGES, "schedule": "gpipe"}
+CHUNKS: Words = {
+    "pp": 2,
+    "schedule": "interleaved",
+    "chunks": 2,
+    "layers": 4,
+    "micro": 4,
+    "metric": False,
+    "lr": 0.1,
+}
+SCALED: Words = {
+    **STAGES,
+    "dtype": "float16",
+    "master": "float32",
+    "scaler": "static",
+    "loss_scale": 8.0,
+    "lr": 1.0,
+    "clip": 0.05,
+}
 """What the properties of pipelines fix (tests/parallel/pipeline)."""
 _SENT = "return self._outputs[key].detach().contiguous()"
 _SUM = "self._outputs[key] = summed if"
@@ -87,6 +105,7 @@ PIPELINES = (
         stands_for="tied-no-sync (around.md 13.5): no sum of the token table's gradient over the embedding group",
         modes=_STAGES,
         suite=TIED,
+        condition="tied=true",
         changes=_scheme(
             'sync.sum_gradients([rank.step.partial(rank)[TABLE]], rank.mesh.axis("embedding"))',
             "rank.gradients()",
@@ -101,6 +120,7 @@ PIPELINES = (
         stands_for="the last stage's copy of the token table is not marked shared, so that the norm has it twice",
         modes=_STAGES,
         suite=TIED,
+        condition="tied=true",
         changes=(Change(module="parallel.step", old="del gradients[TABLE]", new="pass"),),
         kills="gradient_norm",
         phase="grad_sync",
@@ -128,5 +148,108 @@ PIPELINES = (
         phase="grad_sync|loss",
         region="*",
         cause="nan",
+    ),
+    Mutant(
+        name="chunks-of-consecutive-layers",
+        stands_for="around.md 11.3: chunk k of rank r holds the layers behind those of chunk k-1 of the same rank",
+        modes=_STAGES,
+        suite=CHUNKS,
+        changes=(
+            Change(
+                module="parallel.schedules.stages",
+                old="group.layers(case.layers, rank, chunk, ",
+                new="group.layers(case.layers, *reversed(divmod(rank * case.chunks + chunk, case.pp)), ",
+            ),
+        ),
+        kills="activations",
+        phase="forward",
+        region="layers.?.*",
+        cause="",
+    ),
+    Mutant(
+        name="tied-table-cut-otherwise-on-each-stage",
+        stands_for="B-82: Megatron #844, ba8f2defc5, the tied table shares a bucket, so two stages own other parts of it",
+        modes=everywhere("dp>1 tied=true", ("tp", "tp-sp")),
+        suite={**TIED, "zero": 1},
+        changes=(
+            Change(
+                module="parallel.data_parallel.words",
+                old="apart=(TABLE,) if stage.shares_table else (),",
+                new="apart=(),",
+            ),
+        ),
+        kills="replicas|parameter_gradients",
+        phase="grad_sync|backward",
+        region="*",
+        cause="layout",
+    ),
+    Mutant(
+        name="accumulated-gradients-divided-again",
+        stands_for="B-38: torchtitan #1732, what is accumulated is divided by the micro-batches at every call",
+        modes=_STAGES,
+        suite=STAGES,
+        condition="micro>1",
+        changes=_execution(
+            "self._gradients.pop(key, None))",
+            "self._gradients.pop(key, None))\n        for parameter in self.rank.parameters.values():\n"
+            "            if parameter.grad is not None:\n                parameter.grad /= self.rank.case.micro",
+        ),
+        kills="parameter_gradients",
+        phase="backward|grad_sync",
+        region="*",
+        cause="unequal_shares",
+    ),
+    Mutant(
+        name="peer-of-the-first-pipeline",
+        stands_for="B-71: TE #2179, the neighbour's place in its group is taken for its global rank",
+        modes=_STAGES,
+        suite=STAGES,
+        changes=_execution("axis.ranks[peer(pipeline, message)]", "peer(pipeline, message)"),
+        kills="run",
+        phase="",
+        region="",
+        cause="raised",
+    ),
+    Mutant(
+        name="received-and-not-awaited",
+        stands_for="around.md 13.4: messages are used before they are there",
+        modes=_STAGES,
+        suite=STAGES,
+        changes=_execution("work.wait()", "pass"),
+        kills="run",
+        phase="",
+        region="",
+        cause="raised",
+    ),
+    Mutant(
+        name="loss-of-the-last-stage-not-scaled",
+        stands_for="around.md 13.5: the loss scale multiplies on the last stage; all stages take it off",
+        modes=_STAGES,
+        suite=SCALED,
+        changes=_execution(
+            "summed if rank.step.loss_scale is None else rank.step.loss_scale.scaled(summed)",
+            "summed",
+        ),
+        kills="activation_gradients",
+        phase="backward",
+        region="head",
+        cause="",
+    ),
+    Mutant(
+        name="infinity-found-by-one-stage",
+        stands_for="around.md 15.2: found_inf over the tensor-parallel ranks of one stage, so that stages skip other steps",
+        modes=_STAGES,
+        suite=SCALED,
+        changes=(
+            Change(
+                module="parallel.data_parallel.scaling",
+                old="*rank.strategy.norm_axes):",
+                new="*(axis for axis in rank.strategy.norm_axes if axis != 'pp')):",
+            ),
+        ),
+        kills="ledger",
+        phase="grad_sync",
+        region="",
+        cause="missing_call",
     ),
 )
