@@ -30,7 +30,7 @@ from reference.case import Case
 from reference.case.modes import MODES
 from reference.model.parameters import dtype_of
 
-__all__ = ["BACK", "as_scheduled", "message_shape", "pipeline_of", "with_channels"]
+__all__ = ["BACK", "StageRun", "as_scheduled", "message_shape", "pipeline_of", "with_channels"]
 
 BACK = "pp_back"
 """Name in the mesh of the pipeline's group for gradients, where activations have another."""
@@ -65,7 +65,7 @@ def as_scheduled(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Box, ...]
     Ranks before the last have 0, 0 and None.
     """
     axis = rank.mesh.axis("pp")
-    pipeline, run = pipeline_of(rank.case), _Run(rank, step)
+    pipeline, run = pipeline_of(rank.case), StageRun(rank, step)
     for together in program(pipeline, axis.rank):
         match together[0].kind:
             case Kind.F:
@@ -74,28 +74,33 @@ def as_scheduled(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Box, ...]
                 run.backward(together[0])
             case _:
                 run.exchange(together, [axis.ranks[peer(pipeline, message)] for message in together])
-    return run.loss, run.tokens, tuple(run.boxes) if rank.chunks[-1][0].last and keeps_logits(rank) else None
+    return run.loss, run.tokens, run.logits
 
 
-class _Run:
+class StageRun:
     """One step of one rank: what came in and went out, by micro-batch and stage, and the sums of the last stage."""
 
     def __init__(self, rank: Rank, step: int) -> None:
         self.rank, self.step = rank, step
         self.loss = torch.zeros((), dtype=torch.float64, device=rank.device)
         self.tokens = torch.zeros_like(self.loss)
-        self.boxes: list[Box] = []
-        self._inputs: dict[tuple[int, int], Tensor] = {}
-        self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._boxes: list[Box] = []
+        self.inputs: dict[tuple[int, int], Tensor] = {}
+        self.outputs: dict[tuple[int, int], Tensor] = {}
         self._gradients: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def logits(self) -> tuple[Box, ...] | None:
+        """The last stage's of the micro-batches so far; None elsewhere, and where an outcome leaves them out."""
+        return tuple(self._boxes) if self.rank.chunks[-1][0].last and keeps_logits(self.rank) else None
 
     def forward(self, action: Action) -> None:
         """A stage's layers of a micro-batch; on the last one its loss too."""
         rank, micro, key = self.rank, action.micro, (action.micro, action.stage)
         stage, chunk = rank.chunks[action.chunk]
         batch = rank.parts.local(deliver(rank.case, rank.mesh, self.step, micro, rank.device, stage=stage))
-        output = chunk(batch, self._inputs.get(key))
-        self._outputs[key] = output
+        output = chunk(batch, self.inputs.get(key))
+        self.outputs[key] = output
         if not stage.last:
             return
         labels = rank.strategy.laid_out(batch.labels)
@@ -104,12 +109,12 @@ class _Run:
         summed = (losses * weights).sum()
         self.loss += summed.detach()
         self.tokens += weights.sum()
-        self._outputs[key] = summed if rank.step.loss_scale is None else rank.step.loss_scale.scaled(summed)
+        self.outputs[key] = summed if rank.step.loss_scale is None else rank.step.loss_scale.scaled(summed)
         if rank.metric is not None:
             with torch.no_grad():
                 rank.metric(output, labels, weights)
         if keeps_logits(rank):
-            self.boxes += self._logits(micro, output)
+            self._boxes += self._logits(micro, output)
 
     def _logits(self, micro: int, logits: Tensor) -> tuple[Box, ...]:
         rank, case = self.rank, self.rank.case
@@ -123,7 +128,7 @@ class _Run:
     def backward(self, action: Action) -> None:
         """Gradients of a stage's parameters and of what it received, from the gradient of what it sent."""
         key = action.micro, action.stage
-        torch.autograd.backward(self._outputs.pop(key), self._gradients.pop(key, None))
+        torch.autograd.backward(self.outputs.pop(key), self._gradients.pop(key, None))
 
     def exchange(self, messages: Sequence[Action], peers: Sequence[int]) -> None:
         """Issue these messages together and wait for all of them; `peers` are the global ranks at their ends.
@@ -146,14 +151,14 @@ class _Run:
         rank, forward = self.rank, message.kind is Kind.RECV_FORWARD
         shape = message_shape(rank.case, sequence_dim=rank.strategy.sequence_dim)
         tensor = torch.empty(shape, dtype=dtype_of(rank.case), device=rank.device, requires_grad=forward)
-        (self._inputs if forward else self._gradients)[message.micro, message.stage] = tensor
+        (self.inputs if forward else self._gradients)[message.micro, message.stage] = tensor
         return tensor.detach()
 
     def _sent(self, message: Action) -> Tensor:
         """The output of a forward, or the gradient of a backward's input."""
         key = message.micro, message.stage
         if message.kind is Kind.SEND_FORWARD:
-            return self._outputs[key].detach().contiguous()
-        gradient = self._inputs.pop(key).grad
+            return self.outputs[key].detach().contiguous()
+        gradient = self.inputs.pop(key).grad
         assert gradient is not None
         return gradient.contiguous()

@@ -248,7 +248,7 @@ CONTEXT = (
     ),
     Mutant(
         name="context-means-of-own-tokens",
-        stands_for="around.md 14.3, cp-local-mean: Megatron divides a loss by the context rank's own count, then averages",
+        stands_for="around.md 14.3, cp-local-mean: a loss divided by the context rank's own count, then averaged",
         modes=everywhere("", _MODES),
         suite=_TWO,
         changes=(

@@ -29,8 +29,8 @@ SCALED: Words = {
     "clip": 0.05,
 }
 """What the properties of pipelines fix (tests/parallel/pipeline)."""
-_SENT = "return self._outputs[key].detach().contiguous()"
-_SUM = "self._outputs[key] = summed if"
+_SENT = "return self.outputs[key].detach().contiguous()"
+_SUM = "self.outputs[key] = summed if"
 _SECOND = "layers.2.*"
 """Modules of the second stage's layer."""
 
@@ -51,7 +51,7 @@ PIPELINES = (
         suite=STAGES,
         changes=_execution(
             _SUM,
-            "summed = summed * rank.case.micro\n        self._outputs[key] = summed if",
+            "summed = summed * rank.case.micro\n        self.outputs[key] = summed if",
         ),
         kills="activation_gradients",
         phase="backward",
@@ -63,7 +63,7 @@ PIPELINES = (
         stands_for="a send buffer that is filled again before it is sent: the next stage gets an activation twice",
         modes=_STAGES,
         suite=GPIPE,
-        changes=_execution(_SENT, _SENT.replace("key", "min(self._outputs)")),
+        changes=_execution(_SENT, _SENT.replace("key", "min(self.outputs)")),
         kills="forward",
         phase="forward",
         region="",
@@ -76,8 +76,8 @@ PIPELINES = (
         suite=GPIPE,
         condition="micro>1",
         changes=_execution(
-            "self._outputs.pop(key), ",
-            "self._outputs.pop(key if self.rank.chunks[0][0].last else (self.rank.case.micro - 1 - key[0], key[1])), ",
+            "self.outputs.pop(key), ",
+            "self.outputs.pop(key if self.rank.chunks[0][0].last else (self.rank.case.micro - 1 - key[0], key[1])), ",
         ),
         kills="activation_gradients",
         phase="backward",
@@ -168,7 +168,7 @@ PIPELINES = (
     ),
     Mutant(
         name="tied-table-cut-otherwise-on-each-stage",
-        stands_for="B-82: Megatron #844, ba8f2defc5, the tied table shares a bucket, so two stages own other parts of it",
+        stands_for="B-82: Megatron #844, the tied table shares a bucket, so two stages own other parts of it",
         modes=everywhere("dp>1 tied=true", ("tp", "tp-sp")),
         suite={**TIED, "zero": 1},
         changes=(
@@ -237,7 +237,7 @@ PIPELINES = (
     ),
     Mutant(
         name="infinity-found-by-one-stage",
-        stands_for="around.md 15.2: found_inf over the tensor-parallel ranks of one stage, so that stages skip other steps",
+        stands_for="around.md 15.2: found_inf over the ranks of one stage, so that stages skip other steps",
         modes=_STAGES,
         suite=SCALED,
         changes=(
