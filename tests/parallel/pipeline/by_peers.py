@@ -122,7 +122,7 @@ def _torch(rank: Rank, step: int) -> Scheduled:
         else pipelining.ScheduleInterleaved1F1B(stages, case.micro, loss_fn=_given, scale_grads=False)
     )
     first, last = stages[0].is_first, stages[-1].is_last
-    words = {"target": numbers, "losses": []} if last else {}
+    words: dict[str, Any] = {"target": numbers, "losses": []} if last else {}
     made.step(*((numbers,) if first else ()), micro=numbers, return_outputs=False, **words)
     return run.loss, run.tokens, run.logits
 
