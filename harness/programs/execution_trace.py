@@ -27,6 +27,8 @@ _TO_PEERS = ("send", "barrier", "monitored_barrier_", "reduce_", "gather_", "gat
 _IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "send")
 """Operators that read their first argument; the others only write it, and read the second."""
 _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "resize_")
+_BY_BACKENDS = "aten::copy_"
+"""By which gloo puts a reduce_scatter's result in its place when it is waited for: it overwrites no result."""
 _READS_NOTHING = re.compile(r"aten::(\w+_like|new_\w+|record_stream|is_\w+|detach)$|\w+::wait_tensor$")
 _NUMPY = ("aten::resolve_conj", "aten::resolve_neg")
 """Views that `tolist` and `numpy` make before they read the memory themselves."""
@@ -134,7 +136,10 @@ def used(nodes: Sequence[Node], settled: int = 0) -> list[Used]:
             open_.pop(part.storage, None)
         for part in (*written, *fresh):
             waiting = open_.get(part.storage, [])
-            gone = [one for one in waiting if one[1] == node.thread and (part in fresh or _covers(part, one[2]))]
+            ends = node.name != _BY_BACKENDS
+            gone = [
+                one for one in waiting if one[1] == node.thread and (part in fresh or (ends and _covers(part, one[2])))
+            ]
             unread |= {call for call, _thread, _part in gone}
             open_[part.storage] = [one for one in waiting if one not in gone]
         if node.name.startswith("c10d::"):

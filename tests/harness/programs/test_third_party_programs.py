@@ -19,7 +19,7 @@ import pytest
 from harness.witnesses.agreement import agreement
 from harness.witnesses.sighting import of_ledger
 from harness.witnesses.torch_trace import read_traces
-from reports.programs import figures
+from reports.programs import figures, operators
 from reports.stored.frames import load
 from tests.harness.programs.launched import LIMIT_S, environment, free_port, ranks_of
 
@@ -55,6 +55,8 @@ if __name__ == "__main__":
 """
 PLAIN = ("accelerate.test_utils.scripts.test_sync", f"{SCRIPTS}.deepspeed_zero2")
 """The programs that are run without us too."""
+READ = (*QUICK, f"{SCRIPTS}.deepspeed_zero2", f"{SCRIPTS}.fsdp2")
+"""Programs that read the results of all their calls, and gather nothing again that is there."""
 
 
 def own_lines(text: str) -> list[str]:
@@ -69,7 +71,7 @@ def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str, reques
         pytest.skip("half a CPU minute each: --hypothesis-profile deep")
     if find_spec(package.partition(".")[0]) is None:
         pytest.skip(f"{package} (extra `peers`) is not installed")
-    words = ["--profile", "torch", "--steps", "0:1000"]
+    words = ["--profile", "torch,et", "--steps", "0:1000"]
     ended = ranks_of(tmp_path, "-m", module, record=words, ACCELERATE_USE_CPU="true")
     assert [end.returncode for end in ended] == [0, 0], ended[0].stderr
     run = load(tmp_path / "runs" / "latest")
@@ -80,6 +82,8 @@ def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str, reques
     found = agreement(ours, {"torch": seen})
     assert [str(row) for row in found.broken] == []
     assert len(found.rows) == len(seen) == len(run.ledger)
+    if module in READ:
+        assert operators.operators(run).findings == ()
     if module in PLAIN:
         plain = ranks_of(tmp_path, "-m", module, ACCELERATE_USE_CPU="true")
         assert [own_lines(end.stdout) for end in plain] == [own_lines(end.stdout) for end in ended]
