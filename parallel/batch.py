@@ -7,8 +7,8 @@
                       ends them), and all keys end to end as one int64 tensor
     delivery=local    every rank reads its own; no call
 
-Of several pipeline stages the first is sent tokens, attention mask and positions, the last labels, loss mask and
-attention mask, and those between them nothing: they count positions themselves and take causal attention as it is.
+What several pipeline stages are sent is in `reference.data.stages`: those between the first and the last get nothing,
+count positions themselves and take causal attention as it is.
 
 Under `flat` all keys share the dtype int64: the loss mask travels as its float32 bits, the attention mask as 0 and 1.
 An attention mask is true where a token must not be seen. Packed rows get theirs from `cu_seqlens`, locally.
@@ -29,8 +29,9 @@ from parallel.mesh import Mesh
 from parallel.schedules.stages import Stage
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
+from reference.data.stages import Form, sent_to_stage
 
-__all__ = ["SIZES_PER_KEY", "Delivered", "deliver", "hidden_pairs", "keys_sent"]
+__all__ = ["SIZES_PER_KEY", "Delivered", "deliver", "forms_sent", "hidden_pairs"]
 
 SIZES_PER_KEY = 5
 """Numbers that describe one key's shape in `flat`: up to four dims and a closing 0."""
@@ -93,14 +94,10 @@ def _local(batch: Batch, device: torch.device) -> Delivered:
     )
 
 
-def keys_sent(case: Case, stage: Stage | None = None) -> tuple[str, ...]:
-    """The keys of a micro-batch that this stage is sent, all of them without stages; in the order of sending."""
-    mask = ("attention_mask",) if case.attention_mask else ()
-    if stage is None:
-        return ("tokens", "labels", "loss_mask", *mask, "positions")
-    if stage.first:
-        return ("tokens", *mask, "positions")
-    return ("labels", "loss_mask", *mask) if stage.last else ()
+def forms_sent(case: Case, stage: Stage | None = None) -> dict[str, Form]:
+    """Dtype and shape of every key that this stage is sent, of all of them without stages; in the order of sending."""
+    first, last = (True, True) if stage is None else (stage.first, stage.last)
+    return sent_to_stage(case.batch, case.seq, first=first, last=last, mask=case.attention_mask)
 
 
 def _keys(case: Case, batch: Batch | None, device: torch.device, stage: Stage | None) -> dict[str, Tensor] | None:
@@ -112,7 +109,7 @@ def _keys(case: Case, batch: Batch | None, device: torch.device, stage: Stage | 
         rows, length = batch.tokens.shape
         keys["attention_mask"] = hidden_pairs(length, None, device).expand(rows, 1, length, length)
     keys["positions"] = batch.positions
-    return {key: keys[key].to(device) for key in keys_sent(case, stage)}
+    return {key: keys[key].to(device) for key in forms_sent(case, stage)}
 
 
 def _named(case: Case, keys: Mapping[str, Tensor], device: torch.device) -> Delivered:
@@ -123,28 +120,14 @@ def _named(case: Case, keys: Mapping[str, Tensor], device: torch.device) -> Deli
     return Delivered(**held)
 
 
-def _forms(case: Case, stage: Stage | None) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of every key, known on every rank from the case, in the order in which they are sent."""
-    rows = (case.batch, case.seq)
-    forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        "tokens": (torch.int64, rows),
-        "labels": (torch.int64, rows),
-        "loss_mask": (torch.float32, rows),
-    }
-    if case.attention_mask:
-        forms["attention_mask"] = (torch.bool, (case.batch, 1, case.seq, case.seq))
-    forms |= {"positions": (torch.int64, rows)}
-    return {key: forms[key] for key in keys_sent(case, stage)}
-
-
 def _by_tensor(
     case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: torch.device, stage: Stage | None
 ) -> dict[str, Tensor]:
     """One broadcast a key."""
     arrived = {}
-    for key, (dtype, shape) in _forms(case, stage).items():
+    for key, (dtype, shape) in forms_sent(case, stage).items():
         # Zeros, not uninitialised memory: what does not arrive is then wrong the same way in every run.
-        tensor = torch.zeros(shape, dtype=dtype, device=device) if sent is None else sent[key]
+        tensor = torch.zeros(shape, dtype=getattr(torch, dtype), device=device) if sent is None else sent[key]
         arrived[key] = broadcast(tensor, mesh.axis("tp"))
     return arrived
 
@@ -153,7 +136,7 @@ def _flat(
     case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: torch.device, stage: Stage | None
 ) -> dict[str, Tensor]:
     """Sizes, then everything: receivers learn the shapes from the first call alone."""
-    forms, axis = _forms(case, stage), mesh.axis("tp")
+    forms, axis = forms_sent(case, stage), mesh.axis("tp")
     names = list(forms)
     if not names:
         return {}
@@ -170,7 +153,8 @@ def _flat(
         flat = torch.cat([_as_int64(sent[key]) for key in names])
     parts = broadcast(flat, axis).split(lengths)
     return {
-        key: _from_int64(part, forms[key][0]).view(shape) for key, part, shape in zip(names, parts, shapes, strict=True)
+        key: _from_int64(part, getattr(torch, forms[key][0])).view(shape)
+        for key, part, shape in zip(names, parts, shapes, strict=True)
     }
 
 

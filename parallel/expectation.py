@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from parallel.batch import SIZES_PER_KEY, keys_sent
+from parallel.batch import SIZES_PER_KEY, forms_sent
 from parallel.layout import Placement, local_shape
 from parallel.mesh import axis_size, coordinates
 from parallel.schedules.recompute import computed_again, ends_of_units
@@ -157,7 +157,7 @@ def delivery_terms(case: Case, stage: Stage | None = None) -> Iterator[Term]:
 
     All of it, or what this pipeline stage is sent.
     """
-    tokens, keys = case.tokens, keys_sent(case, stage)
+    tokens, keys = case.tokens, forms_sent(case, stage)
     whole = [key for key in keys if key in ("tokens", "labels", "positions")]
     mask = case.batch * case.seq**2 if "attention_mask" in keys else 0
     if case.delivery == "tensors" and keys:

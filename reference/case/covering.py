@@ -3,6 +3,7 @@
 Many bugs show only with a word that is not the default (overlap=false, fuse_qkv=false), others only with two of them.
 So the list of a mode has every value that is not a default, and every two such values of different words together in
 one case, wherever the rules allow it. `deep` covers every pair of values, default ones included, and more meshes.
+Words of the schemes that compose with a mode have every value once (`reference.case.written`).
 
 The words are the fields of `Case`: a boolean has two values, a word those of `rules.legal_words`, a number those of
 NUMBERS. A field that has no values, is not in SHARED and has no reason in FIXED raises LookupError: a new word
@@ -25,8 +26,9 @@ from reference.case.case import Case, CaseError
 from reference.case.modes import MODES
 from reference.case.rules import legal_words, write
 from reference.case.schemes import SCHEMES
+from reference.case.written import SHARED, spread_cases, written
 
-__all__ = ["FIXED", "NUMBERS", "SHARED", "covering_cases", "plain_cases"]
+__all__ = ["FIXED", "NUMBERS", "SHARED", "covering_cases", "paired_cases", "plain_cases"]
 
 Value = int | float | bool | str
 Refuses = Callable[[Case], str]
@@ -44,25 +46,11 @@ FIXED: Mapping[str, str] = {
     "dtype": "float64 shows errors of 1e-9",
     "layers": "2: the first is not the last; more cost in proportion",
     "steps": "2: the second starts from updated weights; more cost in proportion",
-    **{word: f"of {name}, which has proved cases of its own" for name, one in SCHEMES.items() for word in one.words},
-    "order": "numbers the same ranks otherwise",
-    "loss_scale": "scales with a scaler only",
+    **{word: f"of {name}: `spread_cases`" for name, one in SCHEMES.items() for word in one.words},
+    "order": "numbers the same ranks otherwise: `spread_cases`",
+    "loss_scale": "scales with a scaler only: `spread_cases`",
 }
 """Words that keep their default, and why."""
-SHARED: Mapping[str, int | float] = {
-    "hidden": 96,
-    "heads": 24,
-    "ffn": 28,
-    "vocab": 268,
-    "seq": 12,
-    "batch": 5,
-    "micro": 3,
-    "lr": 0.1,
-    "seed": 1,
-}
-"""Numbers of all covering cases, none the default: an odd part of every size on 4 ranks; micro and batch are no size of
-the mesh.
-"""
 NUMBERS: Mapping[str, tuple[Value, ...]] = {
     "tp": (2, 4),
     "dp": (1, 2),
@@ -80,14 +68,24 @@ _WANTED, _WELCOME = 1000, 1
 
 
 def covering_cases(mode: str, refuses: Refuses = lambda case: "", *, deep: bool = False) -> tuple[Case, ...]:
-    """The default cases of a mode on 2 and 4 ranks: a plain one, then those that cover the pairs.
+    """The default cases of a mode on 2 and 4 ranks: a plain one, those that cover the pairs, those of other schemes.
+
+    `deep`: more of both, on up to 8 ranks. `refuses` is a subject's reason against a case, "" for none. Raises
+    LookupError for a word of the case language without values.
+    """
+    spread = spread_cases(mode, paired_cases(mode, refuses) if deep else ())
+    return (*paired_cases(mode, refuses, deep=deep), *(case for case in spread if not refuses(case)))
+
+
+def paired_cases(mode: str, refuses: Refuses = lambda case: "", *, deep: bool = False) -> tuple[Case, ...]:
+    """The default cases of a mode without other schemes: a plain one, then those that cover the pairs.
 
     `deep`: every pair of values, on up to 8 ranks. `refuses` is a subject's reason against a case, "" for none. Pairs
     that no legal case has, or that the subject refuses in every case, are left out; a plain case is there even then.
     Raises LookupError for a word of the case language without values.
     """
     if MODES[mode].brief and not deep:
-        return (*_first(mode, refuses), *(case for case in _brief(mode) if not refuses(case)))
+        return (*_first(mode, refuses), *(case for case in written(mode, MODES[mode].brief) if not refuses(case)))
     ranks = _DEEP_RANKS if deep else _RANKS
     space = _Space(mode, refuses, ranks, SHARED)
     if not space.usual():  # a subject that is built for other sizes: those of a plain case, then
@@ -116,12 +114,6 @@ def covering_cases(mode: str, refuses: Refuses = lambda case: "", *, deep: bool 
 def _first(mode: str, refuses: Refuses) -> list[Case]:
     """The plain case that is taken: the first that is not refused, if any."""
     return sorted(_plain(mode), key=lambda case: bool(refuses(case)))[:1]
-
-
-def _brief(mode: str) -> Iterator[Case]:
-    """The default cases of a mode that are written out."""
-    shared = " ".join(f"{key}={write(value)}" for key, value in SHARED.items())
-    return (Case.parse(f"{shared} mode={mode} {words}") for words in MODES[mode].brief)
 
 
 def plain_cases(mode: str) -> tuple[Case, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reference.case.designs import AUTOTP, INTERNEVO, MEGATRON, WEIGHTS_SPLIT
+from reference.case.designs import AUTOTP, CONTEXT, INTERNEVO, MEGATRON, SCHEMES, WEIGHTS_SPLIT
 
 __all__ = ["MODES", "Mode", "mode_of", "whose"]
 
@@ -32,6 +32,7 @@ class Mode:
     presets         words of its plain cases, the model of its own system first
     design          the first default cases (`reference.case.designs`)
     brief           default cases that are written out, in place of a list of pairs
+    spread          default cases behind either, with the words of other schemes (`reference.case.schemes`)
     """
 
     system: str
@@ -47,6 +48,7 @@ class Mode:
     presets: tuple[Mapping[str, str], ...] = ({"preset": "tiny-gpt"}, {"preset": "tiny-internlm2"})
     design: tuple[str, ...] = ()
     brief: tuple[str, ...] = ()
+    spread: tuple[str, ...] = ()
 
     @property
     def gathers_weights(self) -> bool:
@@ -63,12 +65,15 @@ def _megatron(*, sequence: bool) -> Mode:
         data_parallel=True,
         stages=True,
         design=MEGATRON,
+        spread=SCHEMES,
     )
 
 
 def _internevo(**more: Any) -> Mode:
     presets = ({"preset": "tiny-internlm2"}, {"preset": "tiny-gpt"})
-    return Mode(**{"system": "InternEvo", "measures": True, "presets": presets, "design": INTERNEVO, **more})
+    return Mode(
+        **{"system": "InternEvo", "measures": True, "presets": presets, "design": INTERNEVO, "spread": CONTEXT, **more}
+    )
 
 
 MODES: dict[str, Mode] = {

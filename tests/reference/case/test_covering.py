@@ -6,15 +6,17 @@ import dataclasses
 import random
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import pytest
 
 from reference.case import Case, CaseError, covering
-from reference.case.covering import FIXED, SHARED, covering_cases
+from reference.case.covering import FIXED, SHARED, covering_cases, paired_cases
 from reference.case.modes import MODES
 from reference.case.rules import legal_words
+from reference.case.schemes import SCHEMES
+from reference.case.written import spread_cases
 
 NUMBERS = {"tp": (2, 4), "dp": (1, 2), "wp": (1, 2, 4), "kv_heads": (2, 8), "clip": (0.0, 0.1)}
 NUMBERS |= {"label_smoothing": (0.0, 0.1)}
@@ -56,7 +58,7 @@ def pairs(cases: Iterable[Case], *, besides: Iterable[Level] = ()) -> set[tuple[
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if not MODES[mode].brief])
 def test_every_two_words_that_are_no_defaults_meet_in_a_default_case(mode: str) -> None:
-    cases, default = covering_cases(mode), values(Case.of(mode=mode))
+    cases, default = paired_cases(mode), values(Case.of(mode=mode))
     possible = pairs(drawn(mode, 4), besides=default)
     assert len(possible) > 250
     assert possible - pairs(cases) == set()
@@ -67,14 +69,14 @@ def test_every_two_words_that_are_no_defaults_meet_in_a_default_case(mode: str) 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_deep_covers_every_two_values(mode: str) -> None:
-    cases = covering_cases(mode, deep=True)
+    cases = paired_cases(mode, deep=True)
     assert pairs(drawn(mode, 8)) - pairs(cases) == set()
     assert {case.world_size for case in cases} == {2, 4, 8}
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_cases_can_show_a_bug(mode: str) -> None:
-    plain, *cases = covering_cases(mode)
+    plain, *cases = paired_cases(mode)
     assert plain.world_size == 2 and {case.world_size for case in cases} <= {2, 4}
     assert len({*cases, plain}) == 1 + len(cases)
     for case in cases:
@@ -87,9 +89,28 @@ def test_the_cases_can_show_a_bug(mode: str) -> None:
     assert mode != "isp" or {case.wp > case.tp for case in cases if case.wp != case.tp} == {False, True}
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_every_value_of_a_word_of_other_schemes_is_in_a_default_case(mode: str) -> None:
+    """In every mode that has the word."""
+    paired, spread = paired_cases(mode), spread_cases(mode)
+    assert covering_cases(mode) == (*paired, *spread)
+    assert {case.world_size for case in spread} <= {2, 4}
+    has = {
+        "context parallelism": not MODES[mode].uneven,
+        "data parallelism": MODES[mode].data_parallel,
+        "pipeline parallelism": MODES[mode].stages,
+    }
+    for word in chain.from_iterable((*scheme.words, "order") for name, scheme in SCHEMES.items() if has[name]):
+        seen = {getattr(case, word) for case in (*paired, *spread)}
+        assert len(seen) > 1 and seen >= {*legal_words().get(word, ())}, word
+    combined = spread_cases(mode, paired)
+    assert set(spread) <= set(combined) and len(combined) >= 3 * len(spread)
+    assert {case.world_size for case in combined} <= {2, 4, 8}
+
+
 def test_a_brief_list_has_what_only_its_mode_does() -> None:
     """autotp: uneven shares of heads, features and tokens; both heads; the table shared and not."""
-    _, *cases = covering_cases("autotp")
+    _, *cases = paired_cases("autotp")
     assert len(cases) == len(MODES["autotp"].brief) == 2
     assert all(size % case.tp for case in cases for size in (case.kv_heads, case.ffn, case.vocab))
     assert {(case.head, case.tied) for case in cases} == {("gather", False), ("sum", True)}
@@ -123,7 +144,7 @@ def test_a_new_word_is_covered_or_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
     with monkeypatch.context() as patch:
         patch.setattr(covering, "Case", Wider)
-        assert {getattr(case, "mirrored", None) for case in covering_cases("tp")} == {False, True}
+        assert {getattr(case, "mirrored", None) for case in paired_cases("tp")} == {False, True}
     numbers = {word: known for word, known in covering.NUMBERS.items() if word != "clip"}
     monkeypatch.setattr(covering, "NUMBERS", numbers)
     with pytest.raises(LookupError, match="word clip: has no values to cover; legal: an entry in NUMBERS"):
