@@ -9,7 +9,7 @@ over the cost of a run; nothing depends on their being the best.
 
 from __future__ import annotations
 
-__all__ = ["AUTOTP", "CONTEXT", "INTERNEVO", "MEGATRON", "SCHEMES", "WEIGHTS_SPLIT"]
+__all__ = ["AUTOTP", "CONTEXT", "INTERNEVO", "MEGATRON", "SCHEMES", "WEIGHTS_SPLIT", "WHOLE"]
 
 MEGATRON = (
     "tp=4 kv_heads=8 family=opt activation=relu delivery=flat recompute=selective",
@@ -50,20 +50,27 @@ AUTOTP = (
 mode, whose list has the pairs. In `deep` it has all pairs as well.
 """
 CONTEXT = (
-    "layers=1 steps=1 tp=2 cp=2 seq=16 order=cp-tp",
-    "layers=1 steps=1 tp=1 cp=2 cp_comm=gather cp_slices=contiguous",
+    "layers=1 steps=1 tp=2 cp=2 seq=16 order=cp-tp recompute=full early_stop=true",
+    "layers=1 steps=1 tp=1 cp=2 cp_comm=gather cp_slices=contiguous recompute=full recompute_method=block "
+    "recompute_layers=2",
     "layers=1 steps=1 tp=1 cp=2 cp_comm=alltoall",
     "layers=1 steps=1 tp=1 cp=4 seq=16 cp_comm=alltoall-ring cp_inner=2",
 )
-"""Cases of context parallelism behind a mode's list: every value of its words once, on few ranks and in little time."""
+"""Cases of context parallelism and recomputation behind a mode's list: every value of their words once, on few ranks
+and in little time.
+"""
 SCHEMES = (
-    "layers=1 tp=2 cp=2 seq=16 zero=1 bucket=900 order=cp-tp",
-    "layers=2 steps=1 tp=1 cp=2 pp=2 cp_comm=gather cp_slices=contiguous",
+    "layers=1 tp=2 cp=2 seq=16 zero=1 bucket=900 order=cp-tp recompute=full early_stop=true",
+    "layers=2 steps=1 tp=1 cp=2 pp=2 cp_comm=gather cp_slices=contiguous recompute=full recompute_method=block "
+    "recompute_layers=2",
     "layers=1 steps=1 tp=1 cp=2 cp_comm=alltoall zero=2",
     "layers=1 steps=1 tp=1 cp=4 seq=16 cp_comm=alltoall-ring cp_inner=2",
     "layers=2 steps=1 tp=2 pp=2 schedule=gpipe first_layers=1 last_layers=1 order=pp-tp",
+    "layers=4 steps=1 tp=1 pp=2 schedule=interleaved chunks=2 group=3",
     "layers=1 tp=1 dp=4 zero=3 shard=2",
     "layers=1 tp=1 dp=2 zero=1 dtype=float16 master=float32 grad_dtype=float32 scaler=static loss_scale=8",
     "layers=1 tp=1 dp=2 dtype=float16 master=float32 scaler=dynamic loss_scale=8",
 )
-"""The same of context, data and pipeline parallelism together."""
+"""The same of context, data and pipeline parallelism and of recomputation together."""
+WHOLE = ("layers=1 steps=1 tp=2 recompute=full distribute_saved=true",)
+"""What only modes have whose hidden states are whole."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reference.case.designs import AUTOTP, CONTEXT, INTERNEVO, MEGATRON, SCHEMES, WEIGHTS_SPLIT
+from reference.case.designs import AUTOTP, CONTEXT, INTERNEVO, MEGATRON, SCHEMES, WEIGHTS_SPLIT, WHOLE
 
 __all__ = ["MODES", "Mode", "mode_of", "whose"]
 
@@ -65,7 +65,7 @@ def _megatron(*, sequence: bool) -> Mode:
         data_parallel=True,
         stages=True,
         design=MEGATRON,
-        spread=SCHEMES,
+        spread=SCHEMES if sequence else (*SCHEMES, *WHOLE),
     )
 
 
@@ -79,7 +79,7 @@ def _internevo(**more: Any) -> Mode:
 MODES: dict[str, Mode] = {
     "tp": _megatron(sequence=False),
     "tp-sp": _megatron(sequence=True),
-    "mtp": _internevo(),
+    "mtp": _internevo(spread=(*CONTEXT, *WHOLE)),
     "msp": _internevo(sequence=True),
     "fsp": _internevo(sequence=True),
     "isp": _internevo(heads=("exchange", "local", "gather"), sequence=True, weight_axis="wp", design=WEIGHTS_SPLIT),
