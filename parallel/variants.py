@@ -9,7 +9,7 @@
     label-smoothing-local  | Parts.loss          | smoothing over one rank's columns
     decoder-layer-thirds   | Strategy.placements     | of wqkv: three equal blocks, a piece of each
     dropped-heads          | Strategy.placements     | of attention: kv_heads // tp kv heads on each rank
-    two-stage-swap         | Step.schedule       | one without the pipeline's group for gradients
+    context-heads-repeated | Parts.core          | keys and values repeated for their groups first
 
 The closed form stays that of the right mathematics. Which cases show a variant, and where it comes from:
 `reference.case.variants`.
@@ -104,6 +104,14 @@ def _label_smoothing_local(case: Case, mesh: Mesh, parts: Parts) -> Parts:
     return dataclasses.replace(parts, loss=loss)
 
 
+def _context_heads_repeated(_case: Case, _mesh: Mesh, parts: Parts) -> Parts:
+    def core(q: Tensor, k: Tensor, v: Tensor, hidden_B1SS: Tensor | None) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        return parts.core(q, k, v, hidden_B1SS)
+
+    return dataclasses.replace(parts, core=core)
+
+
 def _placed(change: Callable[[Case], Mapping[str, Held]], *, fewer: bool = False) -> Callable[[Strategy], Strategy]:
     """The mode autotp whose ranks hold other rows and columns of some modules of attention.
 
@@ -165,6 +173,7 @@ DEVIATING: dict[str, Callable[[Strategy], Strategy]] = {
     "flat-dim1": _changed(_flat_regions),
     "label-smoothing-local": _changed(_label_smoothing_local),
     "decoder-layer-thirds": _placed(_decoder_layer_thirds),
+    "context-heads-repeated": _changed(_context_heads_repeated),
     "dropped-heads": _placed(_dropped_heads, fewer=True),
     "two-stage-swap": _two_stage_swap,
 }

@@ -42,6 +42,11 @@ class Variant:
 
 _ON_TP = {"tp": 1}
 _HIDDEN: dict[str, Word] = {"embedding": "hidden", "tied": False}
+_CONTEXT: dict[str, Word] = {"cp": 2, "seq": 48, "metric": False}
+
+
+def _grouped(v: Mapping[str, Any]) -> str:
+    return "" if v["kv_heads"] < v["heads"] else "shows with fewer kv_heads than heads only"
 
 
 def _no_whole_thirds(v: Mapping[str, Any]) -> str:
@@ -114,6 +119,15 @@ VARIANTS: dict[str, Variant] = {
         above=_ON_TP,
         words={"fuse_qkv": True, "heads": 12, "kv_heads": 12, "hidden": 72},
         rest=_no_whole_thirds,
+    ),
+    "context-heads-repeated": Variant(
+        deviation="every kv head goes round the context ranks once a query head of its group: n/kv times the bytes",
+        source="around.md 14.1, 19: picotron repeats kv heads before its ring",
+        modes=("tp", "tp-sp", "mtp", "msp", "fsp"),
+        needs={"cp_comm": "ring"},
+        above={"cp": 1},
+        words={**_CONTEXT, "heads": 24, "kv_heads": 12, "hidden": 96},
+        rest=_grouped,
     ),
     "dropped-heads": Variant(
         deviation="every rank takes kv_heads // tp kv heads, and what is left over is on no rank",

@@ -18,6 +18,12 @@ _TOLD: dict[str, tuple[str, str, str, str]] = {
     "flat-dim1": ("activations", "forward", "layers.0.attention*", "flat_dim"),
     "label-smoothing-local": ("replicas", "loss", "", "loss_by_parts"),
     "decoder-layer-thirds": ("forward", "forward", "layers.0.attention*", "rows_permuted|fused_cut"),
+    "context-heads-repeated": (
+        "ledger",
+        "forward|backward",
+        "layers.?.attention",
+        "wrong_payload|missing_call|extra_call",
+    ),
     "dropped-heads": ("merge", "forward", "layers.0.attention*", "layout"),
     "two-stage-swap": ("activation_gradients", "forward|backward", "", ""),
 }

@@ -47,6 +47,21 @@ CONTEXT = (
         cause="shorter_dtype",
     ),
     Mutant(
+        name="context-no-rule-for-queries-without-keys",
+        stands_for="around.md 14.2 CP1, cp-lse-nan: exp(-inf - -inf) where a block has no key that a query may see",
+        modes=everywhere("", _MODES),
+        suite=_TWO,
+        changes=_change(
+            "blocks",
+            "return (score - total.masked_fill(total == -math.inf, 0.0)[..., None]).exp()",
+            "return (score - total[..., None]).exp()",
+        ),
+        kills="activations",
+        phase="forward",
+        region=_ATTENTION,
+        cause="nan",
+    ),
+    Mutant(
         name="context-backward-by-local-log-sum",
         stands_for="around.md 14.2: backward of a block with its own log-sum-exp and output; the forward is exact",
         modes=everywhere("", _MODES),
@@ -173,22 +188,6 @@ CONTEXT = (
         phase="data|loss|forward",
         region="*",
         cause="labels_shifted_twice|labels_unshifted|own_labels",
-    ),
-    Mutant(
-        name="context-heads-repeated-before-the-ring",
-        stands_for="around.md 19, cp-kv-repeated: picotron sends every kv head once for each query head of its group",
-        modes=everywhere("heads>kv_heads", ("tp", "tp-sp", "mtp", "msp", "fsp")),
-        suite=_TWO,
-        changes=_change(
-            "scheme",
-            "return method(q, k, v, slices=",
-            "k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))\n"
-            "        return method(q, k, v, slices=",
-        ),
-        kills="ledger",
-        phase="forward|backward",
-        region="layers.?.attention",
-        cause="wrong_payload|missing_call|extra_call",
     ),
     Mutant(
         name="context-gathered-gradients-not-summed",
