@@ -105,9 +105,9 @@ def _label_smoothing_local(case: Case, mesh: Mesh, parts: Parts) -> Parts:
 
 
 def _context_heads_repeated(_case: Case, _mesh: Mesh, parts: Parts) -> Parts:
-    def core(q: Tensor, k: Tensor, v: Tensor, hidden_B1SS: Tensor | None) -> Tensor:
+    def core(q: Tensor, k: Tensor, v: Tensor, hidden_B1SS: Tensor | None, keep: Tensor | None) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-        return parts.core(q, k, v, hidden_B1SS)
+        return parts.core(q, k, v, hidden_B1SS, keep)
 
     return dataclasses.replace(parts, core=core)
 

@@ -47,6 +47,7 @@ FIXED: Mapping[str, str] = {
     "layers": "2: the first is not the last; more cost in proportion",
     "steps": "2: the second starts from updated weights; more cost in proportion",
     **{word: f"of {name}: `spread_cases`" for name, one in SCHEMES.items() for word in one.words},
+    **dict.fromkeys(SCHEMES["randomness"].words, "of randomness, which has proved cases of its own"),
     "order": "numbers the same ranks otherwise: `spread_cases`",
     "loss_scale": "scales with a scaler only: `spread_cases`",
 }

@@ -101,7 +101,7 @@ def test_every_value_of_a_word_of_other_schemes_is_in_a_default_case(mode: str) 
         "pipeline parallelism": MODES[mode].stages,
         "recomputation": bool(spread),
     }
-    for word in chain.from_iterable((*scheme.words, "order") for name, scheme in SCHEMES.items() if has[name]):
+    for word in chain.from_iterable((*scheme.words, "order") for name, scheme in SCHEMES.items() if has.get(name)):
         seen = {getattr(case, word) for case in (*paired, *spread)}
         whole = word == "distribute_saved" and MODES[mode].sequence  # hidden states are split already
         assert whole or (len(seen) > 1 and seen >= {*legal_words().get(word, ())}), word
