@@ -24,6 +24,7 @@ __all__ = [
     "TermLike",
     "Value",
     "case_text",
+    "unsaved",
 ]
 
 Axes = Mapping[str, tuple[tuple[int, ...], ...]]
@@ -194,6 +195,11 @@ class Subject(Protocol):
     """
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]: ...
+
+
+def unsaved(case: CaseLike) -> dict[str, Any]:
+    """The words with which another run of a case leaves alone the checkpoint that this one saves; none without one."""
+    return {"save": ""} if getattr(case, "save", "") else {}
 
 
 def case_text(case: CaseLike) -> str:

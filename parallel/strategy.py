@@ -123,6 +123,15 @@ class LossScaler(Protocol):
         """The factor."""
         ...
 
+    @property
+    def state(self) -> Tensor:
+        """All that the coming steps need of the past ones, as a checkpoint holds it."""
+        ...
+
+    def restore(self, state: Tensor) -> None:
+        """Go on from such a state."""
+        ...
+
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss [], whose gradients are larger by the factor."""
         ...

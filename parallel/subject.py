@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.checkpoints.terms import checkpoint_terms
 from parallel.data_parallel.megatron import megatron_beside
 from parallel.expectation import Term
 from parallel.layers.metric import metric_terms
@@ -67,7 +68,8 @@ class ParallelSubject:
         """The calls that every rank issues over the whole run of a case it does not refuse, variants left aside."""
         strategy = strategy_of(case)
         place = strategy.activation(case, "head")
-        return (*strategy.calls(case), *(() if place is None else metric_terms(case, place)))
+        metric = () if place is None else metric_terms(case, place)
+        return (*strategy.calls(case), *metric, *checkpoint_terms(case))
 
     def beside(self, case: Case) -> Iterable[tuple[str, str]]:
         """What Megatron itself counts and issues beside this closed form; nothing in modes of other systems, and

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from parallel import gradients as sync
+from parallel.checkpoints.loading import load
+from parallel.checkpoints.saving import save
 from parallel.layers.metric import Metric
 from parallel.layers.norm import wide
 from parallel.layout import Box, Placement, shard
@@ -34,6 +37,7 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
     """Run the case on this rank and return its outcome; every rank of the mesh must call this with the same case."""
     rank = set_up(case, strategy, mesh, device)
     optimizer = rank.step.optimizer(rank)
+    before = load(rank, optimizer, Path(case.load)) if case.load and rank.proves else 0
     outcome: dict[str, Value] = {}
     for step in range(case.steps):
         optimizer.zero_grad()
@@ -62,6 +66,8 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
     if rank.metric is not None:
         outcome |= _metrics(rank, rank.metric)
     outcome |= rank.dropout.masks()
+    if case.save and rank.proves:
+        save(rank, optimizer, Path(case.save), steps=before + case.steps)
     return outcome | {f"param/{name}": rank.value(p.detach(), rank.places[name]) for name, p in rank.parameters.items()}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.checking.evidence import split_axes
 from harness.checking.tolerance import is_state, kind_of, step_of
-from harness.protocols import CaseLike
+from harness.protocols import CaseLike, unsaved
 
 __all__ = ["of_other_sizes"]
 
@@ -35,7 +35,7 @@ def _changed(case: CaseLike, word: str, steps: int) -> Iterator[CaseLike]:
     now = case.micro if word == "micro" else split_axes(case).get(word, 1)
     for value in dict.fromkeys((now + 1, 2 * now, 1)):
         try:
-            other = case.but(**{word: value, "steps": steps})
+            other = case.but(**{word: value, "steps": steps, **unsaved(case)})
         except (ValueError, TypeError):  # no legal case; an axis that no word of a case sets
             continue
         if value != now and other.world_size <= MOST_RANKS:

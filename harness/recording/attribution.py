@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from harness.ledger import EITHER_GATHER, NO_UPDATE
-from harness.recording.lanes import Frame, Lane, Site, Waiting, gathers, is_hop, is_scalar, phase_of, reduces
+from harness.recording.lanes import Frame, Lane, Site, Waiting, gathers, is_hop, is_scalar, phase_of, reduces, said
 from harness.recording.naming import Paths
 from harness.recording.observations import (
     LEAF,
@@ -211,7 +211,7 @@ class Attribution:
         self._updated()
 
     def _issued(self, lane: Lane, seen: Issued) -> None:
-        said_phase, said_region = seen.override
+        said_phase, said_region = said(seen.override, seen.call)
         self._compare(seen.look)
         above = self._above(lane, seen.task)
         if above is not None and above.task == seen.task:

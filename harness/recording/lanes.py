@@ -9,9 +9,10 @@ import math
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
+from harness.recording.annotations import Override
 from harness.recording.naming import group_word
 
-__all__ = ["Frame", "Lane", "Site", "Waiting", "gathers", "is_hop", "is_scalar", "phase_of", "reduces"]
+__all__ = ["Frame", "Lane", "Site", "Waiting", "gathers", "is_hop", "is_scalar", "phase_of", "reduces", "said"]
 
 
 class Site(NamedTuple):
@@ -70,6 +71,12 @@ def is_hop(call: Any, *, outside: bool) -> bool:
         return False
     word = group_word(call.group_desc)
     return word == "pp" or (outside and not word)
+
+
+def said(override: Override, call: Any) -> Override:
+    """Phase and region that the subject states of a call; in a group described as checkpoint the phase is that."""
+    phase, region = override
+    return (phase or ("checkpoint" if group_word(call.group_desc) == "checkpoint" else None)), region
 
 
 def gathers(waiting: Waiting) -> bool:

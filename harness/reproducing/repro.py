@@ -29,7 +29,7 @@ from harness.diagnosing.six_lines import repeat_command
 from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError
 from harness.plain_case import PlainCase
-from harness.protocols import CaseLike, Subject, case_text
+from harness.protocols import CaseLike, Subject, case_text, unsaved
 from harness.reproducing import repro_script
 from harness.running.judging import judged
 from harness.running.proof import CaseResult, prove
@@ -106,7 +106,7 @@ def shrunk(case: CaseLike, given: Subject | NamedSubject, engine: Engine) -> Fai
 def _with(case: CaseLike, words: Mapping[str, int]) -> CaseLike | None:
     """The case with these words, as far as they are legal together."""
     try:
-        return case.but(**words)
+        return case.but(**words, **unsaved(case))
     except ValueError:  # these sizes do not go together: the case keeps its own
         return None
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from harness.checking.evidence import Evidence, Regrouped
 from harness.errors import ProgramError
 from harness.merging import merge
-from harness.protocols import CaseLike, case_text
+from harness.protocols import CaseLike, case_text, unsaved
 from harness.running.execution import execute
 from harness.running.trial import Trial
 from harness.subject import NamedSubject, offers, own_cases, refusal
@@ -100,7 +100,7 @@ def _legal(
     found: list[tuple[dict[str, int], CaseLike]] = []
     for words in sizes:
         with suppress(ValueError):  # this grouping breaks a rule of the case language
-            other = case.but(**words)
+            other = case.but(**words, **unsaved(case))
             fits = len(found) < most and other.world_size <= max(case.world_size, _LARGEST)
             if fits and not refusal(other, subject):
                 found.append((words, other))

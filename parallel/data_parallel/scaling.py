@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel.collectives import all_reduce
-from parallel.data_parallel.loss_scale import DynamicScale
+from parallel.data_parallel.loss_scale import DynamicScale, ScaleState
 from parallel.strategy import Rank
 from reference.case import Case
 
@@ -33,6 +33,17 @@ class LossScaling:
     def value(self) -> float:
         """The factor of the gradients."""
         return self._state.value
+
+    @property
+    def state(self) -> Tensor:
+        """The scale of the coming step, finite steps since it changed, infinite ones it tolerates: float64 [3]."""
+        state = self._state
+        return torch.tensor([state.value, state.growth, state.hysteresis], dtype=torch.float64, device="cpu")
+
+    def restore(self, state: Tensor) -> None:
+        """Go on from a state as `state` gives it."""
+        value, growth, hysteresis = state.tolist()
+        self._state = ScaleState(value=value, growth=int(growth), hysteresis=int(hysteresis))
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss [], whose gradients are `value` times as large."""

@@ -29,6 +29,7 @@ __all__ = ["Case", "CaseError"]
 
 Word = int | float | bool | str
 _LAYERS = "0, or at least 1"
+_FOLDER = "a path, no spaces"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +149,10 @@ class Case:
     master: str = word("none", "copies of the parameters that the optimizer steps: none, or float32")
     scaler: str = word("none", "scale of the loss in backward (dtype=float16): none, static, or dynamic as Megatron's")
     loss_scale: float = word(1.0, "the scale of the first step", legal="a power of two, at least 1")
+    load: str = word(
+        "", "begin with the checkpoint in this folder, saved at any layout (docs/checkpoints.md)", legal=_FOLDER
+    )
+    save: str = word("", "save a checkpoint in this folder after the last step", legal=_FOLDER)
     seed: int = word(0, "seed of weights and data", legal="0 .. 2**64 - 1")
     variant: str = word("", "a real system's known deviation from the right mathematics: the run must fail")
 
@@ -261,9 +266,12 @@ class Case:
     def axes(self) -> dict[str, Groups]:
         """Mesh axis -> the rank lists of its groups, by the case's `order`.
 
-        `embedding`, where the first and the last of several stages share the token table, are these two of a pipeline.
+        `embedding`, where the first and the last of several stages share the token table, are these two of a pipeline;
+        `checkpoint`, where one is saved, is everyone.
         """
         lists = self.layout.lists()
+        if self.save:
+            lists["checkpoint"] = (tuple(range(self.world_size)),)
         if self.pp > 1 and self.tied:
             lists["embedding"] = tuple(PipelineGroup(ranks=ranks).embedding_ranks() for ranks in lists["pp"])
         return lists

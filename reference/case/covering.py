@@ -42,6 +42,8 @@ FIXED: Mapping[str, str] = {
     "preset": "stands for other words",
     "mode": "each mode has its own list",
     "data": "is the option --data",
+    "load": "names a folder",
+    "save": "names a folder",
     "variant": "is wrong on purpose: the option --variant",
     "dtype": "float64 shows errors of 1e-9",
     "layers": "2: the first is not the last; more cost in proportion",

@@ -75,8 +75,11 @@ def _domains(v: Mapping[str, Any]) -> Iterator[Problem]:
         yield "seed", "must not be negative", "seed=0"
     if v["seed"] > LARGEST_SEED:
         yield "seed", "must be below 2**64, for torch's generators take no more", f"seed={LARGEST_SEED}"
-    if any(c.isspace() for c in v["data"]):
-        yield "data", "must be a path without spaces, so that the case stays one line of words", "data=corpus.txt"
+    for key, legal in (("data", "data=corpus.txt"), ("load", "load=checkpoint"), ("save", "save=checkpoint")):
+        if any(c.isspace() for c in v[key]):
+            yield key, "must be a path without spaces, so that the case stays one line of words", legal
+    if v["save"] and v["save"] == v["load"]:
+        yield "save", "is the folder of load=, and a case that is run again would begin elsewhere", "save=another"
 
 
 def _model(v: Mapping[str, Any]) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ from reference.data.edges import shard_edges
 from reference.data.packing import IGNORED
 from reference.data.printed import Pairs, examples
 from reference.data.stream import reading, stream_of
+from reference.stored import steps_before
 
 __all__ = ["Facts", "anchors"]
 
@@ -94,10 +95,11 @@ def _sentences(case: Case) -> Pairs:
 def _written_out(case: Case, read: Rows) -> Pairs:
     """Tokens, labels, positions and borders of the batches of the first and the last step."""
     pairs: Pairs = {}
+    before = steps_before(case)
     for (step, micro, rank), batch in read.items():
         if step not in (0, case.steps - 1):
             continue
-        text, rows = _written(case, (step * case.micro + micro) * case.dp + rank)
+        text, rows = _written(case, ((before + step) * case.micro + micro) * case.dp + rank)
         tokens, labels = batch.tokens.flatten().tolist(), batch.labels.flatten().tolist()
         must = rows.tokens(text, tokens, set() if case.data else set(shard_edges(case)))
         kept, learned = sum(label != IGNORED for label in labels), sum(place >= 0 for place in rows.labels)

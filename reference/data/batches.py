@@ -33,6 +33,7 @@ from reference.case import Case
 from reference.data.edges import shard_edges
 from reference.data.packing import IGNORED, build_pack, build_unpack, collate, load_accum_batch, unpack_data
 from reference.data.stream import mixed, stream_of
+from reference.stored import steps_before
 
 __all__ = ["Batch", "micro_batch"]
 
@@ -71,6 +72,7 @@ def micro_batch(
     """Micro-batch `micro` of step `step` on data rank `dp_rank`: a pure function of the case and its corpus.
 
     `padding` is the label of what is not to be learned, before any is masked; another one is a what-if's.
+    Steps count on from those before a checkpoint that the case loads.
     It is micro-batch number `micro * dp + dp_rank` of the step, the same for every dp and micro of one product. Neither
     the mode nor tp, wp, pp or cp changes it, up to 8 shards (see `reference.data.edges`). Raises DataError when the
     corpus cannot be read, ValueError when the case has no such micro-batch.
@@ -78,6 +80,7 @@ def micro_batch(
     for name, value, limit in (("step", step, math.inf), ("micro", micro, case.micro), ("dp_rank", dp_rank, case.dp)):
         if not 0 <= value < limit:
             raise ValueError(f"{name}={value}: must lie in [0, {limit}); legal: {name}=0")
+    step += steps_before(case)
     number = micro * case.dp + dp_rank
     edges = _mixed_in(case, step).get(number)
     window, is_end = _window(case, step, number)

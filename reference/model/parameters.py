@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
+from reference.errors import CaseError
+from reference.stored import stored
 
 __all__ = ["Shape", "drawn", "dtype_of", "full", "shapes", "weights"]
 
@@ -50,7 +52,9 @@ def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor
     """The full value of one parameter in the case's dtype; on the meta device its shape alone, at no cost.
 
     Drawn uniformly in float64 from a generator seeded with sha256(seed, name), then rounded, so that every dtype, mode
-    and mesh starts from the same numbers. Raises ValueError for a name that the case does not have.
+    and mesh starts from the same numbers; with `load=` as the checkpoint has it.
+
+    Raises ValueError for a name that the case does not have.
     """
     if torch.device(device).type == "meta":
         return torch.empty(_shape(case, name), dtype=dtype_of(case), device=device)
@@ -63,10 +67,22 @@ def drawn(case: Case, name: str) -> Tensor:
     Those of one model are kept, until another one is drawn. Raises ValueError for a name that the case does not have.
     """
     shape, dtype = _shape(case, name), dtype_of(case)
+    if case.load:
+        return _loaded(case, name, shape).to(dtype)
     weights = _latest(case.seed, dtype, tuple(_shapes(case).items()))
     if name not in weights:
         weights[name] = _draw(case.seed, name, shape).to(dtype)
     return weights[name]
+
+
+def _loaded(case: Case, name: str, shape: Shape) -> Tensor:
+    """The parameter as the checkpoint of the case holds it."""
+    found = stored(case).get(f"model.{name}")
+    if found is None or tuple(found.shape) != shape:
+        held = "no such tensor" if found is None else f"one of shape {tuple(found.shape)}"
+        rule = f"is a checkpoint of another model: it holds {held} as model.{name}, which is {shape} here"
+        raise CaseError("load", case.load, rule, "a checkpoint of the same model")
+    return found
 
 
 def weights(case: Case, device: torch.device) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.model.parameters import shapes
+from reference.stored import steps_before, stored
 
 __all__ = ["BETAS", "EPS", "FLOAT64_NOISE", "rounding_slack", "slack"]
 
@@ -47,9 +48,9 @@ def slack(
     """
     if case.optimizer != "adamw" or f"exp_avg_after/0/{next(iter(shapes(case)))}" not in truth:
         return {}
-    found = {}
+    found, before_it = {}, steps_before(case)
     for step in range(case.steps):
-        before = {name: _before(name, step, states, shape) for name, shape in shapes(case).items()}
+        before = {name: _before(case, name, step, states, shape) for name, shape in shapes(case).items()}
         gradients = {name: _gradient(truth, step, name, before[name][0]) for name in before}
         largest = max(float(g.square().mean().sqrt()) for g in gradients.values())
         floor = largest * (FLOAT64_NOISE if case.dtype == "float64" else torch.finfo(getattr(torch, case.dtype)).eps)
@@ -57,7 +58,7 @@ def slack(
             others = [_gradient(control, step, name, mean) for control in controls]
             noise = _noise(gradients[name], others, floor)
             kept = f"param_after/{step}/{name}" if step < case.steps - 1 else f"param/{name}"
-            found[kept] = case.lr * rounding_slack(gradients[name], noise, mean, square, step)
+            found[kept] = case.lr * rounding_slack(gradients[name], noise, mean, square, step + before_it)
     return found
 
 
@@ -88,9 +89,14 @@ def _stationary(mean: Tensor, square: Tensor, c2: float) -> list[Tensor]:
     return [((-one + sign * root) / (2 * two)).nan_to_num(0.0, 0.0, 0.0) for sign in (1, -1)]
 
 
-def _before(name: str, step: int, states: Mapping[str, Tensor], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _before(
+    case: Case, name: str, step: int, states: Mapping[str, Tensor], shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """The means of gradients and of their squares before a step."""
     if step == 0:
+        if case.load and f"optimizer.state.{name}.exp_avg" in (found := stored(case)):
+            mean, square = (found[f"optimizer.state.{name}.{moment}"] for moment in ("exp_avg", "exp_avg_sq"))
+            return mean.double(), square.double()
         nothing = torch.zeros(shape, dtype=torch.float64)
         return nothing, nothing
     mean, square = (states[f"{moment}_after/{step - 1}/{name}"] for moment in ("exp_avg", "exp_avg_sq"))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.errors import CaseError
+from reference.stored import stored
 
 __all__ = ["GROWTH_INTERVAL", "HYSTERESIS", "LossScale"]
 
@@ -39,6 +40,9 @@ class LossScale:
     @classmethod
     def of(cls, case: Case) -> LossScale:
         """The scale before the first step; 1 without a scaler."""
+        if case.scaler != "none" and case.load:
+            value, finite, hysteresis = stored(case)["train.loss_scale"].tolist()
+            return cls(case=case, value=value, finite=int(finite), infinite=HYSTERESIS - int(hysteresis))
         return cls(case=case, value=1.0 if case.scaler == "none" else case.loss_scale)
 
     def overflows(self, step: int, logits: float, gradients: float, *, exact: bool) -> bool:

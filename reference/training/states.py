@@ -18,8 +18,9 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.model.parameters import shapes
+from reference.stored import stored
 
-__all__ = ["LARGEST_STATES", "after", "kept", "load"]
+__all__ = ["LARGEST_STATES", "after", "begin", "kept", "load"]
 
 LARGEST_STATES = 2**25
 """Elements of all full states of a run above which an outcome leaves them out."""
@@ -53,6 +54,18 @@ def after(
         for moment in _MOMENTS[case.optimizer]:
             if moment in held:  # an optimizer that took no step has none
                 yield f"{moment}_after/{step}/{name}", name, held[moment].clone()
+
+
+def begin(case: Case, parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer) -> None:
+    """Put the checkpoint that the case loads, if any, into parameters and optimizer."""
+    found = stored(case) if case.load else {}
+    with torch.no_grad():
+        for name, parameter in parameters.items() if found else ():
+            parameter.copy_(found[f"model.{name}"])
+            state = {key: found.get(f"optimizer.state.{name}.{key}") for key in _MOMENTS[case.optimizer]}
+            if state and None not in state.values():  # none where every step was skipped
+                state = {key: tensor.to(parameter, copy=True) for key, tensor in state.items() if tensor is not None}
+                stepper.state[parameter] = {"step": found[f"optimizer.state.{name}.step"].clone(), **state}
 
 
 def load(

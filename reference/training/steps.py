@@ -21,7 +21,7 @@ from reference.model import decoder, loss, metric
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.model.layers import wide
 from reference.training.scaling import LossScale
-from reference.training.states import after, load
+from reference.training.states import after, begin, load
 
 __all__ = ["LARGEST_LOGITS", "Feed", "clip", "gradient_norm", "optimizer", "train"]
 
@@ -81,6 +81,8 @@ def train(
     }
     trained = _trained(case, parameters)
     stepper = optimizer(case, list(trained.values()), decay)
+    begin(case, trained, stepper)
+    _rounded(case, trained, parameters)
     outcome: dict[str, Tensor] = {}
     metrics: list[metric.Totals] = []
     activations: Mapping[str, Tensor] = {}

@@ -32,6 +32,8 @@ NOT_DRAWN = {
     "first_layers": "is for several pipeline stages",
     "last_layers": "is for several pipeline stages",
     **dict.fromkeys(RANDOMNESS_WORDS, "randomness has proved cases of its own"),
+    "load": "names a folder (tests of checkpoints draw pairs of layouts)",
+    "save": "names a folder (tests of checkpoints draw pairs of layouts)",
     "data": "names a file; the data of a case without it are drawn by its seed",
     "variant": "makes the implementation wrong",
     "scaler": "brings most models to the edge of float16, where rounding decides which step is skipped",

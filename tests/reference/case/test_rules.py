@@ -114,6 +114,7 @@ BROKEN = {
     "lr=inf": "must be a positive number",
     "clip=-1": "must be 0 (off) or a positive gradient norm",
     "dropout=1.0": "must lie in [0, 1)",
+    "load=a save=a": "is the folder of load=, and a case that is run again would begin elsewhere",
     "label_smoothing=1": "must lie in [0, 1)",
     "vocab=1 label_smoothing=0.1": "spreads over the other tokens, and vocab=1 has none",
     "optimizer=adamw dtype=float16": "adamw squares gradients, which underflow to 0 in dtype=float16",

@@ -1,0 +1,123 @@
+"""A checkpoint of any layout, loaded into the ranks of this one.
+
+Everything is read beside the old state, into tensors that are poisoned before (NaN).
+Only when the checkpoint is whole, has this model's tensors and no others, and nothing poisoned is left, the state is
+replaced; an error before that leaves it as it was. No rank talks to another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel.checkpoints.errors import CheckpointError
+from parallel.checkpoints.state import MOMENTS, RANKS, SCALE, STEPS, Target, computing, keys, ranks_of, rng_key, trained
+from parallel.layout import Box
+from parallel.strategy import Rank
+
+if TYPE_CHECKING:
+    from parallel.checkpoints.folder import Stored
+
+__all__ = ["load"]
+
+
+def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+    """Replace parameters, the optimizer's states, the loss scale and, where the ranks lie as those that saved, the
+    state of torch's generator; returns the steps that were run before.
+
+    Raises CheckpointError for a checkpoint that is missing, torn, or of another model or training; nothing has changed
+    then.
+    """
+    from parallel.checkpoints.folder import Stored  # noqa: PLC0415  (torch's checkpoints take a second to import)
+
+    stored = Stored.open(folder)
+    tensors = stored.tensors
+    has_states = any(key.startswith("optimizer.") for key in tensors)
+    # Steps that were all skipped leave an optimizer without states.
+    needs_states = rank.case.optimizer == "adamw" and (has_states or rank.case.scaler == "none")
+    shapes = {name: place.shape for name, place in rank.strategy.placements(rank.case).items()}
+    _check_keys(stored, keys(rank.case, shapes, states=needs_states))
+    states = {name: _states_of(tensor) for name, tensor in rank.updated.items() if needs_states}
+    found = [*trained(rank, states), *computing(rank)]
+    dtype = next(iter(rank.updated.values())).dtype
+    for target in found:
+        expected = torch.float32 if target.key.endswith(".step") else dtype
+        if tensors[target.key].properties.dtype != expected:
+            what = f"{target.key} is {_word(tensors[target.key].properties.dtype)}"
+            raise CheckpointError(folder, what, f"{_word(expected)}, as dtype= and master= have it")
+    read, common = _read(rank, stored, found)
+    with torch.no_grad():
+        for target, tensor in zip(found, read, strict=True):
+            target.local.copy_(tensor)
+    for name, state in states.items():
+        optimizer.state[rank.updated[name]] = state
+    if rank.step.loss_scale is not None:
+        rank.step.loss_scale.restore(common[SCALE])
+    rng = rng_key(rank.case, rank.mesh.rank)
+    if torch.equal(common[RANKS], ranks_of(rank.case)) and rng in common:
+        torch.set_rng_state(common[rng])
+    return int(common[STEPS])
+
+
+def _read(rank: Rank, stored: Stored, found: Sequence[Target]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The targets' tensors, padding zero, and by key what is whole on every rank.
+
+    Raises CheckpointError when an element of them is still poisoned.
+    """
+    tensors = stored.tensors
+    fresh = [torch.zeros(one.local.shape, dtype=tensors[one.key].properties.dtype, device="cpu") for one in found]
+    boxes = [
+        (target.key, box)
+        for target, tensor in zip(found, fresh, strict=True)
+        for box in target.boxes(tensor, rank.mesh.coordinates)
+    ]
+    names = [key for key in (STEPS, RANKS, SCALE, rng_key(rank.case, rank.mesh.rank)) if key in tensors]
+    common = {key: torch.empty(tensors[key].size, dtype=tensors[key].properties.dtype, device="cpu") for key in names}
+    whole = [
+        (key, Box(local=one, offsets=(0,) * one.dim(), global_shape=tuple(one.shape))) for key, one in common.items()
+    ]
+    for _, box in (*boxes, *whole):
+        box.local.fill_(_poison(box.local.dtype))
+    stored.read([*boxes, *whole])
+    for key, box in (*boxes, *whole):
+        poisoned = box.local.isnan() if box.local.is_floating_point() else box.local == _poison(box.local.dtype)
+        left = int(poisoned.sum())
+        if left and not key.startswith("rng."):  # bytes may have any value
+            what = f"{left} elements of {key} were not read, or are NaN there (from {box.offsets} on)"
+            raise CheckpointError(stored.folder, what, "a finite number for every element")
+    return fresh, common
+
+
+def _poison(dtype: torch.dtype) -> float:
+    """What a tensor holds until it is read: no number, or the least that there is."""
+    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _states_of(tensor: Tensor) -> dict[str, Tensor]:
+    """New states of AdamW for what it steps: torch makes them in its first step only."""
+    moments = {moment: torch.zeros_like(tensor, requires_grad=False) for moment in MOMENTS}
+    return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
+
+
+def _check_keys(stored: Stored, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless the checkpoint has these tensors and no others, generators aside."""
+    tensors = stored.tensors
+    legal = "a checkpoint of the same model and training"
+    if missing := [key for key in expected if key not in tensors]:
+        what = f"{len(missing)} of {len(expected)} tensors are missing, the first is {missing[0]}"
+        raise CheckpointError(stored.folder, what, legal)
+    if others := [key for key in tensors if key not in expected and not key.startswith("rng.")]:
+        what = f"{len(others)} tensors are not of this model or training, the first is {others[0]}"
+        raise CheckpointError(stored.folder, what, legal)
+    for key, shape in expected.items():
+        if tuple(tensors[key].size) != shape:
+            raise CheckpointError(stored.folder, f"{key} has the shape {tuple(tensors[key].size)}, not {shape}", legal)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,67 @@
+"""A checkpoint of all ranks, saved by them together.
+
+    after the last step     failed | all_reduce MAX int64 [1] over all ranks, once every rank has written
+
+Rank 0 commits when no rank has failed. Replicas are equal by then, or a check of the run fails; the first rank of each
+group of them writes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+
+from parallel.checkpoints.errors import CheckpointError
+from parallel.checkpoints.state import RANKS, SCALE, STEPS, ranks_of, rng_key, trained, writes
+from parallel.collectives import all_reduce
+from parallel.layout import Box
+from parallel.strategy import Rank
+
+__all__ = ["save"]
+
+
+def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: int) -> None:
+    """Write the state after this number of steps; every rank must call this. The former checkpoint stays whole until
+    all of the new one is on the disk, and is removed then.
+
+    Raises CheckpointError on every rank when one of them cannot write, or when their parts do not tile every tensor.
+    """
+    from parallel.checkpoints.folder import commit, next_data, write_part  # noqa: PLC0415  (takes a second to import)
+
+    problem, data = "", ""
+    try:
+        data = next_data(folder)
+        write_part(folder, data, rank.mesh.rank, _boxes(rank, optimizer, steps))
+    except (OSError, CheckpointError) as error:
+        problem = str(error)
+    failed = torch.tensor([int(bool(problem))], device=rank.device)
+    if rank.case.world_size > 1:
+        failed = all_reduce(failed, rank.mesh.axis("checkpoint"), op="max")
+    if failed.item():
+        what = f"cannot be written ({problem or 'another rank has failed'})"
+        raise CheckpointError(folder, what, "a folder that every rank can write to")
+    if rank.mesh.rank == 0:
+        commit(folder, data, rank.case.world_size)
+
+
+def _boxes(rank: Rank, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, tuple[Box, ...]]:
+    """What this rank writes."""
+    case, mine = rank.case, rank.mesh.rank
+    first = lru_cache(partial(writes, case, mine))
+    states = {name: optimizer.state.get(tensor, {}) for name, tensor in rank.updated.items()}
+    found = {
+        target.key: target.boxes(target.local.detach(), rank.mesh.coordinates)
+        for target in trained(rank, states)
+        if first(target.axes)
+    }
+    whole = {rng_key(case, mine): torch.get_rng_state()}
+    if mine == 0:
+        whole |= {STEPS: torch.tensor(steps, device="cpu"), RANKS: ranks_of(case)}
+        whole |= {} if rank.step.loss_scale is None else {SCALE: rank.step.loss_scale.state}
+    return found | {key: (_whole(tensor),) for key, tensor in whole.items()}
+
+
+def _whole(tensor: torch.Tensor) -> Box:
+    return Box(local=tensor, offsets=(0,) * tensor.dim(), global_shape=tuple(tensor.shape))

@@ -1,0 +1,107 @@
+"""What a checkpoint holds of a run, by key: tensors in full, whatever layout wrote them.
+
+    model.<name>                        a parameter; where the optimizer steps a float32 copy (master=float32), the copy
+    optimizer.state.<name>.exp_avg      adamw: the mean of its gradients; exp_avg_sq: of their squares
+    optimizer.state.<name>.step         adamw: steps that were taken, float32 [], as torch counts them
+    train.steps                         int64 []: optimizer steps that were run, skipped ones among them
+    train.loss_scale                    with a scaler: float64 [3], scale, growth and hysteresis
+    train.ranks                         int64 [4]: tp, cp, dp, pp of the ranks that wrote it
+    rng.tp0.cp0.dp0.pp0                 uint8: the state of torch's generator on the rank at these places
+
+Padding of a vocabulary and of buckets is never stored. A state of a generator belongs to a rank of one layout: at
+another layout it is not carried over, and the generator stays as it is (around.md 17.2).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel.layout import Box, Coordinates, Placement, pieces
+from parallel.mesh import coordinates
+from parallel.strategy import Rank
+from reference.case import Case
+
+__all__ = [
+    "MOMENTS",
+    "RANKS",
+    "SCALE",
+    "STEPS",
+    "Target",
+    "computing",
+    "keys",
+    "ranks_of",
+    "rng_key",
+    "trained",
+    "writes",
+]
+
+STEPS, SCALE, RANKS = "train.steps", "train.loss_scale", "train.ranks"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A tensor of a rank that lies so in the full tensor of a key; ranks at the same places of `axes` hold the same."""
+
+    key: str
+    local: Tensor
+    place: Placement
+    axes: tuple[str, ...]
+
+    def boxes(self, local: Tensor, at: Coordinates) -> tuple[Box, ...]:
+        """The boxes of the full tensor in `local`, a tensor like this one; they share its memory."""
+        return pieces(local, self.place, at)
+
+
+def trained(rank: Rank, states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Target]:
+    """What the optimizer of a rank steps and its states, given by the parameters' names: all that is to be saved."""
+    for name, tensor in rank.updated.items():
+        place, state = rank.updated_places[name], states.get(name, {})
+        yield Target(key=f"model.{name}", local=tensor, place=place, axes=place.axes)
+        for moment in MOMENTS:
+            if moment in state:
+                key = f"optimizer.state.{name}.{moment}"
+                yield Target(key=key, local=state[moment], place=place, axes=place.axes)
+        if "step" in state:
+            key, whole = f"optimizer.state.{name}.step", Placement(shape=())
+            yield Target(key=key, local=state["step"], place=whole, axes=("pp",))
+
+
+def computing(rank: Rank) -> Iterator[Target]:
+    """The parameters that a rank computes with, where the optimizer steps something else in their place."""
+    places = rank.strategy.placements(rank.case)
+    for name, parameter in itertools.chain.from_iterable(chunk.named_parameters() for _, chunk in rank.chunks):
+        if parameter is not rank.updated[name]:
+            yield Target(key=f"model.{name}", local=parameter, place=places[name], axes=places[name].axes)
+
+
+def keys(case: Case, shapes: Mapping[str, tuple[int, ...]], *, states: bool) -> dict[str, tuple[int, ...]]:
+    """Every key of a run with parameters of these shapes, generators aside, with the shape of its full tensor."""
+    found = {f"model.{name}": shape for name, shape in shapes.items()}
+    if states:
+        for name, shape in shapes.items():
+            found |= {f"optimizer.state.{name}.{moment}": shape for moment in MOMENTS}
+            found[f"optimizer.state.{name}.step"] = ()
+    return found | {STEPS: (), RANKS: (4,)} | ({} if case.scaler == "none" else {SCALE: (3,)})
+
+
+def rng_key(case: Case, rank: int) -> str:
+    """The key of the state of a rank's generator."""
+    at = coordinates(case, rank)
+    return ".".join(["rng", *(f"{axis}{at[axis][0]}" for axis in ("tp", "cp", "dp", "pp"))])
+
+
+def ranks_of(case: Case) -> Tensor:
+    """What `train.ranks` is."""
+    return torch.tensor([case.tp, case.cp, case.dp, case.pp], device="cpu")
+
+
+def writes(case: Case, rank: int, axes: Sequence[str]) -> bool:
+    """Whether this rank writes what ranks at its places of these axes hold: the first of them does."""
+    mine = [coordinates(case, rank)[axis] for axis in axes]
+    return all([coordinates(case, other)[axis] for axis in axes] != mine for other in range(rank))

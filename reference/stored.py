@@ -1,0 +1,63 @@
+"""The checkpoint that a case begins with (`load=`), as torch's own loader reads it: full tensors, no layout.
+
+    model.<name>                                      a parameter
+    optimizer.state.<name>.exp_avg, exp_avg_sq, step  adamw's states of it
+    train.steps, train.loss_scale                     steps that were run before, state of the loss scale
+
+The ranks under test read the same files by a reader of their own, so that neither vouches for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.errors import CaseError
+
+__all__ = ["steps_before", "stored"]
+
+_METADATA = ".metadata"
+
+
+def stored(case: Case) -> Mapping[str, Tensor]:
+    """Every tensor of the checkpoint by key, to be read only. Raises CaseError when torch cannot read it."""
+    try:
+        state = (Path(case.load) / _METADATA).stat()
+    except OSError as problem:
+        rule = f"holds no checkpoint ({problem.strerror or problem})"
+        raise CaseError("load", case.load, rule, "a folder that save= wrote") from problem
+    try:
+        return _read(case.load, state.st_mtime_ns, state.st_ino)
+    except Exception as problem:  # torn files raise anything
+        rule = f"is a checkpoint that torch cannot read ({type(problem).__name__}: {str(problem).splitlines()[0]})"
+        raise CaseError("load", case.load, rule, "a folder as save= wrote it") from problem
+
+
+def steps_before(case: Case) -> int:
+    """The optimizer steps that were run before the first one of the case; 0 for a case that loads nothing."""
+    return int(stored(case)["train.steps"]) if case.load else 0
+
+
+@lru_cache(maxsize=2)
+def _read(folder: str, _written_ns: int, _inode: int) -> Mapping[str, Tensor]:
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: PLC0415  (takes a second)
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
+
+    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
+    metadata = reader.read_metadata()
+    tensors = {
+        key: torch.empty(held.size, dtype=held.properties.dtype, device="cpu")
+        for key, held in metadata.state_dict_metadata.items()
+        if isinstance(held, TensorStorageMetadata) and not key.startswith("rng.")
+    }
+    planner.set_up_planner(tensors, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    return tensors

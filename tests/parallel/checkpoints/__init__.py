@@ -1,0 +1,1 @@
+"""Checkpoints saved at one layout and loaded at another."""

@@ -1,0 +1,219 @@
+"""The files of a checkpoint: what is broken changes nothing, a kill leaves the former one whole, torch reads them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+
+from parallel.checkpoints.errors import CheckpointError
+from parallel.checkpoints.folder import METADATA, Stored, commit, next_data, write_part
+from parallel.checkpoints.loading import load
+from parallel.layout import Box
+from reference.case import Case, CaseError
+from reference.stored import stored
+from tests.parallel.checkpoints.layouts import MODEL, begun, full_tensors, relaid, trained
+from tests.parallel.ranks import on_ranks
+
+DEEP = settings().max_examples > 100
+CASE = Case.parse(f"{MODEL} layers=1 mode=tp tp=2 micro=2 optimizer=adamw steps=1")
+OTHER = Case.parse(f"{MODEL} layers=1 mode=tp-sp tp=3 micro=2 optimizer=adamw steps=1")
+WEIGHT = "model.layers.0.mlp.w1.weight"
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "a"
+    trained(CASE.but(save=str(folder)))
+    return folder
+
+
+def _data_file(folder: Path) -> Path:
+    return next(folder.glob("data-*/rank-1/*.distcp"))
+
+
+def _torn(folder: Path) -> None:
+    file = _data_file(folder)
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _flipped(folder: Path) -> None:
+    content = bytearray(_data_file(folder).read_bytes())
+    content[len(content) // 2] ^= 1
+    _data_file(folder).write_bytes(bytes(content))
+
+
+def _torn_metadata(folder: Path) -> None:
+    (folder / METADATA).write_bytes((folder / METADATA).read_bytes()[:-9])
+
+
+def _changed(change: Callable[[dict[str, object]], object]) -> Callable[[Path], None]:
+    """The keys of the metadata changed: tensors that are missing, renamed, or of other forms."""
+
+    def apply(folder: Path) -> None:
+        metadata = pickle.loads((folder / METADATA).read_bytes())
+        change(metadata.state_dict_metadata)
+        (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+    return apply
+
+
+def _without_a_chunk(held: dict[str, object]) -> None:
+    held[WEIGHT].chunks.pop()  # type: ignore[attr-defined]
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda folder: (folder / METADATA).unlink(), "holds no checkpoint: it has no file .metadata"),
+    "no folder": (shutil.rmtree, "is no folder"),
+    "torn": (_torn, r"the file data-1/rank-1/__0_0.distcp is torn: it has \d+ bytes of at least \d+"),
+    "flipped bit": (_flipped, "the file data-1/rank-1/__0_0.distcp is not the one that was written"),
+    "torn metadata": (_torn_metadata, ".metadata cannot be read"),
+    "missing file": (lambda folder: _data_file(folder).unlink(), "rank-1/__0_0.distcp is missing"),
+    "missing tensor": (_changed(lambda held: held.pop(WEIGHT)), f"1 of .* tensors are missing, the first is {WEIGHT}"),
+    "foreign tensor": (
+        _changed(lambda held: held.update({"model.lora": held["train.steps"]})),
+        "1 tensors are not of this model or training, the first is model.lora",
+    ),
+    "other shape": (
+        _changed(lambda held: held.update({WEIGHT: held["model.embedding.tokens.weight"]})),
+        rf"{WEIGHT} has the shape \(389, 48\), not \(42, 48\)",
+    ),
+    "missing chunk": (_changed(_without_a_chunk), f"chunks of {WEIGHT} hold 1008 of its 2016 elements"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_is_broken_is_refused_and_the_old_state_stays(saved: Path, tmp_path: Path, how: str) -> None:
+    breaks, message = BROKEN[how]
+    folder = tmp_path / "broken"
+    shutil.copytree(saved, folder)
+    breaks(folder)
+
+    def program(_: int) -> None:
+        rank, optimizer = begun(OTHER)
+        before = {name: tensor.clone() for name, tensor in rank.model.named_parameters()}
+        with pytest.raises(CheckpointError, match=message):
+            load(rank, optimizer, folder)
+        assert all(torch.equal(before[name], tensor) for name, tensor in rank.model.named_parameters())
+        assert not optimizer.state
+
+    on_ranks(OTHER.world_size, program)
+
+
+def test_nan_in_a_checkpoint_is_refused(tmp_path: Path, saved: Path) -> None:
+    tensors = full_tensors(saved) | {"train.ranks": torch.tensor([2, 1, 1, 1])}
+    tensors[WEIGHT] = tensors[WEIGHT].clone().index_fill(0, torch.tensor([41]), torch.nan)
+    torch_save(tensors, storage_writer=FileSystemWriter(tmp_path / "nan"), no_dist=True)
+    with pytest.raises(Exception, match=f"48 elements of {WEIGHT} were not read, or are NaN there"):
+        relaid(OTHER, tmp_path / "nan", tmp_path / "again")
+
+
+def test_the_dense_model_refuses_too(tmp_path: Path, saved: Path) -> None:
+    with pytest.raises(CaseError, match="holds no checkpoint"):
+        stored(CASE.but(load=str(tmp_path)))
+    shutil.copytree(saved, tmp_path / "torn")
+    _torn_metadata(tmp_path / "torn")
+    with pytest.raises(CaseError, match="torch cannot read"):
+        stored(CASE.but(load=str(tmp_path / "torn")))
+
+
+def test_torchs_loaders_read_ours_and_ours_reads_torchs(saved: Path, tmp_path: Path) -> None:
+    dcp_to_torch_save(saved, tmp_path / "whole.pt")
+    whole: dict[str, Tensor] = torch.load(tmp_path / "whole.pt")
+    mine = full_tensors(saved)
+    assert set(mine) | {"train.ranks", "rng.tp0.cp0.dp0.pp0", "rng.tp1.cp0.dp0.pp0"} == set(whole)
+    again = {key: torch.full_like(tensor, -1) for key, tensor in mine.items()}
+    torch_load(again, storage_reader=FileSystemReader(saved), no_dist=True)
+    assert all(torch.equal(mine[key], again[key]) and torch.equal(mine[key], whole[key]) for key in mine)
+    torch_save(dict(whole), storage_writer=FileSystemWriter(tmp_path / "by_torch"), no_dist=True)
+    relaid(OTHER, tmp_path / "by_torch", tmp_path / "back")
+    back = full_tensors(tmp_path / "back")
+    assert all(torch.equal(mine[key], back[key]) for key in mine)
+
+
+def test_generators_are_restored_at_the_same_layout_and_nowhere_else(saved: Path) -> None:
+    def state(case: Case) -> list[Tensor]:
+        def program(rank: int) -> Tensor:
+            torch.manual_seed(1000 + rank)
+            load(*begun(case), saved)
+            return torch.get_rng_state()
+
+        found: list[Tensor] = on_ranks(case.world_size, program)
+        return found
+
+    stored_states = Stored.open(saved).tensors
+    assert "rng.tp1.cp0.dp0.pp0" in stored_states
+    seeded = [torch.Generator().manual_seed(1000 + rank).get_state() for rank in range(3)]
+    assert not any(torch.equal(one, two) for one, two in zip(state(CASE), seeded, strict=False))
+    assert all(torch.equal(one, two) for one, two in zip(state(OTHER), seeded, strict=True))
+
+
+def _save(folder: Path, number: int) -> None:
+    """Two ranks save a tensor full of a number, one after the other."""
+    data, shape = next_data(folder), (4, 3)
+    for rank in range(2):
+        local = torch.full((2, 3), float(number))
+        write_part(folder, data, rank, {"model.w": [Box(local=local, offsets=(2 * rank, 0), global_shape=shape)]})
+    commit(folder, data, 2)
+
+
+def _killed(folder: Path, at: int) -> int:
+    """The exit status of a child that saves, and is dead at this touch of the file system."""
+    child, left = os.fork(), at
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def hook(event: str, _: object) -> None:
+        nonlocal left
+        if event.split(".", maxsplit=1)[0] in {"open", "os", "shutil"}:
+            left -= 1
+            if left == 0:
+                os._exit(9)
+
+    sys.addaudithook(hook)
+    _save(folder, 2)
+    os._exit(0)
+
+
+def test_a_kill_at_any_moment_leaves_the_former_checkpoint_whole_or_the_new_one(tmp_path: Path) -> None:
+    seen = []
+    for at in range(1, 1000, 1 if DEEP else 7):
+        folder = tmp_path / str(at)
+        _save(folder, 1)
+        status = _killed(folder, at)
+        values = full_tensors(folder)["model.w"].unique()
+        assert len(values) == 1
+        seen.append(int(values))
+        _save(folder, 3)
+        assert full_tensors(folder)["model.w"].unique().tolist() == [3.0]
+        if status == 0:
+            break
+    assert status == 0 and seen == sorted(seen) and set(seen) == {1, 2}
+
+
+def test_parts_that_do_not_tile_a_tensor_are_no_checkpoint(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    data = next_data(tmp_path)
+    for rank, first in enumerate((0, 1)):
+        box = Box(local=torch.ones(2, 3), offsets=(first, 0), global_shape=(4, 3))
+        write_part(tmp_path, data, rank, {"model.w": [box]})
+    with pytest.raises(CheckpointError, match="chunks of model.w overlap"):
+        commit(tmp_path, data, 2)
+    write_part(tmp_path, data, 1, {"model.w": [replace(box, offsets=(2, 0), local=torch.ones(1, 3))]})
+    with pytest.raises(CheckpointError, match="chunks of model.w hold 9 of its 12 elements"):
+        commit(tmp_path, data, 2)
+    assert full_tensors(tmp_path)["model.w"].unique().tolist() == [1.0]
