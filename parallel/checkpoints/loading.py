@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from parallel.checkpoints.errors import CheckpointError
-from parallel.checkpoints.state import MOMENTS, RANKS, SCALE, STEPS, Target, computing, keys, ranks_of, rng_key, trained
+from parallel.checkpoints.state import (
+    MOMENTS,
+    RANKS,
+    SCALE,
+    STEPS,
+    Target,
+    computing,
+    keys,
+    ranks_of,
+    rng_keys,
+    trained,
+)
 from parallel.layout import Box
 from parallel.strategy import Rank
 
@@ -28,7 +39,7 @@ __all__ = ["load"]
 
 def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Replace parameters, the optimizer's states, the loss scale and, where the ranks lie as those that saved, the
-    state of torch's generator; returns the steps that were run before.
+    states of its streams of random numbers; returns the steps that were run before.
 
     Raises CheckpointError for a checkpoint that is missing, torn, or of another model or training; nothing has changed
     then.
@@ -51,6 +62,9 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
             what = f"{target.key} is {_word(tensors[target.key].properties.dtype)}"
             raise CheckpointError(folder, what, f"{_word(expected)}, as dtype= and master= have it")
     read, common = _read(rank, stored, found)
+    same = torch.equal(common[RANKS], ranks_of(rank.case))
+    if lost := [key for key in rng_keys(rank).values() if same and key not in common]:
+        raise CheckpointError(folder, f"{lost[0]} is missing, and it was saved on such ranks", "a whole checkpoint")
     with torch.no_grad():
         for target, tensor in zip(found, read, strict=True):
             target.local.copy_(tensor)
@@ -58,9 +72,8 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
         optimizer.state[rank.updated[name]] = state
     if rank.step.loss_scale is not None:
         rank.step.loss_scale.restore(common[SCALE])
-    rng = rng_key(rank.case, rank.mesh.rank)
-    if torch.equal(common[RANKS], ranks_of(rank.case)) and rng in common:
-        torch.set_rng_state(common[rng])
+    if same:
+        rank.dropout.streams.load_state_dict({stream: common[key] for stream, key in rng_keys(rank).items()})
     return int(common[STEPS])
 
 
@@ -76,7 +89,7 @@ def _read(rank: Rank, stored: Stored, found: Sequence[Target]) -> tuple[list[Ten
         for target, tensor in zip(found, fresh, strict=True)
         for box in target.boxes(tensor, rank.mesh.coordinates)
     ]
-    names = [key for key in (STEPS, RANKS, SCALE, rng_key(rank.case, rank.mesh.rank)) if key in tensors]
+    names = [key for key in (STEPS, RANKS, SCALE, *rng_keys(rank).values()) if key in tensors]
     common = {key: torch.empty(tensors[key].size, dtype=tensors[key].properties.dtype, device="cpu") for key in names}
     whole = [
         (key, Box(local=one, offsets=(0,) * one.dim(), global_shape=tuple(one.shape))) for key, one in common.items()

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from parallel.checkpoints.errors import CheckpointError
-from parallel.checkpoints.state import RANKS, SCALE, STEPS, ranks_of, rng_key, trained, writes
+from parallel.checkpoints.state import RANKS, SCALE, STEPS, ranks_of, rng_keys, trained, writes
 from parallel.collectives import all_reduce
 from parallel.layout import Box
 from parallel.strategy import Rank
@@ -56,7 +56,8 @@ def _boxes(rank: Rank, optimizer: torch.optim.Optimizer, steps: int) -> dict[str
         for target in trained(rank, states)
         if first(target.axes)
     }
-    whole = {rng_key(case, mine): torch.get_rng_state()}
+    states_of = rank.dropout.streams.state_dict()
+    whole = {key: states_of[stream] for stream, key in rng_keys(rank).items()}
     if mine == 0:
         whole |= {STEPS: torch.tensor(steps, device="cpu"), RANKS: ranks_of(case)}
         whole |= {} if rank.step.loss_scale is None else {SCALE: rank.step.loss_scale.state}

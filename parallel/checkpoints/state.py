@@ -6,10 +6,10 @@
     train.steps                         int64 []: optimizer steps that were run, skipped ones among them
     train.loss_scale                    with a scaler: float64 [3], scale, growth and hysteresis
     train.ranks                         int64 [4]: tp, cp, dp, pp of the ranks that wrote it
-    rng.tp0.cp0.dp0.pp0                 uint8: the state of torch's generator on the rank at these places
+    rng.tp0.cp0.dp0.pp0.<stream>        uint8: the state of that stream of the rank at these places of the mesh
 
-Padding of a vocabulary and of buckets is never stored. A state of a generator belongs to a rank of one layout: at
-another layout it is not carried over, and the generator stays as it is (around.md 17.2).
+Padding of a vocabulary and of buckets is never stored. A state of a stream belongs to a rank of one layout: at another
+layout it is not carried over, and the stream begins at its seed (around.md 17.2). A field has no state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "computing",
     "keys",
     "ranks_of",
-    "rng_key",
+    "rng_keys",
     "trained",
     "writes",
 ]
@@ -90,10 +90,11 @@ def keys(case: Case, shapes: Mapping[str, tuple[int, ...]], *, states: bool) -> 
     return found | {STEPS: (), RANKS: (4,)} | ({} if case.scaler == "none" else {SCALE: (3,)})
 
 
-def rng_key(case: Case, rank: int) -> str:
-    """The key of the state of a rank's generator."""
-    at = coordinates(case, rank)
-    return ".".join(["rng", *(f"{axis}{at[axis][0]}" for axis in ("tp", "cp", "dp", "pp"))])
+def rng_keys(rank: Rank) -> dict[str, str]:
+    """Stream of a rank -> the key of its state."""
+    at = rank.mesh.coordinates
+    place = ".".join(f"{axis}{at[axis][0]}" for axis in ("tp", "cp", "dp", "pp"))
+    return {stream: f"rng.{place}.{stream}" for stream in rank.dropout.streams.state_dict()}
 
 
 def ranks_of(case: Case) -> Tensor:

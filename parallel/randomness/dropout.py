@@ -25,6 +25,7 @@ from parallel.layout import Box, Coordinates, Placement, pieces, rows
 from parallel.randomness.field import indices, kept
 from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds
 from reference.case import Case
+from reference.stored import steps_before
 
 __all__ = ["SHARES", "Draw", "Dropout"]
 
@@ -110,7 +111,7 @@ class Dropout:
                 self.case.seed,
                 site,
                 rate,
-                step=step,
+                step=steps_before(self.case) + step,
                 samples=first + held[0],
                 elements=held[1:],
                 shape=place.shape[1:],

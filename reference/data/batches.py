@@ -80,14 +80,13 @@ def micro_batch(
     for name, value, limit in (("step", step, math.inf), ("micro", micro, case.micro), ("dp_rank", dp_rank, case.dp)):
         if not 0 <= value < limit:
             raise ValueError(f"{name}={value}: must lie in [0, {limit}); legal: {name}=0")
-    step += steps_before(case)
-    number = micro * case.dp + dp_rank
-    edges = _mixed_in(case, step).get(number)
-    window, is_end = _window(case, step, number)
+    at, number = steps_before(case) + step, micro * case.dp + dp_rank
+    edges = _mixed_in(case, at).get(number)
+    window, is_end = _window(case, at, number)
     if edges is not None:
         window = window.flatten().scatter(0, edges.places, edges.ids).view_as(window)
     rows = _rows(case, window, is_end)
-    generator = torch.Generator(device="cpu").manual_seed(mixed(case.seed, step, number, 0))
+    generator = torch.Generator(device="cpu").manual_seed(mixed(case.seed, at, number, 0))
     labels = rows.labels.where(rows.labels >= 0, padding)
     counted = torch.empty(0, dtype=torch.int64, device="cpu") if edges is None else edges.labels
     labels, loss_mask = _masked(labels, _valid_count(case, number), counted, generator)

@@ -15,6 +15,7 @@ from reference.case import Case
 from reference.data.batches import Batch
 from reference.errors import CaseError
 from reference.model.field import words
+from reference.stored import steps_before
 
 __all__ = ["SHARES", "mask", "masks", "rate_of", "sites"]
 
@@ -71,5 +72,5 @@ def masks(case: Case) -> dict[str, Tensor]:
 
 def _of_field(case: Case, site: str, step: int, samples: range) -> Tensor:
     shape = sites(case)[site]
-    first = words(f"{case.seed} dropout {site}", samples=samples, step=step, shape=shape)[0]
+    first = words(f"{case.seed} dropout {site}", samples=samples, step=steps_before(case) + step, shape=shape)[0]
     return first >= math.ceil(rate_of(case, site) * 2**32)

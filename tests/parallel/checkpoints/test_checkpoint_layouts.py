@@ -23,8 +23,8 @@ PAIRS = 200 if DEEP else 3
 ADAMW = "optimizer=adamw lr=0.01 clip=0.05"
 HALF = "dtype=float16 master=float32 optimizer=adamw lr=0.01 scaler=dynamic loss_scale=8"
 SAME = (
-    f"mode=tp-sp tp=2 dp=3 zero=1 bucket=700 micro=2 {ADAMW}",
-    f"mode=tp tp=2 cp=2 zero=3 micro=3 {ADAMW} tied=false",
+    f"mode=tp-sp tp=2 dp=3 zero=1 bucket=700 micro=2 {ADAMW} dropout=0.1 attention_dropout=0.1 random=stateful",
+    f"mode=tp tp=2 cp=2 zero=3 micro=3 {ADAMW} tied=false dropout=0.1",
     f"mode=tp tp=2 pp=3 layers=4 first_layers=2 micro=3 {ADAMW}",
     f"mode=tp tp=1 pp=2 dp=2 schedule=interleaved chunks=2 layers=4 zero=1 bucket=700 micro=4 {ADAMW}",
     f"mode=tp tp=2 dp=3 zero=1 micro=2 {HALF} grad_dtype=float32",
