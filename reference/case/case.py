@@ -3,8 +3,7 @@
 A case names the model, the mode, the mesh degrees, the batch, the training and the dtype. It holds no tensors and no
 behaviour of any implementation: `reference` and `parallel` share it, and nothing else but parameter names.
 
-Sizes count elements; `seq` is tokens per sequence, `batch` sequences per micro-batch and data rank, `micro`
-micro-batches per step.
+Sizes count elements: `seq` tokens of a sequence, `batch` sequences of a micro-batch, `micro` micro-batches of a step.
 
     >>> str(Case.parse("mode=tp-sp tp=4 kv_heads=4 seed=3"))
     'mode=tp-sp tp=4 kv_heads=4 seed=3'
@@ -29,7 +28,6 @@ __all__ = ["Case", "CaseError"]
 
 Word = int | float | bool | str
 _LAYERS = "0, or at least 1"
-_FOLDER = "a path, no spaces"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,10 +147,8 @@ class Case:
     master: str = word("none", "copies of the parameters that the optimizer steps: none, or float32")
     scaler: str = word("none", "scale of the loss in backward (dtype=float16): none, static, or dynamic as Megatron's")
     loss_scale: float = word(1.0, "the scale of the first step", legal="a power of two, at least 1")
-    load: str = word(
-        "", "begin with the checkpoint in this folder, saved at any layout (docs/checkpoints.md)", legal=_FOLDER
-    )
-    save: str = word("", "save a checkpoint in this folder after the last step", legal=_FOLDER)
+    load: str = word("", "begin with the checkpoint in this folder, of any layout", legal="a path, no spaces")
+    save: str = word("", "save a checkpoint in this folder after the last step", legal="a path, no spaces")
     seed: int = word(0, "seed of weights and data", legal="0 .. 2**64 - 1")
     variant: str = word("", "a real system's known deviation from the right mathematics: the run must fail")
 
@@ -252,9 +248,7 @@ class Case:
 
     @property
     def repeating_layers(self) -> tuple[int, int]:
-        """How many first layers differ from the others in what they save, and how many of the others are alike as a
-        unit (recompute).
-        """
+        """How many first layers save other than the rest, and how many of the rest are one unit (recompute)."""
         return (self.recompute_layers, 1) if self.recompute_method == "block" else (0, self.recompute_layers)
 
     @property
@@ -266,8 +260,7 @@ class Case:
     def axes(self) -> dict[str, Groups]:
         """Mesh axis -> the rank lists of its groups, by the case's `order`.
 
-        `embedding`, where the first and the last of several stages share the token table, are these two of a pipeline;
-        `checkpoint`, where one is saved, is everyone.
+        `embedding`, of a tied table, are the first and the last of several stages; `checkpoint`, if saved, everyone.
         """
         lists = self.layout.lists()
         if self.save:
