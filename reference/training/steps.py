@@ -80,9 +80,7 @@ def train(
         name: weight.detach().to(dtype or weight.dtype, copy=True).requires_grad_() for name, weight in weights.items()
     }
     trained = _trained(case, parameters)
-    stepper = optimizer(case, list(trained.values()), decay)
-    begin(case, trained, stepper)
-    _rounded(case, trained, parameters)
+    stepper = _begun(case, trained, parameters, decay)
     outcome: dict[str, Tensor] = {}
     metrics: list[metric.Totals] = []
     activations: Mapping[str, Tensor] = {}
@@ -118,6 +116,16 @@ def train(
     if metrics:
         outcome |= metric.outcome(metrics, exact=case.dtype == "float64")
     return outcome | {f"param/{name}": weight.detach() for name, weight in trained.items()} | dict(activations)
+
+
+def _begun(
+    case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor], decay: float
+) -> torch.optim.Optimizer:
+    """The optimizer before the first step, everything as the checkpoint has it that the case loads."""
+    stepper = optimizer(case, list(trained.values()), decay)
+    begin(case, trained, stepper)
+    _rounded(case, trained, parameters)
+    return stepper
 
 
 def _trained(case: Case, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
