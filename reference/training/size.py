@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 
 from reference.case import Case
-from reference.case.pipeline import WORDS
+from reference.case.pipeline import WORDS as PIPELINE_WORDS
+from reference.case.recompute import WORDS as RECOMPUTE_WORDS
 from reference.model.parameters import shapes
 
 __all__ = ["culprit", "first_batch", "parts"]
@@ -53,5 +54,6 @@ def culprit(case: Case, limit: int) -> tuple[str, int] | None:
 
 def _weights(case: Case) -> int:
     """Elements of all weights: every layer has as many as the second one."""
-    one, two = (sum(map(math.prod, shapes(case.but(layers=layers, pp=1, **WORDS)).values())) for layers in (1, 2))
+    plain = {"pp": 1, "variant": "", "recompute": "none", **PIPELINE_WORDS, **RECOMPUTE_WORDS}
+    one, two = (sum(map(math.prod, shapes(case.but(layers=layers, **plain)).values())) for layers in (1, 2))
     return one + (case.layers - 1) * (two - one)

@@ -59,7 +59,16 @@ def test_the_sentence_has_the_numbers() -> None:
     assert str(refused.value) == head + tail + "--engine dry, or shardproof predict"
 
 
-@pytest.mark.parametrize("words", ["layers=5", "preset=tiny-internlm2 layers=3", "mode=isp preset=tiny-internlm2"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "layers=5",
+        "preset=tiny-internlm2 layers=3",
+        "mode=isp preset=tiny-internlm2",
+        "layers=4 recompute=full recompute_layers=2",
+        "pp=2 layers=4 micro=4 schedule=interleaved chunks=2 variant=two-stage-swap",
+    ],
+)
 def test_weights_of_all_layers_are_counted_as_their_shapes_are(words: str) -> None:
     case = Case.parse(words)
     assert parts(case)["weights and gradients"] == 4 * sum(map(math.prod, shapes(case).values()))
