@@ -266,6 +266,9 @@ def _add_predict(predict: argparse.ArgumentParser) -> None:
         "--cluster", default=CLUSTER, metavar="NAME|FILE", help=f"a named cluster or a TOML file ({CLUSTER})"
     )
     predict.add_argument("--world", type=int, metavar="N", help="search the meshes of N ranks for every CASE")
+    predict.add_argument(
+        "--suggest", action="store_true", help="the best layouts of these ranks, of all that the case leaves open"
+    )
     predict.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation to predict ({SUBJECT})")
     predict.add_argument("-o", "--out", metavar="DIR", help="write tables, plots and ledger into a folder below DIR")
     predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")

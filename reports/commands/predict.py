@@ -61,7 +61,8 @@ def main(arguments: argparse.Namespace) -> int:
     cluster = read(arguments.cluster, PRESETS)
     subject = named(arguments.subject).call
     with ticking(sys.stderr) as tick, DryEngine() as engine:
-        told = [predict(text, subject, cluster, engine, world=arguments.world, tick=tick) for text in arguments.cases]
+        search = {"world": arguments.world, "suggest": arguments.suggest}
+        told = [predict(text, subject, cluster, engine, **search, tick=tick) for text in arguments.cases]
     if arguments.out:
         folder = _write(Path(arguments.out), told)
         show_message(str(folder), sys.stderr)

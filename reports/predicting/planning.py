@@ -20,11 +20,12 @@ from harness.protocols import CaseLike, Subject
 from harness.subject import case_of, claimed, named, named_axes, refusal, stated, vocabulary
 from harness.terms import EventKey, closed_forms
 
-__all__ = ["BATCHES", "Candidate", "candidate", "candidates", "growth"]
+__all__ = ["BATCHES", "DTYPE", "Candidate", "candidate", "candidates", "growth", "stated_words"]
 
 BATCHES = (1, 4, 16, 64)
 """Sequences of a micro-batch at which the bytes of a mode are counted: bytes are a straight line in the tokens."""
-_DTYPE = "dtype=bfloat16"
+DTYPE = "dtype=bfloat16"
+"""What a text without `dtype=` is predicted in."""
 _WIDEST_SHARDS = (8, 64)
 """Weight-parallel sizes that a search tries beside wp=tp: a node of eight, and eight of them."""
 _PASSES = ("forward", "backward", "recompute")
@@ -62,7 +63,7 @@ def candidates(text: str, subject: Subject, *, world: int | None = None, inner: 
     if world is not None and world < 1:
         raise RequestError(f"world={world}: must be at least 1; legal: --world 8")
     rest = [word for word in kept if not word.startswith("mode=")]
-    rest += [] if _says(text, "dtype") else [_DTYPE]
+    rest += [] if _says(text, "dtype") else [DTYPE]
     if world is not None:
         rest = [word for word in rest if word.partition("=")[0] not in ("tp", "dp", "wp")]
         world = _left(world, rest)
@@ -81,7 +82,7 @@ def _left(world: int, words: Iterable[str]) -> int:
 
     Raises RequestError when the world is no multiple of them.
     """
-    said = {key: int(value) for key, _, value in (word.partition("=") for word in words) if value.isdecimal()}
+    said = {key: int(value) for key, value in stated_words(" ".join(words)).items() if value.isdecimal()}
     for axis in ("pp", "cp"):
         if said.get(axis, 1) > 1:
             if world % said[axis]:
@@ -98,6 +99,11 @@ def _meshes(world: int, inner: int, *, sharded: bool) -> Iterator[str]:
             for wp in sizes:
                 if not wp or (world % wp == 0 and wp <= world):
                     yield f"tp={tp} dp={world // tp}" + (f" wp={wp}" if wp else "")
+
+
+def stated_words(text: str) -> dict[str, str]:
+    """Key -> value of every word of a text, the last where one is there twice."""
+    return {key: value for key, _, value in (word.partition("=") for word in text.split())}
 
 
 def _says(text: str, key: str) -> bool:

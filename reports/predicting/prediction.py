@@ -20,11 +20,14 @@ from harness.protocols import Subject
 from harness.subject import named
 from reports.comparing import breakeven
 from reports.predicting import fitting, pipelines
-from reports.predicting.planning import Candidate, candidates, growth
+from reports.predicting.planning import DTYPE, Candidate, candidates, growth, stated_words
+from reports.predicting.suggesting import estimates
 
 __all__ = ["Prediction", "figure", "predict"]
 
 _GIB = 2**30
+_SUGGESTED = 3
+"""Layouts that are forecast, of all those that were estimated."""
 _WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes")
 
 
@@ -62,11 +65,18 @@ def predict(
     engine: DryEngine,
     *,
     world: int | None = None,
+    suggest: bool = False,
     tick: Callable[[int, int, str, str], object] = lambda *_: None,
 ) -> Prediction:
-    """The prediction of what a text stands for. Raises RequestError when the text is wrong or cannot be run dry."""
+    """The prediction of what a text stands for; with `suggest` of the best layouts of `world` ranks by estimate.
+
+    Raises RequestError when the text is wrong or cannot be run dry, and for a suggestion without a world.
+    """
     inner = next((link.ranks for link in cluster.links if link.ranks), 8)
-    found = candidates(text, subject, world=world, inner=inner)
+    if suggest:
+        found = _suggested(text, subject, cluster, engine, world)
+    else:
+        found = candidates(text, subject, world=world, inner=inner)
     made: list[tuple[Candidate, Forecast | None]] = []
     for number, candidate in enumerate(found):
         made.append((candidate, _forecast(candidate, subject, cluster, engine, whole=len(found) == 1)))
@@ -97,6 +107,14 @@ def predict(
         stages=pd.DataFrame() if staged is None else pipelines.stages(staged),
         pipeline=staged,
     )
+
+
+def _suggested(text: str, subject: Subject, cluster: Cluster, engine: DryEngine, world: int | None) -> list[Candidate]:
+    if world is None or world < 1:
+        raise RequestError("suggest: needs the number of ranks; legal: --suggest --world 64")
+    ready = text if "dtype" in stated_words(text) else f"{text} {DTYPE}"
+    layouts = estimates(ready, subject, cluster, world, lambda one: _measured(one, subject, cluster, engine))
+    return [one.candidate for one in layouts[:_SUGGESTED]]
 
 
 def _beside(legal: Sequence[Forecast], subject: Subject) -> pd.DataFrame:
