@@ -78,7 +78,7 @@ def _readable(text: str, subject: Subject) -> dict[str, str]:
 
 
 def _layouts(said: dict[str, str], world: int, inner: int, contexts: tuple[str, ...]) -> Iterator[str]:
-    """The words of every layout of so many ranks that the text leaves open, legal or not."""
+    """The words of every layout of these ranks that the text leaves open, legal or not."""
     powers = [str(2**power) for power in range(world.bit_length())]
     tps = (said["tp"],) if "tp" in said else tuple(p for p in powers if int(p) <= inner)
     pps = (said["pp"],) if "pp" in said else powers
