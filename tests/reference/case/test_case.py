@@ -159,6 +159,25 @@ def test_rank_order_is_tp_then_dp(case: Case) -> None:
         assert len({rank % case.tp for rank in group}) == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "axis"),
+    [
+        ("tp=1 cp=4 cp_comm=alltoall-ring cp_inner=2 seq=16 micro=3", "cp"),
+        ("cp=2 cp_slices=contiguous cp_comm=gather micro=3", "cp"),
+        ("pp=2 layers=4 schedule=interleaved chunks=2 group=3 micro=3", "pp"),
+        ("pp=2 layers=4 schedule=gpipe first_layers=3 micro=3", "pp"),
+    ],
+)
+def test_words_about_several_ranks_leave_with_them(text: str, axis: str) -> None:
+    """Unless they are given again: then the rule speaks."""
+    case = Case.parse(text)
+    word = "cp_comm" if axis == "cp" else "schedule"
+    alone = case.but(**{axis: 1})
+    assert str(alone).split() == [w for w in text.split() if w.split("=")[0] in ("tp", "layers", "seq", "micro")]
+    with pytest.raises(CaseError, match="and .p=1 has one"):
+        case.but(**{axis: 1, word: "gather" if axis == "cp" else "gpipe"})
+
+
 def test_isp_orders_the_same_ranks_twice() -> None:
     case = Case.parse("mode=isp tp=2 dp=3 wp=3 hidden=48 heads=8 ffn=48 vocab=384")
     assert case.axes["tp"] == ((0, 1), (2, 3), (4, 5))
