@@ -127,9 +127,10 @@ def activation_terms(case: Case, phase: str, region: str, *ops: str, hidden: boo
 
 def repeated(case: Case, terms: Iterable[Term], *, core: bool = False) -> Iterator[Term]:
     """Forward calls, and those of them that are issued once more where backward computes a layer again; of a `core` of
-    attention too where that alone is computed again. `early_stop` leaves out what ends a unit.
+    attention too where that alone is computed again. `early_stop` leaves out what ends a unit, unless
+    dropout follows it, whose mask backward needs.
     """
-    again, ends = computed_again(case), ends_of_units(case) if case.early_stop else ()
+    again, ends = computed_again(case), ends_of_units(case) if case.early_stop and not case.dropout else ()
     everywhere = core and case.recompute == "selective"
     for term in terms:
         yield term

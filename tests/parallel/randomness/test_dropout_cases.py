@@ -32,6 +32,8 @@ DEEP = tuple(f"mode={mode} tp=3 dp=2 random={random}" for mode in MODES for rand
         "mode=tp tp=1 pp=2 schedule=gpipe micro=4",
         "mode=tp-sp tp=2 dp=2 zero=1 bucket=900 optimizer=adamw lr=0.01",
         "mode=tp tp=1 dp=3 zero=2",
+        "mode=tp tp=2 recompute=full early_stop=true",
+        "mode=tp-sp tp=2 pp=2 schedule=interleaved chunks=2 layers=4 micro=4 recompute=full",
         "mode=tp tp=1 dp=3 zero=3 recompute=full",
         "mode=msp tp=2 family=internlm2 packed=true recompute=selective",
         "mode=tp-sp tp=2 family=opt dtype=float32",
