@@ -84,7 +84,10 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
     places = {name: place for name, place in places.items() if any(stage.holds(name) for stage in own)}
     with torch.no_grad():
         for name, parameter in parameters.items() if device.type != "meta" else ():
-            parameter.copy_(shard(full(case, name), places[name], mesh.coordinates))
+            if case.load:
+                parameter.fill_(math.nan)  # until the checkpoint is read, by another reader than the dense model's
+            else:
+                parameter.copy_(shard(full(case, name), places[name], mesh.coordinates))
     rank = Rank(
         case=case,
         strategy=strategy,
