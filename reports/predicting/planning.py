@@ -133,7 +133,7 @@ def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers")
     rows = []
     for case in cases:
         for batch in BATCHES:
-            one = case.but(batch=batch, steps=1, micro=1)
+            one = _of_a_step(case, batch)
             terms = stated(one, subject)
             form = None if terms is None else closed_forms(terms, (0,), named_axes(one, subject))[0]
             if form is None or form.partial:
@@ -143,8 +143,16 @@ def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers")
                 for line, calls in form.complete.items()
                 if _counts(line, counted)
             )
-            rows.append((case.mode, int(getattr(one, "tokens", batch)), float(sent)))
+            rows.append((case.mode, int(getattr(one, "tokens", batch)), float(sent) / one.micro))
     return pd.DataFrame(rows, columns=["mode", "tokens", "wire_bytes"])
+
+
+def _of_a_step(case: CaseLike, batch: int) -> CaseLike:
+    """One step of this batch, with one micro-batch unless the schedule of its pipeline needs more of them."""
+    try:
+        return case.but(batch=batch, steps=1, micro=1)
+    except ValueError:
+        return case.but(batch=batch, steps=1)
 
 
 def _counts(line: EventKey, counted: str) -> bool:

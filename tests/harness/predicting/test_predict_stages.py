@@ -27,6 +27,7 @@ from parallel.schedules.messages import Program
 from parallel.subject import subject
 from reference.case import Case
 from reports.commands.cli import main
+from reports.predicting.planning import growth
 from suites.session.prover import Prover
 
 CLUSTER = PRESETS["8xH100-NVLink-IB400"]
@@ -188,3 +189,10 @@ def test_405_billion_parameters_on_16384_ranks_in_16_stages(
     hop = 8192 // (2 * 8) * 2 * 16384 * 2
     assert [stage["message_bytes"] for stage in told["stages"]] == [2 * hop, *[4 * hop] * 14, 2 * hop]
     assert {stage["run_as_rank"] for stage in told["stages"]} == {0, 1024, 15 * 1024}
+
+
+def test_bytes_of_a_micro_batch_where_the_schedule_needs_several() -> None:
+    """One micro-batch is no interleaved pipeline: its bytes are those of a step, divided."""
+    tables = [growth([Case.parse(f"pp=2 layers=4 schedule=interleaved chunks=2 micro={n}")], subject) for n in (2, 4)]
+    assert len(tables[0]) > 0
+    assert tables[0].equals(tables[1])
