@@ -24,6 +24,7 @@ __all__ = [
     "Terms",
     "activation_bytes",
     "activation_terms",
+    "behind_weights",
     "by_rank",
     "delivery_terms",
     "local_elements",
@@ -123,6 +124,11 @@ def activation_terms(case: Case, phase: str, region: str, *ops: str, hidden: boo
     """In every micro-batch, one call of each op over tp, each with the payload of one whole activation."""
     for op in ops:
         yield from per_micro(case, phase, region, op, activation_bytes(case), hidden=hidden)
+
+
+def behind_weights(case: Case) -> bool:
+    """Does the gradient of a column linear's input travel while the gradient of its weight is computed?"""
+    return case.overlap and case.wgrad != "deferred"
 
 
 def repeated(case: Case, terms: Iterable[Term], *, core: bool = False) -> Iterator[Term]:

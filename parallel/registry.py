@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parallel.context.scheme import with_context
+from parallel.data_parallel.parity import with_parity
 from parallel.data_parallel.scheme import with_data_parallelism
 from parallel.pipeline.scheme import with_pipeline
 from parallel.schemes.autotp import AUTOTP
@@ -28,6 +29,7 @@ COMPOSED: dict[str, Callable[[Strategy, Case], Strategy]] = {
     "context parallelism": with_context,
     "pipeline parallelism": with_pipeline,
     "data parallelism": with_data_parallelism,
+    "replica parity": with_parity,
 }
 """Other schemes in the order in which they are applied; each leaves a case alone that has none of its words."""
 

@@ -8,6 +8,11 @@ one there is one bucket, and it is summed after that backward. No micro-batch be
     zero=1   reduce_scatter of the padded bucket             the optimizer steps this rank's part of every bucket;
              after the step all_gather of the padded bucket  after its step the parts are gathered into all parameters
 
+With `wgrad=fused` the product that gives the gradient of a linear's weight is added into its place in the buffer as it
+is computed, in the buffer's dtype; with `wgrad=deferred` it is computed after the last backward of the step, in the
+order of backward, before any sum that needs it. What autograd has in its place is never read: not a number, or zero
+where another use of a tied table is added to it.
+
 With `master=float32` the optimizer steps float32 copies, which are rounded into the parameters after its step.
 Source: Megatron-Core 0.16.1 `_ParamAndGradBuffer`, `DistributedOptimizer` (around.md 15.1, 15.2).
 """
@@ -23,8 +28,10 @@ from torch import Tensor
 
 from parallel.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
 from parallel.data_parallel.buckets import Bucket, shares
-from parallel.data_parallel.words import gradient_dtype, stage_buckets, trained_dtype
+from parallel.data_parallel.words import gradient_dtype, stage_buckets, taken_over, trained_dtype
+from parallel.layers.weight_gradient import set_holder
 from parallel.layout import Cut, Placement
+from parallel.schedules.stages import TABLE
 from parallel.strategy import Rank
 from reference.case import Case
 
@@ -50,6 +57,8 @@ class Buckets:
         self._views: dict[str, Tensor] = {}
         self._of: dict[str, _Under] = {}
         self._came: dict[str, int] = {}
+        self._begun: set[str] = set()
+        self._later: list[tuple[str, Tensor, Tensor]] = []
         self._own: dict[str, range] = {}
 
     def prepare(self, rank: Rank) -> Rank:
@@ -66,6 +75,8 @@ class Buckets:
                     self._of[slot.name] = self._under[-1]
         for name, parameter in rank.parameters.items():
             self._came[name] = 0
+            if taken_over(case, name):
+                set_holder(parameter, partial(self._take_over, name))
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
         return self._split(rank) if self._sharded else self._whole(rank)
 
@@ -94,17 +105,33 @@ class Buckets:
     def _arrived(self, name: str, parameter: Tensor) -> None:
         """Backward has completed a parameter's gradient of one micro-batch."""
         assert parameter.grad is not None
-        if self._came[name]:
-            self._views[name].add_(parameter.grad)
-        else:
-            self._views[name].copy_(parameter.grad)
+        taken = taken_over(self._case, name)
+        if not taken or name == TABLE:
+            if name in self._begun:
+                self._views[name].add_(parameter.grad)
+            else:
+                self._views[name].copy_(parameter.grad)
+            self._begun.add(name)
         parameter.grad = None
         self._came[name] += 1
-        if self._came[name] == self._case.micro:
+        if self._came[name] == self._case.micro and not (taken and self._case.wgrad == "deferred"):
             under = self._of[name]
             under.arrived += 1
             if self._case.bucket and under.arrived == len(under.bucket.slots):
                 self._start(under)
+
+    def _take_over(self, name: str, grad: Tensor, x: Tensor) -> Tensor:
+        """Add grad^T x to a weight's gradient, now or later; what autograd has in its place is nothing to be read."""
+        if self._case.wgrad == "fused":
+            self._multiply(name, grad, x)
+        else:
+            self._later.append((name, grad, x))
+        return torch.full_like(self._model[name], 0.0 if name == TABLE else torch.nan)
+
+    def _multiply(self, name: str, grad: Tensor, x: Tensor) -> None:
+        view, begun = self._views[name], name in self._begun
+        torch.addmm(view, grad.t().to(view.dtype), x.to(view.dtype), beta=float(begun), out=view)
+        self._begun.add(name)
 
     def _start(self, under: _Under) -> None:
         buffer, overlap = (
@@ -118,6 +145,9 @@ class Buckets:
 
     def reduce(self, _rank: Rank) -> None:
         """The sums over the data ranks are complete; with zero=1 in this rank's part of every bucket."""
+        for deferred in self._later:
+            self._multiply(*deferred)
+        self._later.clear()
         for under in self._under:
             if under.pending is None:
                 self._start(under)
@@ -128,6 +158,7 @@ class Buckets:
                 own = under.bucket.owned(self._axis.rank, self._axis.size)
                 under.flat[own.start : own.stop].copy_(summed)
         self._came = dict.fromkeys(self._came, 0)
+        self._begun.clear()
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Every parameter's place in the buffer; with zero=1 summed in this rank's part only."""

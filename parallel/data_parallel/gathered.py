@@ -8,14 +8,19 @@ replicas once a step.
     zero=2   a unit stays gathered until backward has left it
     zero=3   a layer is dropped after its forward and gathered again before its backward; the model itself is not
 
+With `no_sync` the gradients of whole parameters are added up on each rank, and reduced in the backward of the last
+micro-batch. With `prefetch` every unit starts to gather the next one when it is about to compute: the model its first
+layer, a layer the next, in backward the one before.
+
 With recompute=full the layer's second forward gathers it, and backward uses what that gathered. The optimizer steps the
 shards: in float32 with `master=float32`, rounded before every gather. A rank beyond the rows of a parameter holds none
-of it. Calls are awaited at once. Source: torch 2.13 `fully_shard` (around.md 15.3); arXiv:1910.02054 for ZeRO.
+of it. Other calls are awaited at once. Source: torch 2.13 `fully_shard` (around.md 15.3); arXiv:1910.02054 for ZeRO.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.collectives import all_gather, all_reduce, reduce_scatter
+from parallel.collectives import Pending, all_reduce, reduce_scatter, start_all_gather
 from parallel.data_parallel.rows import Unit, padded_rows
 from parallel.data_parallel.words import REPLICAS, gradient_dtype, shard_axis, trained_dtype, unit_of
 from parallel.layout import Cut, Placement, shard
@@ -58,8 +63,19 @@ class Shards:
             wholes = {name: rank.parameters[name] for name in of_unit}
             self._units.append(_Gathered(self._case, rank.model, module, wholes, axis))
         shards = {name: part for unit in self._units for name, part in unit.shards.items()}
+        if self._case.prefetch:
+            self._prefetched()
         in_order = {name: shards[name] for name in rank.parameters}
         return replace(rank, parameters=in_order, places=places, updated=in_order, updated_places=places)
+
+    def _prefetched(self) -> None:
+        """Have the model start its first layer, and a layer the next one and, in backward, the one before."""
+        root = next(unit for unit in self._units if not unit.module)
+        layers = [unit for unit in self._units if unit.module]
+        root.following = layers[0]
+        for unit, following in itertools.pairwise(layers):
+            unit.following = following
+            following.preceding = unit if self._case.zero == 3 else None
 
     def reduce(self, rank: Rank) -> None:
         """The shards of the gradients are sums over all data ranks."""
@@ -84,7 +100,7 @@ class _Gathered:
     """One unit on one rank."""
 
     def __init__(self, case: Case, model: nn.Module, module: str, wholes: Mapping[str, Tensor], axis: Axis) -> None:
-        self._case, self._axis = case, axis
+        self._case, self._axis, self.module = case, axis, module
         self._layout = Unit(shapes={name: tuple(whole.shape) for name, whole in wholes.items()}, ranks=axis.size)
         self._owners = {
             name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in wholes
@@ -101,6 +117,10 @@ class _Gathered:
         self._sum = torch.zeros(self._layout.shard_elements, dtype=gradient_dtype(case), device=device)
         self._came = 0
         self._kept: list[Tensor] = []
+        self._coming: Pending | None = None
+        self._wholes: list[Tensor] = []
+        self.following: _Gathered | None = None
+        self.preceding: _Gathered | None = None
         self._drops = case.zero == 3 and module != ""
         self._recomputed = module in {f"layers.{layer}" for layer in computed_again(case)}
         used = model.get_submodule(module)
@@ -110,15 +130,24 @@ class _Gathered:
         """Every padded shard of the sum, flat."""
         return {name: self._sum[first : first + size] for name, first, size in self._layout.places()}
 
+    def start(self) -> None:
+        """Begin to gather, unless the unit is gathered or under way."""
+        if self._kept or self._coming is not None:
+            return
+        dtype = dtype_of(self._case)
+        flat = torch.zeros(self._layout.shard_elements, dtype=dtype, device=self._sum.device)
+        for name, first, _ in self._layout.places():
+            part = self.shards[name].detach()
+            flat[first : first + part.numel()].copy_(part.flatten())
+        overlap = self._case.prefetch and self._case.overlap
+        self._coming = start_all_gather(flat, self._axis, dim=0, overlap=overlap)
+
     def gather(self) -> list[Tensor]:
         """Every whole parameter, by a collective unless the unit is still gathered."""
         if not self._kept:
-            dtype = dtype_of(self._case)
-            flat = torch.zeros(self._layout.shard_elements, dtype=dtype, device=self._sum.device)
-            for name, first, _ in self._layout.places():
-                part = self.shards[name].detach()
-                flat[first : first + part.numel()].copy_(part.flatten())
-            buffer = all_gather(flat, self._axis, dim=0).view(self._axis.size, -1)
+            self.start()
+            assert self._coming is not None
+            buffer, self._coming = self._coming.wait().view(self._axis.size, -1), None
             for name, first, size in self._layout.places():
                 shape = self._layout.shapes[name]
                 rows = buffer[:, first : first + size].reshape(-1, *shape[1:])[: shape[0]]
@@ -127,6 +156,15 @@ class _Gathered:
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
         """Add this rank's rows of the sums of these gradients of whole parameters; the unit is no longer gathered."""
+        self._kept = []
+        if self._case.no_sync:
+            wide = [gradient.to(self._sum.dtype) for gradient in gradients]
+            gradients = [sum(pair) for pair in zip(self._wholes, wide, strict=True)] if self._wholes else wide
+            self._came += 1
+            self._wholes = [*gradients] if self._came < self._case.micro else []
+            if self._wholes:
+                return
+            self._came = 0
         ranks = self._axis.size
         buffer = torch.zeros(ranks, self._layout.shard_elements, dtype=self._sum.dtype, device=self._sum.device)
         for (_, first, _), gradient in zip(self._layout.places(), gradients, strict=True):
@@ -136,7 +174,6 @@ class _Gathered:
         own = reduce_scatter(buffer.flatten(), self._axis, dim=0)
         self._sum = self._sum + own if self._came else own
         self._came += 1
-        self._kept = []
 
     def sum_over(self, replicas: Axis | None) -> None:
         """The sum of the step is complete, over the replicas too; the next gradient begins a new one."""
@@ -147,6 +184,8 @@ class _Gathered:
     def _forward(self, forward: Callable[..., Any], *args: Any) -> Any:
         """The unit's forward with whole parameters in the places of its shards."""
         wholes = _Gather.apply(self, *self.shards.values())
+        if self.following is not None:
+            self.following.start()
         again = self._drops and not self._recomputed and torch.is_grad_enabled()
         for whole, (owner, leaf) in zip(wholes, self._owners.values(), strict=True):
             owner.__dict__[leaf] = whole  # found before the parameter, which stays registered
@@ -203,4 +242,6 @@ class _GatherAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         ctx.unit.gather()
+        if ctx.unit.preceding is not None:
+            ctx.unit.preceding.start()
         return None, gradient

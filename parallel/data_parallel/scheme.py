@@ -1,4 +1,4 @@
-"""Data parallelism as a scheme: what the words `zero bucket shard grad_dtype master scaler` replace of a strategy.
+"""Data parallelism as a scheme: what its words (`reference.case.data_parallel`) replace of a strategy.
 
 Without any of them a strategy is left as it is: one flat sum of all gradients (`parallel.step`).
 """

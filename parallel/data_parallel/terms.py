@@ -8,12 +8,15 @@ gradient and e_p of a parameter; `backward` where `bucket=` gives a size, else a
     zero=2   a micro-batch  all_gather U e_p before a unit's forward, reduce_scatter U e_g after its backward
     zero=3   a micro-batch  the same, and all_gather U e_p of every layer before its backward (recompute=full: before
                             its second forward)
+    no_sync  the reduce_scatter once a step, in the backward of the last micro-batch
+    prefetch a layer's gathers belong to the unit that starts them: the one before in forward, behind in backward
     shard=   once a step    all_reduce U e_g / shard of every unit over the replicas
 
-A bucket's call belongs to the module whose gradient completes it, the last in the order of backward. Squared norm:
-over the weight axis, then over the axis of the shards and the pipeline; infinite gradients (`scaler=`) before it in the
-same way. Every stage of a pipeline has buckets of its own; the sum of a tied token table over its first and last stage
-is of the whole table, in the gradients' dtype, though each rank keeps its part of it alone (zero=1).
+With wgrad=deferred a bucket with the weight of a linear is summed after backward. A bucket's call belongs to the module
+whose gradient completes it, the last in the order of backward. Squared norm: over the weight axis, then over the axis
+of the shards and the pipeline; infinite gradients (`scaler=`) before it in the same way. Every stage of a
+pipeline has buckets of its own; the sum of a tied token table over its first and last stage is of the whole table, in
+the gradients' dtype, though each rank keeps its part of it alone (zero=1).
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from parallel.data_parallel.words import (
     shard_axis,
     sharing_axes,
     stage_buckets,
+    taken_over,
     unit_of,
 )
 from parallel.expectation import ITEM_BYTES, Term, Terms, by_rank, loss_dtype, per_micro, per_step, placed
@@ -58,7 +62,7 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
         op = "reduce_scatter" if case.zero else "all_reduce"
         for stage, bucket in _buckets(strategy, case):
             for term in per_step(case, op, item * bucket.size, axis=case.data_axis, dtype=_dtype(case)):
-                yield replace(_in_backward(case, stage, bucket, term) if case.bucket else term, at=stage.at)
+                yield replace(_in_backward(case, stage, bucket, term), at=stage.at)
 
     def partials(case: Case) -> Iterator[Term]:
         shards = axis_size(case, shard_axis(case)) if case.zero >= 2 else 1
@@ -112,11 +116,18 @@ def data_parallel_terms(strategy: Strategy, case: Case) -> Iterator[Term]:
     for module, unit in _units(case, _local_shapes(strategy, case)).items():
         axis, gathered = shard_axis(case), ITEM_BYTES[case.dtype] * unit.elements
         reduced = ITEM_BYTES[_dtype(case)] * unit.elements
-        yield from per_micro(case, "forward", module, "all_gather", gathered, axis=axis)
-        if case.zero == 3 and module:
-            phase = "recompute" if module in again else "backward"
-            yield from per_micro(case, phase, module, "all_gather", gathered, axis=axis)
-        yield from per_micro(case, "backward", module, "reduce_scatter", reduced, axis=axis, dtype=_dtype(case))
+        layer = int(module.rpartition(".")[2]) if module else -1
+        before, behind = (f"layers.{layer - 1}" if layer > 0 else ""), f"layers.{layer + 1}"
+        if not (case.prefetch and module):
+            before, behind = module, module
+        elif layer == case.layers - 1:
+            behind = module
+        for phase, starts in (("forward", before), ("recompute" if module in again else "backward", behind)):
+            if phase == "forward" or (case.zero == 3 and module):
+                ahead = case.overlap and starts not in ("", module)
+                yield from per_micro(case, phase, starts, "all_gather", gathered, axis=axis, hidden=ahead)
+        for term in per_micro(case, "backward", module, "reduce_scatter", reduced, axis=axis, dtype=_dtype(case)):
+            yield replace(term, calls=case.steps) if case.no_sync else term
 
 
 def _dtype(case: Case) -> str:
@@ -139,10 +150,13 @@ def _buckets(strategy: Strategy, case: Case) -> Iterator[tuple[Stage, Bucket]]:
 
 
 def _in_backward(case: Case, stage: Stage, bucket: Bucket, term: Term) -> Term:
-    """A bucket's sum where the gradient that completes it is computed.
+    """A bucket's sum where the gradient that completes it is computed: behind backward for the only bucket, and for one
+    with a deferred gradient.
 
     It is hidden unless it starts behind the last product: that of the first layer of the rank's first chunk.
     """
+    if not case.bucket or (case.wgrad == "deferred" and any(taken_over(case, slot.name) for slot in bucket.slots)):
+        return term
     order = _backward_order(case)
     if stage.copies_table:  # its gradient comes from the head
         order = sorted(order, key=lambda module: f"{module}.weight" != TABLE)

@@ -7,11 +7,21 @@ from collections.abc import Mapping
 import torch
 
 from parallel.data_parallel.buckets import Bucket, bucketed
+from parallel.layers.roles import is_column, is_row
 from parallel.schedules.stages import TABLE, Stage
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
-__all__ = ["REPLICAS", "gradient_dtype", "shard_axis", "sharing_axes", "stage_buckets", "trained_dtype", "unit_of"]
+__all__ = [
+    "REPLICAS",
+    "gradient_dtype",
+    "shard_axis",
+    "sharing_axes",
+    "stage_buckets",
+    "taken_over",
+    "trained_dtype",
+    "unit_of",
+]
 
 REPLICAS = "replica"
 """The mesh axis over which shards are replicated."""
@@ -54,6 +64,13 @@ def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int
         largest=case.bucket if stage.first else 0,
         apart=(TABLE,) if stage.shares_table else (),
     )
+
+
+def taken_over(case: Case, name: str) -> bool:
+    """Does the buffer of gradients take over the products of this parameter's gradient? Of weights of linears."""
+    module, _, leaf = name.rpartition(".")
+    table = module == "head" or (case.tied and module == "embedding.tokens")
+    return case.wgrad != "plain" and leaf == "weight" and (table or is_column(module) or is_row(module))
 
 
 def unit_of(name: str) -> str:

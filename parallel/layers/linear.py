@@ -31,6 +31,7 @@ from parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from parallel.layers.weight_gradient import holder_of, product, weight_gradient
 from parallel.mesh import Axis
 
 __all__ = ["ColumnLinear", "Region", "RowLinear", "column_linear"]
@@ -78,7 +79,7 @@ class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
         total = region.gathered(x)
-        ctx.region = region
+        ctx.region, ctx.holder = region, holder_of(weight)
         ctx.save_for_backward(total if region.keep else x, weight)
         return functional.linear(total, weight, bias)
 
@@ -95,7 +96,7 @@ class _ColumnProduct(torch.autograd.Function):
             # A frozen weight leaves no GEMM to hide behind.
             reduced = region.start_reduce(grad @ weight, overlap=region.overlap and wants_weight)
         if total is not None:
-            grad_weight = grad.flatten(0, -2).t() @ total.wait().flatten(0, -2)
+            grad_weight = weight_gradient(ctx.holder, grad, total.wait())
         if wants_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
         if reduced is not None:
@@ -171,7 +172,7 @@ class RowLinear(nn.Module):
         """[.., .., in/p] -> [.., .., out], or [.., .., out] of this rank's part of the sequence."""
         if not self.input_is_parallel:
             x = pairs.scatter_to(x, self.region.axis)
-        y = self.region.leave(functional.linear(x, self.weight))
+        y = self.region.leave(product(x, self.weight))
         if self.skip_bias_add:
             return y, self.bias
         return y if self.bias is None else y + self.bias

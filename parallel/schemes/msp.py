@@ -34,6 +34,7 @@ from functools import partial
 from parallel.expectation import (
     Term,
     activation_terms,
+    behind_weights,
     delivery_terms,
     logits_terms,
     repeated,
@@ -60,7 +61,7 @@ def _expected(case: Case) -> Iterator[Term]:
     yield from activation_terms(case, "forward", "head", "all_gather")
     yield from logits_terms(case)
     for linear in [*column_linears(case), "head"]:
-        yield from activation_terms(case, "backward", linear, "reduce_scatter", hidden=case.overlap)
+        yield from activation_terms(case, "backward", linear, "reduce_scatter", hidden=behind_weights(case))
     for linear in row_linears(case):
         yield from activation_terms(case, "backward", linear, "all_gather")
 

@@ -29,6 +29,7 @@ from functools import partial
 from parallel.expectation import (
     Term,
     activation_terms,
+    behind_weights,
     delivery_terms,
     logits_terms,
     repeated,
@@ -52,7 +53,7 @@ def _expected(case: Case) -> Iterator[Term]:
     yield from saved_terms(case)
     yield from logits_terms(case)
     for linear in [*column_linears(case), "head"]:
-        yield from activation_terms(case, "backward", linear, "all_reduce", hidden=case.overlap)
+        yield from activation_terms(case, "backward", linear, "all_reduce", hidden=behind_weights(case))
 
 
 def _partial(case: Case, name: str) -> bool:

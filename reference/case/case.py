@@ -16,13 +16,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from reference.case.modes import MODES
+from reference.case.layouts import layout_of
 from reference.case.presets import FOLLOWS, PRESETS, resolved
 from reference.case.rules import check, check_word, legal_words, read, write
 from reference.case.schemes import SCHEMES
 from reference.case.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Meaning, described, word
 from reference.errors import CaseError
-from reference.groups import Groups, Layout, PipelineGroup, RankOrder, megatron
+from reference.groups import Groups, Layout, PipelineGroup
 
 __all__ = ["Case", "CaseError"]
 
@@ -122,8 +122,20 @@ class Case:
         "elements that fill a bucket of gradients, which travels during backward; 0: one call after it",
         legal="0, or at least 1",
     )
+    no_sync: bool = word(False, "gradients are summed in the last micro-batch of a step alone (zero=2|3)")
+    prefetch: bool = word(False, "a layer is gathered while the one before it computes (zero=2|3)")
+    wgrad: str = word(
+        "plain",
+        "products that give the gradients of linears' weights: by autograd, added into the buffer of gradients as they "
+        "are computed, or computed after the last backward (zero=0|1)",
+    )
     shard: int = word(
         0, "data ranks that share one copy of the parameters (zero=2|3); 0: all of them", legal="0, or a divisor of dp"
+    )
+    parity: int = word(
+        0,
+        "steps from one comparison of replicas by hash, inside the program, to the next; 0: none",
+        legal="0, or at least 1",
     )
     metric: bool = word(
         False, "accuracy and perplexity of every micro-batch (InternEvo), with collectives of their own"
@@ -280,19 +292,8 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        """The rank orders over this case's ranks: weights have their own in isp, and so have shards of parameters; with
-        context ranks, what they and data ranks are together, and the two levels of an exchange inside of a ring.
-        """
-        ranks = megatron(world=self.world_size, tp=self.tp, cp=self.cp, pp=self.pp, order=self.order).orders[0]
-        orders = [ranks]
-        if self.shard:
-            orders.append(ranks.divided("dp", shard=self.shard, replica=self.dp // self.shard))
-        if MODES[self.mode].gathers_weights:
-            wdp = self.tp * self.cp * self.dp // self.wp
-            orders.append(RankOrder((("wp", self.wp), ("wdp", wdp), ("pp", self.pp))))
-        if self.cp_inner > 1:
-            orders.append(ranks.divided("cp", cp_inner=self.cp_inner, cp_outer=self.cp // self.cp_inner))
-        return Layout(orders=tuple(orders), joined={"dp_cp": "dp-cp"} if self.cp > 1 else {})
+        """The rank orders over this case's ranks."""
+        return layout_of(self)
 
 
 _TYPES: dict[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Case)}

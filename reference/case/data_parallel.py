@@ -1,4 +1,5 @@
-"""What makes the words of data parallelism legal together: `zero bucket shard grad_dtype master scaler`.
+"""What makes the words of data parallelism legal together: `zero bucket shard no_sync prefetch wgrad grad_dtype
+master scaler`.
 
 Buckets, ZeRO-1, float32 gradients and masters, and loss scaling are Megatron-Core's, ZeRO-2 and ZeRO-3 are torch's
 `fully_shard` (around.md 15), over tensor parallelism as both of them know it.
@@ -12,12 +13,15 @@ from typing import Any
 
 from reference.case.modes import mode_of, whose
 
-__all__ = ["WORDS", "problems"]
+__all__ = ["WORDS", "parity_problems", "problems"]
 
 WORDS: Mapping[str, Any] = {
     "zero": 0,
     "bucket": 0,
     "shard": 0,
+    "no_sync": False,
+    "prefetch": False,
+    "wgrad": "plain",
     "grad_dtype": "model",
     "master": "none",
     "scaler": "none",
@@ -32,7 +36,8 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for key, plain in WORDS.items():
         if not mode_of(v).data_parallel and v[key] != plain:
             owners = whose(lambda mode: mode.data_parallel)
-            yield key, f"is implemented for mode={owners}, not for mode={v['mode']}", f"{key}={plain}"
+            legal = str(plain).lower() if isinstance(plain, bool) else plain
+            yield key, f"is implemented for mode={owners}, not for mode={v['mode']}", f"{key}={legal}"
     if zero not in (0, 1, 2, 3):
         yield "zero", "is not a stage of ZeRO", "zero=1"
     for key in ("bucket", "shard"):
@@ -49,7 +54,33 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield key, f"is wider than the parameters, and dtype={v['dtype']} is not narrower", f"{key}={WORDS[key]}"
     if v["grad_dtype"] == "float32" and v["master"] == "none":
         yield "grad_dtype", "master=none steps parameters by gradients of their own dtype", "grad_dtype=model"
+    yield from _layer_by_layer(v)
     yield from _scaling(v)
+
+
+def parity_problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The same of `parity`."""
+    if v["parity"] < 0:
+        yield "parity", "must not be negative", "parity=0"
+    if v["parity"] and v["pp"] > 1:
+        yield "parity", f"has no form with pp={v['pp']} yet", "parity=0"
+
+
+def _layer_by_layer(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    zero = v["zero"]
+    for key in ("no_sync", "prefetch"):
+        if v[key] and zero < 2:
+            rule = f"is about layers that are gathered and reduced one by one, and zero={zero} has none"
+            yield key, rule, f"{key}=false"
+    if v["prefetch"] and v["recompute"] == "full":
+        rule = "a layer that is computed again (recompute=full) is gathered when that begins"
+        yield "prefetch", rule, "prefetch=false"
+    if v["wgrad"] != "plain" and zero >= 2:
+        yield (
+            "wgrad",
+            f"zero={zero} sums a layer's gradients in its backward, whole as autograd has them",
+            "wgrad=plain",
+        )
 
 
 def _scaling(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -71,9 +71,15 @@ def _megatron(*, sequence: bool) -> Mode:
 
 def _internevo(**more: Any) -> Mode:
     presets = ({"preset": "tiny-internlm2"}, {"preset": "tiny-gpt"})
-    return Mode(
-        **{"system": "InternEvo", "measures": True, "presets": presets, "design": INTERNEVO, "spread": CONTEXT, **more}
-    )
+    plain = {
+        "system": "InternEvo",
+        "measures": True,
+        "data_parallel": True,
+        "presets": presets,
+        "design": INTERNEVO,
+        "spread": CONTEXT,
+    }
+    return Mode(**{**plain, **more})
 
 
 MODES: dict[str, Mode] = {
@@ -82,7 +88,13 @@ MODES: dict[str, Mode] = {
     "mtp": _internevo(spread=(*CONTEXT, *WHOLE)),
     "msp": _internevo(sequence=True),
     "fsp": _internevo(sequence=True),
-    "isp": _internevo(heads=("exchange", "local", "gather"), sequence=True, weight_axis="wp", design=WEIGHTS_SPLIT),
+    "isp": _internevo(
+        heads=("exchange", "local", "gather"),
+        sequence=True,
+        weight_axis="wp",
+        data_parallel=False,
+        design=WEIGHTS_SPLIT,
+    ),
     "autotp": Mode(
         system="DeepSpeed",
         heads=("gather", "sum"),

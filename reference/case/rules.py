@@ -38,6 +38,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "recompute_method": RECOMPUTE_METHODS,
     "optimizer": ("sgd", "adamw"),
+    "wgrad": ("plain", "fused", "deferred"),
     "grad_dtype": ("model", "float32"),
     "master": ("none", "float32"),
     "scaler": ("none", "static", "dynamic"),

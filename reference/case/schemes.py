@@ -14,6 +14,7 @@ from typing import Any
 from reference.case.context import WORDS as CONTEXT_WORDS
 from reference.case.context import problems as context_problems
 from reference.case.data_parallel import WORDS as DATA_PARALLEL_WORDS
+from reference.case.data_parallel import parity_problems
 from reference.case.data_parallel import problems as data_parallel_problems
 from reference.case.pipeline import WORDS as PIPELINE_WORDS
 from reference.case.pipeline import problems as pipeline_problems
@@ -44,6 +45,7 @@ class Scheme:
 SCHEMES: dict[str, Scheme] = {
     "context parallelism": Scheme(words=CONTEXT_WORDS, problems=context_problems, axis="cp"),
     "data parallelism": Scheme(words=DATA_PARALLEL_WORDS, problems=data_parallel_problems),
+    "replica parity": Scheme(words={"parity": 0}, problems=parity_problems),
     "pipeline parallelism": Scheme(words={"pp": 1, **PIPELINE_WORDS}, problems=pipeline_problems, axis="pp"),
     "recomputation": Scheme(words=RECOMPUTE_WORDS, problems=recompute_problems),
     "randomness": Scheme(words=RANDOMNESS_WORDS, problems=randomness_problems),

@@ -30,6 +30,10 @@ SPLIT: Mapping[str, Any] = {
     "zero": 0,
     "bucket": 0,
     "shard": 0,
+    "no_sync": False,
+    "prefetch": False,
+    "wgrad": "plain",
+    "parity": 0,
     "grad_dtype": "model",
 }
 """Words that say how the work is split, each with a value that goes with every other word."""

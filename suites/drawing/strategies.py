@@ -112,6 +112,7 @@ def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **
     case = draw(cases(mode, worlds, **{**words, **fixed}))
     case = draw(_context(case))
     case = case.but(**draw(_recompute(case))) if case.recompute == "full" else case
+    case = case.but(parity=draw(st.sampled_from((0, 1, 2)), label="parity"))
     case = case.but(**draw(_data_parallel(case))) if MODES[mode].data_parallel else case
     return case.but(order=draw(st.sampled_from((case.order, "dp-cp-tp", "cp-tp-dp")), label="order"))
 
@@ -159,9 +160,12 @@ def _data_parallel(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
     words: dict[str, Any] = {"zero": draw(st.sampled_from((0, 1, 2, 3)), label="zero")}
     if words["zero"] < 2:
         words["bucket"] = draw(st.sampled_from((0, 300, 2000)), label="bucket")
+        words["wgrad"] = draw(st.sampled_from(("plain", "fused", "deferred")), label="wgrad")
     else:
         shards = [0, *(size for size in range(1, case.dp + 1) if case.dp % size == 0 and case.cp == 1)]
         words["shard"] = draw(st.sampled_from(shards), label="shard")
+        words["no_sync"] = draw(st.booleans(), label="no_sync")
+        words["prefetch"] = case.recompute != "full" and draw(st.booleans(), label="prefetch")
     if case.dtype in ("bfloat16", "float16"):
         words["master"] = draw(st.sampled_from(("none", "float32")), label="master")
         if words["master"] == "float32":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from suites.mutants.catalogue.axes.context import CONTEXT
 from suites.mutants.catalogue.axes.data_parallel import DATA_PARALLEL
+from suites.mutants.catalogue.axes.gradients import GRADIENTS
 from suites.mutants.catalogue.axes.pipelines import PIPELINES
 from suites.mutants.catalogue.axes.randomness import RANDOMNESS
 from suites.mutants.catalogue.axes.recompute import RECOMPUTE
@@ -52,7 +53,7 @@ FAMILIES: dict[str, tuple[Mutant, ...]] = {
     "reports": REPORTS,
     "orders_and_parts": (*ORDERS_AND_PARTS, *PIPELINES),
     "randomness": RANDOMNESS,
-    "shares_and_updates": (*SHARES_AND_UPDATES, *DATA_PARALLEL),
+    "shares_and_updates": (*SHARES_AND_UPDATES, *DATA_PARALLEL, *GRADIENTS),
 }
 """File of the catalogue -> its mutants."""
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for family in FAMILIES.values() for mutant in family)

@@ -13,32 +13,48 @@ from hypothesis import strategies as st
 from harness.checking.evidence import PASS
 from harness.running.proof import CaseResult
 from parallel.data_parallel.buckets import bucketed
+from parallel.data_parallel.parity import bits_hash
 from parallel.subject import subject
 from reference.case import Case, CaseError
 from reference.model.parameters import shapes
 from reference.training.scaling import LossScale
+from suites.mutants.planting import planted, source_of
 from suites.session.prover import Prover
 
 SIZES = "layers=2 heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=9 batch=2 micro=3 steps=3"
 SGD, ADAMW = "lr=0.1", "optimizer=adamw lr=0.01 clip=0.05"
 HALF = "layers=1 dtype=float16 master=float32 lr=0.01"
 CASES = (
-    f"mode=tp tp=3 dp=2 bucket=2000 {SGD}",
-    f"mode=tp-sp tp=3 dp=2 zero=1 bucket=900 {ADAMW} qk_norm=true fuse_qkv=false tied=false",
-    f"mode=tp-sp tp=3 dp=2 zero=2 {SGD} recompute=full order=dp-tp",
-    f"mode=tp tp=1 dp=3 zero=3 {ADAMW}",
+    f"mode=tp tp=3 dp=2 bucket=2000 wgrad=fused parity=2 {SGD}",
+    f"mode=fsp tp=3 dp=2 zero=1 bucket=900 wgrad=deferred {ADAMW} qk_norm=true fuse_qkv=false tied=false",
+    f"mode=tp-sp tp=3 dp=2 zero=2 no_sync=true {SGD} recompute=full order=dp-tp",
+    f"mode=tp tp=1 dp=3 zero=3 prefetch=true {ADAMW}",
     f"mode=tp tp=1 dp=4 zero=3 shard=2 {SGD} recompute=selective positions=rope activation=swiglu",
     f"mode=tp tp=1 dp=3 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
 )
-DEEP = tuple(
-    f"mode={mode} tp={tp} dp={dp} zero={zero} {training} tied={tied} {words}"
-    for mode, tp, dp in (("tp", 3, 2), ("tp-sp", 3, 2), ("tp", 1, 3))
-    for zero, words in ((0, "bucket=700"), (1, "bucket=0"), (1, "bucket=700 overlap=false"), (2, ""), (3, ""))
-    for training, tied in ((SGD, "true"), (ADAMW, "false"))
-) + tuple(
-    f"mode=tp-sp tp=3 dp=2 {HALF} zero={zero} grad_dtype={grad} {words}"
-    for zero in (0, 1, 2, 3)
-    for grad, words in (("model", "scaler=static loss_scale=8"), ("float32", "scaler=dynamic optimizer=adamw"))
+DEEP = (
+    tuple(
+        f"mode={mode} tp={tp} dp={dp} zero={zero} {training} tied={tied} {words}"
+        for mode, tp, dp in (("tp", 3, 2), ("tp-sp", 3, 2), ("tp", 1, 3))
+        for zero, words in ((0, "bucket=700"), (1, "bucket=0"), (1, "bucket=700 overlap=false"), (2, ""), (3, ""))
+        for training, tied in ((SGD, "true"), (ADAMW, "false"))
+    )
+    + tuple(
+        f"mode=tp-sp tp=3 dp=2 {HALF} zero={zero} grad_dtype={grad} {words}"
+        for zero in (0, 1, 2, 3)
+        for grad, words in (("model", "scaler=static loss_scale=8"), ("float32", "scaler=dynamic optimizer=adamw"))
+    )
+    + tuple(
+        f"mode={mode} tp=3 dp=2 {SGD} {words}"
+        for mode in ("tp", "tp-sp", "mtp", "msp", "fsp")
+        for words in (
+            "bucket=700 wgrad=fused parity=2",
+            "zero=1 bucket=700 wgrad=deferred recompute=full",
+            "zero=2 prefetch=true parity=1",
+            "zero=3 no_sync=true prefetch=true tied=false",
+            "bucket=700 dtype=bfloat16 master=float32 grad_dtype=float32 wgrad=fused parity=1",
+        )
+    )
 )
 
 
@@ -85,6 +101,49 @@ def test_bytes_of_a_step(zero: int, bucket: int, dp: int) -> None:
         assert sent == {"reduce_scatter": sum(rows.values()), "all_gather": sum(rows.values()) + again}
 
 
+@pytest.mark.parametrize("words", ["mode=tp bucket=700", "mode=tp-sp zero=1 bucket=700", "mode=mtp zero=1"])
+def test_the_order_of_weight_gradients_changes_no_call(words: str) -> None:
+    """Fused or deferred, the calls of a run are the same but for the phase of a deferred weight's bucket."""
+
+    def calls(wgrad: str) -> tuple[Counter[tuple[object, ...]], Counter[str]]:
+        found, phases = Counter[tuple[object, ...]](), Counter[str]()
+        for term in subject.expected(Case.parse(f"{SIZES} tp=3 dp=2 {words} wgrad={wgrad}")):
+            found[term.op, term.reduce_op, term.axis, term.dtype, term.payload_bytes] += term.calls
+            phases[f"{term.phase} {term.axis}"] += term.calls
+        return found, phases
+
+    (plain, phases), fused, (deferred, later) = calls("plain"), calls("fused"), calls("deferred")
+    assert fused == (plain, phases)
+    assert deferred == plain
+    assert later["backward dp"] < phases["backward dp"] or "bucket" not in words
+
+
+def test_a_replica_that_differs_ends_the_run_with_its_name(prover: Prover) -> None:
+    """One bit of one element on one rank, which bit-for-bit comparisons after the run find as well."""
+    source = source_of("parallel.training")
+    filled = "parameter.copy_(shard(full(case, name), places[name], mesh.coordinates))\n"
+    assert source.count(filled) == 1
+    other = filled + (
+        "            if mesh.rank == 2 and name == 'layers.1.mlp_norm.weight':\n"
+        "                parameter[3] = torch.nextafter(parameter[3], parameter[3] + 1)\n"
+    )
+    wrong = planted({"parallel.training": source.replace(filled, other)})
+    result = prover.proof(Case.parse(f"{SIZES} mode=tp tp=3 dp=2 parity=2"), wrong)
+    (verdict,) = (one for one in result.verdicts if one.verdict != PASS)
+    assert verdict.check == "run"
+    assert "parity: before step 0 layers.1.mlp_norm.weight of ranks [2] is not that of rank 0" in verdict.message
+
+
+@given(st.integers(0, 9), st.sampled_from((torch.float64, torch.float32, torch.bfloat16)))
+def test_a_hash_differs_with_every_element_and_place(place: int, dtype: torch.dtype) -> None:
+    tensor = torch.linspace(-1, 2, 10).to(dtype)
+    other = tensor.clone()
+    other[place] += 1
+    swapped = tensor.roll(1)
+    hashes = {int(bits_hash(one)) for one in (tensor, other, swapped)}
+    assert len(hashes) == 3 and int(bits_hash(tensor.clone())) in hashes
+
+
 def padded(case: Case) -> dict[str, tuple[int, ...]]:
     """Shapes with the rows that the vocabulary is padded by."""
     return {
@@ -127,7 +186,13 @@ def test_what_rounding_decides_is_refused(prover: Prover) -> None:
     ("words", "legal"),
     [
         ("mode=isp zero=1", "zero=0"),
-        ("mode=msp bucket=100", "bucket=0"),
+        ("mode=autotp bucket=100", "bucket=0"),
+        ("zero=1 no_sync=true", "no_sync=false"),
+        ("zero=2 prefetch=true recompute=full", "prefetch=false"),
+        ("zero=3 wgrad=fused", "wgrad=plain"),
+        ("mode=isp wgrad=deferred", "wgrad=plain"),
+        ("parity=-1", "parity=0"),
+        ("parity=1 pp=2", "parity=0"),
         ("zero=4", "zero=1"),
         ("bucket=-1", "bucket=0"),
         ("zero=2 bucket=100", "bucket=0"),

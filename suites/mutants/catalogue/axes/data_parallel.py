@@ -21,7 +21,7 @@ SCALED: Words = {
     "clip": 0.05,
 }
 """What the properties of data parallelism fix (tests/parallel/data_parallel)."""
-_ADDED = "if self._came[name]:\n            self._views[name].add_(parameter.grad)"
+_ADDED = "if name in self._begun:\n                self._views[name].add_(parameter.grad)"
 _OWN = "own = under.bucket.owned(self._axis.rank, self._axis.size)"
 _SYNCED = "backward|grad_sync"
 _LATER = "forward|step|grad_sync|backward|loss"
@@ -49,7 +49,7 @@ DATA_PARALLEL = (
         stands_for="B-91: Megatron #4609, the gradient buffer is reused and not zeroed",
         modes=_DATA,
         suite=BUCKETS,
-        changes=(_change("data_parallel.buffers", _ADDED, _ADDED.replace("if self._came[name]:", "if True:")),),
+        changes=(_change("data_parallel.buffers", _ADDED, _ADDED.replace("if name in self._begun:", "if True:")),),
         kills="gradient_norm|update",
         phase=_LATER,
         region="*",
@@ -64,8 +64,8 @@ DATA_PARALLEL = (
         changes=(
             _change(
                 "data_parallel.buffers",
-                "if self._came[name] == self._case.micro:",
-                "if self._came[name] == self._case.micro - 1:",
+                "if self._came[name] == self._case.micro and not",
+                "if self._came[name] == self._case.micro - 1 and not",
             ),
         ),
         kills="replicas",

@@ -135,7 +135,7 @@ BOUNDARIES = (
         condition="bias=true",
         changes=(
             _linear(
-                "y = self.region.leave(functional.linear(x, self.weight))",
+                "y = self.region.leave(product(x, self.weight))",
                 "y = self.region.leave(functional.linear(x, self.weight, self.bias))",
             ),
             _linear("return y if self.bias is None else y + self.bias", "return y"),

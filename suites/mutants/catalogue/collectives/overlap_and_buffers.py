@@ -74,7 +74,7 @@ OVERLAP_AND_BUFFERS = (
         stands_for="B-90: DeepSpeed #7965, the same for a gather behind a product",
         modes=everywhere("", ("tp-sp", "fsp")),
         condition="overlap=true",
-        changes=(_change("layers.linear", "total.wait().flatten(0, -2)", "total.finish().flatten(0, -2)"),),
+        changes=(_change("layers.linear", "grad, total.wait())", "grad, total.finish())"),),
         kills="waits",
         phase="backward",
         region="head",

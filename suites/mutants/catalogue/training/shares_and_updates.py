@@ -104,8 +104,8 @@ SHARES_AND_UPDATES = (
         changes=(
             Change(
                 module="parallel.layers.linear",
-                old="grad_weight = grad.flatten(0, -2).t() @ total.wait().flatten(0, -2)",
-                new="grad_weight = 0 * (grad.flatten(0, -2).t() @ total.wait().flatten(0, -2))",
+                old="weight_gradient(ctx.holder, grad, total.wait())",
+                new="0 * weight_gradient(ctx.holder, grad, total.wait())",
             ),
         ),
         kills="parameter_gradients",

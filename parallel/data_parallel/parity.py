@@ -1,0 +1,91 @@
+"""Parity of replicas inside the program (`parity=N`): ranks that hold the same parameters compare hashes of them.
+
+Before every N-th step's update, that of the first step included, after its last backward:
+
+    over the weight axis   the parameters that are whole on it
+    over the data axes     all parameters; with zero=2|3, and zero=1 with masters, only those that shard= replicates
+
+One all_gather of int64, a number a parameter, over each axis that has any. A hash that differs ends the run with the
+parameter and the ranks. Outside of the ranks the check `replicas` compares the same tensors bit for bit.
+Source: Megatron-Core `SelfAttention.run_realtime_tests`, which gathers the weights of q/k norms in every forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from parallel.collectives import all_gather
+from parallel.data_parallel.words import REPLICAS
+from parallel.expectation import ITEM_BYTES, Term, per_step
+from parallel.strategy import Rank, Step, Strategy
+from reference.case import Case
+
+__all__ = ["bits_hash", "with_parity"]
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the integers that its bits are."""
+
+
+def with_parity(strategy: Strategy, case: Case) -> Strategy:
+    """The strategy whose ranks compare their replicas; itself with parity=0."""
+    if not case.parity:
+        return strategy
+    replicated = _replicated(strategy, case)
+
+    def step(case: Case, plain: Step) -> Step:
+        before = strategy.step(case, plain)
+        return replace(before, reductions={"parity": _Parity(case, replicated), **before.reductions})
+
+    def terms(case: Case) -> Iterator[Term]:
+        for axis, names in replicated.items():
+            for term in per_step(case, "all_gather", 0, axis=axis, dtype="int64"):
+                size = ITEM_BYTES["int64"] * len(names) * term.group_size
+                yield replace(term, reduce_op="", payload_bytes=size, calls=-(-case.steps // case.parity))
+
+    return replace(strategy, once={**strategy.once, "parity": terms}, step=step)
+
+
+def _replicated(strategy: Strategy, case: Case) -> dict[str, Sequence[str]]:
+    """Axis -> the parameters that its ranks hold alike."""
+    places = strategy.placements(case)
+    sharded = case.zero >= 2 or (case.zero == 1 and case.master != "none")
+    data: Sequence[str] = ((REPLICAS,) if case.shard else ()) if sharded else strategy.data_axes
+    whole = [name for name, place in places.items() if strategy.weight_axis not in place.axes]
+    return {strategy.weight_axis: whole, **{axis: [*places] for axis in data}}
+
+
+class _Parity:
+    """The comparisons of one rank; called once a step."""
+
+    def __init__(self, case: Case, replicated: Mapping[str, Sequence[str]]) -> None:
+        self._every, self._replicated, self._steps = case.parity, replicated, 0
+
+    def __call__(self, rank: Rank) -> None:
+        """Raises RuntimeError for a parameter whose replicas differ."""
+        step, self._steps = self._steps, self._steps + 1
+        if step % self._every:
+            return
+        for name, names in self._replicated.items():
+            axis = rank.mesh.axis(name)
+            if axis.size == 1 or not names:
+                continue
+            hashes = torch.stack([bits_hash(rank.parameters[one]) for one in names])
+            every = all_gather(hashes, axis, dim=0).view(axis.size, -1)
+            if rank.proves and not bool((every == every[0]).all()):
+                self._differ(names, axis.ranks, every, step)
+
+    def _differ(self, names: Sequence[str], ranks: Sequence[int], every: Tensor, step: int) -> None:
+        place = int((every != every[0]).any(0).nonzero()[0])
+        odd = [ranks[int(index)] for index in (every[:, place] != every[0, place]).nonzero()]
+        raise RuntimeError(f"parity: before step {step} {names[place]} of ranks {odd} is not that of rank {ranks[0]}")
+
+
+def bits_hash(tensor: Tensor) -> Tensor:
+    """A number [] of the tensor's bits and their places, int64: another one if a single element differs."""
+    words = tensor.detach().contiguous().flatten().view(_WORDS[tensor.element_size()]).long()
+    odd = 2 * torch.arange(len(words), device=words.device) + 1
+    return (words * odd * 6364136223846793005).sum()
