@@ -159,7 +159,7 @@ class _Gathered:
         self._kept = []
         if self._case.no_sync:
             wide = [gradient.to(self._sum.dtype) for gradient in gradients]
-            gradients = [sum(pair) for pair in zip(self._wholes, wide, strict=True)] if self._wholes else wide
+            gradients = [kept + one for kept, one in zip(self._wholes, wide, strict=True)] if self._wholes else wide
             self._came += 1
             self._wholes = [*gradients] if self._came < self._case.micro else []
             if self._wholes:

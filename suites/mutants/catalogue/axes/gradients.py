@@ -120,8 +120,8 @@ GRADIENTS = (
         suite=ONCE,
         changes=_change(
             "gathered",
-            "for pair in zip(self._wholes, wide, strict=True)] if self._wholes else wide",
-            "for pair in ()] or wide",
+            "for kept, one in zip(self._wholes, wide, strict=True)] if self._wholes else wide",
+            "for kept, one in ()] or wide",
         ),
         kills="parameter_gradients",
         phase=_SYNCED,
