@@ -2,7 +2,7 @@
 
 A weight may have a holder, `weight.holder(grad, x)`: it takes over the product grad^T x, grad [tokens, out] and x
 [tokens, in], at once or later, adds it to the gradient that it holds, and returns a placeholder, which autograd hands
-on in place of a gradient and nobody reads. Without a holder the product is the gradient, as ever.
+on in place of a gradient and which must not be read. Without a holder the product is the gradient.
 
 Source: Megatron-Core `gradient_accumulation_fusion`, whose kernel adds into `weight.main_grad`, and
 `delay_wgrad_compute` (`backward_dw`).
