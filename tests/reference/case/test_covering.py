@@ -100,6 +100,7 @@ def test_every_value_of_a_word_of_other_schemes_is_in_a_default_case(mode: str) 
         "data parallelism": MODES[mode].data_parallel,
         "pipeline parallelism": MODES[mode].stages,
         "recomputation": bool(spread),
+        "replica parity": bool(spread),
     }
     for word in chain.from_iterable((*scheme.words, "order") for name, scheme in SCHEMES.items() if has.get(name)):
         seen = {getattr(case, word) for case in (*paired, *spread)}
