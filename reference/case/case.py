@@ -125,16 +125,14 @@ class Case:
     no_sync: bool = word(False, "gradients are summed in the last micro-batch of a step alone (zero=2|3)")
     prefetch: bool = word(False, "a layer is gathered while the one before it computes (zero=2|3)")
     wgrad: str = word(
-        "plain",
-        "products that give the gradients of linears' weights: by autograd, added into the buffer of gradients as they "
-        "are computed, or computed after the last backward (zero=0|1)",
+        "plain", "gradients of weights by autograd, into the buffer, or after the last backward (zero=0|1)"
     )
     shard: int = word(
         0, "data ranks that share one copy of the parameters (zero=2|3); 0: all of them", legal="0, or a divisor of dp"
     )
     parity: int = word(
         0,
-        "steps from one comparison of replicas by hash, inside the program, to the next; 0: none",
+        "steps from one comparison of replicas by hash, in the program, to the next; 0: none",
         legal="0, or at least 1",
     )
     metric: bool = word(
