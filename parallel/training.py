@@ -19,15 +19,17 @@ from parallel.checkpoints.loading import load
 from parallel.checkpoints.saving import save
 from parallel.layers.metric import Metric
 from parallel.layers.norm import wide
-from parallel.layout import Box, Placement, shard
+from parallel.layout import Box, Placement
 from parallel.mesh import Mesh
 from parallel.randomness.dropout import SHARES, Dropout
+from parallel.randomness.initial import initial
+from parallel.randomness.streams import Streams, seeds
 from parallel.schedules.stages import held
 from parallel.step import PLAIN
 from parallel.strategy import Rank, Strategy, Value
 from parallel.transformer import Transformer
 from reference.case import Case
-from reference.model.parameters import dtype_of, full
+from reference.model.parameters import dtype_of
 from reference.training.states import after
 
 __all__ = ["Rank", "Value", "set_up", "train"]
@@ -39,6 +41,9 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
     optimizer = rank.step.optimizer(rank)
     before = load(rank, optimizer, Path(case.load)) if case.load and rank.proves else 0
     outcome: dict[str, Value] = {}
+    if rank.proves and case.init != "whole":
+        held = {name: (p.detach().clone(), rank.places[name]) for name, p in rank.parameters.items()}
+        outcome |= {f"init/{name}": rank.value(*one) for name, one in held.items()}
     for step in range(case.steps):
         optimizer.zero_grad()
         loss, tokens, logits = rank.step.schedule(rank, step)
@@ -82,12 +87,16 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
     chunks = tuple((stage, Transformer(case, strategy, parts, dropout, device, stage)) for stage in own)
     parameters = {name: parameter for _, chunk in chunks for name, parameter in chunk.named_parameters()}
     places = {name: place for name, place in places.items() if any(stage.holds(name) for stage in own)}
+    at = mesh.coordinates
+    streams = Streams(seeds(case.seed, tp_rank=at["tp"][0], pp_rank=at["pp"][0]))
     with torch.no_grad():
         for name, parameter in parameters.items() if device.type != "meta" else ():
             if case.load:
                 parameter.fill_(math.nan)  # until the checkpoint is read, by another reader than the dense model's
             else:
-                parameter.copy_(shard(full(case, name), places[name], mesh.coordinates))
+                parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))
+    if case.init == "shard" and at["cp"][0] == 0:
+        dropout.streams.load_state_dict(streams.state_dict())  # they go on; other context ranks have seeds of their own
     rank = Rank(
         case=case,
         strategy=strategy,

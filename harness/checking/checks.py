@@ -16,6 +16,7 @@ from harness.checking.group_checks import groups
 from harness.checking.ledger_checks import ledger
 from harness.checking.numeric_checks import NUMERIC_KINDS, numeric
 from harness.checking.overlap_checks import overlap
+from harness.checking.randomness.initial_values import initial_values
 from harness.checking.randomness.masks import masks
 from harness.checking.regrouping import regrouping
 from harness.errors import error_text
@@ -30,6 +31,7 @@ CHECKS: Mapping[str, Check] = {
     "merge": layout,
     "replicas": replicas,
     **{name: numeric(name) for name in NUMERIC_KINDS},
+    "initial_values": initial_values,
     "masks": masks,
     "tokens": tokens,
     "ledger": ledger,

@@ -98,6 +98,7 @@ class Evidence:
     precision    dtype whose limits hold where a float64 case computes with a lower one; "" for the case's own
     island       where such a dtype enters on several ranks alone, if it explains what is wrong; "" otherwise
     given        names of what the truth was given of the outcome: it does not check them; empty where it knows all
+    deviations   standard deviations of initial values by parameter, as the reference states them; 0 is a constant
     torn         whether that does not merge, so that there is no truth
     regrouped    merged outcomes of the same global batch in other groupings; empty when none was run
     others       evidence of the same subject in cases that differ in one size, where a diagnosis needs them
@@ -129,6 +130,7 @@ class Evidence:
     precision: str = ""
     island: str = ""
     given: tuple[str, ...] = ()
+    deviations: Mapping[str, float] = field(default_factory=dict)
     torn: bool = False
     regrouped: tuple[Regrouped, ...] = ()
     others: tuple[Evidence, ...] = ()

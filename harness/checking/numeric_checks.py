@@ -10,6 +10,7 @@ from harness.checking.tolerance import Measured, kind_of, kind_rms, measure
 __all__ = ["NUMERIC_KINDS", "held", "numeric", "worst_of"]
 
 NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
+    "initial_values": ("init",),
     "masks": ("mask",),
     "tokens": ("tokens",),
     "forward": ("loss", "logits", "metric"),

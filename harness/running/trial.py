@@ -156,8 +156,17 @@ def recorded(trial: Trial) -> Evidence:
         facts=_facts(trial),
         declared=_asked(trial, "coverage", lambda: left_out(trial.subject), ()),
         given=tuple(trial.given),
+        deviations=_deviations(trial, merged),
         torn=torn,
     )
+
+
+def _deviations(trial: Trial, merged: Merged) -> Mapping[str, float]:
+    """What the reference states of initial values, where the subject returned any."""
+    stated = trial.reference.deviations
+    if not stated or not any(kind_of(name) == "init" for name in merged.tensors):
+        return {}
+    return cast(Mapping[str, float], cast(Any, resolve(stated))(trial.case))
 
 
 def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:

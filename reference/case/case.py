@@ -142,15 +142,10 @@ class Case:
     optimizer: str = word("sgd", "SGD, or AdamW with decoupled weight decay 0.01")
     lr: float = word(1.0, "learning rate", legal="a positive number")
     clip: float = word(0.0, "largest gradient norm; 0 is off", legal="0 or a positive number")
-    dropout: float = word(
-        0.0, "share of hidden states that is dropped: embedding, attention and MLP of a layer", legal="in [0, 1)"
-    )
+    dropout: float = word(0.0, "share of hidden states dropped: embedding, attention, MLP", legal="in [0, 1)")
     attention_dropout: float = word(0.0, "share of the shares of attention that is dropped", legal="in [0, 1)")
-    random: str = word(
-        "field",
-        "where masks come from: a function of step, sample, site and place, or Megatron's streams, drawn in the order "
-        "of forwards",
-    )
+    random: str = word("field", "masks are a function of step, sample, site and place, or draws of Megatron's streams")
+    init: str = word("whole", "initial values: this project's, Megatron's by place, or Megatron's drawn by each rank")
     label_smoothing: float = word(0.0, "share of a label that is spread over the other tokens", legal="in [0, 1)")
     dtype: str = word("float64", "dtype of parameters, activations and collectives")
     grad_dtype: str = word("model", "dtype in which gradients are added up and travel: the case's own, or float32")

@@ -1,15 +1,19 @@
-"""What makes the words of randomness legal together: `dropout attention_dropout random`."""
+"""What makes the words of randomness legal together: `dropout attention_dropout random init`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["SOURCES", "WORDS", "problems"]
+__all__ = ["INITIAL", "SOURCES", "WORDS", "problems"]
 
 SOURCES = ("field", "stateful")
-WORDS: Mapping[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0, "random": "field"}
-"""Each word with its default: no dropout."""
+INITIAL = ("whole", "field", "shard")
+WORDS: Mapping[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0, "random": "field", "init": "whole"}
+"""Each word with its default: no dropout, and the weights that the case has by seed and name."""
+
+_SHARDS = ("tp", "tp-sp")
+"""Modes of Megatron, whose ranks draw their own shards."""
 
 
 def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -19,3 +23,9 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield key, "must lie in [0, 1)", f"{key}=0.1"
     if v["random"] != "field" and not (v["dropout"] or v["attention_dropout"]):
         yield "random", "is where masks come from, and without dropout there are none", "random=field"
+    if v["init"] != "whole" and v["load"]:
+        yield "init", "is about values at the beginning, and load= brings those of a checkpoint", "init=whole"
+    if v["init"] == "shard" and v["mode"] not in _SHARDS:
+        yield "init", f"draws shards in mode={'|'.join(_SHARDS)} only, not in mode={v['mode']}", "init=field"
+    if v["init"] == "shard" and v["pp"] > 1 and v["tied"]:
+        yield "init", "draws on each stage by itself, and tied=true has one table on two stages", "tied=false"

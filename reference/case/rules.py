@@ -13,7 +13,7 @@ from typing import Any
 from reference.case.context import METHODS, ORDERS
 from reference.case.modes import MODES, mode_of, whose
 from reference.case.pipeline import SCHEDULES
-from reference.case.randomness import SOURCES
+from reference.case.randomness import INITIAL, SOURCES
 from reference.case.recompute import METHODS as RECOMPUTE_METHODS
 from reference.case.schemes import SCHEMES, Problem
 from reference.case.variants import VARIANTS, lack
@@ -27,6 +27,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "cp_slices": ORDERS,
     "schedule": SCHEDULES,
     "random": SOURCES,
+    "init": INITIAL,
     "family": ("gpt", "internlm2", "opt", "llama"),
     "positions": ("learned", "rope"),
     "norm": ("layernorm", "rmsnorm"),

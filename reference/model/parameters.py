@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from reference.case import Case
 from reference.errors import CaseError
+from reference.model.initial import of_field
 from reference.stored import stored
 
 __all__ = ["Shape", "drawn", "dtype_of", "full", "shapes", "weights"]
@@ -51,10 +54,10 @@ def _shapes(case: Case) -> dict[str, Shape]:
 def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor:
     """The full value of one parameter in the case's dtype; on the meta device its shape alone, at no cost.
 
-    Drawn uniformly in float64 from a generator seeded with sha256(seed, name), then rounded, so that every dtype, mode
-    and mesh starts from the same numbers; with `load=` as the checkpoint has it.
+    Drawn uniformly in float64 from a generator seeded with sha256(seed, name), with init=field as `initial` says, then
+    rounded, so that every dtype, mode and mesh starts from the same numbers; with `load=` as the checkpoint has it.
 
-    Raises ValueError for a name that the case does not have.
+    Raises ValueError for a name that the case does not have, and for init=shard, which leaves them to each rank.
     """
     if torch.device(device).type == "meta":
         return torch.empty(_shape(case, name), dtype=dtype_of(case), device=device)
@@ -64,14 +67,19 @@ def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor
 def drawn(case: Case, name: str) -> Tensor:
     """The same on the CPU, drawn once and shared by all callers, so it must not be written to.
 
-    Those of one model are kept, until another one is drawn. Raises ValueError for a name that the case does not have.
+    Those of one model are kept, until another one is drawn. Raises ValueError for a name that the case does not have,
+    and CaseError where init=shard leaves the values to each rank.
     """
     shape, dtype = _shape(case, name), dtype_of(case)
     if case.load:
         return _loaded(case, name, shape).to(dtype)
-    weights = _latest(case.seed, dtype, tuple(_shapes(case).items()))
+    if case.init == "shard":
+        rule = f"draws values that the dense model must be given, and init/{name} was not returned"
+        raise CaseError("init", case.init, rule, "init=field, or return the initial values under that name")
+    weights = _latest(case.seed, dtype, (case.init, *_shapes(case).items()))
     if name not in weights:
-        weights[name] = _draw(case.seed, name, shape).to(dtype)
+        value = of_field(case, name, shape) if case.init == "field" else _draw(case.seed, name, shape)
+        weights[name] = value.to(dtype)
     return weights[name]
 
 
@@ -85,9 +93,16 @@ def _loaded(case: Case, name: str, shape: Shape) -> Tensor:
     return found
 
 
-def weights(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Every full weight of the case by name, in its dtype, to be read only (see `drawn`)."""
-    return {name: drawn(case, name).to(device) for name in shapes(case)}
+def weights(case: Case, device: torch.device, given: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
+    """Every full weight of the case by name, in its dtype, to be read only (see `drawn`).
+
+    Those that are `given` as "init/<name>" are these, where the case leaves them to each rank.
+    """
+    held = given if case.init == "shard" else {}
+    return {
+        name: (held[f"init/{name}"] if f"init/{name}" in held else drawn(case, name)).to(device)
+        for name in shapes(case)
+    }
 
 
 def _shape(case: Case, name: str) -> Shape:
@@ -99,7 +114,7 @@ def _shape(case: Case, name: str) -> Shape:
 
 
 @lru_cache(maxsize=1)
-def _latest(_seed: int, _dtype: torch.dtype, _shapes: tuple[tuple[str, Shape], ...]) -> dict[str, Tensor]:
+def _latest(_seed: int, _dtype: torch.dtype, _kind: tuple[object, ...]) -> dict[str, Tensor]:
     """Where the weights of the model that was drawn last are kept."""
     return {}
 

@@ -50,7 +50,7 @@ def control(
     """
     other, feed = reordered(case, parts), fed(given)
     return train(
-        case, weights(case, device), feed=feed, arithmetic=other, last_first=True, states=states, observed=True
+        case, weights(case, device, given), feed=feed, arithmetic=other, last_first=True, states=states, observed=True
     )
 
 

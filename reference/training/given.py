@@ -1,4 +1,4 @@
-"""What the dense model cannot know and must be given: the masks that an implementation drew from streams of its own."""
+"""What the dense model cannot know and must be given: masks and initial values that an implementation drew."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model.dropout import masks, sites
+from reference.model.initial import deviation
+from reference.model.parameters import shapes, weights
 from reference.training.steps import Feed
 
-__all__ = ["drawn", "fed", "kinds"]
+__all__ = ["deviations", "drawn", "fed", "kinds"]
 
 
 def kinds(case: Case) -> tuple[str, ...]:
     """The kinds of names of an outcome that truth, control and kinks take as given=, none where they know all."""
-    return ("mask",) if case.random == "stateful" else ()
+    return (("mask",) if case.random == "stateful" else ()) + (("init",) if case.init == "shard" else ())
 
 
 def fed(given: Mapping[str, Tensor]) -> Feed:
@@ -31,7 +33,14 @@ def fed(given: Mapping[str, Tensor]) -> Feed:
 
 
 def drawn(case: Case, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The masks of a case as an outcome has them: the field's, or those given."""
-    if case.random == "field":
-        return masks(case)
-    return {name: given[name] for step in range(case.steps) for site in sites(case) if (name := f"mask/{step}/{site}")}
+    """What of a case is random, as an outcome has it: masks, and initial values that are Megatron's."""
+    names = [f"mask/{step}/{site}" for step in range(case.steps) for site in sites(case)]
+    found = masks(case) if case.random == "field" else {name: given[name] for name in names}
+    if case.init == "whole":
+        return found
+    return {f"init/{name}": w for name, w in weights(case, torch.device("cpu"), given).items()} | found
+
+
+def deviations(case: Case) -> dict[str, float]:
+    """The standard deviation of every parameter's initial values, by name; none where they are this project's own."""
+    return {} if case.init == "whole" else {name: deviation(case, name) for name in shapes(case)}

@@ -19,7 +19,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.model import layers
 from reference.model.decoder import Arithmetic
-from reference.model.parameters import full, shapes
+from reference.model.parameters import weights
 from reference.training import activations as observation
 from reference.training.given import fed
 from reference.training.steps import train
@@ -59,7 +59,7 @@ def kinks(
     """
     if case.activation != "relu" or case.dtype == "float64":
         return {}
-    exact = {name: full(case, name).to(device, torch.float64) for name in shapes(case)}
+    exact = {name: weight.to(torch.float64) for name, weight in weights(case, device, given).items()}
     place = side * BAND * torch.finfo(getattr(torch, case.dtype)).eps
     moved = Arithmetic(activate=partial(_activate, place=place))
     here, there = (

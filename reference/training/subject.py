@@ -40,7 +40,7 @@ def truth(
     `states`: those that an implementation returned, from which every step begins (see reference.states). Without them
     a case whose training leaves what can be judged raises CaseError (see reference.divergence).
     """
-    rounded = weights(case, device)
+    rounded = weights(case, device, given)
     outcome = train(case, rounded, feed=fed(given), dtype=torch.float64, states=states, observed=True)
     if states is None:
         refuse_divergence(case, rounded, outcome, feed=fed(given))

@@ -26,6 +26,7 @@ from reports.printing.text import show_message, show_table
 __all__ = ["KINDS", "OWN", "main", "names", "tables"]
 
 KINDS: Mapping[str, str] = {
+    "init": "initial values of parameters",
     "mask": "what dropout keeps, bool [samples of a step, shape of a sample] by step and site",
     "act": "outputs of modules in the first micro-batch: captured by module name, nothing to return",
     "logits": "[rows of all data ranks and micro-batches, sequence, vocabulary]",

@@ -82,7 +82,8 @@ def _random(name: str, shape: tuple[int, ...]) -> Tensor:
 
 def truth() -> dict[str, Tensor]:
     """Canonical names with random numbers."""
-    named: dict[str, Tensor] = {"mask/0/embedding": torch.ones(4, 3, 6, dtype=torch.bool)}
+    named: dict[str, Tensor] = {f"init/{name}": _random(f"init/{name}", shape) for name, shape in _SHAPES.items()}
+    named |= {"mask/0/embedding": torch.ones(4, 3, 6, dtype=torch.bool)}
     for step in range(2):
         named[f"tokens/{step}"] = torch.tensor(262 + step)
         named[f"loss/{step}"] = _random(f"loss/{step}", ()).abs() + 5
@@ -99,7 +100,7 @@ def outcome_of(rank: int, values: Mapping[str, Tensor]) -> dict[str, Any]:
     """What a right rank of two returns of these full tensors: shards of cut weights, everything else in full."""
     outcome: dict[str, Any] = {}
     for name, full in values.items():
-        dim = _CUT.get(name.partition("/")[2]) if name.startswith(("grad/", "param/")) else None
+        dim = _CUT.get(name.partition("/")[2]) if name.startswith(("init/", "grad/", "param/")) else None
         if dim is None:
             outcome[name] = full
         else:

@@ -16,6 +16,7 @@ from harness.outcome import Block
 __all__ = ["Place", "blocks_of", "comparable", "place_of", "timeline", "wrong_ranks"]
 
 _PHASES = {
+    "init": "forward",
     "mask": "forward",
     "act": "forward",
     "logits": "forward",
@@ -49,8 +50,8 @@ def place_of(name: str, steps: int) -> Place:
         return Place(step=int(step) if step.isdigit() else 0, phase=phase, module=site.removesuffix(".shares"))
     if kind in ("act", "act_grad"):
         return Place(step=0, phase=phase, module=rest)
-    if kind in ("grad", "param"):
-        return Place(step=0 if kind == "grad" else steps - 1, phase=phase, module=rest.rpartition(".")[0])
+    if kind in ("init", "grad", "param"):
+        return Place(step=steps - 1 if kind == "param" else 0, phase=phase, module=rest.rpartition(".")[0])
     return Place(step=int(rest) if rest.isdigit() else 0, phase=phase, module="")
 
 
@@ -60,7 +61,7 @@ def timeline(names: Sequence[str], steps: int) -> list[str]:
     for name in names:
         of_kind.setdefault(kind_of(name), []).append(name)
     masks = of_kind.get("mask", ())
-    order = [*(name for name in masks if step_of(name) == 0), *of_kind.get("act", ())]
+    order = [*of_kind.get("init", ()), *(name for name in masks if step_of(name) == 0), *of_kind.get("act", ())]
     for step in range(steps):
         order += [name for name in masks if step and step_of(name) == step]
         order += [name for kind in ("logits", "loss") for name in of_kind.get(kind, ()) if name == f"{kind}/{step}"]

@@ -117,9 +117,9 @@ MUTANTS = (
         modes=everywhere("bias=true", TENSOR),
         changes=_one(
             "training",
-            "parameter.copy_(shard(full(case, name), places[name], mesh.coordinates))",
+            "parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))",
             "at = {a: (i if parameter.dim() > 1 else 0, n) for a, (i, n) in mesh.coordinates.items()}\n"
-            "            parameter.copy_(shard(full(case, name), places[name], at))",
+            "            parameter.copy_(initial(case, name, places[name], at, streams))",
         ),
         kills="activations|forward",
         phase="forward",
@@ -133,9 +133,9 @@ MUTANTS = (
         condition="layers>1",
         changes=_one(
             "training",
-            "parameter.copy_(shard(full(case, name), places[name], mesh.coordinates))",
+            "parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))",
             'first = name.replace("layers.1.", "layers.0.")\n'
-            "            parameter.copy_(shard(full(case, first), places[name], mesh.coordinates))",
+            "            parameter.copy_(initial(case, first, places[name], mesh.coordinates, streams))",
         ),
         kills="activations|forward",
         phase="forward",

@@ -144,6 +144,7 @@ def test_a_truth_that_is_wrong_fails_the_right_subject() -> None:
     right = tuple(outcome_of(rank, truth()) for rank in range(2))
     findings = examine(evidence(*right, truth=other))
     assert named(findings, FAIL) == {
+        "initial_values",
         "tokens",
         "forward",
         "activations",

@@ -57,6 +57,7 @@ WRONG: dict[str, Callable[[], Evidence]] = {
     "merge": lambda: evidence(*right_ranks(), truth={**truth(), "logits/0": torch.zeros(4, 3, 13)}),
     "data": lambda: evidence(facts=Facts(pairs={"one": (torch.ones(2), torch.zeros(2))}, reading="", unchecked=())),
     "replicas": torn,
+    "initial_values": lambda: against("init"),
     "masks": lambda: against("mask"),
     "tokens": lambda: against("tokens"),
     "forward": lambda: against("loss", "logits"),

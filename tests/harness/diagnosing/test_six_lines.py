@@ -148,7 +148,7 @@ def test_every_failure_has_six_labelled_lines() -> None:
     seen = planted(**{name: tensor + 1 for name, tensor in truth().items()})
     findings = examine(seen)
     failed = [name for name, finding in findings.items() if finding.verdict == "fail"]
-    assert len(failed) == 8
+    assert len(failed) == 9
     for check in failed:
         labels = [line.split(":")[0] for line in explain(seen, findings, check, SUBJECT).splitlines()]
         assert labels == ["what", "where", "error", "first", "causes", "repeat"]

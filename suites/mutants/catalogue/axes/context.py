@@ -237,7 +237,7 @@ CONTEXT = (
         suite=_TWO,
         changes=_change(
             "ring",
-            "part = attend(q, block[0], block[1], slices.visible(own, keys))",
+            "part = attend(q, block[0], block[1], slices.visible(own, keys), of_keys(keep, keys))",
             "part = tuple(x.float().double() for x in attend(q, block[0], block[1], slices.visible(own, keys)))",
         ),
         kills="activations",

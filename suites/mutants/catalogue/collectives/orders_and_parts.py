@@ -9,7 +9,7 @@ __all__ = ["ORDERS_AND_PARTS"]
 _JOIN = "return torch.cat(parts.chunk(axis.size), dim)"
 _OWN = "return x.narrow(dim, axis.rank * width, width).contiguous()"
 _SPLIT = "parts: Tensor = x.unflatten(dim, (axis.size, width)).movedim(dim, 0)"
-_FILLED = "parameter.copy_(shard(full(case, name), places[name], mesh.coordinates))"
+_FILLED = "parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))"
 _LABELS = "labels=batch.labels.to(device),"
 _READ = 'micro_batch(case, step, micro, mesh.axis("dp").rank)'
 _ROTATED = "q, k = rotate(q, table), rotate(k, table)"

@@ -12,7 +12,7 @@ __all__ = ["SHARED_DATA"]
 
 _LARGE = {"seq": 48, "batch": 3}
 """Words that leave room for every edge of a shard in the first step."""
-_NUMBER = "    number = micro * case.dp + dp_rank\n    edges ="
+_NUMBER = "at, number = steps_before(case) + step, micro * case.dp + dp_rank"
 _EDGES = "edges = shard_edges(case) if not case.data else ()"
 
 

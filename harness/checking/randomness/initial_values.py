@@ -1,0 +1,81 @@
+"""The check of initial values (`init/<parameter>`): before step 1, before any number of training can show them.
+
+    deviation   standard deviations are those that the reference states, within SIGMAS standard errors of their variance
+                (that of normal numbers, which bounds flatter ones); constants have none
+    equal       no two parameters, and no two shards of one, hold the same numbers, but constants
+
+Where the dense model knows the values they are compared with it; replicas are the check `replicas`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding
+from harness.checking.numeric_checks import numeric
+from harness.checking.tolerance import kind_of
+
+__all__ = ["SIGMAS", "initial_values"]
+
+KIND = "init"
+SIGMAS = 6.0
+_compared = numeric("initial_values")
+
+
+def initial_values(evidence: Evidence) -> Finding | None:
+    """Whether parameters begin as they should; None where no rank returned how they begin."""
+    names = [name for name in evidence.returned if kind_of(name) == KIND]
+    if not names:
+        return None
+    names = [name for name in evidence.truth if name in names] or sorted(names)
+    wrong = dict([*_equal(evidence, names), *_deviating(evidence, names)])
+    if wrong:
+        first = next(name for name in names if name in wrong)
+        more = f"; {len(wrong) - 1} more of {len(names)} are wrong" if len(wrong) > 1 else ""
+        ordered = tuple(name for name in names if name in wrong)
+        return Finding(verdict=FAIL, message=f"{first} {wrong[first]}{more}", names=ordered)
+    told = f"{len(names)} parameters begin with the right deviations and no two alike"
+    known = None if set(names) & set(evidence.given) else _compared(evidence)
+    if known is None:
+        return Finding(verdict=PASS, message=f"{told}; the dense model was given them")
+    return replace(known, message=f"{known.message}; {told}") if known.verdict == PASS else known
+
+
+def _deviating(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        value, right = evidence.merged.tensors.get(name), evidence.deviations.get(name.partition("/")[2])
+        if value is None or right is None:
+            continue
+        found = math.sqrt(float(value.double().var(correction=0)))
+        slack = SIGMAS * math.sqrt(2 / value.numel())
+        if right == 0 and found > 0:
+            yield name, f"has a standard deviation of {found:.3g}, and begins as a constant"
+        elif right and abs((found / right) ** 2 - 1) > slack:
+            yield name, f"has a standard deviation of {found:.3g}, which must be {right:.3g}"
+
+
+def _equal(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]]:
+    """Parameters, and shards of one, that repeat numbers of one before."""
+    seen: dict[bytes, str] = {}
+    for name in names:
+        held = {
+            block.region: (rank, block.local)
+            for rank, outcome in reversed([*enumerate(evidence.outcomes)])
+            for block in outcome.get(name, ())
+        }
+        for rank, local in sorted(held.values(), key=lambda one: one[0]):
+            if _is_constant(local):
+                continue
+            what = f"{name} on rank {rank}"
+            before = seen.setdefault(local.contiguous().view(torch.uint8).numpy().tobytes(), what)
+            if before is not what:
+                yield name, f"on rank {rank} holds the numbers of {before}"
+
+
+def _is_constant(local: Tensor) -> bool:
+    return local.numel() < 2 or bool((local == local.flatten()[0]).all())

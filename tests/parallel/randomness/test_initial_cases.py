@@ -1,0 +1,74 @@
+"""Initial values: those of Megatron by formula, whole or drawn shard by shard, and what goes wrong with them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from harness.checking.evidence import FAIL, PASS
+from harness.checking.randomness.initial_values import initial_values
+from harness.shard import Shard
+from parallel.layout import Placement
+from parallel.randomness.initial import initial
+from parallel.randomness.streams import Streams, seeds
+from parallel.subject import subject
+from reference.case import Case
+from reference.model.parameters import drawn, shapes
+from suites.session.prover import Prover
+from tests.harness.toy_evidence import evidence
+
+SIZES = "layers=3 heads=6 kv_heads=2 hidden=24 ffn=36 vocab=390 seq=12 micro=2 steps=2 lr=0.1"
+
+
+@pytest.mark.parametrize("words", ["mode=tp-sp tp=2 dp=2 zero=1 init=shard", "mode=isp tp=2 wp=2 init=field"])
+def test_training_from_them_is_the_dense_models(prover: Prover, words: str) -> None:
+    result = prover.proof(Case.parse(f"{SIZES} {words}"), subject)
+    assert [verdict.message for verdict in result.verdicts if verdict.verdict != PASS] == []
+    assert "initial_values" in {verdict.check for verdict in result.verdicts}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_both_implementations_of_the_field_begin_alike(dtype: str) -> None:
+    case = Case.parse(f"{SIZES} init=field tp=1 dtype={dtype}")
+    for name, shape in shapes(case).items():
+        mine = initial(case, name, Placement(shape=shape), {}, Streams(seeds(0)))
+        assert torch.equal(mine.to(getattr(torch, dtype)), drawn(case, name)), name
+
+
+def test_values_are_megatrons() -> None:
+    """Deviations within six standard errors; residual outputs smaller by sqrt(2 layers)."""
+    case = Case.parse(f"{SIZES} init=field tp=1")
+    for name, right in {"embedding.tokens.weight": 0.02, "layers.1.mlp.w2.weight": 0.02 / math.sqrt(6)}.items():
+        value = drawn(case, name)
+        assert abs((float(value.std()) / right) ** 2 - 1) < 6 * math.sqrt(2 / value.numel())
+    assert float(drawn(case, "layers.0.mlp.w2.bias").abs().max()) == 0
+    assert float((drawn(case, "final_norm.weight") - 1).abs().max()) == 0
+
+
+def test_shards_of_their_own_are_for_modes_and_stages_that_have_them() -> None:
+    with pytest.raises(ValueError, match=r"init=shard: draws shards in mode=tp\|tp-sp only"):
+        Case.parse("mode=msp init=shard")
+    with pytest.raises(ValueError, match="init=shard: draws on each stage by itself, and tied=true"):
+        Case.parse("pp=2 tp=1 init=shard")
+    with pytest.raises(ValueError, match="draws values that the dense model must be given, and init/final_norm.weight"):
+        drawn(Case.parse("init=shard"), "final_norm.weight")
+
+
+def test_equal_shards_and_wrong_deviations_are_named() -> None:
+    generator = torch.Generator().manual_seed(1)
+    one, other = (0.02 * torch.randn(40, 30, generator=generator) for _ in range(2))
+
+    def found(*parts: torch.Tensor, right: float = 0.02) -> tuple[str, str]:
+        ranks = [{"init/w": Shard(part, (40 * rank, 0), (80, 30))} for rank, part in enumerate(parts)]
+        finding = initial_values(evidence(*ranks, truth={}, given=("init/w",), deviations={"w": right}))
+        assert finding is not None
+        return finding.verdict, finding.message
+
+    assert found(one, other)[0] == PASS
+    assert found(one, one) == (FAIL, "init/w on rank 1 holds the numbers of init/w on rank 0")
+    verdict, message = found(one, other, right=0.03)
+    assert verdict == FAIL and message.endswith("which must be 0.03")
+    assert found(one, other, right=0.0)[1].endswith("and begins as a constant")
+    assert initial_values(evidence({"loss/0": torch.ones(())})) is None
