@@ -58,6 +58,7 @@ def _layers_of_stages(v: Mapping[str, Any]) -> tuple[int, ...]:
     first, last = v["first_layers"] or None, v["last_layers"] or None
     try:
         group = PipelineGroup(ranks=tuple(range(v["pp"])), chunks=v["chunks"])
-        return tuple({len(group.layers(v["layers"], rank, first=first, last=last)) for rank in range(v["pp"])})
+        held = [group.layers(v["layers"], rank, first=first, last=last) for rank in range(v["pp"])]
+        return tuple({layers.stop - layers.start for layers in held})  # len() of a vast range overflows
     except CaseError:
         return ()
