@@ -148,10 +148,11 @@ def repeated(case: Case, terms: Iterable[Term], *, core: bool = False) -> Iterat
 
 def saved_terms(case: Case) -> Iterator[Term]:
     """The gather of every unit's input as it is computed again (distribute_saved): one whole activation, issued by the
-    linear whose backward is the first to need something of the unit.
+    module whose backward is the first to need something of the unit: the last linear, or the dropout behind it.
     """
     for layer in sorted(ends_of_units(case)) if case.distribute_saved else ():
-        yield from activation_terms(case, "recompute", f"layers.{layer}.mlp.w2", "all_gather")
+        first = f"layers.{layer}" if case.dropout else f"layers.{layer}.mlp.w2"
+        yield from activation_terms(case, "recompute", first, "all_gather")
 
 
 def loss_dtype(case: Case) -> str:
