@@ -177,8 +177,8 @@ BUGS: dict[str, Bug] = {
     "ours: residual detached": ours(
         "mode=tp tp=2",
         "transformer",
-        "y: Tensor = x + self.mlp",
-        "y: Tensor = x.detach() + self.mlp",
+        "y: Tensor = x + self._dropped",
+        "y: Tensor = x.detach() + self._dropped",
         "backward",
         "layers.1",
     ),

@@ -62,8 +62,8 @@ BUGS = {
     "residual detached": Bug(
         text=TP,
         module="transformer",
-        old="y: Tensor = x + self.mlp",
-        new="y: Tensor = x.detach() + self.mlp",
+        old="y: Tensor = x + self._dropped",
+        new="y: Tensor = x.detach() + self._dropped",
         first=("backward", "layers.1"),
     ),
     "gradients of what is whole averaged": Bug(

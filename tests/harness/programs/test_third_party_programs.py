@@ -32,8 +32,8 @@ PROGRAMS = {
     f"{SCRIPTS}.hf_trainer": ("transformers", {"all_gather", "all_reduce", "broadcast"}),
     f"{SCRIPTS}.megatron_1f1b": ("megatron.core", {"all_reduce", "recv", "send"}),
 }
-QUICK = (f"{SCRIPTS}.megatron_1f1b",)
-"""What every session runs: a program with messages, of a package that knows nothing of us."""
+QUICK = (f"{SCRIPTS}.fsdp2",)
+"""What every session runs: the one that starts soonest."""
 LAUNCHERS = {
     "torchrun": ["--nproc-per-node", "2"],
     "accelerate": ["launch", "--multi_gpu", "--num_processes", "2"],
@@ -55,7 +55,7 @@ if __name__ == "__main__":
 """
 PLAIN = ("accelerate.test_utils.scripts.test_sync", f"{SCRIPTS}.deepspeed_zero2")
 """The programs that are run without us too."""
-READ = (*QUICK, f"{SCRIPTS}.deepspeed_zero2", f"{SCRIPTS}.fsdp2")
+READ = tuple(f"{SCRIPTS}.{name}" for name in ("deepspeed_zero2", "fsdp2", "megatron_1f1b"))
 """Programs that read the results of all their calls, and gather nothing again that is there."""
 
 

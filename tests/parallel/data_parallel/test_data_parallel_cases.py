@@ -121,11 +121,11 @@ def test_the_order_of_weight_gradients_changes_no_call(words: str) -> None:
 def test_a_replica_that_differs_ends_the_run_with_its_name(prover: Prover) -> None:
     """One bit of one element on one rank, which bit-for-bit comparisons after the run find as well."""
     source = source_of("parallel.training")
-    filled = "parameter.copy_(shard(full(case, name), places[name], mesh.coordinates))\n"
+    filled = "parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))\n"
     assert source.count(filled) == 1
     other = filled + (
-        "            if mesh.rank == 2 and name == 'layers.1.mlp_norm.weight':\n"
-        "                parameter[3] = torch.nextafter(parameter[3], parameter[3] + 1)\n"
+        "                if mesh.rank == 2 and name == 'layers.1.mlp_norm.weight':\n"
+        "                    parameter[3] = torch.nextafter(parameter[3], parameter[3] + 1)\n"
     )
     wrong = planted({"parallel.training": source.replace(filled, other)})
     result = prover.proof(Case.parse(f"{SIZES} mode=tp tp=3 dp=2 parity=2"), wrong)

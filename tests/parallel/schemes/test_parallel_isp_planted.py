@@ -124,7 +124,7 @@ PLANTED: dict[str, tuple[str, str, str, str, str]] = {
     "recompute and backward gather twice": (
         "tp=2 recompute=full",
         "parallel.weights.prefetch",
-        "uses = 2 if again and self.plan.recompute else 1",
+        "uses = 2 if again and seats and seats[0].block in self.plan.recompute else 1",
         "uses = 1",
         "ledger",
     ),
@@ -138,7 +138,7 @@ PLANTED: dict[str, tuple[str, str, str, str, str]] = {
     "backward starts nothing ahead": (
         "tp=2",
         "parallel.weights.prefetch",
-        "self._start(self._seats[max(seat.number - 1, 0) : seat.number])",
+        "self._start(before)",
         "pass",
         "ledger",
     ),

@@ -43,6 +43,7 @@ CASES = tuple(
         ("mode=tp dp=3 bucket=400", SMALL),
         ("mode=tp-sp dp=3 zero=1 bucket=400 steps=2", SMALL),
         ("mode=tp dp=4 zero=3 shard=2", SMALL),
+        ("mode=tp dp=3 parity=1 recompute=full distribute_saved=true", SMALL),
         ("mode=tp dp=3 dtype=float16 master=float32 scaler=static loss_scale=4", SMALL),
         ("mode=mtp metric=true", EVO),
         ("mode=msp embedding=hidden head=gather", EVO),
@@ -71,9 +72,10 @@ class Right:
 
 
 @pytest.fixture(scope="module")
-def right(prover: Prover) -> list[Right]:
+def right(prover: Prover, tmp_path_factory: pytest.TempPathFactory) -> list[Right]:
     """Every case, on the right subject."""
-    return [_ran(prover, text) for text in CASES if Case.parse(text).mode in subject.modes]
+    saving = f"{SMALL} mode=tp dp=3 save={tmp_path_factory.mktemp('checkpoint')}"
+    return [_ran(prover, text) for text in (*CASES, saving) if Case.parse(text).mode in subject.modes]
 
 
 def _ran(prover: Prover, text: str) -> Right:

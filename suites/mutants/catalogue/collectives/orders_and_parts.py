@@ -142,7 +142,7 @@ ORDERS_AND_PARTS = (
                 f"{_ROTATED}\n            if self.normed:\n                q, k = self.q_norm(q), self.k_norm(k)",
             ),
         ),
-        kills="activations",
+        kills="activations|forward",
         phase="forward",
         region="layers.0.attention*",
         cause="",
