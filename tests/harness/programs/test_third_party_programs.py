@@ -1,4 +1,4 @@
-"""Programs of others, unmodified, on two gloo processes: ledgers equal to what torch's profiler saw, call by call.
+"""Programs of others, unmodified, on two gloo processes: their ledgers are what torch's profiler and nsys saw.
 
 Their output with and without us is compared where it names no time of day.
 """
@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from harness.witnesses.agreement import agreement
+from harness.witnesses.database import read_database
+from harness.witnesses.nsys import exported, nsys_path
 from harness.witnesses.sighting import of_ledger
 from harness.witnesses.torch_trace import read_traces
 from reports.programs import figures, operators
@@ -87,6 +89,28 @@ def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str, reques
     if module in PLAIN:
         plain = ranks_of(tmp_path, "-m", module, ACCELERATE_USE_CPU="true")
         assert [own_lines(end.stdout) for end in plain] == [own_lines(end.stdout) for end in ended]
+
+
+@pytest.mark.skipif(nsys_path() is None, reason="nsys is not on PATH (.ci/nsys fetches one)")
+@pytest.mark.parametrize("module", PROGRAMS)
+def test_the_ledger_is_what_nsys_saw(tmp_path: Path, module: str, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("half a CPU minute each: --hypothesis-profile deep")
+    if find_spec(PROGRAMS[module][0].partition(".")[0]) is None:
+        pytest.skip(f"{PROGRAMS[module][0]} (extra `peers`) is not installed")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    record = [sys.executable, "-m", "shardproof", "record", "--profile", "nsys", "--steps", "0:1000", "--"]
+    subprocess.run(
+        [*record, "torchrun", "--standalone", "--nproc-per-node", "2", "-m", module],
+        cwd=tmp_path, env=environment(tmp_path, PATH=path, ACCELERATE_USE_CPU="true"), timeout=LIMIT_S, check=True,
+    )  # fmt: skip
+    run, nsys = load(tmp_path / "runs" / "latest"), nsys_path()
+    assert nsys is not None
+    (seen,) = read_database(exported(nsys, run.path / "traces" / "nsys")).values()
+    ours = [replace(one, phase="") for one in of_ledger(figures.events(run))]
+    found = agreement(ours, {"nsys": [replace(one, phase="") for one in seen]})
+    assert [str(row) for row in found.broken] == []
+    assert len(found.rows) == len(seen) == len(run.ledger)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
