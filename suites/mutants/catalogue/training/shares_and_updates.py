@@ -90,7 +90,7 @@ SHARES_AND_UPDATES = (
         modes=everywhere(),
         changes=_training(
             _DIVIDED,
-            f"{_DIVIDED}\n    gradients['embedding.tokens.weight'].mul_(2)",
+            f"{_DIVIDED}\n    rank.gradients()['embedding.tokens.weight'].mul_(2)",
         ),
         kills="parameter_gradients",
         phase=_SYNCED,
