@@ -55,7 +55,7 @@ def safe_name(name: str) -> str:
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Turns an OSError inside into the RequestError that names the folder and the reason."""
+    """What is inside writes the run folder. Raises RequestError with the folder and the reason where that cannot be."""
     try:
         yield
     except OSError as problem:

@@ -56,9 +56,9 @@ __all__ = [
 
 FLOAT64_ALLOWED = 1e-9
 FLOOR_EPSILONS: Mapping[str, float] = {"frobenius": 4.0, "peak": 32.0}
-"""Below this many epsilons of the run dtype nobody is asked to stay, however lucky the control run was."""
+"""No limit is smaller than this many epsilons of the run dtype, however small the error of the control run was."""
 FLOAT64_CEILING = 1e-4
-"""Where noise may come to this in float64, training amplifies it without end, and later steps tell nothing."""
+"""Where noise may come to this in float64, training amplifies it without end: errors of later steps prove nothing."""
 OWN_EPSILONS = 4.0
 """An element this many epsilons of the run dtype from its own truth is none that `peak` looks at; none in float64."""
 CONTROL_FACTOR = 6.0

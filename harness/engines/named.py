@@ -17,7 +17,7 @@ ENGINES = {
     "torchrun": "harness.engines.processes.launched.torchrun:TorchrunEngine",
     "dry": "harness.engines.shapes.dry:DryEngine",
 }
-"""Word of the command line -> the engine's class, resolved only when asked for."""
+"""Word of the command line -> the engine's class, resolved only when it is used."""
 
 
 def known_engine(name: str) -> str:

@@ -38,7 +38,7 @@ __all__ = [
 EQUAL = "equal"
 """What `Forecast.ledger` says when the dry run issued exactly the events of the closed form."""
 DEPTHS = (3, 5)
-"""Layers at which a deep model is measured: few, but enough that the first and the last are told from the others."""
+"""Layers at which a deep model is measured: few, but enough that the first and the last differ from the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from harness.errors import MachineError
 from harness.predicting.meter import FORMULAS
 from harness.witnesses.torch_trace import op_of
 
-__all__ = ["Node", "Used", "flops", "nodes_of", "used"]
+__all__ = ["TracedOperator", "Used", "flops", "nodes_of", "used"]
 
 _TO_PEERS = ("send", "barrier", "monitored_barrier_", "reduce_", "gather_", "gather_into_tensor_")
 """Operators whose result is not on every rank that issues them."""
@@ -41,7 +41,7 @@ class _Range(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class TracedOperator:
     """An operator: `parent` is the node that called it; nodes are numbered in the order in which they began."""
 
     number: int
@@ -65,7 +65,7 @@ class Used:
     repeated: bool
 
 
-def nodes_of(path: Path) -> list[Node]:
+def nodes_of(path: Path) -> list[TracedOperator]:
     """The operators of a trace in the order in which they began. Raises MachineError for a file that is none."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["nodes"]
@@ -74,9 +74,9 @@ def nodes_of(path: Path) -> list[Node]:
         raise MachineError(f"execution trace: {path} cannot be read ({problem})", ranks=(), positions=()) from problem
 
 
-def _node(row: Mapping[str, Any]) -> Node:
+def _node(row: Mapping[str, Any]) -> TracedOperator:
     about = {attribute["name"]: attribute["value"] for attribute in row["attrs"]}
-    return Node(
+    return TracedOperator(
         number=int(row["id"]),
         parent=int(row["ctrl_deps"]),
         thread=int(about.get("tid", 0)),
@@ -90,7 +90,7 @@ def _node(row: Mapping[str, Any]) -> Node:
     )
 
 
-def flops(nodes: Iterable[Node]) -> int:
+def flops(nodes: Iterable[TracedOperator]) -> int:
     """FLOPs of matrix products, convolutions and attention, by torch.utils.flop_counter's formulas.
 
     An operator that calls another one of them is not counted twice: DTensor's products are those of its shards.
@@ -106,7 +106,7 @@ def flops(nodes: Iterable[Node]) -> int:
     return sum(counted.values())
 
 
-def _flops(node: Node, formula: Any) -> int:
+def _flops(node: TracedOperator, formula: Any) -> int:
     words = [
         shape if kind.startswith("Tensor") else value
         for kind, shape, value in zip(node.types, node.shapes, node.inputs, strict=True)
@@ -117,7 +117,7 @@ def _flops(node: Node, formula: Any) -> int:
     return int(formula(*shapes, out_val=node.out_shape))
 
 
-def used(nodes: Sequence[Node], settled: int = 0) -> list[Used]:
+def used(nodes: Sequence[TracedOperator], settled: int = 0) -> list[Used]:
     """What became of every call, in order of issue.
 
     Where nothing has happened to the memory of a result at the end, the first `settled` calls count as unread, the
@@ -129,7 +129,7 @@ def used(nodes: Sequence[Node], settled: int = 0) -> list[Used]:
     repeated: set[int] = set()
     changes: dict[int, int] = {}
     gathered: set[object] = set()
-    calls: list[Node] = []
+    calls: list[TracedOperator] = []
     for node in (node for node in nodes if node.schema):
         read, written, fresh = _effects(node, leaf=node.number not in calling)
         for part in read:
@@ -161,7 +161,7 @@ def used(nodes: Sequence[Node], settled: int = 0) -> list[Used]:
     ]
 
 
-def _word(node: Node) -> str:
+def _word(node: TracedOperator) -> str:
     return node.name.removeprefix("c10d::")
 
 
@@ -169,7 +169,7 @@ def _covers(part: _Range, other: _Range) -> bool:
     return part.offset <= other.offset and part.offset + part.elements >= other.offset + other.elements
 
 
-def _effects(node: Node, *, leaf: bool) -> tuple[list[_Range], list[_Range], list[_Range]]:
+def _effects(node: TracedOperator, *, leaf: bool) -> tuple[list[_Range], list[_Range], list[_Range]]:
     """What an operator reads, what it overwrites, and what it allocated: its outputs that it was not given."""
     if node.name.startswith("c10d::"):
         first, *others = node.inputs

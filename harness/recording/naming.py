@@ -16,7 +16,7 @@ __all__ = ["Paths", "axis_name", "group_word"]
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _BY_TORCH = re.compile(r"|undefined|default_pg|mesh_default|mesh_dim_\d+|.*:split:\d+")
-"""Descriptions that nobody chose."""
+"""Descriptions that torch gives by default."""
 _WORLD = ("default_pg", "mesh_default")
 """torch's own names for the group of all ranks: the only axis of the case that has them all is no guess."""
 _FILLERS = frozenset({"parallel", "group", "gloo", "ag", "and", "with"})

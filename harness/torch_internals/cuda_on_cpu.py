@@ -69,7 +69,7 @@ class _Stream:
     cuda_stream = stream_id = device_index = 0
 
     def __init__(self, *_: object, **__: object) -> None:
-        """Whatever is asked for, there is one."""
+        """Takes what a CUDA stream takes, and needs none of it."""
 
     def __enter__(self) -> _Stream:
         return self

@@ -65,7 +65,7 @@ _OPERATORS = {
 _SEVERAL = {"reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
 """Operators that gloo lowers to one call for each of their input tensors."""
 _NESTED = {"allgather_", "allgather_coalesced_"}
-"""Operators whose outputs are a list of lists, of which a trace tells no dims."""
+"""Operators whose outputs are a list of lists, of which a trace has no dims."""
 Json = Mapping[str, Any]
 
 

@@ -21,7 +21,7 @@ from parallel.checkpoints.state import (
     RANKS,
     SCALE,
     STEPS,
-    Target,
+    StateTensor,
     computing,
     keys,
     ranks_of,
@@ -77,7 +77,7 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     return int(common[STEPS])
 
 
-def _read(rank: Rank, stored: Stored, found: Sequence[Target]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _read(rank: Rank, stored: Stored, found: Sequence[StateTensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The targets' tensors, padding zero, and by key what is whole on every rank.
 
     Raises CheckpointError when an element of them is still poisoned.

@@ -31,7 +31,7 @@ __all__ = [
     "RANKS",
     "SCALE",
     "STEPS",
-    "Target",
+    "StateTensor",
     "computing",
     "keys",
     "ranks_of",
@@ -45,7 +45,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class StateTensor:
     """A tensor of a rank that lies so in the full tensor of a key; ranks at the same places of `axes` hold the same."""
 
     key: str
@@ -58,26 +58,26 @@ class Target:
         return pieces(local, self.place, at)
 
 
-def trained(rank: Rank, states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Target]:
+def trained(rank: Rank, states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
     """What the optimizer of a rank steps and its states, given by the parameters' names: all that is to be saved."""
     for name, tensor in rank.updated.items():
         place, state = rank.updated_places[name], states.get(name, {})
-        yield Target(key=f"model.{name}", local=tensor, place=place, axes=place.axes)
+        yield StateTensor(key=f"model.{name}", local=tensor, place=place, axes=place.axes)
         for moment in MOMENTS:
             if moment in state:
                 key = f"optimizer.state.{name}.{moment}"
-                yield Target(key=key, local=state[moment], place=place, axes=place.axes)
+                yield StateTensor(key=key, local=state[moment], place=place, axes=place.axes)
         if "step" in state:
             key, whole = f"optimizer.state.{name}.step", Placement(shape=())
-            yield Target(key=key, local=state["step"], place=whole, axes=("pp",))
+            yield StateTensor(key=key, local=state["step"], place=whole, axes=("pp",))
 
 
-def computing(rank: Rank) -> Iterator[Target]:
+def computing(rank: Rank) -> Iterator[StateTensor]:
     """The parameters that a rank computes with, where the optimizer steps something else in their place."""
     places = rank.strategy.placements(rank.case)
     for name, parameter in itertools.chain.from_iterable(chunk.named_parameters() for _, chunk in rank.chunks):
         if parameter is not rank.updated[name]:
-            yield Target(key=f"model.{name}", local=parameter, place=places[name], axes=places[name].axes)
+            yield StateTensor(key=f"model.{name}", local=parameter, place=places[name], axes=places[name].axes)
 
 
 def keys(case: Case, shapes: Mapping[str, tuple[int, ...]], *, states: bool) -> dict[str, tuple[int, ...]]:

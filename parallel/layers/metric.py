@@ -33,7 +33,7 @@ from reference.case import Case
 __all__ = ["DATASETS", "MetricSums", "Metric", "metric_terms"]
 
 DATASETS = 1
-"""Datasets told apart: a case has one corpus."""
+"""Number of datasets: a case has one corpus."""
 _VOCABULARY = 2
 """Dim of logits [.., .., V]."""
 

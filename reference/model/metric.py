@@ -15,7 +15,7 @@ from reference.model.loss import IGNORED, counted
 __all__ = ["DATASETS", "Totals", "outcome", "totals"]
 
 DATASETS = 1
-"""Datasets told apart: a case has one corpus."""
+"""Number of datasets: a case has one corpus."""
 Totals = dict[str, Tensor]
 """`right` and `tokens` int64 [], `log_likelihood` []."""
 

@@ -24,7 +24,7 @@ COLUMNS = (
 )
 _PLACE = ["case", "mode", "phase", "region", "op"]
 _TELLING = ("dtype", "shape", "payload_bytes", "reduce_op", "axis", "group_size", "is_async")
-"""Parts of an event in the order in which a change of them is told."""
+"""Parts of an event in the order in which their changes are reported."""
 EventSite = tuple[str, ...]
 What = tuple[object, ...]
 Cells = Counter[tuple[int, int, int]]

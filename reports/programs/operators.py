@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any
 
 from harness.errors import MachineError
-from harness.programs.execution_trace import Node, Used, flops, nodes_of, used
+from harness.programs.execution_trace import TracedOperator, Used, flops, nodes_of, used
 from harness.programs.kineto import OPERATOR_STEPS
 from harness.programs.stated import EXECUTION_SUFFIX
 from reports.programs.figures import steps
@@ -64,7 +64,7 @@ def operators(run: Run) -> Operators:
     return Operators(flops=work, findings=(*told, *problems))
 
 
-def _placed(run: Run, rank: int, within: list[int], nodes: list[Node]) -> list[tuple[_Place, Used]]:
+def _placed(run: Run, rank: int, within: list[int], nodes: list[TracedOperator]) -> list[tuple[_Place, Used]]:
     """The calls of a trace with the places that the ledger gives them; without one where the two do not reconcile."""
     frame = steps(run)
     began = frame[frame["rank"] == rank].set_index("step")["start_us"]

@@ -1,1 +1,1 @@
-"""Checks of random numbers: exact tests, and what they are asked of masks and initial values."""
+"""Checks of random numbers: exact tests, and what they compare of masks and initial values."""

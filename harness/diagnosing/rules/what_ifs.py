@@ -78,7 +78,7 @@ _READ = frozenset(
     "micro_missing positions_shifted scores_scaled later_seen rotated_otherwise other_activation normed_otherwise "
     "other_epsilon term_missing smoothing_over_all edge_off".split()
 )
-"""What-ifs whose readings are told by their names."""
+"""What-ifs whose readings are known by their names."""
 
 
 def what_if(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:

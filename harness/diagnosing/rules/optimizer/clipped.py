@@ -22,7 +22,7 @@ APART = 1e-3
 SAME = 1e-9
 """What a block moved is right within this share of it."""
 SEEN = 1e-3
-"""Elements below this share of the largest tell no factor."""
+"""Elements below this share of the largest show no factor."""
 
 
 def by_element(evidence: Evidence, state: Moved, step: int) -> list[Cause]:
