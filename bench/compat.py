@@ -44,7 +44,11 @@ _CASES = (
     "mode=tp tp=1 pp=2 micro=3",
 )
 _PROGRAM = str(ROOT / "tests" / "harness" / "programs" / "scripts" / "fsdp2.py")
-_TESTS = ("tests/harness/shapes/test_torch_internals.py", "tests/harness/shapes/test_unmapped.py")
+_TESTS = (
+    "tests/harness/shapes/test_torch_internals.py",
+    "tests/harness/shapes/test_unmapped.py",
+    "tests/harness/threads/test_inproc_messages.py",
+)
 _INSTALL_S, _STEP_S = 1200.0, 600.0
 _READY = "ready"
 PASSED, FAILED, NOT_RUN = "pass", "FAIL", "not run"

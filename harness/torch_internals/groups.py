@@ -24,6 +24,7 @@ _PRIVATE_NAMES = {
     "start_coalescing": "_start_coalescing",
     "end_coalescing": "_end_coalescing",
     "source_rank": "_source_rank",
+    "get_backend": "_get_backend",
 }
 """Method -> the name under which torch calls it too: the flat ones up to 2.12, the others always."""
 
@@ -119,8 +120,8 @@ PROBES = (
     ),
     Probe(
         feature="groups that answer torch",
-        names="_allgather_base _reduce_scatter_base _start_coalescing _end_coalescing _source_rank",
-        otherwise="flat collectives, coalesced blocks or any-source receives fail in the in-process engine",
+        names="_allgather_base _reduce_scatter_base _start_coalescing _end_coalescing _source_rank _get_backend",
+        otherwise="flat collectives, batched messages or any-source receives fail in the in-process engine",
         works=_calls_by_private_names,
     ),
 )

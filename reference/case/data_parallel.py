@@ -96,4 +96,4 @@ def _scaling(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if not scale >= 1 or math.isinf(scale) or math.frexp(scale)[0] != 0.5:
         yield "loss_scale", "must be a power of two, so that scaling rounds nothing", "loss_scale=65536.0"
     if scaler == "none" and scale != 1:
-        yield "loss_scale", "scales with a scaler only", "scaler=static"
+        yield "loss_scale", "scales with a scaler only, and scaler=none", "loss_scale=1.0"

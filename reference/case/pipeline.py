@@ -65,8 +65,11 @@ def _chunks(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _layers(v: Mapping[str, Any]) -> None:
     """Raise CaseError for layers that the ranks and their chunks cannot share, or that leave a rank without any."""
     group = PipelineGroup(ranks=tuple(range(v["pp"])), chunks=v["chunks"])
-    for rank in range(v["pp"]):
-        held = group.layers(v["layers"], rank, first=v["first_layers"] or None, last=v["last_layers"] or None)
-        if not held:
-            rule = f"leaves none to the ranks between the first and the last of pp={v['pp']}"
-            raise CaseError("layers", v["layers"], rule, f"layers={v['layers'] + v['chunks'] * (v['pp'] - 2)}")
+    every = range(v["pp"])
+    held = [
+        group.layers(v["layers"], rank, first=v["first_layers"] or None, last=v["last_layers"] or None)
+        for rank in every
+    ]
+    if without := [rank for rank in every if not held[rank]]:
+        rule = f"leaves none to pipeline ranks {without} of pp={v['pp']}"
+        raise CaseError("layers", v["layers"], rule, f"layers={v['layers'] + v['chunks'] * len(without)}")

@@ -77,6 +77,10 @@ class InprocGroup(_TorchGroup):
         """Not a name of C++, which would look for that backend's object. dist.get_backend returns gloo."""
         return "inproc"
 
+    def get_backend(self, device: torch.device) -> InprocGroup:
+        """The group itself, which has no backend of torch and coalesces no messages."""
+        return self
+
     def get_group_store(self) -> Any:
         """The group's key-value store, in this process."""
         return self._group.store

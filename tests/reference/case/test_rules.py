@@ -65,7 +65,7 @@ BROKEN = {
     "mode=mtp pp=2": "is implemented for mode=tp|tp-sp, not for mode=mtp",
     "pp=2 zero=2": "is not implemented with pp=2, where several micro-batches are between forward and backward",
     "pp=4": "must share evenly over 4 stages, unless first_layers= or last_layers= is given",
-    "pp=3 first_layers=1 last_layers=1": "leaves none to the ranks between the first and the last of pp=3",
+    "pp=3 first_layers=1 last_layers=1": "leaves none to pipeline ranks [1] of pp=3",
     "pp=2 chunks=2": "is for schedule=interleaved, not for schedule=1f1b",
     "pp=2 group=2": "is for schedule=interleaved, not for schedule=1f1b",
     "pp=2 layers=4 schedule=interleaved": "schedule=interleaved needs at least two chunks on every rank",
