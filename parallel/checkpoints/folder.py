@@ -22,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
@@ -89,6 +91,7 @@ class Stored:
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self.folder, self.metadata = folder, metadata
         self.tensors = _tensors(metadata)
+        self._verified: set[str] = set()
 
     @classmethod
     def open(cls, folder: Path) -> Stored:
@@ -127,7 +130,9 @@ class Stored:
         Raises CheckpointError when a file that is read is not the one that was written.
         """
         keys = {key for key, _ in boxes}
-        self._check_sums({info.relative_path for index, info in self._places if index.fqn in keys}, content=True)
+        files = {str(info.relative_path) for index, info in self._places if index.fqn in keys}
+        self._check_sums(files - self._verified, content=True)
+        self._verified |= files
         reader, planner = FileSystemReader(self.folder), BoxReader(boxes)
         planner.set_up_planner({}, self.metadata, True)
         reader.set_up_storage_reader(self.metadata, True)
@@ -137,6 +142,19 @@ class Stored:
         except Exception as problem:  # torn pickles raise anything
             what = f"cannot be read ({type(problem).__name__}: {problem})"
             raise CheckpointError(self.folder, what, "every file as it was written") from problem
+
+    def full(self, key: str) -> Tensor:
+        """The full tensor of a key. Raises CheckpointError as `read` does."""
+        held = self.tensors[key]
+        tensor = torch.empty(held.size, dtype=held.properties.dtype, device="cpu")
+        self.read([(key, Box(local=tensor, offsets=(0,) * tensor.dim(), global_shape=tuple(tensor.shape)))])
+        return tensor
+
+    def chunks(self, key: str) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], str]]:
+        """((offsets, sizes), file) of every chunk of a tensor, in the order of their offsets."""
+        files = {index.offset: str(info.relative_path) for index, info in self._places if index.fqn == key}
+        held = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self.tensors[key].chunks]
+        return sorted((chunk, files.get(torch.Size(chunk[0]), "")) for chunk in held)
 
     @property
     def _places(self) -> Iterable[tuple[Any, Any]]:

@@ -1,5 +1,5 @@
-"""The command line: `shardproof run | record | hang | show | compare | page | trace | predict | slice | faults |
-expect | names | new-subject | bench | doctor` and `help`.
+"""The command line: `shardproof run | record | hang | show | compare | page | trace | predict | slice | checkpoint |
+faults | expect | names | new-subject | bench | doctor` and `help`.
 
 Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
 130 interrupted, 141 the reader of the output has closed it.
@@ -44,6 +44,7 @@ _HANDLERS = {
     "doctor": "reports.commands.doctor:main",
     "predict": "reports.commands.predict:main",
     "slice": "reports.commands.slicing:main",
+    "checkpoint": "reports.commands.checkpoint:main",
     "expect": "reports.commands.expect:main",
     "names": "reports.commands.names:main",
     "new-subject": "reports.commands.new_subject:main",
@@ -163,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_faults(add("faults", help="plant bugs one at a time: which check notices which"))
     _add_predict(add("predict", help="time, memory and bytes at any size, without running it; which mode, and where"))
     _add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
+    _add_checkpoint(add("checkpoint", help="compare two checkpoints of any layouts, tensor by tensor"))
     expect = add("expect", help="what a case of a run did, as terms to paste into a subject")
     expect.description = "Print the calls that a run recorded as Python: a function expected(case) of shardproof.Terms."
     expect.epilog = "example: shardproof expect runs/latest --short"
@@ -272,6 +274,18 @@ def _add_predict(predict: argparse.ArgumentParser) -> None:
     predict.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation to predict ({SUBJECT})")
     predict.add_argument("-o", "--out", metavar="DIR", help="write tables, plots and ledger into a folder below DIR")
     predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
+
+
+def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
+    checkpoint.description = (
+        "Compare two checkpoints of any layouts, full tensor by full tensor: parameters, the optimizer's states, "
+        "counters, random streams. Exit status 1 when they differ."
+    )
+    checkpoint.epilog = "example: shardproof checkpoint before after --tensor '*.exp_avg'"
+    checkpoint.add_argument("a", metavar="A", help="folder of a checkpoint (docs/checkpoints.md)")
+    checkpoint.add_argument("b", metavar="B", help="the same")
+    checkpoint.add_argument("--tensor", default="*", metavar="KEY", help="only these keys, * and ? as in file names")
+    checkpoint.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
 
 
 def _add_slice(slices: argparse.ArgumentParser) -> None:

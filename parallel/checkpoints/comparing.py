@@ -1,0 +1,216 @@
+"""Two checkpoints of any layouts, compared tensor by tensor: what agrees, and what the first difference is.
+
+Full tensors are compared, whatever chunks they were written in, bit for bit (in the wider dtype where dtypes differ).
+States of streams belong to ranks, and are compared where both were written by ranks that lie alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parallel.checkpoints.causes import cause, same, unlike
+from parallel.checkpoints.errors import CheckpointError
+from parallel.checkpoints.folder import Stored
+from parallel.checkpoints.state import RANKS
+
+__all__ = ["CheckpointComparison", "Likeness", "Unlike", "compare"]
+
+_KINDS = (
+    ("parameters", r"model\."),
+    ("moments", r"optimizer\..*\.exp_avg(_sq)?$"),
+    ("counts of optimizer steps", r"optimizer\..*\.step$"),
+    ("counters", r"train\."),
+    ("random streams", r"rng\."),
+    ("others", ""),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likeness:
+    """How many tensors of a kind were compared, their elements, and how many of the tensors differ."""
+
+    kind: str
+    tensors: int
+    elements: int
+    differ: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unlike:
+    """A tensor that differs: what of it, where, by how much, which ranks wrote that, and why where that is certain."""
+
+    key: str
+    what: str
+    where: str
+    error: str
+    pieces: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointComparison:
+    """All that was compared of A and B. `first` is the first tensor that differs, `others` the keys of the rest."""
+
+    kinds: tuple[Likeness, ...]
+    first: Unlike | None
+    others: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def compare(a: str, b: str, pattern: str = "*") -> CheckpointComparison:
+    """Compare the tensors of two checkpoints whose keys fit the pattern (as file names do).
+
+    Raises CheckpointError for a folder that holds no whole checkpoint, and for a pattern that fits no key.
+    """
+    one, other = Stored.open(Path(a)), Stored.open(Path(b))
+    ranks = [_ranks(side) for side in (one, other)]
+    notes = [f"{name} was written at {words}" for name, words in zip("AB", ranks, strict=True) if words]
+    keys = list(dict.fromkeys([*one.tensors, *other.tensors]))
+    if RANKS in keys and pattern != RANKS:
+        keys.remove(RANKS)
+    if any(key.startswith("rng.") for key in keys) and ranks[0] != ranks[1]:
+        keys = [key for key in keys if not key.startswith("rng.")]
+        notes.append("states of random streams belong to ranks of one layout, so they are not compared")
+    bare = [name for name, side in zip("AB", (one, other), strict=True) if _is_bare(side)]
+    if len(bare) == 1:
+        keys = [key for key in keys if key.startswith("model.")]
+        notes.append(f"{bare[0]} holds parameters alone, so nothing else is compared")
+    keys = sorted([key for key in keys if fnmatchcase(key, pattern)], key=_kind)
+    if not keys:
+        raise CheckpointError(a, f"has no tensor to compare that fits {pattern}", next(iter(one.tensors)))
+    differ = [key for key in keys if not _alike(one, other, key)]
+    notes += _dtypes(one, other, keys)
+    return CheckpointComparison(
+        kinds=tuple(_likenesses(one, keys, differ)),
+        first=_explained(one, other, differ[0]) if differ else None,
+        others=tuple(differ[1:]),
+        notes=tuple(notes),
+    )
+
+
+def _kind(key: str) -> int:
+    return next(number for number, (_, fits) in enumerate(_KINDS) if re.match(fits, key))
+
+
+def _ranks(stored: Stored) -> str:
+    """The layout that a checkpoint was written at, "" when it does not hold that."""
+    if RANKS not in stored.tensors:
+        return ""
+    sizes = stored.full(RANKS).tolist()
+    return " ".join(f"{axis}={size}" for axis, size in zip(("tp", "cp", "dp", "pp"), sizes, strict=True))
+
+
+def _is_bare(stored: Stored) -> bool:
+    return all(key.startswith("model.") for key in stored.tensors)
+
+
+def _alike(one: Stored, other: Stored, key: str) -> bool:
+    if key not in one.tensors or key not in other.tensors:
+        return False
+    return same(*_widened(one.full(key), other.full(key)))
+
+
+def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype), b.to(dtype)
+
+
+def _dtypes(one: Stored, other: Stored, keys: Sequence[str]) -> Iterator[str]:
+    pairs = [(one.tensors[key], other.tensors[key]) for key in keys if key in one.tensors and key in other.tensors]
+    apart = {(a.properties.dtype, b.properties.dtype) for a, b in pairs if a.properties.dtype != b.properties.dtype}
+    for a, b in sorted(apart, key=str):
+        yield f"tensors are {_word(a)} in A and {_word(b)} in B: they are compared in the wider dtype"
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _likenesses(one: Stored, keys: Sequence[str], differ: Sequence[str]) -> Iterator[Likeness]:
+    for number, (kind, _) in enumerate(_KINDS):
+        mine = [key for key in keys if _kind(key) == number]
+        if mine:
+            elements = sum(one.tensors[key].size.numel() for key in mine if key in one.tensors)
+            wrong = sum(key in differ for key in mine)
+            yield Likeness(kind=kind, tensors=len(mine), elements=elements, differ=wrong)
+
+
+def _explained(one: Stored, other: Stored, key: str) -> Unlike:
+    shapes = [{name: tuple(held.size) for name, held in side.tensors.items()} for side in (one, other)]
+    if key not in shapes[0] or key not in shapes[1]:
+        has, lacks = ("A", "B") if key in shapes[0] else ("B", "A")
+        return Unlike(
+            key=key,
+            what=f"{key} is in {has} and not in {lacks}",
+            where="the whole tensor",
+            error=f"no such tensor in {lacks}",
+            pieces=_wrote(has, one if has == "A" else other, key),
+            cause=_other_words(key, shapes[has == "A"], has),
+        )
+    a, b = _widened(one.full(key), other.full(key))
+    found = cause(key, a, b, one.full, shapes[0])
+    if a.shape != b.shape:
+        return Unlike(
+            key=key,
+            what=f"{key} has another shape",
+            where="the whole tensor",
+            error=f"{list(a.shape)} in A, {list(b.shape)} in B",
+            pieces=f"{_wrote('A', one, key)}; {_wrote('B', other, key)}",
+            cause=found,
+        )
+    wrong = unlike(a, b)
+    at = tuple(wrong.nonzero()[0].tolist())
+    gap = float((a.double() - b.double()).abs().nan_to_num(torch.inf).max())
+    return Unlike(
+        key=key,
+        what=f"{key} differs",
+        where=_where(wrong),
+        error=f"{int(wrong.sum()):,} of {wrong.numel():,} elements, by at most {gap:.3g} "
+        f"({a[at].item():.6g} in A and {b[at].item():.6g} in B at {list(at)})",
+        pieces=f"{_wrote('A', one, key, at)}; {_wrote('B', other, key, at)}",
+        cause=found,
+    )
+
+
+def _other_words(key: str, shapes: Mapping[str, object], has: str) -> str:
+    """A word of the case by which the two models differ, where the keys show it."""
+    for part, others, word in ((".wqkv.", ".wq.", "fuse_qkv=true"), (".w13.", ".w1.", "fuse_mlp=true")):
+        if part in key and key.replace(part, others) in shapes:
+            return f"{has} is of a model with {word}, the other is not"
+    return f"{has} has a head of its own (tied=false)" if "head." in key else ""
+
+
+def _where(wrong: Tensor) -> str:
+    """The rows and columns of what is wrong."""
+    words = []
+    for dim, word in enumerate(("rows", "columns")[: wrong.dim()]):
+        hit = wrong.transpose(0, dim).flatten(1).any(1) if wrong.dim() > 1 else wrong
+        words.append(f"{_ranges(hit.nonzero().flatten().tolist())} of {len(hit)} {word}")
+    return ", ".join(words) if words else "its one number"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0-3 8-11, and how many ranges follow."""
+    starts = [number for number in numbers if number - 1 not in set(numbers)]
+    ends = [number for number in numbers if number + 1 not in set(numbers)]
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return " ".join(texts[:4]) + (f" and {len(texts) - 4} more ranges" if len(texts) > 4 else "")
+
+
+def _wrote(name: str, stored: Stored, key: str, at: tuple[int, ...] = ()) -> str:
+    """Which rank wrote the chunk that holds this element."""
+    chunks = stored.chunks(key)
+    for (offsets, sizes), file in chunks:
+        if not at or all(first <= i < first + size for i, first, size in zip(at, offsets, sizes, strict=True)):
+            box = " x ".join(f"{first}-{first + size - 1}" for first, size in zip(offsets, sizes, strict=True))
+            rank = re.search(r"rank-(\d+)/", file) or re.search(r"__(\d+)_\d+\.distcp", file)
+            who = f"rank {rank[1]}" if rank else file
+            return f"in {name} {who} wrote {box or 'it'}{' there' if at else ''}, one of {len(chunks)} chunks"
+    return f"in {name} it has no elements"
