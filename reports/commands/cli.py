@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from harness.errors import ShardproofError
 from harness.running.two_processes.spare import Spare
+from reports.options.tensor_words import add_checkpoint, add_slice
 from reports.programs.words import add_hang, add_record
 
 __all__ = ["main"]
@@ -163,8 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
     _add_faults(add("faults", help="plant bugs one at a time: which check notices which"))
     _add_predict(add("predict", help="time, memory and bytes at any size, without running it; which mode, and where"))
-    _add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
-    _add_checkpoint(add("checkpoint", help="compare two checkpoints of any layouts, tensor by tensor"))
+    add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
+    add_checkpoint(add("checkpoint", help="compare two checkpoints of any layouts, tensor by tensor"))
     expect = add("expect", help="what a case of a run did, as terms to paste into a subject")
     expect.description = "Print the calls that a run recorded as Python: a function expected(case) of shardproof.Terms."
     expect.epilog = "example: shardproof expect runs/latest --short"
@@ -274,32 +275,6 @@ def _add_predict(predict: argparse.ArgumentParser) -> None:
     predict.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation to predict ({SUBJECT})")
     predict.add_argument("-o", "--out", metavar="DIR", help="write tables, plots and ledger into a folder below DIR")
     predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
-
-
-def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
-    checkpoint.description = (
-        "Compare two checkpoints of any layouts, full tensor by full tensor: parameters, the optimizer's states, "
-        "counters, random streams. Exit status 1 when they differ."
-    )
-    checkpoint.epilog = "example: shardproof checkpoint before after --tensor '*.exp_avg'"
-    checkpoint.add_argument("a", metavar="A", help="folder of a checkpoint (docs/checkpoints.md)")
-    checkpoint.add_argument("b", metavar="B", help="the same")
-    checkpoint.add_argument("--tensor", default="*", metavar="KEY", help="only these keys, * and ? as in file names")
-    checkpoint.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
-
-
-def _add_slice(slices: argparse.ArgumentParser) -> None:
-    slices.description = "Cut a model over ranks as DeepSpeed does where it is right, and print what each rank holds."
-    slices.epilog = 'example: shardproof slice "family=opt hidden=768 heads=12 tp=2" --check model.safetensors'
-    slices.add_argument("words", nargs="+", metavar="WORDS", help="one model, key=value words in quotes (help slice)")
-    slices.add_argument(
-        "--check",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a checkpoint (once for each of its files): cut for all ranks, joined, compared bit for bit",
-    )
-    slices.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
 
 
 if __name__ == "__main__":

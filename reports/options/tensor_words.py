@@ -1,0 +1,35 @@
+"""The words of `shardproof slice` and `shardproof checkpoint` on the command line; nothing is imported that takes long."""
+
+from __future__ import annotations
+
+import argparse
+
+__all__ = ["add_checkpoint", "add_slice"]
+
+
+def add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
+    """Add what `shardproof checkpoint` takes."""
+    checkpoint.description = (
+        "Compare two checkpoints of any layouts, full tensor by full tensor: parameters, the optimizer's states, "
+        "counters, random streams. Exit status 1 when they differ."
+    )
+    checkpoint.epilog = "example: shardproof checkpoint before after --tensor '*.exp_avg'"
+    checkpoint.add_argument("a", metavar="A", help="folder of a checkpoint (docs/checkpoints.md)")
+    checkpoint.add_argument("b", metavar="B", help="the same")
+    checkpoint.add_argument("--tensor", default="*", metavar="KEY", help="only these keys, * and ? as in file names")
+    checkpoint.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
+
+
+def add_slice(slices: argparse.ArgumentParser) -> None:
+    """Add what `shardproof slice` takes."""
+    slices.description = "Cut a model over ranks as DeepSpeed does where it is right, and print what each rank holds."
+    slices.epilog = 'example: shardproof slice "family=opt hidden=768 heads=12 tp=2" --check model.safetensors'
+    slices.add_argument("words", nargs="+", metavar="WORDS", help="one model, key=value words in quotes (help slice)")
+    slices.add_argument(
+        "--check",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a checkpoint (once for each of its files): cut for all ranks, joined, compared bit for bit",
+    )
+    slices.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
