@@ -1,4 +1,4 @@
-"""The words of `shardproof slice` and `shardproof checkpoint` on the command line; nothing is imported that takes long."""
+"""The words of `shardproof slice` and `shardproof checkpoint` on the command line; nothing slow is imported."""
 
 from __future__ import annotations
 
