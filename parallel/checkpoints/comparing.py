@@ -198,8 +198,9 @@ def _where(wrong: Tensor) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """0-3 8-11, and how many ranges follow."""
-    starts = [number for number in numbers if number - 1 not in set(numbers)]
-    ends = [number for number in numbers if number + 1 not in set(numbers)]
+    held = set(numbers)
+    starts = [number for number in numbers if number - 1 not in held]
+    ends = [number for number in numbers if number + 1 not in held]
     texts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
     return " ".join(texts[:4]) + (f" and {len(texts) - 4} more ranges" if len(texts) > 4 else "")
 
