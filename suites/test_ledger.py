@@ -17,14 +17,12 @@ from suites.session.request import subject_of
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test a case, of --case one; none without stored ledgers."""
     if "case" in metafunc.fixturenames:
-        gated = bool(option_value(metafunc.config, "ledger_baseline"))
-        only = option_value(metafunc.config, "case")
-        cases = (
-            (case_of(only, subject_of(metafunc.config)),)
-            if only
-            else default_cases(subject_of(metafunc.config), option_value(metafunc.config, "modes"))
-        )
-        metafunc.parametrize("case", cases if gated else (), ids=str)
+        cases: tuple[CaseLike, ...] = ()
+        if option_value(metafunc.config, "ledger_baseline"):
+            subject, only = subject_of(metafunc.config), option_value(metafunc.config, "case")
+            modes = option_value(metafunc.config, "modes")
+            cases = (case_of(only, subject),) if only else default_cases(subject, modes)
+        metafunc.parametrize("case", cases, ids=str)
 
 
 def test_the_ledger_is_the_stored_one(ledger_gate: LedgerGate, case: CaseLike) -> None:

@@ -11,7 +11,8 @@ cannot be forgotten. The first cases of a list follow a design for the words of 
 (`reference.case.designs`), and the other words join them. Pairs that are missing then are found greedily and not at
 random: each further case starts from a pair that is not covered yet and changes single words as long as more pairs
 become covered (the idea of Cohen et al., "The AETG System", IEEE TSE 23, 1997). At last words that a case need not have
-change once more, so that the list holds as many of the other pairs, those with a default, as its cases can.
+change once more, so that the list holds as many of the other pairs, those with a default, as its cases can. A second
+step costs as much as the first: as few cases take one as show every value that is no default.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ FIXED: Mapping[str, str] = {
     "variant": "is wrong on purpose: the option --variant",
     "dtype": "float64 shows errors of 1e-9",
     "layers": "2: the first is not the last; more cost in proportion",
-    "steps": "2: the second starts from updated weights; more cost in proportion",
+    "steps": "2: the second starts from updated weights; 1 where others have its values, for the cost is in proportion",
     **{word: f"of {name}: `spread_cases`" for name, one in SCHEMES.items() for word in one.words},
     **dict.fromkeys(SCHEMES["randomness"].words, "of randomness, which has proved cases of its own"),
     "order": "numbers the same ranks otherwise: `spread_cases`",
@@ -111,7 +112,18 @@ def paired_cases(mode: str, refuses: Refuses = lambda case: "", *, deep: bool = 
         best = max(built, key=lambda choice: sum(missing[a][b] for a, b in combinations(choice, 2)))
         _cover(best, missing)
         found.append((best, best))
-    return (*plain, *filter(None, map(space.case, space.spread(found, ready, worth))))
+    choices = space.spread(found, ready, worth)
+    twice = set(choices) if deep else _covering_values(choices, default.union(*ready))
+    shorter = (choice not in twice and space.case(choice, steps=1) for choice in choices)
+    return (*plain, *filter(None, (one or space.case(choice) for one, choice in zip(shorter, choices, strict=True))))
+
+
+def _covering_values(choices: Sequence[Choice], known: Collection[int]) -> set[Choice]:
+    """A few of the choices that have every level of them all, but for those that are known; found greedily."""
+    taken: set[Choice] = set()
+    while missing := set().union(*choices).difference(known, *taken):
+        taken.add(max(choices, key=lambda choice: len(missing.intersection(choice))))
+    return taken
 
 
 def _first(mode: str, refuses: Refuses) -> list[Case]:
@@ -143,7 +155,7 @@ class _Space:
     def __init__(self, mode: str, refuses: Refuses, ranks: int, shared: Mapping[str, int | float]) -> None:
         self._mode, self._refuses, self._ranks, self._shared = mode, refuses, ranks, shared
         self._values = _values(mode)
-        self._cases: dict[Choice, Case | None] = {}
+        self._cases: dict[tuple[Any, ...], Case | None] = {}
         self.levels = [(word, value) for word, values in self._values.items() for value in values]
         self.number = {level: number for number, level in enumerate(self.levels)}
         self._places = [[self.number[word, value] for value in values] for word, values in self._values.items()]
@@ -157,11 +169,13 @@ class _Space:
         own = {word: getattr(case, word) for word in self._values}
         return own | ({"wp": "tp" if case.wp == case.tp else "other"} if "wp" in own else {})
 
-    def case(self, choice: Choice) -> Case | None:
-        """The case of this choice, None when there is none."""
-        if choice not in self._cases:
-            self._cases[choice] = self._made({word: value for word, value in map(self.levels.__getitem__, choice)})
-        return self._cases[choice]
+    def case(self, choice: Choice, **more: int) -> Case | None:
+        """The case of this choice with these further words, None when there is none."""
+        known = (choice, *more.items())
+        if known not in self._cases:
+            words = {word: value for word, value in map(self.levels.__getitem__, choice)}
+            self._cases[known] = self._made({**words, **more})
+        return self._cases[known]
 
     def _made(self, words: dict[str, Any]) -> Case | None:
         tp, ranks = words["tp"], words["tp"] * words["dp"]
