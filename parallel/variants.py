@@ -10,6 +10,11 @@
     decoder-layer-thirds   | Strategy.placements     | of wqkv: three equal blocks, a piece of each
     dropped-heads          | Strategy.placements     | of attention: kv_heads // tp kv heads on each rank
     context-heads-repeated | Parts.core          | keys and values repeated for their groups first
+    two-stage-swap         | Step.schedule       | one group for both directions
+    ckpt-early-stop        | Step.prepare        | chunks whose recomputation ends where torch's does
+    ddp-rebuild            | Step, its buckets   | one bucket in the first step
+    tied-no-sync           | Step.reductions     | none over the embedding group
+    tied-bucket-misaligned | Step, its buckets   | the token table among other parameters
 
 The closed form stays that of the right mathematics. Which cases show a variant, and where it comes from:
 `reference.case.variants`.
@@ -24,6 +29,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from parallel.data_parallel.buffers import Buckets
+from parallel.data_parallel.deviations import RebuiltBuckets, TableAmongOthers
+from parallel.data_parallel.scheme import held_by
 from parallel.deviations import FlatRegion, ScrambledEmbedding, smoothed_by_parts
 from parallel.layers.embedding import Head
 from parallel.layers.linear import ColumnLinear, RowLinear
@@ -31,13 +39,16 @@ from parallel.layers.loss import vocabulary_cross_entropy
 from parallel.layout import Box, Placement
 from parallel.mesh import Mesh
 from parallel.pipeline.execution import BACK, as_scheduled
+from parallel.registry import strategy_of
 from parallel.schemes import autotp
 from parallel.slicing.deviations import DEVIATIONS
 from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
 from parallel.slicing.held import Held
 from parallel.strategy import Parts, Rank, Step, Strategy
+from parallel.transformer import Transformer
 from parallel.weights.tables import WeightEmbedding
 from reference.case import Case
+from reference.case.data_parallel import WORDS as DATA_PARALLEL_WORDS
 
 __all__ = ["DEVIATING", "deviating"]
 
@@ -165,6 +176,43 @@ def _two_stage_swap(mode: Strategy) -> Strategy:
     return dataclasses.replace(mode, step=step)
 
 
+def _early_stop(mode: Strategy) -> Strategy:
+    def step(case: Case, plain: Step) -> Step:
+        before = mode.step(case, plain)
+
+        def prepare(rank: Rank) -> Rank:
+            for _, chunk in rank.chunks:
+                assert isinstance(chunk, Transformer)
+                chunk.case = case.but(variant="", early_stop=True)
+            return before.prepare(rank)
+
+        return dataclasses.replace(before, prepare=prepare)
+
+    return dataclasses.replace(mode, step=step)
+
+
+def _unsummed_table(mode: Strategy) -> Strategy:
+    def step(case: Case, plain: Step) -> Step:
+        before = mode.step(case, plain)
+        rest = {name: reduce for name, reduce in before.reductions.items() if name != "embedding"}
+        return dataclasses.replace(before, reductions=rest)
+
+    return dataclasses.replace(mode, step=step)
+
+
+def _in_buckets(buckets: Callable[[Case], Buckets]) -> Callable[[Strategy], Strategy]:
+    """The mode whose gradients lie in these buckets; its closed form stays."""
+
+    def apply(mode: Strategy) -> Strategy:
+        def step(case: Case, plain: Step) -> Step:
+            others = strategy_of(case.but(variant="", loss_scale=1.0, **DATA_PARALLEL_WORDS))
+            return held_by(buckets(case), case, others.step(case, plain))
+
+        return dataclasses.replace(mode, step=step)
+
+    return apply
+
+
 DEVIATING: dict[str, Callable[[Strategy], Strategy]] = {
     "norm-average": lambda mode: dataclasses.replace(mode, partial_op="avg"),
     "isp-average": lambda mode: dataclasses.replace(mode, mean_axes=("tp",)),
@@ -176,5 +224,9 @@ DEVIATING: dict[str, Callable[[Strategy], Strategy]] = {
     "context-heads-repeated": _changed(_context_heads_repeated),
     "dropped-heads": _placed(_dropped_heads, fewer=True),
     "two-stage-swap": _two_stage_swap,
+    "ckpt-early-stop": _early_stop,
+    "ddp-rebuild": _in_buckets(RebuiltBuckets),
+    "tied-no-sync": _unsummed_table,
+    "tied-bucket-misaligned": _in_buckets(TableAmongOthers),
 }
 """Variant -> the mode that deviates."""

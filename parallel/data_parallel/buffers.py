@@ -31,7 +31,7 @@ from parallel.data_parallel.buckets import Bucket, shares
 from parallel.data_parallel.words import gradient_dtype, stage_buckets, taken_over, trained_dtype
 from parallel.layers.weight_gradient import set_holder
 from parallel.layout import Cut, Placement
-from parallel.schedules.stages import TABLE
+from parallel.schedules.stages import TABLE, Stage
 from parallel.strategy import Rank
 from reference.case import Case
 
@@ -64,21 +64,30 @@ class Buckets:
     def prepare(self, rank: Rank) -> Rank:
         """Lay out the buffer, and have the optimizer step what it shall."""
         case, self._axis, self._model = self._case, rank.mesh.axis(rank.case.data_axis), rank.parameters
-        for stage, _ in rank.chunks:
-            sizes = {name: rank.parameters[name].numel() for name in rank.places if stage.holds(name)}
-            found = stage_buckets(case, stage, sizes, self._axis.size)
-            flat = torch.zeros(found[-1].end, dtype=gradient_dtype(case), device=rank.device)
-            for bucket in found:
-                self._under.append(_Under(bucket=bucket, flat=flat))
-                for slot in bucket.slots:
-                    self._views[slot.name] = flat[slot.start : slot.end].view(rank.parameters[slot.name].shape)
-                    self._of[slot.name] = self._under[-1]
+        self.lay_out(rank)
         for name, parameter in rank.parameters.items():
             self._came[name] = 0
             if taken_over(case, name):
                 set_holder(parameter, partial(self._take_over, name))
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
         return self._split(rank) if self._sharded else self._whole(rank)
+
+    def lay_out(self, rank: Rank) -> None:
+        """Make the buffer of every chunk, with nothing in it."""
+        self._under.clear()
+        for stage, _ in rank.chunks:
+            sizes = {name: rank.parameters[name].numel() for name in rank.places if stage.holds(name)}
+            found = self.buckets(stage, sizes)
+            flat = torch.zeros(found[-1].end, dtype=gradient_dtype(self._case), device=rank.device)
+            for bucket in found:
+                self._under.append(_Under(bucket=bucket, flat=flat))
+                for slot in bucket.slots:
+                    self._views[slot.name] = flat[slot.start : slot.end].view(rank.parameters[slot.name].shape)
+                    self._of[slot.name] = self._under[-1]
+
+    def buckets(self, stage: Stage, sizes: Mapping[str, int]) -> tuple[Bucket, ...]:
+        """The buckets of a stage's parameters, given as name -> elements."""
+        return stage_buckets(self._case, stage, sizes, self._axis.size)
 
     def _whole(self, rank: Rank) -> Rank:
         if self._case.master == "none":

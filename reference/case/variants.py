@@ -42,6 +42,7 @@ class Variant:
 
 _ON_TP = {"tp": 1}
 _HIDDEN: dict[str, Word] = {"embedding": "hidden", "tied": False}
+_STAGES: dict[str, Word] = {"pp": 2, "layers": 3, "first_layers": 2, "metric": False}
 _CONTEXT: dict[str, Word] = {"cp": 2, "seq": 48, "metric": False}
 
 
@@ -60,6 +61,11 @@ def _evenly(v: Mapping[str, Any]) -> str:
 
 def _one_way_at_a_time(v: Mapping[str, Any]) -> str:
     return "" if v["micro"] > 2 else "shows with micro above pp=2 only, else no batch goes both ways"
+
+
+def _several_buckets(v: Mapping[str, Any]) -> str:
+    table = v["vocab"] // v["tp"] * v["hidden"]
+    return "" if v["bucket"] < table else f"shows with bucket below the {table} elements of a rank's token table only"
 
 
 VARIANTS: dict[str, Variant] = {
@@ -146,6 +152,39 @@ VARIANTS: dict[str, Variant] = {
         above={},
         words={"pp": 2, "schedule": "interleaved", "chunks": 2, "layers": 4, "micro": 4},
         rest=_one_way_at_a_time,
+    ),
+    "ckpt-early-stop": Variant(
+        deviation="backward computes a unit of layers again only up to what it needs, so its last sum is not repeated",
+        source="around.md 16, 19: torch 2.13 checkpoint without reentrance, early_stop=True by default",
+        modes=("tp", "tp-sp", "mtp", "msp", "fsp"),
+        needs={"recompute": "full", "early_stop": False, "dropout": 0.0},
+        above=_ON_TP,
+        words={"recompute": "full", "early_stop": False},
+    ),
+    "ddp-rebuild": Variant(
+        deviation="the gradients of the first step are one bucket, those of later steps buckets of the size asked for",
+        source="around.md 15.3, 19: torch 2.13 DistributedDataParallel, which rebuilds its buckets after step 1",
+        modes=("tp", "tp-sp"),
+        needs={"zero": 0, "pp": 1},
+        above={"dp": 1, "bucket": 0},
+        words={"dp": 3, "bucket": 700},
+        rest=_several_buckets,
+    ),
+    "tied-no-sync": Variant(
+        deviation="first and last stage each have a copy of the tied token table, whose gradients nobody sums",
+        source="around.md 13.5, 19: torch 2.13 pipelining.Pipe copies replicated_params; Megatron issue 656",
+        modes=("tp", "tp-sp"),
+        needs={"tied": True},
+        above={"pp": 1},
+        words={**_STAGES, "tied": True, "embedding": "vocab"},
+    ),
+    "tied-bucket-misaligned": Variant(
+        deviation="the tied token table shares a bucket with others, so data ranks own other parts of it on each stage",
+        source="around.md 13.5, 19: Megatron-Core before ba8f2defc5, issue 844",
+        modes=("tp", "tp-sp"),
+        needs={"tied": True, "zero": 1},
+        above={"pp": 1, "dp": 1},
+        words={**_STAGES, "tied": True, "embedding": "vocab", "zero": 1, "dp": 2},
     ),
 }
 

@@ -79,7 +79,9 @@ def tied_uses(case: Case, weights: _Weights) -> dict[str, Tensor]:
     """The gradient of a tied table when one of its two uses does not count once."""
     if not case.tied:
         return {}
-    apart = train(case.but(tied=False, steps=1), weights | {"head.weight": weights["embedding.tokens.weight"]})
+    apart = train(
+        case.but(tied=False, steps=1, variant=""), weights | {"head.weight": weights["embedding.tokens.weight"]}
+    )
     looked_up, head = apart["grad/embedding.tokens.weight"], apart["grad/head.weight"]
     readings = {
         "tied_part.head": looked_up,

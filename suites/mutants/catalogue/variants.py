@@ -26,6 +26,10 @@ _TOLD: dict[str, tuple[str, str, str, str]] = {
     ),
     "dropped-heads": ("merge", "forward", "layers.0.attention*", "layout"),
     "two-stage-swap": ("activation_gradients", "forward|backward", "", ""),
+    "ckpt-early-stop": ("ledger", "recompute|backward", "layers.*.mlp.w2", "missing_call"),
+    "ddp-rebuild": ("ledger", "backward|grad_sync", "*", "missing_call|extra_call|wrong_payload|wrong_place"),
+    "tied-no-sync": ("replicas", "grad_sync", "embedding.tokens", "missing_call|not_summed"),
+    "tied-bucket-misaligned": ("merge", "grad_sync", "embedding.tokens", "layout"),
 }
 """Variant -> the check that must fail, phase, region and cause."""
 

@@ -41,12 +41,21 @@ TOLD = {
     "context-heads-repeated": ("ledger", "payload_bytes"),
     "dropped-heads": ("merge", "a rank that leaves its part out"),
     "two-stage-swap": ("activation_gradients", "none of the known patterns fits"),
+    "ckpt-early-stop": ("ledger", "the all_reduce over tp is left out|the reduce_scatter over tp is left out"),
+    "ddp-rebuild": ("ledger", "the all_reduce over dp is left out"),
+    "tied-no-sync": ("replicas", "the all_reduce over embedding is left out"),
+    "tied-bucket-misaligned": ("merge", "offsets of another rank"),
 }
 """Variant -> the check that fails for sure, and what its likely causes say."""
 
 
-WORLDS = {"isp-average": (3,)}
-"""A factor of 1/2 may be a constant where no legal case has another tp: no cause is reported there."""
+WORLDS = {
+    "isp-average": (3,),
+    **dict.fromkeys(("two-stage-swap", "ddp-rebuild", "tied-no-sync", "tied-bucket-misaligned"), (2,)),
+}
+"""A factor of 1/2 may be a constant where no legal case has another tp: no cause is reported there. Stages and data
+ranks of a variant's own words come on top.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +81,7 @@ def test_a_variant_fails_and_its_cause_is_named(name: str, engine: Engine, data:
     failed = {v.check: v.message for v in result.verdicts if v.verdict == "fail"}
     assert check in failed, (str(case), sorted(failed))
     (causes,) = [line for line in failed[check].splitlines() if line.startswith("causes:")]
-    assert told in causes, failed[check]
+    assert any(one in causes for one in told.split("|")), failed[check]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -111,6 +120,12 @@ def test_without_the_word_the_same_case_is_right(name: str) -> None:
         ),
         ("mode=autotp kv_heads=2 variant=dropped-heads", "shows where tp does not divide kv_heads only"),
         ("mode=tp pp=2 variant=two-stage-swap", "shows with schedule=interleaved only"),
+        ("mode=tp variant=ckpt-early-stop", "shows with recompute=full only"),
+        (
+            "mode=tp dp=2 bucket=999999 variant=ddp-rebuild",
+            "shows with bucket below the 16256 elements of a rank's token table only",
+        ),
+        ("mode=tp pp=2 tied=true variant=tied-bucket-misaligned", "shows with zero=1 only"),
         (
             "mode=tp pp=2 schedule=interleaved chunks=2 layers=4 variant=two-stage-swap",
             "shows with micro above pp=2 only, else no batch goes both ways",

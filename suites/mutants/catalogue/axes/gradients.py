@@ -89,19 +89,6 @@ GRADIENTS = (
         cause="nan",
     ),
     Mutant(
-        name="ddp-rebuild",
-        stands_for="around.md 19 ddp-rebuild: torch's DDP lays its buckets out anew after the first step",
-        modes=_DATA,
-        suite=FUSED,
-        changes=_change(
-            "buffers", "self._begun.clear()", "self._begun.clear()\n        self._case = self._case.but(bucket=0)"
-        ),
-        kills="ledger",
-        phase=_SYNCED,
-        region="*",
-        cause="missing_call|extra_call|wrong_place",
-    ),
-    Mutant(
         name="zero1-stale-range",
         stands_for="around.md 19 zero1-stale-range: the gradient is read where it holds this rank's own sum alone",
         modes=_DATA,

@@ -101,21 +101,6 @@ PIPELINES = (
         cause="",
     ),
     Mutant(
-        name="tied-table-not-summed",
-        stands_for="tied-no-sync (around.md 13.5): no sum of the token table's gradient over the embedding group",
-        modes=_STAGES,
-        suite=TIED,
-        condition="tied=true",
-        changes=_scheme(
-            'sync.sum_gradients([rank.step.partial(rank)[TABLE]], rank.mesh.axis("embedding"))',
-            "rank.gradients()",
-        ),
-        kills="replicas",
-        phase="grad_sync",
-        region="*",
-        cause="missing_call|not_summed",
-    ),
-    Mutant(
         name="tied-table-counted-twice",
         stands_for="the last stage's copy of the token table is not marked shared, so that the norm has it twice",
         modes=_STAGES,
@@ -165,23 +150,6 @@ PIPELINES = (
         phase="forward",
         region="layers.?.*",
         cause="",
-    ),
-    Mutant(
-        name="tied-table-cut-otherwise-on-each-stage",
-        stands_for="B-82: Megatron #844, the tied table shares a bucket, so two stages own other parts of it",
-        modes=everywhere("dp>1 tied=true", ("tp", "tp-sp")),
-        suite={**TIED, "zero": 1},
-        changes=(
-            Change(
-                module="parallel.data_parallel.words",
-                old="apart=(TABLE,) if stage.shares_table else (),",
-                new="apart=(),",
-            ),
-        ),
-        kills="replicas|parameter_gradients",
-        phase="grad_sync|backward",
-        region="*",
-        cause="layout",
     ),
     Mutant(
         name="accumulated-gradients-divided-again",

@@ -20,17 +20,6 @@ def _change(module: str, old: str, new: str) -> tuple[Change, ...]:
 
 RECOMPUTE = (
     Mutant(
-        name="ckpt-early-stop",
-        stands_for="around.md 19 ckpt-early-stop: torch's checkpoint leaves out the sum that ends a unit",
-        modes=everywhere("", TENSOR),
-        suite=_FULL,
-        changes=_change("layers.recompute", "early_stop=early_stop", "early_stop=True"),
-        kills="ledger",
-        phase="recompute|backward",
-        region="layers.*.mlp.w2",
-        cause="missing_call",
-    ),
-    Mutant(
         name="block-recomputes-every-layer",
         stands_for="Megatron's recompute_method=block taken as uniform: as many layers as there are, right numbers",
         modes=everywhere("", TENSOR),
