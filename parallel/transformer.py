@@ -6,7 +6,8 @@ layers.{i}.attention_norm, layers.{i}.attention.wqkv ..., final_norm, head. Hidd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -52,7 +53,8 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """The part of the model that one stage holds, all of it without a pipeline, under the names of the whole.
 
-    Backward computes the units of `recompute=full` again, which are the first layers here, or all of them.
+    Backward computes the units of `recompute=full` again, which are the first layers here, or all of them; `again` is
+    true while it does.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Transformer(nn.Module):
             {str(index): _layer(case, strategy, parts, dropout, device, index) for index in stage.layers}
         )
         self.units = units(case, [int(layer) for layer in self.layers])
-        self.saved_over = parts.saved_over
+        self.saved_over, self.again = parts.saved_over, False
         if self.ends:
             self.final_norm = _norm(case, case.hidden, device)
             self.head = parts.head()
@@ -83,7 +85,7 @@ class Transformer(nn.Module):
         table = None
         if self.case.positions == "rope":
             table = rotary_table(batch.positions, self.case.head_dim, x.dtype)
-        early_stop, contexts = self.case.early_stop, self.dropout.contexts
+        early_stop, contexts = self.case.early_stop, self._contexts
         for unit in self.units if torch.is_grad_enabled() else ():
             through = partial(self._through, unit, table, batch.attention_mask, batch.draw)
             x = computed_later_again(through, x, early_stop=early_stop, distribute=self.saved_over, contexts=contexts)
@@ -96,6 +98,19 @@ class Transformer(nn.Module):
         tied = tables.weight  # gathered, it is no parameter
         logits: Tensor = self.head(self.final_norm(x), tied)
         return logits
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        forward, repeated = self.dropout.contexts()
+        return forward, self._computing_again(repeated)
+
+    @contextmanager
+    def _computing_again(self, inner: AbstractContextManager[None]) -> Iterator[None]:
+        self.again = True
+        try:
+            with inner:
+                yield
+        finally:
+            self.again = False
 
     def _through(
         self,

@@ -10,11 +10,15 @@ replicas once a step.
 
 With `no_sync` the gradients of whole parameters are added up on each rank, and reduced in the backward of the last
 micro-batch. With `prefetch` every unit starts to gather the next one when it is about to compute: the model its first
-layer, a layer the next, in backward the one before.
+layer, a layer the next, in backward the one that backward comes to next.
+
+Each chunk of a pipeline is a model of its own. Several micro-batches are under way in it: what backward has gathered
+stays until a forward has used it too, or the last backward of the step.
 
 With recompute=full the layer's second forward gathers it, and backward uses what that gathered. The optimizer steps the
 shards: in float32 with `master=float32`, rounded before every gather. A rank beyond the rows of a parameter holds none
-of it. Other calls are awaited at once. Source: torch 2.13 `fully_shard` (around.md 15.3); arXiv:1910.02054 for ZeRO.
+of it. Other calls are awaited at once. Sources: torch 2.13 `fully_shard`, and `_PipelineStageBase` around it, whose
+`backward_maybe_with_nosync` keeps what is gathered and reduces once (around.md 15.3); arXiv:1910.02054 for ZeRO.
 """
 
 from __future__ import annotations
@@ -33,8 +37,9 @@ from parallel.data_parallel.rows import Unit, padded_rows
 from parallel.data_parallel.words import REPLICAS, gradient_dtype, shard_axis, trained_dtype, unit_of
 from parallel.layout import Cut, Placement, shard
 from parallel.mesh import Axis
-from parallel.schedules.recompute import computed_again
+from parallel.schedules.recompute import computed_again, in_backward
 from parallel.strategy import Rank
+from parallel.transformer import Transformer
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
@@ -54,28 +59,33 @@ class Shards:
     def prepare(self, rank: Rank) -> Rank:
         """Keep this rank's rows of every parameter, and have each unit gathered when it is used."""
         axis = rank.mesh.axis(shard_axis(self._case))
-        names: dict[str, list[str]] = {}
-        for name in rank.parameters:
-            names.setdefault(unit_of(name), []).append(name)
         cut = Cut(axis=axis.name, dim=0, order="chunks")
         places = {name: replace(place, cuts=(*place.cuts, cut)) for name, place in rank.places.items()}
-        for module, of_unit in names.items():
-            wholes = {name: rank.parameters[name] for name in of_unit}
-            self._units.append(_Gathered(self._case, rank.model, module, wholes, axis))
+        for stage, chunk in rank.chunks:
+            assert isinstance(chunk, Transformer)
+            names: dict[str, list[str]] = {}
+            for name in filter(stage.holds, rank.parameters):
+                names.setdefault(unit_of(name), []).append(name)
+            units = {
+                module: _Gathered(self._case, chunk, module, {name: rank.parameters[name] for name in of_unit}, axis)
+                for module, of_unit in names.items()
+            }
+            if self._case.prefetch:
+                self._prefetched(units, stage.layers)
+            self._units += units.values()
         shards = {name: part for unit in self._units for name, part in unit.shards.items()}
-        if self._case.prefetch:
-            self._prefetched()
         in_order = {name: shards[name] for name in rank.parameters}
         return replace(rank, parameters=in_order, places=places, updated=in_order, updated_places=places)
 
-    def _prefetched(self) -> None:
-        """Have the model start its first layer, and a layer the next one and, in backward, the one before."""
-        root = next(unit for unit in self._units if not unit.module)
-        layers = [unit for unit in self._units if unit.module]
-        root.following = layers[0]
+    def _prefetched(self, units: Mapping[str, _Gathered], numbers: Sequence[int]) -> None:
+        """Have the model start its first layer, and a layer the next one and, in backward, the next one there."""
+        layers = [units[f"layers.{number}"] for number in numbers]
+        if root := units.get(""):  # a stage in the middle has nothing outside of its layers
+            root.following = layers[0]
         for unit, following in itertools.pairwise(layers):
             unit.following = following
-            following.preceding = unit if self._case.zero == 3 else None
+        for one, other in itertools.pairwise(in_backward(self._case, numbers)) if self._case.zero == 3 else ():
+            units[f"layers.{one}"].preceding = units[f"layers.{other}"]
 
     def reduce(self, rank: Rank) -> None:
         """The shards of the gradients are sums over all data ranks."""
@@ -99,8 +109,8 @@ class Shards:
 class _Gathered:
     """One unit on one rank."""
 
-    def __init__(self, case: Case, model: nn.Module, module: str, wholes: Mapping[str, Tensor], axis: Axis) -> None:
-        self._case, self._axis, self.module = case, axis, module
+    def __init__(self, case: Case, model: Transformer, module: str, wholes: Mapping[str, Tensor], axis: Axis) -> None:
+        self._case, self._axis, self._model, self.module = case, axis, model, module
         self._layout = Unit(shapes={name: tuple(whole.shape) for name, whole in wholes.items()}, ranks=axis.size)
         self._owners = {
             name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in wholes
@@ -155,14 +165,17 @@ class _Gathered:
         return self._kept
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
-        """Add this rank's rows of the sums of these gradients of whole parameters; the unit is no longer gathered."""
-        self._kept = []
+        """Add this rank's rows of the sums of these gradients of whole parameters, and drop the unit unless another
+        backward of a pipeline's step follows.
+        """
+        last = self._came + 1 == self._case.micro
+        if last or self._case.pp == 1:
+            self._kept = []
         if self._case.no_sync:
             wide = [gradient.to(self._sum.dtype) for gradient in gradients]
             gradients = [kept + one for kept, one in zip(self._wholes, wide, strict=True)] if self._wholes else wide
-            self._came += 1
-            self._wholes = [*gradients] if self._came < self._case.micro else []
-            if self._wholes:
+            self._came, self._wholes = self._came + 1, [] if last else [*gradients]
+            if not last:
                 return
             self._came = 0
         ranks = self._axis.size
@@ -182,10 +195,12 @@ class _Gathered:
         self._came = 0
 
     def _forward(self, forward: Callable[..., Any], *args: Any) -> Any:
-        """The unit's forward with whole parameters in the places of its shards."""
+        """The unit's forward with whole parameters in the places of its shards; backward may compute it once more."""
+        repeated = self._model.again
         wholes = _Gather.apply(self, *self.shards.values())
-        if self.following is not None:
-            self.following.start()
+        upcoming = self.preceding if repeated else self.following
+        if upcoming is not None:
+            upcoming.start()
         again = self._drops and not self._recomputed and torch.is_grad_enabled()
         for whole, (owner, leaf) in zip(wholes, self._owners.values(), strict=True):
             owner.__dict__[leaf] = whole  # found before the parameter, which stays registered
@@ -199,7 +214,7 @@ class _Gathered:
             self._storages = []
             for owner, leaf in self._owners.values():
                 del owner.__dict__[leaf]
-            if self._drops:
+            if self._drops and not repeated:
                 self._kept = []
 
     def _packed(self, tensor: Tensor) -> Tensor | _Packed:

@@ -4,9 +4,11 @@ Before every N-th step's update, that of the first step included, after its last
 
     over the weight axis   the parameters that are whole on it
     over the data axes     all parameters; with zero=2|3, and zero=1 with masters, only those that shard= replicates
+    over `embedding`       a tied token table, of which the first and the last stage of a pipeline have a copy
 
-One all_gather of int64, a number a parameter, over each axis that has any. A hash that differs ends the run with the
-parameter and the ranks. Outside of the ranks the check `replicas` compares the same tensors bit for bit.
+One all_gather of int64, a number a parameter that the rank holds, over each axis that has any. A hash that differs ends
+the run with the parameter and the ranks. Outside of the ranks the check `replicas` compares the same tensors bit for
+bit.
 Source: Megatron-Core `SelfAttention.run_realtime_tests`, which gathers the weights of q/k norms in every forward.
 """
 
@@ -20,7 +22,9 @@ from torch import Tensor
 
 from parallel.collectives import all_gather
 from parallel.data_parallel.words import REPLICAS
-from parallel.expectation import ITEM_BYTES, Term, per_step
+from parallel.expectation import ITEM_BYTES, Term, by_rank
+from parallel.mesh import axis_size
+from parallel.schedules.stages import TABLE
 from parallel.strategy import Rank, Step, Strategy
 from reference.case import Case
 
@@ -41,10 +45,22 @@ def with_parity(strategy: Strategy, case: Case) -> Strategy:
         return replace(before, reductions={"parity": _Parity(case, replicated), **before.reductions})
 
     def terms(case: Case) -> Iterator[Term]:
-        for axis, names in replicated.items():
-            for term in per_step(case, "all_gather", 0, axis=axis, dtype="int64"):
-                size = ITEM_BYTES["int64"] * len(names) * term.group_size
-                yield replace(term, reduce_op="", payload_bytes=size, calls=-(-case.steps // case.parity))
+        for at, places in by_rank(case, strategy.placements(case)):
+            for axis, names in replicated.items():
+                ranks = 2 if axis == "embedding" else axis_size(case, axis)
+                if ranks > 1 and (held := len(places.keys() & set(names))):
+                    yield Term(
+                        phase="grad_sync",
+                        region="",
+                        op="all_gather",
+                        reduce_op="",
+                        axis=axis,
+                        group_size=ranks,
+                        dtype="int64",
+                        payload_bytes=ITEM_BYTES["int64"] * held * ranks,
+                        calls=-(-case.steps // case.parity),
+                        at=at,
+                    )
 
     return replace(strategy, once={**strategy.once, "parity": terms}, step=step)
 
@@ -55,7 +71,8 @@ def _replicated(strategy: Strategy, case: Case) -> dict[str, Sequence[str]]:
     sharded = case.zero >= 2 or (case.zero == 1 and case.master != "none")
     data: Sequence[str] = ((REPLICAS,) if case.shard else ()) if sharded else strategy.data_axes
     whole = [name for name, place in places.items() if strategy.weight_axis not in place.axes]
-    return {strategy.weight_axis: whole, **{axis: [*places] for axis in data}}
+    copied = {"embedding": [TABLE]} if case.tied and case.pp > 1 else {}
+    return {strategy.weight_axis: whole, **{axis: [*places] for axis in data}, **copied}
 
 
 class _Parity:
@@ -69,10 +86,11 @@ class _Parity:
         step, self._steps = self._steps, self._steps + 1
         if step % self._every:
             return
-        for name, names in self._replicated.items():
-            axis = rank.mesh.axis(name)
-            if axis.size == 1 or not names:
+        for name, replicated in self._replicated.items():
+            names = [one for one in replicated if one in rank.parameters]
+            if not names or rank.mesh.axis(name).size == 1:
                 continue
+            axis = rank.mesh.axis(name)
             hashes = torch.stack([bits_hash(rank.parameters[one]) for one in names])
             every = all_gather(hashes, axis, dim=0).view(axis.size, -1)
             if rank.proves and not bool((every == every[0]).all()):

@@ -11,6 +11,8 @@ gradient and e_p of a parameter; `backward` where `bucket=` gives a size, else a
     no_sync  the reduce_scatter once a step, in the backward of the last micro-batch
     prefetch a layer's gathers belong to the unit that starts them: the one before in forward, behind in backward
     shard=   once a step    all_reduce U e_g / shard of every unit over the replicas
+    pp=      a unit stays gathered from a backward to the next forward: with zero=2 one gather a step, with zero=3 one
+             for each forward that follows a forward and each backward that follows a forward, in the schedule's order
 
 With wgrad=deferred a bucket with the weight of a linear is summed after backward. A bucket's call belongs to the module
 whose gradient completes it, the last in the order of backward. Squared norm: over the weight axis, then over the axis
@@ -40,8 +42,10 @@ from parallel.expectation import ITEM_BYTES, Term, Terms, by_rank, loss_dtype, p
 from parallel.layers.roles import attention_linears, head_norms, mlp_linears
 from parallel.layout import local_shape
 from parallel.mesh import axis_size, coordinates
-from parallel.schedules.recompute import computed_again
-from parallel.schedules.stages import TABLE, Stage, stages
+from parallel.schedules.orders import order
+from parallel.schedules.pipeline import Kind
+from parallel.schedules.recompute import computed_again, in_backward
+from parallel.schedules.stages import TABLE, Stage, pipeline_of, stages
 from parallel.strategy import Strategy
 from reference.case import Case
 
@@ -56,8 +60,10 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
     def data(case: Case) -> Iterator[Term]:
         item = ITEM_BYTES[_dtype(case)]
         if case.zero >= 2:
-            for unit in _units(case, _local_shapes(strategy, case)).values() if case.shard else ():
-                yield from per_step(case, "all_reduce", item * unit.shard_elements, axis=REPLICAS, dtype=_dtype(case))
+            for stage, unit in _all_units(strategy, case) if case.shard else ():
+                size = item * unit.shard_elements
+                terms = per_step(case, "all_reduce", size, axis=REPLICAS, dtype=_dtype(case))
+                yield from placed(terms, stage.at)
             return
         op = "reduce_scatter" if case.zero else "all_reduce"
         for stage, bucket in _buckets(strategy, case):
@@ -80,6 +86,9 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
     def embedding(case: Case) -> Iterator[Term]:
         for term in strategy.once["embedding"](case):
             elements = term.payload_bytes // ITEM_BYTES[term.dtype]
+            if case.zero >= 2:
+                rows = elements // case.hidden
+                elements = padded_rows(rows, axis_size(case, shard_axis(case))) * case.hidden
             yield replace(term, dtype=_dtype(case), payload_bytes=ITEM_BYTES[_dtype(case)] * elements)
 
     def norm(case: Case) -> Iterator[Term]:
@@ -112,22 +121,45 @@ def data_parallel_terms(strategy: Strategy, case: Case) -> Iterator[Term]:
     """What data parallelism adds to every micro-batch."""
     if case.zero < 2:
         return
-    again = {f"layers.{layer}" for layer in computed_again(case)}
-    for module, unit in _units(case, _local_shapes(strategy, case)).items():
-        axis, gathered = shard_axis(case), ITEM_BYTES[case.dtype] * unit.elements
+    for stage, shapes in _held(strategy, case):
+        yield from placed(_rows_terms(case, stage, _units(case, shapes)), stage.at)
+
+
+def _rows_terms(case: Case, stage: Stage, units: Mapping[str, Unit]) -> Iterator[Term]:
+    """Gathers and sums of the units of one stage."""
+    axis, layers, again = shard_axis(case), [*stage.layers], computed_again(case)
+    forward, backward = [*([-1] if "" in units else []), *layers], in_backward(case, layers)
+    for module, unit in units.items():
+        layer, size = int(module.rpartition(".")[2]) if module else -1, ITEM_BYTES[case.dtype] * unit.elements
+        drops = case.zero == 3 and bool(module)
+        passes = {"forward": forward, "backward": backward}
+        for (phase, sequence), count in zip(passes.items(), _gathers(case, stage, drops=drops), strict=True):
+            place = sequence.index(layer) if layer in sequence else 0
+            starts = sequence[place - 1] if case.prefetch and module and place else layer
+            ahead = case.overlap and starts not in (-1, layer)
+            where = "recompute" if phase == "backward" and starts in again else phase
+            region = f"layers.{starts}" if starts >= 0 else ""
+            for term in per_micro(case, where, region, "all_gather", size, axis=axis, hidden=ahead) if count else ():
+                yield replace(term, calls=count * case.steps)
         reduced = ITEM_BYTES[_dtype(case)] * unit.elements
-        layer = int(module.rpartition(".")[2]) if module else -1
-        before, behind = (f"layers.{layer - 1}" if layer > 0 else ""), f"layers.{layer + 1}"
-        if not (case.prefetch and module):
-            before, behind = module, module
-        elif layer == case.layers - 1:
-            behind = module
-        for phase, starts in (("forward", before), ("recompute" if module in again else "backward", behind)):
-            if phase == "forward" or (case.zero == 3 and module):
-                ahead = case.overlap and starts not in ("", module)
-                yield from per_micro(case, phase, starts, "all_gather", gathered, axis=axis, hidden=ahead)
         for term in per_micro(case, "backward", module, "reduce_scatter", reduced, axis=axis, dtype=_dtype(case)):
             yield replace(term, calls=case.steps) if case.no_sync else term
+
+
+def _gathers(case: Case, stage: Stage, *, drops: bool) -> tuple[int, int]:
+    """How often a unit of this stage is gathered in a step, for forwards and for backwards; `drops`: it is not kept
+    behind a forward.
+    """
+    kept, left, forward, backward = False, 0, 0, 0
+    for action in order(pipeline_of(case), stage.index % case.pp):
+        if action.stage != stage.index:
+            continue
+        if action.kind is Kind.F:
+            forward, kept = forward + (not kept), not drops
+        else:
+            backward, left = backward + (not kept), left + 1
+            kept = case.pp > 1 and left < case.micro
+    return forward, backward
 
 
 def _dtype(case: Case) -> str:
@@ -135,18 +167,25 @@ def _dtype(case: Case) -> str:
     return str(gradient_dtype(case)).removeprefix("torch.")
 
 
-def _local_shapes(strategy: Strategy, case: Case) -> dict[str, Shape]:
-    at = coordinates(case, 0)
-    return {name: local_shape(place, at) for name, place in strategy.placements(case).items()}
-
-
-def _buckets(strategy: Strategy, case: Case) -> Iterator[tuple[Stage, Bucket]]:
+def _held(strategy: Strategy, case: Case) -> Iterator[tuple[Stage, dict[str, Shape]]]:
+    """Every stage with what a rank holds of its parameters, data ranks aside."""
     places, first = strategy.placements(case), coordinates(case, 0)
     for stage in stages(case):
         at = {**first, **{axis: (place, case.pp) for axis, place in stage.at.items()}}
-        sizes = {name: math.prod(local_shape(place, at)) for name, place in places.items() if stage.holds(name)}
+        yield stage, {name: local_shape(place, at) for name, place in places.items() if stage.holds(name)}
+
+
+def _buckets(strategy: Strategy, case: Case) -> Iterator[tuple[Stage, Bucket]]:
+    for stage, shapes in _held(strategy, case):
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         for bucket in stage_buckets(case, stage, sizes, axis_size(case, case.data_axis)):
             yield stage, bucket
+
+
+def _all_units(strategy: Strategy, case: Case) -> Iterator[tuple[Stage, Unit]]:
+    for stage, shapes in _held(strategy, case):
+        for unit in _units(case, shapes).values():
+            yield stage, unit
 
 
 def _in_backward(case: Case, stage: Stage, bucket: Bucket, term: Term) -> Term:

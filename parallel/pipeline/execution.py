@@ -23,24 +23,21 @@ from parallel.layers.loss import counted
 from parallel.layout import Box, rows
 from parallel.schedules.checks import delivery
 from parallel.schedules.messages import peer, program
-from parallel.schedules.pipeline import Action, Kind, Pipeline
+from parallel.schedules.pipeline import Action, Kind
+from parallel.schedules.stages import pipeline_of
 from parallel.step import keeps_logits
 from parallel.strategy import Rank
 from reference.case import Case
 from reference.case.modes import MODES
 from reference.model.parameters import dtype_of
 
-__all__ = ["BACK", "StageRun", "as_scheduled", "message_shape", "pipeline_of", "with_channels"]
+__all__ = ["BACK", "StageRun", "as_scheduled", "message_shape", "with_channels"]
 
 BACK = "pp_back"
 """Name in the mesh of the pipeline's group for gradients, where activations have another."""
+Scheduled = tuple[Tensor, Tensor, tuple[Box, ...] | None]
 _RECEIVED = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 _BACK = (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)
-
-
-def pipeline_of(case: Case) -> Pipeline:
-    """The shape of the case's pipeline, as `parallel.schedules` orders it."""
-    return Pipeline(schedule=case.schedule, pp=case.pp, micro=case.micro, chunks=case.chunks, group=case.group or None)
 
 
 def message_shape(case: Case, *, sequence_dim: int) -> tuple[int, ...]:
@@ -59,13 +56,13 @@ def with_channels(rank: Rank) -> Rank:
     return replace(rank, mesh=replace(mesh, axes={**mesh.axes, BACK: replace(axis, group=made[axis.ranks])}))
 
 
-def as_scheduled(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Box, ...] | None]:
+def as_scheduled(rank: Rank, step: int, by: type[StageRun] | None = None) -> Scheduled:
     """All micro-batches of a step in the order of the schedule: loss sum, number of tokens and logits.
 
-    Ranks before the last have 0, 0 and None.
+    `by` a `StageRun` that is one of the caller's. Ranks before the last have 0, 0 and None.
     """
     axis = rank.mesh.axis("pp")
-    pipeline, run = pipeline_of(rank.case), StageRun(rank, step)
+    pipeline, run = pipeline_of(rank.case), (by or StageRun)(rank, step)
     for together in program(pipeline, axis.rank):
         match together[0].kind:
             case Kind.F:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parallel.pipeline.execution import pipeline_of
 from parallel.schedules.messages import Program, programs
 from parallel.schedules.pipeline import Action
-from parallel.schedules.stages import held
+from parallel.schedules.stages import held, pipeline_of
 from parallel.schedules.timing import Span, bubble_stated, played
 from reference.case import Case
 

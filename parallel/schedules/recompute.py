@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from parallel.schedules.stages import stages
 from reference.case import Case
 
-__all__ = ["computed_again", "ends_of_units", "units"]
+__all__ = ["computed_again", "ends_of_units", "in_backward", "units"]
 
 
 def units(case: Case, layers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -35,3 +35,10 @@ def computed_again(case: Case) -> frozenset[int]:
 def ends_of_units(case: Case) -> frozenset[int]:
     """The numbers of the last layers of all units."""
     return frozenset(unit[-1] for stage in stages(case) for unit in units(case, stage.layers))
+
+
+def in_backward(case: Case, layers: Sequence[int]) -> tuple[int, ...]:
+    """These layers, which are all of a stage's, as backward comes to them: those of a unit from its first one on."""
+    made = units(case, layers)
+    rest = layers[sum(map(len, made)) :]
+    return (*reversed(rest), *(layer for unit in reversed(made) for layer in unit))

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from parallel.schedules.pipeline import Pipeline
 from reference.case import Case
 from reference.groups import PipelineGroup
 
-__all__ = ["TABLE", "Stage", "held", "stages"]
+__all__ = ["TABLE", "Stage", "held", "pipeline_of", "stages"]
 
 TABLE = "embedding.tokens.weight"
 """The parameter that the first and the last stage hold when embeddings are tied."""
@@ -73,6 +74,11 @@ def stages(case: Case) -> tuple[Stage, ...]:
 def held(case: Case, rank: int) -> tuple[Stage, ...]:
     """The stages of the rank at this place of a pipeline, chunk by chunk."""
     return stages(case)[rank :: case.pp]
+
+
+def pipeline_of(case: Case) -> Pipeline:
+    """The shape of the case's pipeline, as its schedule orders it."""
+    return Pipeline(schedule=case.schedule, pp=case.pp, micro=case.micro, chunks=case.chunks, group=case.group or None)
 
 
 def _stage(case: Case, rank: int, chunk: int) -> Stage:

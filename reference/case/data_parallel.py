@@ -62,8 +62,6 @@ def parity_problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """The same of `parity`."""
     if v["parity"] < 0:
         yield "parity", "must not be negative", "parity=0"
-    if v["parity"] and v["pp"] > 1:
-        yield "parity", f"has no form with pp={v['pp']} yet", "parity=0"
 
 
 def _layer_by_layer(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -72,9 +70,11 @@ def _layer_by_layer(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if v[key] and zero < 2:
             rule = f"is about layers that are gathered and reduced one by one, and zero={zero} has none"
             yield key, rule, f"{key}=false"
-    if v["prefetch"] and v["recompute"] == "full":
-        rule = "a layer that is computed again (recompute=full) is gathered when that begins"
-        yield "prefetch", rule, "prefetch=false"
+    if zero >= 2 and v["pp"] > 1 and not v["no_sync"]:
+        rule = (
+            f"a stage of pp={v['pp']} keeps whole gradients of all its micro-batches, and sums them once (zero={zero})"
+        )
+        yield "no_sync", rule, "no_sync=true"
     if v["wgrad"] != "plain" and zero >= 2:
         yield (
             "wgrad",

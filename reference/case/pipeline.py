@@ -33,9 +33,6 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         return
     if not mode_of(v).stages:
         yield "pp", f"is implemented for mode={whose(lambda one: one.stages)}, not for mode={v['mode']}", "pp=1"
-    if v["zero"] > 1:
-        rule = f"is not implemented with pp={pp}, where several micro-batches are between forward and backward"
-        yield "zero", rule, "zero=1"
     yield from _chunks(v)
     try:
         _layers(v)

@@ -165,7 +165,7 @@ def _data_parallel(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
         shards = [0, *(size for size in range(1, case.dp + 1) if case.dp % size == 0 and case.cp == 1)]
         words["shard"] = draw(st.sampled_from(shards), label="shard")
         words["no_sync"] = draw(st.booleans(), label="no_sync")
-        words["prefetch"] = case.recompute != "full" and draw(st.booleans(), label="prefetch")
+        words["prefetch"] = draw(st.booleans(), label="prefetch")
     if case.dtype in ("bfloat16", "float16"):
         words["master"] = draw(st.sampled_from(("none", "float32")), label="master")
         if words["master"] == "float32":

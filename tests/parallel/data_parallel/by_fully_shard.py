@@ -1,9 +1,14 @@
-"""Our training with torch's own `fully_shard` in place of our shards of rows; all else is ours, the closed form too."""
+"""Our training with torch's own `fully_shard` in place of our shards of rows; all else is ours, the closed form too.
+
+On a pipeline each chunk is a root of its own, and backward is set as torch's `_PipelineStageBase` sets it: nothing is
+resharded or reduced before the last micro-batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +20,9 @@ from parallel.data_parallel.scheme import with_data_parallelism
 from parallel.expectation import Term
 from parallel.layout import Cut
 from parallel.mesh import Mesh
+from parallel.pipeline.execution import StageRun, as_scheduled, with_channels
 from parallel.registry import MODES, strategy_of
+from parallel.schedules.pipeline import Action
 from parallel.strategy import Rank, Step, Value
 from parallel.subject import subject as ours
 from parallel.training import train
@@ -25,20 +32,39 @@ __all__ = ["subject"]
 
 
 def _sharded(rank: Rank) -> Rank:
-    """The model under `fully_shard`: its layers, then itself; gradients are sums, as ours are."""
-    case, model = rank.case, rank.model
-    mesh = init_device_mesh("cpu", (case.dp,), mesh_dim_names=("dp",))
-    for layer in model.get_submodule("layers").children():
-        fully_shard(layer, mesh=mesh, reshard_after_forward=case.zero == 3)
-    fully_shard(model, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    """Every chunk under `fully_shard`: its layers, then itself; gradients are sums, as ours are."""
+    case = rank.case
+    mesh = init_device_mesh("cpu", (case.pp, case.dp), mesh_dim_names=("pp", "dp"))["dp"]
+    for _, chunk in rank.chunks:
+        for layer in chunk.get_submodule("layers").children():
+            fully_shard(layer, mesh=mesh, reshard_after_forward=case.zero == 3)
+        fully_shard(chunk, mesh=mesh)
+        for module in chunk.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
     cut = Cut(axis="dp", dim=0, order="chunks")
     places = {name: replace(place, cuts=(*place.cuts, cut)) for name, place in rank.places.items()}
-    shards = {name: _local(weight) for name, weight in model.named_parameters()}
+    shards = {name: _local(weight) for name, weight in _weights(rank)}
     return replace(rank, parameters=shards, places=places, updated=shards, updated_places=places)
+
+
+def _weights(rank: Rank) -> Iterator[tuple[str, Tensor]]:
+    for _, chunk in rank.chunks:
+        yield from chunk.named_parameters()
+
+
+class _Stages(StageRun):
+    """Stages of which only the last backward reshards and reduces."""
+
+    def backward(self, action: Action) -> None:
+        chunk = self.rank.chunks[action.chunk][1]
+        assert isinstance(chunk, FSDPModule)
+        last = action.micro == self.rank.case.micro - 1
+        chunk.set_is_last_backward(last)
+        chunk.set_reshard_after_backward(last)
+        chunk.set_requires_gradient_sync(last)
+        super().backward(action)
 
 
 def _local(weight: object) -> Tensor:
@@ -49,14 +75,21 @@ def _local(weight: object) -> Tensor:
 
 def _handed(rank: Rank) -> None:
     """The gradients of the shards that the optimizer steps."""
-    for name, weight in rank.model.named_parameters():
+    for name, weight in _weights(rank):
         assert weight.grad is not None
         rank.updated[name].grad, weight.grad = _local(weight.grad), None
 
 
 def _step(case: Case, plain: Step) -> Step:
     made = with_data_parallelism(MODES[case.mode], case).step(case, plain)
-    return replace(made, prepare=_sharded, reductions={"data": _handed}, afterwards=plain.afterwards)
+    scheduled = partial(as_scheduled, by=_Stages) if case.pp > 1 else made.schedule
+    return replace(
+        made,
+        prepare=lambda rank: _sharded(with_channels(rank) if case.pp > 1 else rank),
+        schedule=scheduled,
+        reductions={"data": _handed},
+        afterwards=plain.afterwards,
+    )
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ CASES = (
     f"mode=tp tp=3 dp=2 bucket=2000 wgrad=fused parity=2 {SGD}",
     f"mode=fsp tp=3 dp=2 zero=1 bucket=900 wgrad=deferred {ADAMW} qk_norm=true fuse_qkv=false tied=false",
     f"mode=tp-sp tp=3 dp=2 zero=2 no_sync=true {SGD} recompute=full order=dp-tp",
-    f"mode=tp tp=1 dp=3 zero=3 prefetch=true {ADAMW}",
+    f"mode=tp tp=1 dp=3 zero=3 prefetch=true recompute=full recompute_method=block {ADAMW}",
     f"mode=tp tp=1 dp=4 zero=3 shard=2 {SGD} recompute=selective positions=rope activation=swiglu",
     f"mode=tp tp=1 dp=3 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
 )
@@ -51,6 +51,7 @@ DEEP = (
             "bucket=700 wgrad=fused parity=2",
             "zero=1 bucket=700 wgrad=deferred recompute=full",
             "zero=2 prefetch=true parity=1",
+            "zero=3 prefetch=true recompute=full recompute_layers=2",
             "zero=3 no_sync=true prefetch=true tied=false",
             "bucket=700 dtype=bfloat16 master=float32 grad_dtype=float32 wgrad=fused parity=1",
         )
@@ -188,11 +189,9 @@ def test_what_rounding_decides_is_refused(prover: Prover) -> None:
         ("mode=isp zero=1", "zero=0"),
         ("mode=autotp bucket=100", "bucket=0"),
         ("zero=1 no_sync=true", "no_sync=false"),
-        ("zero=2 prefetch=true recompute=full", "prefetch=false"),
         ("zero=3 wgrad=fused", "wgrad=plain"),
         ("mode=isp wgrad=deferred", "wgrad=plain"),
         ("parity=-1", "parity=0"),
-        ("parity=1 pp=2", "parity=0"),
         ("zero=4", "zero=1"),
         ("bucket=-1", "bucket=0"),
         ("zero=2 bucket=100", "bucket=0"),

@@ -48,6 +48,24 @@ def test_torch_gathers_a_layer_earlier_for_backward(prover: Prover, words: str) 
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["pp=2 dp=3 zero=3 layers=3 first_layers=1", "pp=2 dp=2 zero=2 layers=4 micro=4 schedule=interleaved chunks=2"],
+)
+def test_stages_gather_and_reduce_as_often_as_torchs(prover: Prover, words: str) -> None:
+    """Under the policy of torch's pipelines: at every stage the closed form's calls, and the dense model's numbers."""
+    case = Case.parse(f"{SIZES} {words} no_sync=true tied=false metric=false")
+    result = prover.proof(case, subject)
+    assert {verdict.check for verdict in result.verdicts if verdict.verdict != "pass"} <= {"ledger"}
+    for place in range(case.pp):
+        found = Counter(_line(event) for event in result.events if event.rank == place * case.dp)
+        expected = Counter[tuple[object, ...]]()
+        for term in subject.expected(case):
+            if term.at.get("pp", place) == place:
+                expected[_line(term)] += term.calls
+        assert found == expected
+
+
 def _line(event: Event | object) -> tuple[object, ...]:
     """What is compared: where a gather of backward belongs is not."""
     fields = ("phase", "region", "op", "reduce_op", "axis", "dtype", "payload_bytes")

@@ -34,11 +34,20 @@ CASES = (
     f"mode=tp tp=1 pp=2 dp=2 order=pp-dp layers=3 first_layers=1 micro=5 {ADAMW}",
     f"mode=tp-sp tp=3 pp=2 layers=2 micro=3 delivery=flat head=gather recompute=selective tied=false {SGD}",
     f"mode=tp tp=1 pp=2 dp=3 layers=3 first_layers=1 micro=3 zero=1 bucket=900 {ADAMW}",
+    f"mode=tp tp=1 pp=2 dp=3 layers=3 first_layers=1 micro=3 zero=3 no_sync=true prefetch=true parity=2 {ADAMW}",
     f"mode=tp tp=1 pp=2 dp=3 layers=2 micro=2 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
     f"mode=tp tp=1 pp=3 layers=6 micro=3 {CHUNKS} metric=true {SGD}",
     f"mode=tp tp=1 pp=2 layers=6 first_layers=4 micro=5 {CHUNKS} group=3 {ADAMW}",
 )
 DEEP = (
+    f"mode=tp tp=3 pp=2 dp=2 layers=3 last_layers=2 micro=3 zero=1 parity=1 {SGD}",
+    f"mode=tp tp=1 pp=3 dp=2 layers=4 first_layers=1 last_layers=2 micro=4 zero=2 no_sync=true prefetch=true parity=1"
+    f" {SGD}",
+    f"mode=tp-sp tp=3 pp=2 dp=2 layers=4 micro=3 zero=3 no_sync=true prefetch=true recompute=full recompute_layers=2"
+    f" {SGD}",
+    f"mode=tp tp=1 pp=2 dp=4 shard=2 layers=8 micro=4 {CHUNKS} zero=3 no_sync=true prefetch=true recompute=full"
+    f" recompute_method=block {ADAMW}",
+    f"mode=tp tp=1 pp=2 dp=3 layers=2 micro=2 schedule=gpipe {HALF} zero=2 no_sync=true grad_dtype=float32",
     f"mode=tp-sp tp=1 pp=2 dp=3 layers=2 micro=3 packed=true delivery=local positions=rope recompute=full {SGD}",
     f"mode=tp-sp tp=1 pp=2 dp=3 layers=2 micro=3 packed=true delivery=local positions=rope zero=1 {ADAMW}",
     f"mode=tp-sp tp=3 pp=3 layers=4 first_layers=1 last_layers=1 micro=2 fuse_qkv=false activation=swiglu {ADAMW}",
@@ -153,7 +162,7 @@ def test_every_chunk_shares_its_own_gradients(case: Case) -> None:
     ("words", "legal"),
     [
         ("pp=3 layers=4", "layers=3"),
-        ("pp=2 zero=3", "zero=1"),
+        ("pp=2 zero=3", "no_sync=true"),
         ("pp=2 micro=3 schedule=interleaved chunks=2", "micro=2"),
     ],
 )
