@@ -17,6 +17,7 @@ from parallel.mesh import axis_size, coordinates
 from parallel.schedules.recompute import computed_again, ends_of_units
 from parallel.schedules.stages import Stage, held
 from reference.case import Case
+from reference.case.modes import MODES
 
 __all__ = [
     "ITEM_BYTES",
@@ -227,7 +228,7 @@ def step_terms(
     """What happens once a step, part by part, so that a scheme can replace one of them; each rank of a pipeline for the
     parameters of its stages:
 
-    data      all gradients over the data axes, in one call
+    data      all gradients over the data axes, in one call; of as many elements as the rank holds
     partial   the partial ones over the weight axis, in one call when `coalesced`, else in one each
     scalars   loss and number of tokens over the loss axes
     norm      the squared norm over the weight axis
@@ -235,9 +236,10 @@ def step_terms(
 
     def data(case: Case) -> Iterator[Term]:
         for at, places in by_rank(case, placements(case)):
-            size = ITEM_BYTES[case.dtype] * local_elements(case, places)
-            for axis in data_axes:
-                yield from placed(per_step(case, "all_reduce", size, axis=axis), at)
+            for share, elements in _local_sizes(case, places):
+                for axis in data_axes:
+                    size = ITEM_BYTES[case.dtype] * elements
+                    yield from placed(per_step(case, "all_reduce", size, axis=axis), {**at, **share})
 
     def partials(case: Case) -> Iterator[Term]:
         for at, places in by_rank(case, placements(case)):
@@ -272,7 +274,17 @@ def by_rank(case: Case, places: Mapping[str, Placement]) -> Iterator[tuple[Mappi
         yield own[0].at, {name: place for name, place in places.items() if any(stage.holds(name) for stage in own)}
 
 
-def local_elements(case: Case, places: Mapping[str, Placement]) -> int:
+def local_elements(case: Case, places: Mapping[str, Placement], tp_rank: int = 0) -> int:
     """Elements of all parameters on one rank, padding included."""
-    at = coordinates(case, 0)
+    at = {**coordinates(case, 0), "tp": (tp_rank, case.tp)}
     return sum(math.prod(local_shape(place, at)) for place in places.values())
+
+
+def _local_sizes(case: Case, places: Mapping[str, Placement]) -> Iterator[tuple[Mapping[str, int], int]]:
+    """Elements of all parameters on a rank: once where every rank holds as many, else with the rank's place."""
+    uneven = MODES[case.mode].uneven and case.dp > 1
+    sizes = [local_elements(case, places, rank) for rank in range(case.tp if uneven else 1)]
+    if len(set(sizes)) == 1:
+        yield {}, sizes[0]
+    else:
+        yield from (({"tp": rank}, size) for rank, size in enumerate(sizes))

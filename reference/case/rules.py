@@ -138,10 +138,8 @@ def _mesh(v: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _uneven(v: Mapping[str, Any]) -> Iterator[Problem]:
-    """Shares of ranks may differ, and none is empty. Under dp they may not, for a closed form states the
-    bytes of all gradients for every rank alike.
-    """
-    tp, dp = v["tp"], v["dp"]
+    """Shares of ranks may differ, and none is empty."""
+    tp = v["tp"]
     if v["kv_heads"] < tp:
         legal = f"kv_heads={_kv_heads(v)}" if v["heads"] >= tp else f"tp={v['kv_heads']}"
         yield "kv_heads", f"must be at least tp={tp}: a rank holds whole kv heads", legal
@@ -149,11 +147,6 @@ def _uneven(v: Mapping[str, Any]) -> Iterator[Problem]:
     for key in ("ffn", *head):
         if v[key] < tp:
             yield key, f"must be at least tp={tp}: every rank holds a part", f"{key}={tp}"
-    for key in ("kv_heads", "ffn", *head) if dp > 1 else ():
-        if v[key] % tp:
-            legal = f"tp={math.gcd(v[key], tp)}" if key == "kv_heads" else f"{key}={_multiple(v[key], tp)}"
-            rule = f"must be a multiple of tp={tp} where dp={dp}: mode={v['mode']} needs equal shares with dp"
-            yield key, rule, legal
 
 
 def _sequence(v: Mapping[str, Any]) -> Iterator[Problem]:

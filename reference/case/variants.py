@@ -139,9 +139,9 @@ VARIANTS: dict[str, Variant] = {
         deviation="every rank takes kv_heads // tp kv heads, and what is left over is on no rank",
         source="X16: DeepSpeed 0.19.8 qkv_size_per_partition, num_kv // mp_size",
         modes=("autotp",),
-        needs={"dp": 1},
+        needs={},
         above=_ON_TP,
-        words={"dp": 1, "heads": 14, "kv_heads": 7, "hidden": 84},
+        words={"heads": 14, "kv_heads": 7, "hidden": 84},
         rest=_evenly,
     ),
     "two-stage-swap": Variant(

@@ -60,7 +60,7 @@ def test_uneven_ranks_compute_what_the_dense_model_does(tp: int, family: str, he
     "words",
     [
         "tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=32 vocab=66 packed=true family=llama recompute=full",
-        "tp=2 dp=2 heads=4 kv_heads=4 hidden=16 ffn=32 vocab=66 head=sum tied=false qk_norm=true clip=0.05",
+        "tp=3 dp=2 head=sum tied=false qk_norm=true clip=0.05",
         "tp=3 fuse_qkv=false activation=swiglu fuse_mlp=true overlap=false optimizer=adamw lr=0.01 metric=true",
         "tp=4 family=gpt head=sum delivery=tensors label_smoothing=0.1 recompute=selective",
         "tp=4 family=internlm2 positions=rope qk_norm=true delivery=flat dtype=bfloat16 lr=0.1",

@@ -96,8 +96,6 @@ BROKEN = {
     "mode=autotp tp=4": "must be at least tp=4: a rank holds whole kv heads",
     "mode=autotp ffn=1": "must be at least tp=2: every rank holds a part",
     "mode=autotp tied=false vocab=1": "must be at least tp=2: every rank holds a part",
-    "mode=autotp kv_heads=8 tp=3 dp=2": "must be a multiple of tp=3 where dp=2: mode=autotp needs equal shares with dp",
-    "mode=autotp dp=2 ffn=33": "must be a multiple of tp=2 where dp=2: mode=autotp needs equal shares with dp",
     "mode=autotp embedding=vocab": "mode=autotp leaves it whole",
     "mode=mtp embedding=whole": "mode=mtp splits it",
     "mode=autotp head=parallel": "is not a form of mode=autotp",
