@@ -63,7 +63,7 @@ BROKEN = {
     "dp=2 order=tp-cp": "must name dp, whose size is 2",
     "dp=2 order=dp-tp-dp": "names dp twice",
     "mode=mtp pp=2": "is implemented for mode=tp|tp-sp, not for mode=mtp",
-    "pp=2 zero=2": "is not implemented with pp=2, where several micro-batches are between forward and backward",
+    "pp=2 zero=2": "a stage of pp=2 keeps whole gradients of all its micro-batches, and sums them once (zero=2)",
     "pp=4": "must share evenly over 4 stages, unless first_layers= or last_layers= is given",
     "pp=3 first_layers=1 last_layers=1": "leaves none to pipeline ranks [1] of pp=3",
     "pp=2 chunks=2": "is for schedule=interleaved, not for schedule=1f1b",
