@@ -62,8 +62,7 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
         if case.zero >= 2:
             for stage, unit in _all_units(strategy, case) if case.shard else ():
                 size = item * unit.shard_elements
-                terms = per_step(case, "all_reduce", size, axis=REPLICAS, dtype=_dtype(case))
-                yield from placed(terms, stage.at)
+                yield from placed(per_step(case, "all_reduce", size, axis=REPLICAS, dtype=_dtype(case)), stage.at)
             return
         op = "reduce_scatter" if case.zero else "all_reduce"
         for stage, bucket in _buckets(strategy, case):
@@ -87,8 +86,7 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
         for term in strategy.once["embedding"](case):
             elements = term.payload_bytes // ITEM_BYTES[term.dtype]
             if case.zero >= 2:
-                rows = elements // case.hidden
-                elements = padded_rows(rows, axis_size(case, shard_axis(case))) * case.hidden
+                elements = padded_rows(elements // case.hidden, axis_size(case, shard_axis(case))) * case.hidden
             yield replace(term, dtype=_dtype(case), payload_bytes=ITEM_BYTES[_dtype(case)] * elements)
 
     def norm(case: Case) -> Iterator[Term]:
