@@ -1,21 +1,25 @@
 """Layouts of a model on a number of ranks: all legal ones estimated, the best of them to be forecast.
 
-A layout is what the text leaves open of mode (tp, tp-sp), tp, pp, dp, zero (0, 1, 3) and recompute (none, full); cp=2
-and cp=4 are tried where nothing fits without. What is legal the case itself decides. All layouts train on the same
-tokens a step: `micro` micro-batches for each of the ranks. A model is measured once for every tp, cp and recompute, on
-one stage and one data rank; from that, for pp stages and d data ranks, with m = micro * ranks / d micro-batches:
+A layout is what the text leaves open of mode, tp, pp with even or uneven stages, dp, zero (0 to 3) and recompute (none,
+selective, full); cp=2 and cp=4 are tried where nothing fits without. Modes are tp and tp-sp; the others of the subject
+are tried where the best layout without stages lies. What is legal the case itself decides. All layouts train on the
+same tokens a step: `micro` micro-batches for each of the ranks.
 
-    memory   states of a 1/pp of the parameters, split over d as zero= says; what backward needs, a 1/pp of it for each
-             of min(pp, m) micro-batches; what lives for a moment
-    time     (m + pp - 1) micro-batches of a 1/pp of the layers; the sum of gradients over d, for zero=3 gathers and
-             sums of every micro-batch
+A model is measured once for every mode, tp, cp and recompute, on one stage and one data rank, at two depths, from which
+a layer and what lies outside of layers follow. For stage r of pp with l of the layers, d data ranks, m micro-batches:
+
+    memory   states of what the stage holds, split over d as zero= says, with zero=2|3 what is gathered; what a layer
+             leaves for backward, l times, for each of min(pp - r, m) micro-batches; on the last stage what lies
+             outside of layers
+    time     one micro-batch on every stage, m - 1 more on the slowest; the sum of gradients over d, for zero=2|3
+             gathers and sums of every micro-batch
 
 Sizes are bytes, times seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -25,13 +29,17 @@ from harness.predicting.costs import route, seconds
 from harness.predicting.figures import Forecast
 from harness.predicting.timeline import AFTER_BACKWARD
 from harness.protocols import Subject
+from harness.subject import claimed, named
 from reports.predicting.planning import Candidate, candidate, stated_words
 
 __all__ = ["Estimate", "estimates"]
 
-_OPEN = {"zero": ("0", "1", "3"), "recompute": ("none", "full")}
+_OPEN = {"zero": ("0", "1", "2", "3"), "recompute": ("none", "selective", "full")}
 _SIZES = ("tp", "cp", "pp", "dp", "zero", "micro")
 _CONTEXT = ("1",), ("2", "4")
+_USUAL = ("tp", "tp-sp")
+_UNITS = (1, 2)
+"""Units of layers at which a model is measured."""
 Measure = Callable[[Candidate], Forecast]
 
 
@@ -45,6 +53,34 @@ class Estimate:
     fits: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """What a quantity is of a model: `layer` for each of its layers, and `outside` of them."""
+
+    layer: float
+    outside: float
+
+    @classmethod
+    def through(cls, low: float, high: float, depths: tuple[int, int]) -> _Line:
+        layer = (high - low) / (depths[1] - depths[0])
+        return cls(layer=layer, outside=low - layer * depths[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """Bytes and times of a model on one stage and data rank; `states` are bytes of gradients and optimizer for each of
+    the parameters', `left` what a micro-batch leaves for backward or needs for a moment, `micro_s` its time.
+    """
+
+    parameters: _Line
+    gradients: float
+    optimizer: float
+    left: _Line
+    micro_s: _Line
+    tokens: float
+    room_bytes: float
+
+
 def estimates(text: str, subject: Subject, cluster: Cluster, world: int, measure: Measure) -> list[Estimate]:
     """All legal layouts of a text on this many ranks: what fits first, the fastest first; then by what they need.
 
@@ -53,28 +89,44 @@ def estimates(text: str, subject: Subject, cluster: Cluster, world: int, measure
     said = _readable(text, subject)
     inner = next((link.ranks for link in cluster.links if link.ranks), 8)
     found: list[Estimate] = []
-    measured: dict[str, Forecast] = {}
-    for contexts in ((said["cp"],),) if "cp" in said else _CONTEXT:
-        for words in _layouts(said, world, inner, contexts):
+    known: dict[str, _Measured] = {}
+
+    def estimated(layouts: Iterator[str]) -> Iterator[Estimate]:
+        for words in layouts:
             one = candidate(" ".join([text, words]), words, subject)
             if one.case is not None:
-                found.append(_estimate(one, cluster, measured, measure))
+                yield _estimate(one, cluster, known, measure)
+
+    for contexts in ((said["cp"],),) if "cp" in said else _CONTEXT:
+        found += estimated(_layouts(said, world, inner, contexts))
         if any(one.fits for one in found):
             break
     if not found:
         words = next(_layouts(said, world, inner, ("1",)), f"tp={world} dp=1")
         raise RequestError(f"case {text!r}: {candidate(f'{text} {words}', words, subject).reason or 'has no layout'}")
-    return sorted(found, key=lambda one: (not one.fits, -one.tokens_per_s_per_rank if one.fits else one.peak_bytes))
+    flat = [one for one in found if " pp=1 " in one.candidate.words and " tp=1 " not in one.candidate.words]
+    if flat and "mode" not in said:
+        others = [mode for mode in claimed(named(subject)) or () if mode not in _USUAL]
+        best = stated_words(min(flat, key=_place).candidate.words)
+        for mode in others:
+            over = [{**best, "mode": mode, "zero": "0", "wp": str(wp)} for wp in sorted({inner, world})]
+            shared = [*estimated(_written(over))]  # modes that gather weights, over a node or over all ranks
+            found += shared or estimated(_written([{**best, "mode": mode}]))
+    return sorted(found, key=_place)
+
+
+def _place(one: Estimate) -> tuple[bool, float]:
+    return not one.fits, -one.tokens_per_s_per_rank if one.fits else one.peak_bytes
 
 
 def _readable(text: str, subject: Subject) -> dict[str, str]:
-    """The words of a text, with the micro-batches of its preset. Raises RequestError for a size that is none."""
+    """The words of a text, with micro-batches and layers of its preset. Raises RequestError for a size that is none."""
     said = stated_words(text)
     for key in _SIZES:
         if key in said and not (said[key].isdecimal() and (int(said[key]) or key == "zero")):
             raise RequestError(f"case {text!r}: {candidate(text, text, subject).reason}")
     plain = candidate(f"{text} mode=tp tp=1 cp=1 pp=1 dp=1 zero=0", text, subject).case
-    return said if "micro" in said or plain is None else {**said, "micro": str(plain.micro)}
+    return said if plain is None else {**said, "micro": str(plain.micro), "layers": str(getattr(plain, "layers", 0))}
 
 
 def _layouts(said: dict[str, str], world: int, inner: int, contexts: tuple[str, ...]) -> Iterator[str]:
@@ -88,37 +140,106 @@ def _layouts(said: dict[str, str], world: int, inner: int, contexts: tuple[str, 
         inside = int(tp) * int(cp) * int(pp)
         if world % inside == 0 and said.get("dp", str(world // inside)) == str(world // inside):
             mode = said.get("mode", "tp-sp" if int(tp) > 1 else "tp")
-            for zero, recompute in product(zeros if world > int(tp) * int(pp) else zeros[:1], recomputes):
+            several = zeros if world > int(tp) * int(pp) else zeros[:1]
+            for zero, recompute, stages in product(several, recomputes, _stages(said, int(pp))):
                 mesh = f"mode={mode} tp={tp} cp={cp} pp={pp} dp={world // inside}"
-                yield f"{mesh} zero={zero} recompute={recompute} micro={micro * inside}"
+                yield f"{mesh} zero={zero} recompute={recompute} micro={micro * inside}{stages}"
 
 
-def _estimate(one: Candidate, cluster: Cluster, measured: dict[str, Forecast], measure: Measure) -> Estimate:
+def _stages(said: dict[str, str], pp: int) -> Iterator[str]:
+    """Words of even stages, and of longer ones between a shorter first and last."""
+    yield ""
+    layers = int(said.get("layers", "0"))
+    ends = layers - (pp - 2) * (-(-layers // pp) + (layers % pp == 0))
+    if pp > 2 and ends >= 2 and not said.keys() & {"first_layers", "last_layers", "schedule"}:
+        yield f" first_layers={ends - ends // 2} last_layers={ends // 2}"
+
+
+def _written(layouts: Iterable[Mapping[str, str]]) -> Iterator[str]:
+    for words in layouts:
+        yield " ".join(f"{key}={value}" for key, value in words.items())
+
+
+def _measured(one: Candidate, measure: Measure) -> _Measured:
+    """The case on one stage and one data rank. Raises RequestError when it cannot be."""
+    case = one.case
+    assert case is not None
+    first, unit = getattr(case, "repeating_layers", (0, 1))
+    depths = first + unit * _UNITS[0], first + unit * _UNITS[1]
+    try:
+        alone = case if "wp" in stated_words(one.text) else case.but(pp=1, dp=1, zero=0)
+        low, high = (
+            measure(replace(one, text=str(short), case=short))
+            for short in [alone.but(layers=depth, micro=2) for depth in depths]
+        )
+    except ValueError as problem:
+        raise RequestError(f"case {one.text!r}: cannot be measured on one stage and data rank: {problem}") from problem
+
+    def line(of: Callable[[Forecast], float]) -> _Line:
+        return _Line.through(of(low), of(high), depths)
+
+    def states(made: Forecast) -> float:
+        return made.memory.parameters + made.memory.gradients + made.memory.optimizer
+
+    def micro_s(made: Forecast) -> float:
+        exposed = sum(s for phase, s in made.times.exposed_s.items() if phase not in AFTER_BACKWARD)
+        return (made.times.compute_s + exposed) / 2
+
+    parameters = line(lambda made: made.memory.parameters)
+    return _Measured(
+        parameters=parameters,
+        gradients=high.memory.gradients / high.memory.parameters,
+        optimizer=high.memory.optimizer / high.memory.parameters,
+        left=line(lambda made: made.memory.peak - states(made)),
+        micro_s=line(micro_s),
+        tokens=high.tokens / 2,
+        room_bytes=high.room_bytes,
+    )
+
+
+def _estimate(one: Candidate, cluster: Cluster, known: dict[str, _Measured], measure: Measure) -> Estimate:
     assert one.case is not None
     said = stated_words(one.text)
-    tp, cp, pp, dp, micro = (int(said[key]) for key in ("tp", "cp", "pp", "dp", "micro"))
-    key = f"mode={said['mode']} tp={tp} cp={cp} recompute={said['recompute']}"
-    if key not in measured:
-        try:
-            alone_case = one.case.but(pp=1, dp=1, zero=0, micro=2)
-        except ValueError as problem:
-            raise RequestError(
-                f"case {one.text!r}: cannot be measured on one stage and data rank: {problem}"
-            ) from problem
-        measured[key] = measure(replace(one, text=str(alone_case), words=key, case=alone_case))
-    alone, ranks, zero = measured[key], dp * cp, int(said["zero"])
-    memory = alone.memory
-    shared = {"parameters": zero == 3, "gradients": zero == 3, "optimizer": zero >= 1}
-    states = sum(getattr(memory, part) / pp / (ranks if split else 1) for part, split in shared.items())
-    moment = memory.peak - memory.saved - memory.parameters - memory.gradients - memory.optimizer
-    peak = states + memory.saved / pp * min(pp, micro) + max(0.0, moment)
-    own_s = alone.times.compute_s + sum(s for phase, s in alone.times.exposed_s.items() if phase not in AFTER_BACKWARD)
+    tp, cp, pp, dp, micro, zero = (int(said[key]) for key in ("tp", "cp", "pp", "dp", "micro", "zero"))
+    key = " ".join(f"{word}={said.get(word)}" for word in ("mode", "tp", "cp", "recompute", "wp"))
+    if key not in known:
+        known[key] = _measured(one, measure)
+    model, ranks = known[key], 1 if "wp" in said else dp * cp
+    layers = _layers_of_stages(one, pp)
+    peak = max(_peak(model, held, place, pp, min(pp - place, micro), zero, ranks) for place, held in enumerate(layers))
+    stages_s = [model.micro_s.layer * held for held in layers]
+    stages_s[-1] += model.micro_s.outside
+    size = int(model.parameters.layer * layers[0] + model.parameters.outside * (0.5 if pp > 1 else 1))
     data = route([tp * place for place in range(ranks)], cluster)
-    size = int(memory.parameters / pp)
     gather_s = seconds("all_gather", size, data, cluster.algorithm) if ranks > 1 else 0.0
     sum_s = seconds("all_reduce", size, data, cluster.algorithm) if ranks > 1 else 0.0
-    apart_s = micro * (2 * gather_s + sum_s / 2) if zero == 3 else sum_s
-    step_s = own_s / 2 / pp * (micro + pp - 1) + apart_s
-    tokens = alone.tokens / 2 * micro * dp
+    apart_s = micro * ((zero - 1) * gather_s + sum_s / 2) if zero >= 2 else sum_s
+    step_s = (micro - 1) * max(stages_s) + sum(stages_s) + apart_s
+    tokens = model.tokens * micro * (1 if "wp" in said else dp)
     speed = tokens / step_s / one.case.world_size
-    return Estimate(candidate=one, peak_bytes=peak, tokens_per_s_per_rank=speed, fits=peak <= alone.room_bytes)
+    return Estimate(candidate=one, peak_bytes=peak, tokens_per_s_per_rank=speed, fits=peak <= model.room_bytes)
+
+
+def _layers_of_stages(one: Candidate, pp: int) -> list[int]:
+    said, layers = stated_words(one.text), int(getattr(one.case, "layers", 0))
+    first, last = (int(said.get(word, "0")) for word in ("first_layers", "last_layers"))
+    if not first and not last:
+        return [layers // pp] * pp
+    stated = (first > 0) + (last > 0)
+    even = (layers - first - last) // max(pp - stated, 1)
+    return [first or even, *[even] * (pp - 2), last or even]
+
+
+def _peak(model: _Measured, layers: int, place: int, pp: int, in_flight: int, zero: int, ranks: int) -> float:
+    """Bytes of the stage at this place."""
+    outside = model.parameters.outside if pp == 1 else model.parameters.outside / 2 * (place in (0, pp - 1))
+    parameters = model.parameters.layer * layers + outside
+    gathered = parameters if zero == 2 else (outside + model.parameters.layer if zero == 3 else 0.0)
+    states = (
+        parameters / (ranks if zero >= 2 else 1)
+        + parameters * model.gradients / (ranks if zero >= 2 else 1)
+        + parameters * model.optimizer / (ranks if zero >= 1 else 1)
+    )
+    whole_gradients = outside + model.parameters.layer if zero >= 2 else 0.0  # of what is reduced at a time
+    left = model.left.layer * layers * in_flight + (model.left.outside if place == pp - 1 else 0.0)
+    return states + gathered + whole_gradients + max(left, 0.0)
