@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from parallel.checkpoints.terms import checkpoint_terms
-from parallel.data_parallel.megatron import megatron_beside
+from parallel.data_parallel.megatron import ledger_lines, megatron_beside
 from parallel.expectation import Term
 from parallel.layers.metric import metric_terms
 from parallel.layout import Box, pieces, rows
@@ -77,7 +77,8 @@ class ParallelSubject:
         """
         if case.mode not in ("tp", "tp-sp") or case.pp > 1:
             return ()
-        return megatron_beside(case, strategy_of(case).placements(case))
+        every = self.expected(case)
+        return (*megatron_beside(case, strategy_of(case).placements(case)), *ledger_lines(case, every))
 
     def pipeline(self, case: Case) -> CasePipeline:
         """The pipeline of a case with several stages."""

@@ -10,15 +10,15 @@ positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from parallel.data_parallel.words import gradient_dtype
-from parallel.expectation import local_elements
+from parallel.expectation import Term, local_elements
 from parallel.layout import Placement
 from reference.case import Case
 from reference.model.parameters import shapes
 
-__all__ = ["estimated_mb", "megatron_beside", "step_calls"]
+__all__ = ["estimated_mb", "ledger_lines", "megatron_beside", "step_calls"]
 
 Line = tuple[str, str]
 _MB = 2**20
@@ -38,6 +38,20 @@ def megatron_beside(case: Case, places: Mapping[str, Placement]) -> Iterator[Lin
     for what, op, elements, dtype, group in step_calls(case, local_elements(case, places)):
         width = 2 if dtype in ("float16", "bfloat16") else 8 if dtype == "float64" else 4
         yield f"Megatron's step: {what}", f"{op} of {elements * width:,} B {dtype} over {group}"
+
+
+def ledger_lines(case: Case, terms: Iterable[Term]) -> Iterator[Line]:
+    """(phase, calls and payload of a rank) of a closed form: in every micro-batch, and once a step."""
+    counted: dict[tuple[str, str], list[int]] = {}
+    for term in terms:
+        often, per = (case.micro, "micro-batch") if term.calls % (case.steps * case.micro) == 0 else (1, "step")
+        if term.phase in ("grad_sync", "step"):
+            often, per = 1, "step"
+        calls = term.calls // (case.steps * often)
+        line = counted.setdefault((f"our ledger, a {per}: {term.phase}", term.op), [0, 0])
+        line[0], line[1] = line[0] + calls, line[1] + calls * term.payload_bytes
+    for (what, op), (calls, size) in counted.items():
+        yield what, f"{calls} {op} of {size:,} B together"
 
 
 def estimated_mb(case: Case) -> float:

@@ -21,6 +21,15 @@ def test_the_numbers_of_the_published_run() -> None:
     assert told["parameters of a rank"] == f"{replicated + split // 4:,}" == "90,763,264"
     assert told["parameters of the model"] == f"{replicated + split:,}" == "356,313,088"
     assert told["weights and optimizer of a rank by Megatron-LM's own estimate"] == "1,519.18 MB"
+    activation, token = 4 * 2048 * 1024 * 2, 4 * 2048
+    for phase, calls in {
+        "data": f"5 broadcast of {3 * 8 * token + 4 * token + 4 * 2048**2:,} B together",
+        "forward": f"49 all_reduce of {49 * activation:,} B together",
+        "loss": f"3 all_reduce of {3 * 4 * token:,} B together",
+        "backward": f"49 all_reduce of {49 * activation:,} B together",
+    }.items():
+        assert told[f"our ledger, a micro-batch: {phase}"] == calls
+    assert told["our ledger, a step: grad_sync"] == "1 all_reduce of 4 B together"
     assert told["Megatron's step: gradients"] == "all_reduce of 181,526,528 B float16 over a group of one"
 
 
