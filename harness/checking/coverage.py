@@ -30,6 +30,9 @@ def coverage(evidence: Evidence) -> Finding:
     declared = {name for name in missing if _matched(name, evidence.declared)}
     unchecked = tuple(f"{name}{ON_PURPOSE}" if name in declared else name for name in missing)
     strange = tuple(sorted(returned - set(evidence.truth)))
+    if evidence.torn:
+        message = "nothing is compared: what the ranks drew does not make one tensor that a dense model can be given"
+        return Finding(verdict=UNKNOWN, message=message, unchecked=tuple(sorted(returned)))
     if not comparable:
         got = f"it returned {', '.join(strange[:_NAMED])}" if strange else "it returned nothing"
         known = ", ".join(list(evidence.truth)[:3])

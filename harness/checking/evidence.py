@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ __all__ = [
     "Evidence",
     "Finding",
     "Located",
+    "MaskDraws",
     "Regrouped",
     "Verdict",
     "Worst",
@@ -70,6 +72,16 @@ class Located:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MaskDraws:
+    """What is known of masks of dropout that were recorded as torch drew them: rates by name, and those that were drawn
+    `anew` in backward, as the user's line and the rank: recomputation that does not repeat its forward.
+    """
+
+    rates: Mapping[str, float]
+    anew: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """All that is known of one case after its runs.
 
@@ -99,6 +111,7 @@ class Evidence:
     island       where such a dtype enters on several ranks alone, if it explains what is wrong; "" otherwise
     given        names of what the truth was given of the outcome: it does not check them; empty where it knows all
     deviations   standard deviations of initial values by parameter, as the reference states them; 0 is a constant
+    mask_draws   what is known of masks that were recorded; None where the subject returned them, or there are none
     torn         whether that does not merge, so that there is no truth
     regrouped    merged outcomes of the same global batch in other groupings; empty when none was run
     others       evidence of the same subject in cases that differ in one size, where a diagnosis needs them
@@ -131,6 +144,7 @@ class Evidence:
     island: str = ""
     given: tuple[str, ...] = ()
     deviations: Mapping[str, float] = field(default_factory=dict)
+    mask_draws: MaskDraws | None = None
     torn: bool = False
     regrouped: tuple[Regrouped, ...] = ()
     others: tuple[Evidence, ...] = ()
@@ -145,6 +159,12 @@ class Evidence:
     def axes(self) -> Axes:
         """Axis -> the rank lists of its groups: the case's, or the subject's own where it states them."""
         return {**self.case.axes, **self.orders}
+
+    @property
+    def held(self) -> Outcomes:
+        """By rank, what was returned and what was captured beside it."""
+        pairs = zip_longest(self.outcomes, self.captured, fillvalue={})
+        return tuple({**outside, **returned} for returned, outside in pairs)
 
     @property
     def returned(self) -> frozenset[str]:

@@ -52,6 +52,11 @@ _STATED: Mapping[str, tuple[str, str]] = {
 }
 """Checks that are a cause by themselves and come before any number: check -> (cause, words)."""
 _USUAL: Mapping[str, tuple[str, str]] = {
+    "masks": (
+        "one_stream",
+        "ranks that hold different shards draw from one stream, a stream is seeded or restored again, or is not restored "
+        "for recomputation",
+    ),
     "coverage": (
         "uncheckable",
         "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns nothing",

@@ -27,7 +27,7 @@ def regrouped(trial: Trial, evidence: Evidence) -> Evidence:
     float64, or in another dtype of a subject that refuses float64. One that the subject does not finish is no failure
     of this case.
     """
-    if evidence.given:  # another grouping draws other numbers
+    if evidence.given or evidence.torn:  # another grouping draws other numbers
         return evidence
     found = tuple(_run(trial, sizes, case) for sizes, case in groupings(trial.case, trial.subject))
     return replace(evidence, regrouped=found)

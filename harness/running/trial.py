@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,10 +23,12 @@ from harness.engines.engine import Engine
 from harness.errors import RequestError, error_text
 from harness.merging import Merged, held_once
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike, case_text
+from harness.recording.capturing.dropout_masks import WithMasks
 from harness.resolve import resolve
 from harness.running.execution import execute, execute_captured
+from harness.running.truth.joint_masks import masks_of
 from harness.running.truth.kept import Truths
-from harness.running.truth.own_truth import OwnTruth
+from harness.running.truth.own_truth import OwnTruth, draws_of
 from harness.running.truth.reference import REFERENCE, Function, Reference
 from harness.subject import NamedSubject, Unanswered, left_out, orders, refusal, stated
 
@@ -42,6 +45,8 @@ __all__ = [
 
 
 T = TypeVar("T")
+GIVEN = "mask", "init"
+"""The kinds of names that a truth of the subject's own may take as given."""
 Asked = tuple[Function, tuple[tuple[str, int], ...]]
 """A function of the reference and the words that it was given."""
 
@@ -124,27 +129,35 @@ def recorded(trial: Trial) -> Evidence:
     """
     case, names = trial.case, trial.reference
     kinds: tuple[str, ...] = cast(Any, resolve(names.given))(case) if names.given else ()
+    if isinstance(names.truth, OwnTruth) and names.truth.takes_given:
+        kinds = GIVEN
     truth, torn = ({} if kinds else trial.true(names.truth)), False
+    draws = draws_of(names.truth, trial.text)
     with trial.timed("recorded"):
         run = execute(
             case,
-            trial.subject.call,
+            WithMasks(trial.subject) if draws else trial.subject.call,
             trial.engine,
             text=trial.text,
             device=trial.device,
             timeout_s=trial.timeout_s,
-            name=trial.subject.address,
+            name="" if draws else trial.subject.address,
         )
-    if kinds:
-        truth, torn = _given(trial, kinds, gathered(run.outcomes, (), truth))
-    merged = gathered(run.outcomes, (), truth)
-    outcomes = held_once(run.outcomes, merged)
-    if not any(is_state(name) for outcome in run.outcomes for name in outcome):
+    orders = orders_of(trial)
+    ranks = masks_of(case, {**case.axes, **orders}, draws, run.outcomes)
+    if ranks.problem:
+        trial.problems["masks"], truth, torn = ranks.problem, {}, True
+    elif kinds or draws:
+        merged = gathered(ranks.outcomes, ranks.masks, {} if draws else truth)
+        truth, torn = _given(trial, kinds or GIVEN, merged)
+    merged = gathered(ranks.outcomes, ranks.masks, truth)
+    outcomes = held_once(ranks.outcomes, merged)
+    if not any(is_state(name) for outcome in outcomes for name in outcome):
         truth = {name: tensor for name, tensor in truth.items() if not is_state(name)}
     return Evidence(
         case=case,
         outcomes=outcomes,
-        captured=(),
+        captured=ranks.masks,
         merged=merged,
         truth=truth,
         controls=(),
@@ -152,11 +165,12 @@ def recorded(trial: Trial) -> Evidence:
         expectation=expectation_of(trial),
         repeats=(),
         unwaited=run.unwaited,
-        orders=orders_of(trial),
+        orders=orders,
         facts=_facts(trial),
         declared=_asked(trial, "coverage", lambda: left_out(trial.subject), ()),
         given=tuple(trial.given),
         deviations=_deviations(trial, merged),
+        mask_draws=ranks.draws,
         torn=torn,
     )
 
@@ -177,7 +191,7 @@ def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[
     trial.known.clear()  # trials of other subjects drew other numbers
     if any(kind_of(flaw.name) in kinds for flaw in merged.flaws):
         return dict(trial.given), True
-    return trial.dense(trial.reference.truth), False
+    return {**trial.dense(trial.reference.truth), **trial.given}, False
 
 
 def watched(trial: Trial, evidence: Evidence) -> Evidence:
@@ -213,6 +227,9 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
     captured = plain.captured
     if isinstance(trial.reference.truth, OwnTruth):  # it knows no modules, unless it returns their tensors by name
         captured = tuple({name: found[name] for name in found if name in evidence.truth} for found in captured)
+    if evidence.captured:  # masks
+        pairs = zip_longest(captured, evidence.captured, fillvalue={})
+        captured = tuple({**found, **masks} for found, masks in pairs)
     merged = gathered(evidence.outcomes, captured, evidence.truth, evidence.merged.tensors)
     return replace(
         evidence,

@@ -3,6 +3,7 @@
 What is replicated is the check `replicas`. Here: where the dense model knows the masks, they are its own bit for bit;
 and whatever they are, exact tests find none that are improbable (`exact_tests.ALARM`):
 
+    anew        recomputation drew no mask of its own, where masks were recorded as torch drew them
     rate        every mask of a rank keeps as many elements as its rate says (binomial)
     shards      ranks that hold different parts of the same samples drew independent masks (hypergeometric)
     draws       no two masks of a rank are equal, of whatever micro-batches, sites and steps
@@ -54,6 +55,12 @@ def masks(evidence: Evidence) -> Finding | None:
     if wrong := [name for name in names if not _is_bool(evidence, name)]:
         message = f"{wrong[0]} must be a tensor of bool, True where dropout keeps"
         return Finding(verdict=FAIL, message=message, names=tuple(wrong))
+    if evidence.mask_draws and evidence.mask_draws.anew:
+        (line, rank), *more = evidence.mask_draws.anew
+        told = f"backward drops by another mask than forward at {line} on rank {rank}"
+        others = f", and {len(more)} times elsewhere" if more else ""
+        message = f"{told}{others}: recomputation drew anew, from a random state that was not restored"
+        return Finding(verdict=FAIL, message=message, ranks=tuple({rank: 0 for _, rank in evidence.mask_draws.anew}))
     known = None if evidence.given else _compared(evidence)
     if known is not None and known.verdict == FAIL:
         return known
@@ -80,11 +87,13 @@ def masks(evidence: Evidence) -> Finding | None:
 
 
 def _is_bool(evidence: Evidence, name: str) -> bool:
-    return all(block.local.dtype == torch.bool for by in evidence.outcomes for block in by.get(name, ()))
+    return all(block.local.dtype == torch.bool for by in evidence.held for block in by.get(name, ()))
 
 
 def _rate(evidence: Evidence, name: str) -> float | None:
-    """The share that is dropped there by the words of the case; None where it has no such word."""
+    """The share that is dropped there by the words of the case, or as it was drawn; None where neither is known."""
+    if evidence.mask_draws:
+        return evidence.mask_draws.rates[name]
     rate: float | None = getattr(evidence.case, "attention_dropout" if name.endswith(_SHARES) else "dropout", None)
     return rate
 
@@ -92,10 +101,10 @@ def _rate(evidence: Evidence, name: str) -> float | None:
 def _holders(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:
     """One rank -> its blocks, for each different part of the mask that some rank holds."""
     found: dict[tuple[object, ...], int] = {}
-    for rank, outcome in enumerate(evidence.outcomes):
+    for rank, outcome in enumerate(evidence.held):
         if outcome.get(name):
             found.setdefault(tuple(block.region for block in outcome[name]), rank)
-    return {rank: evidence.outcomes[rank][name] for rank in found.values()}
+    return {rank: evidence.held[rank][name] for rank in found.values()}
 
 
 def _flat(blocks: Sequence[Block]) -> Tensor:
@@ -126,7 +135,7 @@ def _same_samples(one: Sequence[Block], other: Sequence[Block]) -> bool:
 
 def _of_draws(evidence: Evidence, names: Sequence[str]) -> Iterator[_Test]:
     """Whether a rank drew one mask twice: all its masks of a shape, of every micro-batch, site and step."""
-    for rank, outcome in enumerate(evidence.outcomes):
+    for rank, outcome in enumerate(evidence.held):
         by_shape: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
         for name in names:
             for block in outcome.get(name, ()):

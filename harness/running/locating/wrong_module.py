@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -37,13 +38,13 @@ _LATER = frozenset({"act", "act_grad", "grad", "grad_norm", "tokens", "param", "
 def with_wrong_module(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
     """The same evidence with the first wrong module of step 0, found in one more run without any declared layout.
 
-    As it is when activations were compared by their declared layout, when nothing of step 0 is wrong, or when truth and
-    subject have no modules in common. What keeps the run from being made is noted as a problem of the explanation.
+    As it is when there is no truth, when activations were compared by their declared layout, when nothing of step 0 is
+    wrong, or when truth and subject have no modules in common. What keeps the run from being made is noted as a problem of the explanation.
     """
     first_forward = (name for name in wrong if kind_of(name) not in _LATER and not is_state(name))
     forward = any(step_of(name) <= 0 for name in first_forward)
     backward = any(kind_of(name) == "grad" for name in wrong)
-    if not (forward or backward) or any(kind_of(name) == "act" for name in evidence.returned):
+    if evidence.torn or not (forward or backward) or any(kind_of(name) == "act" for name in evidence.returned):
         return evidence
     needed = _COPIES * sum(evidence.saved_bytes) * trial.case.micro
     if needed > memory_bytes() // 2:
@@ -93,17 +94,21 @@ def _truths(trial: Trial, evidence: Evidence) -> tuple[ModuleCalls, list[ModuleC
         if low and not any(kind_of(name) == "act" for run in runs for name in run):
             runs = (trial.dense(names.control, part="control"),)
         return _of_names(named), [_of_names(run) for run in runs], True
+    given = trial.given or None
     if isinstance(names.truth, OwnTruth) and names.truth.dense == ALONE:
         one, own = one_rank(case, trial.subject), trial.subject
+        if given:
+            own = replace(own, call=names.truth.with_masks(given), address="")
         (calls,) = _ranks(trial, one.but(dtype=EXACT), own.sent)
         return calls, _ranks(trial, one, InParts(own, _PARTS)) if low and calls.outputs else [], False
-    calls = calls_of_truth(_function(names.truth), case, trial.device)
-    more = [calls_of_truth(_function(names.control), case, trial.device)] if low and calls.outputs else []
+    calls = calls_of_truth(_function(names.truth, given), case, trial.device)
+    more = [calls_of_truth(_function(names.control, given), case, trial.device)] if low and calls.outputs else []
     return calls, more, False
 
 
-def _function(name: Function) -> Any:
-    return resolve(name) if isinstance(name, str) else name
+def _function(name: Function, given: Mapping[str, Tensor] | None) -> Any:
+    function: Any = resolve(name) if isinstance(name, str) else name
+    return function if given is None else partial(function, given=given)
 
 
 def _of_names(outcome: Mapping[str, Tensor]) -> ModuleCalls:

@@ -3,13 +3,17 @@
 Both run in float64 for the truth. Control runs are the same function in the case's dtype, every contraction cut into
 partial sums (harness.running.truth.partial_sums). The subject on one rank sees the data ranks' micro-batches in
 sequence: every axis is 1 and there are dp times as many micro-batches.
+
+Masks of dropout come from the ranks: as `given` where the truth takes it, else in the place of those that torch draws.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,21 +24,25 @@ from harness.errors import ProgramError, RequestError
 from harness.merging import merge
 from harness.outcome import localize
 from harness.plain_case import AXES, PlainCase
-from harness.protocols import CaseLike, Value, case_text
+from harness.protocols import CaseLike, Subject, Value, case_text
+from harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
 from harness.running.execution import execute
+from harness.running.truth.joint_masks import in_order
 from harness.running.truth.partial_sums import partial_sums
 from harness.subject import ALONE, DenseModel, NamedSubject, answered, session
 
-__all__ = ["EXACT", "InParts", "OwnTruth", "compared_with", "one_rank"]
+__all__ = ["EXACT", "InParts", "OwnTruth", "compared_with", "draws_of", "one_rank"]
 
 EXACT = "float64"
+_Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OwnTruth:
     """The function (case, device) -> outcome of a truth of the subject's own; with `parts` one of its control runs.
 
-    `dense` is the dense model, "alone" for the subject itself, which runs on `engine`.
+    `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. `draws` fills up: the masks of
+    dropout that it drew itself, by the text of the case.
     """
 
     subject: NamedSubject
@@ -42,35 +50,58 @@ class OwnTruth:
     engine: Engine
     timeout_s: float = 60.0
     control: bool = False
+    draws: dict[str, tuple[Draw, ...]] = field(default_factory=dict)
 
-    def __call__(self, case: CaseLike, device: torch.device, *, parts: int = 0) -> Mapping[str, Tensor]:
-        """Every tensor full, by name. Raises RequestError when the subject's own code fails, or what it returns is not
-        finite.
+    @property
+    def takes_given(self) -> bool:
+        """Whether the truth is a function (case, device, given=None) that puts what the ranks drew in its place."""
+        function = self.subject.call if isinstance(self.dense, str) else self.dense
+        try:
+            return "given" in inspect.signature(function).parameters
+        except (TypeError, ValueError):  # a callable without a signature
+            return False
+
+    def __call__(
+        self, case: CaseLike, device: torch.device, *, parts: int = 0, given: Mapping[str, Tensor] | None = None
+    ) -> Mapping[str, Tensor]:
+        """Every tensor full, by name; `given`: the joint masks. Raises RequestError when the subject's own code fails,
+        or what it returns is not finite.
         """
         parts = (parts or 2) if self.control else 0
         run_in = case if self.control else case.but(dtype=EXACT)
         compute = self._alone if isinstance(self.dense, str) else self._own
-        tensors = compute(run_in, device, parts)
+        tensors, draws = compute(run_in, device, parts, given)
+        if given is None and not self.control:
+            self.draws[case_text(case)] = draws
         wrong = [name for name, tensor in tensors.items() if not _finite(tensor)]
         if wrong and not self.control:
             rule = f"the truth of {self.subject.name} is not finite in {wrong[0]}"
             raise RequestError(f"case {case_text(case)!r}: {rule}; legal: a case for which it is, such as a smaller lr")
         return tensors
 
-    def _own(self, case: CaseLike, device: torch.device, parts: int) -> Mapping[str, Tensor]:
+    def _own(self, case: CaseLike, device: torch.device, parts: int, given: Mapping[str, Tensor] | None) -> _Computed:
         dense: Any = self.dense
+        if given is not None and self.takes_given:
+            dense = partial(dense, given=given)
 
-        def outcome() -> Mapping[str, Tensor]:
+        def outcome() -> _Computed:
             with torch.random.fork_rng(devices=[]), session(self.subject.call), _cut(parts):
                 torch.manual_seed(case.seed)
-                return merge([localize(dense(case, device))]).tensors
+                with DropoutProbe(self._joint(given)) as probe:
+                    tensors = dense(case, device)
+                return merge([localize(tensors)]).tensors, taken_out(probe.found)[1]
 
         return answered("truth", outcome)
 
-    def _alone(self, case: CaseLike, device: torch.device, parts: int) -> Mapping[str, Tensor]:
+    def _joint(self, given: Mapping[str, Tensor] | None) -> tuple[Tensor, ...] | None:
+        """The masks in the place of those that torch draws; None where it shall draw its own."""
+        return None if given is None or self.takes_given else in_order(given)
+
+    def _alone(self, case: CaseLike, device: torch.device, parts: int, given: Mapping[str, Tensor] | None) -> _Computed:
         one = one_rank(case, self.subject)
-        call = InParts(self.subject, parts) if parts else self.subject.call
-        name = "" if parts else self.subject.address
+        call: Subject = self.with_masks(given)
+        if parts:
+            call = InParts(replace(self.subject, call=call, address=""), parts)
         try:
             run = execute(
                 one,
@@ -80,15 +111,19 @@ class OwnTruth:
                 record=False,
                 device=str(device),
                 timeout_s=self.timeout_s,
-                name=name,
             )
         except ProgramError as problem:
             rule = f"{self.subject.name} does not finish on one rank, which is its truth"
             raise RequestError(
                 f"case {case_text(one)!r}: {rule}: {problem.cause}; legal: --truth MODULE:OBJECT"
             ) from problem
-        tensors = merge(run.outcomes).tensors
-        return tensors if isinstance(case, PlainCase) else _by_data_rank(tensors, case)
+        outcome, draws = taken_out(run.outcomes[0])
+        tensors = merge([outcome]).tensors
+        return (tensors if isinstance(case, PlainCase) else _by_data_rank(tensors, case)), draws
+
+    def with_masks(self, given: Mapping[str, Tensor] | None) -> WithMasks:
+        """The subject as its own truth on one rank."""
+        return WithMasks(self.subject, self._joint(given), given if self.takes_given else None)
 
 
 def _by_data_rank(tensors: Mapping[str, Tensor], case: CaseLike) -> Mapping[str, Tensor]:
@@ -131,6 +166,13 @@ def one_rank(case: CaseLike, subject: NamedSubject) -> CaseLike:
     except ValueError as problem:
         rule = f"{subject.name} cannot be its own truth: there is no such case on one rank ({problem})"
         raise RequestError(f"case {case_text(case)!r}: {rule}; legal: --truth MODULE:OBJECT") from problem
+
+
+def draws_of(truth: object, case: str) -> tuple[Draw, ...]:
+    """The masks of dropout that a truth of the subject's own has drawn for this case; none of any other truth, and of
+    one that takes those of the ranks.
+    """
+    return truth.draws.get(case, ()) if isinstance(truth, OwnTruth) and not truth.takes_given else ()
 
 
 def compared_with(truth: DenseModel | str | None) -> str:

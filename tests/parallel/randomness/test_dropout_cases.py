@@ -28,7 +28,7 @@ DEEP = tuple(f"mode={mode} tp=3 dp=2 random={random}" for mode in MODES for rand
         "mode=tp-sp tp=2 dp=3 recompute=selective",
         "mode=tp tp=1 cp=4 cp_comm=alltoall-ring cp_inner=2 kv_heads=4 seq=16 dtype=bfloat16 lr=0.01",
         "mode=tp tp=1 cp=3 cp_comm=gather recompute=selective",
-        "mode=tp-sp tp=2 cp=2 cp_comm=alltoall cp_slices=contiguous recompute=full",
+        "mode=tp-sp tp=2 cp=2 kv_heads=4 cp_comm=alltoall cp_slices=contiguous recompute=full",
         "mode=tp tp=1 pp=2 schedule=gpipe micro=4",
         "mode=tp-sp tp=2 dp=2 zero=1 bucket=900 optimizer=adamw lr=0.01",
         "mode=tp tp=1 dp=3 zero=2",

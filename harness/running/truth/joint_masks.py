@@ -1,0 +1,195 @@
+"""The joint masks of a program that returns none: where each mask that a rank drew lies in that of the truth.
+
+Draws are held against each other by the user's line and by their order there (by order alone where truth and ranks
+have other lines): every micro-batch draws as many. The truth takes the data ranks' micro-batches one after the other,
+or their rows together as the first dim. In a mask a dim that is shorter than the truth's is cut over an axis, in the
+order of its ranks; a DTensor says itself how it lies.
+
+A joint mask is `mask/<step>/<line>.<number>`, bool [data ranks, *what was dropped], with the number of the truth's draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+from harness.checking.evidence import MaskDraws
+from harness.outcome import Block
+from harness.protocols import Axes, CaseLike
+from harness.recording.capturing.dropout_masks import Draw, taken_out
+
+__all__ = ["RankMasks", "in_order", "masks_of"]
+
+_SLICED = "cp"
+"""The axis whose slices of the sequence may be of any form: zigzag, contiguous."""
+Placed = dict[str, tuple[Block, ...]]
+
+
+class _Misplaced(Exception):
+    """Masks that do not make those of the truth; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMasks:
+    """By rank what the subject itself returned, and its recorded masks as blocks of the joint ones; empty without any.
+
+    `problem` is why they have no place there, "" where they have.
+    """
+
+    outcomes: tuple[Placed, ...]
+    masks: tuple[Placed, ...] = ()
+    draws: MaskDraws | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """What one rank drew for one draw of the truth."""
+
+    rank: int
+    data_rank: int
+    draw: Draw
+
+
+def in_order(joint: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """The joint masks in the order in which the truth draws."""
+    return tuple(joint[name] for name in sorted(joint, key=lambda name: int(name.rpartition(".")[2])))
+
+
+def masks_of(case: CaseLike, axes: Axes, truth: Sequence[Draw], outcomes: Sequence[Placed]) -> RankMasks:
+    """The masks that DropoutProbe recorded on all ranks, beside those that the truth drew; none where it drew none, or
+    where the subject returned masks of its own.
+    """
+    parts = [taken_out(outcome) for outcome in outcomes]
+    own = tuple(outcome for outcome, _ in parts)
+    if not truth or any(name.startswith("mask/") for outcome in own for name in outcome):
+        return RankMasks(outcomes=own)
+    try:
+        masks, draws = _placed(case, axes, truth, [drawn for _, drawn in parts])
+        return RankMasks(outcomes=own, masks=tuple(masks), draws=draws)
+    except _Misplaced as problem:
+        legal = "return mask/<step>/<site> and let the truth take given="
+        return RankMasks(outcomes=own, problem=f"there is no joint mask, so nothing is compared: {problem}; legal: {legal}")
+
+
+def _placed(
+    case: CaseLike, axes: Axes, truth: Sequence[Draw], ranks: Sequence[Sequence[Draw]]
+) -> tuple[list[Placed], MaskDraws]:
+    """Each rank's masks as blocks of the joint ones by name, and what else is known of them. Raises _Misplaced."""
+    forward = [[draw for draw in drawn if not draw.anew] for drawn in ranks]
+    found: list[Placed] = [{} for _ in ranks]
+    rates: dict[str, float] = {}
+    for number, dp, held in _matched(case, axes, [draw for draw in truth if not draw.anew], forward):
+        true = truth[number]
+        step, line = number * case.steps // len(truth), held[0].draw.line.rpartition("/")[2]
+        name = f"mask/{step}/{line}.{number}"
+        rates[name] = held[0].draw.rate
+        first, *rest = _shape(true)
+        if all(_shape(one.draw) == _shape(true) for one in held):  # a DTensor over the data ranks too
+            dp, held = 1, [replace(one, data_rank=0) for one in held]
+        shape = (first // dp, *rest)
+        for one, offsets in zip(held, _offsets(axes, shape, held), strict=True):
+            found[one.rank][name] = tuple(_block(block, offsets, shape, one.data_rank, dp) for block in one.draw.blocks)
+    anew = tuple(dict.fromkeys((draw.line, rank) for rank, drawn in enumerate(ranks) for draw in drawn if draw.anew))
+    return found, MaskDraws(rates=rates, anew=anew)
+
+
+def _matched(
+    case: CaseLike, axes: Axes, truth: Sequence[Draw], ranks: Sequence[Sequence[Draw]]
+) -> Iterator[tuple[int, int, list[_Held]]]:
+    """Every draw of the truth: its number, the data ranks whose rows it has, and what ranks drew for it."""
+    lines = {draw.line for draw in truth}
+    by_line = lines == {draw.line for drawn in ranks for draw in drawn}
+    stages, data_ranks = _places(axes, "pp", len(ranks)), _places(axes, "dp", len(ranks))
+    dp, rounds = 1 + max(data_ranks), case.steps * case.micro
+    for line in sorted(lines) if by_line else [""]:
+        numbers = [number for number, draw in enumerate(truth) if draw.line == line or not by_line]
+        drawn = [[draw for draw in own if draw.line == line or not by_line] for own in ranks]
+        each = {stage: len(own) for stage, own in zip(stages, drawn, strict=True)}
+        uneven = [f"{len(own)} on rank {rank}" for rank, own in enumerate(drawn) if len(own) != each[stages[rank]]]
+        sites = {stage: count // rounds for stage, count in sorted(each.items())}
+        several = sum(sites.values())
+        apart = len(numbers) == rounds * dp * several
+        if uneven or any(each[s] != sites[s] * rounds for s in sites) or not (
+            apart or len(numbers) == rounds * several
+        ):
+            where = f" at {line}" if line else ""
+            counts = " ".join(uneven) or ", ".join(map(str, each.values()))
+            raise _Misplaced(
+                f"the truth draws {len(numbers)} masks{where} and the ranks {counts}, in {case.steps} steps of "
+                f"{case.micro} micro-batches on {dp} data ranks"
+            )
+        held: dict[int, list[_Held]] = {place: [] for place in range(len(numbers))}
+        for rank, own in enumerate(drawn):
+            stage, data_rank = stages[rank], data_ranks[rank]
+            before = sum(count for other, count in sites.items() if other < stage)
+            for i, draw in enumerate(own):
+                turn, site = divmod(i, sites[stage])
+                turn = turn * dp + data_rank if apart else turn
+                where_held = _Held(rank=rank, data_rank=0 if apart else data_rank, draw=draw)
+                held[turn * several + before + site].append(where_held)
+        yield from ((numbers[place], 1 if apart else dp, those) for place, those in held.items())
+
+
+def _offsets(axes: Axes, shape: tuple[int, ...], held: Sequence[_Held]) -> list[tuple[int, ...]]:
+    """Where what each rank drew lies in a mask of this shape; of several ways one in which replicas are equal."""
+    first = None
+    for way in _ways(axes, shape, held):
+        first = first or way
+        parts: dict[object, Tensor] = {}
+        places = zip(held, way, strict=True)
+        if all(
+            torch.equal(block.local, parts.setdefault((one.data_rank, offsets, block.offsets), block.local))
+            for one, offsets in places
+            for block in one.draw.blocks
+        ):
+            return way
+    if first is None:
+        one = held[0]
+        rule = f"has the shape {_shape(one.draw)} on rank {one.rank} and {shape} in the truth"
+        why = f"no cut over one axis in the order of ranks gives it (slices over {_SLICED} say nothing of their order)"
+        raise _Misplaced(f"the mask drawn at {one.draw.line} {rule}: {why}")
+    return first
+
+
+def _ways(axes: Axes, shape: tuple[int, ...], held: Sequence[_Held]) -> Iterator[list[tuple[int, ...]]]:
+    """Every way to cut the dims that are shorter than these, each over one axis."""
+    shapes = {one.rank: _shape(one.draw) for one in held}
+    if any(len(own) != len(shape) for own in shapes.values()):
+        return
+    cut = [dim for dim, size in enumerate(shape) if any(own[dim] != size for own in shapes.values())]
+    free = [axis for axis, lists in axes.items() if axis not in ("dp", "pp", _SLICED) and any(len(g) > 1 for g in lists)]
+    for over in permutations(free, len(cut)):
+        way = [[0] * len(shape) for _ in held]
+        whole = True
+        for dim, axis in zip(cut, over, strict=True):
+            for group in axes[axis]:
+                start = 0
+                for rank in group:
+                    for place, one in enumerate(held):
+                        if one.rank == rank:
+                            way[place][dim], start = start, start + shapes[rank][dim]
+                whole = whole and start in (0, shape[dim])
+        if whole:
+            yield [tuple(offsets) for offsets in way]
+
+
+def _block(block: Block, offsets: tuple[int, ...], shape: tuple[int, ...], data_rank: int, dp: int) -> Block:
+    """A rank's block in the joint mask, whose first dim are the data ranks."""
+    place = (data_rank, *(a + b for a, b in zip(offsets, block.offsets, strict=True)))
+    return replace(block, local=block.local[None], offsets=place, global_shape=(dp, *shape), whole=False)
+
+
+def _shape(draw: Draw) -> tuple[int, ...]:
+    """The shape of what was dropped, that of the full tensor where it is a DTensor."""
+    return draw.blocks[0].global_shape
+
+
+def _places(axes: Axes, axis: str, world_size: int) -> list[int]:
+    """The place of every rank in its group along an axis; 0 where there is no such axis."""
+    found = {rank: place for group in axes.get(axis, ()) for place, rank in enumerate(group)}
+    return [found.get(rank, 0) for rank in range(world_size)]

@@ -1,0 +1,81 @@
+"""An MLP split over tp and trained over dp, with torch's own dropout, compared with the same MLP in one process.
+
+No mask is returned: shardproof records what nn.Dropout draws on every rank, and the truth drops the same.
+"""
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardproof import Shard
+
+
+@contextmanager
+def stream(tp_rank):  # for what is split over tp: its seed follows from the default stream, which recomputation restores
+    seed = int(torch.randint(2**31, ()))
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed + tp_rank)
+        yield
+
+
+class Network(nn.Module):
+    def __init__(self, case, tp_rank=0, tp=1, group=None):
+        super().__init__()
+        generator, rows = torch.Generator().manual_seed(case.seed), slice(tp_rank * 24 // tp, (tp_rank + 1) * 24 // tp)
+        up, down = torch.randn(2, 24, case.width, generator=generator).mul(0.3).to(getattr(torch, case.dtype))
+        self.up, self.down = nn.Parameter(up[rows].clone()), nn.Parameter(down[rows].T.contiguous())
+        self.inner, self.outer = nn.Dropout(case.dropout), nn.Dropout(case.dropout)
+        self.tp_rank, self.group = tp_rank, group
+
+    def forward(self, x):
+        with stream(self.tp_rank):
+            hidden = self.inner(torch.nn.functional.gelu(x @ self.up.T))
+        y = hidden @ self.down.T
+        if self.group:  # the sum; its gradient is that of each of its terms
+            total = y.detach().clone()
+            dist.all_reduce(total, group=self.group)
+            y = y + (total - y.detach())
+        return self.outer(y)
+
+
+def train(case, network, dp_ranks, group=None):
+    outcome, optimizer = {}, torch.optim.SGD(network.parameters(), lr=0.1)
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        outcome[f"loss/{step}"] = total = torch.zeros((), dtype=getattr(torch, case.dtype))
+        for micro, dp_rank in ((micro, dp_rank) for micro in range(case.micro) for dp_rank in dp_ranks):
+            first = case.samples(step, micro, dp_rank, 5).start  # the number of the first of 5 samples
+            x = torch.randn(5, case.width, generator=torch.Generator().manual_seed(first)).to(total.dtype)
+            y = checkpoint(network, x, use_reentrant=False) if case.recompute else network(x)
+            loss = (y - x).square().mean() / (case.micro * case.dp)  # a part of the mean over the whole step
+            loss.backward()
+            total += loss.detach()
+        for tensor in (total, *(weight.grad for weight in network.parameters())) if group else ():
+            dist.all_reduce(tensor, group=group)
+        outcome |= {f"grad/{name}": w.grad.clone() for name, w in network.named_parameters() if step == 0}
+        optimizer.step()
+    return outcome | {f"param/{name}": weight.detach() for name, weight in network.named_parameters()}
+
+
+def truth(case, device):
+    return train(case, Network(case), range(case.dp))
+
+
+def subject(case, device):
+    mesh = dist.init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
+    tp_rank, dp_rank = mesh.get_local_rank("tp"), mesh.get_local_rank("dp")
+    torch.manual_seed(case.seed + 10 * dp_rank)  # equal where activations are whole: on all ranks of tp
+    outcome = train(case, Network(case, tp_rank, case.tp, mesh.get_group("tp")), [dp_rank], mesh.get_group("dp"))
+    for kind in ("grad", "param"):  # a part of a tensor is returned with its offsets and the full shape
+        first = tp_rank * 24 // case.tp
+        outcome[f"{kind}/up"] = Shard(outcome[f"{kind}/up"], (first, 0), (24, case.width))
+        outcome[f"{kind}/down"] = Shard(outcome[f"{kind}/down"], (0, first), (case.width, 24))
+    return outcome
+
+
+subject.truth, subject.cases = truth, ("tp=2 dp=3", "tp=4 recompute=true dtype=float32")
+subject.words = {"width": 12, "dropout": 0.3, "recompute": False, "micro": 3}
+subject.refuses = lambda case: "24 must be a multiple of tp" if 24 % case.tp else ""

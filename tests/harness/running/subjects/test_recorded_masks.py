@@ -1,0 +1,234 @@
+"""Dropout of programs that know nothing of shardproof: masks are recorded, judged, and given to the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Split
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import shardproof
+from harness.engines.threads.inproc import InprocEngine
+from suites.subjects import dropout
+from tests.harness.running.test_own_truth import failed
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InprocEngine]:
+    with InprocEngine() as opened:
+        yield opened
+
+
+def message(result: Any, check: str) -> str:
+    return str(next(verdict.message for verdict in result.verdicts if verdict.check == check))
+
+
+@pytest.mark.parametrize(
+    ("case", "truth"), [("tp=2 dp=3", ""), ("tp=4 recompute=true dtype=float32", "alone"), ("dp=2 recompute=true", "alone")]
+)
+def test_numbers_are_the_truths_with_the_masks_of_the_ranks(engine: InprocEngine, case: str, truth: str) -> None:
+    result = shardproof.prove(case, "suites.subjects.dropout:subject", engine, truth=truth)
+    assert failed(result) == set()
+    assert result.evidence is not None and result.evidence.mask_draws is not None
+    assert len(result.evidence.given) == 2 * 3 * result.case.axis_sizes["dp"] * 2  # type: ignore[attr-defined]
+    assert "the dense model was given them" in message(result, "masks")
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine, case: str, name: str, wrong: object) -> Any:
+    """The result with this name of the subject's module replaced on the ranks, and not in the truth."""
+    right = getattr(dropout, name)
+
+    def truth(case: Any, device: torch.device) -> Mapping[str, Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dropout, name, right)
+            return dropout.truth(case, device)  # type: ignore[no-any-return, no-untyped-call]
+
+    monkeypatch.setattr(dropout, name, wrong)
+    monkeypatch.setattr(dropout.subject, "truth", truth)
+    return shardproof.prove(case, dropout.subject, engine)
+
+
+def test_one_seed_for_all_shards_is_seen(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
+    result = planted(monkeypatch, engine, "tp=2 dp=2", "stream", lambda rank: nullcontext())
+    assert failed(result) == {"masks"}
+    assert "which hold different shards, agree in 60 of 60 elements" in message(result, "masks")
+    assert "draw from one stream" in message(result, "masks")
+
+
+def test_seeds_of_their_own_for_a_whole_activation_are_seen(
+    monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
+) -> None:
+    right = dropout.Network
+
+    def network(case: Any, rank: int, *more: Any) -> nn.Module:
+        torch.manual_seed(rank)
+        return right(case, rank, *more)  # type: ignore[no-any-return, no-untyped-call]
+
+    result = planted(monkeypatch, engine, "tp=2 dp=2", "Network", network)
+    assert "fail" in {verdict.verdict for verdict in result.verdicts if verdict.check == "replicas"}
+    assert {verdict.verdict for verdict in result.verdicts if verdict.check in ("forward", "coverage")} == {"unknown"}
+    assert "mask/0/dropout.py" in message(result, "replicas")
+
+
+def test_recomputation_that_draws_anew_is_seen(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
+    wrong = partial(checkpoint, preserve_rng_state=False)
+    result = planted(monkeypatch, engine, "tp=2 recompute=true", "checkpoint", wrong)
+    assert {"masks", "parameter_gradients"} <= failed(result)
+    assert "backward drops by another mask than forward at " in message(result, "masks")
+
+
+def test_a_rate_of_its_own_on_the_ranks_is_seen(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
+    """The masks fit their rate, and the scale of what is kept is wrong."""
+    right = dropout.Network
+
+    def network(case: Any, *more: Any) -> nn.Module:
+        return right(case.but(dropout=0.1), *more)  # type: ignore[no-any-return, no-untyped-call]
+
+    assert "forward" in failed(planted(monkeypatch, engine, "tp=2", "Network", network))
+
+
+class Attention(nn.Module):
+    """Every way in which torch drops on a CPU, and modules of torch around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.drop = nn.Linear(8, 24), nn.Linear(8, 8), nn.Dropout1d(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, seq, 8]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
+        return self.drop(nn.functional.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.3))  # type: ignore[no-any-return]
+
+
+def trained(case: Any, device: torch.device, *, wrap: str) -> Mapping[str, Any]:
+    """A step of Attention under torch's DistributedDataParallel or FSDP2."""
+    torch.manual_seed(case.seed)
+    model = Attention().double().to(getattr(torch, case.dtype))
+    parallel: nn.Module = DistributedDataParallel(model) if wrap == "ddp" else fsdp.fully_shard(model)
+    torch.manual_seed(7 + dist.get_rank())
+    total = torch.zeros((), dtype=getattr(torch, case.dtype))
+    for micro in range(case.micro):
+        first = case.samples(0, micro, case.axis_rank("dp", dist.get_rank()), 3).start
+        x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(first)).to(total.dtype)
+        loss = parallel(x).square().mean() / case.micro
+        loss.backward()
+        total += loss.detach() / case.dp
+    dist.all_reduce(total)
+    return {"loss/0": total, **{f"grad/{name}": weight.grad for name, weight in model.named_parameters()}}
+
+
+class Wrapped:
+    """The subject of `trained`, its own truth."""
+
+    truth = "alone"
+    words: Mapping[str, Any] = {"micro": 2, "steps": 1}
+
+    def __init__(self, wrap: str) -> None:
+        self.wrap = wrap
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        """One rank."""
+        return trained(case, device, wrap=self.wrap)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_unmodified_data_parallel_programs(engine: InprocEngine, wrap: str) -> None:
+    result = shardproof.prove("dp=3", Wrapped(wrap), engine)
+    assert failed(result) == set()
+    assert result.evidence is not None and len(result.evidence.given) == 3 * 2 * 3
+
+
+class OfDTensors:
+    """A product whose factor is split by its columns, dropped by torch: what is held is a DTensor."""
+
+    cases = ("tp=2",)
+    words: Mapping[str, Any] = {"steps": 1, "split": True}
+
+    def __init__(self, seeds: tuple[int, int]) -> None:
+        self.seeds = seeds
+
+    def computed(self, case: Any, mesh: Any) -> Mapping[str, Any]:
+        """The outcome, of DTensors on a mesh."""
+        outcome = {"loss/0": torch.zeros((), dtype=getattr(torch, case.dtype))}
+        for micro in range(case.micro):
+            x: Tensor = torch.randn(6, 20, generator=torch.Generator().manual_seed(micro)).to(outcome["loss/0"].dtype)
+            if mesh is not None:
+                x = distribute_tensor(x, mesh, [Split(1) if case.split else Replicate()], src_data_rank=None)
+            y = nn.functional.dropout(x, 0.4).square().sum()
+            outcome["loss/0"] += y.full_tensor() if isinstance(y, DTensor) else y
+        return outcome
+
+    def truth(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        """Dense."""
+        return self.computed(case, None)
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        """One rank."""
+        torch.manual_seed(self.seeds[dist.get_rank()])
+        return self.computed(case, dist.init_device_mesh("cpu", (case.tp,)))
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_dtensors_say_themselves_where_their_masks_lie(engine: InprocEngine) -> None:
+    """On CPUs torch seeds no shard of a DTensor by itself: equal seeds are equal masks."""
+    assert failed(shardproof.prove("tp=2 micro=3", OfDTensors((1, 2)), engine)) == set()
+    assert failed(shardproof.prove("tp=2 micro=3", OfDTensors((1, 1)), engine)) == {"masks"}
+    for seed, nothing in ((1, set()), (2, {"replicas"})):
+        assert failed(shardproof.prove("tp=2 split=false", OfDTensors((1, seed)), engine)) & {"replicas"} == nothing
+
+
+class OfItsOwn:
+    """Draws a mask without torch's dropout and returns it; the truth takes it as given."""
+
+    cases = ("tp=2",)
+    words: Mapping[str, Any] = {"steps": 1, "micro": 1, "factor": 1.0}
+
+    def truth(
+        self, case: Any, device: torch.device, given: Mapping[str, Tensor] | None = None
+    ) -> Mapping[str, Tensor]:
+        """Dense."""
+        mask = torch.ones(6, 20) if given is None else given["mask/0/hidden"]
+        return {"output/0": torch.arange(120, dtype=torch.float64).view(6, 20) * mask}
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        """The columns of one rank."""
+        rank, columns = dist.get_rank(), 20 // case.tp
+        dist.all_reduce(torch.ones(1))
+        mask = torch.rand(6, columns, generator=torch.Generator().manual_seed(rank)) >= 0.5
+        numbers = torch.arange(120, dtype=torch.float64).view(6, 20)[:, rank * columns :][:, :columns]
+        place = (0, rank * columns), (6, 20)
+        dropped = numbers * mask * case.factor
+        return {"output/0": shardproof.Shard(dropped, *place), "mask/0/hidden": shardproof.Shard(mask, *place)}
+
+
+def test_a_truth_takes_returned_masks_as_given(engine: InprocEngine) -> None:
+    assert failed(shardproof.prove("tp=2", OfItsOwn(), engine)) == set()
+    assert failed(shardproof.prove("tp=2 factor=1.01", OfItsOwn(), engine)) == {"forward"}
+
+
+class Fewer(OfDTensors):
+    """Its truth drops once more than its ranks do."""
+
+    def truth(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        """Dense."""
+        nn.functional.dropout(torch.ones(3), 0.5)
+        return self.computed(case, None)
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_masks_that_are_not_those_of_the_truth_are_unknown(engine: InprocEngine) -> None:
+    result = shardproof.prove("tp=2", Fewer((1, 2)), engine)
+    assert {verdict.verdict for verdict in result.verdicts if verdict.check in ("masks", "coverage")} == {"unknown"}
+    assert "the truth draws 3 masks and the ranks 2, in 1 steps of 2 micro-batches" in message(result, "masks")
+    assert "forward" not in {verdict.check for verdict in result.verdicts if verdict.verdict == "pass"}
