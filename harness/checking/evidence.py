@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 from torch import Tensor
 
@@ -163,8 +162,8 @@ class Evidence:
     @property
     def held(self) -> Outcomes:
         """By rank, what was returned and what was captured beside it."""
-        pairs = zip_longest(self.outcomes, self.captured, fillvalue={})
-        return tuple({**outside, **returned} for returned, outside in pairs)
+        outside = self.captured or [{}] * len(self.outcomes)
+        return tuple({**a, **b} for a, b in zip(outside, self.outcomes, strict=True))
 
     @property
     def returned(self) -> frozenset[str]:

@@ -54,8 +54,7 @@ _STATED: Mapping[str, tuple[str, str]] = {
 _USUAL: Mapping[str, tuple[str, str]] = {
     "masks": (
         "one_stream",
-        "ranks that hold different shards draw from one stream, a stream is seeded or restored again, or is not restored "
-        "for recomputation",
+        "ranks with different shards draw from one stream, or a stream is seeded again, or not restored to recompute",
     ),
     "coverage": (
         "uncheckable",

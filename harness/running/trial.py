@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,7 +20,7 @@ from harness.checking.exact_checks import same_outcomes
 from harness.checking.tolerance import is_state, kind_of
 from harness.engines.engine import Engine
 from harness.errors import RequestError, error_text
-from harness.merging import Merged, held_once
+from harness.merging import Merged, Outcomes, held_once
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike, case_text
 from harness.recording.capturing.dropout_masks import WithMasks
 from harness.resolve import resolve
@@ -112,7 +111,7 @@ class Trial:
     ) -> Mapping[str, Tensor]:
         """The same, computed anew and timed as this part. Raises RequestError when the reference cannot compute it."""
         function: Any = resolve(name) if isinstance(name, str) else name
-        if self.given and name in (self.reference.truth, self.reference.control, self.reference.kinks):
+        if self.given:
             words["given"] = self.given
         try:
             with self.timed(part):
@@ -129,22 +128,15 @@ def recorded(trial: Trial) -> Evidence:
     """
     case, names = trial.case, trial.reference
     kinds: tuple[str, ...] = cast(Any, resolve(names.given))(case) if names.given else ()
-    if isinstance(names.truth, OwnTruth) and names.truth.takes_given:
-        kinds = GIVEN
+    kinds = GIVEN if isinstance(names.truth, OwnTruth) and names.truth.takes_given else kinds
     truth, torn = ({} if kinds else trial.true(names.truth)), False
     draws = draws_of(names.truth, trial.text)
     with trial.timed("recorded"):
+        call, name = (WithMasks(trial.subject), "") if draws else (trial.subject.call, trial.subject.address)
         run = execute(
-            case,
-            WithMasks(trial.subject) if draws else trial.subject.call,
-            trial.engine,
-            text=trial.text,
-            device=trial.device,
-            timeout_s=trial.timeout_s,
-            name="" if draws else trial.subject.address,
+            case, call, trial.engine, text=trial.text, device=trial.device, timeout_s=trial.timeout_s, name=name
         )
-    orders = orders_of(trial)
-    ranks = masks_of(case, {**case.axes, **orders}, draws, run.outcomes)
+    ranks = masks_of(case, {**case.axes, **orders_of(trial)}, draws, run.outcomes)
     if ranks.problem:
         trial.problems["masks"], truth, torn = ranks.problem, {}, True
     elif kinds or draws:
@@ -165,7 +157,7 @@ def recorded(trial: Trial) -> Evidence:
         expectation=expectation_of(trial),
         repeats=(),
         unwaited=run.unwaited,
-        orders=orders,
+        orders=orders_of(trial),
         facts=_facts(trial),
         declared=_asked(trial, "coverage", lambda: left_out(trial.subject), ()),
         given=tuple(trial.given),
@@ -224,12 +216,11 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
                 name=trial.subject.address,
             )
         repeats.append(again.outcomes)
-    captured = plain.captured
+    captured: Outcomes = plain.captured
     if isinstance(trial.reference.truth, OwnTruth):  # it knows no modules, unless it returns their tensors by name
         captured = tuple({name: found[name] for name in found if name in evidence.truth} for found in captured)
     if evidence.captured:  # masks
-        pairs = zip_longest(captured, evidence.captured, fillvalue={})
-        captured = tuple({**found, **masks} for found, masks in pairs)
+        captured = tuple({**a, **b} for a, b in zip(captured or evidence.captured, evidence.captured, strict=True))
     merged = gathered(evidence.outcomes, captured, evidence.truth, evidence.merged.tensors)
     return replace(
         evidence,

@@ -22,8 +22,7 @@ are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -45,8 +44,7 @@ class Batch:
     tokens, labels (-100 = not learned), positions: int64. loss_mask: float32, 0 or 1. A token counts where the mask is
     1 and its label is not -100. cu_seqlens: int64 [n + 1] borders of sub-sequences, None when not packed. max_seqlen:
     bounds every position. `tokens` is a non-contiguous view when B > 1, as slices of a larger batch are. It is
-    micro-batch `number` of its `step`. `masks`: what dropout keeps, by site, for the samples of all steps, where it was
-    drawn elsewhere.
+    micro-batch `number` of its `step`.
     """
 
     tokens: Tensor
@@ -57,7 +55,6 @@ class Batch:
     max_seqlen: int
     step: int = 0
     number: int = 0
-    masks: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def micro_batch(

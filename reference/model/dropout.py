@@ -15,6 +15,7 @@ from reference.case import Case
 from reference.data.batches import Batch
 from reference.errors import CaseError
 from reference.model.field import words
+from reference.model.given import given_now
 from reference.stored import steps_before
 
 __all__ = ["SHARES", "mask", "masks", "rate_of", "sites"]
@@ -54,10 +55,10 @@ def mask(case: Case, batch: Batch, site: str) -> Tensor | None:
     if case.random == "field":
         return _of_field(case, site, batch.step, samples).to(batch.tokens.device)
     name = f"mask/{batch.step}/{site}"
-    if name not in batch.masks:
+    if name not in given_now():
         rule = f"draws masks that the dense model must be given, and {name} was not returned"
         raise CaseError("random", case.random, rule, "random=field, or return what dropout kept under that name")
-    return batch.masks[name][samples.start : samples.stop].to(batch.tokens.device)
+    return given_now()[name][samples.start : samples.stop].to(batch.tokens.device)
 
 
 def masks(case: Case) -> dict[str, Tensor]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
 from functools import lru_cache
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from reference.case import Case
 from reference.errors import CaseError
+from reference.model.given import given_now
 from reference.model.initial import of_field
 from reference.stored import stored
 
@@ -74,6 +73,8 @@ def drawn(case: Case, name: str) -> Tensor:
     if case.load:
         return _loaded(case, name, shape).to(dtype)
     if case.init == "shard":
+        if f"init/{name}" in given_now():
+            return given_now()[f"init/{name}"]
         rule = f"draws values that the dense model must be given, and init/{name} was not returned"
         raise CaseError("init", case.init, rule, "init=field, or return the initial values under that name")
     weights = _latest(case.seed, dtype, (case.init, *_shapes(case).items()))
@@ -93,16 +94,9 @@ def _loaded(case: Case, name: str, shape: Shape) -> Tensor:
     return found
 
 
-def weights(case: Case, device: torch.device, given: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
-    """Every full weight of the case by name, in its dtype, to be read only (see `drawn`).
-
-    Those that are `given` as "init/<name>" are these, where the case leaves them to each rank.
-    """
-    held = given if case.init == "shard" else {}
-    return {
-        name: (held[f"init/{name}"] if f"init/{name}" in held else drawn(case, name)).to(device)
-        for name in shapes(case)
-    }
+def weights(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Every full weight of the case by name, in its dtype, to be read only (see `drawn`)."""
+    return {name: drawn(case, name).to(device) for name in shapes(case)}
 
 
 def _shape(case: Case, name: str) -> Shape:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,8 +20,8 @@ from torch.nn import functional
 from reference.case import Case
 from reference.model import layers
 from reference.model.decoder import Arithmetic
+from reference.model.given import takes_given
 from reference.model.parameters import weights
-from reference.training.given import fed
 from reference.training.steps import train
 
 __all__ = [
@@ -35,23 +34,21 @@ __all__ = [
 ]
 
 
+@takes_given
 def control(
     case: Case,
     device: torch.device,
     *,
     parts: int = 0,
     states: Mapping[str, Tensor] | None = None,
-    given: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """The outcome of dense training and its activations, in the case's dtype, with the sums in another order.
 
     `parts`: of how many (see reordered). `states`: those from which every step begins (see reference.states). `given`:
-    see reference.given.
+    see reference.training.given.
     """
-    other, feed = reordered(case, parts), fed(given)
-    return train(
-        case, weights(case, device, given), feed=feed, arithmetic=other, last_first=True, states=states, observed=True
-    )
+    other = reordered(case, parts)
+    return train(case, weights(case, device), arithmetic=other, last_first=True, states=states, observed=True)
 
 
 def reordered(case: Case, parts: int = 0) -> Arithmetic:

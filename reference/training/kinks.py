@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from torch import Tensor
 from reference.case import Case
 from reference.model import layers
 from reference.model.decoder import Arithmetic
+from reference.model.given import takes_given
 from reference.model.parameters import weights
 from reference.training import activations as observation
-from reference.training.given import fed
 from reference.training.steps import train
 
 __all__ = ["BAND", "kinks"]
@@ -44,27 +43,26 @@ class _Moved(torch.autograd.Function):
         return grad * open_, None
 
 
+@takes_given
 def kinks(
     case: Case,
     device: torch.device,
     *,
     side: int,
     states: Mapping[str, Tensor] | None = None,
-    given: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """By how much every float of the outcome and of the activations changes when the kink moves to this side (1, -1).
 
-    `states`: those from which every step begins (see reference.states). `given`: see reference.given. Empty without a
-    relu, and in float64.
+    `states`: those from which every step begins (see reference.states). `given`: see
+    reference.training.given. Empty without a relu, and in float64.
     """
     if case.activation != "relu" or case.dtype == "float64":
         return {}
-    exact = {name: weight.to(torch.float64) for name, weight in weights(case, device, given).items()}
+    exact = {name: weight.to(torch.float64) for name, weight in weights(case, device).items()}
     place = side * BAND * torch.finfo(getattr(torch, case.dtype)).eps
     moved = Arithmetic(activate=partial(_activate, place=place))
     here, there = (
-        train(case, exact, feed=fed(given), arithmetic=each, states=states)
-        | observation.observe(case, exact, feed=fed(given), arithmetic=each)
+        train(case, exact, arithmetic=each, states=states) | observation.observe(case, exact, arithmetic=each)
         for each in (Arithmetic(), moved)
     )
     return {name: there[name] - value for name, value in here.items() if value.is_floating_point()}

@@ -7,16 +7,16 @@ subject is charged for its arithmetic only, never for the rounding of what it wa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from reference.case import Case
+from reference.model.given import takes_given
 from reference.model.parameters import weights
 from reference.training import activations as observation
 from reference.training.divergence import refuse_divergence
-from reference.training.given import drawn, fed
+from reference.training.given import drawn
 from reference.training.steps import train
 
 __all__ = ["activations", "subject", "true_activations", "truth"]
@@ -24,27 +24,27 @@ __all__ = ["activations", "subject", "true_activations", "truth"]
 
 def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
     """The outcome of dense training in the case's dtype: every tensor full."""
-    return train(case, weights(case, device)) | drawn(case, {})
+    return train(case, weights(case, device)) | drawn(case)
 
 
+@takes_given
 def truth(
     case: Case,
     device: torch.device,
     *,
     states: Mapping[str, Tensor] | None = None,
-    given: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """The same outcome and the activations (see reference.activations), with all arithmetic in float64.
 
-    `given`: what it must be given (see reference.given), by name.
+    `given`: what it must be given, by name (see reference.training.given).
     `states`: those that an implementation returned, from which every step begins (see reference.states). Without them
     a case whose training leaves what can be judged raises CaseError (see reference.divergence).
     """
-    rounded = weights(case, device, given)
-    outcome = train(case, rounded, feed=fed(given), dtype=torch.float64, states=states, observed=True)
+    rounded = weights(case, device)
+    outcome = train(case, rounded, dtype=torch.float64, states=states, observed=True)
     if states is None:
-        refuse_divergence(case, rounded, outcome, feed=fed(given))
-    return drawn(case, given) | outcome
+        refuse_divergence(case, rounded, outcome)
+    return drawn(case) | outcome
 
 
 def activations(case: Case, device: torch.device) -> dict[str, Tensor]:

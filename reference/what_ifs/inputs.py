@@ -18,6 +18,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.data.packing import IGNORED
+from reference.model.given import takes_given
 from reference.model.parameters import full, shapes
 from reference.training.activations import observe
 from reference.training.steps import Feed, train
@@ -30,6 +31,7 @@ __all__ = ["alternatives", "weights_of"]
 _Weights = dict[str, Tensor]
 
 
+@takes_given
 def alternatives(case: Case, device: torch.device) -> dict[str, Tensor]:
     """The outcome and activations if data or weights were read otherwise, of the first step.
 
@@ -81,15 +83,20 @@ def _reading(change: _Change) -> Feed:
 
 
 def _first_step(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-    return micro_batch(case, 0, micro, dp_rank, device=device)
+    return _at(step, micro * case.dp + dp_rank, micro_batch(case, 0, micro, dp_rank, device=device))
 
 
 def _first_data_rank(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-    return micro_batch(case, step, micro, 0, device=device)
+    return _at(step, micro * case.dp + dp_rank, micro_batch(case, step, micro, 0, device=device))
 
 
 def _first_micro(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-    return micro_batch(case, step, 0, dp_rank, device=device)
+    return _at(step, micro * case.dp + dp_rank, micro_batch(case, step, 0, dp_rank, device=device))
+
+
+def _at(step: int, number: int, batch: Batch) -> Batch:
+    """These data in another place, with the masks of dropout that belong there."""
+    return dataclasses.replace(batch, step=step, number=number)
 
 
 def _padding_drawn(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:

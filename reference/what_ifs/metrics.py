@@ -13,6 +13,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import micro_batch
 from reference.model import decoder, metric
+from reference.model.given import takes_given
 from reference.training.steps import train
 from reference.what_ifs.inputs import weights_of
 
@@ -29,6 +30,7 @@ _READINGS: Mapping[str, tuple[slice, slice]] = {
 """Reading -> which steps and which of their micro-batches are in the sums."""
 
 
+@takes_given
 def metrics(case: Case, device: torch.device) -> dict[str, Tensor]:
     """The metric of some micro-batches alone; {} without a metric, or when the states of all steps are too large."""
     weights = weights_of(case, device)

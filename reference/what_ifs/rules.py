@@ -21,6 +21,7 @@ from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model import layers
 from reference.model.decoder import Arithmetic
+from reference.model.given import takes_given
 from reference.training.activations import observe
 from reference.training.steps import Feed
 from reference.what_ifs.inputs import weights_of
@@ -31,6 +32,7 @@ _EPSILONS = (0.0, 1e-12, 1e-8, 1e-6, 1e-3)
 _BASES = (500_000.0, 1_000_000.0)
 
 
+@takes_given
 def rules(case: Case, device: torch.device) -> dict[str, Tensor]:
     """`act/<module>` of micro-batch 0 of step 0 under every other rule."""
     weights = weights_of(case, device)

@@ -12,11 +12,13 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import micro_batch
 from reference.model import decoder, loss
+from reference.model.given import takes_given
 from reference.what_ifs.inputs import weights_of
 
 __all__ = ["shares"]
 
 
+@takes_given
 def shares(case: Case, device: torch.device) -> dict[str, Tensor]:
     """Step 0 taken apart.
 

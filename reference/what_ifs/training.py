@@ -14,6 +14,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import micro_batch
 from reference.model import decoder
+from reference.model.given import takes_given
 from reference.training.steps import train
 from reference.what_ifs.inputs import weights_of
 
@@ -23,6 +24,7 @@ NEXT_TO_NOTHING = 1e-7
 """A learning rate by this much smaller leaves the weights of every step as good as the first ones."""
 
 
+@takes_given
 def trainings(case: Case, device: torch.device) -> dict[str, Tensor]:
     """Outcomes of training by other rules; "first_order/param/<name>" is the update of weights that never moved."""
     weights = weights_of(case, device)

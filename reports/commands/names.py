@@ -1,6 +1,7 @@
 """`shardproof names`: the names, shapes and dtypes that the truth of a case has, by kind, in the order of computation.
 
-They are those of the outcome that the truth returns for this very case, so the truth is computed once.
+They are those of the outcome that the truth returns for this very case, so the truth is computed once; what ranks draw
+and the truth is given (random=stateful, init=shard) is the field here, of the same names and shapes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from harness.diagnosing.rules.places import timeline
 from harness.engines.named import engine_named
 from harness.ledger import shape_text
 from harness.protocols import CaseLike
+from harness.resolve import resolve
 from harness.running.capacity import admit
 from harness.running.trial import Trial
 from harness.running.truth.own_truth import compared_with
@@ -66,6 +69,9 @@ def names(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
     """
     with engine_named("inproc") as engine:
         reference = reference_of(subject, engine)
+        if reference.known:
+            known: Any = resolve(reference.known)
+            case = known(case)
         trial = Trial(case=case, subject=subject, engine=engine, reference=reference)
         truth = trial.true(reference.truth)
     return {name: truth[name] for name in timeline(list(truth), case.steps)}

@@ -14,7 +14,9 @@ from shardproof import Shard
 
 
 @contextmanager
-def stream(tp_rank):  # for what is split over tp: its seed follows from the default stream, which recomputation restores
+def stream(
+    tp_rank,
+):  # for what is split over tp: its seed follows from the default stream, which recomputation restores
     seed = int(torch.randint(2**31, ()))
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed + tp_rank)
@@ -22,6 +24,8 @@ def stream(tp_rank):  # for what is split over tp: its seed follows from the def
 
 
 class Network(nn.Module):
+    """Two linear layers without biases, dropout behind the activation and behind the sum over tp."""
+
     def __init__(self, case, tp_rank=0, tp=1, group=None):
         super().__init__()
         generator, rows = torch.Generator().manual_seed(case.seed), slice(tp_rank * 24 // tp, (tp_rank + 1) * 24 // tp)
@@ -31,6 +35,7 @@ class Network(nn.Module):
         self.tp_rank, self.group = tp_rank, group
 
     def forward(self, x):
+        """x [rows, width] to the same shape."""
         with stream(self.tp_rank):
             hidden = self.inner(torch.nn.functional.gelu(x @ self.up.T))
         y = hidden @ self.down.T

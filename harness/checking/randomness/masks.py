@@ -56,10 +56,10 @@ def masks(evidence: Evidence) -> Finding | None:
         message = f"{wrong[0]} must be a tensor of bool, True where dropout keeps"
         return Finding(verdict=FAIL, message=message, names=tuple(wrong))
     if evidence.mask_draws and evidence.mask_draws.anew:
-        (line, rank), *more = evidence.mask_draws.anew
-        told = f"backward drops by another mask than forward at {line} on rank {rank}"
-        others = f", and {len(more)} times elsewhere" if more else ""
-        message = f"{told}{others}: recomputation drew anew, from a random state that was not restored"
+        (line, rank), *others = evidence.mask_draws.anew
+        what = f"backward drops by another mask than forward at {line} on rank {rank}"
+        elsewhere = f", and {len(others)} times elsewhere" if others else ""
+        message = f"{what}{elsewhere}: recomputation drew anew, from a random state that was not restored"
         return Finding(verdict=FAIL, message=message, ranks=tuple({rank: 0 for _, rank in evidence.mask_draws.anew}))
     known = None if evidence.given else _compared(evidence)
     if known is not None and known.verdict == FAIL:

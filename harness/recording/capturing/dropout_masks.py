@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.callers import caller
 from harness.outcome import Block, blocks
-from harness.protocols import Subject, Value
+from harness.protocols import Value
 from harness.subject import NamedSubject, called
 from harness.torch_internals.autograd import current_task
 from harness.torch_internals.modes import DispatchMode, FakeTensor, take_themselves_apart
@@ -58,7 +58,7 @@ class WithMasks:
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """The subject's outcome and its masks."""
-        call: Subject = self.subject.call
+        call: Any = self.subject.call
         if self.given is not None:
             call = partial(call, given=self.given)
         with DropoutProbe(self.joint) as probe:

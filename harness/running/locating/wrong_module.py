@@ -39,7 +39,8 @@ def with_wrong_module(trial: Trial, evidence: Evidence, wrong: Collection[str]) 
     """The same evidence with the first wrong module of step 0, found in one more run without any declared layout.
 
     As it is when there is no truth, when activations were compared by their declared layout, when nothing of step 0 is
-    wrong, or when truth and subject have no modules in common. What keeps the run from being made is noted as a problem of the explanation.
+    wrong, or when truth and subject have no modules in common. What keeps the run from being made is noted as a problem
+    of the explanation.
     """
     first_forward = (name for name in wrong if kind_of(name) not in _LATER and not is_state(name))
     forward = any(step_of(name) <= 0 for name in first_forward)

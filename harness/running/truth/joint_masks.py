@@ -5,7 +5,8 @@ have other lines): every micro-batch draws as many. The truth takes the data ran
 or their rows together as the first dim. In a mask a dim that is shorter than the truth's is cut over an axis, in the
 order of its ranks; a DTensor says itself how it lies.
 
-A joint mask is `mask/<step>/<line>.<number>`, bool [data ranks, *what was dropped], with the number of the truth's draw.
+A joint mask is `mask/<step>/<line>.<number>`, bool [data ranks, *what was dropped]; the number is that of the truth's
+draw.
 """
 
 from __future__ import annotations
@@ -72,28 +73,27 @@ def masks_of(case: CaseLike, axes: Axes, truth: Sequence[Draw], outcomes: Sequen
         masks, draws = _placed(case, axes, truth, [drawn for _, drawn in parts])
         return RankMasks(outcomes=own, masks=tuple(masks), draws=draws)
     except _Misplaced as problem:
-        legal = "return mask/<step>/<site> and let the truth take given="
-        return RankMasks(outcomes=own, problem=f"there is no joint mask, so nothing is compared: {problem}; legal: {legal}")
+        rule = f"there is no joint mask, so nothing is compared: {problem}"
+        return RankMasks(outcomes=own, problem=f"{rule}; legal: return mask/<step>/<site>, let the truth take given=")
 
 
 def _placed(
     case: CaseLike, axes: Axes, truth: Sequence[Draw], ranks: Sequence[Sequence[Draw]]
 ) -> tuple[list[Placed], MaskDraws]:
     """Each rank's masks as blocks of the joint ones by name, and what else is known of them. Raises _Misplaced."""
-    forward = [[draw for draw in drawn if not draw.anew] for drawn in ranks]
+    dense, *forward = [[draw for draw in drawn if not draw.anew] for drawn in (truth, *ranks)]
     found: list[Placed] = [{} for _ in ranks]
     rates: dict[str, float] = {}
-    for number, dp, held in _matched(case, axes, [draw for draw in truth if not draw.anew], forward):
-        true = truth[number]
-        step, line = number * case.steps // len(truth), held[0].draw.line.rpartition("/")[2]
+    for number, dp, held in _matched(case, axes, dense, forward):
+        step, line = number * case.steps // len(dense), held[0].draw.line.rpartition("/")[2]
         name = f"mask/{step}/{line}.{number}"
         rates[name] = held[0].draw.rate
-        first, *rest = _shape(true)
-        if all(_shape(one.draw) == _shape(true) for one in held):  # a DTensor over the data ranks too
-            dp, held = 1, [replace(one, data_rank=0) for one in held]
-        shape = (first // dp, *rest)
-        for one, offsets in zip(held, _offsets(axes, shape, held), strict=True):
-            found[one.rank][name] = tuple(_block(block, offsets, shape, one.data_rank, dp) for block in one.draw.blocks)
+        first, *rest = true = _shape(dense[number])
+        whole = all(_shape(one.draw) == true for one in held)  # a DTensor over the data ranks too
+        shape = (1, *true) if whole else (dp, first // dp, *rest)
+        for one, offsets in zip(held, _offsets(axes, shape[1:], held), strict=True):
+            place = (0 if whole else one.data_rank, *offsets)
+            found[one.rank][name] = tuple(_block(block, place, shape) for block in one.draw.blocks)
     anew = tuple(dict.fromkeys((draw.line, rank) for rank, drawn in enumerate(ranks) for draw in drawn if draw.anew))
     return found, MaskDraws(rates=rates, anew=anew)
 
@@ -114,8 +114,10 @@ def _matched(
         sites = {stage: count // rounds for stage, count in sorted(each.items())}
         several = sum(sites.values())
         apart = len(numbers) == rounds * dp * several
-        if uneven or any(each[s] != sites[s] * rounds for s in sites) or not (
-            apart or len(numbers) == rounds * several
+        if (
+            uneven
+            or any(each[s] != sites[s] * rounds for s in sites)
+            or not (apart or len(numbers) == rounds * several)
         ):
             where = f" at {line}" if line else ""
             counts = " ".join(uneven) or ", ".join(map(str, each.values()))
@@ -162,7 +164,8 @@ def _ways(axes: Axes, shape: tuple[int, ...], held: Sequence[_Held]) -> Iterator
     if any(len(own) != len(shape) for own in shapes.values()):
         return
     cut = [dim for dim, size in enumerate(shape) if any(own[dim] != size for own in shapes.values())]
-    free = [axis for axis, lists in axes.items() if axis not in ("dp", "pp", _SLICED) and any(len(g) > 1 for g in lists)]
+    known = {axis: lists for axis, lists in axes.items() if axis not in ("dp", "pp", _SLICED)}
+    free = [axis for axis, lists in known.items() if any(len(group) > 1 for group in lists)]
     for over in permutations(free, len(cut)):
         way = [[0] * len(shape) for _ in held]
         whole = True
@@ -178,10 +181,10 @@ def _ways(axes: Axes, shape: tuple[int, ...], held: Sequence[_Held]) -> Iterator
             yield [tuple(offsets) for offsets in way]
 
 
-def _block(block: Block, offsets: tuple[int, ...], shape: tuple[int, ...], data_rank: int, dp: int) -> Block:
-    """A rank's block in the joint mask, whose first dim are the data ranks."""
-    place = (data_rank, *(a + b for a, b in zip(offsets, block.offsets, strict=True)))
-    return replace(block, local=block.local[None], offsets=place, global_shape=(dp, *shape), whole=False)
+def _block(block: Block, place: tuple[int, ...], shape: tuple[int, ...]) -> Block:
+    """A block of what a rank dropped, which lies there in the joint mask."""
+    offsets = tuple(a + b for a, b in zip(place, (0, *block.offsets), strict=True))
+    return replace(block, local=block.local[None], offsets=offsets, global_shape=shape, whole=False)
 
 
 def _shape(draw: Draw) -> tuple[int, ...]:

@@ -25,9 +25,10 @@ class Reference:
     `control` takes parts=n too, the number of partial sums in place of its own choice.
     `alike`, case -> case, gives cases that are one to the dense model the same case; "" where each is its own. The
     truth is computed of that case, once for all that are alike. `given`, case -> kinds of names, says what of the
-    subject's outcome truth, control and kinks cannot know and take as given=mapping; the truth is computed after the
-    run then, anew for each. "" where they know all. `deviations`, case -> standard deviations by parameter, is for
-    initial values that a subject returns. Activations are among outcomes of truth and control.
+    subject's outcome these functions cannot know and take as given=mapping; the truth is computed after the run then,
+    anew for each. "" where they know all; `known`, case -> case, gives a case with equal names that leaves nothing to
+    be given. `deviations`, case -> standard deviations by parameter, is for initial values that a subject returns.
+    Activations are among outcomes of truth and control.
     The others are computed when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes
     of data or weights that are read otherwise (see `reference.what_ifs.inputs`), of other rules of the steps and of the
     modules.
@@ -40,6 +41,7 @@ class Reference:
     anchors: str = ""
     alike: str = ""
     given: str = ""
+    known: str = ""
     deviations: str = ""
     shares: str = "reference.what_ifs.shares:shares"
     alternatives: str = "reference.what_ifs.inputs:alternatives"
@@ -54,6 +56,7 @@ REFERENCE = Reference(
     anchors="reference.data.anchors:anchors",
     alike="reference.model.dense_case:dense_case",
     given="reference.training.given:kinds",
+    known="reference.training.given:known",
     deviations="reference.training.given:deviations",
 )
 _NOTHING = dict.fromkeys(("shares", "alternatives", "trainings", "rules", "metrics"), "")

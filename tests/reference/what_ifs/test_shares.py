@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from reference.case import Case
 from reference.data.batches import micro_batch
 from reference.model.parameters import full
+from reference.training import given
 from reference.training import subject as dense
+from reference.training.control import control
 from reference.what_ifs.inputs import alternatives
+from reference.what_ifs.metrics import metrics
+from reference.what_ifs.rules import rules
 from reference.what_ifs.shares import shares
+from reference.what_ifs.training import trainings
 
 CPU = torch.device("cpu")
 SIZES = "tp=1 dp=3 layers=1 heads=2 kv_heads=2 hidden=8 ffn=12 seq=8 vocab=264 steps=2"
+
+
+def test_what_ifs_take_what_ranks_drew() -> None:
+    """Given the field's masks and initial values, they are those of the field in every bit."""
+    field = Case.parse(f"mode=tp {SIZES} dp=1 micro=1 metric=true dropout=0.2 attention_dropout=0.3 init=field")
+    known = given.drawn(field)
+    for what_ifs in (dense.truth, control, shares, alternatives, rules, trainings, metrics):
+        right, found = what_ifs(field, CPU), what_ifs(field.but(random="stateful", init="shard"), CPU, given=known)
+        assert right.keys() == found.keys() and all(torch.equal(found[name], right[name]) for name in right)
+    with pytest.raises(ValueError, match="draws masks that the dense model must be given"):
+        shares(field.but(random="stateful"), CPU)
 
 
 def test_shares_add_up_to_the_gradients_of_the_first_step() -> None:

@@ -51,6 +51,12 @@ def test_names_are_printed_in_the_order_of_computation(command: CommandLine) -> 
     assert "grad/w1  24x12  float64" in out, "full shapes"
 
 
+def test_what_ranks_draw_is_named_too(command: CommandLine) -> None:
+    status, out, err = command("names", "tp=2 dropout=0.1 random=stateful init=shard")
+    assert (status, err) == (0, "")
+    assert "mask/0/embedding .. mask/1/embedding" in out and "init/embedding.tokens.weight" in out
+
+
 def test_a_truth_that_cannot_be_computed_is_one_sentence(command: CommandLine) -> None:
     subject = ("--subject", f"{own_words.__name__}:subject")
     assert "foo=2: is no word of this subject's cases" in command.refused("names", "tp=2 foo=2", *subject)

@@ -1,0 +1,34 @@
+"""What the dense model cannot know and is given: masks and initial values that an implementation drew.
+
+They reach every function of the dense model that a function with `takes_given` calls, what-ifs included.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["given_now", "takes_given"]
+
+_GIVEN: ContextVar[Mapping[str, Tensor]] = ContextVar("reference_given", default=MappingProxyType({}))
+given_now: Callable[[], Mapping[str, Tensor]] = _GIVEN.get
+"""The names and tensors that are given where this is called: "mask/<step>/<site>", "init/<parameter>"."""
+
+
+def takes_given(function: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    """The function with one more word, given=mapping, that holds in all that it calls."""
+
+    @functools.wraps(function)
+    def with_given(*args: Any, given: Mapping[str, Tensor] | None = None, **words: Any) -> dict[str, Tensor]:
+        token = _GIVEN.set(given or _GIVEN.get())
+        try:
+            return function(*args, **words)
+        finally:
+            _GIVEN.reset(token)
+
+    return with_given
