@@ -22,8 +22,7 @@ from parallel.layers.norm import wide
 from parallel.layout import Box, Placement
 from parallel.mesh import Mesh
 from parallel.randomness.dropout import SHARES, Dropout
-from parallel.randomness.initial import initial
-from parallel.randomness.streams import Streams, seeds
+from parallel.randomness.initial import initial, streams_of
 from parallel.schedules.stages import held
 from parallel.step import PLAIN
 from parallel.strategy import Rank, Strategy, Value
@@ -88,14 +87,14 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
     parameters = {name: parameter for _, chunk in chunks for name, parameter in chunk.named_parameters()}
     places = {name: place for name, place in places.items() if any(stage.holds(name) for stage in own)}
     at = mesh.coordinates
-    streams = Streams(seeds(case.seed, tp_rank=at["tp"][0], pp_rank=at["pp"][0]))
+    streams = streams_of(case, at)
     with torch.no_grad():
         for name, parameter in parameters.items() if device.type != "meta" else ():
             if case.load:
                 parameter.fill_(math.nan)  # until the checkpoint is read, by another reader than the dense model's
             else:
                 parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))
-    if case.init == "shard" and at["cp"][0] == 0:
+    if case.init == "shard" and at["cp"][0] == 0 and case.mode in ("tp", "tp-sp"):
         dropout.streams.load_state_dict(streams.state_dict())  # they go on; other context ranks have seeds of their own
     rank = Rank(
         case=case,

@@ -2,11 +2,15 @@
 
     init=whole   the case's weights (`reference.model.parameters`), cut
     init=field   a function of seed, name and place in the full tensor (`parallel.randomness.field`)
-    init=shard   drawn by each rank for its shard: what is split from the model-parallel stream, what is whole from the
-                 default one, in the order of the model's parameters; the dense model must be given them
+    init=shard   drawn by each rank, in the order of the model's parameters; the dense model must be given them
+
+Megatron (`tp`, `tp-sp`): what is split comes from the model-parallel stream, what is whole from the default one.
+InternEvo (`mtp`, `msp`, `fsp`, `isp`): all comes from one stream of the tensor rank, in isp of the weight rank, with
+seed + rank + 1024 * stage; then it broadcasts what is whole from the first rank, which every rank draws here too.
 
 Weights have mean 0 and standard deviation 0.02, those of row linears 0.02 / sqrt(2 * layers); biases are 0, norms 1.
-Data and context ranks draw alike. Source: Megatron-Core 0.16.1 `_initialize_affine_weight_gpu`, `init_method_normal`.
+Data and context ranks draw alike. Sources: Megatron-Core 0.16.1 `_initialize_affine_weight_gpu`,
+`init_method_normal`; InternEvo `parallel_context.py` set_seed.
 """
 
 from __future__ import annotations
@@ -18,14 +22,24 @@ from torch import Tensor
 
 from parallel.layout import Coordinates, Placement, local_shape, shard
 from parallel.randomness.field import indices, standard
-from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams
+from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds
 from reference.case import Case
 from reference.model.parameters import full
 
-__all__ = ["initial"]
+__all__ = ["initial", "streams_of"]
 
 _STANDARD = 0.02
 _ROW = ("wo", "w2")
+_OWN, _FIRST = "own", "first rank's"
+_STAGE = 1024
+
+
+def streams_of(case: Case, at: Coordinates) -> Streams:
+    """The streams from which the rank at these coordinates draws initial values."""
+    if not _is_internevo(case):
+        return Streams(seeds(case.seed, tp_rank=at["tp"][0], pp_rank=at["pp"][0]))
+    first, rank = case.seed + _STAGE * at["pp"][0], at[_axis(case)][0]
+    return Streams({_FIRST: first, **({_OWN: first + rank} if rank else {})})
 
 
 def initial(case: Case, name: str, place: Placement, at: Coordinates, streams: Streams) -> Tensor:
@@ -41,6 +55,22 @@ def initial(case: Case, name: str, place: Placement, at: Coordinates, streams: S
     scale = _STANDARD / math.sqrt(2 * case.layers) if module.rpartition(".")[2] in _ROW else _STANDARD
     if case.init == "field":
         return standard(case.seed, name, indices(place, at), place.shape) * scale * real
-    with streams.fork(MODEL_PARALLEL if place.cuts else DEFAULT) as generator:
-        drawn = torch.empty(local_shape(place, at), dtype=torch.float64)
-        return drawn.normal_(0, scale, generator=generator) * real
+    if not _is_internevo(case):
+        return _drawn(streams, MODEL_PARALLEL if place.cuts else DEFAULT, local_shape(place, at), scale) * real
+    rank, size = at[_axis(case)]
+    first = _drawn(streams, _FIRST, local_shape(place, {**at, _axis(case): (0, size)}), scale)
+    own = _drawn(streams, _OWN, local_shape(place, at), scale) if rank else first
+    return (own if place.cuts else first) * real
+
+
+def _drawn(streams: Streams, stream: str, shape: tuple[int, ...], scale: float) -> Tensor:
+    with streams.fork(stream) as generator:
+        return torch.empty(shape, dtype=torch.float64).normal_(0, scale, generator=generator)
+
+
+def _is_internevo(case: Case) -> bool:
+    return case.mode in ("mtp", "msp", "fsp", "isp")
+
+
+def _axis(case: Case) -> str:
+    return "wp" if case.mode == "isp" else "tp"

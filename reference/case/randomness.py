@@ -12,9 +12,6 @@ INITIAL = ("whole", "field", "shard")
 WORDS: Mapping[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0, "random": "field", "init": "whole"}
 """Each word with its default: no dropout, and the weights that the case has by seed and name."""
 
-_SHARDS = ("tp", "tp-sp")
-"""Modes of Megatron, whose ranks draw their own shards."""
-
 
 def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Key, the rule that it breaks and a legal value, of every broken rule."""
@@ -25,7 +22,7 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "random", "is where masks come from, and without dropout there are none", "random=field"
     if v["init"] != "whole" and v["load"]:
         yield "init", "is about values at the beginning, and load= brings those of a checkpoint", "init=whole"
-    if v["init"] == "shard" and v["mode"] not in _SHARDS:
-        yield "init", f"draws shards in mode={'|'.join(_SHARDS)} only, not in mode={v['mode']}", "init=field"
+    if v["init"] == "shard" and v["mode"] == "autotp":
+        yield "init", "ranks draw no shards in mode=autotp: AutoTP cuts weights that it loads", "init=field"
     if v["init"] == "shard" and v["pp"] > 1 and v["tied"]:
         yield "init", "draws on each stage by itself, and tied=true has one table on two stages", "tied=false"

@@ -10,8 +10,8 @@ import torch
 from harness.checking.evidence import FAIL, PASS
 from harness.checking.randomness.initial_values import initial_values
 from harness.shard import Shard
-from parallel.layout import Placement
-from parallel.randomness.initial import initial
+from parallel.layout import Cut, Placement
+from parallel.randomness.initial import initial, streams_of
 from parallel.randomness.streams import Streams, seeds
 from parallel.subject import subject
 from reference.case import Case
@@ -19,14 +19,39 @@ from reference.model.parameters import drawn, shapes
 from suites.session.prover import Prover
 from tests.harness.toy_evidence import evidence
 
+WHOLE = Placement(shape=(7, 5))
 SIZES = "layers=3 heads=6 kv_heads=2 hidden=24 ffn=36 vocab=390 seq=12 micro=2 steps=2 lr=0.1"
 
 
-@pytest.mark.parametrize("words", ["mode=tp-sp tp=2 dp=2 zero=1 init=shard", "mode=isp tp=2 wp=2 init=field"])
+@pytest.mark.parametrize("words", ["mode=tp-sp tp=2 dp=2 zero=1 init=shard", "mode=isp tp=3 wp=2 dp=2 kv_heads=6 init=shard"])
 def test_training_from_them_is_the_dense_models(prover: Prover, words: str) -> None:
     result = prover.proof(Case.parse(f"{SIZES} {words}"), subject)
     assert [verdict.message for verdict in result.verdicts if verdict.verdict != PASS] == []
     assert "initial_values" in {verdict.check for verdict in result.verdicts}
+
+
+@pytest.mark.parametrize(
+    ("words", "axis"), [("mode=msp tp=3", "tp"), ("mode=isp tp=2 wp=4 dp=2", "wp")]
+)
+def test_internevos_ranks_draw_from_streams_of_their_own(words: str, axis: str) -> None:
+    """All parameters from seed + rank + 1024 * stage, in order; what is whole is the first rank's, as its broadcasts
+    leave it.
+    """
+    case = Case.parse(f"{SIZES} {words} init=shard kv_heads=6 vocab=384 seed=5")
+    size, parts = getattr(case, axis), {}
+    for rank in range(size):
+        at = {"tp": (0, case.tp), "pp": (1, 2), "wp": (0, case.wp), axis: (rank, size)}
+        held = streams_of(case, at)
+        column = Placement(shape=(12, 24), cuts=(Cut(axis=axis, dim=0),))
+        values = [
+            initial(case, name, place, at, held) for name, place in (("a.w1.weight", column), ("b.weight", WHOLE))
+        ]
+        own = torch.Generator().manual_seed(5 + rank + 1024)
+        drawn_here = torch.empty(12 // size, 24, dtype=torch.float64).normal_(0, 0.02, generator=own)
+        assert torch.equal(values[0], drawn_here)
+        parts[rank] = values[1], torch.empty(7, 5, dtype=torch.float64).normal_(0, 0.02, generator=own)
+    assert all(torch.equal(value, parts[0][1]) for value, _ in parts.values())
+    assert not torch.equal(parts[0][1], parts[1][1])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -48,8 +73,8 @@ def test_values_are_megatrons() -> None:
 
 
 def test_shards_of_their_own_are_for_modes_and_stages_that_have_them() -> None:
-    with pytest.raises(ValueError, match=r"init=shard: draws shards in mode=tp\|tp-sp only"):
-        Case.parse("mode=msp init=shard")
+    with pytest.raises(ValueError, match="init=shard: .* AutoTP cuts weights that it loads"):
+        Case.parse("mode=autotp init=shard")
     with pytest.raises(ValueError, match="init=shard: draws on each stage by itself, and tied=true"):
         Case.parse("pp=2 tp=1 init=shard")
     with pytest.raises(ValueError, match="draws values that the dense model must be given, and init/final_norm.weight"):
@@ -61,12 +86,14 @@ def test_equal_shards_and_wrong_deviations_are_named() -> None:
     one, other = (0.02 * torch.randn(40, 30, generator=generator) for _ in range(2))
 
     def found(*parts: torch.Tensor, right: float = 0.02) -> tuple[str, str]:
-        ranks = [{"init/w": Shard(part, (40 * rank, 0), (80, 30))} for rank, part in enumerate(parts)]
+        rows = sum(len(part) for part in parts)
+        ranks = [{"init/w": Shard(part, (40 * rank, 0), (rows, 30))} for rank, part in enumerate(parts)]
         finding = initial_values(evidence(*ranks, truth={}, given=("init/w",), deviations={"w": right}))
         assert finding is not None
         return finding.verdict, finding.message
 
     assert found(one, other)[0] == PASS
+    assert found(one, one[:30])[1] == "init/w on rank 1 holds the numbers of init/w on rank 0", "unequal sizes too"
     assert found(one, one) == (FAIL, "init/w on rank 1 holds the numbers of init/w on rank 0")
     verdict, message = found(one, other, right=0.03)
     assert verdict == FAIL and message.endswith("which must be 0.03")
