@@ -52,10 +52,6 @@ _STATED: Mapping[str, tuple[str, str]] = {
 }
 """Checks that are a cause by themselves and come before any number: check -> (cause, words)."""
 _USUAL: Mapping[str, tuple[str, str]] = {
-    "masks": (
-        "one_stream",
-        "ranks with different shards draw from one stream, or a stream is seeded again, or not restored to recompute",
-    ),
     "coverage": (
         "uncheckable",
         "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns nothing",

@@ -108,7 +108,6 @@ CAUSES: Mapping[str, str] = {
     "exposed": "an asynchronous call that is waited for before anything was computed",
     "not_waited": "the handle of an asynchronous call was dropped",
     "not_parallel": "a split of a tensor that nobody uses",
-    "one_stream": "masks or initial values of two shards, or of two draws, that are not independent",
     "not_deterministic": "two runs of one case differ",
     "recording": "a run differs because it is watched",
     "other_dtype": "numbers of another kind than the dense model's, or not the same on all ranks",

@@ -23,16 +23,21 @@ WHOLE = Placement(shape=(7, 5))
 SIZES = "layers=3 heads=6 kv_heads=2 hidden=24 ffn=36 vocab=390 seq=12 micro=2 steps=2 lr=0.1"
 
 
-@pytest.mark.parametrize("words", ["mode=tp-sp tp=2 dp=2 zero=1 init=shard", "mode=isp tp=3 wp=2 dp=2 kv_heads=6 init=shard"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mode=tp-sp tp=2 dp=2 zero=1 init=shard",
+        "mode=isp tp=2 wp=2 init=shard layers=1",
+        "tp=1 dp=2 init=field layers=1",
+    ],
+)
 def test_training_from_them_is_the_dense_models(prover: Prover, words: str) -> None:
     result = prover.proof(Case.parse(f"{SIZES} {words}"), subject)
     assert [verdict.message for verdict in result.verdicts if verdict.verdict != PASS] == []
     assert "initial_values" in {verdict.check for verdict in result.verdicts}
 
 
-@pytest.mark.parametrize(
-    ("words", "axis"), [("mode=msp tp=3", "tp"), ("mode=isp tp=2 wp=4 dp=2", "wp")]
-)
+@pytest.mark.parametrize(("words", "axis"), [("mode=msp tp=3", "tp"), ("mode=isp tp=2 wp=4 dp=2", "wp")])
 def test_internevos_ranks_draw_from_streams_of_their_own(words: str, axis: str) -> None:
     """All parameters from seed + rank + 1024 * stage, in order; what is whole is the first rank's, as its broadcasts
     leave it.
