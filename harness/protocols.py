@@ -188,6 +188,7 @@ class Subject(Protocol):
         unchecked    tuple of patterns of names that it leaves out on purpose, such as "grad/*.bias"
         activations  (case, rank, module, local tensor) -> shard of `act/<module>`, or None when it is not comparable
         axes         case -> axis: rank lists of its groups, for axes whose rank order is not the case's
+        deviations   case -> standard deviations of initial values by parameter, 0 for a constant
         per_rank     tuple of names of modules whose globals, class attributes and singletons every rank has for itself
         harmless     (case, harness.faults.Fault) -> why this fault of a collective changes nothing that is computed,
                      "" when it does: a proof in words, listed in the kill matrix

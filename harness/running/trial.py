@@ -29,7 +29,7 @@ from harness.running.truth.joint_masks import masks_of
 from harness.running.truth.kept import Truths
 from harness.running.truth.own_truth import OwnTruth, draws_of
 from harness.running.truth.reference import REFERENCE, Function, Reference
-from harness.subject import NamedSubject, Unanswered, left_out, orders, refusal, stated
+from harness.subject import NamedSubject, Unanswered, deviations, left_out, orders, refusal, stated
 
 __all__ = [
     "Asked",
@@ -168,11 +168,13 @@ def recorded(trial: Trial) -> Evidence:
 
 
 def _deviations(trial: Trial, merged: Merged) -> Mapping[str, float]:
-    """What the reference states of initial values, where the subject returned any."""
-    stated = trial.reference.deviations
-    if not stated or not any(kind_of(name) == "init" for name in merged.tensors):
+    """What the subject, or else the reference, states of initial values, where the subject returned any."""
+    if not any(kind_of(name) == "init" for name in merged.tensors):
         return {}
-    return cast(Mapping[str, float], cast(Any, resolve(stated))(trial.case))
+    none: Mapping[str, float] = {}
+    own = _asked(trial, "initial_values", lambda: deviations(trial.case, trial.subject.call), none)
+    stated: Any = resolve(trial.reference.deviations) if trial.reference.deviations else lambda case: {}
+    return own or cast(Mapping[str, float], stated(trial.case))
 
 
 def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:
@@ -244,10 +246,8 @@ def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evide
             what_if |= trial.dense(trial.reference.alternatives, part="explained")
         if "act" in kinds:
             what_if |= trial.dense(trial.reference.rules, part="explained")
-        if "metric" in kinds:
-            what_if |= trial.dense(trial.reference.metrics, part="explained")
-        if "param" in kinds:
-            what_if |= trial.dense(trial.reference.trainings, part="explained")
+        for kind, function in (("metric", trial.reference.metrics), ("param", trial.reference.trainings)):
+            what_if |= trial.dense(function, part="explained") if kind in kinds else {}
     except Exception as problem:  # the failure stands; less of it is explained, and that is said
         trial.problems["explanation"] = f"the dense model could not be asked: {error_text(problem)}"
     return replace(evidence, shares=shares, alternatives=what_if)

@@ -8,6 +8,7 @@
     refuses                 cases that it does not support              `refusal`
     expected                its closed form of a case                   `stated`
     axes                    rank lists of its own rank order            `orders`, `named_axes`
+    deviations              standard deviations of initial values       `deviations`
     per_rank                modules whose state is one set a rank       `kept_per_rank`
     activations, harmless   read where they are used, by `answered` and `offers`
 
@@ -18,7 +19,7 @@ knows no modes: which there are is read from the case's own list, by name. `harn
 from harness.subject.call import NamedSubject, Unanswered, answered, called, named, offers, session
 from harness.subject.cases import case_of, cases_of, draws, own_cases, vocabulary
 from harness.subject.claims import Claims, claimed, claims, kept_per_rank, left_out, refusal
-from harness.subject.stated import named_axes, orders, stated
+from harness.subject.stated import deviations, named_axes, orders, stated
 from harness.subject.truth import ALONE, DenseModel, truth_of
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "cases_of",
     "claimed",
     "claims",
+    "deviations",
     "draws",
     "kept_per_rank",
     "left_out",

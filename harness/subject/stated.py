@@ -1,4 +1,4 @@
-"""What a subject states of its traffic: the closed form of its ledger, and rank lists of its own rank order."""
+"""What a subject states of itself: the closed form of its ledger, rank lists of its own rank order, initial values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.protocols import Axes, CaseLike, Subject
 from harness.subject.call import Unanswered, answered
 from harness.terms import EventKey, Term, closed_forms
 
-__all__ = ["named_axes", "orders", "stated"]
+__all__ = ["deviations", "named_axes", "orders", "stated"]
 
 _TERM: Mapping[str, type] = {**get_type_hints(EventKey), "calls": int}
 
@@ -30,6 +30,22 @@ def _stated(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
     if any(term.at for term in terms):
         closed_forms(terms, (0,), named_axes(case, subject))  # raises for an axis that is none of the case's
     return terms
+
+
+def deviations(case: CaseLike, subject: Subject) -> Mapping[str, float]:
+    """The standard deviation of initial values by parameter, 0 for a constant; none where the subject states none.
+
+    Raises Unanswered when they cannot be read.
+    """
+    return answered("deviations", lambda: _deviations(case, subject))
+
+
+def _deviations(case: CaseLike, subject: Subject) -> Mapping[str, float]:
+    stating: Callable[[CaseLike], Any] | None = getattr(subject, "deviations", None)
+    said = {} if stating is None else stating(case)
+    if not isinstance(said, Mapping) or not all(isinstance(one, int | float) and one >= 0 for one in said.values()):
+        raise TypeError(f"deviations={said!r} must map parameters to numbers; legal: {{'up.weight': 0.02}}")
+    return {str(name): float(one) for name, one in said.items()}
 
 
 def _complete(term: object) -> Term:

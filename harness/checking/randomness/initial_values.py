@@ -42,11 +42,15 @@ def initial_values(evidence: Evidence) -> Finding | None:
         more = f"; {len(wrong) - 1} more of {len(names)} are wrong" if len(wrong) > 1 else ""
         ordered = tuple(name for name in names if name in wrong)
         return Finding(verdict=FAIL, message=f"{first} {wrong[first]}{more}", names=ordered)
-    told = f"{len(names)} parameters begin with the right deviations and no two alike"
+    stated = sum(name.partition("/")[2] in evidence.deviations for name in names)
+    told = f"{stated} of {len(names)} parameters begin with the right deviations, and no two alike"
+    unchecked = () if stated else ("deviations of initial values, which nothing states",)
     known = None if set(names) & set(evidence.given) else _compared(evidence)
     if known is None:
-        return Finding(verdict=PASS, message=f"{told}; the dense model was given them")
-    return replace(known, message=f"{known.message}; {told}") if known.verdict == PASS else known
+        return Finding(verdict=PASS, message=f"{told}; the dense model was given them", unchecked=unchecked)
+    if known.verdict != PASS:
+        return known
+    return replace(known, message=f"{known.message}; {told}", unchecked=(*known.unchecked, *unchecked))
 
 
 def _deviating(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]]:

@@ -234,7 +234,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="shards-of-the-first-rank-on-all",
-        stands_for="InternEvo's DUMMY mode, in which all ranks draw alike, while a model is built: shards that begin equal",
+        stands_for="InternEvo's mode DUMMY while a model is built: all ranks draw alike, and shards begin equal",
         modes=everywhere("tp>1", ("mtp", "msp", "fsp")) | {"isp": "wp>1"},
         suite={"init": "shard"},
         changes=_change("initial", "own if place.cuts else first", "first"),

@@ -207,12 +207,18 @@ class OfItsOwn:
         numbers = torch.arange(120, dtype=torch.float64).view(6, 20)[:, rank * columns :][:, :columns]
         place = (0, rank * columns), (6, 20)
         dropped = numbers * mask * case.factor
-        return {"output/0": shardproof.Shard(dropped, *place), "mask/0/hidden": shardproof.Shard(mask, *place)}
+        weight = torch.randn(60, generator=torch.Generator().manual_seed(7)) * case.factor
+        found = {"output/0": shardproof.Shard(dropped, *place), "mask/0/hidden": shardproof.Shard(mask, *place)}
+        return {**found, "init/weight": weight}
+
+    def deviations(self, case: Any) -> Mapping[str, float]:
+        """Of its one parameter."""
+        return {"weight": 1.0}
 
 
 def test_a_truth_takes_returned_masks_as_given(engine: InprocEngine) -> None:
     assert failed(shardproof.prove("tp=2", OfItsOwn(), engine)) == set()
-    assert failed(shardproof.prove("tp=2 factor=1.01", OfItsOwn(), engine)) == {"forward"}
+    assert failed(shardproof.prove("tp=2 factor=2.0", OfItsOwn(), engine)) == {"forward", "initial_values"}
 
 
 class Fewer(OfDTensors):
