@@ -39,10 +39,8 @@ class Network(nn.Module):
         with stream(self.tp_rank):
             hidden = self.inner(torch.nn.functional.gelu(x @ self.up.T))
         y = hidden @ self.down.T
-        if self.group:  # the sum; its gradient is that of each of its terms
-            total = y.detach().clone()
-            dist.all_reduce(total, group=self.group)
-            y = y + (total - y.detach())
+        if self.group:  # summed in place, unseen by autograd: the gradient of a sum is that of each of its terms
+            dist.all_reduce(y.detach(), group=self.group)
         return self.outer(y)
 
 
