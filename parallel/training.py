@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel import gradients as sync
 from parallel.checkpoints.loading import load
-from parallel.checkpoints.saving import save
+from parallel.checkpoints.saving import read_again, save
 from parallel.layers.metric import Metric
 from parallel.layers.norm import wide
 from parallel.layout import Box, Placement
@@ -72,6 +72,7 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
     outcome |= rank.dropout.masks()
     if case.save and rank.proves:
         save(rank, optimizer, Path(case.save), steps=before + case.steps)
+        outcome |= read_again(case) if mesh.rank == 0 else {}
     return outcome | {f"param/{name}": rank.value(p.detach(), rank.places[name]) for name, p in rank.parameters.items()}
 
 

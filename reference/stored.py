@@ -19,23 +19,28 @@ from torch import Tensor
 from reference.case import Case
 from reference.errors import CaseError
 
-__all__ = ["steps_before", "stored"]
+__all__ = ["steps_before", "stored", "tensors"]
 
 _METADATA = ".metadata"
 
 
 def stored(case: Case) -> Mapping[str, Tensor]:
-    """Every tensor of the checkpoint by key, to be read only. Raises CaseError when torch cannot read it."""
+    """Every tensor of the checkpoint that the case loads, by key, to be read only. Raises CaseError as `tensors`."""
+    return tensors(case.load)
+
+
+def tensors(folder: str, word: str = "load") -> Mapping[str, Tensor]:
+    """Every tensor of a checkpoint by key, to be read only. Raises CaseError of this word when torch cannot read it."""
     try:
-        state = (Path(case.load) / _METADATA).stat()
+        state = (Path(folder) / _METADATA).stat()
     except OSError as problem:
         rule = f"holds no checkpoint ({problem.strerror or problem})"
-        raise CaseError("load", case.load, rule, "a folder that save= wrote") from problem
+        raise CaseError(word, folder, rule, "a folder that save= wrote") from problem
     try:
-        return _read(case.load, state.st_mtime_ns, state.st_ino)
+        return _read(folder, state.st_mtime_ns, state.st_ino)
     except Exception as problem:  # torn files raise anything
         rule = f"is a checkpoint that torch cannot read ({type(problem).__name__}: {str(problem).splitlines()[0]})"
-        raise CaseError("load", case.load, rule, "a folder as save= wrote it") from problem
+        raise CaseError(word, folder, rule, "a folder as save= wrote it") from problem
 
 
 def steps_before(case: Case) -> int:

@@ -19,6 +19,7 @@ from harness.checking.overlap_checks import overlap
 from harness.checking.randomness.initial_values import initial_values
 from harness.checking.randomness.masks import masks
 from harness.checking.regrouping import regrouping
+from harness.checking.saved_check import saved
 from harness.errors import error_text
 
 __all__ = ["CHECKS", "LAWS", "Check", "examine"]
@@ -34,6 +35,7 @@ CHECKS: Mapping[str, Check] = {
     "initial_values": initial_values,
     "masks": masks,
     "tokens": tokens,
+    "saved": saved,
     "ledger": ledger,
     "groups": groups,
     "waits": waits,

@@ -19,6 +19,7 @@ NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
     "parameter_gradients": ("grad",),
     "gradient_norm": ("grad_norm",),
     "update": ("param_after", "exp_avg_after", "exp_avg_sq_after", "param"),
+    "saved": ("saved",),
 }
 """Check -> the kinds of names it compares, in the order in which training computes them."""
 _REST = "forward"

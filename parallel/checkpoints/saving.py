@@ -14,12 +14,16 @@ from pathlib import Path
 import torch
 
 from parallel.checkpoints.errors import CheckpointError
-from parallel.checkpoints.state import RANKS, SCALE, STEPS, ranks_of, rng_keys, trained, writes
+from parallel.checkpoints.state import MOMENTS, RANKS, SCALE, STEPS, ranks_of, rng_keys, trained, writes
 from parallel.collectives import all_reduce
 from parallel.layout import Box
 from parallel.strategy import Rank
+from reference.case import Case
+from reference.model.parameters import shapes
+from reference.stored import tensors
+from reference.training.states import kept
 
-__all__ = ["save"]
+__all__ = ["read_again", "save"]
 
 
 def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: int) -> None:
@@ -44,6 +48,17 @@ def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: i
         raise CheckpointError(folder, what, "a folder that every rank can write to")
     if rank.mesh.rank == 0:
         commit(folder, data, rank.case.world_size)
+
+
+def read_again(case: Case) -> dict[str, tuple[Box, ...]]:
+    """What the checkpoint that the case has saved holds, as saved/<name> of an outcome, by torch's own loader."""
+    names = {f"model.{name}": f"param/{name}" for name in shapes(case)}
+    for moment in MOMENTS if kept(case) else ():
+        names |= {
+            f"optimizer.state.{name}.{moment}": f"{moment}_after/{case.steps - 1}/{name}" for name in shapes(case)
+        }
+    held = tensors(case.save, "save")
+    return {f"saved/{name}": (_whole(held[key]),) for key, name in names.items() if key in held}
 
 
 def _boxes(rank: Rank, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, tuple[Box, ...]]:

@@ -3,6 +3,7 @@
     param_after/<step>/<param>        every step but the last, whose parameters are `param/<param>`
     exp_avg_after/<step>/<param>      adamw: the mean of gradients
     exp_avg_sq_after/<step>/<param>   adamw: the mean of their squares
+    saved/<name>                      save=: what the checkpoint holds as param/<param> and as the last moments
 
 From the state that an implementation returns, the dense model takes the next step by itself, so that rounding of one
 step is all that is compared: training amplifies none of it, however many steps there are. Shapes are the parameters'.
@@ -20,7 +21,7 @@ from reference.case import Case
 from reference.model.parameters import shapes
 from reference.stored import stored
 
-__all__ = ["LARGEST_STATES", "after", "begin", "kept", "load"]
+__all__ = ["LARGEST_STATES", "after", "begin", "kept", "load", "saved"]
 
 LARGEST_STATES = 2**25
 """Elements of all full states of a run above which an outcome leaves them out."""
@@ -54,6 +55,13 @@ def after(
         for moment in _MOMENTS[case.optimizer]:
             if moment in held:  # an optimizer that took no step has none
                 yield f"{moment}_after/{step}/{name}", name, held[moment].clone()
+
+
+def saved(case: Case, outcome: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the checkpoint that the case saves must hold of an outcome, as "saved/<name>"; nothing without `save=`."""
+    last = ("param/", *(f"{moment}_after/{case.steps - 1}/" for moment in _MOMENTS[case.optimizer]))
+    names = [name for kind in last for name in outcome if name.startswith(kind)] if case.save else []
+    return {f"saved/{name}": outcome[name] for name in names}
 
 
 def begin(case: Case, parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer) -> None:

@@ -21,7 +21,7 @@ from reference.model import decoder, loss, metric
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.model.layers import wide
 from reference.training.scaling import LossScale
-from reference.training.states import after, begin, load
+from reference.training.states import after, begin, load, saved
 
 __all__ = ["LARGEST_LOGITS", "Feed", "clip", "gradient_norm", "optimizer", "train"]
 
@@ -115,7 +115,8 @@ def train(
         metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
     if metrics:
         outcome |= metric.outcome(metrics, exact=case.dtype == "float64")
-    return outcome | {f"param/{name}": weight.detach() for name, weight in trained.items()} | dict(activations)
+    outcome |= {f"param/{name}": weight.detach() for name, weight in trained.items()}
+    return outcome | saved(case, outcome) | dict(activations)
 
 
 def _begun(

@@ -27,6 +27,7 @@ _PHASES = {
     "tokens": "grad_sync",
     "grad_norm": "grad_sync",
     "param": "step",
+    "saved": "checkpoint",
 }
 
 
@@ -48,6 +49,8 @@ def place_of(name: str, steps: int) -> Place:
     if kind == "mask":
         step, _, site = rest.partition("/")
         return Place(step=int(step) if step.isdigit() else 0, phase=phase, module=site.removesuffix(".shares"))
+    if kind == "saved":  # saved/param/<parameter>, saved/exp_avg_after/<step>/<parameter>
+        return Place(step=steps - 1, phase=phase, module=rest.rpartition("/")[2].rpartition(".")[0])
     if kind in ("act", "act_grad"):
         return Place(step=0, phase=phase, module=rest)
     if kind in ("init", "grad", "param"):

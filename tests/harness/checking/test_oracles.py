@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from harness.engines.named import engine_named
 from harness.outcome import localize
 from harness.running.proof import prove
 from harness.running.truth.reference import Reference
+from harness.shard import Shard
 from reference.case import Case
 from reference.data.anchors import Facts
 from reference.training import subject as dense
@@ -50,6 +52,17 @@ def torn() -> Evidence:
     return evidence(first, {**second, "loss/0": truth()["loss/0"] + 1e-15})
 
 
+PARAM = next(name for name in truth() if name.startswith("param/"))
+SAVED = f"saved/{PARAM}"
+
+
+def saved_as(change: Callable[[Tensor], Tensor]) -> tuple[dict[str, Any], ...]:
+    """Right ranks, the first of which has saved one parameter so."""
+    first, *others = right_ranks()
+    whole = change(truth()[PARAM])
+    return ({**first, SAVED: Shard(whole, (0,) * whole.dim(), tuple(whole.shape))}, *others)
+
+
 NUDGED = {**truth(), "loss/0": truth()["loss/0"] + 1e-15}
 PROMISED = tuple(replace(term, hidden=True) for term in TERMS)
 WRONG: dict[str, Callable[[], Evidence]] = {
@@ -66,6 +79,7 @@ WRONG: dict[str, Callable[[], Evidence]] = {
     "parameter_gradients": lambda: against("grad"),
     "gradient_norm": lambda: against("grad_norm"),
     "update": lambda: against("param"),
+    "saved": lambda: evidence(*saved_as(_nudged), truth={**truth(), SAVED: truth()[PARAM]}),
     "ledger": lambda: evidence(expectation=TERMS[:-1]),
     "groups": lambda: evidence(orders={"tp": ((0,), (1,))}),
     "overlap": lambda: evidence(expectation=PROMISED, hidden=frozenset()),
@@ -91,6 +105,13 @@ def test_a_check_that_is_handed_a_wrong_reference_fails(check: str) -> None:
 def test_no_other_check_takes_offence(check: str) -> None:
     """`coverage` leaves nothing to compare, and a ledger without events is told by `parallelism` alone already."""
     assert named(examine(WRONG[check]()), FAIL) == {check}
+
+
+def test_a_right_save_passes_and_one_of_another_shape_does_not() -> None:
+    right = {**truth(), SAVED: truth()[PARAM]}
+    assert examine(evidence(*saved_as(torch.clone), truth=right))["saved"].verdict == PASS
+    kept = examine(evidence(*saved_as(lambda whole: torch.cat([whole, whole[:1]])), truth=right))
+    assert named(kept, FAIL) == {"merge"}
 
 
 @pytest.mark.parametrize("name", truth())
