@@ -25,7 +25,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_every_name_of_the_dense_model_is_listed_under_a_kind_that_is_explained() -> None:
-    case = Case.parse(f"mode=tp tp=1 {SMALL} metric=true optimizer=adamw lr=0.01 steps=3 dropout=0.1 init=field")
+    words = "metric=true optimizer=adamw lr=0.01 steps=3 dropout=0.1 init=field save=checkpoint"
+    case = Case.parse(f"mode=tp tp=1 {SMALL} {words}")
     found = names(case, OURS)
     cpu = torch.device("cpu")
     dense = truth(case, cpu)
