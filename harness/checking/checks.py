@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from harness.checking.coverage import coverage
 from harness.checking.data_checks import data, tokens
 from harness.checking.evidence import UNKNOWN, Evidence, Finding
-from harness.checking.exact_checks import determinism, layout, parallelism, recording, replicas, waits
+from harness.checking.exact_checks import determinism, layout, parallelism, recording, replicas, saved, waits
 from harness.checking.group_checks import groups
 from harness.checking.ledger_checks import ledger
 from harness.checking.numeric_checks import NUMERIC_KINDS, numeric
@@ -19,7 +19,6 @@ from harness.checking.overlap_checks import overlap
 from harness.checking.randomness.initial_values import initial_values
 from harness.checking.randomness.masks import masks
 from harness.checking.regrouping import regrouping
-from harness.checking.saved_check import saved
 from harness.errors import error_text
 
 __all__ = ["CHECKS", "LAWS", "Check", "examine"]

@@ -1,4 +1,4 @@
-"""Checks that compare bits and layouts: merging, replicas, determinism, recording, and that parallelism happened.
+"""Checks that compare bits and layouts: merging, replicas, checkpoints, determinism, recording, parallelism at all.
 
 No tolerance anywhere: layouts are exact, replicas and repeated runs must agree in every bit.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.checking.evidence import FAIL, PASS, Evidence, Finding, split_axes
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, split_axes
+from harness.checking.tolerance import kind_of
 from harness.merging import Flaw, Outcomes, differing, same_bits
 from harness.outcome import Block
 
-__all__ = ["determinism", "layout", "parallelism", "recording", "replicas", "same_outcomes", "waits"]
+__all__ = ["determinism", "layout", "parallelism", "recording", "replicas", "same_outcomes", "saved", "waits"]
 
 WEIGHT_AXES = ("tp", "wp")
 """Axes over which every mode splits weights: some parameter must be smaller on a rank than in full."""
@@ -134,6 +135,33 @@ def waits(evidence: Evidence) -> Finding | None:
     more = f"; {len(evidence.unwaited) - 1} more like it" if len(evidence.unwaited) > 1 else ""
     message = f"{first.op} #{first.number} of {first.group} at {first.caller} was never waited for{more}"
     return Finding(verdict=FAIL, message=message, ranks=tuple(sorted({work.rank for work in evidence.unwaited})))
+
+
+def saved(evidence: Evidence) -> Finding | None:
+    """Whether the files of a checkpoint (`saved/<name>`) hold, bit for bit, what the ranks hold under that name; None where
+    no rank returned what they hold.
+
+    They are full tensors, read by another reader than the one that loads them where there is one. What ranks hold is
+    merged from their own shards and held against the dense model by `update`, so a save in a wrong order is seen where
+    it is written, though a load that reads it alike would undo it.
+    """
+    names = [name for name in evidence.returned if kind_of(name) == "saved"]
+    if not names:
+        return None
+    ordered = [name for name in evidence.truth if name in names] or sorted(names)
+    merged = evidence.merged.tensors
+    pairs = {name: (merged.get(name), merged.get(name.partition("/")[2])) for name in ordered}
+    known = {name: (files, ranks) for name, (files, ranks) in pairs.items() if files is not None and ranks is not None}
+    unseen = tuple(name for name in ordered if name not in known)
+    wrong = [name for name, (files, ranks) in known.items() if not same_bits(files, ranks)]
+    if wrong:
+        files, ranks = known[wrong[0]]
+        message = f"{wrong[0]}: the files of the checkpoint and the ranks differ {differing(files, ranks)}"
+        return Finding(verdict=FAIL, message=message, unchecked=unseen, names=tuple(wrong))
+    if not known:
+        return Finding(verdict=UNKNOWN, message="the ranks returned nothing that was saved", unchecked=unseen)
+    message = f"{len(known)} tensors of the checkpoint are those of the ranks in every bit"
+    return Finding(verdict=PASS, message=message, unchecked=unseen)
 
 
 def _sharded(outcomes: Outcomes) -> dict[str, bool]:

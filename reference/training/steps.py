@@ -113,8 +113,7 @@ def train(
         outcome |= {name: tensor for name, _, tensor in after(case, step, trained, stepper)}
         stepper.zero_grad()
         metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
-    if metrics:
-        outcome |= metric.outcome(metrics, exact=case.dtype == "float64")
+    outcome |= metric.outcome(metrics, exact=case.dtype == "float64") if metrics else {}
     outcome |= {f"param/{name}": weight.detach() for name, weight in trained.items()}
     return outcome | saved(case, outcome) | dict(activations)
 
