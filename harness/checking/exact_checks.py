@@ -138,8 +138,7 @@ def waits(evidence: Evidence) -> Finding | None:
 
 
 def saved(evidence: Evidence) -> Finding | None:
-    """Whether the files of a checkpoint (`saved/<name>`) hold, bit for bit, what the ranks hold under that name; None where
-    no rank returned what they hold.
+    """Whether the files of a checkpoint hold (`saved/<name>`), bit for bit, what the ranks hold under that name.
 
     They are full tensors, read by another reader than the one that loads them where there is one. What ranks hold is
     merged from their own shards and held against the dense model by `update`, so a save in a wrong order is seen where
