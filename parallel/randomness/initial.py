@@ -24,7 +24,7 @@ from parallel.layout import Coordinates, Placement, local_shape, shard
 from parallel.randomness.field import indices, standard
 from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds
 from reference.case import Case
-from reference.model.parameters import full
+from reference.model.parameters import drawn
 
 __all__ = ["initial", "streams_of"]
 
@@ -45,7 +45,7 @@ def streams_of(case: Case, at: Coordinates) -> Streams:
 def initial(case: Case, name: str, place: Placement, at: Coordinates, streams: Streams) -> Tensor:
     """What the rank at these coordinates holds of a parameter; padding is 0."""
     if case.init == "whole":
-        return shard(full(case, name), place, at)
+        return shard(drawn(case, name), place, at)
     real = shard(torch.ones(place.shape, dtype=torch.float64), place, at)  # 0 where there is padding
     module, _, leaf = name.rpartition(".")
     if leaf == "bias":

@@ -10,7 +10,7 @@ it is one process and dense weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -67,9 +67,9 @@ def reordered(case: Case, parts: int = 0) -> Arithmetic:
 
 def split_linear(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int) -> Tensor:
     """The linear layer by `parts` partial sums over inputs and over outputs, and by two blocks of tokens."""
+    pieces = [_parts(rows, parts, -1) for rows in _parts(weight, parts, 0)]  # once: their gradients add up as pieces
     blocks = [
-        torch.cat([_summed(x_TE, rows, parts) for rows in _parts(weight, parts, 0)], -1)
-        for x_TE in _parts(x_BSE.flatten(0, -2), 2, 0)
+        torch.cat([_summed(x_TE, columns) for columns in pieces], -1) for x_TE in _parts(x_BSE.flatten(0, -2), 2, 0)
     ]
     y_BSF = torch.cat(blocks).view(*x_BSE.shape[:-1], len(weight))
     return y_BSF if bias is None else y_BSF + bias
@@ -89,12 +89,12 @@ def split_attention(
     group = heads // k_BSKD.shape[2]
     q_BNSD = q_BSND.transpose(1, 2)
     k_BNSD, v_BNSD = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k_BSKD, v_BSKD))
-    scores = [_summed(q_BNSD, keys, parts) for keys in _parts(k_BNSD, parts, 2)]
+    scores = [_summed(q_BNSD, _parts(keys, parts, -1)) for keys in _parts(k_BNSD, parts, 2)]
     score_BNSS = torch.cat(scores, -1).to(layers.wide(q_BSND.dtype)) / math.sqrt(head_dim)
     share_BNSS = score_BNSS.masked_fill(~visible_SS, -math.inf).softmax(-1).to(q_BSND.dtype)
     if keep_BNSS is not None:
         share_BNSS = (share_BNSS * keep_BNSS).to(q_BSND.dtype)
-    return _summed(share_BNSS, v_BNSD.transpose(2, 3), parts).transpose(1, 2).flatten(2)
+    return _summed(share_BNSS, _parts(v_BNSD.transpose(2, 3), parts, -1)).transpose(1, 2).flatten(2)
 
 
 def fused_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor) -> Tensor:
@@ -105,10 +105,10 @@ def fused_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: 
     return context_BNSD.transpose(1, 2).flatten(2)
 
 
-def _summed(x_TE: Tensor, rows: Tensor, parts: int) -> Tensor:
-    """x @ rows^T as `parts` products over the inputs, added last first."""
-    pairs = zip(_parts(x_TE, parts, -1), _parts(rows, parts, -1), strict=True)
-    *rest, total = [x @ columns.mT for x, columns in pairs]
+def _summed(x_TE: Tensor, columns: Sequence[Tensor]) -> Tensor:
+    """x @ rows^T for rows that are cut into these columns: one product for each, added last first."""
+    pairs = zip(_parts(x_TE, len(columns), -1), columns, strict=True)
+    *rest, total = [x @ piece.mT for x, piece in pairs]
     for product in reversed(rest):
         total = total + product
     return total
