@@ -78,7 +78,7 @@ def job(folder: Path, variables: dict[str, str], environment: Path) -> Job:
     asked = {name: re.fullmatch(r"\$\{\{ vars\.(\w+) \}\}", text) for name, text in recipe["env"].items()}
     words = {n: variables.get(found[1], "") if (found := asked[n]) else text for n, text in recipe["env"].items()}
     inherited = {name: os.environ[name] for name in ("HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
-    plain = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    plain = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_COMPILE": "1"}
     plain |= {"PYTEST_ADDOPTS": FEW, "PYTEST_XDIST_AUTO_NUM_WORKERS": "1"}
     path = os.pathsep.join([str(environment / "bin"), os.environ["PATH"]])
     steps = {step["name"]: step["run"] for step in recipe["jobs"]["prove"]["steps"] if "run" in step}
