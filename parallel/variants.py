@@ -13,6 +13,7 @@
     two-stage-swap         | Step.schedule       | one group for both directions
     ckpt-early-stop        | Step.prepare        | chunks whose recomputation ends where torch's does
     ddp-rebuild            | Step, its buckets   | one bucket in the first step
+    pp-scale-missing       | Step.schedule       | the last stage's loss, micro times as large
     tied-no-sync           | Step.reductions     | none over the embedding group
     tied-bucket-misaligned | Step, its buckets   | the token table among other parameters
 
@@ -38,8 +39,9 @@ from parallel.layers.linear import ColumnLinear, RowLinear
 from parallel.layers.loss import vocabulary_cross_entropy
 from parallel.layout import Box, Placement
 from parallel.mesh import Mesh
-from parallel.pipeline.execution import BACK, as_scheduled
+from parallel.pipeline.execution import BACK, StageRun, as_scheduled
 from parallel.registry import strategy_of
+from parallel.schedules.pipeline import Action
 from parallel.schemes import autotp
 from parallel.slicing.deviations import DEVIATIONS
 from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
@@ -191,6 +193,23 @@ def _early_stop(mode: Strategy) -> Strategy:
     return dataclasses.replace(mode, step=step)
 
 
+class _Undivided(StageRun):
+    """Stages whose gradients are micro times as large."""
+
+    def forward(self, action: Action) -> None:
+        """A stage's layers of a micro-batch; the last stage's loss is a mean of one micro-batch, not of all."""
+        super().forward(action)
+        if self.rank.chunks[action.chunk][0].last:
+            self.outputs[action.micro, action.stage] *= self.rank.case.micro
+
+
+def _undivided_stages(mode: Strategy) -> Strategy:
+    def step(case: Case, plain: Step) -> Step:
+        return dataclasses.replace(mode.step(case, plain), schedule=partial(as_scheduled, by=_Undivided))
+
+    return dataclasses.replace(mode, step=step)
+
+
 def _unsummed_table(mode: Strategy) -> Strategy:
     def step(case: Case, plain: Step) -> Step:
         before = mode.step(case, plain)
@@ -226,6 +245,7 @@ DEVIATING: dict[str, Callable[[Strategy], Strategy]] = {
     "two-stage-swap": _two_stage_swap,
     "ckpt-early-stop": _early_stop,
     "ddp-rebuild": _in_buckets(RebuiltBuckets),
+    "pp-scale-missing": _undivided_stages,
     "tied-no-sync": _unsummed_table,
     "tied-bucket-misaligned": _in_buckets(TableAmongOthers),
 }

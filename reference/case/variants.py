@@ -170,6 +170,14 @@ VARIANTS: dict[str, Variant] = {
         words={"dp": 3, "bucket": 700},
         rest=_several_buckets,
     ),
+    "pp-scale-missing": Variant(
+        deviation="gradients of a pipeline are not divided by its micro-batches: micro times too large",
+        source="around.md 13.5, 19: picotron train_step_pipeline_1f1b and train_step_pipeline_afab",
+        modes=("tp", "tp-sp"),
+        needs={},
+        above={"pp": 1, "micro": 1},
+        words={**_STAGES, "micro": 3},
+    ),
     "tied-no-sync": Variant(
         deviation="first and last stage each have a copy of the tied token table, whose gradients nobody sums",
         source="around.md 13.5, 19: torch 2.13 pipelining.Pipe copies replicated_params; Megatron issue 656",

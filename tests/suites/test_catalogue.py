@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +15,11 @@ from harness.ledger import PHASES
 from reference.case import Case
 from reference.case.modes import MODES
 from suites.mutants.catalogue import FAMILIES, MUTANTS, VARIANT_ROWS
+from suites.mutants.catalogue.axes.context import CONTEXT
+from suites.mutants.catalogue.axes.data_parallel import DATA_PARALLEL
+from suites.mutants.catalogue.axes.gradients import GRADIENTS
+from suites.mutants.catalogue.axes.pipelines import PIPELINES
+from suites.mutants.catalogue.axes.recompute import RECOMPUTE
 from suites.mutants.draws import drawn, showing, work
 from suites.mutants.held_back import HELD_BACK
 from suites.mutants.mutant import Change, Mutant, holds
@@ -25,6 +31,21 @@ def test_there_are_sixty_and_all_have_names_of_their_own() -> None:
     names = Counter(mutant.name for mutant in _ALL)
     assert len(MUTANTS) >= 60
     assert set(names.values()) == {1}
+
+
+_SOURCE = (
+    r"B-\d+|#\d+|(around|experts|modes)\.md|Megatron|torch|DeepSpeed|InternEvo|picotron|TE |verl|VeOmni|accelerate|seed"
+)
+
+
+def test_bugs_of_the_axes_name_their_sources_and_most_are_of_the_catalogues() -> None:
+    """Rows of bugs.md (B-..) and threads of field.md (#..), each once, beside the variants of around.md 19."""
+    axes = (*CONTEXT, *DATA_PARALLEL, *GRADIENTS, *PIPELINES, *RECOMPUTE)
+    assert [mutant.name for mutant in axes if not re.search(_SOURCE, mutant.stands_for)] == []
+    rows = {row for mutant in axes for row in re.findall(r"B-\d+|\w+ ?#\d+", mutant.stands_for)}
+    found = [mutant for mutant in axes if re.search(r"B-\d+|#\d+", mutant.stands_for) and "19" not in mutant.stands_for]
+    assert len(found) >= 25 and len(rows) >= 25
+    assert not re.search(_SOURCE, "somebody may forget it")
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "held_back"])

@@ -28,6 +28,7 @@ _TOLD: dict[str, tuple[str, str, str, str]] = {
     "two-stage-swap": ("activation_gradients", "forward|backward", "", ""),
     "ckpt-early-stop": ("ledger", "recompute|backward", "layers.*.mlp.w2", "missing_call"),
     "ddp-rebuild": ("ledger", "backward|grad_sync", "*", "missing_call|extra_call|wrong_payload|wrong_place"),
+    "pp-scale-missing": ("activation_gradients", "backward", "head|", "constant_factor"),
     "tied-no-sync": ("replicas", "grad_sync", "embedding.tokens", "missing_call|not_summed"),
     "tied-bucket-misaligned": ("merge", "grad_sync", "embedding.tokens", "layout"),
 }

@@ -43,6 +43,7 @@ TOLD = {
     "two-stage-swap": ("activation_gradients", "none of the known patterns fits"),
     "ckpt-early-stop": ("ledger", "the all_reduce over tp is left out|the reduce_scatter over tp is left out"),
     "ddp-rebuild": ("ledger", "the all_reduce over dp is left out"),
+    "pp-scale-missing": ("activation_gradients", "and micro=3: not divided by it"),
     "tied-no-sync": ("replicas", "the all_reduce over embedding is left out"),
     "tied-bucket-misaligned": ("merge", "offsets of another rank"),
 }
@@ -51,7 +52,9 @@ TOLD = {
 
 WORLDS = {
     "isp-average": (3,),
-    **dict.fromkeys(("two-stage-swap", "ddp-rebuild", "tied-no-sync", "tied-bucket-misaligned"), (2,)),
+    **dict.fromkeys(
+        ("two-stage-swap", "ddp-rebuild", "pp-scale-missing", "tied-no-sync", "tied-bucket-misaligned"), (2,)
+    ),
 }
 """A factor of 1/2 may be a constant where no legal case has another tp: no cause is reported there. Stages and data
 ranks of a variant's own words come on top.

@@ -30,7 +30,6 @@ SCALED: Words = {
 }
 """What the properties of pipelines fix (tests/parallel/pipeline)."""
 _SENT = "return self.outputs[key].detach().contiguous()"
-_SUM = "self.outputs[key] = summed if"
 _SECOND = "layers.2.*"
 """Modules of the second stage's layer."""
 
@@ -45,22 +44,8 @@ def _scheme(old: str, new: str) -> tuple[Change, ...]:
 
 PIPELINES = (
     Mutant(
-        name="stages-scale-missing",
-        stands_for="picotron: pipeline gradients are not divided by the number of micro-batches (pp-scale-missing)",
-        modes=_STAGES,
-        suite=STAGES,
-        changes=_execution(
-            _SUM,
-            "summed = summed * rank.case.micro\n        self.outputs[key] = summed if",
-        ),
-        kills="activation_gradients",
-        phase="backward",
-        region="head|",
-        cause="constant_factor",
-    ),
-    Mutant(
         name="activation-of-the-first-micro-batch",
-        stands_for="a send buffer that is filled again before it is sent: the next stage gets an activation twice",
+        stands_for="around.md 13.4: a buffer is filled again before it is sent, so that the next stage gets it twice",
         modes=_STAGES,
         suite=GPIPE,
         changes=_execution(_SENT, _SENT.replace("key", "min(self.outputs)")),
@@ -102,7 +87,7 @@ PIPELINES = (
     ),
     Mutant(
         name="tied-table-counted-twice",
-        stands_for="the last stage's copy of the token table is not marked shared, so that the norm has it twice",
+        stands_for="around.md 13.5: the last stage's copy of a tied table is not marked `shared`, so it counts twice",
         modes=_STAGES,
         suite=TIED,
         condition="tied=true",

@@ -37,7 +37,7 @@ RECOMPUTE = (
     ),
     Mutant(
         name="saved-input-not-gathered",
-        stands_for="distribute_saved_activations: a rank computes a unit again from its own part alone",
+        stands_for="Megatron distribute_saved_activations: a rank computes a unit again from its own part alone",
         modes=everywhere("", _HOLDS),
         suite=_SHARED,
         changes=_change("layers.recompute", _GATHERED, "part.repeat(axis.size)"),
@@ -48,7 +48,7 @@ RECOMPUTE = (
     ),
     Mutant(
         name="saved-parts-in-another-order",
-        stands_for="distribute_saved_activations: parts are gathered in another order than they were cut in",
+        stands_for="Megatron distribute_saved_activations: parts are gathered in another order than they were cut in",
         modes=everywhere("", _HOLDS),
         suite=_SHARED,
         changes=_change("layers.recompute", _GATHERED, f"{_GATHERED}.roll(part.numel())"),
