@@ -18,8 +18,9 @@ with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
 
 
 def build(case):  # drawn on the CPU a weight is drawn whole and cut then, so that it does not depend on tp
-    words = {"use_cpu_initialization": True, "attention_dropout": 0.0, "hidden_dropout": 0.0, "num_layers": case.layers}
-    words |= {"hidden_size": 24, "num_attention_heads": 4, "tensor_model_parallel_size": case.tp}
+    words = {"use_cpu_initialization": True, "attention_dropout": case.dropout, "hidden_dropout": case.dropout}
+    words |= {"num_layers": case.layers, "hidden_size": 24, "num_attention_heads": 4}
+    words |= {"tensor_model_parallel_size": case.tp}
     torch.manual_seed(case.seed)
     config = TransformerConfig(params_dtype=getattr(torch, case.dtype), **words)
     return GPTModel(config, gpt_layer_specs.get_gpt_layer_local_spec(), 96, 12).to(config.params_dtype)
@@ -55,6 +56,6 @@ def session():  # Megatron asks CUDA for its device and random states, and warns
 
 subject.truth, subject.cases = "alone", ("tp=2", "tp=4 micro=3")  # what runs when no case is named
 subject.session, subject.harmless = session, softmax_shift  # faults of that maximum change nothing
-subject.words = {"layers": 1, "dtype": "float32", "steps": 1}  # its cross entropy computes in float32
+subject.words = {"layers": 1, "dropout": 0.0, "dtype": "float32", "steps": 1}  # its cross entropy computes in float32
 subject.per_rank = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")  # a state for each rank
 subject.refuses = lambda case: "is one step of tp alone" if case.steps > 1 or case.world_size > case.tp else ""
