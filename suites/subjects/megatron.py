@@ -19,10 +19,9 @@ with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
 
 def build(case):  # drawn on the CPU a weight is drawn whole and cut then, so that it does not depend on tp
     words = {"use_cpu_initialization": True, "attention_dropout": case.dropout, "hidden_dropout": case.dropout}
-    words |= {"num_layers": case.layers, "hidden_size": 24, "num_attention_heads": 4}
-    words |= {"tensor_model_parallel_size": case.tp}
+    words |= {"hidden_size": 24, "num_attention_heads": 4, "tensor_model_parallel_size": case.tp}
     torch.manual_seed(case.seed)
-    config = TransformerConfig(params_dtype=getattr(torch, case.dtype), **words)
+    config = TransformerConfig(num_layers=case.layers, params_dtype=getattr(torch, case.dtype), **words)
     return GPTModel(config, gpt_layer_specs.get_gpt_layer_local_spec(), 96, 12).to(config.params_dtype)
 
 
