@@ -4,7 +4,8 @@
     optimizer.state.<name>.exp_avg, exp_avg_sq, step  adamw's states of it
     train.steps, train.loss_scale                     steps that were run before, state of the loss scale
 
-The ranks under test read the same files by a reader of their own, so that neither vouches for the other.
+The ranks under test read the same files by a reader of their own, so that neither vouches for the other. A folder of
+another system (`reference.exchange`) has parameters alone, and ranks cut theirs out of these.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.errors import CaseError
+from reference.exchange.hugging_face import is_hugging_face, read
 
 __all__ = ["steps_before", "stored", "tensors"]
 
@@ -26,7 +28,11 @@ _METADATA = ".metadata"
 
 def stored(case: Case) -> Mapping[str, Tensor]:
     """Every tensor of the checkpoint that the case loads, by key, to be read only. Raises CaseError as `tensors`."""
-    return tensors(case.load)
+    folder = Path(case.load)
+    if not is_hugging_face(folder):
+        return tensors(case.load)
+    written_ns = max(file.stat().st_mtime_ns for file in folder.iterdir())
+    return _foreign(folder, case.fuse_qkv, case.fuse_mlp, case.kv_heads, written_ns)
 
 
 def tensors(folder: str, word: str = "load") -> Mapping[str, Tensor]:
@@ -46,6 +52,14 @@ def tensors(folder: str, word: str = "load") -> Mapping[str, Tensor]:
 def steps_before(case: Case) -> int:
     """The optimizer steps that were run before the first one of the case; 0 for a case that loads nothing."""
     return int(stored(case)["train.steps"]) if case.load else 0
+
+
+@lru_cache(maxsize=2)
+def _foreign(folder: Path, fuse_qkv: bool, fuse_mlp: bool, kv_heads: int, _written_ns: int) -> Mapping[str, Tensor]:
+    """Parameters alone: training begins with them."""
+    held = read(folder, fuse_qkv=fuse_qkv, fuse_mlp=fuse_mlp, kv_heads=kv_heads)
+    found = {f"model.{name}": tensor for name, tensor in held.items()}
+    return found | {"train.steps": torch.tensor(0)}
 
 
 @lru_cache(maxsize=2)

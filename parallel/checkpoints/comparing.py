@@ -19,9 +19,13 @@ from parallel.checkpoints.causes import cause, same, unlike
 from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.folder import Stored
 from parallel.checkpoints.state import RANKS
+from parallel.checkpoints.weights import Weights
+from reference.errors import CaseError
+from reference.exchange.hugging_face import is_hugging_face, read, write
 
-__all__ = ["CheckpointComparison", "Likeness", "Unlike", "compare"]
+__all__ = ["CheckpointComparison", "Likeness", "Unlike", "compare", "export"]
 
+Source = Stored | Weights
 _KINDS = (
     ("parameters", r"model\."),
     ("moments", r"optimizer\..*\.exp_avg(_sq)?$"),
@@ -69,7 +73,7 @@ def compare(a: str, b: str, pattern: str = "*") -> CheckpointComparison:
 
     Raises CheckpointError for a folder that holds no whole checkpoint, and for a pattern that fits no key.
     """
-    one, other = Stored.open(Path(a)), Stored.open(Path(b))
+    one, other = _opened(Path(a), Path(b))
     ranks = [_ranks(side) for side in (one, other)]
     notes = [f"{name} was written at {words}" for name, words in zip("AB", ranks, strict=True) if words]
     keys = list(dict.fromkeys([*one.tensors, *other.tensors]))
@@ -95,11 +99,49 @@ def compare(a: str, b: str, pattern: str = "*") -> CheckpointComparison:
     )
 
 
+def export(a: str, folder: str, like: str) -> int:
+    """Write the parameters of A in the form of another system's folder, which must be of the same model; returns how
+    many they are.
+
+    Raises CheckpointError for a folder that exists, for what cannot be read, and for a model of other parameters.
+    """
+    if Path(folder).exists():
+        raise CheckpointError(folder, "exists", "a folder that does not exist")
+    if not is_hugging_face(Path(like)):
+        raise CheckpointError(like, "is of no other system", "a folder that save_pretrained wrote")
+    one, other = _opened(Path(a), Path(like))
+    held = {key.removeprefix("model."): one.full(key) for key in one.tensors if key.startswith("model.")}
+    for key, tensor in other.tensors.items():
+        mine = held.get(key.removeprefix("model.")) if key in one.tensors else None
+        if mine is None or tuple(mine.shape) != tuple(tensor.size):
+            what = f"holds no {key} of {tuple(tensor.size)}, as {like} does"
+            raise CheckpointError(a, what, "a checkpoint of the same model")
+    try:
+        write(Path(folder), Path(like), held)
+    except CaseError as problem:
+        raise CheckpointError(folder, problem.rule, problem.legal) from problem
+    return len(held)
+
+
+def _opened(a: Path, b: Path) -> tuple[Source, Source]:
+    """Both checkpoints; one of another system in the form of the other, fused or not."""
+    found: dict[Path, Source] = {folder: Stored.open(folder) for folder in (a, b) if not is_hugging_face(folder)}
+    keys = [key for stored in found.values() for key in stored.tensors]
+    fused = {"fuse_qkv": any(".wqkv." in key for key in keys), "fuse_mlp": any(".w13." in key for key in keys)}
+    for folder in {a, b} - found.keys():
+        try:
+            held = read(folder, **fused)
+        except CaseError as problem:
+            raise CheckpointError(folder, problem.rule, problem.legal) from problem
+        found[folder] = Weights(folder=folder, held={f"model.{name}": tensor for name, tensor in held.items()})
+    return found[a], found[b]
+
+
 def _kind(key: str) -> int:
     return next(number for number, (_, fits) in enumerate(_KINDS) if re.match(fits, key))
 
 
-def _ranks(stored: Stored) -> str:
+def _ranks(stored: Source) -> str:
     """The layout that a checkpoint was written at, "" when it does not hold that."""
     if RANKS not in stored.tensors:
         return ""
@@ -107,11 +149,11 @@ def _ranks(stored: Stored) -> str:
     return " ".join(f"{axis}={size}" for axis, size in zip(("tp", "cp", "dp", "pp"), sizes, strict=True))
 
 
-def _is_bare(stored: Stored) -> bool:
+def _is_bare(stored: Source) -> bool:
     return all(key.startswith("model.") for key in stored.tensors)
 
 
-def _alike(one: Stored, other: Stored, key: str) -> bool:
+def _alike(one: Source, other: Source, key: str) -> bool:
     if key not in one.tensors or key not in other.tensors:
         return False
     return same(*_widened(one.full(key), other.full(key)))
@@ -122,7 +164,7 @@ def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a.to(dtype), b.to(dtype)
 
 
-def _dtypes(one: Stored, other: Stored, keys: Sequence[str]) -> Iterator[str]:
+def _dtypes(one: Source, other: Source, keys: Sequence[str]) -> Iterator[str]:
     pairs = [(one.tensors[key], other.tensors[key]) for key in keys if key in one.tensors and key in other.tensors]
     apart = {(a.properties.dtype, b.properties.dtype) for a, b in pairs if a.properties.dtype != b.properties.dtype}
     for a, b in sorted(apart, key=str):
@@ -133,7 +175,7 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _likenesses(one: Stored, keys: Sequence[str], differ: Sequence[str]) -> Iterator[Likeness]:
+def _likenesses(one: Source, keys: Sequence[str], differ: Sequence[str]) -> Iterator[Likeness]:
     for number, (kind, _) in enumerate(_KINDS):
         mine = [key for key in keys if _kind(key) == number]
         if mine:
@@ -142,7 +184,7 @@ def _likenesses(one: Stored, keys: Sequence[str], differ: Sequence[str]) -> Iter
             yield Likeness(kind=kind, tensors=len(mine), elements=elements, differ=wrong)
 
 
-def _explained(one: Stored, other: Stored, key: str) -> Unlike:
+def _explained(one: Source, other: Source, key: str) -> Unlike:
     shapes = [{name: tuple(held.size) for name, held in side.tensors.items()} for side in (one, other)]
     if key not in shapes[0] or key not in shapes[1]:
         has, lacks = ("A", "B") if key in shapes[0] else ("B", "A")
@@ -205,7 +247,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return " ".join(texts[:4]) + (f" and {len(texts) - 4} more ranges" if len(texts) > 4 else "")
 
 
-def _wrote(name: str, stored: Stored, key: str, at: tuple[int, ...] = ()) -> str:
+def _wrote(name: str, stored: Source, key: str, at: tuple[int, ...] = ()) -> str:
     """Which rank wrote the chunk that holds this element."""
     chunks = stored.chunks(key)
     for (offsets, sizes), file in chunks:

@@ -30,9 +30,13 @@ from parallel.checkpoints.state import (
 )
 from parallel.layout import Box
 from parallel.strategy import Rank
+from reference.errors import CaseError
+from reference.exchange.hugging_face import is_hugging_face
+from reference.stored import stored as reference_stored
 
 if TYPE_CHECKING:
     from parallel.checkpoints.folder import Stored
+    from parallel.checkpoints.weights import Weights
 
 __all__ = ["load"]
 
@@ -46,13 +50,15 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """
     from parallel.checkpoints.folder import Stored  # noqa: PLC0415  (torch's checkpoints take a second to import)
 
-    stored = Stored.open(folder)
+    foreign = is_hugging_face(folder)
+    stored = _weights(rank, folder) if foreign else Stored.open(folder)
     tensors = stored.tensors
     has_states = any(key.startswith("optimizer.") for key in tensors)
-    # Steps that were all skipped leave an optimizer without states.
-    needs_states = rank.case.optimizer == "adamw" and (has_states or rank.case.scaler == "none")
+    # Steps that were all skipped leave an optimizer without states; another system's weights come without any.
+    needs_states = rank.case.optimizer == "adamw" and (has_states or (rank.case.scaler == "none" and not foreign))
     shapes = {name: place.shape for name, place in rank.strategy.placements(rank.case).items()}
-    _check_keys(stored, keys(rank.case, shapes, states=needs_states))
+    wanted = keys(rank.case, shapes, states=needs_states)
+    _check_keys(stored, {key: shape for key, shape in wanted.items() if not foreign or _is_foreign_key(key)})
     states = {name: _states_of(tensor) for name, tensor in rank.updated.items() if needs_states}
     found = [*trained(rank, states), *computing(rank)]
     dtype = next(iter(rank.updated.values())).dtype
@@ -62,7 +68,7 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
             what = f"{target.key} is {_word(tensors[target.key].properties.dtype)}"
             raise CheckpointError(folder, what, f"{_word(expected)}, as dtype= and master= have it")
     read, common = _read(rank, stored, found)
-    same = torch.equal(common[RANKS], ranks_of(rank.case))
+    same = RANKS in common and torch.equal(common[RANKS], ranks_of(rank.case))
     if lost := [key for key in rng_keys(rank).values() if same and key not in common]:
         raise CheckpointError(folder, f"{lost[0]} is missing, and it was saved on such ranks", "a whole checkpoint")
     with torch.no_grad():
@@ -70,14 +76,32 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
             target.local.copy_(tensor)
     for name, state in states.items():
         optimizer.state[rank.updated[name]] = state
-    if rank.step.loss_scale is not None:
+    if rank.step.loss_scale is not None and SCALE in common:
         rank.step.loss_scale.restore(common[SCALE])
     if same:
         rank.dropout.streams.load_state_dict({stream: common[key] for stream, key in rng_keys(rank).items()})
     return int(common[STEPS])
 
 
-def _read(rank: Rank, stored: Stored, found: Sequence[StateTensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _weights(rank: Rank, folder: Path) -> Weights:
+    """Another system's parameters, in the dtype of what the optimizer steps."""
+    from parallel.checkpoints.weights import Weights  # noqa: PLC0415
+
+    dtype = next(iter(rank.updated.values())).dtype
+    try:
+        held = reference_stored(rank.case)
+    except CaseError as problem:
+        raise CheckpointError(folder, problem.rule, problem.legal) from problem
+    found = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in held.items()}
+    return Weights(folder=folder, held=found)
+
+
+def _is_foreign_key(key: str) -> bool:
+    """Whether a checkpoint of another system gives this: a parameter, or that no step was run."""
+    return key.startswith("model.") or key == STEPS
+
+
+def _read(rank: Rank, stored: Stored | Weights, found: Sequence[StateTensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The targets' tensors, padding zero, and by key what is whole on every rank.
 
     Raises CheckpointError when an element of them is still poisoned.
@@ -117,7 +141,7 @@ def _states_of(tensor: Tensor) -> dict[str, Tensor]:
     return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
 
-def _check_keys(stored: Stored, expected: Mapping[str, tuple[int, ...]]) -> None:
+def _check_keys(stored: Stored | Weights, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError unless the checkpoint has these tensors and no others, generators aside."""
     tensors = stored.tensors
     legal = "a checkpoint of the same model and training"

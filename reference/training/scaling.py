@@ -40,8 +40,9 @@ class LossScale:
     @classmethod
     def of(cls, case: Case) -> LossScale:
         """The scale before the first step; 1 without a scaler."""
-        if case.scaler != "none" and case.load:
-            value, finite, hysteresis = stored(case)["train.loss_scale"].tolist()
+        held = stored(case).get("train.loss_scale") if case.scaler != "none" and case.load else None
+        if held is not None:  # weights of another system come without one
+            value, finite, hysteresis = held.tolist()
             return cls(case=case, value=value, finite=int(finite), infinite=HYSTERESIS - int(hysteresis))
         return cls(case=case, value=1.0 if case.scaler == "none" else case.loss_scale)
 

@@ -1,7 +1,8 @@
 """`shardproof checkpoint`: two checkpoints of any layouts, compared full tensor by full tensor.
 
-Exit status: 0 every tensor agrees, 1 one differs (six lines on the first), 2 a folder holds no whole checkpoint. The
-comparison is `parallel.checkpoints.comparing`, found by name as a subject is.
+With --export, A is written as a model of Hugging Face. Exit status: 0 every tensor agrees, 1 one differs (six lines on
+the first), 2 a folder holds no whole checkpoint. The comparison is `parallel.checkpoints.comparing`, found by name as a
+subject is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from reports.printing.text import show_message, show_table
 
 __all__ = ["compared_table", "main", "six_lines"]
 
-COMPARE = "parallel.checkpoints.comparing:compare"
+COMPARE, EXPORT = "parallel.checkpoints.comparing:compare", "parallel.checkpoints.comparing:export"
 
 
 def main(parsed: argparse.Namespace) -> int:
@@ -31,8 +32,14 @@ def main(parsed: argparse.Namespace) -> int:
 
     Raises RequestError for what is no whole checkpoint.
     """
+    if (parsed.b is None) != bool(parsed.export and parsed.like):
+        raise RequestError("checkpoint: needs B, or --export and --like without B; legal: shardproof checkpoint A B")
     compare: Any = resolve(COMPARE)
     try:
+        if parsed.export:
+            export: Any = resolve(EXPORT)
+            print(f"{parsed.export}: {export(parsed.a, parsed.export, parsed.like)} parameters were written")
+            return 0
         found = compare(parsed.a, parsed.b, parsed.tensor)
     except ValueError as problem:
         raise RequestError(str(problem)) from problem

@@ -1,0 +1,189 @@
+"""Folders of Hugging Face (`save_pretrained`: config.json and files of safetensors) in the names of the dense model.
+
+    llama, qwen3     q_proj, k_proj, v_proj, o_proj: wq, wk, wv, wo; gate_proj, up_proj, down_proj: w1, w3, w2;
+                     rotary pairs are (i, i + D/2), as here
+    gpt2             c_attn [in, q | k | v]: transposed, thirds; c_proj, c_fc transposed
+
+Parameters alone are read: the base of the rotation and the epsilon of the norms are those of the dense model. Sources:
+transformers 5.23 `modeling_llama.py`, `modeling_qwen3.py`, `modeling_gpt2.py` (Conv1D holds [in, out]).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from reference.errors import CaseError
+from reference.exchange.fused import joined, parted
+
+__all__ = ["heads", "is_hugging_face", "read", "write"]
+
+_LLAMA = {
+    "model.embed_tokens": "embedding.tokens",
+    "model.norm": "final_norm",
+    "lm_head": "head",
+    "model.layers.#.input_layernorm": "layers.#.attention_norm",
+    "model.layers.#.self_attn.q_proj": "layers.#.attention.wq",
+    "model.layers.#.self_attn.k_proj": "layers.#.attention.wk",
+    "model.layers.#.self_attn.v_proj": "layers.#.attention.wv",
+    "model.layers.#.self_attn.o_proj": "layers.#.attention.wo",
+    "model.layers.#.self_attn.q_norm": "layers.#.attention.q_norm",
+    "model.layers.#.self_attn.k_norm": "layers.#.attention.k_norm",
+    "model.layers.#.post_attention_layernorm": "layers.#.mlp_norm",
+    "model.layers.#.mlp.gate_proj": "layers.#.mlp.w1",
+    "model.layers.#.mlp.up_proj": "layers.#.mlp.w3",
+    "model.layers.#.mlp.down_proj": "layers.#.mlp.w2",
+}
+_GPT2 = {
+    "transformer.wte": "embedding.tokens",
+    "transformer.wpe": "embedding.positions",
+    "transformer.ln_f": "final_norm",
+    "lm_head": "head",
+    "transformer.h.#.ln_1": "layers.#.attention_norm",
+    "transformer.h.#.attn.c_attn": "layers.#.attention.thirds",
+    "transformer.h.#.attn.c_proj": "layers.#.attention.wo",
+    "transformer.h.#.ln_2": "layers.#.mlp_norm",
+    "transformer.h.#.mlp.c_fc": "layers.#.mlp.w1",
+    "transformer.h.#.mlp.c_proj": "layers.#.mlp.w2",
+}
+_NAMES = {"llama": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2}
+_BUFFERS = re.compile(r"\.rotary_emb\.|\.attn\.(masked_)?bias$")
+_CONFIG = "config.json"
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder holds a config and files of safetensors."""
+    return (folder / _CONFIG).is_file() and any(folder.glob("*.safetensors"))
+
+
+def heads(folder: Path) -> tuple[int, int]:
+    """(query heads, key and value heads) of the model in a folder. Raises CaseError for a model that is not known."""
+    config = _config(folder)
+    queries = config.get("num_attention_heads", config.get("n_head"))
+    kv_heads = config.get("num_key_value_heads", queries)
+    if not isinstance(queries, int) or not isinstance(kv_heads, int):
+        raise CaseError("load", str(folder), f"has a {_CONFIG} without numbers of heads", "num_attention_heads")
+    return queries, kv_heads
+
+
+def read(folder: Path, *, fuse_qkv: bool, fuse_mlp: bool, kv_heads: int = 0) -> dict[str, Tensor]:
+    """Every parameter in full, by its name in the dense model, query, key and value fused or not, gate and up too.
+
+    Raises CaseError for a model that is not known or has other key and value heads (0: any), for files that cannot be
+    read, and without safetensors.
+    """
+    held = heads(folder)[1]
+    if kv_heads not in (0, held):
+        raise CaseError("load", str(folder), f"has {held} key and value heads, not {kv_heads}", f"kv_heads={held}")
+    config, names = _config(folder), dict[str, Tensor]()
+    known = _NAMES[config["model_type"]]
+    tied = bool(config.get("tie_word_embeddings", config["model_type"] == "gpt2"))
+    for name, tensor in _tensors(folder):
+        whole = f"transformer.{name}" if known is _GPT2 and not name.startswith(("transformer.", "lm_head.")) else name
+        module, _, leaf = whole.rpartition(".")
+        if _BUFFERS.search(whole) or (tied and module == "lm_head"):
+            continue
+        ours = _named(known, module)
+        if ours is None:
+            raise CaseError(
+                "load", str(folder), f"holds {name}, which the dense model does not have", "llama|qwen3|gpt2"
+            )
+        if known is _GPT2 and leaf == "weight" and ".h." in whole and ".ln_" not in whole:
+            names[f"{ours}.{leaf}"] = tensor.t().contiguous()
+        else:
+            names[f"{ours}.{leaf}"] = tensor
+    apart: dict[str, Tensor] = {}
+    for name, tensor in names.items():
+        parts = zip("qkv", tensor.chunk(3), strict=True) if ".thirds." in name else [("", tensor)]
+        apart |= {name.replace(".thirds.", f".w{part}."): value for part, value in parts}
+    return joined(apart, held, qkv=fuse_qkv, mlp=fuse_mlp)
+
+
+def write(folder: Path, like: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Write parameters of the dense model as the model of another folder, whose config is copied.
+
+    Raises CaseError as `read`, and for a parameter that this model does not have.
+    """
+    config = _config(like)
+    known = {ours: theirs for theirs, ours in _NAMES[config["model_type"]].items()}
+    library, found = _library(like), dict[str, Tensor]()
+    thirds: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for name, tensor in parted(parameters, heads(like)[1]).items():
+        module, _, leaf = name.rpartition(".")
+        layer, _, last = module.rpartition(".")
+        if last in ("wq", "wk", "wv") and f"{_numberless(layer)}.thirds" in known:
+            thirds.setdefault((f"{layer}.thirds", leaf), {})[last] = tensor
+            continue
+        found[_theirs(like, known, module, leaf)] = _turned(config, module, leaf, tensor)
+    for (module, leaf), parts in thirds.items():
+        whole = importlib.import_module("torch").cat([parts[part] for part in ("wq", "wk", "wv")])
+        found[_theirs(like, known, module, leaf)] = _turned(config, module, leaf, whole)
+    folder.mkdir(parents=True, exist_ok=True)
+    library.save_file(
+        {name: x.contiguous() for name, x in found.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    shutil.copyfile(like / _CONFIG, folder / _CONFIG)
+
+
+def _theirs(like: Path, known: Mapping[str, str], module: str, leaf: str) -> str:
+    name = known.get(_numberless(module))
+    if name is None:
+        rule = f"is of a model without {module}.{leaf}"
+        raise CaseError("like", str(like), rule, "a folder of a model of the same words")
+    number = re.search(r"\d+", module)
+    return f"{name.replace('#', number[0]) if number else name}.{leaf}"
+
+
+def _turned(config: Mapping[str, Any], module: str, leaf: str, tensor: Tensor) -> Tensor:
+    """GPT-2's linears hold [in, out]."""
+    linear = module.startswith("layers.") and not module.endswith("norm") and leaf == "weight"
+    return tensor.t() if config["model_type"] == "gpt2" and linear else tensor
+
+
+def _numberless(module: str) -> str:
+    return re.sub(r"\d+", "#", module, count=1)
+
+
+def _named(known: Mapping[str, str], module: str) -> str | None:
+    """Our name of a module of theirs."""
+    number = re.search(r"\.(\d+)\.", module)
+    ours = known.get(module.replace(f".{number[1]}.", ".#.", 1) if number else module)
+    return ours.replace("#", number[1]) if ours and number else ours
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / _CONFIG).read_bytes())
+        kind = config["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        rule = f"has a {_CONFIG} that cannot be read ({type(problem).__name__}: {problem})"
+        raise CaseError("load", str(folder), rule, "a folder that save_pretrained wrote") from problem
+    if kind not in _NAMES:
+        raise CaseError("load", str(folder), f"is a model of model_type {kind}", "|".join(_NAMES))
+    assert isinstance(config, dict)
+    return config
+
+
+def _library(folder: Path) -> Any:
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError:
+        rule = "is read and written by the package safetensors, which is not installed"
+        raise CaseError("load", str(folder), rule, "pip install 'shardproof[checkpoints]'") from None
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    library = _library(folder)
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            yield from library.load_file(file).items()
+        except Exception as problem:  # torn files raise errors of the library's own
+            rule = f"has a file that cannot be read, {file.name} ({type(problem).__name__}: {problem})"
+            raise CaseError("load", str(folder), rule, "every file as save_pretrained wrote it") from problem
