@@ -32,7 +32,7 @@ def main(parsed: argparse.Namespace) -> int:
 
     Raises RequestError for what is no whole checkpoint.
     """
-    if (parsed.b is None) != bool(parsed.export and parsed.like):
+    if len({parsed.b is None, parsed.export is not None, parsed.like is not None}) > 1:
         raise RequestError("checkpoint: needs B, or --export and --like without B; legal: shardproof checkpoint A B")
     compare: Any = resolve(COMPARE)
     try:
