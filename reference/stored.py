@@ -19,7 +19,9 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.errors import CaseError
+from reference.exchange.fused import joined, parted
 from reference.exchange.hugging_face import is_hugging_face, read
+from reference.exchange.megatron import is_megatron, named
 
 __all__ = ["steps_before", "stored", "tensors"]
 
@@ -29,10 +31,10 @@ _METADATA = ".metadata"
 def stored(case: Case) -> Mapping[str, Tensor]:
     """Every tensor of the checkpoint that the case loads, by key, to be read only. Raises CaseError as `tensors`."""
     folder = Path(case.load)
-    if not is_hugging_face(folder):
+    if not is_hugging_face(folder) and not is_megatron(folder):
         return tensors(case.load)
     written_ns = max(file.stat().st_mtime_ns for file in folder.iterdir())
-    return _foreign(folder, case.fuse_qkv, case.fuse_mlp, case.kv_heads, written_ns)
+    return _foreign(folder, case.fuse_qkv, case.fuse_mlp, case.kv_heads, case.vocab, written_ns)
 
 
 def tensors(folder: str, word: str = "load") -> Mapping[str, Tensor]:
@@ -55,9 +57,15 @@ def steps_before(case: Case) -> int:
 
 
 @lru_cache(maxsize=2)
-def _foreign(folder: Path, fuse_qkv: bool, fuse_mlp: bool, kv_heads: int, _written_ns: int) -> Mapping[str, Tensor]:
+def _foreign(
+    folder: Path, fuse_qkv: bool, fuse_mlp: bool, kv_heads: int, vocab: int, _written_ns: int
+) -> Mapping[str, Tensor]:
     """Parameters alone: training begins with them."""
-    held = read(folder, fuse_qkv=fuse_qkv, fuse_mlp=fuse_mlp, kv_heads=kv_heads)
+    if is_hugging_face(folder):
+        held = read(folder, fuse_qkv=fuse_qkv, fuse_mlp=fuse_mlp, kv_heads=kv_heads)
+    else:
+        parts = parted(named(folder, tensors(str(folder)), vocab=vocab), kv_heads)
+        held = joined(parts, kv_heads, qkv=fuse_qkv, mlp=fuse_mlp)
     found = {f"model.{name}": tensor for name, tensor in held.items()}
     return found | {"train.steps": torch.tensor(0)}
 
