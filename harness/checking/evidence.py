@@ -16,6 +16,7 @@ from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.merging import Flaw, Merged, Outcomes, against, merge
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike
+from harness.recording.stages.spans import RankSpan
 
 __all__ = [
     "FAIL",
@@ -114,6 +115,7 @@ class Evidence:
     torn         whether that does not merge, so that there is no truth
     regrouped    merged outcomes of the same global batch in other groupings; empty when none was run
     others       evidence of the same subject in cases that differ in one size, where a diagnosis needs them
+    spans        when the ranks of a pipeline computed; empty where ranks took turns
     located      the first wrong module, when a diagnosis looked for it without a declared layout
     """
 
@@ -147,6 +149,7 @@ class Evidence:
     torn: bool = False
     regrouped: tuple[Regrouped, ...] = ()
     others: tuple[Evidence, ...] = ()
+    spans: tuple[RankSpan, ...] = ()
     located: Located | None = None
 
     @property

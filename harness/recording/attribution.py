@@ -6,13 +6,13 @@ number that autograd gave the running node when the forward made it, since these
 thread and the forward of every module spans a stretch of them.
 
 A call made outside of modules, optimizer and backward is loss when a model's forward was the last thing that happened.
-Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step; at the end of the run
-metric after a step, grad_sync after a backward, data after nothing. Metric is also what a module without parameters
-does with gradients off, once a forward with gradients on has been; an evaluation without gradients keeps its loss.
-Where no optimizer of torch.optim steps, what changed the parameters after a backward is a step (updates.Looks). After
-a step one reduced element is metric; what writes into a parameter's memory, and all_gathers of half the parameters'
-bytes or more, belong to the step. A send or recv is pipeline in a group of stages, and outside of all of these in a
-group without a description.
+Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step; at the end metric after a
+step, grad_sync after a backward, data after nothing. Metric is also what a module without parameters does with
+gradients off, once a forward with gradients on has been; an evaluation without gradients keeps its loss. Where no
+optimizer of torch.optim steps, what changed the parameters after a backward is a step (updates.Looks). After a step one
+reduced element is metric; what writes into a parameter's memory, and all_gathers of half the parameters' bytes or more,
+belong to the step. A send or recv is pipeline in a group of stages, and outside of all of these in a group without a
+description.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ class Attribution:
         self.paths = Paths()
         self.step = 0
         self.microbatch = 0
-        self._since = (
-            ""  # what was last outside of calls: "" forward sent (after it) inside (a backward) backward stepped
-        )
+        self.forwards: list[tuple[Entered, int, int]] = []  # of models, with step and micro-batch
+        self._since = ""  # what was last outside of calls: forward sent (after it) inside (a backward) backward stepped
         self._gradients_on = False
         self._stepped_since = False
         self._by_hand = True  # while no optimizer of torch.optim has stepped
@@ -158,6 +157,7 @@ class Attribution:
         counted = id(seen.module), seen.grad  # an evaluation between micro-batches is none of them
         self.microbatch = self._counts.get(counted, 0)
         self._counts[counted] = self.microbatch + 1
+        self.forwards.append((seen, self.step, self.microbatch))
         self._gradients_on = seen.grad
         self._since = "entered"
         self._settle("data")

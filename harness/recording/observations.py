@@ -39,8 +39,9 @@ class Entered(NamedTuple):
     """A module's call began; `outermost` when none was going on in this lane.
 
     `number`: the sequence number that the next autograd node of this thread will get. `task`: the graph task that runs
-    in this thread. `node`: the number of the node that runs in it. Of outermost ones, `grad`: gradients were on, and
-    `look` at the parameters (updates.Looks): () inside of a backward, and after an optimizer's step.
+    in this thread. `node`: the number of the node that runs in it. Of outermost ones, `grad`: gradients were on,
+    `look` at the parameters (updates.Looks): () inside of a backward, and after an optimizer's step; and `at_s`, the
+    time; 0 for others.
     """
 
     lane: int
@@ -51,6 +52,7 @@ class Entered(NamedTuple):
     outermost: bool
     grad: bool
     look: Look
+    at_s: float
 
 
 class Left(NamedTuple):
@@ -67,6 +69,7 @@ class Arrived(NamedTuple):
     task: int
     node: int
     made_in: int
+    at_s: float
 
 
 class Ended(NamedTuple):
@@ -82,6 +85,7 @@ class Stepping(NamedTuple):
     lane: int
     task: int
     depth: int
+    at_s: float
 
 
 class Stepped(NamedTuple):

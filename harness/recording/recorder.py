@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -29,6 +29,7 @@ from harness.recording.lanes import Site
 from harness.recording.naming import axis_name
 from harness.recording.observations import Entered, Issued, read
 from harness.recording.ranges import Ranges
+from harness.recording.stages.spans import RankSpan, rank_spans
 from harness.recording.stopwatch import Mark, Stopwatch
 from harness.recording.watch import Emit, Watch
 
@@ -41,6 +42,7 @@ class _Track:
     def __init__(self) -> None:
         self.observations: list[tuple[Any, ...]] = []
         self.ended_s: dict[int, float] = {}
+        self.waited_s: dict[int, float] = {}
         self.begun: dict[int, Mark] = {}
         self.ended: dict[int, Mark] = {}
 
@@ -114,6 +116,16 @@ class Recorder:
             track.ended[ticket] = self._stopwatch.mark()
         if self._ranges is not None:
             self._ranges.completed(rank, ticket)
+
+    def waited(self, rank: int, ticket: int) -> None:
+        """The rank waits for the asynchronous call behind the ticket, the first time."""
+        self._tracks[rank].waited_s.setdefault(ticket, time.perf_counter())
+
+    def spans(self, rank: int, events: Sequence[Event]) -> tuple[RankSpan, ...]:
+        """When this rank, whose `events` these are, computed; () when it is no pipeline's."""
+        observations = [read(plain) for plain in self._track(rank).observations]
+        waited_us = {ticket: (at - self._start_s) * 1e6 for ticket, at in self._track(rank).waited_s.items()}
+        return rank_spans(observations, Attribution.of(observations), events, waited_us, self._start_s)
 
     def events(self) -> list[Event]:
         """The ledger so far, by rank and call index; calls that what follows would settle are settled as at the end."""

@@ -207,7 +207,7 @@ class Watch:
             if lane is None or lane.emit is None or lane.rank != rank:
                 return
             task = _task()
-            lane.emit((Arrived, lane.number, task, number, lane_number))
+            lane.emit((Arrived, lane.number, task, number, lane_number, _now_s()))
             if self._ends:
                 when_backward_ends(lambda: self._ended(task))
 
@@ -221,7 +221,7 @@ class Watch:
     def _stepping(self, _optimizer: object, _args: object, _kwargs: object) -> None:
         lane = self._mine()
         if lane is not None and lane.emit is not None:
-            lane.emit((Stepping, lane.number, _task(), steps_around(sys._getframe(1)) - 1))
+            lane.emit((Stepping, lane.number, _task(), steps_around(sys._getframe(1)) - 1, _now_s()))
 
     def _stepped(self, _optimizer: object, _args: object, _kwargs: object) -> None:
         lane = self._mine()
@@ -256,12 +256,12 @@ def _watching(
         task = _task()
         if depth:
             node = OUTSIDE if task == OUTSIDE else _running()
-            emit((Entered, lane.number, _number(), task, node, module, False, True, ()))
+            emit((Entered, lane.number, _number(), task, node, module, False, True, (), 0.0))
         else:
             lane.outer, lane.bare = module, None
             node = OUTSIDE if task == OUTSIDE else _running()
             look = lane.looks.at(module) if task == OUTSIDE and lane.looks.on else ()
-            emit((Entered, lane.number, _number(), task, node, module, True, _grad(), look))
+            emit((Entered, lane.number, _number(), task, node, module, True, _grad(), look, _now_s()))
         try:
             if lane.on_input is not None:
                 lane.on_input(lane, module, args, kwargs)

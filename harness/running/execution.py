@@ -22,6 +22,7 @@ from harness.recording.overlap import Overlap, RankCallIndex
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
+from harness.recording.stages.spans import RankSpan
 from harness.recording.stopwatch import stopwatch
 from harness.running.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
 from harness.subject import Unanswered, answered, called, kept_per_rank, named_axes, offers, session
@@ -35,7 +36,8 @@ class Execution:
 
     `unwaited` are asynchronous calls that were never waited for, `problem` is why activations could not be placed,
     `saved_bytes` by rank is the most that autograd held for backward, () when not measured. `hidden` are the calls
-    (rank, call index) during which their rank computed a product, None when not measured.
+    (rank, call index) during which their rank computed a product, None when not measured. `spans` are those of ranks
+    of a pipeline that ran at the same time.
     """
 
     outcomes: tuple[Localized, ...]
@@ -46,6 +48,7 @@ class Execution:
     problem: str = ""
     saved_bytes: tuple[int, ...] = ()
     hidden: frozenset[RankCallIndex] | None = None
+    spans: tuple[RankSpan, ...] = ()
 
 
 class _Watcher(Protocol):
@@ -164,7 +167,8 @@ def _remote(engine: Engine, task: RankTask, start_s: float, timeout_s: float) ->
     )
     saved_bytes = tuple(report.saved_bytes for report in reports) if task.watch else ()
     hidden = frozenset(place for report in reports for place in report.hidden) if task.overlap else None
-    return replace(execution, problem=problem, saved_bytes=saved_bytes, hidden=hidden)
+    spans = tuple(span for report in reports for span in report.spans)
+    return replace(execution, problem=problem, saved_bytes=saved_bytes, hidden=hidden, spans=spans)
 
 
 def _run(

@@ -29,6 +29,7 @@ from harness.recording.overlap import Overlap, RankCallIndex
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
+from harness.recording.stages.spans import RankSpan
 from harness.recording.stopwatch import stopwatch
 from harness.resolve import resolve
 from harness.subject import Unanswered, answered, called, kept_per_rank, named_axes, offers, session
@@ -70,6 +71,7 @@ class RankReport:
     problem: str = ""
     saved_bytes: int = 0
     hidden: frozenset[RankCallIndex] = frozenset()
+    spans: tuple[RankSpan, ...] = ()
 
 
 def sendable(task: RankTask) -> RankTask:
@@ -117,7 +119,8 @@ def _recorded(rank: int, task: RankTask, subject: Subject, device: torch.device)
     with Recorder(*on, ranges=attached(), origin_s=origin_s, stopwatch=watch) as recorder:
         with observing(recorder), recorder.on_rank(rank):
             outcome = called(subject, case, device)
-        return RankReport(outcome=localize(outcome), captured={}, events=tuple(recorder.events()))
+        events = tuple(recorder.events())
+        return RankReport(outcome=localize(outcome), captured={}, events=events, spans=recorder.spans(rank, events))
 
 
 def _watched(rank: int, task: RankTask, subject: Subject, device: torch.device) -> RankReport:

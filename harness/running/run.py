@@ -19,6 +19,7 @@ from harness.diagnosing.errors_by_place import ERROR_COLUMNS
 from harness.engines.named import engine_named
 from harness.errors import RequestError
 from harness.protocols import CaseLike, case_text
+from harness.recording.stages.spans import SPAN_COLUMNS, span_row
 from harness.request import Request
 from harness.running.capacity import admit
 from harness.running.environment import environment
@@ -99,7 +100,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
             on_progress(len(results), len(cases), by_text[result.text], result.verdict)
 
         try:
-            store.plan(_planned(case) for case in cases)
+            store.plan(_planned(case, subject) for case in cases)
             seen = _witnesses(request, cases, store)
             prove_all(cases, prove_here, keep, second, together(cases))
         finally:
@@ -218,10 +219,12 @@ def _words(request: Request) -> dict[str, object]:
     return {"subject": request.subject.name, **how, "cases": len(request.cases)}
 
 
-def _planned(case: CaseLike) -> dict[str, object]:
-    """The row of `cases.jsonl`: the text and what reports need of it without parsing."""
+def _planned(case: CaseLike, subject: NamedSubject) -> dict[str, object]:
+    """The row of `cases.jsonl`: the text and what reports need of it without parsing, of a pipeline its bubble too."""
     row: dict[str, object] = {"case": case_text(case), "mode": case.mode, "world_size": case.world_size}
     row |= {"dtype": case.dtype, "micro": case.micro, "steps": case.steps}
+    if len(case.axes.get("pp", ((0,),))[0]) > 1 and (pipeline := getattr(subject.call, "pipeline", None)) is not None:
+        row |= {"bubble_stated": pipeline(case).bubble_stated}
     tokens = getattr(case, "tokens", None)
     return row if tokens is None else {**row, "tokens": tokens}
 
@@ -229,6 +232,8 @@ def _planned(case: CaseLike) -> dict[str, object]:
 def _keep(store: Store, result: Proved) -> None:
     if result.errors:
         store.extend("errors.csv", ERROR_COLUMNS, result.errors)
+    if result.spans:
+        store.extend("spans.csv", SPAN_COLUMNS, (span_row(result.text, span) for span in result.spans))
     if result.unplaced:
         store.notes.append(f"errors.csv lacks {result.text!r}: {result.unplaced}")
     store.add(result.text, result.events, result.rows, result.verdicts, result.seconds, result.saved_bytes, result.ran)

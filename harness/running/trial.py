@@ -157,6 +157,7 @@ def recorded(trial: Trial) -> Evidence:
         expectation=expectation_of(trial),
         repeats=(),
         unwaited=run.unwaited,
+        spans=run.spans,
         orders=orders_of(trial),
         facts=_facts(trial),
         declared=_asked(trial, "coverage", lambda: left_out(trial.subject), ()),

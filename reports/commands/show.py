@@ -14,7 +14,7 @@ from reports.pages import page
 from reports.printing import tables, witnesses
 from reports.printing.text import show_message, show_table
 from reports.programs import tables as programs
-from reports.stored import summary
+from reports.stored import stages, summary
 from reports.stored.bugs import bugs
 from reports.stored.frames import Run, load
 from reports.stored.parts import recorded
@@ -55,6 +55,8 @@ def show_run(run: Run, stream: TextIO) -> None:
     crossings = breakeven.compared(run)
     if len(crossings):
         show_table(tables.break_even_table(crossings), stream)
+    if len(pipelines := stages.measured(run)):
+        show_table(tables.pipeline_table(pipelines, stages.cores(run)), stream)
     for table in witnesses.tables(run.path):
         show_table(table, stream)
     show_failures(run, stream)

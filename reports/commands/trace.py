@@ -2,7 +2,9 @@
 
 Tracks of a process: "program", where cases, steps, micro-batches and phases enclose each other, and one for each stream
 of calls: calls that are waited for at once share "calls <axis>", asynchronous ones have "async <axis>". What overlaps
-on a stream gets a second lane, for slices of a track must not cross. Counters add up the bytes sent by axis. Cases
+on a stream gets a second lane, for slices of a track must not cross. A rank of a pipeline on real processes has a track
+"stage" too: its forwards and backwards, and when it waits between them; there an asynchronous call lasts until its rank
+waits for it, so that what overlaps is seen. Counters add up the bytes sent by axis. Cases
 follow each other in the order of the run. Times are microseconds, as the format wants them.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +32,7 @@ _PAUSE_US = 1000.0
 _PROGRAM = 0
 _SAID = ("case", "step", "microbatch", "phase", "region", "op", "reduce_op", "axis", "group_size", "dtype", "shape")
 _SAID_TOO = ("payload_bytes", "wire_bytes", "is_async", "call_index", "caller")
+_SPAN = ["kind", "micro", "chunk", "start_us", "end_us"]
 Slice = dict[str, Any]
 
 
@@ -62,7 +66,7 @@ def write(run: Run, path: Path) -> Path:
 def trace_events(run: Run) -> Iterator[Slice]:
     """The entries of the trace: names of processes and tracks, then every rank's slices and counters."""
     text = dict.fromkeys(("mode", "phase", "op", "axis"), "str")
-    ledger = _in_a_row(run.ledger.astype(text))
+    ledger, spans = _in_a_row(run.ledger.astype(text), run.spans)
     for rank, events in ledger.groupby("rank", sort=True):
         pid = int(str(rank))
         yield _named("process_name", pid, _PROGRAM, f"rank {pid}")
@@ -71,21 +75,34 @@ def trace_events(run: Run) -> Iterator[Slice]:
         ordered = events.sort_values(["case_start_us", "call_index"], kind="stable")
         yield from _program(ordered, pid)
         tracks: dict[str, int] = {}
+        yield from _computed(spans[spans["rank"] == rank], pid, tracks)
         yield from _calls(ordered, pid, tracks)
         for name, tid in tracks.items():
             yield _named("thread_name", pid, tid, name)
         yield from _counters(ordered, pid)
 
 
-def _in_a_row(ledger: pd.DataFrame) -> pd.DataFrame:
-    """The ledger with the cases one after another: start_us over the whole run, case_start_us."""
-    end_us = ledger["start_us"] + ledger["duration_us"].clip(lower=0)
-    cases = pd.DataFrame({"case": ledger["case"], "first": ledger["start_us"], "last": end_us})
-    spans = cases.groupby("case", sort=False).agg(first=("first", "min"), last=("last", "max"))
-    length = spans["last"] - spans["first"] + _PAUSE_US
-    offset = length.cumsum().shift(fill_value=0.0) - spans["first"]
+def _in_a_row(ledger: pd.DataFrame, spans: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Both with the cases one after another: times over the whole run, case_start_us in the ledger.
+
+    An asynchronous call of unknown duration lasts as long as its span.
+    """
+    calls = spans[spans["call_index"] >= 0].assign(lasts_us=lambda call: call["end_us"] - call["start_us"])
+    ledger = ledger.merge(calls[["case", "rank", "call_index", "lasts_us"]], "left", ["case", "rank", "call_index"])
+    spent_us = ledger["duration_us"].where(ledger["duration_us"] > 0, ledger["lasts_us"].fillna(0.0))
+    ledger = ledger.drop(columns="lasts_us").assign(duration_us=spent_us.clip(lower=0))
+    computed = spans[spans["call_index"] < 0]
+    timed = (ledger.assign(end_us=ledger["start_us"] + ledger["duration_us"]), computed)
+    ends = pd.concat([rows[["case", "start_us", "end_us"]] for rows in timed])
+    cases = ends.groupby("case", sort=False).agg(first=("start_us", "min"), last=("end_us", "max"))
+    length = cases["last"] - cases["first"] + _PAUSE_US
+    offset = length.cumsum().shift(fill_value=0.0) - cases["first"]
     at = ledger["case"].map(offset).astype("float64")
-    return ledger.assign(start_us=ledger["start_us"] + at, case_start_us=at + ledger["case"].map(spans["first"]))
+    moved = computed["case"].map(offset).astype("float64")
+    return (
+        ledger.assign(start_us=ledger["start_us"] + at, case_start_us=at + ledger["case"].map(cases["first"])),
+        computed.assign(start_us=computed["start_us"] + moved, end_us=computed["end_us"] + moved),
+    )
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> Slice:
@@ -112,6 +129,19 @@ def _program(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
             names = [words[level].format(value) for value in of_case.loc[begins, level]]
             for name, start, end in zip(names, starts, [*starts[1:], last_us], strict=True):
                 yield _slice(pid, _PROGRAM, name, level, start, end)
+
+
+def _computed(spans: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[Slice]:
+    """Forwards and backwards, and between those of a step the time in which the rank waits."""
+    for _, of_step in spans.sort_values("start_us", kind="stable").groupby(["case", "step"], sort=False):
+        tid = tracks.setdefault("stage", len(tracks) + 1)
+        ended_us = math.inf
+        for kind, micro, chunk, start_us, end_us in of_step[_SPAN].itertuples(index=False, name=None):
+            if start_us > ended_us:
+                yield _slice(pid, tid, "waits", "stage", ended_us, start_us)
+            name = f"{'forward' if kind == 'F' else 'backward'} {micro}"
+            yield _slice(pid, tid, name, "stage", start_us, end_us, micro=micro, chunk=chunk)
+            ended_us = end_us
 
 
 def _calls(events: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[Slice]:

@@ -6,6 +6,7 @@ left out with a line that says where it stands in the run folder.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from reports.pages.timeline import last_micro_batch, timeline
 from reports.printing import tables, witnesses
 from reports.printing.tables import Table, mebibytes
 from reports.programs import tables as programs
-from reports.stored import spread, summary
+from reports.stored import spread, stages, summary
 from reports.stored.files import csv_table
 from reports.stored.frames import Run
 from reports.stored.parts import recorded
@@ -37,6 +38,8 @@ _MOST_BYTES = 1_000_000
 _MOST_ROWS = (1000, 300, 100, 30)
 _MOST_MESSAGES = 30
 _MOST_CASES = 64
+_MOST_PIPELINES, _MOST_DRAWN = 4, 16
+"""Pipelines with a picture of their own, and ranks in it."""
 _SOURCES = {"modes": "summary.csv", "cases": "summary.csv", "verdicts": "verdicts.jsonl", "kills": "kill_matrix.csv"}
 """Tables that may be cut, and the file that holds all of their rows."""
 _TURNS = "inproc"
@@ -114,6 +117,8 @@ def _parts(run: Run) -> dict[str, object]:
         "traffic": programs.tables(run) if program else [*_traffic(run), *witnesses.tables(run.path)],
         "cases": [] if program else _cases(run),
         "modules": _modules(run),
+        "pipelines": _pipelines(run),
+        "pipeline_table": tables.pipeline_table(stages.measured(run), stages.cores(run)),
         "timelines": _timelines(run),
         "kills": _kills(run.path / "kill_matrix.csv"),
         "verdicts": tables.verdict_table(verdicts),
@@ -151,6 +156,23 @@ def _plots(run: Run) -> list[_Plot]:
     svg = plots.break_even(growth, breakeven.crossings(growth), "Bytes against tokens")
     caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
     return [_Plot(svg=Markup(svg), caption=caption)]
+
+
+def _pipelines(run: Run) -> list[_Plot]:
+    """The last step of the first pipelines of a run on real processes."""
+    drawn = dict(itertools.islice(stages.last_steps(run).items(), _MOST_PIPELINES))
+    if not drawn:
+        return []
+    from reports.pages import plots  # noqa: PLC0415  (see above)
+
+    made = []
+    for case, spans in drawn.items():
+        shown = spans[spans["rank"].isin(sorted(spans["rank"].unique())[:_MOST_DRAWN])]
+        start_us = shown["start_us"].min()
+        seconds = {f"{end}_s": (shown[f"{end}_us"] - start_us) / 1e6 for end in ("start", "end")}
+        svg = plots.pipeline(shown.assign(**seconds), f"Last step of {case}", row="rank")
+        made.append(_Plot(svg=Markup(svg), caption=case))
+    return made
 
 
 def _command(env: dict[str, Any]) -> str:

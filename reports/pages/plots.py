@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,18 +82,21 @@ _LABELLED = 300
 """Bars of which each shows its micro-batch."""
 
 
-def pipeline(spans: pd.DataFrame, title: str) -> str:
+def pipeline(spans: pd.DataFrame, title: str, row: str = "stage") -> str:
     """A step of a pipeline: a line for each stage, a bar for each forward and backward; what is empty is the bubble.
 
-    `spans`: stage, kind ("F", "B"), micro, chunk, start_s, end_s.
+    `spans`: stage, kind ("F", "B"), micro, chunk, start_s, end_s; `row` is the column that stands for the stage. Other
+    kinds are calls under way, thin below the bars.
     """
-    stages, chunks = spans["stage"].nunique(), spans["chunk"].nunique()
+    stages, calls = spans[row].nunique(), spans[~spans["kind"].isin(("F", "B"))]
+    spans = spans[spans["kind"].isin(("F", "B"))]
+    chunks = spans["chunk"].nunique()
     with _canvas(title, 900, 90 + 22 * stages) as (figure, axes):
         axes.grid(False)
         for colour, kind, name in ((_COLOURS[1], "F", "forward"), (_COLOURS[3], "B", "backward")):
             for number, (chunk, own) in enumerate(spans[spans["kind"] == kind].groupby("chunk", sort=True)):
                 axes.barh(
-                    own["stage"],
+                    own[row],
                     own["end_s"] - own["start_s"],
                     left=own["start_s"],
                     height=0.8,
@@ -102,14 +106,24 @@ def pipeline(spans: pd.DataFrame, title: str) -> str:
                     linewidth=0.0,
                     rasterized=len(spans) > _MOST_BARS,
                 )
+        if len(calls):
+            axes.barh(
+                calls[row] + 0.45,
+                calls["end_s"] - calls["start_s"],
+                left=calls["start_s"],
+                height=0.1,
+                color=_COLOURS[5],
+                label="call under way",
+                linewidth=0.0,
+            )
         if len(spans) <= _LABELLED:
-            for row in spans.to_dict("records"):
-                place = (row["start_s"] + row["end_s"]) / 2, row["stage"]
-                axes.annotate(str(row["micro"]), place, ha="center", va="center", fontsize=7)
-        axes.set(xlabel="seconds", ylabel="stage", yticks=range(stages), ylim=(stages - 0.5, -0.5))
+            for one in spans.to_dict("records"):
+                place = (one["start_s"] + one["end_s"]) / 2, one[row]
+                axes.annotate(str(one["micro"]), place, ha="center", va="center", fontsize=7)
+        axes.set(xlabel="seconds", ylabel=row, yticks=range(stages), ylim=(stages - 0.5, -0.5))
         axes.set_xlim(0, float(spans["end_s"].max()))
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
-    return _inline(figure, title, "pipeline")
+    return _inline(figure, title, f"pipeline-{zlib.crc32(title.encode()):08x}")
 
 
 @contextmanager

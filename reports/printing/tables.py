@@ -25,6 +25,8 @@ __all__ = [
     "mebibytes",
     "milliseconds",
     "pair",
+    "percent",
+    "pipeline_table",
     "small",
     "table",
     "traffic_table",
@@ -86,6 +88,11 @@ def milliseconds(value: object) -> str:
         return NOTHING
     spent_ms = float(str(value)) / 1000
     return f"{spent_ms:,.1f}" if spent_ms >= 10 else f"{spent_ms:.3f}"
+
+
+def percent(value: object) -> str:
+    """A share: 33.3%."""
+    return NOTHING if _absent(value) else f"{float(str(value)):.1%}"
 
 
 def pair(value: object) -> str:
@@ -250,6 +257,28 @@ def verdict_table(verdicts: pd.DataFrame, title: str = "Verdicts") -> Table:
             ("in epsilons", "worst_epsilons", small),
             ("not checked", "unchecked", few),
         ),
+    )
+
+
+def pipeline_table(measured: pd.DataFrame, cores: str) -> Table:
+    """The bubble of every pipeline beside its closed form, from `stages.measured`; `cores` of the machine it ran on."""
+    return table(
+        "Pipelines",
+        measured,
+        (
+            ("case", "case", str),
+            ("ranks", "ranks", count),
+            ("step", "step", count),
+            ("ms", "step_us", milliseconds),
+            ("bubble", "bubble", percent),
+            ("closed form", "bubble_stated", percent),
+            ("calls ms", "calls_us", milliseconds),
+            ("overlapped ms", "overlapped_us", milliseconds),
+        ),
+        note="last step, from the first forward to the last backward; bubble: the share of the ranks' time in which "
+        "they compute no forward or backward; closed form: equal stages, messages that take no time, a core for each "
+        f"rank, and here all ranks shared {cores} cores: times are those of this machine; calls: asynchronous ones of "
+        "all ranks until they are waited for; overlapped: the rank computed meanwhile",
     )
 
 

@@ -37,6 +37,10 @@ _SUMMARY_TYPES = (
     | dict.fromkeys(_EXPECTED, "Int64")
 )
 _MEMORY_TYPES = {"case": "str", "rank": "int64", "saved_bytes": "int64"}
+_NUMBERS = ("micro", "chunk", "start_us", "end_us", "call_index")
+_SPAN_TYPES = {"case": "str", "rank": "int64", "step": "int64", "kind": "str"} | {
+    name: "float64" if name.endswith("_us") else "int64" for name in _NUMBERS
+}
 _TYPES = {"int": "int64", "float": "float64", "bool": "bool", "str": "str"}
 _LEDGER_TYPES = {name: _TYPES[str(Event.__annotations__[name])] for name in COLUMNS}
 # Read as categories, every distinct text is made once: a million events then fit in a few hundred megabytes.
@@ -54,6 +58,8 @@ class Run:
               joined by "; "), mode; one row a check, and an unknown "run" where a killed run lost some of a case
     timings   case, part, seconds, mode; one row a part of a case
     memory    case, rank, saved_bytes: the most that autograd held for backward; empty when it was not measured
+    spans     case, rank, step, kind ("F", "B", or the op of an asynchronous call), micro, chunk, start_us, end_us,
+              call_index: when the ranks of a pipeline computed; empty where ranks took turns and of other cases
     env       versions, machine, command
     notes     what is missing or was mended on reading; empty for a complete run
     """
@@ -65,6 +71,7 @@ class Run:
     verdicts: pd.DataFrame
     timings: pd.DataFrame
     memory: pd.DataFrame
+    spans: pd.DataFrame
     env: dict[str, Any]
     notes: tuple[str, ...] = ()
 
@@ -87,10 +94,7 @@ def load(run: str | Path = "runs/latest") -> Run:
     if parts.recorded(path):
         sizes = [int(size) for size in cases["world_size"].dropna()]
         notes += parts.notes_of(path, max(sizes, default=0))
-    held = path / "memory.csv"
-    memory = pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _MEMORY_TYPES.items()})
-    if held.is_file():
-        memory = csv_table(held, _MEMORY_TYPES, tuple(_MEMORY_TYPES), notes)
+    memory = _if_there(path / "memory.csv", _MEMORY_TYPES, notes)
     late = 0 if parts.recorded(path) else len(set(cases["case"]) - set(verdicts["case"]))
     if late and "skipped" not in cases:
         notes.append(f"{late} of {len(cases)} cases have no verdict: the run was stopped before them")
@@ -102,9 +106,17 @@ def load(run: str | Path = "runs/latest") -> Run:
         verdicts=_with_mode(verdicts, cases),
         timings=_with_mode(timings, cases),
         memory=memory,
+        spans=_if_there(path / "spans.csv", _SPAN_TYPES, notes),
         env=env,
         notes=tuple(notes),
     )
+
+
+def _if_there(path: Path, types: dict[str, str], notes: list[str]) -> pd.DataFrame:
+    """The table of these columns; empty when the run has none."""
+    if path.is_file():
+        return csv_table(path, types, tuple(types), notes)
+    return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in types.items()})
 
 
 def in_order(frame: pd.DataFrame) -> pd.DataFrame:

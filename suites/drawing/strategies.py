@@ -15,9 +15,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from harness.engines.faults.races import Schedule
+from parallel.schedules.stages import held
 from reference.case import Case, CaseError
 from reference.case.context import METHODS, ORDERS
 from reference.case.modes import MODES
+from reference.case.pipeline import SCHEDULES
 from reference.case.randomness import WORDS as RANDOMNESS_WORDS
 from reference.case.recompute import METHODS as RECOMPUTE_METHODS
 
@@ -25,12 +27,6 @@ __all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
 
 NOT_DRAWN = {
     "preset": "stands for other words, each of which is drawn",
-    "pp": "pipelines have proved cases of their own",
-    "schedule": "is for several pipeline stages",
-    "chunks": "is for several pipeline stages",
-    "group": "is for several pipeline stages",
-    "first_layers": "is for several pipeline stages",
-    "last_layers": "is for several pipeline stages",
     **dict.fromkeys(RANDOMNESS_WORDS, "randomness has proved cases of its own"),
     "load": "names a folder (tests of checkpoints draw pairs of layouts)",
     "save": "names a folder (tests of checkpoints draw pairs of layouts)",
@@ -111,10 +107,12 @@ def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **
         words["layers"] = 1
     case = draw(cases(mode, worlds, **{**words, **fixed}))
     case = draw(_context(case))
+    case = draw(_pipeline(case)) if MODES[mode].stages else case
     case = case.but(**draw(_recompute(case))) if case.recompute == "full" else case
     case = case.but(parity=draw(st.sampled_from((0, 1, 2)), label="parity"))
     case = case.but(**draw(_data_parallel(case))) if MODES[mode].data_parallel else case
-    return case.but(order=draw(st.sampled_from((case.order, "dp-cp-tp", "cp-tp-dp")), label="order"))
+    orders = ("dp-cp-tp", "cp-tp-dp") if case.pp == 1 else ("dp-cp-tp-pp", "pp-cp-tp-dp")
+    return case.but(order=draw(st.sampled_from((case.order, *orders)), label="order"))
 
 
 @st.composite
@@ -140,10 +138,31 @@ def _context(draw: st.DrawFn, /, case: Case) -> Case:
 
 
 @st.composite
+def _pipeline(draw: st.DrawFn, /, case: Case) -> Case:
+    """The case, or one whose ranks of one axis are pipeline stages instead, with as few layers as they need."""
+    axis = draw(st.sampled_from(("", "dp", "tp")), label="axis whose ranks are pipeline stages")
+    pp = case.axis_sizes.get(axis, 1)
+    if pp == 1:
+        return case
+    schedule = draw(st.sampled_from(SCHEDULES[: 3 if pp < 4 and case.steps <= 3 else 2]), label="schedule")
+    words: dict[str, Any] = {axis: 1, "pp": pp, "schedule": schedule}
+    words["chunks"] = chunks = 2 if schedule == "interleaved" else 1
+    ends = {key: chunks * draw(st.integers(0, 2), label=key) for key in ("first_layers", "last_layers")}
+    between = pp - sum(map(bool, ends.values()))
+    words |= {"layers": sum(ends.values()) + chunks * between, **ends}
+    if schedule == "interleaved":
+        words["micro"] = micro = pp + draw(st.sampled_from((0, pp, 1)), label="micro-batches more than stages")
+        groups = [size for size in range(pp, micro + 1) if micro % size == 0 or micro % size >= pp]
+        words["group"] = draw(st.sampled_from(groups), label="group")
+    return case.but(**words)
+
+
+@st.composite
 def _recompute(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
     """Which layers are computed again, in which units, and what is saved of them."""
     words: dict[str, Any] = {"recompute_method": draw(st.sampled_from(RECOMPUTE_METHODS), label="recompute_method")}
-    units = [size for size in range(1, case.layers + 1) if case.layers % size == 0]
+    layers = math.gcd(*(sum(len(stage.layers) for stage in held(case, rank)) for rank in range(case.pp)))
+    units = [size for size in range(1, layers + 1) if layers % size == 0]
     if words["recompute_method"] == "block":
         units = [1, 2, 4]
     elif MODES[case.mode].gathers_weights:
@@ -164,7 +183,7 @@ def _data_parallel(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
     else:
         shards = [0, *(size for size in range(1, case.dp + 1) if case.dp % size == 0 and case.cp == 1)]
         words["shard"] = draw(st.sampled_from(shards), label="shard")
-        words["no_sync"] = draw(st.booleans(), label="no_sync")
+        words["no_sync"] = case.pp > 1 or draw(st.booleans(), label="no_sync")
         words["prefetch"] = draw(st.booleans(), label="prefetch")
     if case.dtype in ("bfloat16", "float16"):
         words["master"] = draw(st.sampled_from(("none", "float32")), label="master")

@@ -22,6 +22,7 @@ from harness.checking.evidence import Verdict
 from harness.diagnosing.errors_by_place import error_rows
 from harness.ledger import Event
 from harness.protocols import CaseLike
+from harness.recording.stages.spans import RankSpan
 from harness.resolve import resolve
 from harness.running.interrupts import interrupted_after
 from harness.running.proof import CaseResult
@@ -53,6 +54,7 @@ class Proved:
     errors: tuple[Sequence[object], ...] = ()
     unplaced: str = ""
     traceback: str = ""
+    spans: tuple[RankSpan, ...] = ()
 
 
 def proved(result: CaseResult) -> Proved:
@@ -80,6 +82,7 @@ def proved(result: CaseResult) -> Proved:
         errors=errors,
         unplaced=unplaced,
         traceback=result.traceback,
+        spans=evidence.spans if evidence else (),
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from suites.mutants.catalogue.axes.context import CONTEXT
 from suites.mutants.catalogue.axes.data_parallel import DATA_PARALLEL
+from suites.mutants.catalogue.axes.dropped import DROPPED
 from suites.mutants.catalogue.axes.gradients import GRADIENTS
 from suites.mutants.catalogue.axes.pipelines import PIPELINES
 from suites.mutants.catalogue.axes.randomness import RANDOMNESS
@@ -52,7 +53,7 @@ FAMILIES: dict[str, tuple[Mutant, ...]] = {
     "optimizer_rules": OPTIMIZER_RULES,
     "reports": REPORTS,
     "orders_and_parts": (*ORDERS_AND_PARTS, *PIPELINES),
-    "randomness": RANDOMNESS,
+    "randomness": (*RANDOMNESS, *DROPPED),
     "shares_and_updates": (*SHARES_AND_UPDATES, *DATA_PARALLEL, *GRADIENTS),
 }
 """File of the catalogue -> its mutants."""

@@ -118,6 +118,23 @@ CONTEXT = (
         cause="missing_call",
     ),
     Mutant(
+        name="context-keys-rotated-after-every-hop",
+        stands_for="around.md 14.2: keys travel rotated, and a hop turns them by their positions again",
+        modes=everywhere("", _MODES),
+        suite={**_TWO, "positions": "rope"},
+        changes=_change(
+            "ring",
+            "            block = block if ahead is None else ahead.wait()\n        assert whole is not None",
+            "            block = block if ahead is None else ahead.wait()\n"
+            "            from parallel.layers.attention import rotary_table, rotate\n"
+            "            turned = rotary_table(slices.held[_owner(axis, step + 1)][None], k.shape[-1], k.dtype)\n"
+            "            block = torch.stack((rotate(block[0], turned), block[1]))\n        assert whole is not None",
+        ),
+        kills="activations",
+        phase="forward",
+        region=_ATTENTION,
+    ),
+    Mutant(
         name="context-keys-of-the-first-step",
         stands_for="diffusers#14265: ring backward reuses the keys of its first iteration",
         modes=everywhere("", _MODES),
