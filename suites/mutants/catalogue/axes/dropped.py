@@ -1,4 +1,4 @@
-"""Dropout on context ranks and pipeline stages: masks of other steps of a ring, of other stages (around.md 14.2, 25)."""
+"""Dropout on context ranks and pipeline stages: masks of other steps or stages (around.md 14.2, 25)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _change(module: str, old: str, new: str) -> tuple[Change, ...]:
 DROPPED = (
     Mutant(
         name="context-one-mask-for-every-step-of-the-ring",
-        stands_for="around.md 14.2: dropout of shares must differ per rank and step, and the own block's serves for all",
+        stands_for="around.md 14.2: masks of shares differ per rank and step, and the own block's serves for all",
         modes=_RINGS,
         suite=_RING,
         changes=_change(
@@ -34,7 +34,7 @@ DROPPED = (
     ),
     Mutant(
         name="context-masks-replayed-in-another-order",
-        stands_for="around.md 14.2: masks must be replayed by the steps of the backward, which begins with another block",
+        stands_for="around.md 14.2: masks are replayed by the steps of backward, which begins with another block",
         modes=_RINGS,
         suite=_RING,
         changes=_change(
