@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -40,7 +41,7 @@ def spans_of(shape: Pipeline) -> pd.DataFrame:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     found = load(sample_run.write(tmp_path / "run"))
-    cases = found.cases.assign(bubble_stated=[float(bubble_stated(SHAPE) or 0), None])
+    cases = found.cases.assign(bubble_stated=[float(bubble_stated(SHAPE) or 0), math.nan])
     return dataclasses.replace(found, cases=cases, spans=spans_of(SHAPE))
 
 
