@@ -42,7 +42,6 @@ __all__ = [
     "watched",
 ]
 
-
 T = TypeVar("T")
 GIVEN = "mask", "init"
 """The kinds of names that a truth of the subject's own may take as given."""
