@@ -9,7 +9,7 @@ over the cost of a run; nothing depends on their being the best.
 
 from __future__ import annotations
 
-__all__ = ["AUTOTP", "CONTEXT", "DATA", "INTERNEVO", "MEGATRON", "SCHEMES", "WEIGHTS_SPLIT", "WHOLE"]
+__all__ = ["AUTOTP", "CONTEXT", "INTERNEVO", "MEGATRON", "SCHEMES", "WEIGHTS_SPLIT", "WHOLE"]
 
 MEGATRON = (
     "tp=4 kv_heads=8 family=opt activation=relu delivery=flat recompute=selective",
@@ -72,13 +72,5 @@ SCHEMES = (
     "layers=1 tp=1 dp=2 dtype=float16 master=float32 scaler=dynamic loss_scale=8 wgrad=fused",
 )
 """The same of context, data and pipeline parallelism and of recomputation together."""
-DATA = (
-    "layers=1 steps=1 tp=2 dp=2 zero=1 bucket=900 wgrad=deferred",
-    "layers=1 steps=1 tp=1 dp=2 zero=2 no_sync=true prefetch=true",
-    "layers=1 steps=1 tp=1 dp=4 zero=3 shard=2",
-    "layers=1 steps=1 tp=1 dp=2 zero=1 dtype=float16 master=float32 grad_dtype=float32 scaler=static loss_scale=8",
-    "layers=1 steps=1 tp=1 dp=2 dtype=float16 master=float32 scaler=dynamic loss_scale=8 wgrad=fused",
-)
-"""The same of data parallelism alone."""
 WHOLE = ("layers=1 steps=1 tp=2 recompute=full distribute_saved=true",)
 """What only modes have whose hidden states are whole."""

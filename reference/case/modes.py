@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reference.case.designs import AUTOTP, CONTEXT, DATA, INTERNEVO, MEGATRON, SCHEMES, WEIGHTS_SPLIT, WHOLE
+from reference.case.designs import AUTOTP, CONTEXT, INTERNEVO, MEGATRON, SCHEMES, WEIGHTS_SPLIT, WHOLE
 
 __all__ = ["MODES", "Mode", "mode_of", "whose"]
 
@@ -74,10 +74,11 @@ def _internevo(**more: Any) -> Mode:
     plain = {
         "system": "InternEvo",
         "measures": True,
+        "stages": True,
         "data_parallel": True,
         "presets": presets,
         "design": INTERNEVO,
-        "spread": (*CONTEXT, *DATA),
+        "spread": SCHEMES,
     }
     return Mode(**{**plain, **more})
 
@@ -85,7 +86,7 @@ def _internevo(**more: Any) -> Mode:
 MODES: dict[str, Mode] = {
     "tp": _megatron(sequence=False),
     "tp-sp": _megatron(sequence=True),
-    "mtp": _internevo(spread=(*CONTEXT, *DATA, *WHOLE)),
+    "mtp": _internevo(spread=(*SCHEMES, *WHOLE)),
     "msp": _internevo(sequence=True),
     "fsp": _internevo(sequence=True),
     "isp": _internevo(
@@ -93,6 +94,7 @@ MODES: dict[str, Mode] = {
         sequence=True,
         weight_axis="wp",
         data_parallel=False,
+        stages=False,
         spread=CONTEXT,
         design=WEIGHTS_SPLIT,
     ),

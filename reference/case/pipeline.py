@@ -32,7 +32,12 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
                 yield key, "is for several pipeline stages, and pp=1 has one", f"{key}={plain}"
         return
     if not mode_of(v).stages:
-        yield "pp", f"is implemented for mode={whose(lambda one: one.stages)}, not for mode={v['mode']}", "pp=1"
+        rule = (
+            "gathers weights one layer ahead of a whole model, and at the border of two stages that has no closed form"
+        )
+        if not mode_of(v).gathers_weights:
+            rule = "runs whole models, as DeepSpeed's inference does"
+        yield "pp", f"mode={v['mode']} {rule}; pipelines run mode={whose(lambda one: one.stages)}", "pp=1"
     yield from _chunks(v)
     try:
         _layers(v)

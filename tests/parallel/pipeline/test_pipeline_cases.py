@@ -38,8 +38,14 @@ CASES = (
     f"mode=tp tp=1 pp=2 dp=3 layers=2 micro=2 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
     f"mode=tp tp=1 pp=3 layers=6 micro=3 {CHUNKS} metric=true {SGD}",
     f"mode=tp tp=1 pp=2 layers=6 first_layers=4 micro=5 {CHUNKS} group=3 {ADAMW}",
+    f"mode=fsp tp=1 pp=3 dp=2 layers=4 last_layers=2 micro=2 packed=true family=internlm2 zero=1 {ADAMW}",
 )
 DEEP = (
+    f"mode=mtp tp=3 pp=2 dp=2 vocab=390 layers=4 micro=4 {CHUNKS} zero=1 embedding=hidden metric=true {ADAMW}",
+    f"mode=msp tp=3 pp=2 dp=2 vocab=390 layers=3 last_layers=2 micro=3 zero=1 bucket=900 tied=true {ADAMW}",
+    f"mode=fsp tp=3 pp=3 vocab=390 layers=4 last_layers=2 micro=5 schedule=gpipe head=gather metric=true {SGD}",
+    f"mode=tp tp=2 pp=2 dp=2 heads=4 kv_heads=2 layers=3 first_layers=2 micro=4 {SGD}",
+    f"mode=tp-sp tp=2 pp=2 cp=2 heads=4 kv_heads=2 seq=16 layers=2 micro=4 zero=1 {ADAMW}",
     f"mode=tp tp=3 pp=2 dp=2 layers=3 last_layers=2 micro=3 zero=1 parity=1 {SGD}",
     f"mode=tp tp=1 pp=3 dp=2 layers=4 first_layers=1 last_layers=2 micro=4 zero=2 no_sync=true prefetch=true parity=1"
     f" {SGD}",
