@@ -41,7 +41,8 @@ CASES = (
     f"mode=fsp tp=1 pp=3 dp=2 layers=4 last_layers=2 micro=2 packed=true family=internlm2 zero=1 {ADAMW}",
 )
 DEEP = (
-    f"mode=mtp tp=3 pp=2 dp=2 vocab=390 layers=4 micro=4 {CHUNKS} zero=1 embedding=hidden metric=true {ADAMW}",
+    f"mode=mtp tp=3 pp=2 dp=2 vocab=390 layers=4 micro=4 {CHUNKS} zero=1 embedding=hidden tied=false metric=true"
+    f" {ADAMW}",
     f"mode=msp tp=3 pp=2 dp=2 vocab=390 layers=3 last_layers=2 micro=3 zero=1 bucket=900 tied=true {ADAMW}",
     f"mode=fsp tp=3 pp=3 vocab=390 layers=4 last_layers=2 micro=5 schedule=gpipe head=gather metric=true {SGD}",
     f"mode=tp tp=2 pp=2 dp=2 heads=4 kv_heads=2 layers=3 first_layers=2 micro=4 {SGD}",
