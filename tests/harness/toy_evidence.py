@@ -162,6 +162,7 @@ def evidence(*ranks: Mapping[str, Any], repeat: Sequence[Mapping[str, Any]] | No
         "events": events(),
         "expectation": TERMS,
         "repeats": repeats,
+        "deviations": dict.fromkeys(_SHAPES, 1.0),
         "facts": Facts(pairs={"one": (torch.ones(2), torch.ones(2))}, reading="2 tokens are read", unchecked=()),
     }
     return Evidence(**{**fields, **changes})
