@@ -17,6 +17,7 @@ description.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,7 +50,7 @@ class Attribution:
         self.paths = Paths()
         self.step = 0
         self.microbatch = 0
-        self.forwards: list[tuple[Entered, int, int]] = []  # of models, with step and micro-batch
+        self.forwards: list[tuple[Entered, int, int]] | None = None  # of models, of a whole run: step, micro-batch
         self._since = ""  # what was last outside of calls: forward sent (after it) inside (a backward) backward stepped
         self._gradients_on = False
         self._stepped_since = False
@@ -63,13 +64,14 @@ class Attribution:
         self._unsure: set[int] = set()  # gathers before an update by hand
         self._backward_of = 0  # the micro-batch of the latest backward
         self._memory = ParameterMemory()
-        self._lanes: dict[int, Lane] = {0: Lane()}
+        self._lanes: dict[int, Lane] = defaultdict(Lane)
         self._made_in: dict[int, int] = {}
 
     @classmethod
     def of(cls, observations: Iterable[Observation]) -> Attribution:
         """Read a whole run: its end settles what is open, and all its models are known from the start."""
         observations, attribution = list(observations), cls()
+        attribution.forwards = []
         for seen in observations:
             if isinstance(seen, Entered) and seen.outermost:
                 attribution.paths.add(seen.module)
@@ -86,7 +88,7 @@ class Attribution:
 
     def feed(self, seen: Observation) -> None:
         """Take the next observation of the rank."""
-        _FEED[type(seen)](self, self._lane(seen.lane), seen)
+        _FEED[type(seen)](self, self._lanes[seen.lane], seen)
 
     def doubts(self, ticket: int) -> tuple[str, ...]:
         """What is not certain of the step and the phase of a call."""
@@ -95,16 +97,10 @@ class Attribution:
 
     def current(self, lane: int) -> Site:
         """What is going on in a lane; the phase is "" between a backward or a step and what follows it."""
-        frame = self._above(self._lane(lane), OUTSIDE)
+        frame = self._above(self._lanes[lane], OUTSIDE)
         if frame is not None and frame.site.phase:
             return frame.site
         return self._here({"forward": "loss", "inside": "backward"}.get(self._since, ""))
-
-    def _lane(self, number: int) -> Lane:
-        lane = self._lanes.get(number)
-        if lane is None:
-            lane = self._lanes[number] = Lane()
-        return lane
 
     def _here(self, phase: str, region: str = "") -> Site:
         return Site(self.step, self.microbatch, phase, region)
@@ -157,7 +153,8 @@ class Attribution:
         counted = id(seen.module), seen.grad  # an evaluation between micro-batches is none of them
         self.microbatch = self._counts.get(counted, 0)
         self._counts[counted] = self.microbatch + 1
-        self.forwards.append((seen, self.step, self.microbatch))
+        if self.forwards is not None:
+            self.forwards.append((seen, self.step, self.microbatch))
         self._gradients_on = seen.grad
         self._since = "entered"
         self._settle("data")

@@ -20,14 +20,13 @@ from reference.case import Case, CaseError
 from reference.case.context import METHODS, ORDERS
 from reference.case.modes import MODES
 from reference.case.pipeline import SCHEDULES
-from reference.case.randomness import WORDS as RANDOMNESS_WORDS
+from reference.case.randomness import INITIAL, SOURCES
 from reference.case.recompute import METHODS as RECOMPUTE_METHODS
 
 __all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
 
 NOT_DRAWN = {
     "preset": "stands for other words, each of which is drawn",
-    **dict.fromkeys(RANDOMNESS_WORDS, "randomness has proved cases of its own"),
     "load": "names a folder (tests of checkpoints draw pairs of layouts)",
     "save": "names a folder (tests of checkpoints draw pairs of layouts)",
     "data": "names a file; the data of a case without it are drawn by its seed",
@@ -111,6 +110,7 @@ def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **
     case = case.but(**draw(_recompute(case))) if case.recompute == "full" else case
     case = case.but(parity=draw(st.sampled_from((0, 1, 2)), label="parity"))
     case = case.but(**draw(_data_parallel(case))) if MODES[mode].data_parallel else case
+    case = case.but(**draw(_randomness(case)))
     orders = ("dp-cp-tp", "cp-tp-dp") if case.pp == 1 else ("dp-cp-tp-pp", "pp-cp-tp-dp")
     return case.but(order=draw(st.sampled_from((case.order, *orders)), label="order"))
 
@@ -171,6 +171,19 @@ def _recompute(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
     if not MODES[case.mode].sequence and not MODES[case.mode].uneven:
         words["distribute_saved"] = draw(st.booleans(), label="distribute_saved")
     return words | {"early_stop": draw(st.booleans(), label="early_stop")}
+
+
+@st.composite
+def _randomness(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
+    """Dropout in some cases, by a field or by streams of the ranks, and who draws the initial values."""
+    words: dict[str, Any] = {}
+    for key in ("dropout", "attention_dropout"):
+        words[key] = draw(st.sampled_from((0.0, 0.0, 0.1, 0.3)), label=key)
+    if any(words.values()):
+        words["random"] = draw(st.sampled_from(SOURCES), label="random")
+    by_ranks = case.mode != "autotp" and not (case.pp > 1 and case.tied)
+    words["init"] = draw(st.sampled_from([one for one in INITIAL if by_ranks or one != "shard"]), label="init")
+    return words
 
 
 @st.composite

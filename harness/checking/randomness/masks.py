@@ -6,7 +6,7 @@ and whatever they are, exact tests find none that are improbable (`exact_tests.A
     anew        recomputation drew no mask of its own, where masks were recorded as torch drew them
     rate        every mask of a rank keeps as many elements as its rate says (binomial)
     shards      ranks that hold different parts of the same samples drew independent masks (hypergeometric)
-    draws       no two masks of a rank are equal, of whatever micro-batches, sites and steps
+    draws       no two masks of a rank, or of two stages of a pipeline, are equal, whatever they were drawn for
 
 Ranks that hold different samples may draw equal masks: Megatron's data-parallel ranks do.
 """
@@ -134,38 +134,42 @@ def _same_samples(one: Sequence[Block], other: Sequence[Block]) -> bool:
 
 
 def _of_draws(evidence: Evidence, names: Sequence[str]) -> Iterator[_Test]:
-    """Whether a rank drew one mask twice: all its masks of a shape, of every micro-batch, site and step."""
-    for rank, outcome in enumerate(evidence.held):
+    """Whether a rank, or two stages of one pipeline, drew one mask twice: all their masks of a shape, of every
+    micro-batch, site and step.
+    """
+    alone = [(rank,) for rank in range(len(evidence.held))]
+    for ranks in evidence.axes.get("pp", alone):
         by_shape: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
         for name in names:
-            for block in outcome.get(name, ()):
-                by_shape.setdefault(tuple(block.local.shape), []).append((name, block.local))
+            rank = next((rank for rank in ranks if evidence.held[rank].get(name)), ranks[0])
+            for block in evidence.held[rank].get(name, ()):
+                by_shape.setdefault(tuple(block.local.shape), []).append((f"{name} on rank {rank}", block.local))
         for drawn in by_shape.values():
             if len(drawn) == 1:
                 continue
             seen: dict[bytes, str] = {}
             twice = next(
-                ((seen[key], name) for name, key in _keys(drawn) if seen.setdefault(key, name) is not name), ("", "")
+                ((seen[key], what) for what, key in _keys(drawn) if seen.setdefault(key, what) is not what), ("", "")
             )
-            yield _repeated(drawn, rank, *twice)
+            yield _repeated(drawn, ranks, *twice)
 
 
 def _keys(drawn: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, bytes]]:
-    for number, (name, mask) in enumerate(drawn):
-        yield f"{name} (draw {number})", mask.contiguous().numpy().tobytes()
+    for number, (what, mask) in enumerate(drawn):
+        yield f"{what} (draw {number})", mask.contiguous().numpy().tobytes()
 
 
-def _repeated(drawn: Sequence[tuple[str, Tensor]], rank: int, one: str, other: str) -> _Test:
+def _repeated(drawn: Sequence[tuple[str, Tensor]], ranks: tuple[int, ...], one: str, other: str) -> _Test:
     """How probable it is that any two of these masks are equal, if each element is drawn by itself."""
     kept = sum(float(mask.double().mean()) for _, mask in drawn) / len(drawn)
     total, pairs = drawn[0][1].numel(), len(drawn) * (len(drawn) - 1) / 2
     least = min(1.0, pairs * (kept**2 + (1 - kept) ** 2) ** total)
     return _Test(
         name=other.partition(" ")[0],
-        ranks=(rank,),
+        ranks=ranks,
         probability=least if other else 1.0,
         least=least,
-        words=f"{other} on rank {rank} is that of {one}: a mask was drawn twice",
+        words=f"{other} is that of {one}: a mask was drawn twice",
     )
 
 

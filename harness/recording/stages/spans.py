@@ -62,7 +62,7 @@ def rank_spans(
     """
     if not any(event.phase == _MESSAGES for event in events):
         return ()
-    counted = {id(seen): (step, micro) for seen, step, micro in attribution.forwards}
+    counted = {id(seen): (step, micro) for seen, step, micro in attribution.forwards or ()}
     reading = _Reading(rank=events[0].rank, counted=counted, start_s=start_s)
     phases = {event.call_index: event.phase for event in events}
     for seen in observations:

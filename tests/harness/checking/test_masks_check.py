@@ -106,6 +106,14 @@ def test_a_mask_that_is_drawn_twice_fails() -> None:
     assert "a mask was drawn twice" in found.message
 
 
+def test_a_mask_that_two_stages_draw_fails() -> None:
+    stages = case("mode=tp tp=1 pp=2 layers=2 seq=16 dropout=0.25 random=stateful")
+    found = looked_at({NAME: drawn(1)}, {NEXT: drawn(1)}, case=stages, given=(NAME, NEXT))
+    assert (found.verdict, found.names, found.ranks) == (FAIL, (NEXT,), (0, 1))
+    assert f"{NEXT} on rank 1 (draw 1) is that of {NAME} on rank 0 (draw 0)" in found.message
+    assert looked_at({NAME: drawn(1)}, {NEXT: drawn(2)}, case=stages, given=(NAME, NEXT)).verdict == PASS
+
+
 @pytest.mark.parametrize("rate", [0.05, 0.5])
 def test_another_rate_fails(rate: float) -> None:
     found = looked_at({NAME: drawn(1, rate=rate)}, {NAME: drawn(2, rate=rate)})

@@ -89,4 +89,14 @@ DROPPED = (
         phase="backward",
         region="layers.*",
     ),
+    Mutant(
+        name="stages-share-streams",
+        stands_for="around.md 11.3: Megatron's seeds without 100 * pp_rank, and stages draw the same masks",
+        modes=_STAGES,
+        suite={**_RATES, "random": "stateful", **STAGES},
+        changes=_change("randomness.streams", "100 * pp_rank + CONTEXT_STRIDE", "CONTEXT_STRIDE"),
+        kills="masks",
+        phase="forward",
+        region="layers.2*",
+    ),
 )
