@@ -74,7 +74,7 @@ def drawn(case: Case, name: str) -> Tensor:
         return _loaded(case, name, shape).to(dtype)
     if case.init == "shard":
         if f"init/{name}" in given_now():
-            return given_now()[f"init/{name}"]
+            return given_now()[f"init/{name}"].to(dtype)  # of masters it is wider
         rule = f"draws values that the dense model must be given, and init/{name} was not returned"
         raise CaseError("init", case.init, rule, "init=field, or return the initial values under that name")
     weights = _latest(case.seed, dtype, (case.init, *_shapes(case).items()))

@@ -120,6 +120,7 @@ def test_a_wrong_save_is_seen_where_it_is_written(prover: Prover, tmp_path: Path
     found = prover.proof(case.but(save=str(tmp_path / "a")), planted(replaced(SAVING, _WRITTEN, new)))
     failed = {one.check: one.message for one in found.verdicts if one.verdict == FAIL}
     assert failed.keys() & {"saved", "merge"} and not failed.keys() - {"saved", "merge", "coverage"}, failed
+    assert not name.startswith(("gate and up", "one moment")) or [*failed] == ["saved"]  # which no other check kills
     first = next(message for check, message in failed.items() if check != "coverage")
     assert place in first and "phase checkpoint" in first, failed
 

@@ -202,7 +202,7 @@ def test_what_rounding_decides_is_refused(prover: Prover) -> None:
         ("dtype=bfloat16 scaler=dynamic master=float32", "dtype=float16"),
         ("dtype=float16 scaler=static", "master=float32"),
         ("dtype=float16 scaler=static master=float32 loss_scale=3", "loss_scale=65536.0"),
-        ("dtype=float16 loss_scale=4", "scaler=static"),
+        ("dtype=float16 loss_scale=4", "loss_scale=1.0"),
     ],
 )
 def test_what_cannot_go_together_names_its_rule(words: str, legal: str) -> None:
