@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from parallel.layout import Box, Coordinates, Placement, pieces, rows
 from parallel.randomness.field import indices, kept
 from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds
 from reference.case import Case
+from reference.case.modes import MODES
 from reference.stored import steps_before
 
 __all__ = ["SHARES", "Draw", "Dropout"]
@@ -76,7 +78,11 @@ class Dropout:
         keep = self._mask(site, self.places(site), self.case.dropout, draw)
         if self.sequence_dim == 0:
             keep = keep.transpose(0, 1)
-        return x * keep / (1 - self.case.dropout)
+        kept_share = 1 - self.case.dropout
+        if MODES[self.case.mode].gathers_weights:
+            dropped: Tensor = _Dropped.apply(x, keep, kept_share)
+            return dropped
+        return x * keep / kept_share
 
     def shares(self, site: str, draw: Draw, dtype: torch.dtype) -> Tensor | None:
         """The factors [B,N,q,S] of this rank's shares of attention, 0 or 1/(1-p); None without dropout of them.
@@ -126,3 +132,19 @@ class Dropout:
         """The next mask of the stream that is right for this placement."""
         with self.streams.fork(MODEL_PARALLEL if split or "tp" in place.axes else DEFAULT) as generator:
             return torch.rand(shape, generator=generator, dtype=torch.float32) >= rate
+
+
+class _Dropped(torch.autograd.Function):
+    """x * mask / (1 - p), whose graph holds the mask itself.
+
+    So a layer is computed again when its last linear needs weights, as without dropout: in InternEvo modules start it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, kept: float) -> Tensor:
+        ctx.keep, ctx.kept = keep, kept
+        return x * keep / kept
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient / ctx.kept * ctx.keep, None, None

@@ -18,9 +18,6 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for key in ("dropout", "attention_dropout"):
         if not 0 <= v[key] < 1:
             yield key, "must lie in [0, 1)", f"{key}=0.1"
-    if v["dropout"] and v["recompute"] == "full" and v["mode"] == "isp" and v["wp"] > 1:
-        rule = f"behind a layer starts its recomputation before its last linear gathers weights (wp={v['wp']})"
-        yield "dropout", f"{rule}, which has no closed form yet", "dropout=0.0"
     if v["random"] != "field" and not (v["dropout"] or v["attention_dropout"]):
         yield "random", "is where masks come from, and without dropout there are none", "random=field"
     if v["init"] != "whole" and v["load"]:

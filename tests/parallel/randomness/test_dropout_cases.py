@@ -18,6 +18,7 @@ SIZES = "heads=12 kv_heads=6 hidden=24 ffn=36 vocab=390 seq=12 batch=2 micro=3 s
 SIZES += "attention_dropout=0.3 delivery=local"
 CASES = (
     "mode=tp-sp tp=2 pp=2 recompute=full random=stateful",
+    "mode=isp tp=2 wp=2 recompute=full fuse_weights=true random=stateful",
     "mode=isp tp=2 cp=2 family=internlm2 packed=true micro=2 recompute=selective random=stateful",
 )
 MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")

@@ -152,7 +152,7 @@ RANDOMNESS = (
         stands_for="a fused dropout-add that applies a mask and not its scale",
         modes=everywhere(),
         suite=_RATES,
-        changes=_change("dropout", "return x * keep / (1 - self.case.dropout)", "return x * keep"),
+        changes=_change("dropout", "kept_share = 1 - self.case.dropout", "kept_share = 1.0"),
         kills="activations",
         phase="forward",
         region="embedding|layers.0|layers.0.attention_norm|layers.0.attention*",
