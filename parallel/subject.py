@@ -31,7 +31,7 @@ from parallel.registry import MODES, strategy_of
 from parallel.strategy import Value
 from parallel.training import train
 from parallel.variants import deviating
-from reference.case import Case
+from reference.case import Case, modes
 
 __all__ = ["ParallelSubject", "subject"]
 
@@ -75,7 +75,7 @@ class ParallelSubject:
         """What Megatron itself counts and issues beside this closed form; nothing in modes of other systems, and
         nothing on several pipeline stages, whose ranks differ.
         """
-        if case.mode not in ("tp", "tp-sp") or case.pp > 1:
+        if modes.MODES[case.mode].system != "Megatron-Core" or case.pp > 1:
             return ()
         every = self.expected(case)
         return (*megatron_beside(case, strategy_of(case).placements(case)), *ledger_lines(case, every))

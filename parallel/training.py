@@ -28,6 +28,7 @@ from parallel.step import PLAIN
 from parallel.strategy import Rank, Strategy, Value
 from parallel.transformer import Transformer
 from reference.case import Case
+from reference.case.modes import MODES
 from reference.model.parameters import dtype_of
 from reference.training.states import after
 
@@ -95,7 +96,7 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
                 parameter.fill_(math.nan)  # until the checkpoint is read, by another reader than the dense model's
             else:
                 parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))
-    if case.init == "shard" and at["cp"][0] == 0 and case.mode in ("tp", "tp-sp"):
+    if case.init == "shard" and at["cp"][0] == 0 and MODES[case.mode].system == "Megatron-Core":
         dropout.streams.load_state_dict(streams.state_dict())  # they go on; other context ranks have seeds of their own
     rank = Rank(
         case=case,

@@ -112,7 +112,7 @@ class Evidence:
     given        names of what the truth was given of the outcome: it does not check them; empty where it knows all
     deviations   standard deviations of initial values by parameter, as the reference states them; 0 is a constant
     mask_draws   what is known of masks that were recorded; None where the subject returned them, or there are none
-    torn         whether that does not merge, so that there is no truth
+    torn         whether what the truth is given does not merge, so that there is no truth
     regrouped    merged outcomes of the same global batch in other groupings; empty when none was run
     others       evidence of the same subject in cases that differ in one size, where a diagnosis needs them
     spans        when the ranks of a pipeline computed; empty where ranks took turns

@@ -9,7 +9,7 @@ model cannot compute one of the cases) or every case was skipped, 3 the machine 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from harness.running.two_processes.order import together
 from harness.running.two_processes.second_process import Proved, SecondProcess, prove_all, proved
 from harness.running.two_processes.spare import Spare
 from harness.running.witnessing import CHECK, Witnesses, witnesses
-from harness.subject import NamedSubject, Unanswered, claimed, refusal, truth_of
+from harness.subject import NamedSubject, Unanswered, answered, claimed, refusal, truth_of
 from harness.torch_internals.lookup import untested
 from harness.torch_internals.memory import keep_freed_memory
 
@@ -223,10 +223,17 @@ def _planned(case: CaseLike, subject: NamedSubject) -> dict[str, object]:
     """The row of `cases.jsonl`: the text and what reports need of it without parsing, of a pipeline its bubble too."""
     row: dict[str, object] = {"case": case_text(case), "mode": case.mode, "world_size": case.world_size}
     row |= {"dtype": case.dtype, "micro": case.micro, "steps": case.steps}
-    if len(case.axes.get("pp", ((0,),))[0]) > 1 and (pipeline := getattr(subject.call, "pipeline", None)) is not None:
-        row |= {"bubble_stated": pipeline(case).bubble_stated}
+    if len(case.axes.get("pp", ((0,),))[0]) > 1:
+        with suppress(Unanswered):  # only pages show it
+            row |= answered("pipeline", lambda: _bubble(case, subject))
     tokens = getattr(case, "tokens", None)
     return row if tokens is None else {**row, "tokens": tokens}
+
+
+def _bubble(case: CaseLike, subject: NamedSubject) -> dict[str, float]:
+    pipeline = getattr(subject.call, "pipeline", None)
+    stated = None if pipeline is None else pipeline(case).bubble_stated
+    return {} if stated is None else {"bubble_stated": float(stated)}
 
 
 def _keep(store: Store, result: Proved) -> None:

@@ -24,6 +24,7 @@ from parallel.layout import Coordinates, Placement, local_shape, shard
 from parallel.randomness.field import indices, standard
 from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds
 from reference.case import Case
+from reference.case.modes import MODES
 from reference.model.parameters import drawn
 
 __all__ = ["initial", "streams_of"]
@@ -69,8 +70,8 @@ def _drawn(streams: Streams, stream: str, shape: tuple[int, ...], scale: float) 
 
 
 def _is_internevo(case: Case) -> bool:
-    return case.mode in ("mtp", "msp", "fsp", "isp")
+    return MODES[case.mode].system == "InternEvo"
 
 
 def _axis(case: Case) -> str:
-    return "wp" if case.mode == "isp" else "tp"
+    return MODES[case.mode].weight_axis

@@ -87,7 +87,8 @@ def masks(evidence: Evidence) -> Finding | None:
 
 
 def _is_bool(evidence: Evidence, name: str) -> bool:
-    return all(block.local.dtype == torch.bool for by in evidence.held for block in by.get(name, ()))
+    by_rank = (*evidence.outcomes, *evidence.captured)
+    return all(block.local.dtype == torch.bool for by in by_rank for block in by.get(name, ()))
 
 
 def _rate(evidence: Evidence, name: str) -> float | None:
@@ -101,10 +102,11 @@ def _rate(evidence: Evidence, name: str) -> float | None:
 def _holders(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:
     """One rank -> its blocks, for each different part of the mask that some rank holds."""
     found: dict[tuple[object, ...], int] = {}
-    for rank, outcome in enumerate(evidence.held):
+    held = evidence.held
+    for rank, outcome in enumerate(held):
         if outcome.get(name):
             found.setdefault(tuple(block.region for block in outcome[name]), rank)
-    return {rank: evidence.held[rank][name] for rank in found.values()}
+    return {rank: held[rank][name] for rank in found.values()}
 
 
 def _flat(blocks: Sequence[Block]) -> Tensor:
@@ -137,12 +139,13 @@ def _of_draws(evidence: Evidence, names: Sequence[str]) -> Iterator[_Test]:
     """Whether a rank, or two stages of one pipeline, drew one mask twice: all their masks of a shape, of every
     micro-batch, site and step.
     """
-    alone = [(rank,) for rank in range(len(evidence.held))]
+    held = evidence.held
+    alone = [(rank,) for rank in range(len(held))]
     for ranks in evidence.axes.get("pp", alone):
         by_shape: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
         for name in names:
-            rank = next((rank for rank in ranks if evidence.held[rank].get(name)), ranks[0])
-            for block in evidence.held[rank].get(name, ()):
+            rank = next((rank for rank in ranks if held[rank].get(name)), ranks[0])
+            for block in held[rank].get(name, ()):
                 by_shape.setdefault(tuple(block.local.shape), []).append((f"{name} on rank {rank}", block.local))
         for drawn in by_shape.values():
             if len(drawn) == 1:

@@ -102,6 +102,7 @@ def leaves(*_: object) -> object:
 
 
 number_for_modes = Speaking(modes=7)
+broken_pipeline = Speaking(pipeline=raising)
 broken_refusal = Speaking(refuses=lambda case: "" if case.seed else raising())
 
 
@@ -177,6 +178,13 @@ def test_a_refusal_that_raises_is_unknown_and_the_next_case_runs(tmp_path: Path)
     assert (first.check, first.verdict) == ("supported", "unknown")
     assert first.message.startswith("subject.refuses failed: RuntimeError: broke, at tests/")
     assert result.exit_status == 1 and any(verdict.check == "forward" for verdict in others)
+
+
+def test_a_pipeline_that_raises_leaves_the_run_without_its_bubble(tmp_path: Path) -> None:
+    case = "mode=tp tp=1 pp=2 layers=2 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
+    subject = named(f"{HERE}:broken_pipeline")
+    result = run(Request(cases=parse_cases((case,)), subject=subject, out=tmp_path, engine="dry"))
+    assert result.verdicts and "bubble" not in (result.path / "cases.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
