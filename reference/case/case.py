@@ -209,7 +209,7 @@ class Case:
             mine = getattr(self, name)
             if told[name] != mine:
                 words[name] = mine
-                told = resolved(words, _DEFAULTS)
+                told = resolved(words, _DEFAULTS) if name in _LEADING else {**told, name: mine}
         return words
 
     @classmethod
@@ -291,4 +291,6 @@ class Case:
 
 _TYPES: dict[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Case)}
 """Every word of the case language and its type, in the order that `str` prints them."""
+_LEADING = frozenset(leader for leaders in FOLLOWS.values() for leader in leaders) | {"family"}
+"""Words that others follow where these are not given."""
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Case) if f.name != "preset"}
