@@ -18,37 +18,20 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.errors import CaseError
-from reference.exchange.fused import joined, parted
-from reference.exchange.hugging_face import is_hugging_face, read
-from reference.exchange.megatron import is_megatron, named
+from reference.exchange.foreign import Form, is_foreign, parameters
+from reference.exchange.whole import tensors
 
-__all__ = ["steps_before", "stored", "tensors"]
-
-_METADATA = ".metadata"
+__all__ = ["steps_before", "stored"]
 
 
 def stored(case: Case) -> Mapping[str, Tensor]:
     """Every tensor of the checkpoint that the case loads, by key, to be read only. Raises CaseError as `tensors`."""
     folder = Path(case.load)
-    if not is_hugging_face(folder) and not is_megatron(folder):
+    if not is_foreign(folder):
         return tensors(case.load)
     written_ns = max(file.stat().st_mtime_ns for file in folder.iterdir())
-    return _foreign(folder, case.fuse_qkv, case.fuse_mlp, case.kv_heads, case.vocab, written_ns)
-
-
-def tensors(folder: str, word: str = "load") -> Mapping[str, Tensor]:
-    """Every tensor of a checkpoint by key, to be read only. Raises CaseError of this word when torch cannot read it."""
-    try:
-        state = (Path(folder) / _METADATA).stat()
-    except OSError as problem:
-        rule = f"holds no checkpoint ({problem.strerror or problem})"
-        raise CaseError(word, folder, rule, "a folder that save= wrote") from problem
-    try:
-        return _read(folder, state.st_mtime_ns, state.st_ino)
-    except Exception as problem:  # torn files raise anything
-        rule = f"is a checkpoint that torch cannot read ({type(problem).__name__}: {str(problem).splitlines()[0]})"
-        raise CaseError(word, folder, rule, "a folder as save= wrote it") from problem
+    form = Form(fuse_qkv=case.fuse_qkv, fuse_mlp=case.fuse_mlp, kv_heads=case.kv_heads, vocab=case.vocab)
+    return _foreign(folder, form, written_ns)
 
 
 def steps_before(case: Case) -> int:
@@ -57,34 +40,7 @@ def steps_before(case: Case) -> int:
 
 
 @lru_cache(maxsize=2)
-def _foreign(
-    folder: Path, fuse_qkv: bool, fuse_mlp: bool, kv_heads: int, vocab: int, _written_ns: int
-) -> Mapping[str, Tensor]:
+def _foreign(folder: Path, form: Form, _written_ns: int) -> Mapping[str, Tensor]:
     """Parameters alone: training begins with them."""
-    if is_hugging_face(folder):
-        held = read(folder, fuse_qkv=fuse_qkv, fuse_mlp=fuse_mlp, kv_heads=kv_heads)
-    else:
-        parts = parted(named(folder, tensors(str(folder)), vocab=vocab), kv_heads)
-        held = joined(parts, kv_heads, qkv=fuse_qkv, mlp=fuse_mlp)
-    found = {f"model.{name}": tensor for name, tensor in held.items()}
+    found = {f"model.{name}": tensor for name, tensor in parameters(folder, form).items()}
     return found | {"train.steps": torch.tensor(0)}
-
-
-@lru_cache(maxsize=2)
-def _read(folder: str, _written_ns: int, _inode: int) -> Mapping[str, Tensor]:
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: PLC0415  (takes a second)
-    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
-
-    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
-    metadata = reader.read_metadata()
-    tensors = {
-        key: torch.empty(held.size, dtype=held.properties.dtype, device="cpu")
-        for key, held in metadata.state_dict_metadata.items()
-        if isinstance(held, TensorStorageMetadata) and not key.startswith("rng.")
-    }
-    planner.set_up_planner(tensors, metadata, True)
-    reader.set_up_storage_reader(metadata, True)
-    (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    reader.read_data(planner.finish_plan(plan), planner).wait()
-    return tensors

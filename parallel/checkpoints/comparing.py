@@ -7,8 +7,9 @@ States of streams belong to ranks, and are compared where both were written by r
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -21,11 +22,12 @@ from parallel.checkpoints.folder import Stored
 from parallel.checkpoints.state import RANKS
 from parallel.checkpoints.weights import Weights
 from reference.errors import CaseError
-from reference.exchange.hugging_face import is_hugging_face, read, write
+from reference.exchange.foreign import Form, is_foreign, is_megatron, parameters, write
 
 __all__ = ["CheckpointComparison", "Likeness", "Unlike", "compare", "export"]
 
 Source = Stored | Weights
+_TABLE = "model.embedding.tokens.weight"
 _KINDS = (
     ("parameters", r"model\."),
     ("moments", r"optimizer\..*\.exp_avg(_sq)?$"),
@@ -107,8 +109,8 @@ def export(a: str, folder: str, like: str) -> int:
     """
     if Path(folder).exists():
         raise CheckpointError(folder, "exists", "a folder that does not exist")
-    if not is_hugging_face(Path(like)):
-        raise CheckpointError(like, "is of no other system", "a folder that save_pretrained wrote")
+    if not is_foreign(Path(like)):
+        raise CheckpointError(like, "is of no other system", "a folder that save_pretrained or Megatron-Core wrote")
     one, other = _opened(Path(a), Path(like))
     held = {key.removeprefix("model."): one.full(key) for key in one.tensors if key.startswith("model.")}
     for key, tensor in other.tensors.items():
@@ -120,20 +122,35 @@ def export(a: str, folder: str, like: str) -> int:
         write(Path(folder), Path(like), held)
     except CaseError as problem:
         raise CheckpointError(folder, problem.rule, problem.legal) from problem
+    except OSError as problem:
+        shutil.rmtree(folder, ignore_errors=True)
+        what = f"cannot be written ({problem.strerror or problem})"
+        raise CheckpointError(folder, what, "a new folder in one that can be written to") from problem
     return len(held)
 
 
 def _opened(a: Path, b: Path) -> tuple[Source, Source]:
-    """Both checkpoints; one of another system in the form of the other, fused or not."""
-    found: dict[Path, Source] = {folder: Stored.open(folder) for folder in (a, b) if not is_hugging_face(folder)}
-    keys = [key for stored in found.values() for key in stored.tensors]
-    fused = {"fuse_qkv": any(".wqkv." in key for key in keys), "fuse_mlp": any(".w13." in key for key in keys)}
-    for folder in {a, b} - found.keys():
+    """Both checkpoints; one of another system in the form of the other, fused or not, with as many rows of the
+    vocabulary.
+    """
+    found: dict[Path, Source] = {folder: Stored.open(folder) for folder in (a, b) if not is_foreign(folder)}
+    fused = any(map(is_megatron, (a, b)))
+    form = Form(fuse_qkv=fused, fuse_mlp=fused)
+    for stored in found.values():
+        keys, table = stored.tensors, stored.tensors.get(_TABLE)
+        form = Form(
+            fuse_qkv=any(".wqkv." in key for key in keys),
+            fuse_mlp=any(".w13." in key for key in keys),
+            vocab=table.size[0] if table else 0,
+        )
+    for folder in sorted({a, b} - found.keys(), key=is_megatron):
         try:
-            held = read(folder, **fused)
+            held = parameters(folder, form)
         except CaseError as problem:
             raise CheckpointError(folder, problem.rule, problem.legal) from problem
         found[folder] = Weights(folder=folder, held={f"model.{name}": tensor for name, tensor in held.items()})
+        if not is_megatron(folder) and _TABLE in found[folder].tensors:
+            form = replace(form, vocab=found[folder].tensors[_TABLE].size[0])
     return found[a], found[b]
 
 

@@ -31,8 +31,7 @@ from parallel.checkpoints.state import (
 from parallel.layout import Box
 from parallel.strategy import Rank
 from reference.errors import CaseError
-from reference.exchange.hugging_face import is_hugging_face
-from reference.exchange.megatron import is_megatron
+from reference.exchange.foreign import is_foreign
 from reference.stored import stored as reference_stored
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """
     from parallel.checkpoints.folder import Stored  # noqa: PLC0415  (torch's checkpoints take a second to import)
 
-    foreign = is_hugging_face(folder) or is_megatron(folder)
+    foreign = is_foreign(folder)
     stored = _weights(rank, folder) if foreign else Stored.open(folder)
     tensors = stored.tensors
     has_states = any(key.startswith("optimizer.") for key in tensors)

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from reference.errors import CaseError
-from reference.exchange.fused import joined, parted
 
 __all__ = ["heads", "is_hugging_face", "read", "write"]
 
@@ -55,7 +55,7 @@ _GPT2 = {
 }
 _NAMES = {"llama": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2}
 _BUFFERS = re.compile(r"\.rotary_emb\.|\.attn\.(masked_)?bias$")
-_CONFIG = "config.json"
+_CONFIG, _FILE = "config.json", "model.safetensors"
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -68,20 +68,18 @@ def heads(folder: Path) -> tuple[int, int]:
     config = _config(folder)
     queries = config.get("num_attention_heads", config.get("n_head"))
     kv_heads = config.get("num_key_value_heads", queries)
-    if not isinstance(queries, int) or not isinstance(kv_heads, int):
-        raise CaseError("load", str(folder), f"has a {_CONFIG} without numbers of heads", "num_attention_heads")
-    return queries, kv_heads
+    if type(queries) is int and type(kv_heads) is int and min(queries, kv_heads) > 0 and queries % kv_heads == 0:
+        return queries, kv_heads
+    rule = f"has a {_CONFIG} of {queries} query heads and {kv_heads} key and value heads"
+    raise CaseError("load", str(folder), rule, "num_attention_heads=4 num_key_value_heads=2")
 
 
-def read(folder: Path, *, fuse_qkv: bool, fuse_mlp: bool, kv_heads: int = 0) -> dict[str, Tensor]:
-    """Every parameter in full, by its name in the dense model, query, key and value fused or not, gate and up too.
+def read(folder: Path) -> dict[str, Tensor]:
+    """Every parameter in full, by its name in the dense model; query, key and value apart, gate and up too.
 
-    Raises CaseError for a model that is not known or has other key and value heads (0: any), for files that cannot be
+    Raises CaseError for a model that is not known, for tensors that are not of its heads, for files that cannot be
     read, and without safetensors.
     """
-    held = heads(folder)[1]
-    if kv_heads not in (0, held):
-        raise CaseError("load", str(folder), f"has {held} key and value heads, not {kv_heads}", f"kv_heads={held}")
     config, names = _config(folder), dict[str, Tensor]()
     known = _NAMES[config["model_type"]]
     tied = bool(config.get("tie_word_embeddings", config["model_type"] == "gpt2"))
@@ -95,27 +93,34 @@ def read(folder: Path, *, fuse_qkv: bool, fuse_mlp: bool, kv_heads: int = 0) -> 
             raise CaseError(
                 "load", str(folder), f"holds {name}, which the dense model does not have", "llama|qwen3|gpt2"
             )
-        if known is _GPT2 and leaf == "weight" and ".h." in whole and ".ln_" not in whole:
-            names[f"{ours}.{leaf}"] = tensor.t().contiguous()
-        else:
-            names[f"{ours}.{leaf}"] = tensor
+        if not tensor.is_floating_point() or not 1 <= tensor.dim() <= 2:
+            rule = f"holds {name} of {tensor.dtype} with {tensor.dim()} dims, which is no parameter"
+            raise CaseError("load", str(folder), rule, "vectors and matrices of real numbers")
+        names[f"{ours}.{leaf}"] = _turned(config, ours, leaf, tensor).contiguous()
     apart: dict[str, Tensor] = {}
     for name, tensor in names.items():
-        parts = zip("qkv", tensor.chunk(3), strict=True) if ".thirds." in name else [("", tensor)]
-        apart |= {name.replace(".thirds.", f".w{part}."): value for part, value in parts}
-    return joined(apart, held, qkv=fuse_qkv, mlp=fuse_mlp)
+        if ".thirds." not in name:
+            apart[name] = tensor
+        elif len(tensor) % 3:
+            raise CaseError("load", str(folder), f"holds c_attn of {len(tensor)} columns", "three times as many")
+        else:
+            parts = zip("qkv", tensor.chunk(3), strict=True)
+            apart |= {name.replace(".thirds.", f".w{part}."): value for part, value in parts}
+    _check_heads(folder, config, apart)
+    return apart
 
 
 def write(folder: Path, like: Path, parameters: Mapping[str, Tensor]) -> None:
-    """Write parameters of the dense model as the model of another folder, whose config is copied.
+    """Write parameters of the dense model (as `read` gives them) as the model of another folder, whose config is
+    copied.
 
-    Raises CaseError as `read`, and for a parameter that this model does not have.
+    Raises CaseError as `read`, and for a parameter that this model does not have; OSError where it cannot be written.
     """
     config = _config(like)
     known = {ours: theirs for theirs, ours in _NAMES[config["model_type"]].items()}
     library, found = _library(like), dict[str, Tensor]()
     thirds: dict[tuple[str, str], dict[str, Tensor]] = {}
-    for name, tensor in parted(parameters, heads(like)[1]).items():
+    for name, tensor in parameters.items():
         module, _, leaf = name.rpartition(".")
         layer, _, last = module.rpartition(".")
         if last in ("wq", "wk", "wv") and f"{_numberless(layer)}.thirds" in known:
@@ -123,13 +128,28 @@ def write(folder: Path, like: Path, parameters: Mapping[str, Tensor]) -> None:
             continue
         found[_theirs(like, known, module, leaf)] = _turned(config, module, leaf, tensor)
     for (module, leaf), parts in thirds.items():
-        whole = importlib.import_module("torch").cat([parts[part] for part in ("wq", "wk", "wv")])
+        whole = torch.cat([parts[part] for part in ("wq", "wk", "wv")])
         found[_theirs(like, known, module, leaf)] = _turned(config, module, leaf, whole)
-    folder.mkdir(parents=True, exist_ok=True)
-    library.save_file(
-        {name: x.contiguous() for name, x in found.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
+    folder.mkdir(parents=True)
+    try:
+        library.save_file({name: x.contiguous() for name, x in found.items()}, folder / _FILE, {"format": "pt"})
+    except Exception as problem:  # the library has errors of its own
+        raise OSError(f"{type(problem).__name__}: {problem}") from problem
     shutil.copyfile(like / _CONFIG, folder / _CONFIG)
+
+
+def _check_heads(folder: Path, config: Mapping[str, Any], apart: Mapping[str, Tensor]) -> None:
+    """Raise CaseError where queries, keys and values are not of the heads that the config says."""
+    counts = dict(zip(("wq", "wk", "wv"), (heads(folder)[0], *2 * heads(folder)[1:]), strict=True))
+    for name, tensor in apart.items():
+        part = name.split(".")[-2]
+        query = apart.get(name.replace(f".{part}.", ".wq."))
+        if part in counts and query is not None:
+            stated = config.get("head_dim")
+            width = stated if isinstance(stated, int) else len(query) // counts["wq"]
+            if len(tensor) != counts[part] * width:
+                rule = f"holds {name} of {len(tensor)} rows, which are not {counts[part]} heads of {width}"
+                raise CaseError("load", str(folder), rule, f"the heads of its {_CONFIG}")
 
 
 def _theirs(like: Path, known: Mapping[str, str], module: str, leaf: str) -> str:
@@ -162,10 +182,10 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / _CONFIG).read_bytes())
         kind = config["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
         rule = f"has a {_CONFIG} that cannot be read ({type(problem).__name__}: {problem})"
         raise CaseError("load", str(folder), rule, "a folder that save_pretrained wrote") from problem
-    if kind not in _NAMES:
+    if not isinstance(kind, str) or kind not in _NAMES:
         raise CaseError("load", str(folder), f"is a model of model_type {kind}", "|".join(_NAMES))
     assert isinstance(config, dict)
     return config

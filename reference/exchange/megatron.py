@@ -1,21 +1,28 @@
 """Checkpoints of Megatron-Core (`dist_checkpointing`, backend torch_dist) in the names of the dense model.
 
-Layers lie in one tensor along a first dim (or under their number); the vocabulary is padded; qkv is fused by kv groups,
-gate and up one behind the other, as in the dense model with fuse_qkv=true and fuse_mlp=true. Parameters alone are read.
+    tensors of torch's format    parameters; layers in one tensor along a first dim, or under their number
+    bytes of torch's format      `<module>._extra_state/shard_<layer>_<layers>`: what a module keeps beside them
+    metadata.json, common.pt     the format; what is the same on all ranks
+
+The vocabulary is padded; qkv is fused by kv groups, gate and up one behind the other, as in the dense model with
+fuse_qkv=true and fuse_mlp=true. Parameters alone are read.
 Source: Megatron-Core 0.16.1 `GPTModel.sharded_state_dict`, `TransformerBlock.sharded_state_dict`.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from reference.errors import CaseError
+from reference.exchange.whole import tensors
 
-__all__ = ["is_megatron", "named"]
+__all__ = ["is_megatron", "read", "write"]
 
 _NAMES = {
     "embedding.word_embeddings": "embedding.tokens",
@@ -34,39 +41,92 @@ _NAMES = {
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
+_OTHERS = ("optimizer.", "rng_state")
+_SAME = "a folder of a model of the same words"
+_COPIED = ("metadata.json", "common.pt")
+
+
 def is_megatron(folder: Path) -> bool:
     """Whether a folder holds a checkpoint of dist_checkpointing."""
     marked = folder / "metadata.json"
     return marked.is_file() and b'"sharded_backend"' in marked.read_bytes()
 
 
-def named(folder: Path, tensors: Mapping[str, Tensor], *, vocab: int) -> dict[str, Tensor]:
-    """Its parameters by their names in the dense model, the vocabulary without its padding.
+def read(folder: Path, *, vocab: int) -> dict[str, Tensor]:
+    """Its parameters in full by their names in the dense model, the vocabulary cut to these rows (0: with its padding).
 
-    Raises CaseError for a tensor that the dense model does not have.
+    Raises CaseError for a tensor that the dense model does not have, or that is not whole, and for files that torch
+    cannot read.
     """
-    found: dict[str, Tensor] = {}
-    gated = _gated(tensors)
-    for key, tensor in tensors.items():
-        if key.startswith(("optimizer.", "rng_state")):
-            continue
-        number = re.search(r"\.layers\.(\d+)\.", key)
-        plain = key.replace(f".{number[1]}.", ".", 1) if number else key
-        plain = re.sub(r"self_attention\.linear_qkv\.layer_norm_", "input_layernorm.", plain)
-        plain = re.sub(r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm.", plain)
-        module, _, leaf = plain.rpartition(".")
-        ours = _NAMES.get(module)
-        if ours is None:
-            raise CaseError("load", str(folder), f"holds {key}, which the dense model does not have", "a GPTModel's")
-        ours = f"{ours}3.{leaf}" if gated and ours.endswith(".w1") else f"{ours}.{leaf}"
-        layers = enumerate(tensor) if "#" in ours and number is None else [(number[1] if number else "", tensor)]
+    held, found = _parameters(folder), dict[str, Tensor]()
+    gated = _is_gated(held)
+    for key, tensor in held.items():
+        if not tensor.dim() or not tensor.is_floating_point() or tensor.isnan().any():
+            rule = f"holds {key}, of which elements are missing or are no numbers"
+            raise CaseError("load", str(folder), rule, "a number for every element")
+        ours, number = _named(folder, key, gated=gated)
+        layers = enumerate(tensor) if "#" in ours and not number else [(number, tensor)]
         found |= {ours.replace("#", str(layer)): part for layer, part in layers}
         if key in _VOCABULARY:
             found[ours] = tensor[: vocab or len(tensor)]
     return found
 
 
-def _gated(tensors: Mapping[str, Tensor]) -> bool:
+def write(folder: Path, like: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Write parameters (as `read` names them) as the checkpoint of another folder: its keys, its form of layers and the
+    rows of its vocabulary, those behind ours zero; bytes, metadata.json and common.pt are copied.
+
+    Raises CaseError as `read`, and where the other folder is of another model.
+    """
+    held, left, found = _parameters(like), dict(parameters), dict[str, Tensor]()
+    gated = _is_gated(held)
+    for key, tensor in held.items():
+        ours, number = _named(like, key, gated=gated)
+        layers = range(len(tensor)) if "#" in ours and not number else [number]
+        names = [ours.replace("#", str(layer)) for layer in layers]
+        if missing := [name for name in names if name not in left]:
+            raise CaseError("like", str(like), f"is of a model with {missing[0]}", _SAME)
+        parts = [left.pop(name) for name in names]
+        whole = torch.stack(parts) if isinstance(layers, range) else parts[0]
+        if key in _VOCABULARY and len(whole) < len(tensor):
+            whole = torch.cat([whole, whole.new_zeros(len(tensor) - len(whole), *whole.shape[1:])])
+        if whole.shape != tensor.shape:
+            rule = f"holds {key} of {tuple(tensor.shape)}, not {tuple(whole.shape)}"
+            raise CaseError("like", str(like), rule, _SAME)
+        found[key] = whole
+    if left:
+        raise CaseError("like", str(like), f"is of a model without {min(left)}", _SAME)
+    from reference.exchange import torch_format  # noqa: PLC0415  (takes a second to import)
+
+    copied = {key: held for key, held in torch_format.bytes_in(like).items() if not key.startswith(_OTHERS)}
+    folder.mkdir(parents=True)
+    torch_format.write(folder, {**found, **copied})
+    for name in _COPIED:
+        shutil.copyfile(like / name, folder / name)
+
+
+def _parameters(folder: Path) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in tensors(str(folder)).items() if not key.startswith(_OTHERS)}
+
+
+def _named(folder: Path, key: str, *, gated: bool) -> tuple[str, str]:
+    """(the name in the dense model, its layer as "#"; the number of the layer, "" where the tensor holds all of them).
+
+    Raises CaseError for a tensor that the dense model does not have.
+    """
+    number = re.search(r"\.layers\.(\d+)\.", key)
+    plain = key.replace(f".{number[1]}.", ".", 1) if number else key
+    plain = re.sub(r"self_attention\.linear_qkv\.layer_norm_", "input_layernorm.", plain)
+    plain = re.sub(r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm.", plain)
+    module, _, leaf = plain.rpartition(".")
+    ours = _NAMES.get(module)
+    if ours is None:
+        raise CaseError("load", str(folder), f"holds {key}, which the dense model does not have", "a GPTModel's")
+    fused = "3" if gated and ours.endswith(".w1") else ""
+    return f"{ours}{fused}.{leaf}", number[1] if number else ""
+
+
+def _is_gated(tensors: Mapping[str, Tensor]) -> bool:
     """Whether the first linear of the MLP holds a gate too: it is twice as wide as the second one then."""
     widths = [
         next((x.shape for key, x in tensors.items() if re.fullmatch(fits, key)), None)
@@ -75,4 +135,5 @@ def _gated(tensors: Mapping[str, Tensor]) -> bool:
             r"decoder\.layers(\.\d+)?\.mlp\.linear_fc2\.weight",
         )
     ]
-    return widths[0] is not None and widths[1] is not None and widths[0][-2] == 2 * widths[1][-1]
+    first, second = ([*shape] if shape else [0] for shape in widths)
+    return len(first) > 1 and first[-2] == 2 * second[-1] > 0

@@ -1,8 +1,8 @@
 """`shardproof checkpoint`: two checkpoints of any layouts, compared full tensor by full tensor.
 
-With --export, A is written as a model of Hugging Face. Exit status: 0 every tensor agrees, 1 one differs (six lines on
-the first), 2 a folder holds no whole checkpoint. The comparison is `parallel.checkpoints.comparing`, found by name as a
-subject is.
+With --export, A is written in the form of another system's folder. Exit status: 0 every tensor agrees, 1 one differs
+(six lines on the first), 2 a folder holds no whole checkpoint. The comparison is `parallel.checkpoints.comparing`,
+found by name as a subject is.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ def main(parsed: argparse.Namespace) -> int:
         found = compare(parsed.a, parsed.b, parsed.tensor)
     except ValueError as problem:
         raise RequestError(str(problem)) from problem
+    except OSError as problem:
+        words = f"checkpoint {problem.filename}: cannot be read ({problem.strerror or problem})"
+        raise RequestError(f"{words}; legal: a folder that can be read") from problem
     if parsed.json:
         print(json.dumps({"a": parsed.a, "b": parsed.b} | asdict(found), indent=2))
         return int(found.first is not None)

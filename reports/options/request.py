@@ -293,4 +293,5 @@ def _read_first(cases: Sequence[CaseLike]) -> None:
         try:
             read(case, 0, 0, 0)
         except (ValueError, OSError) as problem:
-            raise RequestError(f"data={getattr(case, 'data', '')}: {problem}") from problem
+            word = "" if getattr(problem, "key", "") else f"data={getattr(case, 'data', '')}: "
+            raise RequestError(f"{word}{problem}") from problem

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from harness.checking.evidence import FAIL
 from parallel.checkpoints.comparing import compare, export
@@ -20,10 +21,11 @@ from reference.data.batches import micro_batch
 from reference.model import decoder
 from reference.model.parameters import drawn, shapes
 from reference.stored import stored
+from reports.commands.cli import main
 from suites.session.prover import Prover
 from tests.parallel.checkpoints.layouts import relaid
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 SIZES = "layers=2 heads=6 hidden=24 vocab=97 seq=12 batch=2 micro=3 steps=1 lr=0.01 optimizer=adamw bias=false"
 GATED = f"{SIZES} kv_heads=3 ffn=42 positions=rope norm=rmsnorm activation=swiglu"
 KINDS = {
@@ -106,3 +108,80 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, monkeypatch: pytest
         stored(case)
     with pytest.raises(CheckpointError, match="exists; legal: a folder that does not exist"):
         export(str(folder), str(tmp_path), str(folder))
+
+
+def _llama() -> dict[str, Tensor]:
+    """The tensors of a llama of one layer, 4 query heads of 2 and 2 key and value heads."""
+    rows = {"q": 8, "k": 4, "v": 4, "o": 8}
+    found = {f"model.layers.0.self_attn.{part}_proj.weight": torch.ones(n, 8) for part, n in rows.items()}
+    return found | {f"model.layers.0.mlp.{part}_proj.weight": torch.ones(6, 8) for part in ("gate", "up")}
+
+
+QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
+TORN = "model.safetensors (SafetensorError"
+HOSTILE: dict[str, tuple[Any, Any, str]] = {
+    "a list as its type": (LLAMA | {"model_type": []}, {}, "is a model of model_type []; legal: llama"),
+    "no mapping": ([1], {}, "has a config.json that cannot be read (TypeError"),
+    "deep": ("[" * 99999, {}, "has a config.json that cannot be read (RecursionError"),
+    "no heads": (LLAMA | {"num_key_value_heads": 0}, {}, "4 query heads and 0 key and value heads; legal"),
+    "less than none": (LLAMA | {"num_attention_heads": -4}, {}, "of -4 query heads"),
+    "no number": (LLAMA | {"num_attention_heads": True}, {}, "of True query heads"),
+    "three of four": (LLAMA | {"num_key_value_heads": 3}, {}, "of 4 query heads and 3 key"),
+    "one for two": (LLAMA | {"num_key_value_heads": 1}, {}, "wk.weight of 4 rows, which are not 1 heads of 2"),
+    "eight for four": (LLAMA | {"num_attention_heads": 8}, {}, "wk.weight of 4 rows, which are not 2 heads of 1"),
+    "wide": (LLAMA | {"head_dim": 3}, {}, "wk.weight of 4 rows, which are not 2 heads of 3"),
+    "torn": (LLAMA, lambda content: content[:-9], TORN),
+    "torn header": (LLAMA, lambda content: content[:30], TORN),
+    "empty": (LLAMA, lambda _: b"", TORN),
+    "whole numbers": (LLAMA, {QUERY: torch.ones(8, 8, dtype=torch.int32)}, "q_proj.weight of torch.int32 with 2 dims"),
+    "three dims": (LLAMA, {QUERY: torch.ones(2, 2, 2)}, "q_proj.weight of torch.float32 with 3 dims"),
+    "one bias": (LLAMA, {QUERY.replace("weight", "bias"): torch.ones(8)}, "wq.bias without layers.0.attention.wk.bias"),
+    "no key": (LLAMA, {KEY: None}, "wq.weight without layers.0.attention.wk.weight"),
+    "narrow": (LLAMA, {KEY: torch.ones(4, 6)}, "(8, 8), (4, 6), (4, 8), which are not of 2 kv heads"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_folder_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    save = pytest.importorskip("safetensors.torch", reason="safetensors (extra `peers`) is not installed").save
+    config, change, words = HOSTILE[name]
+    tensors = _llama() | (change if isinstance(change, dict) else {})
+    content = save({key: tensor for key, tensor in tensors.items() if tensor is not None})
+    (tmp_path / "model.safetensors").write_bytes(change(content) if callable(change) else content)
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    fused = tmp_path / "fused"  # beside a checkpoint of torch's format the folder is read in its form
+    torch_save({"model.layers.0.attention.wqkv.weight": torch.ones(16, 8)}, checkpoint_id=fused, no_dist=True)
+    assert main(["checkpoint", str(tmp_path), str(fused)]) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1, error
+
+
+@pytest.mark.parametrize("place", ["config.json/new", "n" * 300])
+def test_a_bad_place_to_export_to_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    save = pytest.importorskip("safetensors.torch", reason="safetensors (extra `peers`) is not installed").save
+    (tmp_path / "model.safetensors").write_bytes(save(_llama()))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = ["checkpoint", str(tmp_path), "--export", str(tmp_path / place), "--like", str(tmp_path)]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "written (Not a directory)" in error or "read (File name too long)" in error, error
+
+
+@pytest.mark.parametrize(
+    "marked", ['{"sharded_backend": "torch_dist"}', '["sharded_backend"', '{"sharded_backend": 0}']
+)
+def test_a_fake_of_megatron_core_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], marked: str
+) -> None:
+    (tmp_path / "metadata.json").write_text(marked)
+    case = f"{KINDS['llama']} load={tmp_path}"
+    for metadata, rule in ((None, "holds no checkpoint"), (b"torn", "is a checkpoint that torch cannot read")):
+        if metadata:
+            (tmp_path / ".metadata").write_bytes(metadata)
+        for words in (["checkpoint", str(tmp_path), str(tmp_path)], ["run", case]):
+            assert main(words) == 2
+            error = capsys.readouterr().err
+            assert rule in error and len(error.splitlines()) == 1, error

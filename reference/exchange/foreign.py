@@ -1,0 +1,84 @@
+"""Folders of other systems: which system wrote one, its parameters in the names of the dense model, and the way back.
+
+    Hugging Face      config.json and files of safetensors, as `save_pretrained` writes them
+    Megatron-Core     metadata.json and files of torch's format, as `dist_checkpointing.save` writes them
+
+Parameters alone are read and written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from reference.errors import CaseError
+from reference.exchange import hugging_face, megatron
+from reference.exchange.fused import Unfit, joined, kv_heads_of, parted
+
+__all__ = ["Form", "is_foreign", "is_megatron", "parameters", "write"]
+
+is_megatron = megatron.is_megatron
+_ONE_MODEL = "the tensors of one model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """The form of parameters: query, key and value as one tensor, gate and up as one; the key and value heads (0: as
+    the folder says) and the rows of the vocabulary without its padding (0: all that the folder has).
+    """
+
+    fuse_qkv: bool
+    fuse_mlp: bool
+    kv_heads: int = 0
+    vocab: int = 0
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether another system wrote a folder."""
+    return hugging_face.is_hugging_face(folder) or is_megatron(folder)
+
+
+def parameters(folder: Path, form: Form) -> dict[str, Tensor]:
+    """Every parameter of another system's folder in full, by its name in the dense model.
+
+    Raises CaseError for a model that is not known or has other key and value heads, for tensors that do not fit one
+    another, for files that cannot be read, and where heads are needed that nothing says.
+    """
+    try:
+        if is_megatron(folder):
+            held = megatron.read(folder, vocab=form.vocab)
+            kv_heads = _kv_heads(folder, kv_heads_of(held), form.kv_heads)
+            if not form.fuse_qkv and kv_heads == 0:
+                rule = "holds query, key and value in one tensor, and nothing says of how many heads"
+                raise CaseError("load", str(folder), rule, "a checkpoint of fuse_qkv=true beside it")
+            parts = parted(held, kv_heads, qkv=kv_heads > 0)
+        else:
+            kv_heads = _kv_heads(folder, hugging_face.heads(folder)[1], form.kv_heads)
+            parts = hugging_face.read(folder)
+        return joined(parts, kv_heads, qkv=form.fuse_qkv, mlp=form.fuse_mlp)
+    except Unfit as problem:
+        raise CaseError("load", str(folder), str(problem), _ONE_MODEL) from problem
+
+
+def write(folder: Path, like: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write parameters of the dense model into a new folder, in the form of another one of their system.
+
+    Raises CaseError as `parameters`, and for a parameter that the other folder's model does not have.
+    """
+    try:
+        if is_megatron(like):
+            megatron.write(folder, like, joined(tensors, kv_heads_of(tensors), qkv=True, mlp=True))
+        else:
+            hugging_face.write(folder, like, parted(tensors, hugging_face.heads(like)[1]))
+    except Unfit as problem:
+        raise CaseError("like", str(like), f"is of another model than what {problem}", _ONE_MODEL) from problem
+
+
+def _kv_heads(folder: Path, held: int, asked: int) -> int:
+    """The key and value heads that a folder says, or those that are asked for where it does not."""
+    if 0 not in (held, asked) and held != asked:
+        raise CaseError("load", str(folder), f"has {held} key and value heads, not {asked}", f"kv_heads={held}")
+    return held or asked

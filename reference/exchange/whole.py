@@ -1,0 +1,58 @@
+"""A folder of torch's format (torch.distributed.checkpoint) as full tensors, read by torch's own loader.
+
+Elements that no chunk of the folder holds are NaN where they are numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from reference.errors import CaseError
+
+__all__ = ["tensors"]
+
+_METADATA = ".metadata"
+
+
+def tensors(folder: str, word: str = "load") -> Mapping[str, Tensor]:
+    """Every tensor of a checkpoint by key, to be read only. Raises CaseError of this word when torch cannot read it."""
+    try:
+        state = (Path(folder) / _METADATA).stat()
+    except OSError as problem:
+        rule = f"holds no checkpoint ({problem.strerror or problem})"
+        raise CaseError(word, folder, rule, "a folder that save= wrote") from problem
+    try:
+        return _read(folder, state.st_mtime_ns, state.st_ino)
+    except Exception as problem:  # torn files raise anything
+        rule = f"is a checkpoint that torch cannot read ({type(problem).__name__}: {str(problem).splitlines()[0]})"
+        raise CaseError(word, folder, rule, "a folder as save= wrote it") from problem
+
+
+@lru_cache(maxsize=2)
+def _read(folder: str, _written_ns: int, _inode: int) -> Mapping[str, Tensor]:
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: PLC0415  (takes a second)
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
+
+    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
+    metadata = reader.read_metadata()
+    tensors = {
+        key: _poisoned(torch.empty(held.size, dtype=held.properties.dtype, device="cpu"))
+        for key, held in metadata.state_dict_metadata.items()
+        if isinstance(held, TensorStorageMetadata) and not key.startswith("rng.")
+    }
+    planner.set_up_planner(tensors, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    return tensors
+
+
+def _poisoned(tensor: Tensor) -> Tensor:
+    return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
