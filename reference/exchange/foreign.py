@@ -77,8 +77,8 @@ def write(folder: Path, like: Path, tensors: Mapping[str, Tensor]) -> None:
         raise CaseError("like", str(like), f"is of another model than what {problem}", _ONE_MODEL) from problem
 
 
-def _kv_heads(folder: Path, held: int, asked: int) -> int:
-    """The key and value heads that a folder says, or those that are asked for where it does not."""
-    if 0 not in (held, asked) and held != asked:
-        raise CaseError("load", str(folder), f"has {held} key and value heads, not {asked}", f"kv_heads={held}")
-    return held or asked
+def _kv_heads(folder: Path, held: int, wanted: int) -> int:
+    """The key and value heads that a folder says, or those of the form where it does not."""
+    if 0 not in (held, wanted) and held != wanted:
+        raise CaseError("load", str(folder), f"has {held} key and value heads, not {wanted}", f"kv_heads={held}")
+    return held or wanted

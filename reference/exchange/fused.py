@@ -43,7 +43,7 @@ def parted(tensors: Mapping[str, Tensor], kv_heads: int, *, qkv: bool = True) ->
 def joined(tensors: Mapping[str, Tensor], kv_heads: int, *, qkv: bool, mlp: bool) -> dict[str, Tensor]:
     """The parts of queries, keys and values (`qkv`), of gate and up (`mlp`), as one tensor each.
 
-    Raises Unfit for parts that are missing or are not those of so many heads.
+    Raises Unfit for parts that are missing or are not of these heads.
     """
     found = dict(tensors)
     for name in [name for name in tensors if qkv and ".wq." in name]:
