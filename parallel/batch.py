@@ -113,7 +113,7 @@ def _keys(case: Case, batch: Batch | None, device: torch.device, stage: Stage | 
 
 
 def _named(case: Case, keys: Mapping[str, Tensor], device: torch.device) -> Delivered:
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    nothing = torch.empty((0, 0), dtype=torch.int64, device=device)
     counted = torch.arange(case.seq, device=device).expand(case.batch, case.seq)
     missing = {"tokens": nothing, "labels": nothing, "loss_mask": nothing, "positions": counted}
     held: dict[str, Any] = {**missing, **keys}

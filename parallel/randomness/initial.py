@@ -57,11 +57,12 @@ def initial(case: Case, name: str, place: Placement, at: Coordinates, streams: S
     if case.init == "field":
         return standard(case.seed, name, indices(place, at), place.shape) * scale * real
     if not _is_internevo(case):
-        return _drawn(streams, MODEL_PARALLEL if place.cuts else DEFAULT, local_shape(place, at), scale) * real
+        stream = MODEL_PARALLEL if "tp" in place.axes else DEFAULT  # of a pipeline's stage each rank holds all
+        return _drawn(streams, stream, local_shape(place, at), scale) * real
     rank, size = at[_axis(case)]
     first = _drawn(streams, _FIRST, local_shape(place, {**at, _axis(case): (0, size)}), scale)
     own = _drawn(streams, _OWN, local_shape(place, at), scale) if rank else first
-    return (own if place.cuts else first) * real
+    return (own if _axis(case) in place.axes else first) * real
 
 
 def _drawn(streams: Streams, stream: str, shape: tuple[int, ...], scale: float) -> Tensor:

@@ -23,7 +23,8 @@ weights are split over wp, gathered whole for each use. tp and wp are sizes of t
     step: loss, tokens                       | dp   | -            | -          | all_reduce                 | 16
     step: squared norm                       | wp   | -            | -          | all_reduce                 | W
 
-One row a tensor and micro-batch, `step` once a step; `recompute` holds for recompute=full. p = tp. Bytes of: K the
+One row a tensor and micro-batch on the pipeline stage that holds it, `step` once a step; `recompute` holds for
+recompute=full. p = tp. Bytes of: K the
 whole weight (the embedding's and a tied head's: the whole padded table), k the whole bias, K+k all of a block; A one
 whole activation; KV = B*S*2*max(kv_heads, p)*head_dim numbers; V the padded logits, v the true ones; T one number a
 token in the loss's dtype, W one; N the parameter; G all gradients of a rank. Label smoothing adds one term to the loss.
@@ -39,7 +40,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from parallel.expectation import (
@@ -54,6 +55,7 @@ from parallel.expectation import (
 )
 from parallel.layers.roles import attention_linears, mlp_linears
 from parallel.schedules.recompute import computed_again
+from parallel.schedules.stages import stages
 from parallel.schemes import weight_parallel
 from parallel.strategy import Strategy
 from reference.case import Case
@@ -112,20 +114,29 @@ def _block_weights(case: Case) -> Iterator[Term]:
 
 
 def _calls(case: Case) -> Iterator[_Call]:
-    full = shapes(case)
-    blocks = [_linears(case, layer) for layer in range(case.layers)]
-    order = list(itertools.chain(*blocks))
+    """Nothing is gathered ahead for another stage of a pipeline: each begins and ends as a whole model does."""
+    again, full = computed_again(case), shapes(case)
+    for stage in stages(case):
+        yield from _calls_of_layers(case, stage.layers, again, full)
+
+
+def _calls_of_layers(
+    case: Case, layers: Sequence[int], again: Container[int], full: dict[str, Shape]
+) -> Iterator[_Call]:
+    """The gathers of these consecutive layers, all of a stage's."""
+    blocks = {layer: _linears(case, layer) for layer in layers}
+    order = list(itertools.chain(*blocks.values()))
     following = dict(zip(order, [*order[1:], order[-1]], strict=True))
-    again, last = computed_again(case), case.layers - 1
-    for layer, linears in enumerate(blocks):
-        later = blocks[min(layer + 1, case.layers - 1)] if case.overlap else linears
-        before = f"layers.{layer - 1}.attention.wo" if layer else linears[0]
+    first, last = layers[0], layers[-1]
+    for layer, linears in blocks.items():
+        later = blocks[min(layer + 1, last)] if case.overlap else linears
+        before = f"layers.{layer - 1}.attention.wo" if layer > first else linears[0]
         recomputed = layer in again
         by_block = case.fuse_weights or (case.overlap and recomputed)
         if case.fuse_weights:
             size = sum(itertools.chain(*(_bytes(case, full, linear) for linear in linears)))
             forward = before if case.overlap else linears[0]
-            ahead = case.overlap and layer > 0, case.overlap and (not recomputed or layer < last)
+            ahead = case.overlap and layer > first, case.overlap and (not recomputed or layer < last)
             backward = later[-1]
             yield _Call(
                 payload_bytes=size,
@@ -143,7 +154,7 @@ def _calls(case: Case) -> Iterator[_Call]:
             # The first linear of a block that started all of its gathers waits before anything is computed.
             waits = linear == linears[0]
             ahead = (
-                case.overlap and (layer > 0 or not waits),
+                case.overlap and (layer > first or not waits),
                 case.overlap and (not by_block or layer < last or not waits),
             )
             for size in _bytes(case, full, linear):

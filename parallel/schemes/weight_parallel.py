@@ -26,6 +26,7 @@ from parallel.layers.ulysses import by_all_to_all
 from parallel.layout import Cut, Placement, local_shape
 from parallel.mesh import Axis, Mesh
 from parallel.schedules.recompute import computed_again
+from parallel.schedules.stages import held
 from parallel.strategy import Parts
 from parallel.weights.linear import WeightLinear
 from parallel.weights.prefetch import Gathers, PrefetchPlan
@@ -102,7 +103,8 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
     sequence, weights = mesh.axis("tp"), mesh.axis("wp")
     places, dtype = placements(case), dtype_of(case)
     plan = PrefetchPlan(ahead=case.overlap, fused=case.fuse_weights, recompute=computed_again(case))
-    gathers = Gathers(weights, plan)
+    own_stages = held(case, mesh.axis("pp").rank)
+    by_layer = {layer: one for stage in own_stages for one in [Gathers(weights, plan)] for layer in stage.layers}
 
     def own(name: str) -> tuple[int, ...] | None:
         return local_shape(places[name], mesh.coordinates) if name in places else None
@@ -110,6 +112,7 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
     def linear(name: str) -> nn.Module:
         _, block, _, leaf = name.split(".")
         shape = local_shape(places[f"{name}.weight"], mesh.coordinates)
+        gathers = by_layer[int(block)]
         return WeightLinear(shape, gathers, block=int(block), leaf=leaf, bias=case.bias, dtype=dtype, device=device)
 
     def embedding() -> nn.Module:

@@ -12,11 +12,12 @@ A block's linears in forward order are k = 0, 1, ..; every call belongs to the m
     yes   yes   any            | `wo` the next block | -         | the last linear the block before
 
 Where it cannot be started earlier, k = 0 of the first block starts its block in forward and the last linear of the
-last block its own (or its block) in backward. Backward of a block begins at its last linear, before the block is run
-again: so recompute and backward share one gather wherever the table says "-". A result is dropped with its last use,
-and no graph holds it.
+last block its own (or its block) in backward; on a pipeline these are blocks of one stage. Backward of a block begins
+at its last linear, before the block is run again: so recompute and backward share one gather wherever the table says
+"-". A result is dropped with its last use, and no graph holds it.
 Source: InternEvo `core/parallel/comm/isp.py` (modes.md 3.6): prefetch before `wo`, module by module in backward,
-recomputed blocks prefetch the block before and keep their weights, `layer_fuse_isp_comm`.
+recomputed blocks prefetch the block before and keep their weights, `layer_fuse_isp_comm`; its ISPOverlapState, one for
+every chunk of a pipeline rank.
 """
 
 from __future__ import annotations
@@ -117,7 +118,10 @@ class _BlockGather(torch.autograd.Function):
 
 
 class Gathers:
-    """All blocks' gathers over one axis on one rank. Linears take their seats in forward order, while being built."""
+    """The gathers of one stage's blocks over one axis on one rank.
+
+    Linears take their seats in forward order, while being built.
+    """
 
     def __init__(self, axis: Axis, plan: PrefetchPlan) -> None:
         self.axis, self.plan = axis, plan

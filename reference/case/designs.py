@@ -9,7 +9,7 @@ over the cost of a run; nothing depends on their being the best.
 
 from __future__ import annotations
 
-__all__ = ["AUTOTP", "CONTEXT", "INTERNEVO", "MEGATRON", "SCHEMES", "WEIGHTS_SPLIT", "WHOLE"]
+__all__ = ["AUTOTP", "GATHERED", "INTERNEVO", "MEGATRON", "SCHEMES", "WEIGHTS_SPLIT", "WHOLE"]
 
 MEGATRON = (
     "tp=4 kv_heads=8 family=opt activation=relu delivery=flat recompute=selective",
@@ -49,16 +49,16 @@ AUTOTP = (
 """Default cases of mode=autotp in place of a list of pairs, beside a plain one: most of its code is that of another
 mode, whose list has the pairs. In `deep` it has all pairs as well.
 """
-CONTEXT = (
+GATHERED = (
     "layers=1 steps=1 tp=2 cp=2 seq=16 order=cp-tp recompute=full early_stop=true",
-    "layers=1 steps=1 tp=1 cp=2 cp_comm=gather cp_slices=contiguous recompute=full recompute_method=block "
-    "recompute_layers=2",
+    "layers=3 steps=1 tp=1 cp=2 pp=2 last_layers=1 cp_comm=gather cp_slices=contiguous recompute=full "
+    "recompute_method=block recompute_layers=2",
     "layers=1 steps=1 tp=1 cp=2 cp_comm=alltoall parity=1",
     "layers=1 steps=1 tp=1 cp=4 seq=16 cp_comm=alltoall-ring cp_inner=2",
+    "layers=2 steps=1 tp=2 pp=2 schedule=gpipe first_layers=1",
+    "layers=4 steps=1 tp=2 pp=2 schedule=interleaved chunks=2 group=3",
 )
-"""Cases of context parallelism and recomputation behind a mode's list: every value of their words once, on few ranks
-and in little time.
-"""
+"""The same where weights are gathered, and data ranks share nothing. One stage gathers its second layer ahead."""
 SCHEMES = (
     "layers=1 tp=2 cp=2 seq=16 zero=1 bucket=900 wgrad=deferred order=cp-tp recompute=full early_stop=true",
     "layers=2 steps=1 tp=1 cp=2 pp=2 cp_comm=gather cp_slices=contiguous recompute=full recompute_method=block "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reference.case.designs import AUTOTP, CONTEXT, INTERNEVO, MEGATRON, SCHEMES, WEIGHTS_SPLIT, WHOLE
+from reference.case.designs import AUTOTP, GATHERED, INTERNEVO, MEGATRON, SCHEMES, WEIGHTS_SPLIT, WHOLE
 
 __all__ = ["MODES", "Mode", "mode_of", "whose"]
 
@@ -94,8 +94,7 @@ MODES: dict[str, Mode] = {
         sequence=True,
         weight_axis="wp",
         data_parallel=False,
-        stages=False,
-        spread=CONTEXT,
+        spread=GATHERED,
         design=WEIGHTS_SPLIT,
     ),
     "autotp": Mode(

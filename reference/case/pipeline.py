@@ -2,6 +2,7 @@
 
 Ranks share layers as in Megatron-Core: those of the first and the last rank where they are stated, the rest evenly, and
 each splits its own evenly over its chunks. Its interleaved schedule runs groups of micro-batches, none smaller than pp.
+Where weights have ranks of their own (isp), these are of one stage, as in InternEvo, whose orders all end in pp.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
                 yield key, "is for several pipeline stages, and pp=1 has one", f"{key}={plain}"
         return
     if not mode_of(v).stages:
-        rule = (
-            "gathers weights one layer ahead of a whole model, and at the border of two stages that has no closed form"
-        )
-        if not mode_of(v).gathers_weights:
-            rule = "runs whole models, as DeepSpeed's inference does"
+        rule = "runs whole models, as DeepSpeed's inference does"
         yield "pp", f"mode={v['mode']} {rule}; pipelines run mode={whose(lambda one: one.stages)}", "pp=1"
+    words = v["order"].lower().split("-")
+    if mode_of(v).gathers_weights and "pp" in words[:-1]:
+        rule = f"must end in pp: mode={v['mode']} splits the weights of a stage over neighbouring ranks"
+        yield "order", rule, f"order={'-'.join([*(word for word in words if word != 'pp'), 'pp'])}"
     yield from _chunks(v)
     try:
         _layers(v)

@@ -111,7 +111,9 @@ def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **
     case = case.but(parity=draw(st.sampled_from((0, 1, 2)), label="parity"))
     case = case.but(**draw(_data_parallel(case))) if MODES[mode].data_parallel else case
     case = case.but(**draw(_randomness(case)))
-    orders = ("dp-cp-tp", "cp-tp-dp") if case.pp == 1 else ("dp-cp-tp-pp", "pp-cp-tp-dp")
+    orders = ["dp-cp-tp", "cp-tp-dp"] if case.pp == 1 else ["dp-cp-tp-pp", "pp-cp-tp-dp"]
+    if case.pp > 1 and MODES[case.mode].gathers_weights:
+        del orders[1]
     return case.but(order=draw(st.sampled_from((case.order, *orders)), label="order"))
 
 
@@ -146,6 +148,7 @@ def _pipeline(draw: st.DrawFn, /, case: Case) -> Case:
         return case
     schedule = draw(st.sampled_from(SCHEDULES[: 3 if pp < 4 and case.steps <= 3 else 2]), label="schedule")
     words: dict[str, Any] = {axis: 1, "pp": pp, "schedule": schedule}
+    words["wp"] = math.gcd(case.wp, case.tp * case.dp // pp)
     words["chunks"] = chunks = 2 if schedule == "interleaved" else 1
     ends = {key: chunks * draw(st.integers(0, 2), label=key) for key in ("first_layers", "last_layers")}
     between = pp - sum(map(bool, ends.values()))

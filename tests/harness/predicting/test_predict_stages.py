@@ -34,6 +34,7 @@ CLUSTER = PRESETS["8xH100-NVLink-IB400"]
 SIZES = "heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=18 batch=2 steps=1"
 CASES = (
     "mode=tp tp=1 pp=4 layers=5 first_layers=2 micro=6",
+    "mode=isp tp=1 dp=2 wp=2 pp=3 layers=4 first_layers=1 last_layers=1 micro=2 tied=false optimizer=adamw",
     "mode=tp-sp tp=3 pp=3 layers=4 first_layers=1 last_layers=1 micro=2 tied=false optimizer=adamw",
     "mode=tp tp=1 dp=2 pp=2 layers=8 micro=4 schedule=interleaved chunks=2 zero=1",
     "mode=tp-sp tp=3 cp=3 pp=2 layers=3 last_layers=2 micro=3 schedule=gpipe recompute=full",

@@ -39,8 +39,17 @@ CASES = (
     f"mode=tp tp=1 pp=3 layers=6 micro=3 {CHUNKS} metric=true {SGD}",
     f"mode=tp tp=1 pp=2 layers=6 first_layers=4 micro=5 {CHUNKS} group=3 {ADAMW}",
     f"mode=fsp tp=1 pp=3 dp=2 layers=4 last_layers=2 micro=2 packed=true family=internlm2 zero=1 {ADAMW}",
+    f"mode=isp tp=1 dp=2 wp=2 pp=2 layers=3 first_layers=2 micro=3 recompute=full recompute_method=block {ADAMW}",
 )
 DEEP = (
+    f"mode=isp tp=1 dp=2 wp=2 pp=2 layers=8 micro=4 {CHUNKS} tied=true embedding=vocab metric=true {ADAMW}",
+    f"mode=isp tp=3 wp=3 pp=2 dp=2 layers=6 first_layers=4 micro=5 {CHUNKS} group=3 recompute=full bias=true {SGD}",
+    f"mode=isp tp=1 dp=2 wp=2 pp=4 layers=5 first_layers=2 micro=6 overlap=false recompute=full {SGD}",
+    f"mode=isp tp=1 dp=3 wp=3 pp=4 layers=6 last_layers=3 micro=2 schedule=gpipe fuse_weights=true head=local {ADAMW}",
+    f"mode=isp tp=2 dp=2 wp=4 pp=2 heads=4 kv_heads=2 vocab=392 ffn=44 seq=8 layers=4 micro=3 packed=true"
+    f" family=internlm2 recompute=selective {SGD}",
+    f"mode=isp tp=1 wp=2 dp=2 cp=2 pp=2 seq=8 layers=4 micro=3 recompute=full recompute_method=block dropout=0.2"
+    f" attention_dropout=0.1 random=stateful init=shard tied=false delivery=flat head=gather {SGD}",
     f"mode=mtp tp=3 pp=2 dp=2 vocab=390 layers=4 micro=4 {CHUNKS} zero=1 embedding=hidden tied=false metric=true"
     f" {ADAMW}",
     f"mode=msp tp=3 pp=2 dp=2 vocab=390 layers=3 last_layers=2 micro=3 zero=1 bucket=900 tied=true {ADAMW}",
@@ -110,7 +119,8 @@ def shared_layers(draw: st.DrawFn) -> Case:
     pp, chunks = draw(st.integers(2, 5)), draw(st.integers(1, 3))
     first, last, each = (draw(st.integers(1, most)) * chunks for most in (3, 3, 2))
     layers = first + last + each * (pp - 2)
-    mode, zero, tied = draw(st.sampled_from(("tp", "tp-sp"))), draw(st.integers(0, 1)), draw(st.booleans())
+    mode, tied = draw(st.sampled_from(("tp", "tp-sp", "isp wp=2"))), draw(st.booleans())
+    zero = draw(st.integers(0, 1)) if mode[:2] == "tp" else 0
     micro = draw(st.integers(1, 5)) if chunks == 1 else pp * draw(st.integers(1, 2))
     words = f"mode={mode} tp=2 dp=3 pp={pp} layers={layers} micro={micro} tied={str(tied).lower()} zero={zero}"
     words += f" schedule=interleaved chunks={chunks}" if chunks > 1 else ""
@@ -128,7 +138,9 @@ def test_stages_hold_every_parameter_once_and_a_tied_table_twice(case: Case) -> 
 
 @given(shared_layers())
 def test_what_is_sent_is_received_and_no_layer_talks_twice(case: Case) -> None:
-    """2 m (pp chunks - 1) messages a step; all other terms of layers are those without stages."""
+    """2 m (pp chunks - 1) messages a step; all other terms of layers are those without stages, where weights are
+    gathered not always of the same linear.
+    """
     terms = list(subject.expected(case))
     moved = Counter[str]()
     for term in terms:
@@ -137,11 +149,30 @@ def test_what_is_sent_is_received_and_no_layer_talks_twice(case: Case) -> None:
     assert moved == dict.fromkeys(("send", "recv"), 2 * case.steps * case.micro * (case.pp * case.chunks - 1))
     flat = case.but(pp=1, **WORDS)
     inside = [
-        Counter((t.phase, t.region, t.op, t.payload_bytes, t.calls) for t in found if t.region)
+        Counter((t.phase, t.region * (t.axis != "wp"), t.op, t.payload_bytes, t.calls) for t in found if t.region)
         for found in (terms, subject.expected(flat))
     ]
     assert inside[0] == inside[1]
     assert all(term.at for term in terms if term.region)
+
+
+@given(shared_layers())
+def test_a_stage_gathers_what_it_holds_and_waits_for_its_first_linear(case: Case) -> None:
+    """Forward, of the linears of a stage all but the first are gathered behind a product of the same stage."""
+    if case.mode != "isp":
+        case = case.but(mode="isp", zero=0, wp=2)
+    for stage in stages(case):
+        gathers = [
+            (t.region, t.hidden, t.payload_bytes)
+            for t in subject.expected(case)
+            if t.axis == "wp" and t.op == "all_gather" and t.phase == "forward" and stage.holds(t.region)
+            if t.region.startswith("layers.")
+        ]
+        weights = [8 * math.prod(shape) for name, shape in shapes(case).items() if stage.holds(name)]
+        linear = f"layers.{stage.layers[0]}.attention.wqkv"
+        assert [region for region, hidden, _ in gathers if not hidden] == [linear] * (1 + case.bias)
+        assert len(gathers) == len(stage.layers) * 4 * (1 + case.bias)
+        assert {size for *_, size in gathers} <= set(weights)
 
 
 @given(shared_layers())

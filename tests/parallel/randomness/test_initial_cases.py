@@ -27,9 +27,9 @@ SIZES = "layers=3 heads=6 kv_heads=2 hidden=24 ffn=36 vocab=390 seq=12 micro=2 s
     "words",
     [
         "mode=tp-sp tp=2 dp=2 zero=1 init=shard",
-        "mode=isp tp=2 wp=2 init=shard layers=1",
+        "mode=isp tp=1 dp=2 wp=2 pp=2 init=shard layers=2 tied=false",
         "tp=1 dp=2 init=field layers=1",
-        "tp=2 init=shard layers=1 dtype=bfloat16 master=float32 optimizer=adamw",  # returned wide
+        "tp=2 pp=2 init=shard layers=2 tied=false dtype=bfloat16 master=float32 optimizer=adamw",  # returned wide
     ],
 )
 def test_training_from_them_is_the_dense_models(prover: Prover, words: str) -> None:

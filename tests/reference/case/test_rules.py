@@ -62,8 +62,7 @@ BROKEN = {
     "order=tp-xp-dp": "'xp' is not an axis",
     "dp=2 order=tp-cp": "must name dp, whose size is 2",
     "dp=2 order=dp-tp-dp": "names dp twice",
-    "mode=isp pp=2": "mode=isp gathers weights one layer ahead of a whole model, and at the border of two stages "
-    "that has no closed form; pipelines run mode=tp|tp-sp|mtp|msp|fsp",
+    "mode=isp pp=2 order=pp-tp": "must end in pp: mode=isp splits the weights of a stage over neighbouring ranks",
     "pp=2 zero=2": "a stage of pp=2 keeps whole gradients of all its micro-batches, and sums them once (zero=2)",
     "pp=4": "must share evenly over 4 stages, unless first_layers= or last_layers= is given",
     "pp=3 first_layers=1 last_layers=1": "leaves none to pipeline ranks [1] of pp=3",

@@ -205,4 +205,55 @@ PIPELINES = (
         region="",
         cause="missing_call",
     ),
+    Mutant(
+        name="weights-of-another-chunk-gathered-ahead",
+        stands_for="InternEvo keeps a prefetch state a chunk: with one for all, backward begins with the chunk before",
+        modes={"isp": "overlap=true"},
+        suite=CHUNKS,
+        changes=(
+            Change(
+                module="parallel.schemes.weight_parallel",
+                old="for stage in own_stages for one in [Gathers(weights, plan)]",
+                new="for one in [Gathers(weights, plan)] for stage in own_stages",
+            ),
+        ),
+        kills="ledger",
+        phase="forward|backward",
+        region="layers.*",
+        cause="not_waited",
+    ),
+    Mutant(
+        name="last-layer-of-a-stage-gathers-ahead",
+        stands_for="modes.md 3.6: behind the last layer nothing is left to gather, and the first is gathered once more",
+        modes={"isp": "overlap=true"},
+        suite=STAGES,
+        changes=(
+            Change(
+                module="parallel.weights.prefetch",
+                old="self._start(self._blocks.get(seat.block + 1, []))",
+                new="self._start(self._blocks.get(seat.block + 1, self._blocks[min(self._blocks)]))",
+            ),
+        ),
+        kills="ledger",
+        phase="forward|backward",
+        region="layers.*",
+        cause="not_waited",
+    ),
+    Mutant(
+        name="recomputed-layers-counted-over-all-stages",
+        stands_for="InternEvo counts them in every chunk (ckpt_block_num), and not in the whole model",
+        modes={"isp": "overlap=true fuse_weights=false"},
+        suite={**STAGES, "recompute": "full", "recompute_method": "block"},
+        changes=(
+            Change(
+                module="parallel.schemes.weight_parallel",
+                old="recompute=computed_again(case))",
+                new="recompute=range(case.recompute_layers))",
+            ),
+        ),
+        kills="ledger",
+        phase="recompute|backward",
+        region="layers.*",
+        cause="extra_call",
+    ),
 )

@@ -61,8 +61,8 @@ GROUPS = (
         changes=(
             Change(
                 module="parallel.schemes.weight_parallel",
-                old="gathers = Gathers(weights,",
-                new="gathers = Gathers(sequence,",
+                old="[Gathers(weights, plan)]",
+                new="[Gathers(sequence, plan)]",
             ),
         ),
         kills="run",
