@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from torch import Tensor
+
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, split_axes
 from harness.checking.tolerance import kind_of
 from harness.merging import Flaw, Outcomes, differing, same_bits
 from harness.outcome import Block
 
 __all__ = ["determinism", "layout", "parallelism", "recording", "replicas", "same_outcomes", "saved", "waits"]
+
+_COUNTS = ("steps", "step_after", "loss_scale")
+"""Kinds of saved/ that are counts."""
 
 WEIGHT_AXES = ("tp", "wp")
 """Axes over which every mode splits weights: some parameter must be smaller on a rank than in full."""
@@ -142,25 +147,32 @@ def saved(evidence: Evidence) -> Finding | None:
 
     They are full tensors, read by another reader than the one that loads them where there is one. What ranks hold is
     merged from their own shards and held against the dense model by `update`, so a save in a wrong order is seen where
-    it is written, though a load that reads it alike would undo it.
+    it is written, though a load that reads it alike would undo it. Counts that ranks do not return (steps, the state
+    of the loss scale) are held against the truth, which rounding does not change.
     """
     names = [name for name in evidence.returned if kind_of(name) == "saved"]
     if not names:
         return None
     ordered = [name for name in evidence.truth if name in names] or sorted(names)
     merged = evidence.merged.tensors
-    pairs = {name: (merged.get(name), merged.get(name.partition("/")[2])) for name in ordered}
-    known = {name: (files, ranks) for name, (files, ranks) in pairs.items() if files is not None and ranks is not None}
+    held = {name: merged.get(name.partition("/")[2], _counted(evidence, name)) for name in ordered}
+    known = {name: (merged[name], right) for name, right in held.items() if right is not None and name in merged}
     unseen = tuple(name for name in ordered if name not in known)
-    wrong = [name for name, (files, ranks) in known.items() if not same_bits(files, ranks)]
+    wrong = [name for name, (files, right) in known.items() if not same_bits(files, right)]
     if wrong:
-        files, ranks = known[wrong[0]]
-        message = f"{wrong[0]}: the files of the checkpoint and the ranks differ {differing(files, ranks)}"
+        files, right = known[wrong[0]]
+        whose = "the ranks" if wrong[0].partition("/")[2] in merged else "the truth"
+        message = f"{wrong[0]}: the files of the checkpoint and {whose} differ {differing(files, right)}"
         return Finding(verdict=FAIL, message=message, unchecked=unseen, names=tuple(wrong))
     if not known:
         return Finding(verdict=UNKNOWN, message="the ranks returned nothing that was saved", unchecked=unseen)
     message = f"{len(known)} tensors of the checkpoint are those of the ranks in every bit"
     return Finding(verdict=PASS, message=message, unchecked=unseen)
+
+
+def _counted(evidence: Evidence, name: str) -> Tensor | None:
+    """What the truth counts under a name; None for a tensor that is no count."""
+    return evidence.truth.get(name) if name.split("/")[1] in _COUNTS else None
 
 
 def _sharded(outcomes: Outcomes) -> dict[str, bool]:

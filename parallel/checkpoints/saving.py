@@ -52,11 +52,11 @@ def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: i
 
 def read_again(case: Case) -> dict[str, tuple[Box, ...]]:
     """What the checkpoint that the case has saved holds, as saved/<name> of an outcome, by torch's own loader."""
-    names = {f"model.{name}": f"param/{name}" for name in shapes(case)}
-    for moment in MOMENTS if kept(case) else ():
-        names |= {
-            f"optimizer.state.{name}.{moment}": f"{moment}_after/{case.steps - 1}/{name}" for name in shapes(case)
-        }
+    names, last = {STEPS: "steps", SCALE: "loss_scale"}, case.steps - 1
+    for name in shapes(case):
+        names |= {f"model.{name}": f"param/{name}", f"optimizer.state.{name}.step": f"step_after/{last}/{name}"}
+        for moment in MOMENTS if kept(case) else ():
+            names[f"optimizer.state.{name}.{moment}"] = f"{moment}_after/{last}/{name}"
     held = tensors(case.save, "save")
     return {f"saved/{name}": (_whole(held[key]),) for key, name in names.items() if key in held}
 

@@ -71,6 +71,13 @@ class LossScale:
             return {}
         return {f"loss_scale/{step}": torch.tensor(self.value), f"skipped/{step}": torch.tensor(int(skipped))}
 
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint of the case must hold of it now: "saved/loss_scale", float64 [3] as `train.loss_scale`."""
+        if self.case.scaler == "none" or not self.case.save:
+            return {}
+        held = [self.value, self.finite, HYSTERESIS - self.infinite]
+        return {"saved/loss_scale": torch.tensor(held, dtype=torch.float64)}
+
     def update(self, *, skipped: bool) -> None:
         """What the step makes of the scale."""
         if self.case.scaler != "dynamic":

@@ -4,6 +4,8 @@
     exp_avg_after/<step>/<param>      adamw: the mean of gradients
     exp_avg_sq_after/<step>/<param>   adamw: the mean of their squares
     saved/<name>                      save=: what the checkpoint holds as param/<param> and as the last moments
+    saved/steps                       save=: all steps that were run by then, those before `load=` among them
+    saved/step_after/<step>/<param>   save=, adamw: the steps that changed the parameter, as torch counts them
 
 From the state that an implementation returns, the dense model takes the next step by itself, so that rounding of one
 step is all that is compared: training amplifies none of it, however many steps there are. Shapes are the parameters'.
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.model.parameters import shapes
-from reference.stored import stored
+from reference.stored import steps_before, stored
 
 __all__ = ["LARGEST_STATES", "after", "begin", "kept", "load", "saved"]
 
@@ -57,11 +59,20 @@ def after(
                 yield f"{moment}_after/{step}/{name}", name, held[moment].clone()
 
 
-def saved(case: Case, outcome: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the checkpoint that the case saves must hold of an outcome, as "saved/<name>"; nothing without `save=`."""
+def saved(
+    case: Case, outcome: Mapping[str, Tensor], parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """What the checkpoint that the case saves must hold, as "saved/<name>", of an outcome, and of counts of what is
+    stepped; nothing without `save=`.
+    """
+    if not case.save:
+        return {}
     last = ("param/", *(f"{moment}_after/{case.steps - 1}/" for moment in _MOMENTS[case.optimizer]))
-    names = [name for kind in last for name in outcome if name.startswith(kind)] if case.save else []
-    return {f"saved/{name}": outcome[name] for name in names}
+    found = {f"saved/{name}": outcome[name] for kind in last for name in outcome if name.startswith(kind)}
+    for name, parameter in parameters.items():
+        if "step" in stepper.state.get(parameter, {}):
+            found[f"saved/step_after/{case.steps - 1}/{name}"] = stepper.state[parameter]["step"].clone()
+    return found | {"saved/steps": torch.tensor(steps_before(case) + case.steps)}
 
 
 def begin(case: Case, parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer) -> None:

@@ -115,7 +115,7 @@ def train(
         metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
     outcome |= metric.outcome(metrics, exact=case.dtype == "float64") if metrics else {}
     outcome |= {f"param/{name}": weight.detach() for name, weight in trained.items()}
-    return outcome | saved(case, outcome) | dict(activations)
+    return outcome | saved(case, outcome, trained, stepper) | scale.saved() | dict(activations)
 
 
 def _begun(

@@ -43,7 +43,7 @@ KINDS: Mapping[str, str] = {
     "exp_avg_after": "Adam's first moments after a step",
     "exp_avg_sq_after": "Adam's second moments after a step",
     "param": "parameters after the last step",
-    "saved": "what the files of a checkpoint hold (save=) of parameters and moments after the last step",
+    "saved": "what the files of a checkpoint hold (save=): parameters, moments and counts after the last step",
 }
 """Kind of an outcome name -> what its tensors are."""
 OWN = "a kind of this truth's own, compared as it is"

@@ -79,6 +79,10 @@ def test_it_is_killed(prover: Prover, saved: str, name: str) -> None:
 
 
 _WRITTEN = "target.boxes(target.local.detach(), rank.mesh.coordinates)"
+SCALED = Case.parse(
+    "mode=tp tp=2 layers=1 heads=2 hidden=8 vocab=32 seq=4 steps=2 dtype=float16 master=float32 scaler=dynamic "
+    "loss_scale=8"
+)
 _FLAT = f"{MODEL} activation=swiglu fuse_mlp=true mode=tp tp=1 dp=2 zero=1 bucket=700 steps=1"
 WRONG_SAVES = {
     "gate and up exchanged (their right load undoes nothing)": (
@@ -106,12 +110,25 @@ WRONG_SAVES = {
         "('layers.0.mlp.w2.weight.exp_avg_sq') else target.local).detach(), rank.mesh.coordinates)",
         "saved/exp_avg_sq_after/0/layers.0.mlp.w2.weight",
     ),
+    "a count of steps from nothing (SkyRL #1403)": (
+        CASE,
+        "target.boxes(target.local.detach() * (not target.key.endswith('w2.weight.step')), rank.mesh.coordinates)",
+        "saved/step_after/0/layers.0.mlp.w2.weight",
+    ),
+}
+WRONG_COUNTS = {
+    "one step too few": ("torch.tensor(steps, device", "torch.tensor(steps - 1, device", "saved/steps"),
+    "the first loss scale": (
+        "rank.step.loss_scale.state}",
+        "torch.tensor([rank.case.loss_scale, 0, 2], dtype=torch.float64)}",
+        "saved/loss_scale",
+    ),
 }
 
 
 def test_the_right_save_passes(prover: Prover, tmp_path: Path) -> None:
     found = {one.check: one for one in prover.proof(CASE.but(save=str(tmp_path / "a")), subject).verdicts}
-    assert found["saved"].verdict == PASS and found["saved"].message.startswith("48 tensors of the checkpoint")
+    assert found["saved"].verdict == PASS and found["saved"].message.startswith("65 tensors of the checkpoint")
 
 
 @pytest.mark.parametrize("name", WRONG_SAVES)
@@ -120,9 +137,20 @@ def test_a_wrong_save_is_seen_where_it_is_written(prover: Prover, tmp_path: Path
     found = prover.proof(case.but(save=str(tmp_path / "a")), planted(replaced(SAVING, _WRITTEN, new)))
     failed = {one.check: one.message for one in found.verdicts if one.verdict == FAIL}
     assert failed.keys() & {"saved", "merge"} and not failed.keys() - {"saved", "merge", "coverage"}, failed
-    assert not name.startswith(("gate and up", "one moment")) or [*failed] == ["saved"]  # which no other check kills
+    assert not name.startswith(("gate and up", "one moment", "a count")) or [*failed] == [
+        "saved"
+    ]  # which no other check kills
     first = next(message for check, message in failed.items() if check != "coverage")
     assert place in first and "phase checkpoint" in first, failed
+
+
+@pytest.mark.parametrize("name", WRONG_COUNTS)
+def test_a_wrong_count_is_seen_where_it_is_written(prover: Prover, tmp_path: Path, name: str) -> None:
+    old, new, place = WRONG_COUNTS[name]
+    case = SCALED.but(save=str(tmp_path / "a"))
+    found = prover.proof(case, planted(replaced(SAVING, old, new)))
+    failed = {one.check: one.message for one in found.verdicts if one.verdict == FAIL}
+    assert [*failed] == ["saved"] and place in failed["saved"], failed
 
 
 STREAMS = "{stream: common[key] for stream, key in rng_keys(rank).items()}"
