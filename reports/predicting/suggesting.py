@@ -12,7 +12,7 @@ a layer and what lies outside of layers follow. For stage r of pp with l of the 
              leaves for backward, l times, for each of min(pp - r, m) micro-batches; on the last stage what lies
              outside of layers
     time     one micro-batch on every stage, m - 1 more on the slowest; the sum of gradients over d, for zero=2|3
-             gathers and sums of every micro-batch
+             gathers and sums of every micro-batch; stages sum once a step, and gather once unless zero=3
 
 Sizes are bytes, times seconds.
 """
@@ -143,7 +143,8 @@ def _layouts(said: dict[str, str], world: int, inner: int, contexts: tuple[str, 
             several = zeros if world > int(tp) * int(pp) else zeros[:1]
             for zero, recompute, stages in product(several, recomputes, _stages(said, int(pp))):
                 mesh = f"mode={mode} tp={tp} cp={cp} pp={pp} dp={world // inside}"
-                yield f"{mesh} zero={zero} recompute={recompute} micro={micro * inside}{stages}"
+                kept = " no_sync=true" if int(pp) > 1 and int(zero) >= 2 and "no_sync" not in said else ""
+                yield f"{mesh} zero={zero} recompute={recompute} micro={micro * inside}{stages}{kept}"
 
 
 def _stages(said: dict[str, str], pp: int) -> Iterator[str]:
@@ -213,7 +214,12 @@ def _estimate(one: Candidate, cluster: Cluster, known: dict[str, _Measured], mea
     data = route([tp * place for place in range(ranks)], cluster)
     gather_s = seconds("all_gather", size, data, cluster.algorithm) if ranks > 1 else 0.0
     sum_s = seconds("all_reduce", size, data, cluster.algorithm) if ranks > 1 else 0.0
-    apart_s = micro * ((zero - 1) * gather_s + sum_s / 2) if zero >= 2 else sum_s
+    if zero < 2:
+        apart_s = sum_s
+    elif pp > 1:
+        apart_s = (1 if zero == 2 else 1 + micro) * gather_s + sum_s / 2
+    else:
+        apart_s = micro * ((zero - 1) * gather_s + sum_s / 2)
     step_s = (micro - 1) * max(stages_s) + sum(stages_s) + apart_s
     tokens = model.tokens * micro * (1 if "wp" in said else dp)
     speed = tokens / step_s / one.case.world_size
@@ -234,12 +240,15 @@ def _peak(model: _Measured, layers: int, place: int, pp: int, in_flight: int, ze
     """Bytes of the stage at this place."""
     outside = model.parameters.outside if pp == 1 else model.parameters.outside / 2 * (place in (0, pp - 1))
     parameters = model.parameters.layer * layers + outside
+    summed_once = pp > 1  # gradients stay whole until then, and parameters from a backward to the next forward
     gathered = parameters if zero == 2 else (outside + model.parameters.layer if zero == 3 else 0.0)
+    gathered = parameters if zero == 3 and summed_once else gathered
     states = (
         parameters / (ranks if zero >= 2 else 1)
-        + parameters * model.gradients / (ranks if zero >= 2 else 1)
+        + parameters * model.gradients / (ranks if zero >= 2 and not summed_once else 1)
         + parameters * model.optimizer / (ranks if zero >= 1 else 1)
     )
-    whole_gradients = outside + model.parameters.layer if zero >= 2 else 0.0  # of what is reduced at a time
+    at_a_time = 0.0 if zero < 2 or summed_once else outside + model.parameters.layer  # gradients that are reduced
     left = model.left.layer * layers * in_flight + (model.left.outside if place == pp - 1 else 0.0)
-    return states + gathered + whole_gradients + max(left, 0.0)
+    apart = 0.0 if zero >= 2 or ranks == 1 else (1.0 if zero else model.gradients)  # of a call over data ranks
+    return states + gathered + at_a_time + max(left, parameters * apart)

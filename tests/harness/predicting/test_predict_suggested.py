@@ -35,6 +35,9 @@ def cluster(gib: float) -> Cluster:
 LAYOUTS = (
     "pp=4 dp=1 zero=0 recompute=none micro=16 first_layers=2 last_layers=2",
     "pp=2 dp=2 zero=1 recompute=none micro=8",
+    "pp=2 dp=2 zero=2 recompute=full micro=8 no_sync=true",
+    "pp=2 dp=2 zero=3 recompute=none micro=8 no_sync=true",
+    "pp=1 dp=4 zero=0 recompute=full micro=4",
     "pp=1 dp=4 zero=3 recompute=full micro=4",
     "pp=1 dp=4 zero=2 recompute=selective micro=4",
 )
@@ -54,6 +57,9 @@ PLANTED = {
     "no bubble": ("(micro - 1) * max(stages_s) + sum(stages_s)", "micro * max(stages_s)"),
     "even stages": ("return [first or even,", "return [layers // pp] * pp if first else [first or even,"),
     "gathers of zero=3 once a step": ("micro * ((zero - 1) * gather_s", "((zero - 1) * gather_s"),
+    "gathers of a stage's zero=3 once a step": ("else 1 + micro) * gather_s", "else 1) * gather_s"),
+    "no buffer of gradients": ("1.0 if zero else model.gradients", "1.0 if zero else 0.0"),
+    "gradients of stages split": ("summed_once = pp > 1", "summed_once = False"),
 }
 """Mistake -> text of the source and what it becomes."""
 
@@ -91,9 +97,7 @@ def test_every_layout_is_legal_on_the_same_tokens_and_near_its_forecast(
 ) -> None:
     found = suggesting.estimates(DEEP, subject, cluster(1.0), 8, measure)
     layouts = [one.candidate.words for one in found]
-    assert (
-        len(set(layouts)) == len(layouts) == 24
-    )  # recompute: 3 of pp=1 zero=0..3, pp=2 zero=0|1, pp=4 even and uneven
+    assert len(set(layouts)) == len(layouts) == 30  # recompute: 3 of pp=1 and pp=2 with zero=0..3, pp=4 even and uneven
     for one in found:
         case = one.candidate.case
         assert case is not None and case.world_size == 8
