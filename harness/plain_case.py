@@ -184,6 +184,11 @@ class PlainCase:
         number = (step * self.micro + micro) * self.axis_sizes["dp"] + dp_rank
         return range(number * batch, (number + 1) * batch)
 
+    @property
+    def defaults(self) -> dict[str, Word]:
+        """Every word and its value where a case does not say it."""
+        return {key: legal[0] for key, legal in self.vocabulary.words}
+
     def words(self) -> dict[str, Word]:
         """Every word and its value."""
         return dict(self.values)
@@ -193,7 +198,7 @@ class PlainCase:
         return self.vocabulary.case({**dict(self.values), **words})
 
     def __str__(self) -> str:
-        defaults = {key: legal[0] for key, legal in self.vocabulary.words}
+        defaults = self.defaults
         said = [f"{key}={_written(value)}" for key, value in self.values if value != defaults[key]]
         return " ".join(said) or f"{AXES[0]}={dict(self.values)[AXES[0]]}"
 

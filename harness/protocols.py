@@ -200,7 +200,8 @@ class Subject(Protocol):
 
 def unsaved(case: CaseLike) -> dict[str, Any]:
     """The words with which another run of a case leaves alone the checkpoint that this one saves; none without one."""
-    return {"save": ""} if getattr(case, "save", "") else {}
+    nothing = getattr(case, "defaults", {}).get("save", "")
+    return {"save": nothing} if getattr(case, "save", nothing) != nothing else {}
 
 
 def case_text(case: CaseLike) -> str:

@@ -27,8 +27,8 @@ __all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
 
 NOT_DRAWN = {
     "preset": "stands for other words, each of which is drawn",
-    "load": "names a folder (tests of checkpoints draw pairs of layouts)",
-    "save": "names a folder (tests of checkpoints draw pairs of layouts)",
+    "load": "names a folder (suites.test_checkpoints draws pairs of layouts)",
+    "save": "names a folder (suites.test_checkpoints draws pairs of layouts)",
     "data": "names a file; the data of a case without it are drawn by its seed",
     "variant": "makes the implementation wrong",
     "scaler": "brings most models to the edge of float16, where rounding decides which step is skipped",

@@ -39,7 +39,12 @@ def loss_of(case: Any, y: Tensor) -> Tensor:
 
 def truth(case: Any, device: torch.device) -> Mapping[str, Tensor]:
     """Dense training."""
-    w1, w2 = (w.requires_grad_() for w in weights(case))
+    return trained(case, *weights(case))
+
+
+def trained(case: Any, w1: Tensor, w2: Tensor) -> Mapping[str, Tensor]:
+    """Dense training from these weights."""
+    w1, w2 = w1.requires_grad_(), w2.requires_grad_()
     outcome: dict[str, Tensor] = {}
     for step in range(case.steps):
         losses = []
@@ -105,11 +110,15 @@ class Network:
     def __init__(self, factor: float = 1.0) -> None:
         self.factor = factor
 
+    def weights(self, case: Any) -> tuple[Tensor, Tensor]:
+        """What training begins with, in full."""
+        return weights(case)
+
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
         rank = dist.get_rank()
         groups = {axis: _group(case.axes[axis], rank) for axis in ("tp", "dp")}
         place, part = case.axis_rank("tp", rank), INNER // case.tp
-        w1, w2 = weights(case)
+        w1, w2 = self.weights(case)
         w1 = w1[place * part :][:part].clone().requires_grad_()
         w2 = w2[:, place * part :][:, :part].clone().requires_grad_()
         shapes = {"w1": ((place * part, 0), (INNER, case.width)), "w2": ((0, place * part), (case.width, INNER))}

@@ -24,7 +24,7 @@ from harness.errors import ProgramError, RequestError
 from harness.merging import merge
 from harness.outcome import localize
 from harness.plain_case import AXES, PlainCase
-from harness.protocols import CaseLike, Subject, Value, case_text
+from harness.protocols import CaseLike, Subject, Value, case_text, unsaved
 from harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
 from harness.running.execution import execute
 from harness.running.truth.joint_masks import in_order
@@ -68,7 +68,7 @@ class OwnTruth:
         or what it returns is not finite.
         """
         parts = (parts or 2) if self.control else 0
-        run_in = case if self.control else case.but(dtype=EXACT)
+        run_in = case.but(**unsaved(case)) if self.control else case.but(dtype=EXACT, **unsaved(case))
         compute = self._alone if isinstance(self.dense, str) else self._own
         tensors, draws = compute(run_in, device, parts, given)
         if given is None and not self.control:

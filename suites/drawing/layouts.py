@@ -1,0 +1,47 @@
+"""Another layout of the same training: as many samples in a step, on other ranks, as far as the subject takes it.
+
+A case of ours changes its mode and axes, and what data ranks share; a case of a subject's own words takes the axes of
+another case that the subject names.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+from harness.plain_case import AXES, PlainCase
+from harness.protocols import CaseLike
+from harness.subject import NamedSubject, claims, own_cases, refusal
+
+__all__ = ["elsewhere"]
+
+_TRIES = 60
+_SIZES = {"tp": (1, 2, 3, 4, 6), "cp": (1, 1, 2), "pp": (1, 1, 2), "wp": (1, 2, 3), "zero": (0, 0, 1, 2, 3)}
+
+
+def elsewhere(case: CaseLike, subject: NamedSubject, worlds: tuple[int, ...], chosen: Random) -> CaseLike:
+    """The case at another layout on as many ranks as one of these worlds has; itself where none is found."""
+    samples = case.micro * getattr(case, "dp", 1)
+    for _ in range(_TRIES):
+        words = _named(subject, chosen) if isinstance(case, PlainCase) else _drawn(case, subject, samples, chosen)
+        ranks = words.get("dp", 1)
+        if samples % ranks:
+            continue
+        with suppress(ValueError):  # a layout that breaks a rule
+            other = case.but(**words, micro=samples // ranks)
+            if other.axes != case.axes and other.world_size in worlds and not refusal(other, subject):
+                return other
+    return case
+
+
+def _named(subject: NamedSubject, chosen: Random) -> dict[str, Any]:
+    one = chosen.choice(own_cases(subject) or ())
+    return {axis: getattr(one, axis) for axis in AXES}
+
+
+def _drawn(case: CaseLike, subject: NamedSubject, samples: int, chosen: Random) -> dict[str, Any]:
+    words: dict[str, Any] = {word: chosen.choice(sizes) for word, sizes in _SIZES.items() if hasattr(case, word)}
+    words["dp"] = chosen.choice([size for size in range(1, samples + 1) if samples % size == 0])
+    modes = claims(subject).modes
+    return {**words, "mode": chosen.choice((case.mode, *modes))}

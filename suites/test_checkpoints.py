@@ -1,0 +1,46 @@
+"""Checkpoints: what is saved at one layout is what the ranks hold, and training goes on from it at another layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.plain_case import PlainCase
+from harness.protocols import CaseLike
+from suites.drawing.layouts import elsewhere
+from suites.session.prover import Prover
+
+__all__ = ["goes_on"]
+
+EXAMPLES = max(1, settings().max_examples // 8)
+"""An example proves two cases."""
+
+
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_training_goes_on_at_another_layout(
+    prover: Prover, mode: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("checkpoint") / "saved"
+    words = {"optimizer": data.draw(st.sampled_from(("adamw", "sgd")), label="optimizer"), "lr": 0.01}
+    case = prover.drawn(data, mode, where_known=words, steps=1)
+    if lacking := [word for word in ("save", "load") if not hasattr(case, word)]:
+        pytest.skip(f"cases of {prover.subject.name} have no word {lacking[0]}")
+    chosen = Random(data.draw(st.integers(0, 2**16), label="layout"))
+    goes_on(prover, case, elsewhere(case, prover.subject, prover.worlds, chosen), folder)
+
+
+def goes_on(prover: Prover, case: CaseLike, other: CaseLike, folder: Path) -> None:
+    """Assert that the first case saves into this folder what its ranks hold, and that the other one goes on from it.
+
+    Skips the test when the subject writes nothing.
+    """
+    prover.holds(case.but(save=str(folder)), "merge", "saved")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        pytest.skip(f"{prover.subject.name} writes no folder for save=")
+    fresh = {} if isinstance(case, PlainCase) else {"init": "whole"}  # initial values are those of the checkpoint
+    prover.holds(other.but(load=str(folder), **fresh), "merge", "forward", "update")
