@@ -10,4 +10,4 @@ from suites.session.prover import Prover
 
 @given(data=st.data())
 def test_the_ledger_is_the_closed_form_and_parallelism_happened(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(prover.drawn(data, mode), "ledger", "groups", "parallelism")
+    prover.holds(prover.drawn(data, mode, steps=2), "ledger", "groups", "parallelism")

@@ -14,5 +14,5 @@ from suites.session.prover import Prover
 def test_replicas_agree_runs_repeat_and_asynchronous_calls_are_hidden(
     prover: Prover, mode: str, data: st.DataObject
 ) -> None:
-    case = prover.drawn(data, mode, steps=2, where_known={"overlap": True})
+    case = prover.drawn(data, mode, steps=2, where_known={"overlap": True, "micro": 2})
     prover.holds(case, "merge", "replicas", "determinism", "recording", "waits", "overlap")

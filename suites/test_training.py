@@ -7,17 +7,15 @@ from hypothesis import strategies as st
 
 from suites.session.prover import Prover
 
+OPTIMIZERS = (
+    *({"optimizer": "sgd", "lr": lr, "clip": clip} for clip, lr in ((0.05, 1.0), (0.0, 1.0), (1000.0, 0.1))),
+    *({"optimizer": "adamw", "lr": 0.01, "clip": clip} for clip in (0.0, 0.05, 1000.0)),
+)
+"""With a clip that binds, one that does not, and none."""
+
 
 @given(data=st.data())
-def test_sgd(prover: Prover, mode: str, data: st.DataObject) -> None:
-    """With a clip that binds, one that does not, and none."""
-    clip, lr = data.draw(st.sampled_from(((0.05, 1.0), (0.0, 1.0), (1000.0, 0.1))), label="clip and lr")
-    words = {"lr": lr, "optimizer": "sgd", "clip": clip}
+def test_steps_of_the_optimizer(prover: Prover, mode: str, data: st.DataObject) -> None:
+    words = data.draw(st.sampled_from(OPTIMIZERS), label="optimizer, clip and lr")
     case = prover.drawn(data, mode, where_known=words)  # without these words: the subject's own optimizer
-    prover.holds(case, "merge", "update", "gradient_norm")
-
-
-@given(data=st.data())
-def test_adamw(prover: Prover, mode: str, data: st.DataObject) -> None:
-    case = prover.drawn(data, mode, optimizer="adamw", lr=0.01)
     prover.holds(case, "merge", "update", "gradient_norm")

@@ -1,10 +1,12 @@
-"""What all tests share: the hypothesis profile, one torch thread, our packages for child processes, and a prover."""
+"""What all tests share: the hypothesis profile, one torch thread, our packages for child processes, a prover."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -22,8 +24,21 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(config.getoption("hypothesis_profile", None) or "quick")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job behind `&`; children would ignore it too
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.dont_write_bytecode = False  # workers, child processes and planted copies all import what was compiled once
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), *filter(None, inherited)]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is loaded while tests are collected stays, so no collection of garbage looks through it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ from parallel.subject import subject
 from reference.case import Case
 from suites.session.prover import Prover
 from suites.test_engines import compared
+from suites.test_training import OPTIMIZERS
 from tests.suites.test_plugin_requests import CASE, outside
 
 __all__ = ["outside"]
@@ -64,11 +65,13 @@ def test_a_subject_of_one_architecture_is_proved_on_its_default_cases(
     outside: Callable[..., pytest.RunResult],
 ) -> None:
     PROVED.clear()
-    result = outside("suites.test_training", "-k", "adamw", "--subject", f"{ME}one", "--worlds", "2,4")
-    result.assert_outcomes(passed=1, deselected=1)
+    result = outside("suites.test_training", "--subject", f"{ME}one", "--worlds", "2,4")
+    result.assert_outcomes(passed=1)
     proved = [Case.parse(text) for text in set(PROVED)]
     assert {(case.heads, case.hidden, case.dp) for case in proved} == {(8, 64, 1)}
-    assert {(case.optimizer, case.lr) for case in proved} == {("adamw", 0.01)}, "the words that the property fixes"
+    fixed = {(words["optimizer"], words["lr"], words["clip"]) for words in OPTIMIZERS}
+    drawn = {(case.optimizer, case.lr, case.clip) for case in proved}
+    assert drawn <= fixed and len(drawn) > 1, "the words that the property fixes"
     assert len({case.seed for case in proved}) > 5, "other data in every example"
 
 
@@ -91,7 +94,7 @@ def test_every_suite_proves_the_one_case_or_says_why_not(outside: Callable[..., 
     PROVED.clear()
     tests = [f"suites.test_{name}" for name in EVERY if name != "engines"]
     result = outside(*tests, "--subject", f"{ME}lenient", "--case", CASE, "-rs")
-    result.assert_outcomes(passed=7, skipped=1)
+    result.assert_outcomes(passed=6, skipped=1)
     result.stdout.fnmatch_lines(["SKIPPED*claims tp alone, so there is no mode to compare it with"])
     assert set(PROVED) == {str(Case.parse(CASE))}
     with Prover.on(f"{ME}lenient", "2", case=CASE) as prover:
@@ -100,7 +103,7 @@ def test_every_suite_proves_the_one_case_or_says_why_not(outside: Callable[..., 
     with Prover.on(f"{ME}lenient", "2", case=large) as prover, pytest.raises(pytest.skip.Exception, match="8 ranks"):
         compared(prover)
     refused = outside(*(f"suites.test_{name}" for name in EVERY), "--subject", f"{ME}one", "--case", CASE, "-rs")
-    refused.assert_outcomes(skipped=9)
+    refused.assert_outcomes(skipped=8)
 
 
 def test_a_stored_ledger_is_held_for_what_the_subject_takes(outside: Callable[..., pytest.RunResult]) -> None:
