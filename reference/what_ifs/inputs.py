@@ -24,6 +24,7 @@ from reference.training.activations import observe
 from reference.training.steps import Feed, train
 from reference.what_ifs.attention import exchanged
 from reference.what_ifs.edges import edges
+from reference.what_ifs.slices import other_labels
 from reference.what_ifs.tables import embedded, losses, own_labels, tied_uses
 
 __all__ = ["alternatives", "weights_of"]
@@ -71,7 +72,7 @@ def _feeds(case: Case) -> dict[str, Feed]:
         found["data_rank_repeated"] = _first_data_rank
     if case.micro > 1:
         found["micro_repeated"] = _first_micro
-    return found
+    return found | other_labels(case)
 
 
 def _reading(change: _Change) -> Feed:

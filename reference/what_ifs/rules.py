@@ -25,6 +25,7 @@ from reference.model.given import takes_given
 from reference.training.activations import observe
 from reference.training.steps import Feed
 from reference.what_ifs.inputs import weights_of
+from reference.what_ifs.slices import masks, other_positions
 
 __all__ = ["rules"]
 
@@ -39,6 +40,9 @@ def rules(case: Case, device: torch.device) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for reading, arithmetic in _arithmetics(case):
         acts = observe(case, weights, arithmetic=arithmetic, gradients=False)
+        found |= {f"{reading}/{name}": tensor for name, tensor in acts.items()}
+    for reading, feed in other_positions(case).items():
+        acts = observe(case, weights, feed=feed, gradients=False)
         found |= {f"{reading}/{name}": tensor for name, tensor in acts.items()}
     return found | _positions(case, weights)
 
@@ -86,6 +90,7 @@ def _attentions(case: Case) -> dict[str, _Attention]:
         "later_seen.all": _all_seen,
         "later_seen.one": _next_seen,
     }
+    found |= masks(case)
     for parts in sorted({1, case.tp}):
         if case.heads > case.kv_heads > parts and case.kv_heads % parts == 0:
             found[f"kv_order.repeated{parts}"] = partial(_repeated, parts)

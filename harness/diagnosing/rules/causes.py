@@ -47,6 +47,8 @@ CAUSES: Mapping[str, str] = {
     "micro_repeated": "the dense model's with the first micro-batch in place of every one",
     "positions_missing": "the dense model's with every token at place 0: no rotation",
     "positions_restart": "the dense model's with positions that begin anew in every part of a sequence",
+    "slice_places": "the dense model's with tokens of context slices taken for other places of the row",
+    "slice_labels": "the dense model's with labels shifted inside of each context slice",
     "kv_exchanged": "the dense model's with keys and values exchanged",
     "gate_exchanged": "the dense model's with gate and up exchanged",
     "fused_cut": "the dense model's with the rows of a fused weight cut as if they lay otherwise",

@@ -40,6 +40,8 @@ WHAT_IF: Mapping[str, str] = {
     "borders_ignored": "when packed sentences have no borders: tokens see other sentences",
     "positions_missing": "when every token stands at place 0: positions are not applied",
     "positions_restart": "when positions begin anew in every rank's part of a sequence",
+    "slice_places": "when tokens of a context rank's slice are taken for other places of the row",
+    "slice_labels": "when labels are shifted inside of every context rank's slice",
     "stale": "when every layer has the weights of the layer before",
     "kv_exchanged": "when keys and values are exchanged",
     "gate_exchanged": "when gate and up are exchanged",
@@ -76,7 +78,7 @@ WHAT_IF: Mapping[str, str] = {
 """What if -> words."""
 _READ = frozenset(
     "micro_missing positions_shifted scores_scaled later_seen rotated_otherwise other_activation normed_otherwise "
-    "other_epsilon term_missing smoothing_over_all edge_off".split()
+    "other_epsilon term_missing smoothing_over_all edge_off slice_places slice_labels".split()
 )
 """What-ifs whose readings are known by their names."""
 

@@ -88,7 +88,7 @@ CONTEXT = (
         kills="activations",
         phase="forward",
         region=_ATTENTION,
-        cause="later_seen",
+        cause="slice_places",
     ),
     Mutant(
         name="context-own-block-twice",
@@ -99,6 +99,7 @@ CONTEXT = (
         kills="activations",
         phase="forward",
         region=_ATTENTION,
+        cause="slice_places",
     ),
     Mutant(
         name="context-gradient-one-hop-short",
@@ -189,7 +190,7 @@ CONTEXT = (
         kills="activations",
         phase="forward|data",
         region="embedding|layers.0.attention*",
-        cause="positions_shifted|positions_restart|positions_missing|rotated_otherwise",
+        cause="slice_places",
     ),
     Mutant(
         name="context-labels-shifted-in-a-slice",
@@ -204,7 +205,7 @@ CONTEXT = (
         kills="forward",
         phase="data|loss|forward",
         region="*",
-        cause="labels_shifted_twice|labels_unshifted|own_labels",
+        cause="slice_labels",
     ),
     Mutant(
         name="context-gathered-gradients-not-summed",
@@ -234,7 +235,7 @@ CONTEXT = (
         kills="activations",
         phase="forward",
         region=_ATTENTION,
-        cause="later_seen",
+        cause="slice_places",
     ),
     Mutant(
         name="context-block-without-a-key-is-nan",

@@ -1,0 +1,116 @@
+"""What-ifs of context slices: their tokens taken for other places of the row, or their labels shifted inside of them.
+
+Keys as in `reference.what_ifs.inputs`. Context rank r of c holds the chunks r and 2c-1-r of 2c (zigzag) or chunk r of c
+(contiguous) of every row. A token has a place in the row, one in its slice, and one in all slices end to end, which is
+where a gather or an exchange leaves it: the order of the ranks.
+Sources: around.md 12.2, 14.2 and 19 (cp-contiguous-rope); torchtitan #792, #2780.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.data.batches import Batch, micro_batch
+from reference.data.packing import IGNORED
+from reference.model import layers
+from reference.training.steps import Feed
+
+__all__ = ["masks", "other_labels", "other_positions"]
+
+_Attention = Callable[..., Tensor]
+
+
+def masks(case: Case) -> dict[str, _Attention]:
+    """Reading -> attention whose mask takes queries or keys of the slices for other places; {} without slices."""
+    if case.cp == 1:
+        return {}
+    row, own, gathered = _places(case)
+    readings = {
+        "mask_by_places_in_the_slice": (own, own),
+        "mask_in_the_order_of_the_ranks": (gathered, gathered),
+        "keys_in_the_order_of_the_ranks": (row, gathered),
+        "queries_by_places_in_the_slice": (own, row),
+        "queries_by_places_in_the_slice_keys_in_the_order_of_the_ranks": (own, gathered),
+    }
+    return {f"slice_places.{reading}": _masked(*places) for reading, places in readings.items()}
+
+
+def other_positions(case: Case) -> dict[str, Feed]:
+    """Reading -> data whose tokens have positions of other places of their row."""
+    if case.cp == 1:
+        return {}
+    _, own, gathered = _places(case)
+    readings = {"in_the_slice": own, "in_the_order_of_the_ranks": gathered}
+    if case.cp_slices != "zigzag":
+        readings["of_zigzag_slices"] = torch.cat(_held(case, zigzag=True))
+    return {f"slice_places.positions_{reading}": _at(places) for reading, places in readings.items()}
+
+
+def other_labels(case: Case) -> dict[str, Feed]:
+    """Reading -> data whose labels are the next tokens in a slice; its last one keeps its own, has none or the first.
+
+    Tokens without a label stay so.
+    """
+    if case.cp == 1:
+        return {}
+    slices = _held(case, zigzag=case.cp_slices == "zigzag")
+    return {f"slice_labels.last_{last}": _shifted(slices, last) for last in _LAST}
+
+
+def _held(case: Case, *, zigzag: bool) -> list[Tensor]:
+    """The places in the row of every context rank's tokens, in the order in which it holds them."""
+    row = torch.arange(case.tokens if case.packed else case.seq)
+    if not zigzag:
+        return list(row.tensor_split(case.cp))
+    chunks = row.tensor_split(2 * case.cp)
+    return [torch.cat((chunks[rank], chunks[-1 - rank])) for rank in range(case.cp)]
+
+
+def _places(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every token of a row: its place there, in its slice, and in all slices end to end."""
+    slices = _held(case, zigzag=case.cp_slices == "zigzag")
+    back = torch.cat(slices).argsort()
+    own = torch.cat([torch.arange(len(one)) for one in slices])
+    return torch.arange(len(back)), own[back], back
+
+
+def _masked(queries: Tensor, keys: Tensor) -> _Attention:
+    def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
+        where = visible.device
+        return layers.attention(q, k, v, visible[queries.to(where)[:, None], keys.to(where)], *factors)
+
+    return attention
+
+
+def _at(places: Tensor) -> Feed:
+    def feed(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+        batch = micro_batch(case, step, micro, dp_rank, device=device)
+        return dataclasses.replace(batch, positions=batch.positions[:, places.to(device)])
+
+    return feed
+
+
+_LAST: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kept": lambda tokens, labels: labels[:, -1:],
+    "without_one": lambda tokens, labels: torch.full_like(labels[:, -1:], IGNORED),
+    "the_first_token": lambda tokens, labels: tokens[:, :1],
+}
+"""What becomes of the label of a slice's last token -> (tokens, labels [B, s]) -> that label [B, 1]."""
+
+
+def _shifted(slices: list[Tensor], last: str) -> Feed:
+    def feed(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+        batch = micro_batch(case, step, micro, dp_rank, device=device)
+        labels = batch.labels.clone()
+        for own in (places.to(device) for places in slices):
+            tokens, mine = batch.tokens[:, own], batch.labels[:, own]
+            following = torch.cat((tokens[:, 1:], _LAST[last](tokens, mine)), 1)
+            labels[:, own] = following.where(mine != IGNORED, mine)
+        return dataclasses.replace(batch, labels=labels)
+
+    return feed
