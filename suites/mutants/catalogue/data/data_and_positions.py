@@ -151,4 +151,21 @@ DATA_AND_POSITIONS = (
         equivalent="As above: nothing draws, so which random state a recomputed layer begins with changes no number, "
         "and saving it issues no collective.",
     ),
+    Mutant(
+        name="labels-not-shifted",
+        stands_for="modes.md 6.1: every token is its own label on the ranks, and in the dense model the next one is",
+        modes=everywhere(),
+        condition="delivery=local",
+        changes=(
+            Change(
+                module="parallel.batch",
+                old="labels=batch.labels.to(device),",
+                new="labels=batch.tokens.where(batch.labels >= 0, batch.labels).to(device),",
+            ),
+        ),
+        kills="forward",
+        phase="data|loss",
+        region="",
+        cause="labels_unshifted",
+    ),
 )
