@@ -5,7 +5,7 @@ the first that is found is reported.
 
     1  what a check states by itself: a group of other ranks, a layout, a handle that was never waited for
     2  the dense model under another rule (`what_ifs`), when it explains the wrong tensors that it speaks of; a loss
-       whose softmax counts every class once a rank
+       whose softmax counts every class once a rank; masks of dropout that are equal, or independent, and must not be
     3  the first call that parts from the expectation, when it comes before the first wrong tensor
     4  what the numbers of the first wrong tensors look like: counts, factors, places
     5  a call that parts later: no number makes a program issue other calls
@@ -23,6 +23,7 @@ from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.layouts import from_flaws
 from harness.diagnosing.rules.losses import from_parts, more_classes
+from harness.diagnosing.rules.masks import from_masks
 from harness.diagnosing.rules.places import comparable
 from harness.diagnosing.rules.what_ifs import what_if
 from harness.differences import Difference
@@ -97,6 +98,8 @@ def likely(
     if evidence.island:
         words = f"the case is in float64, and the subject uses {evidence.island}; on one rank it does not"
         return (Cause(id="shorter_dtype", words=words),)
+    if said := from_masks(evidence, findings, wrong):
+        return tuple(said)
     call_first = call_first and by_call[0].id != "wrong_place"  # that changes no number
     numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
     said = (what_if(evidence, numbers) or more_classes(evidence, numbers[0], parted)) if numbers else []

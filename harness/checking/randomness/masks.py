@@ -26,7 +26,7 @@ from harness.checking.randomness.exact_tests import ALARM, binomial, hypergeomet
 from harness.checking.tolerance import kind_of
 from harness.outcome import Block
 
-__all__ = ["masks"]
+__all__ = ["KIND", "flat", "holders", "masks", "same_samples"]
 
 KIND = "mask"
 _SHARES = ".shares"
@@ -99,7 +99,7 @@ def _rate(evidence: Evidence, name: str) -> float | None:
     return rate
 
 
-def _holders(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:
+def holders(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:
     """One rank -> its blocks, for each different part of the mask that some rank holds."""
     found: dict[tuple[object, ...], int] = {}
     held = evidence.held
@@ -109,15 +109,16 @@ def _holders(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:
     return {rank: held[rank][name] for rank in found.values()}
 
 
-def _flat(blocks: Sequence[Block]) -> Tensor:
+def flat(blocks: Sequence[Block]) -> Tensor:
+    """The elements of a rank's blocks, one after the other."""
     return torch.cat([block.local.flatten() for block in blocks])
 
 
 def _of_one(evidence: Evidence, name: str) -> Iterator[_Test]:
     """Rates, shards and consecutive draws of one mask."""
-    held, rate = _holders(evidence, name), _rate(evidence, name)
+    held, rate = holders(evidence, name), _rate(evidence, name)
     for rank, blocks in held.items():
-        mask = _flat(blocks)
+        mask = flat(blocks)
         kept, total = int(mask.sum()), mask.numel()
         if rate is not None:
             words = f"{name} keeps {kept} of {total} elements on rank {rank}, and its rate of dropout is {rate:g}"
@@ -126,12 +127,13 @@ def _of_one(evidence: Evidence, name: str) -> Iterator[_Test]:
     ranks = list(held)
     pairs = combinations(ranks, 2) if len(ranks) <= _ALL_PAIRS else pairwise(ranks)
     for one_rank, other_rank in pairs:
-        if _same_samples(held[one_rank], held[other_rank]):
+        if same_samples(held[one_rank], held[other_rank]):
             what = f"ranks {one_rank} and {other_rank}, which hold different shards,"
-            yield from _independent(name, (one_rank, other_rank), _flat(held[one_rank]), _flat(held[other_rank]), what)
+            yield from _independent(name, (one_rank, other_rank), flat(held[one_rank]), flat(held[other_rank]), what)
 
 
-def _same_samples(one: Sequence[Block], other: Sequence[Block]) -> bool:
+def same_samples(one: Sequence[Block], other: Sequence[Block]) -> bool:
+    """Whether two ranks' parts of a mask are of the same samples."""
     return {block.region[0] for block in one} == {block.region[0] for block in other}
 
 

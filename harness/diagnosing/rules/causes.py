@@ -94,6 +94,10 @@ CAUSES: Mapping[str, str] = {
     "decay_in_gradient": "weight decay that is added to the gradient and goes through the moments",
     "clipped_otherwise": "clipping by another rule: every element, tensor or rank by a limit of its own",
     "loss_by_parts": "right logits whose loss each rank takes of its own part",
+    # what masks of dropout show
+    "one_stream": "ranks that hold different shards and drop by one mask",
+    "own_streams": "replicas that drop by independent masks",
+    "drawn_anew": "recomputation that drops by another mask than its forward",
     # where the ledger parts from the expectation
     "missing_call": "an expected call is left out",
     "extra_call": "a call too many",

@@ -31,6 +31,7 @@ RANDOMNESS = (
         alone=True,
         phase="forward",
         region="embedding",
+        cause="one_stream",
     ),
     Mutant(
         name="whole-hidden-states-from-the-model-parallel-stream",
@@ -41,6 +42,7 @@ RANDOMNESS = (
         kills="replicas",
         phase="forward",
         region="embedding",
+        cause="own_streams",
     ),
     Mutant(
         name="shares-of-attention-from-the-default-stream",
@@ -51,6 +53,7 @@ RANDOMNESS = (
         kills="masks",
         phase="forward",
         region=_SHARES,
+        cause="one_stream",
     ),
     Mutant(
         name="model-parallel-seed-of-all-ranks",
@@ -61,6 +64,7 @@ RANDOMNESS = (
         kills="masks",
         phase="forward",
         region=f"embedding|{_SHARES}",
+        cause="one_stream",
     ),
     Mutant(
         name="default-seed-of-every-rank",
@@ -71,6 +75,7 @@ RANDOMNESS = (
         kills="replicas",
         phase="forward",
         region="embedding",
+        cause="own_streams",
     ),
     Mutant(
         name="context-ranks-share-streams",
@@ -81,6 +86,7 @@ RANDOMNESS = (
         kills="masks",
         phase="forward",
         region="embedding",
+        cause="one_stream",
     ),
     Mutant(
         name="recompute-without-restored-streams",

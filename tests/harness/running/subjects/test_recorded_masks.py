@@ -64,6 +64,7 @@ def test_one_seed_for_all_shards_is_seen(monkeypatch: pytest.MonkeyPatch, engine
     result = planted(monkeypatch, engine, "tp=2 dp=2", "stream", lambda rank: nullcontext())
     assert failed(result) == {"masks"}
     assert "which hold different shards, agree in 60 of 60 elements" in message(result, "masks")
+    assert "ranks 0, 1 hold different shards over tp and drop by one mask" in message(result, "masks")
 
 
 def test_seeds_of_their_own_for_a_whole_activation_are_seen(
@@ -79,6 +80,7 @@ def test_seeds_of_their_own_for_a_whole_activation_are_seen(
     assert "fail" in {verdict.verdict for verdict in result.verdicts if verdict.check == "replicas"}
     assert {verdict.verdict for verdict in result.verdicts if verdict.check in ("forward", "coverage")} == {"unknown"}
     assert "mask/0/dropout.py" in message(result, "replicas")
+    assert "ranks 0, 1 hold the same tensor and drop by independent masks" in message(result, "replicas")
 
 
 def test_recomputation_that_draws_anew_is_seen(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
@@ -86,6 +88,7 @@ def test_recomputation_that_draws_anew_is_seen(monkeypatch: pytest.MonkeyPatch, 
     result = planted(monkeypatch, engine, "tp=2 recompute=true", "checkpoint", wrong)
     assert {"masks", "parameter_gradients"} <= failed(result)
     assert "backward drops by another mask than forward at " in message(result, "masks")
+    assert "causes: recomputation did not begin with the random state of its forward" in message(result, "masks")
 
 
 def test_a_rate_of_its_own_on_the_ranks_is_seen(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:

@@ -1,0 +1,84 @@
+"""Why masks of dropout that ranks drew themselves are wrong, where the masks leave no doubt.
+
+    one_stream    ranks that hold different shards over an axis drop by one mask
+    own_streams   replicas drop by masks that are independent of each other (exact test), not by similar ones
+    drawn_anew    backward drops by another mask than forward
+
+Sources: Megatron-LM #1256 (sequence parallelism from the default one), #4828 (context ranks); bugs.md B-100 to B-104.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from harness.checking.evidence import FAIL, Evidence, Finding
+from harness.checking.randomness.exact_tests import ALARM, hypergeometric
+from harness.checking.randomness.masks import KIND, flat, holders, same_samples
+from harness.checking.tolerance import kind_of
+from harness.diagnosing.rules.causes import Cause
+
+__all__ = ["from_masks"]
+
+_ORDINARY = 1e-3
+"""A probability above which two masks are as alike as independent ones."""
+
+
+def from_masks(evidence: Evidence, findings: Mapping[str, Finding], wrong: Sequence[str]) -> list[Cause]:
+    """The cause of the first of these wrong names that is a mask, where the truth knows of masks nothing but what the
+    ranks drew; none where several would do.
+    """
+    found = findings.get("masks")
+    if found is not None and found.verdict == FAIL and evidence.mask_draws and evidence.mask_draws.anew:
+        return [Cause(id="drawn_anew", words="recomputation did not begin with the random state of its forward")]
+    first = next((name for name in wrong if kind_of(name) == KIND), "")
+    if not first or not (evidence.torn or any(kind_of(name) == KIND for name in evidence.given)):
+        return []
+    return (list(_one_stream(evidence, first)) or list(_own_streams(evidence, first)))[:1]
+
+
+def _one_stream(evidence: Evidence, name: str) -> Iterator[Cause]:
+    """An axis over which all shards of the same samples have one mask."""
+    held = holders(evidence, name)
+    for axis, groups in evidence.axes.items():
+        pairs = [(a, b) for group in groups for a, b in combinations([r for r in group if r in held], 2)]
+        masks = [(flat(held[a]), flat(held[b])) for a, b in pairs if same_samples(held[a], held[b])]
+        if masks and all(torch.equal(one, other) and _could_differ(one, other) for one, other in masks):
+            words = f"{_ranks(groups[0])} hold different shards over {axis} and drop by one mask: they draw from one "
+            yield Cause(id="one_stream", words=f"{words}stream, or from streams of one seed")
+
+
+def _own_streams(evidence: Evidence, name: str) -> Iterator[Cause]:
+    """Replicas whose masks are as unlike as those of different streams."""
+    by_region: dict[tuple[object, ...], list[tuple[int, Tensor]]] = {}
+    for rank, outcome in enumerate(evidence.held):
+        if outcome.get(name):
+            place = tuple(block.region for block in outcome[name])
+            by_region.setdefault(place, []).append((rank, flat(outcome[name])))
+    for copies in by_region.values():
+        unlike = [(rank, mask) for rank, mask in copies if not torch.equal(mask, copies[0][1])]
+        if unlike and all(_independent(copies[0][1], mask) for _, mask in unlike):
+            ranks = _ranks([copies[0][0], *(rank for rank, _ in unlike)])
+            words = f"{ranks} hold the same tensor and drop by independent masks: each draws from a stream of its own, "
+            yield Cause(id="own_streams", words=f"{words}or from another place of it")
+
+
+def _independent(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or not _could_differ(one, other):
+        return False
+    both = int((one & other).sum())
+    return hypergeometric(both, one.numel(), int(one.sum()), int(other.sum())) > _ORDINARY
+
+
+def _could_differ(one: Tensor, other: Tensor) -> bool:
+    """Whether independent masks of these sizes are never equal by chance."""
+    first, second = int(one.sum()), int(other.sum())
+    return hypergeometric(min(first, second), one.numel(), first, second) < ALARM
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:4]))
+    return f"ranks {shown}{' and others' if len(ranks) > 4 else ''}"
