@@ -31,6 +31,7 @@ SHOWN_BY: Mapping[str, str] = {
     "other_dtype": f"{_DIAGNOSING}/test_layouts.py",
     "other_shape": f"{_DIAGNOSING}/test_layouts.py",
     "part_as_whole": f"{_DIAGNOSING}/test_layouts.py",
+    "drawn_anew": "tests/harness/running/subjects/test_recorded_masks.py",
     "crashed": f"{_DIAGNOSING}/test_six_lines.py",
     "machine": f"{_DIAGNOSING}/test_six_lines.py",
 }
