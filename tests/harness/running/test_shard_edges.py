@@ -26,8 +26,8 @@ def verdict(case: Case, subject: object) -> str:
 
 @pytest.mark.parametrize(("place", "mutant"), list(enumerate(RANGES)), ids=lambda value: getattr(value, "name", ""))
 def test_a_range_one_row_off_fails_a_default_case(place: int, mutant: Mutant) -> None:
-    """In one mode each, another one for every mutant; `shardproof faults` plants them in all. Unchanged, the case passes
-    in `shardproof run` (tests/reports/pages/test_default_run.py).
+    """In one mode each, another one for every mutant; `shardproof faults` plants them in all. Without a bug these cases
+    pass: tests/reports/pages/test_default_run.py.
     """
     shown = [case for case in (covering_cases(mode)[0] for mode in mutant.modes) if mutant.shows(case)]
     case = shown[place % len(shown)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import product
 
 import pytest
 import torch
@@ -48,7 +47,10 @@ def proves(case: Case, engine: Engine) -> dict[str, float]:
     return {verdict.check: verdict.worst.error for verdict in result.verdicts if verdict.worst is not None}
 
 
-@pytest.mark.parametrize(("tp", "family", "head"), list(product((2, 3, 4), ("opt", "llama"), ("gather", "sum"))))
+@pytest.mark.parametrize(
+    ("tp", "family", "head"),
+    [(2, "opt", "gather"), (2, "llama", "sum"), (3, "opt", "sum"), (3, "llama", "gather"), (4, "opt", "gather")],
+)
 def test_uneven_ranks_compute_what_the_dense_model_does(tp: int, family: str, head: str, engine: Engine) -> None:
     """OPT is tied, Llama is not: all four heads. In float64 errors stay below 1e-12."""
     case = Case.parse(f"{UNEVEN} tp={tp} family={family} head={head}")
@@ -62,20 +64,12 @@ def test_uneven_ranks_compute_what_the_dense_model_does(tp: int, family: str, he
         "tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=32 vocab=66 packed=true family=llama recompute=full",
         "tp=3 dp=2 head=sum tied=false qk_norm=true clip=0.05",
         "tp=3 fuse_qkv=false activation=swiglu fuse_mlp=true overlap=false optimizer=adamw lr=0.01 metric=true",
-        "tp=4 family=gpt head=sum delivery=tensors label_smoothing=0.1 recompute=selective",
         "tp=4 family=internlm2 positions=rope qk_norm=true delivery=flat dtype=bfloat16 lr=0.1",
-        "tp=1 dp=2 heads=4 kv_heads=4 hidden=16 ffn=32",
-        "tp=5 family=opt ffn=40",
+        "tp=5 family=opt ffn=40 label_smoothing=0.1 recompute=selective",
     ],
 )
 def test_a_case_is_proved(words: str, engine: Engine) -> None:
     proves(Case.parse(f"{UNEVEN} {words}"), engine)
-
-
-@settings(max_examples=6, deadline=None)
-@given(data=st.data())
-def test_any_drawn_case_is_proved(engine: Engine, data: st.DataObject) -> None:
-    proves(data.draw(cases("autotp", worlds=(2, 3, 4, 6))), engine)
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])

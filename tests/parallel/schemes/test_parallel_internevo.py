@@ -52,15 +52,9 @@ def _proves(case: Case, engine: Engine) -> dict[str, float]:
 @pytest.mark.parametrize(
     "words",
     [
-        f"mode=mtp {EVO} tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=32 seq=6 batch=3 packed=true recompute=full",
         f"mode=msp {EVO} tp=3 dp=2 heads=6 kv_heads=3 hidden=24 ffn=48 seq=6 batch=3 micro=3 qk_norm=true",
         f"mode=fsp {EVO} tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=32 seq=6 batch=2 packed=true recompute=full",
         "mode=mtp tp=3 heads=6 kv_heads=3 hidden=24 ffn=48 seq=7 tied=false embedding=hidden head=gather qk_norm=true",
-        "mode=msp tp=2 heads=4 hidden=16 ffn=32 seq=8 tied=false embedding=hidden label_smoothing=0.1 clip=0.05",
-        "mode=fsp tp=2 heads=4 hidden=16 ffn=32 seq=8 batch=3 optimizer=adamw lr=0.01 recompute=selective",
-        "mode=msp tp=4 heads=4 kv_heads=4 hidden=16 ffn=32 seq=8 positions=rope fuse_qkv=false cross_entropy=fused",
-        "mode=fsp tp=2 heads=4 hidden=16 ffn=32 seq=8 head=gather overlap=false delivery=tensors dtype=bfloat16 lr=0.1",
-        "mode=mtp tp=1 dp=2 heads=4 hidden=16 ffn=32 seq=8 layers=1",
     ],
 )
 def test_a_case_is_proved(words: str, engine: Engine) -> None:

@@ -39,20 +39,15 @@ def _same(merged: Merged, truth: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        f"{EVO} tp=2",
-        f"{EVO} tp=2 packed=true batch=3",
         f"{EVO} tp=4 wp=2 packed=true recompute=full",
         f"{EVO} tp=4 wp=4 kv_heads=2 overlap=false recompute=full head=local",
         f"{EVO} tp=2 dp=2 wp=4 fuse_weights=true recompute=full head=gather",
-        f"{EVO} tp=2 dp=2 wp=1 head=local label_smoothing=0.1",
         f"{EVO} tp=1 dp=4 wp=2 embedding=vocab",
         f"{EVO} tp=3 dp=2 wp=2 heads=6 kv_heads=3 hidden=48 ffn=96 seq=12 vocab=258 batch=3 micro=3 qk_norm=true",
         f"{EVO} tp=2 dp=3 wp=3 heads=4 kv_heads=2 hidden=48 ffn=96 seq=12 vocab=258 fuse_mlp=true fuse_qkv=false",
-        "tp=2",
         "tp=4 wp=2 tied=false embedding=hidden qk_norm=true clip=0.05 optimizer=adamw lr=0.01",
         "tp=2 dp=3 wp=6 heads=4 kv_heads=2 hidden=48 ffn=96 cross_entropy=fused recompute=selective layers=3",
         "tp=2 fuse_weights=true overlap=false recompute=full head=local delivery=tensors",
-        "tp=1 wp=1",
     ],
 )
 def test_the_outcome_is_the_dense_outcome(words: str) -> None:

@@ -97,8 +97,17 @@ def _ran(prover: Prover, text: str) -> Right:
     return Right(text=text, events=events, reached=frozenset(reached))
 
 
-@pytest.mark.parametrize("site", sites(), ids=str)
-def test_a_removed_collective_is_named(prover: Prover, right: list[Right], site: CallSite) -> None:
+EVERY = sites()
+FEW = {(site.module, site.within): site for site in reversed(EVERY)}.values()
+"""The first of each function."""
+
+
+@pytest.mark.parametrize("site", EVERY, ids=str)
+def test_a_removed_collective_is_named(
+    prover: Prover, right: list[Right], site: CallSite, request: pytest.FixtureRequest
+) -> None:
+    if site not in FEW and request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("ten CPU seconds in all: --hypothesis-profile deep")
     place = (site.module, site.line, site.name)
     first = next((case for case in right if place in case.reached), None)
     if first is None:
