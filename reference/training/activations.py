@@ -1,7 +1,7 @@
 """Activations and their gradients: every module's output in micro-batch 0 of step 0, on all data ranks.
 
 `act/<module>` is the output, `act_grad/<module>` the gradient in it of its micro-batch's SUMMED loss (over counted
-tokens, not yet divided). Both are [dp*batch, seq, width], packed [dp, batch*seq, width]; outputs per head are flattened
+tokens, not yet divided; times the first step's loss scale). Both are [dp*batch, seq, width], packed [dp, batch*seq, width]; outputs per head are flattened
 to one width.
 """
 
@@ -16,6 +16,7 @@ from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model import decoder, loss
 from reference.model.decoder import PLAIN, Arithmetic
+from reference.training.scaling import LossScale
 from reference.training.steps import Feed
 
 __all__ = ["observe"]
@@ -49,5 +50,5 @@ def _observe_one(
     if not gradients:
         return acts
     summed, _ = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
-    slopes = torch.autograd.grad(summed, list(outputs.values()))
+    slopes = torch.autograd.grad(summed * LossScale.of(case).value, list(outputs.values()))
     return acts | {f"act_grad/{name}": slope.flatten(2) for name, slope in zip(outputs, slopes, strict=True)}

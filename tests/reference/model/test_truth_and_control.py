@@ -107,3 +107,10 @@ def test_control_activations_differ_by_rounding() -> None:
     for kind in ("act/", "act_grad/"):
         assert epsilons(found, true, "float32", kind) < 40
         assert 0.1 < epsilons(other, true, "float32", kind) < 40
+
+
+def test_gradients_of_activations_are_scaled_in_training_and_alone() -> None:
+    """What-ifs and kinks are passes of their own: without the scale they would be told apart by it."""
+    case = Case.parse(CASES["gpt"]).but(dtype="float16", master="float32", scaler="static", loss_scale=8.0)
+    alone, trained = true_activations(case, CPU), truth(case, CPU)
+    assert all(torch.equal(trained[name], alone[name]) for name in alone)

@@ -186,7 +186,7 @@ PIPELINES = (
         kills="activation_gradients",
         phase="backward",
         region="head",
-        cause="",
+        cause="constant_factor",
     ),
     Mutant(
         name="infinity-found-by-one-stage",
