@@ -1,4 +1,4 @@
-"""What all tests share: the hypothesis profile, one torch thread, our packages for child processes, a prover."""
+"""What all tests share: the hypothesis profile, one torch thread, our packages for child processes, prover and pool."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from harness.engines.processes.forked.pool import PoolEngine
 from suites.drawing.profiles import register
 from suites.session.prover import Prover
 from tests import ROOT
@@ -60,3 +61,10 @@ def prover() -> Iterator[Prover]:
     """Proves cases of our own implementation, whatever subject the suites of this session are about."""
     with Prover.on("parallel.subject:subject", "2,3,4,6") as prover:
         yield prover
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[PoolEngine]:
+    """Ranks as processes, for all tests of a session: the two servers of a pool take seven CPU seconds to start."""
+    with PoolEngine() as engine:
+        yield engine

@@ -15,7 +15,7 @@ from bench.places.dense import REFERENCE, truth
 from bench.places.held_back import TUTORIALS
 from bench.places.planting import diagnosed, found_in_megatron, is_right, wordless
 from harness.diagnosing.placing.modules_by_name import located
-from harness.engines.named import engine_named
+from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.locating import wrong_module
 from harness.running.locating.wrong_module import modules_of
@@ -28,14 +28,11 @@ from reference.case import Case
 from suites.mutants.planting import planted, replaced
 
 SOME = {
-    "row linear averages": "",
     "attention without its mask": "",
-    "residual detached": "",
     "one column linear does not sum its input's gradient": "not_summed",
     "row-wise plan that sums nothing": "not_summed",
     "ours: input gradient of one linear halved": "averaged",
     "reduce-scatter hands out other parts": "shifted_shard",
-    "mlp: the last sum left out": "not_summed",
     "mlp: averaged": "averaged",
 }
 """Bug -> the cause that its first module's numbers tell, "" for none."""
@@ -60,10 +57,9 @@ def test_a_bug_is_traced_to_its_module_without_a_declared_layout(name: str, engi
     assert "no layout was declared" in told
 
 
-def test_ranks_in_other_processes_send_what_their_modules_returned() -> None:
+def test_ranks_in_other_processes_send_what_their_modules_returned(pool: PoolEngine) -> None:
     bug = BUGS["row linear averages"]
-    with engine_named("pool") as pool:
-        result = prove(Case.parse(bug.case), "tests.bench.averaging_subject:subject", pool, reference=REFERENCE)
+    result = prove(Case.parse(bug.case), "tests.bench.averaging_subject:subject", pool, reference=REFERENCE)
     assert result.diagnosis is not None
     assert (result.diagnosis.first.phase, result.diagnosis.first.region) == (bug.phase, bug.place)
 
@@ -113,7 +109,6 @@ def test_a_run_that_memory_may_not_hold_is_not_made(engine: InprocEngine, monkey
     [
         ("ours", "mode=isp family=internlm2 vocab=264 tp=2 wp=2 dp=2 packed=true positions=rope delivery=local"),
         ("ours", "mode=tp-sp family=llama vocab=264 tp=2 dp=3 micro=3 recompute=full dtype=bfloat16"),
-        ("suites.subjects.two_d:subject", "tp=2 sp=true loss_parallel=true"),
         ("suites.subjects.two_d:subject", "tp=2 dp=2 sp=true dtype=float32"),
     ],
 )

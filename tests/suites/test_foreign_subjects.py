@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from harness.checking.evidence import PASS
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
+from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import CaseResult, prove
 from harness.subject import case_of, named
@@ -38,12 +37,6 @@ RIGHT = [
     ("mcore:subject", "tp=2 sp=true llama=true"),
 ]
 ON_PROCESSES = [("fsdp2:subject", "dp=2"), ("two_d:subject", "tp=2 loss_parallel=true"), ("mcore:subject", "tp=2")]
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Engine]:
-    with engine_named("pool") as engine:
-        yield engine
 
 
 def proved(name: str, text: str, engine: Engine) -> CaseResult:
@@ -72,8 +65,8 @@ def test_unmodified_systems_are_right(name: str, text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "text"), of_peers(ON_PROCESSES))
-def test_on_processes_too(processes: Engine, name: str, text: str) -> None:
-    result = proved(name, text, processes)
+def test_on_processes_too(pool: PoolEngine, name: str, text: str) -> None:
+    result = proved(name, text, pool)
     assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
 
 

@@ -25,6 +25,9 @@ ASKED = {"groups": CHECKS["groups"]}
 
 @pytest.fixture(scope="module", params=["inproc", "pool", "dry"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    if request.param == "pool":
+        yield request.getfixturevalue("pool")
+        return
     with engine_named(request.param) as made:
         yield made
 

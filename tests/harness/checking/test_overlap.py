@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +37,8 @@ exposed = Exposed()
 
 
 @pytest.mark.parametrize("name", ["inproc", "pool", "dry"])
-def test_calls_that_no_longer_overlap_fail_this_check_alone(name: str) -> None:
-    with engine_named(name) as engine:
+def test_calls_that_no_longer_overlap_fail_this_check_alone(name: str, request: pytest.FixtureRequest) -> None:
+    with nullcontext(request.getfixturevalue("pool")) if name == "pool" else engine_named(name) as engine:
         right = prove(CASE, "parallel.subject:subject", engine, checks=ASKED)
         wrong = prove(CASE, "tests.harness.checking.test_overlap:exposed", engine, checks=ASKED)
     assert right.verdict == PASS and "overlap" in {verdict.check for verdict in right.verdicts}

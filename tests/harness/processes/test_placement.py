@@ -26,11 +26,10 @@ def test_ranks_are_free_where_processors_are_more() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not place processes")
-def test_the_ranks_of_a_pool_are_placed_and_its_driver_is_not() -> None:
+def test_the_ranks_of_a_pool_are_placed_and_its_driver_is_not(pool: PoolEngine) -> None:
     before = os.sched_getaffinity(0)
     worlds = (2, 1) if len(before) > 1 else (2,)
-    with PoolEngine() as pool:
-        for world_size in worlds:  # processes are used again, as ranks of another world
-            found = pool.run(place, world_size=world_size)
-            assert found == [(share(before, rank, world_size),) * 2 for rank in range(world_size)]
+    for world_size in worlds:  # processes are used again, as ranks of another world
+        found = pool.run(place, world_size=world_size)
+        assert found == [(share(before, rank, world_size),) * 2 for rank in range(world_size)]
     assert os.sched_getaffinity(0) == before

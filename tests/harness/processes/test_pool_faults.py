@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,10 +34,9 @@ OTHERWISE = {faulty.lives_differ}
 """A second life of the default group needs a rendezvous, which a rank of the pool has not."""
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[PoolEngine]:
-    with PoolEngine() as made:
-        yield made
+@pytest.fixture
+def engine(pool: PoolEngine) -> PoolEngine:
+    return pool
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -27,10 +26,9 @@ TEXTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[PoolEngine]:
-    with PoolEngine() as made:
-        yield made
+@pytest.fixture
+def engine(pool: PoolEngine) -> PoolEngine:
+    return pool
 
 
 def known(event: Event) -> Event:

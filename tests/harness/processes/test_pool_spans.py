@@ -47,10 +47,9 @@ def wrong(case: Case, spans: tuple[RankSpan, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("words", CASES)
-def test_ranks_compute_in_the_order_of_the_schedule_and_after_their_inputs(words: str) -> None:
+def test_ranks_compute_in_the_order_of_the_schedule_and_after_their_inputs(words: str, pool: PoolEngine) -> None:
     case = Case.parse(words)
-    with PoolEngine() as engine:
-        spans = execute(case, subject, engine, text=words).spans
+    spans = execute(case, subject, pool, text=words).spans
     assert wrong(case, spans) == []
     calls = [span for span in spans if span.kind not in COMPUTED]
     assert {span.kind for span in calls} >= {"send", "recv"}

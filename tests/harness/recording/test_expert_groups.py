@@ -81,6 +81,9 @@ class Described:
 
 @pytest.fixture(scope="module", params=["inproc", "pool"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    if request.param == "pool":
+        yield request.getfixturevalue("pool")
+        return
     with engine_named(request.param) as made:
         yield made
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from harness.checking.evidence import PASS, UNKNOWN
 from harness.engines.engine import Engine
-from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import OTHER, Call
@@ -22,9 +21,12 @@ from tests.harness.shapes.unmapped_programs import SWAP, VOID, swapping, swaps, 
 _CASES = (Case.parse("preset=tiny-internlm2 mode=mtp tp=2"), Case.parse("mode=tp tp=2"))
 
 
-@pytest.fixture(scope="module", params=[InprocEngine, PoolEngine], ids=["inproc", "pool"])
+@pytest.fixture(params=["inproc", "pool"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with request.param() as made:
+    if request.param == "pool":
+        yield request.getfixturevalue("pool")
+        return
+    with InprocEngine() as made:
         yield made
 
 

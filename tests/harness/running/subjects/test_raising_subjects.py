@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ import torch
 
 from harness.cases import parse_cases
 from harness.diagnosing.tracebacks import last_frames, whole
+from harness.engines.processes.forked.pool import PoolEngine
 from harness.errors import Desynchronised, Position, RankRaised, ShardproofError, TimeLimit
 from harness.request import Request
 from harness.running.run import run
@@ -78,7 +80,10 @@ def test_seconds_that_are_none_are_refused(
     assert f"timeout={word}: must be a number of seconds above 0 and at most 604800; legal: --timeout 60" in told
 
 
-def test_what_a_subject_does_to_its_process_is_its_failure_and_a_kill_is_the_machines(tmp_path: Path) -> None:
+def test_what_a_subject_does_to_its_process_is_its_failure_and_a_kill_is_the_machines(
+    tmp_path: Path, pool: PoolEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.running.run.engine_named", lambda _: nullcontext(pool))
     cases = tuple(f"{SMALL} seed={seed}" for seed in (1, 2, 3, 4))
     result = run(Request(cases=parse_cases(cases), subject=named(f"{ME}failing"), engine="pool", out=tmp_path))
     assert [(verdict.check, verdict.verdict) for verdict in result.verdicts] == [("run", "fail")] * 3 + [
