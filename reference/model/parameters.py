@@ -95,7 +95,14 @@ def _loaded(case: Case, name: str, shape: Shape) -> Tensor:
 
 
 def weights(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Every full weight of the case by name, in its dtype, to be read only (see `drawn`)."""
+    """Every full weight of the case by name, in its dtype, to be read only (see `drawn`).
+
+    Raises CaseError for a checkpoint with parameters that the case does not have.
+    """
+    held = [key.removeprefix("model.") for key in stored(case) if key.startswith("model.")] if case.load else []
+    if others := [name for name in held if name not in shapes(case)]:
+        rule = f"is a checkpoint of another model: {len(others)} tensors are not of this one, the first is {others[0]}"
+        raise CaseError("load", case.load, rule, "a checkpoint of the same model")
     return {name: drawn(case, name).to(device) for name in shapes(case)}
 
 

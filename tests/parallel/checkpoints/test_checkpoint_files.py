@@ -24,6 +24,7 @@ from parallel.checkpoints.folder import METADATA, commit, next_data, write_part
 from parallel.checkpoints.loading import load
 from parallel.layout import Box
 from reference.case import Case, CaseError
+from reference.model.parameters import weights
 from reference.stored import stored
 from tests.parallel.checkpoints.layouts import MODEL, begun, full_tensors, relaid, trained
 from tests.parallel.ranks import on_ranks
@@ -127,6 +128,9 @@ def test_the_dense_model_refuses_too(tmp_path: Path, saved: Path) -> None:
         stored(CASE.but(load=str(tmp_path)))
     shutil.copytree(saved, tmp_path / "torn")
     _torn_metadata(tmp_path / "torn")
+    torch_save(full_tensors(saved) | {"model.lora": torch.ones(2)}, checkpoint_id=tmp_path / "more", no_dist=True)
+    with pytest.raises(CaseError, match="1 tensors are not of this one, the first is lora; legal: "):
+        weights(CASE.but(load=str(tmp_path / "more")), torch.device("cpu"))
     with pytest.raises(CaseError, match="torch cannot read"):
         stored(CASE.but(load=str(tmp_path / "torn")))
 

@@ -5,6 +5,7 @@ Megatron-Core reads what is written in their form.
 from __future__ import annotations
 
 import io
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,6 +135,12 @@ def test_what_is_written_in_its_form_is_read_again(tmp_path: Path, numbered: boo
     (kept,) = torch_format.bytes_in(theirs).values()
     assert kept.getvalue() == b"what a module keeps"
     assert (theirs / "common.pt").read_bytes() == (like / "common.pt").read_bytes()
+    file = theirs / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.state_dict_metadata["embedding.word_embeddings.weight"].chunks.pop()
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"embedding.word_embeddings.weight, of which elements are missing"):
+        compare(str(ours), str(theirs))
     for key in ("layers.1.mlp.w2", "layers.2.mlp.w2"):  # one too few, then one too many
         name = f"model.{key}.weight"
         other = {f"model.{one}": tensor for one, tensor in held.items()} | {name: numbers(8, 5, seed=1)}
