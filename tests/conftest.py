@@ -8,11 +8,13 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 
+import pandas as pd
 import pytest
 import torch
 from hypothesis import settings
 
 from harness.engines.processes.forked.pool import PoolEngine
+from reference.case import Case
 from suites.drawing.profiles import register
 from suites.session.prover import Prover
 from tests import ROOT
@@ -61,6 +63,15 @@ def prover() -> Iterator[Prover]:
     """Proves cases of our own implementation, whatever subject the suites of this session are about."""
     with Prover.on("parallel.subject:subject", "2,3,4,6") as prover:
         yield prover
+
+
+@pytest.fixture(scope="session")
+def loaded(prover: Prover) -> None:
+    """What torch and pandas load when they first compute stays loaded, for tests that begin a session inside of this
+    one: it forgets what it has loaded itself, and torch does not bear to be loaded twice.
+    """
+    pd.DataFrame({"loaded": ["once"]})
+    prover.proof(Case.parse("tp=2 layers=1 hidden=16 heads=2 seq=4 micro=1 steps=1 optimizer=adamw recompute=full"))
 
 
 @pytest.fixture(scope="session")

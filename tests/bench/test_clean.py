@@ -30,7 +30,20 @@ def wrong(case: Case, device: torch.device) -> Mapping[str, object]:
     return outcome | {"loss/0": loss * (1 + 1e-6)}
 
 
+def listening(case: Case, device: torch.device) -> Mapping[str, object]:
+    """Refuses every case, and keeps its text."""
+    raise AssertionError(case)
+
+
+def _listen(case: Case) -> str:
+    LISTENED.append(str(case))
+    return "listens"
+
+
+LISTENED: list[str] = []
 _ALL = tuple(HealthCheck)
+setattr(listening, "modes", ("tp",))  # noqa: B010
+setattr(listening, "refuses", _listen)  # noqa: B010
 setattr(wrong, "modes", ("tp",))  # noqa: B010  (a function's attribute, as product.md asks of subjects)
 
 
@@ -59,8 +72,10 @@ def test_a_wrong_subject_is_not(tmp_path: Path) -> None:
 def test_parts_draw_different_cases() -> None:
     texts = []
     for number in (1, 2):
-        part = Part(subject=f"{__name__}:wrong", cases=4, number=number, parts=2, dtype="float64", steps=1)
-        texts.append({alarm.case for _, found in campaign(part) for alarm in found})
+        LISTENED.clear()
+        part = Part(subject=f"{__name__}:listening", cases=4, number=number, parts=2, dtype="float64", steps=1)
+        assert [so_far.refused for so_far, _ in campaign(part)] == [2]
+        texts.append(set(LISTENED))
     assert len(texts[0]) == len(texts[1]) == 2
     assert len(texts[0] | texts[1]) == 3  # the simplest case comes first whatever the seed
 

@@ -37,6 +37,8 @@ RIGHT = [
     ("mcore:subject", "tp=2 sp=true llama=true"),
 ]
 ON_PROCESSES = [("fsdp2:subject", "dp=2"), ("two_d:subject", "tp=2 loss_parallel=true"), ("mcore:subject", "tp=2")]
+LATE = {"mcore:subject"}
+"""What every rank imports anew, for seconds."""
 
 
 def proved(name: str, text: str, engine: Engine) -> CaseResult:
@@ -65,7 +67,9 @@ def test_unmodified_systems_are_right(name: str, text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "text"), of_peers(ON_PROCESSES))
-def test_on_processes_too(pool: PoolEngine, name: str, text: str) -> None:
+def test_on_processes_too(pool: PoolEngine, name: str, text: str, request: pytest.FixtureRequest) -> None:
+    if name in LATE and request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("ten CPU seconds: --hypothesis-profile deep")
     result = proved(name, text, pool)
     assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
 
@@ -102,17 +106,25 @@ def test_a_stored_ledger_is_a_gate_that_one_call_more_breaks(
 @pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("script", ["", "found.py"], ids=["told", "reproduced"])
 def test_a_defect_of_transformers_is_found_in_its_module_by_one_command_and_reproduced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     pytest.importorskip("transformers", reason="needs the extra `peers`")
+    if script and request.config.getoption("hypothesis_profile", None) != "deep":
+        pytest.skip("20 CPU seconds: --hypothesis-profile deep")
     monkeypatch.chdir(tmp_path)
     command = ["run", "tp=2 micro=2", "--subject", "suites.subjects.qwen3:accumulating"]
-    assert cli.main([*command, "--emit-repro", "found.py"]) == 1
+    assert cli.main([*command, *(["--emit-repro", script] if script else [])]) == 1
     out = capsys.readouterr().out
     assert "\nfirst:  grad_sync of model.layers.0.self_attn.k_norm in step 0: grad/" in out
     repeat = next(line.partition("repeat: ")[2] for line in out.splitlines() if line.startswith("repeat: "))
     assert shlex.split(repeat) == ["shardproof", *command]
-    script = subprocess.run([sys.executable, "found.py"], capture_output=True, text=True, timeout=300, check=False)
-    assert (script.returncode, script.stdout.splitlines()[-1]) == (1, "reproduced"), script.stderr
-    assert script.stdout.startswith("grad/model.layers.0.self_attn.k_norm.weight: ")
+    if script:
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "reproduced"), done.stderr
+        assert done.stdout.startswith("grad/model.layers.0.self_attn.k_norm.weight: ")

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.execution import execute
 from harness.subject import Unanswered
 from parallel.subject import subject
 from reference.case import Case
@@ -22,6 +19,7 @@ from tests.suites.test_plugin_requests import CASE, outside
 __all__ = ["outside"]
 
 pytest_plugins = ("pytester",)
+pytestmark = pytest.mark.usefixtures("loaded")
 
 ME = "tests.suites.test_narrow_subjects:"
 EVERY = ("forward", "backward", "training", "consistency", "communication", "races", "equivalence", "engines")
@@ -51,14 +49,6 @@ one = Narrow(lambda case: "" if (case.heads, case.hidden, case.dp) == (8, 64, 1)
 none = Narrow(lambda case: "built for 405b")
 speechless = Narrow(_no_words)
 lenient = Narrow(lambda case: "")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded() -> None:
-    """What torch and pandas load when they first compute stays loaded, see `test_plugin_faults`."""
-    pd.DataFrame({"loaded": ["once"]})
-    with InprocEngine() as engine:
-        execute(Case.parse(CASE), subject, engine, text=CASE)
 
 
 def test_a_subject_of_one_architecture_is_proved_on_its_default_cases(

@@ -27,6 +27,7 @@ from tests import ROOT
 from tests.reports.toy_traffic import CASE
 
 pytest_plugins = ("pytester",)
+pytestmark = pytest.mark.usefixtures("loaded")
 
 CONFTEST = "from suites.conftest import *  # noqa: F403"
 TWO = """

@@ -6,25 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.execution import execute
-from reference.case import Case
-from tests.suites.blind_subject import needed
 from tests.suites.test_plugin import CONFTEST
 
 pytest_plugins = ("pytester",)
+pytestmark = pytest.mark.usefixtures("loaded")
 
 CASE = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
 BLIND = "test_one.py::test_a_disturbed_collective_is_noticed?tp-max all_reduce tp metric #0?"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded() -> None:
-    """What torch loads when it first computes stays loaded: an inner session forgets what it has loaded itself, and
-    torch does not bear to be loaded twice.
-    """
-    with InprocEngine() as engine:
-        execute(Case.parse(CASE), needed, engine, text=CASE)
 
 
 @pytest.fixture

@@ -6,13 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.execution import execute
-from parallel.subject import subject
-from reference.case import Case
 from tests import ROOT
 
 pytest_plugins = ("pytester",)
+pytestmark = pytest.mark.usefixtures("loaded")
 
 CASE = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
 THEIRS = "tests.reports.toy_traffic:right"
@@ -30,13 +27,6 @@ def that(modes: object) -> Callable[..., dict[str, object]]:
 
 ahead = that(modes=("tp", "ep"))
 number = that(modes=7)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded() -> None:
-    """What torch loads when it first computes stays loaded, see `test_plugin_faults`."""
-    with InprocEngine() as engine:
-        execute(Case.parse(CASE), subject, engine, text=CASE)
 
 
 @pytest.fixture

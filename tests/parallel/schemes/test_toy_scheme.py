@@ -57,6 +57,7 @@ def test_faults_and_default_cases() -> None:
     assert "toy" in subject.modes and len(covering_cases("toy")) > 5
 
 
+@pytest.mark.usefixtures("loaded")
 def test_suites(pytester: pytest.Pytester) -> None:
     words = ("--collect-only", "--pyargs", "suites", "--subject", OURS, "--modes", "toy", "-p", "no:cacheprovider")
     result = pytester.runpytest_inprocess("-q", "-p", "no:xdist", *words)
