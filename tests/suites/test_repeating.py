@@ -24,14 +24,15 @@ CASE = "mode=msp layers=1 heads=4 hidden=16 ffn=16 vocab=264 seq=8 micro=1 steps
 
 
 @pytest.fixture
-def session(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+def session(
+    loaded: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., pytest.RunResult]:
     """A session of its own with one property."""
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     pytester.makeconftest("from suites.conftest import *  # noqa: F403")
     pytester.makepyfile(test_property=PROPERTY)
-    # In a process of its own: a session inside this one forgets what it imports, and torch registers libraries once.
-    return lambda *words: pytester.runpytest_subprocess("-p", "no:xdist", "-p", "no:cacheprovider", *words)
+    return lambda *words: pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider", *words)
 
 
 def test_a_case_that_is_given_is_proved_in_place_of_drawn_ones(session: Callable[..., pytest.RunResult]) -> None:
