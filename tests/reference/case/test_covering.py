@@ -21,7 +21,7 @@ from reference.case.written import spread_cases
 NUMBERS = {"tp": (2, 4), "dp": (1, 2), "wp": (1, 2, 4), "kv_heads": (2, 8), "clip": (0.0, 0.1)}
 NUMBERS |= {"label_smoothing": (0.0, 0.1)}
 VARIED = [field.name for field in dataclasses.fields(Case) if field.name not in {*FIXED, *SHARED}]
-DRAWS = 5000
+DRAWS = 3000
 Level = tuple[str, object]
 
 
