@@ -72,7 +72,8 @@ def _read(folder: str, dtype: str) -> tuple[Tensor, Tensor]:
 
 
 def dense(case: Any, device: torch.device) -> Mapping[str, Tensor]:
-    """Dense training from the same folder."""
+    """Dense training from the same folder; it is never given one to save into."""
+    assert case.save == "none"
     return trained(case, *(_read(case.load, case.dtype) if case.load != "none" else weights(case)))
 
 

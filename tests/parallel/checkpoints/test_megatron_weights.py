@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,6 +145,13 @@ def test_what_is_written_in_its_form_is_read_again(tmp_path: Path, numbered: boo
     (kept,) = torch_format.bytes_in(theirs).values()
     assert kept.getvalue() == b"what a module keeps"
     assert (theirs / "common.pt").read_bytes() == (like / "common.pt").read_bytes()
+    spoiled = {key: tensor.clone() for key, tensor in written.items()}
+    next(tensor for key, tensor in spoiled.items() if key.endswith("fc2.weight"))[..., 0, 0] = torch.nan
+    (tmp_path / "spoiled").mkdir()
+    shutil.copyfile(theirs / "metadata.json", tmp_path / "spoiled" / "metadata.json")
+    torch_format.write(tmp_path / "spoiled", spoiled)
+    with pytest.raises(CheckpointError, match=r"linear_fc2.weight, of which elements are missing or are no numbers"):
+        compare(str(ours), str(tmp_path / "spoiled"))
     file = theirs / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     metadata.state_dict_metadata["embedding.word_embeddings.weight"].chunks.pop()
