@@ -57,8 +57,7 @@ def with_context(strategy: Strategy, case: Case) -> Strategy:
         return None if place is None else replace(place, cuts=(_cut(case, dim=1), *place.cuts))
 
     data_axes, loss_axes = (
-        tuple(case.data_axis if axis == "dp" else axis for axis in axes)
-        for axes in (strategy.data_axes, strategy.loss_axes)
+        tuple("dp_cp" if axis == "dp" else axis for axis in axes) for axes in (strategy.data_axes, strategy.loss_axes)
     )
     once = step_terms(
         strategy.placements,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reference.case.layouts import layout_of
+from reference.case.modes import MODES
 from reference.case.presets import FOLLOWS, PRESETS, resolved
 from reference.case.rules import check, check_word, legal_words, read, write
 from reference.case.schemes import SCHEMES
@@ -259,6 +260,8 @@ class Case:
     @property
     def data_axis(self) -> str:
         """The mesh axis of the ranks that hold the same weights and see different tokens, context ranks included."""
+        if MODES[self.mode].gathers_weights:
+            return "wdp"
         return "dp_cp" if self.cp > 1 else "dp"
 
     @property

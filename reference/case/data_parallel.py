@@ -38,6 +38,8 @@ def problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             owners = whose(lambda mode: mode.data_parallel)
             legal = str(plain).lower() if isinstance(plain, bool) else plain
             yield key, f"is implemented for mode={owners}, not for mode={v['mode']}", f"{key}={legal}"
+    if mode_of(v).gathers_weights:
+        yield from _beside_gathered_weights(v)
     if zero not in (0, 1, 2, 3):
         yield "zero", "is not a stage of ZeRO", "zero=1"
     for key in ("bucket", "shard"):
@@ -62,6 +64,18 @@ def parity_problems(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """The same of `parity`."""
     if v["parity"] < 0:
         yield "parity", "must not be negative", "parity=0"
+
+
+def _beside_gathered_weights(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    mode = f"mode={v['mode']}"
+    if v["zero"] >= 2:
+        yield "zero", f"shares parameters among data ranks, and {mode} gathers its own over wp", "zero=1"
+    if v["wgrad"] != "plain":
+        rule = f"leaves a gradient to the buffer of all, and {mode} reduces it over wp in its backward"
+        yield "wgrad", rule, "wgrad=plain"
+    if v["bucket"] and v["fuse_weights"]:
+        rule = "is filled in the order of backward, and fuse_weights=true reduces all weights of a block at once"
+        yield "bucket", rule, "bucket=0"
 
 
 def _layer_by_layer(v: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

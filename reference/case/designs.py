@@ -50,15 +50,17 @@ AUTOTP = (
 mode, whose list has the pairs. In `deep` it has all pairs as well.
 """
 GATHERED = (
-    "layers=1 steps=1 tp=2 cp=2 seq=16 order=cp-tp recompute=full early_stop=true",
+    "layers=1 tp=2 cp=2 seq=16 zero=1 bucket=900 order=cp-tp recompute=full early_stop=true",
     "layers=3 steps=1 tp=1 cp=2 pp=2 last_layers=1 cp_comm=gather cp_slices=contiguous recompute=full "
     "recompute_method=block recompute_layers=2",
     "layers=1 steps=1 tp=1 cp=2 cp_comm=alltoall parity=1",
     "layers=1 steps=1 tp=1 cp=4 seq=16 cp_comm=alltoall-ring cp_inner=2",
     "layers=2 steps=1 tp=2 pp=2 schedule=gpipe first_layers=1",
     "layers=4 steps=1 tp=2 pp=2 schedule=interleaved chunks=2 group=3",
+    "layers=1 tp=2 dp=2 wp=4 dtype=float16 master=float32 grad_dtype=float32 scaler=static loss_scale=8",
+    "layers=1 tp=1 dp=2 zero=1 dtype=float16 master=float32 scaler=dynamic loss_scale=8",
 )
-"""The same where weights are gathered, and data ranks share nothing. One stage gathers its second layer ahead."""
+"""The same where weights are gathered. One stage gathers its second layer ahead."""
 SCHEMES = (
     "layers=1 tp=2 cp=2 seq=16 zero=1 bucket=900 wgrad=deferred order=cp-tp recompute=full early_stop=true",
     "layers=2 steps=1 tp=1 cp=2 pp=2 cp_comm=gather cp_slices=contiguous recompute=full recompute_method=block "

@@ -93,7 +93,6 @@ MODES: dict[str, Mode] = {
         heads=("exchange", "local", "gather"),
         sequence=True,
         weight_axis="wp",
-        data_parallel=False,
         spread=GATHERED,
         design=WEIGHTS_SPLIT,
     ),

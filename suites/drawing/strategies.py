@@ -192,10 +192,11 @@ def _randomness(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
 @st.composite
 def _data_parallel(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
     """What data ranks share, in which buckets and in which dtype."""
-    words: dict[str, Any] = {"zero": draw(st.sampled_from((0, 1, 2, 3)), label="zero")}
+    gathers = MODES[case.mode].gathers_weights
+    words: dict[str, Any] = {"zero": draw(st.sampled_from((0, 1) if gathers else (0, 1, 2, 3)), label="zero")}
     if words["zero"] < 2:
-        words["bucket"] = draw(st.sampled_from((0, 300, 2000)), label="bucket")
-        words["wgrad"] = draw(st.sampled_from(("plain", "fused", "deferred")), label="wgrad")
+        words["bucket"] = draw(st.sampled_from((0,) if case.fuse_weights else (0, 300, 2000)), label="bucket")
+        words["wgrad"] = draw(st.sampled_from(("plain",) if gathers else ("plain", "fused", "deferred")), label="wgrad")
     else:
         shards = [0, *(size for size in range(1, case.dp + 1) if case.dp % size == 0 and case.cp == 1)]
         words["shard"] = draw(st.sampled_from(shards), label="shard")

@@ -30,6 +30,7 @@ CASES = (
     f"mode=tp-sp tp=3 dp=2 zero=2 no_sync=true {SGD} recompute=full order=dp-tp",
     f"mode=tp tp=1 dp=3 zero=3 prefetch=true recompute=full recompute_method=block {ADAMW}",
     f"mode=tp tp=1 dp=4 zero=3 shard=2 {SGD} recompute=selective positions=rope activation=swiglu",
+    f"mode=isp tp=3 dp=2 wp=2 zero=1 bucket=900 {ADAMW} tied=false",
     f"mode=tp tp=1 dp=3 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
 )
 DEEP = (
@@ -54,6 +55,16 @@ DEEP = (
             "zero=3 prefetch=true recompute=full recompute_layers=2",
             "zero=3 no_sync=true prefetch=true tied=false",
             "bucket=700 dtype=bfloat16 master=float32 grad_dtype=float32 wgrad=fused parity=1",
+        )
+    )
+    + tuple(
+        f"mode=isp {words}"
+        for words in (
+            f"tp=3 dp=2 wp=2 bucket=700 parity=2 {SGD}",
+            f"tp=3 dp=2 wp=6 zero=1 bucket=700 {SGD} recompute=full",
+            f"tp=1 dp=4 wp=2 zero=1 {ADAMW} fuse_weights=true positions=rope activation=swiglu",
+            f"tp=3 dp=2 wp=2 {HALF} zero=1 grad_dtype=float32 scaler=dynamic",
+            f"tp=1 pp=2 dp=2 wp=2 zero=1 bucket=700 {SGD}",
         )
     )
 )
@@ -186,7 +197,8 @@ def test_what_rounding_decides_is_refused(prover: Prover) -> None:
 @pytest.mark.parametrize(
     ("words", "legal"),
     [
-        ("mode=isp zero=1", "zero=0"),
+        ("mode=isp zero=2", "zero=1"),
+        ("mode=isp bucket=100 fuse_weights=true", "bucket=0"),
         ("mode=autotp bucket=100", "bucket=0"),
         ("zero=1 no_sync=true", "no_sync=false"),
         ("zero=3 wgrad=fused", "wgrad=plain"),

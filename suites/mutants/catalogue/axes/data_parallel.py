@@ -245,4 +245,15 @@ DATA_PARALLEL = (
         region="",
         cause="missing_call",
     ),
+    Mutant(
+        name="buckets-over-dp-of-gathered-weights",
+        stands_for="B-35: Megatron #906 in isp, gradients are reduced over dp where wdp holds the same rows",
+        modes={"isp": "wp!=tp wdp>1"},
+        suite={**BUCKETS, "fuse_weights": False},
+        changes=(_change("data_parallel.buffers", "rank.mesh.axis(rank.case.data_axis)", 'rank.mesh.axis("dp")'),),
+        kills="ledger",
+        phase=_SYNCED,
+        region="*",
+        cause="wrong_group|missing_call|extra_call",
+    ),
 )
