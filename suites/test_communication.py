@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from suites.session.prover import Prover
 
+EXAMPLES = max(1, settings().max_examples // 4)
+"""Training is held to the same in as many cases as the profile says, so fewer are drawn."""
 
+
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_the_ledger_is_the_closed_form_and_parallelism_happened(prover: Prover, mode: str, data: st.DataObject) -> None:
     prover.holds(prover.drawn(data, mode, steps=2), "ledger", "groups", "parallelism")

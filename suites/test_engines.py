@@ -42,7 +42,7 @@ def compared(prover: Prover) -> list[CaseLike]:
     if not worlds:
         pytest.skip(f"worlds {prover.worlds}: none that real processes run here; legal: --worlds 2,3")
     fixed = SMALL if quick else {}
-    found = drawn(min(6, examples) if quick else 100, 0, prover.subject.name, worlds, **fixed)
+    found = drawn(min(4, examples) if quick else 100, 0, prover.subject.name, worlds, **fixed)
     near = [prover.fitting(case, **fixed) for case in found]
     taken = dict.fromkeys(case for case in near if case is not None and case.world_size <= largest)
     if not taken:

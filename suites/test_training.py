@@ -1,4 +1,6 @@
-"""Training: parameters after k steps are the dense model's; SGD shows factors that Adam hides (bugs.md, section 3)."""
+"""Training: losses of k steps and parameters after them are the dense model's, calls the closed form's; SGD shows
+factors that Adam hides (bugs.md, section 3).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ OPTIMIZERS = (
     *({"optimizer": "adamw", "lr": 0.01, "clip": clip} for clip in (0.0, 0.05, 1000.0)),
 )
 """With a clip that binds, one that does not, and none."""
+COMMUNICATION = ("ledger", "groups", "parallelism")
+"""Clipping and sums of gradients have calls of their own."""
 
 
 @given(data=st.data())
 def test_steps_of_the_optimizer(prover: Prover, mode: str, data: st.DataObject) -> None:
     words = data.draw(st.sampled_from(OPTIMIZERS), label="optimizer, clip and lr")
     case = prover.drawn(data, mode, where_known=words)  # without these words: the subject's own optimizer
-    prover.holds(case, "merge", "update", "gradient_norm")
+    prover.holds(case, "data", "merge", "tokens", "forward", "update", "gradient_norm", *COMMUNICATION)

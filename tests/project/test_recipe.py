@@ -26,7 +26,7 @@ from tests import ROOT
 ROOMS = ("bench", "harness", "parallel", "reference", "reports", "shardproof", "suites")
 PAGE, RECIPE = ROOT / "docs" / "ci.md", ROOT / "docs" / "shardproof.yml"
 FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or losses'"
-"""One example of a few properties, in one worker: what is tested here is the recipe."""
+"""One example of a few properties, without workers: what is tested here is the recipe."""
 LONGEST_S = 400
 ADAMW_REFUSED = "case.world_size != 2 or case.optimizer == 'adamw'"
 """The condition for what the page's subject refuses, with one of its two default cases in it."""
@@ -79,7 +79,7 @@ def job(folder: Path, variables: dict[str, str], environment: Path) -> Job:
     words = {n: variables.get(found[1], "") if (found := asked[n]) else text for n, text in recipe["env"].items()}
     inherited = {name: os.environ[name] for name in ("HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
     plain = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_COMPILE": "1"}
-    plain |= {"PYTEST_ADDOPTS": FEW, "PYTEST_XDIST_AUTO_NUM_WORKERS": "1"}
+    plain |= {"PYTEST_ADDOPTS": FEW, "PYTEST_XDIST_AUTO_NUM_WORKERS": "0"}
     path = os.pathsep.join([str(environment / "bin"), os.environ["PATH"]])
     steps = {step["name"]: step["run"] for step in recipe["jobs"]["prove"]["steps"] if "run" in step}
     return Job(folder=folder, env=inherited | plain | words | {"PATH": path}, steps=steps)
