@@ -1,4 +1,4 @@
-"""Context parallelism against the dense model over two steps, its ledger against the closed form, and regrouping."""
+"""Context parallelism against the dense model over three steps, its ledger against the closed form, and regrouping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reference.case import Case
 from reference.case.context import METHODS, ORDERS
 from suites.session.prover import Prover
 
-SIZES = "layers=2 heads=12 kv_heads=6 hidden=48 ffn=42 vocab=390 batch=2 micro=3 steps=2 lr=0.1"
+SIZES = "layers=2 heads=12 kv_heads=6 hidden=48 ffn=42 vocab=390 batch=2 micro=3 steps=3 lr=0.1"
 PACKED = "family=internlm2 packed=true qk_norm=true"
 CASES = (
     "tp=2 cp=2 seq=12 order=cp-tp",

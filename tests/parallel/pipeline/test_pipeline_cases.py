@@ -22,7 +22,7 @@ from reference.case.pipeline import WORDS
 from reference.model.parameters import shapes
 from suites.session.prover import Prover
 
-SIZES = "heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=9 batch=2 steps=2"
+SIZES = "heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=9 batch=2 steps=3"
 CHUNKS = "schedule=interleaved chunks=2"
 HALF = "dtype=float16 master=float32 lr=0.01"
 SGD, ADAMW = "lr=0.1", "optimizer=adamw lr=0.01 clip=0.05"
