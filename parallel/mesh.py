@@ -90,6 +90,4 @@ def axis_rank(case: Case, name: str, rank: int) -> int:
 
 def coordinates(case: Case, rank: int) -> dict[str, tuple[int, int]]:
     """Axis -> (place of a global rank on it, ranks on it); needs no running world."""
-    layout = case.layout
-    places = layout.coordinates(rank)
-    return {name: (places[name], size) for name, size in layout.sizes.items()}
+    return {name: (axis_rank(case, name, rank), axis_size(case, name)) for name in case.axis_sizes}
