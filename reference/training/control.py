@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from reference.training.steps import train
 __all__ = [
     "control",
     "fused_attention",
+    "merged_attention",
     "reordered",
     "split_attention",
     "split_linear",
@@ -54,14 +56,16 @@ def control(
 def reordered(case: Case, parts: int = 0) -> Arithmetic:
     """The sums of linears, norms and attention in `parts`; 0: as many as the case splits them in, 2 at least.
 
-    Attention is torch's fused kernel where an even number of `parts` is given: its backward takes other sums.
+    Attention is torch's fused kernel where an even number of `parts` is given: its backward takes other sums. With
+    context ranks it is merged elsewhere, as theirs is.
     """
     attention = fused_attention if parts and parts % 2 == 0 and not case.attention_dropout else None
+    by_hand = merged_attention if case.cp > 1 else split_attention
     parts = parts or max(2, case.tp, case.wp)
     return Arithmetic(
         linear=partial(split_linear, parts=parts),
         norm=partial(split_norm, parts=parts),
-        attention=attention or partial(split_attention, parts=parts),
+        attention=attention or partial(by_hand, parts=parts),
     )
 
 
@@ -85,16 +89,61 @@ def split_attention(
     parts: int,
 ) -> Tensor:
     """Attention as `layers` has it, its scores by blocks of keys and `parts` partial sums over features."""
-    heads, head_dim = q_BSND.shape[2:]
-    group = heads // k_BSKD.shape[2]
-    q_BNSD = q_BSND.transpose(1, 2)
-    k_BNSD, v_BNSD = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k_BSKD, v_BSKD))
-    scores = [_summed(q_BNSD, _parts(keys, parts, -1)) for keys in _parts(k_BNSD, parts, 2)]
-    score_BNSS = torch.cat(scores, -1).to(layers.wide(q_BSND.dtype)) / math.sqrt(head_dim)
-    share_BNSS = score_BNSS.masked_fill(~visible_SS, -math.inf).softmax(-1).to(q_BSND.dtype)
+    score_BNSS, v_BNSD = _scores(q_BSND, k_BSKD, v_BSKD, visible_SS, parts)
+    share_BNSS = score_BNSS.softmax(-1).to(q_BSND.dtype)
     if keep_BNSS is not None:
         share_BNSS = (share_BNSS * keep_BNSS).to(q_BSND.dtype)
-    return _summed(share_BNSS, _parts(v_BNSD.transpose(2, 3), parts, -1)).transpose(1, 2).flatten(2)
+    return _summed(share_BNSS, _parts(v_BNSD.mT, parts, -1)).transpose(1, 2).flatten(2)
+
+
+def merged_attention(
+    q_BSND: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    visible_SS: Tensor,
+    keep_BNSS: Tensor | None = None,
+    *,
+    parts: int,
+) -> Tensor:
+    """Attention as where blocks of keys are merged: a share is exp(score - log sum exp), and the gradient of a score
+    takes off sum(dO * O).
+
+    Of large scores that rounds more than a softmax does, which takes off the largest one first. Source:
+    FlashAttention-2 (arXiv:2307.08691), whose backward context parallelism has.
+    """
+    score_BNSS, v_BNSD = _scores(q_BSND, k_BSKD, v_BSKD, visible_SS, parts)
+    context_BNSD: Tensor = _Merged.apply(score_BNSS, v_BNSD, keep_BNSS, parts)
+    return context_BNSD.transpose(1, 2).flatten(2)
+
+
+class _Merged(torch.autograd.Function):
+    """Scores [B, N, S, S] of hidden keys -inf and values [B, N, S, D] -> context [B, N, S, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, score: Tensor, v: Tensor, keep: Tensor | None, parts: int) -> Tensor:
+        share = (score - score.logsumexp(-1, keepdim=True)).exp()
+        kept = (share if keep is None else share * keep).to(v.dtype)
+        context = _summed(kept, _parts(v.mT, parts, -1))
+        ctx.save_for_backward(share, kept, v, context, keep)
+        return context
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        share, kept, v, context, keep = ctx.saved_tensors
+        of_share = (grad @ v.mT).to(share.dtype)
+        of_share = of_share if keep is None else of_share * keep
+        off = (grad.to(share.dtype) * context.to(share.dtype)).sum(-1, keepdim=True)
+        return share * (of_share - off), kept.mT @ grad, None, None
+
+
+def _scores(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """(scores [B, N, S, S] in the dtype of statistics, hidden ones -inf; values [B, N, S, D] of every head)."""
+    heads, head_dim = q_BSND.shape[2:]
+    q_BNSD = q_BSND.transpose(1, 2)
+    k_BNSD, v_BNSD = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in (k_BSKD, v_BSKD))
+    scores = [_summed(q_BNSD, _parts(keys, parts, -1)) for keys in _parts(k_BNSD, parts, 2)]
+    score_BNSS = torch.cat(scores, -1).to(layers.wide(q_BSND.dtype)) / math.sqrt(head_dim)
+    return score_BNSS.masked_fill(~visible_SS, -math.inf), v_BNSD
 
 
 def fused_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor) -> Tensor:

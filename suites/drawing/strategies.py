@@ -164,7 +164,7 @@ def _pipeline(draw: st.DrawFn, /, case: Case) -> Case:
 def _recompute(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
     """Which layers are computed again, in which units, and what is saved of them."""
     words: dict[str, Any] = {"recompute_method": draw(st.sampled_from(RECOMPUTE_METHODS), label="recompute_method")}
-    layers = math.gcd(*(sum(len(stage.layers) for stage in held(case, rank)) for rank in range(case.pp)))
+    layers = math.gcd(*(len(stage.layers) for rank in range(case.pp) for stage in held(case, rank)))
     units = [size for size in range(1, layers + 1) if layers % size == 0]
     if words["recompute_method"] == "block":
         units = [1, 2, 4]

@@ -184,7 +184,7 @@ MUTANTS = (
         changes=_one(
             "training",
             "rank.step.norm(rank)",
-            "rank.step.norm(rank) * tokens.to(exact)",
+            "rank.step.norm(rank) * tokens.to(wide(dtype_of(rank.case)))",
         ),
         kills="gradient_norm",
         phase="grad_sync|step",

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from harness.checking.evidence import PASS
 from reference.case import Case
 from reference.model import layers
 from reference.model.parameters import weights
-from reference.training.control import control, reordered, split_linear, split_norm
+from reference.training.control import (
+    control,
+    merged_attention,
+    reordered,
+    split_attention,
+    split_linear,
+    split_norm,
+)
 from reference.training.subject import activations, subject, true_activations, truth
+from suites.session.prover import Prover
 from tests.reference.model.dense_run import CPU
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -39,6 +50,28 @@ def test_split_sums_are_the_same_sums(parts: int, with_bias: bool) -> None:
     torch.testing.assert_close(split_linear(x, weight, bias, parts=parts), layers.linear(x, weight, bias))
     scale, shift = noise(12, seed=3), noise(12, seed=4) if with_bias else None
     torch.testing.assert_close(split_norm(x, scale, shift, parts=parts), layers.norm(x, scale, shift))
+
+
+@pytest.mark.parametrize("attention", [split_attention, merged_attention])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_attention_of_the_control_is_the_same_attention(attention: Callable[..., Tensor], dropped: bool) -> None:
+    given = [noise(2, 7, heads, 4, seed=heads).requires_grad_() for heads in (6, 3, 3)]
+    given[2] = noise(2, 7, 3, 4, seed=9).requires_grad_()
+    keep = (noise(2, 6, 7, 7, seed=5) > -0.5) / 0.7 if dropped else None
+    visible = torch.ones(7, 7, dtype=torch.bool).tril()
+    q, k, v = given
+    ours, theirs = attention(q, k, v, visible, keep, parts=3), layers.attention(q, k, v, visible, keep)
+    torch.testing.assert_close(ours, theirs)
+    upstream = noise(*theirs.shape, seed=6)
+    for one, other in zip(*(torch.autograd.grad(out, given, upstream) for out in (ours, theirs)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_merged_attention_rounds_large_scores_as_context_ranks_do(prover: Prover) -> None:
+    """A learning rate of 1 makes large scores in the first step, and Adam full steps of what does not round to zero."""
+    words = "layers=4 hidden=24 heads=4 kv_heads=2 ffn=24 vocab=394 seq=12 batch=3 micro=1 steps=2 optimizer=adamw"
+    case = Case.parse(f"mode=tp tp=1 cp=2 cp_comm=alltoall family=llama {words} dtype=float32 seed=1")
+    assert prover.proof(case).verdict == PASS
 
 
 @pytest.mark.parametrize("name", ["x", "weight"])
