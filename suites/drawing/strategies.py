@@ -158,7 +158,10 @@ def _pipeline(draw: st.DrawFn, /, case: Case) -> Case:
         words["micro"] = micro = pp + draw(st.sampled_from((0, pp, 1)), label="micro-batches more than stages")
         groups = [size for size in range(pp, micro + 1) if micro % size == 0 or micro % size >= pp]
         words["group"] = draw(st.sampled_from(groups), label="group")
-    return case.but(**words)
+    try:
+        return case.but(**words)
+    except CaseError:
+        return case  # more heads on a rank than its context ranks can exchange
 
 
 @st.composite
