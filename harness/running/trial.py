@@ -249,7 +249,7 @@ def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evide
         for kind, function in (("metric", trial.reference.metrics), ("param", trial.reference.trainings)):
             what_if |= trial.dense(function, part="explained") if kind in kinds else {}
     except Exception as problem:  # the failure stands; less of it is explained, and that is said
-        trial.problems["explanation"] = f"the dense model raised while it computed it: {error_text(problem)}"
+        trial.problems["explanation"] = f"the dense model raised while a cause was looked for: {error_text(problem)}"
     return replace(evidence, shares=shares, alternatives=what_if)
 
 

@@ -24,10 +24,10 @@ weights are split over wp, gathered whole for each use. tp and wp are sizes of t
     step: squared norm                       | wp   | -            | -          | all_reduce                 | W
 
 One row a tensor and micro-batch on the pipeline stage that holds it, `step` once a step; `recompute` holds for
-recompute=full. p = tp. Bytes of: K the
-whole weight (the embedding's and a tied head's: the whole padded table), k the whole bias, K+k all of a block; A one
-whole activation; KV = B*S*2*max(kv_heads, p)*head_dim numbers; V the padded logits, v the true ones; T one number a
-token in the loss's dtype, W one; N the parameter; G all gradients of a rank. Label smoothing adds one term to the loss.
+recompute=full. p = tp. Bytes of: K the whole weight (the embedding's and a tied head's: the whole padded table), k the
+whole bias, K+k all of a block; A one whole activation; KV = B*S*2*max(kv_heads, p)*head_dim numbers; V the padded
+logits, v the true ones; T one number a token in the loss's dtype, W one; N the parameter; G all gradients of a rank.
+Label smoothing adds one term to the loss.
 
 Regions: a call of attention, head, embedding and loss belongs to that module. A block's gathers belong to the linear
 that starts them: its own one, or with prefetch another (the table of `parallel.weights.prefetch`). Reduce-scatters

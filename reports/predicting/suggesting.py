@@ -215,12 +215,12 @@ def _estimate(one: Candidate, cluster: Cluster, known: dict[str, _Measured], mea
     gather_s = seconds("all_gather", size, data, cluster.algorithm) if ranks > 1 else 0.0
     sum_s = seconds("all_reduce", size, data, cluster.algorithm) if ranks > 1 else 0.0
     if zero < 2:
-        apart_s = sum_s
+        shared_s = sum_s
     elif pp > 1:
-        apart_s = (1 if zero == 2 else 1 + micro) * gather_s + sum_s / 2
+        shared_s = (1 if zero == 2 else 1 + micro) * gather_s + sum_s / 2
     else:
-        apart_s = micro * ((zero - 1) * gather_s + sum_s / 2)
-    step_s = (micro - 1) * max(stages_s) + sum(stages_s) + apart_s
+        shared_s = micro * ((zero - 1) * gather_s + sum_s / 2)
+    step_s = (micro - 1) * max(stages_s) + sum(stages_s) + shared_s
     tokens = model.tokens * micro * (1 if "wp" in said else dp)
     speed = tokens / step_s / one.case.world_size
     return Estimate(candidate=one, peak_bytes=peak, tokens_per_s_per_rank=speed, fits=peak <= model.room_bytes)
@@ -240,7 +240,7 @@ def _peak(model: _Measured, layers: int, place: int, pp: int, in_flight: int, ze
     """Bytes of the stage at this place."""
     outside = model.parameters.outside if pp == 1 else model.parameters.outside / 2 * (place in (0, pp - 1))
     parameters = model.parameters.layer * layers + outside
-    summed_once = pp > 1  # gradients stay whole until then, and parameters from a backward to the next forward
+    summed_once = pp > 1  # gradients stay whole until then, parameters from a backward to the next forward
     gathered = parameters if zero == 2 else (outside + model.parameters.layer if zero == 3 else 0.0)
     gathered = parameters if zero == 3 and summed_once else gathered
     states = (
@@ -250,5 +250,6 @@ def _peak(model: _Measured, layers: int, place: int, pp: int, in_flight: int, ze
     )
     at_a_time = 0.0 if zero < 2 or summed_once else outside + model.parameters.layer  # gradients that are reduced
     left = model.left.layer * layers * in_flight + (model.left.outside if place == pp - 1 else 0.0)
-    apart = 0.0 if zero >= 2 or ranks == 1 else (1.0 if zero else model.gradients)  # of a call over data ranks
-    return states + gathered + at_a_time + max(left, parameters * apart)
+    # After backward one buffer of all gradients is summed, or with zero=1 one of all parameters gathered.
+    buffer = 0.0 if zero >= 2 or ranks == 1 else parameters * (1.0 if zero else model.gradients)
+    return states + gathered + at_a_time + max(left, buffer)
