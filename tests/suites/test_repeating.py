@@ -53,19 +53,19 @@ def test_a_case_that_is_none_is_a_usage_error(pytester: pytest.Pytester) -> None
 
 Wrong = Callable[[Case], bool]
 ALWAYS: Wrong = lambda case: True  # noqa: E731
-SMALLEST = {"tp": 2, "dp": 1, "layers": 1, "micro": 2, "steps": 2, "batch": 2, "seed": 0, "label_smoothing": 0.0}
+SMALLEST = {"tp": 2, "dp": 1, "layers": 1, "micro": 3, "steps": 2, "batch": 2, "seed": 0, "label_smoothing": 0.0}
 
 
 @pytest.mark.parametrize(
     ("wrong", "left"),
     [
         (ALWAYS, {}),
-        (lambda case: case.dp > 1, {"tp": 2, "dp": 3}),
-        (lambda case: case.tp > 2, {"tp": 3}),
+        (lambda case: case.dp > 1, {"tp": 2, "dp": 3, "micro": 4}),
+        (lambda case: case.tp > 2, {"tp": 3, "micro": 2}),
         (lambda case: case.layers > 1, {"layers": 2}),
-        (lambda case: case.micro > 2 and case.qk_norm, {"micro": 3, "qk_norm": True}),
+        (lambda case: case.micro > 3 and case.qk_norm, {"micro": 4, "qk_norm": True}),
     ],
-    ids=["anywhere", "data ranks", "three ranks", "two layers", "three micro-batches"],
+    ids=["anywhere", "data ranks", "three ranks", "two layers", "four micro-batches"],
 )
 def test_what_is_drawn_shrinks_to_the_smallest_mesh_depth_and_batch(wrong: Wrong, left: dict[str, object]) -> None:
     """As if a bug showed wherever `wrong` says so."""
