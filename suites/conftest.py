@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.errors import Unsatisfiable
 
 from harness.errors import RequestError
-from harness.request import seconds
+from harness.running.request import seconds
 from harness.subject import case_of, claims
 from shardproof.options import add_options, option_path, option_value
 from shardproof.pytest_plugin import ENGINE_OPENED

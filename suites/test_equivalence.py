@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.merging import merge
+from harness.outcome.merging import merge
 from harness.protocols import CaseLike
-from harness.running.execution import execute
+from harness.running.ranks.execution import execute
 from suites.session.prover import Prover
 from suites.session.request import chosen_modes
 

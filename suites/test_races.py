@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from harness.checking.exact_checks import same_outcomes
 from harness.engines.faults.races import Explored
-from harness.running.execution import execute
+from harness.running.ranks.execution import execute
 from suites.drawing.strategies import schedules
 from suites.session.prover import Prover
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional
 
 from bench.places.dense import Decoder, rows, weights
-from harness.outcome import blocks
+from harness.outcome.blocks import blocks
 from harness.shard import Shard as Placed
 from reference.case import Case
 

@@ -1,1 +1,1 @@
-"""The checks, kind by kind: numbers, bits and layouts, the ledger, and the laws that hold for any subject."""
+"""The checks, kind by kind: numbers, bits and layouts, random numbers, the ledger, and the laws of any subject."""

@@ -13,11 +13,11 @@ from harness.checking.data_checks import data, tokens
 from harness.checking.evidence import UNKNOWN, Evidence, Finding
 from harness.checking.exact_checks import determinism, layout, parallelism, recording, replicas, saved, waits
 from harness.checking.group_checks import groups
+from harness.checking.initial_value_checks import initial_values
 from harness.checking.ledger_checks import ledger
+from harness.checking.mask_checks import masks
 from harness.checking.numeric_checks import NUMERIC_KINDS, numeric
 from harness.checking.overlap_checks import overlap
-from harness.checking.randomness.initial_values import initial_values
-from harness.checking.randomness.masks import masks
 from harness.checking.regrouping import regrouping
 from harness.errors import error_text
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
-from harness.checking.tolerance import kind_of
+from harness.checking.measures.tolerance import kind_of
 
 __all__ = ["ON_PURPOSE", "coverage"]
 

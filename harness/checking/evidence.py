@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from harness.checking.tolerance import Measured
+from harness.checking.measures.tolerance import Measured
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
-from harness.merging import Flaw, Merged, Outcomes, against, merge
+from harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike
-from harness.recording.stages.spans import RankSpan
+from harness.recording.spans import RankSpan
 
 __all__ = [
     "FAIL",

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, split_axes
-from harness.checking.tolerance import kind_of
-from harness.merging import Flaw, Outcomes, differing, same_bits
-from harness.outcome import Block
+from harness.checking.measures.tolerance import kind_of
+from harness.outcome.blocks import Block
+from harness.outcome.merging import Flaw, Outcomes, differing, same_bits
 
 __all__ = ["determinism", "layout", "parallelism", "recording", "replicas", "same_outcomes", "saved", "waits"]
 

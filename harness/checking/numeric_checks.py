@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
-from harness.checking.tolerance import Measured, kind_of, kind_rms, measure
+from harness.checking.measures.tolerance import Measured, kind_of, kind_rms, measure
 
 __all__ = ["NUMERIC_KINDS", "held", "numeric", "worst_of"]
 

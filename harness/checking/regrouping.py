@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped, Worst
-from harness.checking.tolerance import FLOAT64_CEILING, Measured, epsilon, kind_of, kind_rms, measure, step_of
+from harness.checking.measures.tolerance import FLOAT64_CEILING, Measured, epsilon, kind_of, kind_rms, measure, step_of
 
 __all__ = ["regrouping"]
 

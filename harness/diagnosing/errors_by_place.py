@@ -1,15 +1,15 @@
 """Every tensor of a failed case with its error, where it is computed, and the first place: rows of `errors.csv`.
 
 A verdict names one tensor, the worst; this is all of them, so that a report can show where it began and how it spread.
-Errors and limits are ratios (harness.checking.tolerance). The last row of a case is its first place: `first` = "yes",
-no name and no error of its own, for it may be a call that shows it and no tensor.
+Errors and limits are ratios (harness.checking.measures.tolerance). The last row of a case is its first place: `first` =
+"yes", no name and no error of its own, for it may be a call that shows it and no tensor.
 """
 
 from __future__ import annotations
 
 from harness.checking.evidence import Evidence
+from harness.checking.measures.tolerance import kind_of, kind_rms
 from harness.checking.numeric_checks import NUMERIC_KINDS, held
-from harness.checking.tolerance import kind_of, kind_rms
 from harness.diagnosing.first import First
 from harness.diagnosing.rules.places import place_of, timeline
 

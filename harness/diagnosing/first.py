@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from harness.checking.evidence import Evidence
 from harness.checking.group_checks import strays
 from harness.checking.ledger_checks import module_order
-from harness.checking.tolerance import is_state, kind_of
+from harness.checking.measures.tolerance import is_state, kind_of
 from harness.diagnosing.rules.patterns import explains
 from harness.diagnosing.rules.places import blocks_of, place_of
 from harness.differences import Difference

@@ -27,7 +27,7 @@ from harness.diagnosing.rules.masks import from_masks
 from harness.diagnosing.rules.places import comparable
 from harness.diagnosing.rules.what_ifs import what_if
 from harness.differences import Difference
-from harness.merging import Merged
+from harness.outcome.merging import Merged
 from harness.terms import EventKey
 
 __all__ = ["likely"]

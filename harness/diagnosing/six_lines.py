@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from harness.checking.evidence import Evidence, Finding
-from harness.checking.tolerance import EXACT, epsilon
+from harness.checking.measures.tolerance import EXACT, epsilon
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
 from harness.diagnosing.first import First
 from harness.diagnosing.tracebacks import last_frames, whole

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import traceback
 
-from harness.callers import is_user, shortened
+from harness.engines.calls.callers import is_user, shortened
 from harness.errors import RankRaised, ShardproofError
 
 __all__ = ["last_frames", "whole"]

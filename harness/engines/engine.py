@@ -84,8 +84,9 @@ class Engine(Protocol):
         """The results of `program(rank, *args)` by rank.
 
         Every rank starts with its random streams at `seed`. A remote engine takes no observer:
-        harness.running.rank_task makes one inside every rank. `per_rank` names modules whose globals, class attributes
-        and singletons every rank has for itself, as it has in a process of its own: needed where ranks share a process.
+        harness.running.ranks.rank_task makes one inside every rank. `per_rank` names modules whose globals, class
+        attributes and singletons every rank has for itself, as it has in a process of its own: needed where ranks share
+        a process.
 
         Raises RequestError (exit status 2), ProgramError (1) or MachineError (3); the engine stays usable.
         """

@@ -28,11 +28,11 @@ from harness.errors import MachineError, ProgramError, RequestError, TimeLimit
 from harness.faults import Fault, RankCallIndex, Target, faults_of
 from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, UNTOUCHED, Rule, proof_of
 from harness.ledger import Event
-from harness.merging import Outcomes
+from harness.outcome.merging import Outcomes
 from harness.protocols import CaseLike, Subject
 from harness.running.judging import judged
 from harness.running.proof import NEED_WATCHING
-from harness.running.trial import Trial, recorded, watched
+from harness.running.trials.trial import Trial, recorded, watched
 from harness.running.truth.reference import Reference, reference_of
 from harness.subject import NamedSubject, answered, called, kept_per_rank, named, offers, session
 

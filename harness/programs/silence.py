@@ -12,7 +12,7 @@ import time
 import traceback
 from contextlib import suppress
 
-from harness.callers import Caller, is_user, shortened
+from harness.engines.calls.callers import Caller, is_user, shortened
 from harness.ledger import shape_text
 from harness.programs.part import Part
 from harness.programs.session import ProgramSession

@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 
 from torch.utils import checkpoint
 
-from harness.callers import issued_at
+from harness.engines.calls.callers import issued_at
 from harness.recording.observations import OUTSIDE
 from harness.torch_internals.autograd import BACKWARD, STEP, function_context, number_of
 

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from harness.callers import Caller
+from harness.engines.calls.callers import Caller
 from harness.ledger import Call, Event, shape_text, wire_bytes
 from harness.recording.annotations import phase, region
 from harness.recording.attribution import Attribution
@@ -29,7 +29,7 @@ from harness.recording.lanes import Site
 from harness.recording.naming import axis_name
 from harness.recording.observations import Entered, Issued, read
 from harness.recording.ranges import Ranges
-from harness.recording.stages.spans import RankSpan, rank_spans
+from harness.recording.spans import RankSpan, rank_spans
 from harness.recording.stopwatch import Mark, Stopwatch
 from harness.recording.watch import Emit, Watch
 

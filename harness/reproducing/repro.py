@@ -22,8 +22,8 @@ from torch import Tensor
 
 from harness.checking.checks import CHECKS
 from harness.checking.evidence import Evidence
+from harness.checking.measures.tolerance import kind_of, kind_rms, least_rms, own_share
 from harness.checking.numeric_checks import NUMERIC_KINDS, held
-from harness.checking.tolerance import kind_of, kind_rms, least_rms, own_share
 from harness.diagnosing.rules.places import timeline
 from harness.diagnosing.six_lines import repeat_command
 from harness.engines.engine import Engine
@@ -33,7 +33,7 @@ from harness.protocols import CaseLike, Subject, case_text, unsaved
 from harness.reproducing import repro_script
 from harness.running.judging import judged
 from harness.running.proof import CaseResult, prove
-from harness.running.trial import Trial, recorded
+from harness.running.trials.trial import Trial, recorded
 from harness.running.truth.reference import reference_of
 from harness.subject import NamedSubject, named, refusal
 

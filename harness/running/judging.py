@@ -24,14 +24,14 @@ from dataclasses import replace
 
 from harness.checking.checks import CHECKS, LAWS, Check, examine
 from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding
+from harness.checking.measures.tolerance import CONTROL_FACTOR, Measured, distance, epsilon, is_state, step_of
 from harness.checking.numeric_checks import NUMERIC_KINDS
-from harness.checking.tolerance import CONTROL_FACTOR, Measured, distance, epsilon, is_state, step_of
 from harness.errors import MachineError, ProgramError, RequestError
 from harness.protocols import CaseLike, case_text
-from harness.recording.islands import Float32Probe, Island, Probed
-from harness.running.execution import execute
-from harness.running.rounding import control_run, controlled, doubtful, stepwise
-from harness.running.trial import Trial
+from harness.recording.capturing.islands import Float32Probe, Island, Probed
+from harness.running.ranks.execution import execute
+from harness.running.trials.rounding import control_run, controlled, doubtful, stepwise
+from harness.running.trials.trial import Trial
 from harness.running.truth.own_truth import one_rank
 from harness.subject import refusal, truth_of
 

@@ -25,13 +25,13 @@ from harness.engines.shapes.dry import DryEngine
 from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError
 from harness.ledger import Event
 from harness.protocols import CaseLike, Subject, TermLike
-from harness.running.capacity import admit_ranks
-from harness.running.dry_trial import dry_evidence
 from harness.running.judging import judged
 from harness.running.locating.wrong_module import with_wrong_module
-from harness.running.regrouped import regrouped
+from harness.running.ranks.capacity import admit_ranks
 from harness.running.store import Store
-from harness.running.trial import Trial, elsewhere, explained, recorded, watched
+from harness.running.trials.dry_trial import dry_evidence
+from harness.running.trials.regrouped import regrouped
+from harness.running.trials.trial import Trial, elsewhere, explained, recorded, watched
 from harness.running.truth.kept import Truths
 from harness.running.truth.reference import Reference, reference_of
 from harness.subject import NamedSubject, Unanswered, kept_per_rank, named, refusal, truth_of

@@ -19,17 +19,17 @@ from harness.diagnosing.errors_by_place import ERROR_COLUMNS
 from harness.engines.named import engine_named
 from harness.errors import RequestError
 from harness.protocols import CaseLike, case_text
-from harness.recording.stages.spans import SPAN_COLUMNS, span_row
-from harness.request import Request
-from harness.running.capacity import admit
+from harness.recording.spans import SPAN_COLUMNS, span_row
 from harness.running.environment import environment
+from harness.running.order import together
 from harness.running.proof import CaseResult, prove, with_traceback
+from harness.running.ranks.capacity import admit
+from harness.running.request import Request
+from harness.running.second_process import Proved, SecondProcess, prove_all, proved
+from harness.running.spare_process import Spare
 from harness.running.store import Store
 from harness.running.truth.kept import Truths
 from harness.running.truth.own_truth import compared_with
-from harness.running.two_processes.order import together
-from harness.running.two_processes.second_process import Proved, SecondProcess, prove_all, proved
-from harness.running.two_processes.spare import Spare
 from harness.running.witnessing import CHECK, Witnesses, witnesses
 from harness.subject import NamedSubject, Unanswered, answered, claimed, refusal, truth_of
 from harness.torch_internals.lookup import untested

@@ -91,7 +91,7 @@ def answered(question: str, ask: Callable[[], T]) -> T:
 
 def _where(problem: BaseException) -> str:
     """The innermost lines of the user's code that led to this exception: ", at model.py:7 in forward"."""
-    from harness.callers import is_user, shortened  # noqa: PLC0415  (loads torch, which a failed answer may do)
+    from harness.engines.calls.callers import is_user, shortened  # noqa: PLC0415  (loads torch, which a failed answer may do)
 
     frames = [frame for frame in traceback.extract_tb(problem.__traceback__) if is_user(frame.filename)]
     places = [f"{shortened(frame.filename)}:{frame.lineno} in {frame.name}" for frame in frames[: -_FRAMES - 1 : -1]]

@@ -25,7 +25,7 @@ from harness.engines.devices import rank_device
 from harness.engines.interposer import observing
 from harness.errors import MachineError
 from harness.ledger import Call, Event
-from harness.outcome import Block, localize
+from harness.outcome.blocks import Block, localize
 from harness.protocols import CaseLike, Subject, case_text
 from harness.recording.ranges import Ranges, open_domain
 from harness.recording.recorder import Recorder

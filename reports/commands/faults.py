@@ -21,9 +21,9 @@ from typing import Any
 from harness.checking.checks import CHECKS
 from harness.injecting.kill_matrix import COLUMNS, Figures, Kill, figures, killed_alone
 from harness.protocols import case_text
-from harness.request import seconds
 from harness.resolve import resolve
 from harness.running.environment import environment
+from harness.running.request import seconds
 from harness.running.store import Store
 from harness.subject import cases_of, named
 from reports.printing.tables import Table

@@ -18,8 +18,8 @@ from harness.engines.named import engine_named
 from harness.ledger import shape_text
 from harness.protocols import CaseLike
 from harness.resolve import resolve
-from harness.running.capacity import admit
-from harness.running.trial import Trial
+from harness.running.ranks.capacity import admit
+from harness.running.trials.trial import Trial
 from harness.running.truth.own_truth import compared_with
 from harness.running.truth.reference import reference_of
 from harness.subject import NamedSubject, case_of, named, truth_of

@@ -7,7 +7,7 @@ from pathlib import Path
 from harness.checking.evidence import FAIL
 from harness.engines.named import engine_named
 from harness.protocols import case_text
-from harness.request import Request
+from harness.running.request import Request
 from harness.running.run import RunResult
 from reports.options.script_file import writing
 

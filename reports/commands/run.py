@@ -24,11 +24,11 @@ import torch
 from harness.engines.processes.launched.torchrun import dismiss, serve, serves
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
-from harness.request import Request
 from harness.resolve import resolve
+from harness.running.order import arranged
+from harness.running.request import Request
 from harness.running.run import RunResult, run
-from harness.running.two_processes.order import arranged
-from harness.running.two_processes.spare import Spare
+from harness.running.spare_process import Spare
 from harness.subject import NamedSubject, claims, offers, own_cases
 from reports.commands.experiment_table import timeline
 from reports.commands.repro import write_script

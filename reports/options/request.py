@@ -22,9 +22,9 @@ from harness.plain_case import PlainCase
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read as read_cluster
 from harness.protocols import CaseLike, case_text
-from harness.request import Request, seconds
 from harness.resolve import resolve
-from harness.running.capacity import admit
+from harness.running.ranks.capacity import admit
+from harness.running.request import Request, seconds
 from harness.subject import (
     NamedSubject,
     Unanswered,

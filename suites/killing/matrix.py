@@ -20,8 +20,8 @@ from harness.engines.named import engine_named
 from harness.errors import RankDied, RequestError
 from harness.faults import Fault, faults_of
 from harness.protocols import CaseLike, case_text
-from harness.running.capacity import admit
-from harness.running.execution import execute
+from harness.running.ranks.capacity import admit
+from harness.running.ranks.execution import execute
 from harness.subject import NamedSubject, claims, own_cases, refusal
 from reference.case import Case
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS

@@ -16,7 +16,7 @@ from harness.engines.engine import Engine
 from harness.ledger import COLUMNS
 from harness.protocols import CaseLike
 from harness.running import store
-from harness.running.execution import execute
+from harness.running.ranks.execution import execute
 from harness.subject import NamedSubject, refusal
 from reports.commands.compare import events_table
 from reports.comparing.baselines import read_events, write_events

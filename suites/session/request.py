@@ -16,8 +16,8 @@ import pytest
 from harness.cases import check_modes, read_case
 from harness.engines.named import known_engine
 from harness.errors import RequestError
-from harness.request import seconds
-from harness.running.capacity import admit
+from harness.running.ranks.capacity import admit
+from harness.running.request import seconds
 from harness.subject import NamedSubject, case_of, claims, named, truth_of
 from shardproof.options import OPTIONS, option_path, option_value
 from suites.session import known_failures

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, Finding, gathered
 from harness.ledger import Event, wire_bytes
-from harness.merging import Outcomes
-from harness.outcome import localize
+from harness.outcome.blocks import localize
+from harness.outcome.merging import Outcomes
 from harness.shard import Shard
 from reference.case import Case
 from reference.data.anchors import Facts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from harness.outcome import localize
+from harness.outcome.blocks import localize
 from parallel.batch import deliver
 from parallel.layers.loss import counted
 from parallel.layers.metric import Metric, MetricSums

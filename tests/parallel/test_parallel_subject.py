@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.merging import Merged, merge
-from harness.outcome import localize
+from harness.outcome.blocks import localize
+from harness.outcome.merging import Merged, merge
 from parallel.batch import deliver
 from parallel.layers.loss import counted
 from parallel.mesh import Mesh

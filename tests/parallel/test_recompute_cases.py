@@ -11,11 +11,11 @@ import torch
 from harness.checking.evidence import PASS
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
-from harness.merging import merge
+from harness.outcome.merging import merge
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.figures import EQUAL
 from harness.predicting.forecast import forecast
-from harness.running.execution import execute
+from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case, CaseError
 from suites.session.prover import Prover

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.merging import merge
-from harness.outcome import localize
+from harness.outcome.blocks import localize
+from harness.outcome.merging import merge
 from parallel.batch import Delivered, deliver
 from parallel.layout import gather, pieces, shard
 from parallel.mesh import Mesh, axis_rank, coordinates

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from harness.checking.evidence import Verdict
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.environment import environment
-from harness.running.execution import execute
+from harness.running.ranks.execution import execute
 from harness.running.store import Store
 from harness.running.summary import summarize
 from reference.case import Case

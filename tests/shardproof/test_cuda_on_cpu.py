@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardproof
 from harness.engines.threads.inproc import InprocEngine
-from harness.running.execution import execute
+from harness.running.ranks.execution import execute
 from reference.case import Case
 from tests import ROOT
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness.merging import merge
-from harness.running.execution import execute
+from harness.outcome.merging import merge
+from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from suites.mutants.planting import planted, replaced

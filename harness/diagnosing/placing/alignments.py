@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.checking.tolerance import measure
+from harness.checking.measures.tolerance import measure
 from harness.diagnosing.placing.plans import CALLS, Coordinate, Plan, along, has_shape, joined, plans
 from harness.protocols import Axes
 

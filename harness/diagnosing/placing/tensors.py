@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from harness.merging import merge
+from harness.outcome.merging import merge
 from harness.protocols import Axes
 from harness.recording.capturing.module_calls import Held
 

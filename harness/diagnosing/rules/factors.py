@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
-from harness.checking.tolerance import kind_of
+from harness.checking.measures.tolerance import kind_of
 from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.patterns import SINGLE, explains, share_left
 from harness.diagnosing.rules.places import blocks_of

@@ -12,7 +12,7 @@ import torch
 from harness.checking.evidence import Evidence, split_axes
 from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.places import blocks_of
-from harness.outcome import Block
+from harness.outcome.blocks import Block
 
 __all__ = ["from_flaws"]
 

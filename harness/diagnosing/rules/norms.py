@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from harness.checking.evidence import Evidence, split_axes
-from harness.checking.tolerance import kind_of
+from harness.checking.measures.tolerance import kind_of
 from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.places import blocks_of
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.checking.tolerance import is_state, kind_of, step_of
-from harness.merging import Outcomes
-from harness.outcome import Block
+from harness.checking.measures.tolerance import is_state, kind_of, step_of
+from harness.outcome.blocks import Block
+from harness.outcome.merging import Outcomes
 
 __all__ = ["Place", "blocks_of", "comparable", "place_of", "timeline", "wrong_ranks"]
 

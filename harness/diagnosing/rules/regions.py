@@ -14,7 +14,7 @@ from harness.checking.evidence import Evidence
 from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.patterns import CLOSE, share_left
 from harness.diagnosing.rules.places import blocks_of, comparable
-from harness.outcome import Block
+from harness.outcome.blocks import Block
 
 __all__ = ["from_regions"]
 

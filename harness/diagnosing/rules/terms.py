@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
-from harness.checking.tolerance import kind_of
+from harness.checking.measures.tolerance import kind_of
 from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.factors import meaning_of
 from harness.diagnosing.rules.patterns import explains, share_left

@@ -27,7 +27,7 @@ from harness.engines.threads.scheduler import Scheduler
 from harness.engines.threads.work import RankCall
 from harness.faults import Fault, RankCallIndex
 from harness.ledger import Call, Observer
-from harness.merging import bits_of
+from harness.outcome.merging import bits_of
 from harness.torch_internals.modes import unseen
 
 __all__ = ["Disturbance", "Disturbed"]

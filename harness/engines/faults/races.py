@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from harness.callers import caller_at
 from harness.engines.calls.arithmetic import Operands
+from harness.engines.calls.callers import caller_at
 from harness.engines.calls.desync import call_text
 from harness.engines.calls.pending import PendingCollective, RankGroup
 from harness.engines.engine import Engine
@@ -35,7 +35,7 @@ from harness.engines.threads.scheduler import Scheduler
 from harness.engines.threads.state.rank_state import PerRankState
 from harness.engines.threads.work import RankCall
 from harness.ledger import Observer
-from harness.merging import same_bits
+from harness.outcome.merging import same_bits
 from harness.torch_internals.modes import unseen
 
 __all__ = ["Explored", "Schedule"]

@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from harness.callers import Caller, issued_at
+from harness.engines.calls.callers import Caller, issued_at
 from harness.engines.calls.operators import OperatorCall
 from harness.engines.calls.pending import MAKES_GROUP
 from harness.engines.calls.signature import Signature

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from harness.callers import raised_at
+from harness.engines.calls.callers import raised_at
 from harness.engines.engine import Program
 from harness.errors import error_text
 from harness.torch_internals.redirect import redirected

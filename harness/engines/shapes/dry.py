@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.callers import raised_at
+from harness.engines.calls.callers import raised_at
 from harness.engines.engine import Program, RequestEngine, RunRequest
 from harness.engines.interposer import Interposer
 from harness.engines.threads.rank_threads import RankThread

@@ -6,7 +6,7 @@ import re
 import sysconfig
 from collections.abc import Sequence
 
-from harness.callers import is_user
+from harness.engines.calls.callers import is_user
 from harness.errors import error_text
 
 __all__ = ["hint"]

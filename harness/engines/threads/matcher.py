@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from threading import current_thread, get_ident
 from typing import NoReturn
 
-from harness.callers import issued_at
 from harness.engines.calls.arithmetic import Disagreement, Operands, meet, perform
+from harness.engines.calls.callers import issued_at
 from harness.engines.calls.pending import (
     ANY,
     MAKES_GROUP,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from harness.callers import caller_of, issued_at, raised_at
+from harness.engines.calls.callers import caller_of, issued_at, raised_at
 from harness.engines.calls.desync import RootCause, position_in_call
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.own_threads import Stillness

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from harness.callers import Caller
 from harness.engines.calls.arithmetic import Combine, Operands
+from harness.engines.calls.callers import Caller
 from harness.engines.calls.pending import ANY, PendingCollective, PendingMessage, RankGroup
 from harness.engines.calls.signature import Signature
 from harness.torch_internals.groups import answers_torch

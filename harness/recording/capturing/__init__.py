@@ -1,1 +1,1 @@
-"""What modules return and what flows back into them, captured from outside."""
+"""What a program computes, captured from outside: outputs and gradients of modules, dropout masks, float32 islands."""

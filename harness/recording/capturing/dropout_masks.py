@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.callers import caller
-from harness.outcome import Block, blocks
+from harness.engines.calls.callers import caller
+from harness.outcome.blocks import Block, blocks
 from harness.protocols import Value
 from harness.subject import NamedSubject, called
 from harness.torch_internals.autograd import current_task

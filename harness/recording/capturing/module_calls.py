@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from harness.outcome import Block, blocks
+from harness.outcome.blocks import Block, blocks
 from harness.recording.attribution import Attribution
 from harness.recording.capturing.capture import first_tensor
 from harness.recording.observations import read

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import MaskDraws
-from harness.outcome import Block
+from harness.outcome.blocks import Block
 from harness.protocols import Axes, CaseLike
 from harness.recording.capturing.dropout_masks import Draw, taken_out
 

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from harness.engines.engine import Engine
 from harness.errors import ProgramError, RequestError
-from harness.merging import merge
-from harness.outcome import localize
+from harness.outcome.blocks import localize
+from harness.outcome.merging import merge
 from harness.plain_case import AXES, PlainCase
 from harness.protocols import CaseLike, Subject, Value, case_text, unsaved
 from harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
-from harness.running.execution import execute
+from harness.running.ranks.execution import execute
 from harness.running.truth.joint_masks import in_order
 from harness.running.truth.partial_sums import partial_sums
 from harness.subject import ALONE, DenseModel, NamedSubject, answered, session

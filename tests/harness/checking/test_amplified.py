@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checking.tolerance import FLOAT64_ALLOWED, FLOAT64_CEILING, measure
+from harness.checking.measures.tolerance import FLOAT64_ALLOWED, FLOAT64_CEILING, measure
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove
 from parallel.subject import subject

@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
 from harness.engines.engine import Unwaited
-from harness.outcome import localize
+from harness.outcome.blocks import localize
 from harness.shard import Shard
 from reference.data.anchors import Facts
 from tests.harness.toy_evidence import case, events, evidence, named, outcome_of, truth

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checking import distance as measured
-from harness.checking.distance import Distance, distance
-from harness.merging import held_once, merge
-from harness.outcome import localize
+from harness.checking.measures import distance as measured
+from harness.checking.measures.distance import Distance, distance
+from harness.outcome.blocks import localize
+from harness.outcome.merging import held_once, merge
 from harness.shard import Shard
 from reference.case import Case
 from reference.model.parameters import drawn, full, shapes

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
-from harness.checking.randomness.exact_tests import binomial, hypergeometric
-from harness.checking.randomness.masks import masks
+from harness.checking.mask_checks import masks
+from harness.checking.measures.exact_tests import binomial, hypergeometric
 from harness.shard import Shard
 from tests.harness.toy_evidence import case, evidence
 

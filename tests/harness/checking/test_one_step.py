@@ -18,8 +18,8 @@ from harness.cases import parse_cases
 from harness.diagnosing.rules.places import place_of
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
-from harness.request import Request
 from harness.running.proof import CaseResult, prove
+from harness.running.request import Request
 from harness.running.run import run
 from harness.subject import named
 from parallel import step as step_

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, Evidence
-from harness.checking.tolerance import kind_of
+from harness.checking.measures.tolerance import kind_of
 from harness.engines.engine import Unwaited
 from harness.engines.named import engine_named
-from harness.outcome import localize
+from harness.outcome.blocks import localize
 from harness.running.proof import prove
 from harness.running.truth.reference import Reference
 from harness.shard import Shard

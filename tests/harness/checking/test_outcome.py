@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from harness.merging import against, differing, merge, same_bits
-from harness.outcome import Block, blocks, localize
+from harness.outcome.blocks import Block, blocks, localize
+from harness.outcome.merging import against, differing, merge, same_bits
 from harness.shard import Shard
 
 

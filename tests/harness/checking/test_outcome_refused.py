@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.merging import same_bits
-from harness.outcome import blocks, localize
+from harness.outcome.blocks import blocks, localize
+from harness.outcome.merging import same_bits
 from harness.shard import Shard
 
 FULL = torch.arange(24, dtype=torch.float64).reshape(6, 4)

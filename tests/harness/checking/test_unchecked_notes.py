@@ -7,7 +7,7 @@ from pathlib import Path
 from harness.cases import parse_cases
 from harness.checking.evidence import Verdict
 from harness.ledger import NO_UPDATE
-from harness.request import Request
+from harness.running.request import Request
 from harness.running.run import run
 from harness.running.store import Store
 from harness.subject import named

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from harness.checking.evidence import Evidence
+from harness.checking.measures.tolerance import FACTORS, kind_of, kind_rms
 from harness.checking.numeric_checks import held
-from harness.checking.tolerance import FACTORS, kind_of, kind_rms
 from harness.engines.threads.inproc import InprocEngine
-from harness.merging import Merged
+from harness.outcome.merging import Merged
 from harness.running.judging import judged
-from harness.running.trial import Trial, recorded, watched
+from harness.running.trials.trial import Trial, recorded, watched
 from harness.subject import named
 from parallel.subject import subject
 from reference.case import Case

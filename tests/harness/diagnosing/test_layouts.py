@@ -15,8 +15,8 @@ from torch import Tensor
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import Diagnosis, diagnose
-from harness.merging import differing, merge
-from harness.outcome import localize
+from harness.outcome.blocks import localize
+from harness.outcome.merging import differing, merge
 from harness.shard import Shard
 from tests.harness.toy_evidence import evidence, outcome_of, truth
 

@@ -13,8 +13,8 @@ from harness.checking.evidence import Evidence
 from harness.diagnosing.rules.norms import from_norms
 from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
 from harness.diagnosing.rules.sums import from_losses, from_shares
-from harness.merging import Outcomes
-from harness.outcome import localize
+from harness.outcome.blocks import localize
+from harness.outcome.merging import Outcomes
 from tests.harness.toy_evidence import case, evidence, outcome_of, truth
 
 W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"

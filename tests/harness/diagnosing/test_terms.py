@@ -19,7 +19,7 @@ from harness.diagnosing.rules.regions import from_regions
 from harness.diagnosing.rules.sums import from_counts
 from harness.diagnosing.rules.terms import from_terms
 from harness.engines.engine import Unwaited
-from harness.outcome import localize
+from harness.outcome.blocks import localize
 from harness.shard import Shard
 from tests.harness.toy_evidence import TERMS, Term, case, events, evidence, outcome_of, truth
 

@@ -20,7 +20,7 @@ from harness.faults import Fault, faults_of, softmax_shift
 from harness.injecting.equivalence import UNREAD, proof_of
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.plain_case import Vocabulary
-from harness.running.execution import execute
+from harness.running.ranks.execution import execute
 from harness.running.truth.reference import Reference
 from harness.shard import Shard
 from parallel.subject import subject

@@ -10,8 +10,8 @@ from harness.checking.evidence import PASS
 from harness.engines.threads.inproc import InprocEngine
 from harness.faults import faults_of
 from harness.injecting.survey import survey, unproved
-from harness.running.execution import execute
 from harness.running.proof import prove
+from harness.running.ranks.execution import execute
 from harness.subject import case_of, named
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]

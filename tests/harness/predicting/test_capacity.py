@@ -10,8 +10,8 @@ import pytest
 from harness.cases import parse_cases
 from harness.errors import RequestError
 from harness.plain_case import Vocabulary
-from harness.request import Request
-from harness.running.capacity import admit, memory_bytes
+from harness.running.ranks.capacity import admit, memory_bytes
+from harness.running.request import Request
 from harness.running.run import run
 from harness.subject import named
 from reference.case import Case

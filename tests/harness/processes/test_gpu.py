@@ -17,9 +17,9 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call
 from harness.recording.recorder import Recorder
 from harness.recording.stopwatch import stopwatch
-from harness.request import Request
-from harness.running.execution import execute
 from harness.running.proof import prove
+from harness.running.ranks.execution import execute
+from harness.running.request import Request
 from harness.running.run import run
 from harness.running.witnessing import witnesses
 from harness.subject import named

@@ -166,7 +166,9 @@ def test_what_cannot_be_sent_is_a_wrong_request(engine: PoolEngine) -> None:
         engine.run(lambda rank: None, world_size=2)
     with pytest.raises(RequestError, match="the result cannot be sent from the rank's process"):
         engine.run(_unsendable, world_size=1)
-    with pytest.raises(RequestError, match="observer: ranks are other processes; legal: harness.running.rank_task"):
+    with pytest.raises(
+        RequestError, match="observer: ranks are other processes; legal: harness.running.ranks.rank_task"
+    ):
         engine.run(summed, world_size=1, observer=object())  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="world_size 0"):
         engine.run(summed, world_size=0)

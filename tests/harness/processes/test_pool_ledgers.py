@@ -13,9 +13,9 @@ from harness.engines.engine import Engine
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Event
-from harness.merging import merge
-from harness.running.execution import execute, execute_captured
+from harness.outcome.merging import merge
 from harness.running.proof import prove
+from harness.running.ranks.execution import execute, execute_captured
 from parallel.subject import subject
 from reference.case import Case
 

@@ -9,8 +9,8 @@ import pytest
 
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
-from harness.recording.stages.spans import RankSpan
-from harness.running.execution import execute
+from harness.recording.spans import RankSpan
+from harness.running.ranks.execution import execute
 from parallel.pipeline.prediction import CasePipeline
 from parallel.subject import subject
 from reference.case import Case

@@ -15,8 +15,8 @@ from harness.engines.processes.rank_program import run_rank
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.ledger import Event
-from harness.merging import Merged, merge
-from harness.running.execution import execute, execute_captured
+from harness.outcome.merging import Merged, merge
+from harness.running.ranks.execution import execute, execute_captured
 from parallel.subject import subject
 from reference.case import Case
 from tests.harness.toy_subjects import LoopEngine

@@ -19,7 +19,7 @@ import pytest
 
 from harness.cases import parse_cases
 from harness.diagnosing.six_lines import repeat_command
-from harness.request import Request
+from harness.running.request import Request
 from harness.running.run import run
 from harness.subject import named
 from reference.case import Case

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from harness import callers
-from harness.callers import caller, caller_at, caller_of, issued_at, raised_at
+from harness.engines.calls import callers
+from harness.engines.calls.callers import caller, caller_at, caller_of, issued_at, raised_at
 from harness.engines.threads.inproc import InprocEngine
 
 

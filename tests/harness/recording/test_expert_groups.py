@@ -15,7 +15,7 @@ from harness.checking.group_checks import groups
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.ledger import Event
-from harness.running.execution import execute
+from harness.running.ranks.execution import execute
 from reference.case import Case
 from tests.harness.recording.test_manual_updates import gradient
 from tests.harness.toy_evidence import evidence

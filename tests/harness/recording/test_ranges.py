@@ -20,7 +20,7 @@ from harness.ledger import OPS
 from harness.recording import ranges
 from harness.recording.ranges import DOMAIN, Ranges, open_domain
 from harness.recording.recorder import Recorder
-from harness.running.execution import execute
+from harness.running.ranks.execution import execute
 from harness.witnesses.chosen import during
 from parallel.subject import subject
 from reference.case import Case

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from harness.cases import read_case
 from harness.engines.threads.inproc import InprocEngine
-from harness.recording.islands import Probed
-from harness.running.execution import execute
+from harness.recording.capturing.islands import Probed
 from harness.running.proof import prove
+from harness.running.ranks.execution import execute
 from harness.subject import case_of, named
 from suites.mutants.catalogue import MUTANTS
 from suites.mutants.rows import mutant_killed

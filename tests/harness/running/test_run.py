@@ -13,8 +13,8 @@ from harness.cases import parse_cases
 from harness.engines import named as named_engines
 from harness.engines.named import engine_named
 from harness.errors import RequestError
-from harness.request import Request
 from harness.running.proof import prove
+from harness.running.request import Request
 from harness.running.run import RunResult, run
 from harness.running.truth.reference import Reference
 from harness.subject import named

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from harness.cases import parse_cases
-from harness.request import Request
+from harness.running.request import Request
 from harness.running.run import RunResult, run
-from harness.running.two_processes.second_process import Proved, prove_all
+from harness.running.second_process import Proved, prove_all
 from harness.subject import named
 from reference.case import Case
 from reference.training import subject as dense

@@ -27,8 +27,8 @@ from harness.ledger import Event
 from harness.predicting.classes import representatives
 from harness.predicting.dry_run import DryRank, dry_run
 from harness.predicting.meter import START, WAIT
-from harness.running.execution import execute, execute_captured
 from harness.running.proof import prove
+from harness.running.ranks.execution import execute, execute_captured
 from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import shapes

@@ -18,8 +18,8 @@ from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Event
 from harness.predicting.dry_run import dry_run
-from harness.running.execution import execute
 from harness.running.proof import prove
+from harness.running.ranks.execution import execute
 from reference.case import Case
 from tests import ROOT
 

@@ -24,8 +24,8 @@ from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, RankRaised, RequestError, TimeLimit
 from harness.faults import Fault, targets_of
-from harness.running.execution import execute
 from harness.running.proof import prove
+from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from tests.harness.faults import faulty_programs

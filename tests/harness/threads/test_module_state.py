@@ -16,8 +16,8 @@ from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised, RequestError
-from harness.running.execution import execute
 from harness.running.proof import prove
+from harness.running.ranks.execution import execute
 from reference.case import Case
 
 MODULE = "tests_module_kept_per_rank"

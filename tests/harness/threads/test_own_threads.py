@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import NotComputed, RankRaised, TimeLimit
-from harness.running.execution import execute
+from harness.running.ranks.execution import execute
 from reference.case import Case
 from tests import ROOT
 

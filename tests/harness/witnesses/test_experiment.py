@@ -9,7 +9,7 @@ import pytest
 
 from harness.cases import parse_cases
 from harness.errors import RequestError
-from harness.request import Request
+from harness.running.request import Request
 from harness.running.run import run
 from harness.subject import named
 from reports.commands.experiment_table import timeline

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.checking.evidence import PASS
-from harness.merging import merge
-from harness.outcome import localize
+from harness.outcome.blocks import localize
+from harness.outcome.merging import merge
 from parallel.subject import subject
 from reference.case import Case
 from suites.session.prover import Prover

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from harness.checking.evidence import PASS
 from harness.engines.threads.inproc import InprocEngine
-from harness.merging import merge
-from harness.running.execution import execute
+from harness.outcome.merging import merge
 from harness.running.proof import CaseResult
+from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from reference.case.context import METHODS, ORDERS

@@ -9,7 +9,7 @@ import pytest
 
 from harness.cases import parse_cases
 from harness.ledger import Event
-from harness.request import Request
+from harness.running.request import Request
 from harness.running.run import run
 from harness.subject import named
 from reference.case import Case

@@ -10,9 +10,9 @@ import math
 
 import pytest
 
-from harness.merging import merge
+from harness.outcome.merging import merge
 from harness.protocols import Subject
-from harness.running.execution import Execution, execute
+from harness.running.ranks.execution import Execution, execute
 from parallel.registry import MODES
 from parallel.subject import subject
 from reference.case import Case

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
-from harness.outcome import localize
+from harness.outcome.blocks import localize
 from harness.running.proof import prove
 from parallel.batch import deliver
 from parallel.mesh import Mesh

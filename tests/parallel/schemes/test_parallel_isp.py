@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.merging import Merged, merge
-from harness.outcome import localize
+from harness.outcome.blocks import localize
+from harness.outcome.merging import Merged, merge
 from parallel.batch import deliver
 from parallel.mesh import Mesh
 from parallel.schemes.isp import ISP

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.merging import merge
-from harness.running.execution import execute, execute_captured
+from harness.outcome.merging import merge
 from harness.running.proof import prove
+from harness.running.ranks.execution import execute, execute_captured
 from parallel.batch import deliver
 from parallel.mesh import Mesh
 from parallel.schemes.isp import ISP

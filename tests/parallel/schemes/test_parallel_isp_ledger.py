@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from harness.differences import differences
 from harness.engines.threads.inproc import InprocEngine
-from harness.running.execution import execute
+from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from suites.drawing.strategies import cases

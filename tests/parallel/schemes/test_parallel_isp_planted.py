@@ -14,8 +14,8 @@ from torch import Tensor
 
 from harness.differences import differences
 from harness.engines.threads.inproc import InprocEngine
-from harness.merging import merge
-from harness.running.execution import execute
+from harness.outcome.merging import merge
+from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from reference.training import subject as dense

@@ -15,8 +15,8 @@ from torch.nn import functional
 from harness.checking.checks import CHECKS
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
-from harness.merging import merge
-from harness.outcome import localize
+from harness.outcome.blocks import localize
+from harness.outcome.merging import merge
 from harness.running.proof import prove
 from parallel.deviations import smoothed_by_parts
 from parallel.mesh import Axis

@@ -20,7 +20,7 @@ import torch
 from harness.checking.evidence import FAIL
 from harness.checking.ledger_checks import ledger
 from harness.ledger import Event
-from harness.running.execution import execute
+from harness.running.ranks.execution import execute
 from parallel import collectives
 from parallel.mesh import Axis
 from parallel.subject import subject

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from harness.callers import is_user, shortened
+from harness.engines.calls.callers import is_user, shortened
 from harness.engines.processes import rank_program
 from harness.engines.processes.flight_recorder import RECORDER_BYTES
 from harness.engines.processes.messages import Standing

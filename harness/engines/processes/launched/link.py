@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from harness.callers import caller_of
+from harness.engines.calls.callers import caller_of
 from harness.engines.processes.exit_status import OUR_STATUS
 from harness.engines.processes.flight_recorder import FlightRecorder, RecordedCall, Recording, anonymous_file
 from harness.engines.processes.launched.agent import LEAVE, RUN, WHERE

@@ -15,10 +15,10 @@ from torch import Tensor
 from harness.cases import parse_cases
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, error_text
-from harness.request import Request
 from harness.resolve import resolve
 from harness.running.proof import CaseResult, prove
-from harness.running.rank_task import RankTask, perform
+from harness.running.ranks.rank_task import RankTask, perform
+from harness.running.request import Request
 from harness.running.run import run
 from harness.subject import Unanswered, answered, named, stated
 from harness.terms import closed_form

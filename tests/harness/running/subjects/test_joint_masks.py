@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.merging import merge
-from harness.outcome import blocks
+from harness.outcome.blocks import blocks
+from harness.outcome.merging import merge
 from harness.plain_case import Vocabulary
 from harness.recording.capturing.dropout_masks import Draw, taken_out
 from harness.running.truth.joint_masks import RankMasks, in_order, masks_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness.running.rank_task import RankTask, perform
+from harness.running.ranks.rank_task import RankTask, perform
 from reference.case import Case
 
 __all__ = ["GROUPS", "Library"]

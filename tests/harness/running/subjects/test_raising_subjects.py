@@ -17,7 +17,7 @@ from harness.cases import parse_cases
 from harness.diagnosing.tracebacks import last_frames, whole
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.errors import Desynchronised, Position, RankRaised, ShardproofError, TimeLimit
-from harness.request import Request
+from harness.running.request import Request
 from harness.running.run import run
 from harness.subject import named
 from parallel.subject import subject

@@ -1,6 +1,7 @@
 """What rounding alone may have made of a result: control runs, steps from the subject's own states, Adam's slack.
 
-Each function adds to the evidence of a run what limits are made of (harness.checking.tolerance); none of them judges.
+Each function adds to the evidence of a run what limits are made of (harness.checking.measures.tolerance); none
+of them judges.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.checking.tolerance import FLOAT64_CEILING, Measured, is_state, step_of
+from harness.checking.measures.tolerance import FLOAT64_CEILING, Measured, is_state, step_of
 from harness.resolve import resolve
-from harness.running.trial import Trial
+from harness.running.trials.trial import Trial
 from harness.running.truth.reference import Function
 
 __all__ = ["control_run", "controlled", "doubtful", "stepwise"]

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 __all__ = ["Spare"]
 
-_MAIN = "harness.running.two_processes.second_process"
+_MAIN = "harness.running.second_process"
 _BOOT = f"import gc, sys; gc.disable(); sys.path[:] = {{path!r}}; from {_MAIN} import serve; serve({{descriptor}})"
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.checking.distance import MEASURES, Distance, Truth, blocks_of, distance, distance_from, ratio
+from harness.checking.measures.distance import MEASURES, Distance, Truth, blocks_of, distance, distance_from, ratio
 
 __all__ = [
     "CEILING",

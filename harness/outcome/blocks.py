@@ -1,7 +1,7 @@
 """The outcome of one rank: named values turned into blocks of full tensors, without any communication.
 
 A value is a full tensor, a number, one shard, several shards (a fused weight), or a DTensor. `blocks` reads each inside
-the rank, because a DTensor knows its place only there; `harness.merging` puts the blocks of all ranks together outside.
+the rank, because a DTensor knows its place only there; `merging` puts the blocks of all ranks together outside.
 Offsets and shapes count elements. Source of the DTensor rules: torch.distributed.tensor placement types (`Shard` cuts
 like `torch.chunk`, `_StridedShard` cuts every one of its `split_factor` pieces).
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from harness import shard
 from harness.shard import check_inside
 from harness.torch_internals.groups import waited
 
@@ -206,13 +204,3 @@ def _starts(indices: list[int]) -> list[tuple[int, int, int]]:
         return [(0, 0, 0)]
     firsts = [p for p, i in enumerate(indices) if p == 0 or indices[p - 1] + 1 != i]
     return [(p, q - p, indices[p]) for p, q in zip(firsts, [*firsts[1:], len(indices)], strict=True)]
-
-
-if not TYPE_CHECKING:  # which would find every name here
-
-    def __getattr__(name: str) -> object:
-        """The former place of `Shard`, for one release; with a DeprecationWarning that names the new one."""
-        if name != "Shard":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn(f"{__name__}.Shard is now shardproof.Shard", DeprecationWarning, stacklevel=2)
-        return shard.Shard

@@ -15,16 +15,16 @@ import torch
 
 from harness.engines.engine import Engine, Unwaited
 from harness.ledger import Event, Observer
-from harness.outcome import localize
+from harness.outcome.blocks import localize
 from harness.protocols import CaseLike, Subject
 from harness.recording.capturing.capture import Capture
 from harness.recording.overlap import Overlap, RankCallIndex
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
-from harness.recording.stages.spans import RankSpan
+from harness.recording.spans import RankSpan
 from harness.recording.stopwatch import stopwatch
-from harness.running.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
+from harness.running.ranks.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
 from harness.subject import Unanswered, answered, called, kept_per_rank, named_axes, offers, session
 
 __all__ = ["Execution", "execute", "execute_captured"]

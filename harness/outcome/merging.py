@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from harness.outcome import Block
+from harness.outcome.blocks import Block
 
 __all__ = ["FLAWS", "Flaw", "Merged", "Outcomes", "against", "bits_of", "differing", "held_once", "merge", "same_bits"]
 

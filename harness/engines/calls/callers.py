@@ -34,7 +34,7 @@ _LIBRARY = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdli
 _INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
 _OURS = (
     os.path.join(os.path.dirname(torch.__file__), ""),
-    os.path.join(os.path.dirname(__file__), ""),
+    os.path.join(Path(__file__).parents[2], ""),  # the harness
     typing_extensions.__file__,  # wraps the names that torch deprecates
 )
 

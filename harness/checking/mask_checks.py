@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from harness.checking.measures.exact_tests import ALARM, binomial, hypergeometric
+from harness.checking.measures.tolerance import kind_of
 from harness.checking.numeric_checks import numeric
-from harness.checking.randomness.exact_tests import ALARM, binomial, hypergeometric
-from harness.checking.tolerance import kind_of
-from harness.outcome import Block
+from harness.outcome.blocks import Block
 
 __all__ = ["KIND", "flat", "holders", "masks", "same_samples"]
 

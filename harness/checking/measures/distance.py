@@ -1,4 +1,4 @@
-"""How far one tensor is from another in three measures, in float64 (`harness.checking.tolerance` says which)."""
+"""How far one tensor is from another in three measures, in float64 (`tolerance` says which)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.callers import caller
+from harness.engines.calls.callers import caller
 from harness.protocols import Value
 from harness.subject import NamedSubject, called
 from harness.torch_internals.memory import storage_id

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from harness.checking.evidence import Evidence, Regrouped
 from harness.errors import ProgramError
-from harness.merging import merge
+from harness.outcome.merging import merge
 from harness.protocols import CaseLike, case_text, unsaved
-from harness.running.execution import execute
-from harness.running.trial import Trial
+from harness.running.ranks.execution import execute
+from harness.running.trials.trial import Trial
 from harness.subject import NamedSubject, offers, own_cases, refusal
 
 __all__ = ["groupings", "most_exact", "regrouped"]

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, gathered
 from harness.checking.exact_checks import same_outcomes
-from harness.checking.tolerance import is_state, kind_of
+from harness.checking.measures.tolerance import is_state, kind_of
 from harness.engines.engine import Engine
 from harness.errors import RequestError, error_text
-from harness.merging import Merged, Outcomes, held_once
+from harness.outcome.merging import Merged, Outcomes, held_once
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike, case_text
 from harness.recording.capturing.dropout_masks import WithMasks
 from harness.resolve import resolve
-from harness.running.execution import execute, execute_captured
+from harness.running.ranks.execution import execute, execute_captured
 from harness.running.truth.joint_masks import masks_of
 from harness.running.truth.kept import Truths
 from harness.running.truth.own_truth import OwnTruth, draws_of

@@ -22,12 +22,12 @@ from harness.checking.evidence import Verdict
 from harness.diagnosing.errors_by_place import error_rows
 from harness.ledger import Event
 from harness.protocols import CaseLike
-from harness.recording.stages.spans import RankSpan
+from harness.recording.spans import RankSpan
 from harness.resolve import resolve
 from harness.running.interrupts import interrupted_after
 from harness.running.proof import CaseResult
+from harness.running.spare_process import Spare
 from harness.running.summary import SummaryRow, summarize
-from harness.running.two_processes.spare import Spare
 
 __all__ = ["Proved", "SecondProcess", "proved", "prove_all", "serve"]
 

@@ -6,11 +6,11 @@ from harness.checking.evidence import Evidence, gathered
 from harness.engines.engine import Unwaited
 from harness.engines.shapes.dry import DryEngine
 from harness.ledger import Event
-from harness.merging import Outcomes
+from harness.outcome.merging import Outcomes
 from harness.predicting.classes import representatives
 from harness.predicting.dry_run import DryRank, DryRun, dry_run
 from harness.predicting.meter import hidden
-from harness.running.trial import Trial, expectation_of, orders_of
+from harness.running.trials.trial import Trial, expectation_of, orders_of
 
 __all__ = ["dry_evidence"]
 
