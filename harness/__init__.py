@@ -1,6 +1,6 @@
 """Runs ranks, records, annotates, compares; knows no model.
 
-The files here are the words that every room uses. The rooms, each of which imports only rooms below it:
+The files here are the words that every room uses; they import no room. A room imports only rooms below it:
 
     injecting, reproducing   every fault of a subject; a failure as a script
     programs                 unmodified training programs, recorded as they run
@@ -10,6 +10,8 @@ The files here are the words that every room uses. The rooms, each of which impo
     witnesses, predicting    profilers that see the same events; cost on machines that are not here
     hangs                    after a hang: which ranks parted, at which call
     recording                the collectives of a run, observed from outside, as a ledger
+    subject                  what a subject provides: its program and its optional attributes
     engines                  how ranks run
+    outcome                  what a subject returned: blocks of full tensors, merged
     torch_internals          the only private names of torch
 """

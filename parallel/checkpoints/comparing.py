@@ -21,8 +21,8 @@ from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.folder import Stored
 from parallel.checkpoints.state import RANKS
 from parallel.checkpoints.weights import Weights
+from reference.checkpoints.foreign import Form, is_foreign, is_megatron, parameters, write
 from reference.errors import CaseError
-from reference.exchange.foreign import Form, is_foreign, is_megatron, parameters, write
 
 __all__ = ["CheckpointComparison", "Likeness", "Unlike", "compare", "export"]
 

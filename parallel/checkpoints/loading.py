@@ -30,9 +30,9 @@ from parallel.checkpoints.state import (
 )
 from parallel.layout import Box
 from parallel.strategy import Rank
+from reference.checkpoints.foreign import is_foreign
+from reference.checkpoints.stored import stored as reference_stored
 from reference.errors import CaseError
-from reference.exchange.foreign import is_foreign
-from reference.stored import stored as reference_stored
 
 if TYPE_CHECKING:
     from parallel.checkpoints.folder import Stored

@@ -19,7 +19,7 @@ from parallel.collectives import all_reduce
 from parallel.layout import Box
 from parallel.strategy import Rank
 from reference.case import Case
-from reference.exchange.whole import tensors
+from reference.checkpoints.whole import tensors
 from reference.model.parameters import shapes
 from reference.training.states import kept
 

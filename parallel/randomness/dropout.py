@@ -27,7 +27,7 @@ from parallel.randomness.field import indices, kept
 from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds
 from reference.case import Case
 from reference.case.modes import MODES
-from reference.stored import steps_before
+from reference.checkpoints.stored import steps_before
 
 __all__ = ["SHARES", "Draw", "Dropout"]
 

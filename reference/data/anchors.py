@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
+from reference.checkpoints.stored import steps_before
 from reference.data import corpus
 from reference.data.batches import Batch, micro_batch
 from reference.data.edges import shard_edges
 from reference.data.packing import IGNORED
 from reference.data.printed import Pairs, examples
 from reference.data.stream import reading, stream_of
-from reference.stored import steps_before
 
 __all__ = ["Facts", "anchors"]
 

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
+from reference.checkpoints.stored import steps_before
 from reference.data.edges import shard_edges
 from reference.data.packing import IGNORED, build_pack, build_unpack, collate, load_accum_batch, unpack_data
 from reference.data.stream import mixed, stream_of
-from reference.stored import steps_before
 
 __all__ = ["Batch", "micro_batch"]
 

@@ -12,11 +12,11 @@ import math
 from torch import Tensor
 
 from reference.case import Case
+from reference.checkpoints.stored import steps_before
 from reference.data.batches import Batch
 from reference.errors import CaseError
 from reference.model.field import words
 from reference.model.given import given_now
-from reference.stored import steps_before
 
 __all__ = ["SHARES", "mask", "masks", "rate_of", "sites"]
 

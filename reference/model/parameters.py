@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
+from reference.checkpoints.stored import stored
 from reference.errors import CaseError
 from reference.model.given import given_now
 from reference.model.initial import of_field
-from reference.stored import stored
 
 __all__ = ["Shape", "drawn", "dtype_of", "full", "shapes", "weights"]
 

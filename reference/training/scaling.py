@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
+from reference.checkpoints.stored import stored
 from reference.errors import CaseError
-from reference.stored import stored
 
 __all__ = ["GROWTH_INTERVAL", "HYSTERESIS", "LossScale"]
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
+from reference.checkpoints.stored import steps_before, stored
 from reference.model.parameters import shapes
-from reference.stored import steps_before, stored
 
 __all__ = ["LARGEST_STATES", "after", "begin", "kept", "load", "saved"]
 

@@ -18,7 +18,7 @@ from parallel.strategy import Rank
 from parallel.subject import subject
 from parallel.training import set_up
 from reference.case import Case, CaseError
-from reference.stored import stored
+from reference.checkpoints.stored import stored
 from tests.parallel.ranks import CPU, on_ranks
 
 __all__ = ["MODEL", "begun", "full_tensors", "layouts", "models", "relaid", "trained"]

@@ -17,11 +17,11 @@ from parallel.checkpoints.comparing import compare, export
 from parallel.checkpoints.errors import CheckpointError
 from parallel.subject import subject
 from reference.case import Case, CaseError
+from reference.checkpoints.fused import joined
+from reference.checkpoints.stored import stored
 from reference.data.batches import micro_batch
-from reference.exchange.fused import joined
 from reference.model import decoder
 from reference.model.parameters import drawn, shapes
-from reference.stored import stored
 from reports.commands.cli import main
 from suites.session.prover import Prover
 from tests.parallel.checkpoints.layouts import relaid

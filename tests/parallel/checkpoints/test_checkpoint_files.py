@@ -24,8 +24,8 @@ from parallel.checkpoints.folder import METADATA, commit, next_data, write_part
 from parallel.checkpoints.loading import load
 from parallel.layout import Box
 from reference.case import Case, CaseError
+from reference.checkpoints.stored import stored
 from reference.model.parameters import weights
-from reference.stored import stored
 from tests.parallel.checkpoints.layouts import MODEL, begun, full_tensors, relaid, trained
 from tests.parallel.ranks import on_ranks
 

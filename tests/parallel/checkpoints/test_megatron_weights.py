@@ -26,9 +26,9 @@ from parallel.checkpoints.comparing import compare, export
 from parallel.checkpoints.errors import CheckpointError
 from parallel.subject import subject
 from reference.case import Case
+from reference.checkpoints import torch_format
+from reference.checkpoints.whole import tensors
 from reference.data.batches import micro_batch
-from reference.exchange import torch_format
-from reference.exchange.whole import tensors
 from reference.model import decoder
 from reference.model.parameters import drawn, shapes
 from suites.session.prover import Prover

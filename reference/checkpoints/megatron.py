@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from reference.checkpoints.whole import tensors
 from reference.errors import CaseError
-from reference.exchange.whole import tensors
 
 __all__ = ["is_megatron", "read", "write"]
 
@@ -96,7 +96,7 @@ def write(folder: Path, like: Path, parameters: Mapping[str, Tensor]) -> None:
         found[key] = whole
     if left:
         raise CaseError("like", str(like), f"is of a model without {min(left)}", _SAME)
-    from reference.exchange import torch_format  # noqa: PLC0415  (takes a second to import)
+    from reference.checkpoints import torch_format  # noqa: PLC0415  (takes a second to import)
 
     copied = {key: held for key, held in torch_format.bytes_in(like).items() if not key.startswith(_OTHERS)}
     folder.mkdir(parents=True)

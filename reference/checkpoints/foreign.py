@@ -14,9 +14,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from reference.checkpoints import hugging_face, megatron
+from reference.checkpoints.fused import Unfit, joined, kv_heads_of, parted
 from reference.errors import CaseError
-from reference.exchange import hugging_face, megatron
-from reference.exchange.fused import Unfit, joined, kv_heads_of, parted
 
 __all__ = ["Form", "is_foreign", "is_megatron", "parameters", "write"]
 

@@ -5,7 +5,7 @@
     train.steps, train.loss_scale                     steps that were run before, state of the loss scale
 
 The ranks under test read the same files by a reader of their own, so that neither vouches for the other. A folder of
-another system (`reference.exchange`) has parameters alone, and ranks cut theirs out of these.
+another system (`foreign`) has parameters alone, and ranks cut theirs out of these.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.exchange.foreign import Form, is_foreign, parameters
-from reference.exchange.whole import tensors
+from reference.checkpoints.foreign import Form, is_foreign, parameters
+from reference.checkpoints.whole import tensors
 
 __all__ = ["steps_before", "stored"]
 
