@@ -1,0 +1,1 @@
+"""What a subject returned: its values as blocks, blocks merged."""
