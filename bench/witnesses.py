@@ -37,10 +37,10 @@ from harness.errors import MachineError
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder
 from harness.witnesses.nsys import database_of, nsys_path
-from parallel.batch import deliver
-from parallel.mesh import Mesh
+from parallel.communication.batch import deliver
+from parallel.communication.mesh import Mesh
 from parallel.registry import MODES
-from parallel.training import set_up
+from parallel.training.loop import set_up
 from reference.case import Case
 
 __all__ = ["CASE", "STEPS", "WITNESSES", "Cost", "cost_of", "measured", "micro_batch"]

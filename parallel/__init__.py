@@ -1,1 +1,14 @@
-"""The implementation under test: one scheme, one file or room, one table; no instrumentation inside."""
+"""The implementation under test: one scheme, one file or room, one table; no instrumentation inside.
+
+The files here put the rooms together: `subject`, what is run and what it states; `registry`, the schemes by name;
+`variants` and `deviations`, what real systems do otherwise. A room imports only rooms below it:
+
+    schemes, context, data_parallel, pipeline    one way to split the work each
+    training                                     the steps of a rank
+    checkpoints                                  written by every rank, read at any other layout
+    model                                        the strategy that schemes make, and the decoder under it
+    weights, layers                              modules whose weights are gathered for each use; those of a transformer
+    randomness, slicing                          streams, fields and dropout; DeepSpeed's slices
+    communication                                mesh, layouts, collectives and their closed form
+    schedules                                    pipelines as pure functions
+"""

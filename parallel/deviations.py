@@ -13,11 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel import pairs
-from parallel.collectives import Pending, all_gather, all_reduce, reduce_scatter, start_all_gather, start_reduce_scatter
+from parallel.communication import pairs
+from parallel.communication.collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_all_gather,
+    start_reduce_scatter,
+)
+from parallel.communication.mesh import Axis
 from parallel.layers.linear import Region
 from parallel.layers.norm import wide
-from parallel.mesh import Axis
 from parallel.weights.tables import WeightEmbedding
 
 __all__ = ["FlatRegion", "ScrambledEmbedding", "smoothed_by_parts"]

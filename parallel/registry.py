@@ -10,6 +10,7 @@ from collections.abc import Callable
 from parallel.context.scheme import with_context
 from parallel.data_parallel.parity import with_parity
 from parallel.data_parallel.scheme import with_data_parallelism
+from parallel.model.strategy import Strategy
 from parallel.pipeline.scheme import with_pipeline
 from parallel.schemes.autotp import AUTOTP
 from parallel.schemes.fsp import FSP
@@ -18,7 +19,6 @@ from parallel.schemes.msp import MSP
 from parallel.schemes.mtp import MTP
 from parallel.schemes.tp import TP
 from parallel.schemes.tp_sp import TP_SP
-from parallel.strategy import Strategy
 from reference.case import Case
 
 __all__ = ["COMPOSED", "MODES", "strategy_of"]

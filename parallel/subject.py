@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from parallel.checkpoints.terms import checkpoint_terms
+from parallel.communication.expectation import Term
+from parallel.communication.layout import Box, pieces, rows
+from parallel.communication.mesh import Mesh, coordinates
 from parallel.data_parallel.megatron import ledger_lines, megatron_beside
-from parallel.expectation import Term
 from parallel.layers.metric import metric_terms
-from parallel.layout import Box, pieces, rows
-from parallel.mesh import Mesh, coordinates
+from parallel.model.strategy import Value
 from parallel.pipeline.prediction import CasePipeline
 from parallel.registry import MODES, strategy_of
-from parallel.strategy import Value
-from parallel.training import train
+from parallel.training.loop import train
 from parallel.variants import deviating
 from reference.case import Case, modes
 

@@ -30,6 +30,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from parallel.communication.layout import Box, Placement
+from parallel.communication.mesh import Mesh
 from parallel.data_parallel.buffers import Buckets
 from parallel.data_parallel.deviations import RebuiltBuckets, TableAmongOthers
 from parallel.data_parallel.scheme import held_by
@@ -37,8 +39,8 @@ from parallel.deviations import FlatRegion, ScrambledEmbedding, smoothed_by_part
 from parallel.layers.embedding import Head
 from parallel.layers.linear import ColumnLinear, RowLinear
 from parallel.layers.loss import vocabulary_cross_entropy
-from parallel.layout import Box, Placement
-from parallel.mesh import Mesh
+from parallel.model.strategy import Parts, Rank, Step, Strategy
+from parallel.model.transformer import Transformer
 from parallel.pipeline.execution import BACK, StageRun, as_scheduled
 from parallel.registry import strategy_of
 from parallel.schedules.pipeline import Action
@@ -46,8 +48,6 @@ from parallel.schemes import autotp
 from parallel.slicing.deviations import DEVIATIONS
 from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
 from parallel.slicing.held import Held
-from parallel.strategy import Parts, Rank, Step, Strategy
-from parallel.transformer import Transformer
 from parallel.weights.tables import WeightEmbedding
 from reference.case import Case
 from reference.case.data_parallel import WORDS as DATA_PARALLEL_WORDS

@@ -176,7 +176,7 @@ BUGS: dict[str, Bug] = {
     ),
     "ours: residual detached": ours(
         "mode=tp tp=2",
-        "transformer",
+        "model.transformer",
         "y: Tensor = x + self._dropped",
         "y: Tensor = x.detach() + self._dropped",
         "backward",
@@ -184,7 +184,7 @@ BUGS: dict[str, Bug] = {
     ),
     "ours: every data rank reads the first one's data": ours(
         "mode=tp tp=2 dp=3",
-        "batch",
+        "communication.batch",
         'batch = micro_batch(case, step, micro, mesh.axis("dp").rank) if reads else None',
         "batch = micro_batch(case, step, micro, 0) if reads else None",
         "forward",

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from parallel.layout import Cut, Placement, shard
+from parallel.communication.layout import Cut, Placement, shard
 
 __all__ = ["cause", "same", "unlike"]
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.planners import BoxReader, BoxWriter
-from parallel.layout import Box
+from parallel.communication.layout import Box
 
 __all__ = ["METADATA", "Stored", "commit", "next_data", "write_part"]
 

@@ -28,8 +28,8 @@ from parallel.checkpoints.state import (
     rng_keys,
     trained,
 )
-from parallel.layout import Box
-from parallel.strategy import Rank
+from parallel.communication.layout import Box
+from parallel.model.strategy import Rank
 from reference.checkpoints.foreign import is_foreign
 from reference.checkpoints.stored import stored as reference_stored
 from reference.errors import CaseError

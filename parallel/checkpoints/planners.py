@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from parallel.layout import Box
+from parallel.communication.layout import Box
 
 __all__ = ["BoxReader", "BoxWriter", "chunk_of"]
 

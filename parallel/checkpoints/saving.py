@@ -15,9 +15,9 @@ import torch
 
 from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.state import MOMENTS, RANKS, SCALE, STEPS, ranks_of, rng_keys, trained, writes
-from parallel.collectives import all_reduce
-from parallel.layout import Box
-from parallel.strategy import Rank
+from parallel.communication.collectives import all_reduce
+from parallel.communication.layout import Box
+from parallel.model.strategy import Rank
 from reference.case import Case
 from reference.checkpoints.whole import tensors
 from reference.model.parameters import shapes

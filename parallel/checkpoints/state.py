@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel.layout import Box, Coordinates, Placement, pieces
-from parallel.mesh import coordinates
-from parallel.strategy import Rank
+from parallel.communication.layout import Box, Coordinates, Placement, pieces
+from parallel.communication.mesh import coordinates
+from parallel.model.strategy import Rank
 from reference.case import Case
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parallel.expectation import ITEM_BYTES, Term
+from parallel.communication.expectation import ITEM_BYTES, Term
 from reference.case import Case
 
 __all__ = ["checkpoint_terms"]

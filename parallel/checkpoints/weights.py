@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from parallel.layout import Box
+from parallel.communication.layout import Box
 
 __all__ = ["Weights"]
 

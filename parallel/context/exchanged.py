@@ -22,12 +22,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from parallel.communication.mesh import Axis
 from parallel.context.blocks import of_keys, over_all_keys
 from parallel.context.ring import ring_attention, ring_transfers
 from parallel.context.slices import Slices
 from parallel.context.transfers import Transfer
 from parallel.layers.ulysses import by_all_to_all
-from parallel.mesh import Axis
 
 __all__ = ["exchanged_attention", "exchanged_transfers", "nested_attention", "nested_transfers"]
 

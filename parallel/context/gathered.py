@@ -19,11 +19,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from parallel.communication.mesh import Axis
+from parallel.communication.pairs import gather_from_sequence
 from parallel.context.blocks import of_keys, over_all_keys
 from parallel.context.slices import Slices
 from parallel.context.transfers import Transfer
-from parallel.mesh import Axis
-from parallel.pairs import gather_from_sequence
 
 __all__ = ["gathered_transfers", "gathered_attention"]
 

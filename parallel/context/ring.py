@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import Pending
+from parallel.communication.collectives import Pending
+from parallel.communication.mesh import Axis
 from parallel.context.blocks import attend, gradients, merged, of_keys
 from parallel.context.slices import Slices
 from parallel.context.transfers import Transfer
-from parallel.mesh import Axis
 
 __all__ = ["ring_transfers", "ring_attention", "short_ring_transfers"]
 

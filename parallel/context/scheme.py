@@ -23,16 +23,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parallel.batch import Delivered
+from parallel.communication.batch import Delivered
+from parallel.communication.expectation import ITEM_BYTES, Term, loss_dtype, per_micro, repeated, step_terms
+from parallel.communication.layout import Cut, Placement
+from parallel.communication.mesh import Mesh
 from parallel.context.exchanged import exchanged_attention, exchanged_transfers, nested_attention, nested_transfers
 from parallel.context.gathered import gathered_attention, gathered_transfers
 from parallel.context.ring import ring_attention, ring_transfers
 from parallel.context.slices import Slices, contiguous, sliced, zigzag
 from parallel.context.transfers import Transfer
-from parallel.expectation import ITEM_BYTES, Term, loss_dtype, per_micro, repeated, step_terms
-from parallel.layout import Cut, Placement
-from parallel.mesh import Mesh
-from parallel.strategy import Parts, Strategy
+from parallel.model.strategy import Parts, Strategy
 from reference.case import Case
 
 __all__ = ["with_context"]

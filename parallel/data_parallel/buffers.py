@@ -26,13 +26,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parallel.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
+from parallel.communication.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
+from parallel.communication.layout import Cut, Placement
 from parallel.data_parallel.buckets import Bucket, shares
 from parallel.data_parallel.words import gradient_dtype, stage_buckets, taken_over, trained_dtype
 from parallel.layers.weight_gradient import set_holder
-from parallel.layout import Cut, Placement
+from parallel.model.strategy import Rank
 from parallel.schedules.stages import TABLE, Stage
-from parallel.strategy import Rank
 from reference.case import Case
 
 __all__ = ["Buckets"]

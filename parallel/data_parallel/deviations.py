@@ -12,8 +12,8 @@ from dataclasses import replace
 from parallel.data_parallel.buckets import Bucket
 from parallel.data_parallel.buffers import Buckets
 from parallel.data_parallel.words import stage_buckets
+from parallel.model.strategy import Rank
 from parallel.schedules.stages import Stage
-from parallel.strategy import Rank
 from reference.case import Case
 
 __all__ = ["RebuiltBuckets", "TableAmongOthers"]

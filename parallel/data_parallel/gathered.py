@@ -32,14 +32,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.collectives import Pending, all_reduce, reduce_scatter, start_all_gather
+from parallel.communication.collectives import Pending, all_reduce, reduce_scatter, start_all_gather
+from parallel.communication.layout import Cut, Placement, shard
+from parallel.communication.mesh import Axis
 from parallel.data_parallel.rows import Unit, padded_rows
 from parallel.data_parallel.words import REPLICAS, gradient_dtype, shard_axis, trained_dtype, unit_of
-from parallel.layout import Cut, Placement, shard
-from parallel.mesh import Axis
+from parallel.model.strategy import Rank
+from parallel.model.transformer import Transformer
 from parallel.schedules.recompute import computed_again, in_backward
-from parallel.strategy import Rank
-from parallel.transformer import Transformer
 from reference.case import Case
 from reference.model.parameters import dtype_of
 

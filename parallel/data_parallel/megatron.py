@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
+from parallel.communication.expectation import Term, local_elements
+from parallel.communication.layout import Placement
 from parallel.data_parallel.words import gradient_dtype
-from parallel.expectation import Term, local_elements
-from parallel.layout import Placement
 from reference.case import Case
 from reference.model.parameters import shapes
 

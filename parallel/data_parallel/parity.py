@@ -20,12 +20,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from parallel.collectives import all_gather
+from parallel.communication.collectives import all_gather
+from parallel.communication.expectation import ITEM_BYTES, Term, by_rank
+from parallel.communication.mesh import axis_size
 from parallel.data_parallel.words import REPLICAS
-from parallel.expectation import ITEM_BYTES, Term, by_rank
-from parallel.mesh import axis_size
+from parallel.model.strategy import Rank, Step, Strategy
 from parallel.schedules.stages import TABLE
-from parallel.strategy import Rank, Step, Strategy
 from reference.case import Case
 
 __all__ = ["bits_hash", "with_parity"]

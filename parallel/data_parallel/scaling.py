@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.collectives import all_reduce
+from parallel.communication.collectives import all_reduce
 from parallel.data_parallel.loss_scale import DynamicScale, ScaleState
-from parallel.strategy import Rank
+from parallel.model.strategy import Rank
 from reference.case import Case
 
 __all__ = ["LossScaling"]

@@ -1,6 +1,6 @@
 """Data parallelism as a scheme: what its words (`reference.case.data_parallel`) replace of a strategy.
 
-Without any of them a strategy is left as it is: one flat sum of all gradients (`parallel.step`).
+Without any of them a strategy is left as it is: one flat sum of all gradients (`parallel.training.step`).
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from parallel.communication.expectation import Term
 from parallel.data_parallel.buffers import Buckets
 from parallel.data_parallel.gathered import Shards
 from parallel.data_parallel.scaling import LossScaling
 from parallel.data_parallel.terms import data_parallel_terms, once_a_step
 from parallel.data_parallel.words import shard_axis
-from parallel.expectation import Term
-from parallel.strategy import Step, Strategy
+from parallel.model.strategy import Step, Strategy
 from reference.case import Case
 from reference.case.data_parallel import WORDS
 

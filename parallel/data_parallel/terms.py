@@ -27,6 +27,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from parallel.communication.expectation import ITEM_BYTES, Term, Terms, by_rank, loss_dtype, per_micro, per_step, placed
+from parallel.communication.layout import local_shape
+from parallel.communication.mesh import axis_size, coordinates
 from parallel.data_parallel.buckets import Bucket
 from parallel.data_parallel.rows import Unit, padded_rows
 from parallel.data_parallel.words import (
@@ -38,15 +41,12 @@ from parallel.data_parallel.words import (
     taken_over,
     unit_of,
 )
-from parallel.expectation import ITEM_BYTES, Term, Terms, by_rank, loss_dtype, per_micro, per_step, placed
 from parallel.layers.roles import attention_linears, head_norms, mlp_linears
-from parallel.layout import local_shape
-from parallel.mesh import axis_size, coordinates
+from parallel.model.strategy import Strategy
 from parallel.schedules.orders import order
 from parallel.schedules.pipeline import Kind
 from parallel.schedules.recompute import computed_again, in_backward
 from parallel.schedules.stages import TABLE, Stage, pipeline_of, stages
-from parallel.strategy import Strategy
 from reference.case import Case
 
 __all__ = ["data_parallel_terms", "once_a_step"]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel import pairs
+from parallel.communication import pairs
 from parallel.layers.linear import Region, column_linear
 
 __all__ = ["EmbeddingTable", "Head", "HiddenEmbedding", "VocabularyEmbedding", "WholeEmbedding", "vocabulary_rows"]

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel import pairs
-from parallel.collectives import (
+from parallel.communication import pairs
+from parallel.communication.collectives import (
     Pending,
     all_gather,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
+from parallel.communication.mesh import Axis
 from parallel.layers.weight_gradient import holder_of, product, weight_gradient
-from parallel.mesh import Axis
 
 __all__ = ["ColumnLinear", "Region", "RowLinear", "column_linear"]
 

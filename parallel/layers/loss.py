@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.collectives import all_reduce
+from parallel.communication.collectives import all_reduce
+from parallel.communication.mesh import Axis
 from parallel.layers.norm import wide
-from parallel.mesh import Axis
 
 __all__ = ["IGNORED", "counted", "vocabulary_cross_entropy"]
 

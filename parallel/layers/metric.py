@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parallel.collectives import all_reduce, own_slice
-from parallel.expectation import ITEM_BYTES, Term, loss_dtype, per_micro, placed
+from parallel.communication.collectives import all_reduce, own_slice
+from parallel.communication.expectation import ITEM_BYTES, Term, loss_dtype, per_micro, placed
+from parallel.communication.layout import Placement
+from parallel.communication.mesh import Axis
 from parallel.layers.loss import vocabulary_cross_entropy
 from parallel.layers.norm import wide
-from parallel.layout import Placement
-from parallel.mesh import Axis
 from parallel.schedules.stages import stages
 from reference.case import Case
 

@@ -21,8 +21,8 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from parallel.collectives import all_gather, own_slice
-from parallel.mesh import Axis
+from parallel.communication.collectives import all_gather, own_slice
+from parallel.communication.mesh import Axis
 
 __all__ = ["computed_later_again"]
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel import pairs
-from parallel.collectives import start_all_to_all
+from parallel.communication import pairs
+from parallel.communication.collectives import start_all_to_all
+from parallel.communication.mesh import Axis
 from parallel.layers.attention import Core, Exchange
-from parallel.mesh import Axis
 
 __all__ = ["by_all_to_all"]
 

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.batch import deliver
+from parallel.communication.batch import deliver
+from parallel.communication.layout import Box, rows
 from parallel.layers.loss import counted
-from parallel.layout import Box, rows
+from parallel.model.strategy import Rank
 from parallel.schedules.checks import delivery
 from parallel.schedules.messages import peer, program
 from parallel.schedules.pipeline import Action, Kind
 from parallel.schedules.stages import pipeline_of
-from parallel.step import keeps_logits
-from parallel.strategy import Rank
+from parallel.training.step import keeps_logits
 from reference.case import Case
 from reference.case.modes import MODES
 from reference.model.parameters import dtype_of

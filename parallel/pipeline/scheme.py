@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from parallel import gradients as sync
-from parallel.expectation import Term
-from parallel.layout import Cut, Placement
+from parallel.communication import gradients as sync
+from parallel.communication.expectation import Term
+from parallel.communication.layout import Cut, Placement
+from parallel.model.strategy import Rank, Step, Strategy
 from parallel.pipeline.execution import as_scheduled, with_channels
 from parallel.pipeline.terms import micro_batch_terms, once_a_step
 from parallel.schedules.stages import TABLE, Stage, held
-from parallel.strategy import Rank, Step, Strategy
 from reference.case import Case
 
 __all__ = ["with_pipeline"]

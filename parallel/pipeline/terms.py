@@ -9,8 +9,9 @@ Per micro-batch, with A bytes of one activation (under tp-sp of this rank's part
     layers, embedding, head     as without stages, on the stage that holds them
 
 A rank has the calls of all its chunks. Once a step, each rank for the parameters that it holds: gradients over the data
-ranks, partial ones over tp (`parallel.expectation.step_terms`). Then the token table's gradient over the first and the
-last stage (tied=true), loss and tokens over the data ranks and the pipeline, the squared norm over tp and the pipeline.
+ranks, partial ones over tp (`parallel.communication.expectation.step_terms`). Then the token table's gradient over the
+first and the last stage (tied=true), loss and tokens over the data ranks and the pipeline, the squared norm over tp and
+the pipeline.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from parallel.expectation import ITEM_BYTES, Term, Terms, delivery_terms, loss_dtype, per_step, placed
-from parallel.layout import local_shape
-from parallel.mesh import coordinates
+from parallel.communication.expectation import ITEM_BYTES, Term, Terms, delivery_terms, loss_dtype, per_step, placed
+from parallel.communication.layout import local_shape
+from parallel.communication.mesh import coordinates
+from parallel.model.strategy import Strategy
 from parallel.schedules.stages import TABLE, Stage, stages
-from parallel.strategy import Strategy
 from reference.case import Case
 from reference.case.modes import MODES
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.layout import Box, Coordinates, Placement, pieces, rows
+from parallel.communication.layout import Box, Coordinates, Placement, pieces, rows
 from parallel.randomness.field import indices, kept
 from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds
 from reference.case import Case

@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from parallel.layout import Coordinates, Placement, shard
+from parallel.communication.layout import Coordinates, Placement, shard
 
 __all__ = ["indices", "kept", "philox", "standard"]
 

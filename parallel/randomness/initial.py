@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from parallel.layout import Coordinates, Placement, local_shape, shard
+from parallel.communication.layout import Coordinates, Placement, local_shape, shard
 from parallel.randomness.field import indices, standard
 from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds
 from reference.case import Case

@@ -11,7 +11,7 @@ How to read a table (tests parse it and hold it against the closed form and agai
               in a call of its own; W one number in the loss's dtype
 
 Under recompute=full the forward calls of `layers.*` are issued once more in phase recompute. A group of one rank is
-bypassed. The broadcasts of the data and the calls of the metric are the same in all modes: see `parallel.batch` and
-`parallel.layers.metric`. The table of `isp`, which has two axes and shares gathers between recompute and
-backward, has a column for each and its own bytes, stated below it.
+bypassed. The broadcasts of the data and the calls of the metric are the same in all modes: see
+`parallel.communication.batch` and `parallel.layers.metric`. The table of `isp`, which has two axes and shares gathers
+between recompute and backward, has a column for each and its own bytes, stated below it.
 """

@@ -46,8 +46,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel import pairs
-from parallel.expectation import (
+from parallel.communication import pairs
+from parallel.communication.expectation import (
     ITEM_BYTES,
     Term,
     activation_terms,
@@ -56,17 +56,17 @@ from parallel.expectation import (
     repeated,
     step_terms,
 )
+from parallel.communication.layout import Cut, Placement, local_shape
+from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.embedding import WholeEmbedding
 from parallel.layers.linear import Region, column_linear
 from parallel.layers.loss import vocabulary_cross_entropy
 from parallel.layers.roles import column_linears, is_column, is_row, row_linears
-from parallel.layout import Cut, Placement, local_shape
-from parallel.mesh import Axis, Mesh
+from parallel.model.strategy import Parts, Strategy
 from parallel.schemes import tensor
 from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
 from parallel.slicing.held import Held, beside, in_turn, widths
 from parallel.slicing.sizes import shard_sizes
-from parallel.strategy import Parts, Strategy
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
 

@@ -43,7 +43,7 @@ import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
-from parallel.expectation import (
+from parallel.communication.expectation import (
     ITEM_BYTES,
     Term,
     delivery_terms,
@@ -54,10 +54,10 @@ from parallel.expectation import (
     step_terms,
 )
 from parallel.layers.roles import attention_linears, mlp_linears
+from parallel.model.strategy import Strategy
 from parallel.schedules.recompute import computed_again
 from parallel.schedules.stages import stages
 from parallel.schemes import weight_parallel
-from parallel.strategy import Strategy
 from reference.case import Case
 from reference.model.parameters import Shape, shapes
 

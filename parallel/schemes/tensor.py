@@ -13,13 +13,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from parallel.communication.layout import Cut, Placement, local_shape
+from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.embedding import Head, HiddenEmbedding, VocabularyEmbedding
 from parallel.layers.linear import ColumnLinear, Region, RowLinear
 from parallel.layers.loss import vocabulary_cross_entropy
 from parallel.layers.roles import is_column, is_row
-from parallel.layout import Cut, Placement, local_shape
-from parallel.mesh import Axis, Mesh
-from parallel.strategy import Parts
+from parallel.model.strategy import Parts
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from parallel.expectation import (
+from parallel.communication.expectation import (
     Term,
     activation_terms,
     behind_weights,
@@ -40,8 +40,8 @@ from parallel.expectation import (
     step_terms,
 )
 from parallel.layers.roles import column_linears, row_linears
+from parallel.model.strategy import Strategy
 from parallel.schemes import tensor
-from parallel.strategy import Strategy
 from reference.case import Case
 
 __all__ = ["TP_SP"]

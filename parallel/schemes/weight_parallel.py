@@ -5,7 +5,8 @@ embedding to head. Over `wp` the weights are split: no rank uses a part of one, 
 divides tp * dp and may be smaller or larger than tp: a group of wp may hold ranks of several data ranks, or a part of
 one. That changes nothing, for no two ranks see the same token: every gradient is a sum over all ranks, first over wp
 (a shard's reduce-scatter, a whole parameter's all-reduce), then over wdp, the ranks that hold the same shard.
-The loss of a token is known to all tp ranks of its data rank and sent back once: see `loss` and `parallel.pairs`.
+The loss of a token is known to all tp ranks of its data rank and sent back once: see `loss` and
+`parallel.communication.pairs`.
 Source: InternEvo's isp (modes.md 3), with sums for its means (decision G2).
 """
 
@@ -17,17 +18,17 @@ from functools import partial as partial_of
 import torch
 from torch import Tensor, nn
 
-from parallel import pairs
-from parallel.batch import Delivered
-from parallel.collectives import own_slice
+from parallel.communication import pairs
+from parallel.communication.batch import Delivered
+from parallel.communication.collectives import own_slice
+from parallel.communication.layout import Cut, Placement, local_shape
+from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.loss import vocabulary_cross_entropy
 from parallel.layers.roles import is_column, is_row
 from parallel.layers.ulysses import by_all_to_all
-from parallel.layout import Cut, Placement, local_shape
-from parallel.mesh import Axis, Mesh
+from parallel.model.strategy import Parts
 from parallel.schedules.recompute import computed_again
 from parallel.schedules.stages import held
-from parallel.strategy import Parts
 from parallel.weights.linear import WeightLinear
 from parallel.weights.prefetch import Gathers, PrefetchPlan
 from parallel.weights.tables import WeightEmbedding, WeightHead

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parallel.layout import Placement
+from parallel.communication.layout import Placement
 from parallel.slicing.heads import Heads
 from parallel.slicing.held import Held, beside, in_turn, in_units
 from parallel.slicing.sizes import even_shares

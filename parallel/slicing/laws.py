@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel.layout import Placement, gather, meshgrid, pieces
+from parallel.communication.layout import Placement, gather, meshgrid, pieces
 from parallel.slicing.errors import SliceError
 from parallel.slicing.heads import ORDERS, Heads
 from parallel.slicing.held import Held, Ranges, times_held

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallel.layout import Cut, Placement
+from parallel.communication.layout import Cut, Placement
 from parallel.slicing.errors import SliceError
 from parallel.slicing.families import Linear
 from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows, shared_qk_rows

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from parallel.layout import Cut, Placement, shard
+from parallel.communication.layout import Cut, Placement, shard
 from parallel.slicing.errors import SliceError
 from parallel.slicing.held import Held, beside, in_turn
 

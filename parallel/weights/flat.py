@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel.collectives import reduce_scatter, start_all_gather
-from parallel.mesh import Axis
+from parallel.communication.collectives import reduce_scatter, start_all_gather
+from parallel.communication.mesh import Axis
 
 __all__ = ["FlatGather", "reduce_scatter_flat"]
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel.collectives import Pending, all_gather, start_all_gather, start_reduce_scatter
-from parallel.mesh import Axis
+from parallel.communication.collectives import Pending, all_gather, start_all_gather, start_reduce_scatter
+from parallel.communication.mesh import Axis
 from parallel.weights.prefetch import Gathers, Seat
 
 __all__ = ["Alone", "Supply", "WeightLinear", "weight_product"]

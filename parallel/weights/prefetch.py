@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
-from parallel.mesh import Axis
+from parallel.communication.collectives import Pending, start_all_gather, start_reduce_scatter
+from parallel.communication.mesh import Axis
 from parallel.weights.flat import FlatGather, reduce_scatter_flat
 
 __all__ = ["Gathers", "PrefetchPlan", "Seat"]

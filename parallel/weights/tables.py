@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel import pairs
-from parallel.collectives import all_gather, reduce_scatter
+from parallel.communication import pairs
+from parallel.communication.collectives import all_gather, reduce_scatter
+from parallel.communication.mesh import Axis
 from parallel.layers.embedding import EmbeddingTable
-from parallel.mesh import Axis
 from parallel.weights.linear import Alone, weight_product
 
 __all__ = ["WeightEmbedding", "WeightHead"]

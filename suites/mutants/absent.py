@@ -1,7 +1,7 @@
 """What a rank is left with when a collective is not issued: tensors of the right shape, made of its own data alone.
 
-One stand-in for every raw collective of `parallel.collectives`, with the same signature. Shapes stay right, so that a
-removed call is a silent bug, as in real systems, and not a crash.
+One stand-in for every raw collective of `parallel.communication.collectives`, with the same signature. Shapes stay
+right, so that a removed call is a silent bug, as in real systems, and not a crash.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel.collectives import Pending
-from parallel.mesh import Axis
+from parallel.communication.collectives import Pending
+from parallel.communication.mesh import Axis
 
 __all__ = [
     "all_gather",

@@ -1,7 +1,7 @@
 """Every place in `parallel` where a collective is issued, and our subject without the call of one such place.
 
-A site is one call of a raw collective (`parallel.collectives`) in the source of another module. `without(site)` plants
-the stand-in of `suites.mutants.absent` there, on every rank alike, and leaves all else as it is.
+A site is one call of a raw collective (`parallel.communication.collectives`) in the source of another module.
+`without(site)` plants the stand-in of `suites.mutants.absent` there, on every rank alike, and leaves all else as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from suites.mutants.planting import planted, source_of
 
 __all__ = ["CallSite", "sites", "source_without", "without"]
 
-_RAW = "parallel.collectives"
+_RAW = "parallel.communication.collectives"
 _APART = (_RAW, "parallel.deviations")
 """The collectives themselves, and the wrong mathematics of the variants, which is there to be caught."""
 
@@ -62,7 +62,7 @@ def source_without(site: CallSite) -> dict[str, str]:
 
 
 def _aliases(tree: ast.Module) -> dict[str, str]:
-    """Local name -> raw collective, for what the module imports from `parallel.collectives`."""
+    """Local name -> raw collective, for what the module imports from `parallel.communication.collectives`."""
     known = set(absent.__all__)
     return {
         alias.asname or alias.name: alias.name

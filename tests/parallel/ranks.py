@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call
-from parallel.mesh import Axis, Mesh
+from parallel.communication.mesh import Axis, Mesh
 from reference.case import Case
 
 CPU = torch.device("cpu")

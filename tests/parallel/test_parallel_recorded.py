@@ -14,7 +14,7 @@ from harness.differences import Difference, differences
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Event
 from harness.recording.recorder import Recorder
-from parallel.expectation import Term
+from parallel.communication.expectation import Term
 from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import shapes

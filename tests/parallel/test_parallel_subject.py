@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from harness.outcome.blocks import localize
 from harness.outcome.merging import Merged, merge
-from parallel.batch import deliver
+from parallel.communication.batch import deliver
+from parallel.communication.mesh import Mesh
 from parallel.layers.loss import counted
-from parallel.mesh import Mesh
 from parallel.registry import MODES
 from parallel.subject import subject
-from parallel.training import set_up
+from parallel.training.loop import set_up
 from reference.case import Case
 from reference.model.parameters import weights
 from reference.training import subject as dense
@@ -85,7 +85,7 @@ def test_too_large_logits_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.parse("mode=tp tp=2 layers=1 steps=1")
     elements = case.dp * case.micro * case.tokens * case.vocab
     for limit, kept in ((elements, True), (elements - 1, False)):
-        monkeypatch.setattr("parallel.step.LARGEST_LOGITS", limit)
+        monkeypatch.setattr("parallel.training.step.LARGEST_LOGITS", limit)
         (first, _) = on_ranks(2, lambda rank: set(subject(case, CPU)))
         assert ("logits/0" in first) is kept
 

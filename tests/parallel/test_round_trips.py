@@ -13,9 +13,9 @@ from torch import Tensor
 
 from harness.outcome.blocks import localize
 from harness.outcome.merging import merge
-from parallel.batch import Delivered, deliver
-from parallel.layout import gather, pieces, shard
-from parallel.mesh import Mesh, axis_rank, coordinates
+from parallel.communication.batch import Delivered, deliver
+from parallel.communication.layout import gather, pieces, shard
+from parallel.communication.mesh import Mesh, axis_rank, coordinates
 from parallel.registry import MODES
 from reference.data.batches import micro_batch
 from suites.session.prover import Prover

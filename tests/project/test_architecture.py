@@ -96,6 +96,17 @@ def test_the_cycle_test_sees_a_hidden_cycle() -> None:
         TopologicalSorter(graph(hidden)).prepare()
 
 
+@pytest.mark.parametrize("room", ["reference", "parallel", "harness", "reports"])
+def test_no_two_folders_import_each_other(room: str) -> None:
+    """The files of a folder are above all of its rooms, or below all of them."""
+    paths = {module_of(path): path for path in FILES if path.is_relative_to(ROOT / room)}
+    folders: dict[Path, set[Path]] = {}
+    for module, targets in graph({module: trees()[module] for module in paths}).items():
+        own = paths[module].parent
+        folders.setdefault(own, set()).update({paths[target].parent for target in targets} - {own})
+    TopologicalSorter(folders).prepare()  # raises CycleError
+
+
 def test_no_room_for_leftovers() -> None:
     assert not [p for p in FILES if p.stem in {"utils", "common", "helpers", "base", "misc"}]
     words = ("TO" + "DO", "FIX" + "ME", "NotImplemented" + "Error")

@@ -36,7 +36,9 @@ def test_a_page_names_no_module_behind_the_public_face(page: Path) -> None:
 
 def test_a_module_behind_it_would_be_seen() -> None:
     assert inner_names("see `harness.outcome` and reports.load(run)") == {"harness.outcome", "reports.load"}
-    assert not inner_names("--subject parallel.subject:subject, `parallel/expectation.py`, reports.py, shardproof.load")
+    assert not inner_names(
+        "--subject parallel.subject:subject, `parallel/communication/expectation.py`, reports.py, shardproof.load"
+    )
 
 
 def test_the_page_of_names_has_them_all() -> None:

@@ -99,7 +99,7 @@ MUTANTS = (
         modes=everywhere("attention_mask=true delivery=tensors|flat", ("tp", "tp-sp")),
         changes=(
             Change(
-                module="parallel.batch",
+                module="parallel.communication.batch",
                 old="hidden = index[:, None] < index[None, :]",
                 new="hidden = index[:, None] <= index[None, :]",
             ),
@@ -115,7 +115,7 @@ MUTANTS = (
         modes=everywhere("attention_mask=true delivery=tensors|flat", ("tp", "tp-sp")),
         changes=(
             Change(
-                module="parallel.batch",
+                module="parallel.communication.batch",
                 old="hidden = index[:, None] < index[None, :]",
                 new="hidden = torch.zeros(length, length, dtype=torch.bool, device=device)",
             ),
@@ -159,7 +159,7 @@ MUTANTS = (
         modes=everywhere(),
         changes=(
             Change(
-                module="parallel.transformer",
+                module="parallel.model.transformer",
                 old=f"{_ATTEND}\n        {_FEED}",
                 new=f"before = x\n        {_ATTEND}\n        {_FEED.replace('mlp_norm(x)', 'mlp_norm(before)')}",
             ),

@@ -19,7 +19,7 @@ MUTANTS = (
         stands_for="a rank takes the slice of its mirror image (reversed rank order of a device mesh)",
         modes=everywhere("", ("isp",)) | everywhere("positions=learned", SPLIT),
         changes=_one(
-            "collectives",
+            "communication.collectives",
             "return x.narrow(dim, axis.rank * width, width).contiguous()",
             "return x.narrow(dim, (axis.size - 1 - axis.rank) * width, width).contiguous()",
         ),
@@ -33,7 +33,7 @@ MUTANTS = (
         stands_for="parts concatenated in the order of arrival and not of ranks",
         modes=everywhere("embedding=hidden", ("mtp", "msp", "fsp")) | {"isp": ""},
         changes=_one(
-            "collectives",
+            "communication.collectives",
             "return torch.cat(parts.chunk(axis.size), dim)",
             "return torch.cat(parts.chunk(axis.size)[::-1], dim)",
         ),
@@ -48,7 +48,7 @@ MUTANTS = (
         modes=everywhere(),
         condition="dp>1",
         changes=_one(
-            "batch",
+            "communication.batch",
             'batch = micro_batch(case, step, micro, mesh.axis("dp").rank) if reads else None',
             'batch = micro_batch(case, step, micro, case.dp - 1 - mesh.axis("dp").rank) if reads else None',
         ),
@@ -62,7 +62,7 @@ MUTANTS = (
         stands_for="an iterator that hands out micro-batches last first (interleaved pipelines)",
         modes=everywhere(),
         changes=_one(
-            "batch",
+            "communication.batch",
             'batch = micro_batch(case, step, micro, mesh.axis("dp").rank) if reads else None',
             'batch = micro_batch(case, step, case.micro - 1 - micro, mesh.axis("dp").rank) if reads else None',
         ),
@@ -76,7 +76,7 @@ MUTANTS = (
         stands_for="a loader that is one batch ahead after its warm-up",
         modes=everywhere(),
         changes=_one(
-            "batch",
+            "communication.batch",
             'batch = micro_batch(case, step, micro, mesh.axis("dp").rank) if reads else None',
             'batch = micro_batch(case, step + 1, micro, mesh.axis("dp").rank) if reads else None',
         ),
@@ -89,7 +89,7 @@ MUTANTS = (
         stands_for="broadcast from the last rank of the group, which has read nothing",
         modes=everywhere("delivery=tensors", ("tp", "tp-sp")),
         changes=_one(
-            "collectives",
+            "communication.collectives",
             "dist.broadcast(buffer, axis.ranks[0], axis.group)",
             "dist.broadcast(buffer, axis.ranks[-1], axis.group)",
         ),
@@ -103,7 +103,7 @@ MUTANTS = (
         modes=everywhere(),
         condition="packed=true",
         changes=_one(
-            "batch",
+            "communication.batch",
             "sentence = torch.bucketize(index, cu_seqlens.to(device), right=True)",
             "sentence = torch.bucketize(index, cu_seqlens.to(device), right=False)",
         ),
@@ -116,7 +116,7 @@ MUTANTS = (
         stands_for="BigScience 40e8b2a0: a vector that belongs to heads is not cut by rank",
         modes=everywhere("bias=true", TENSOR),
         changes=_one(
-            "training",
+            "training.loop",
             "parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))",
             "at = {a: (i if parameter.dim() > 1 else 0, n) for a, (i, n) in mesh.coordinates.items()}\n"
             "            parameter.copy_(initial(case, name, places[name], at, streams))",
@@ -132,7 +132,7 @@ MUTANTS = (
         modes=everywhere(),
         condition="layers>1",
         changes=_one(
-            "training",
+            "training.loop",
             "parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))",
             'first = name.replace("layers.1.", "layers.0.")\n'
             "            parameter.copy_(initial(case, first, places[name], mesh.coordinates, streams))",

@@ -58,7 +58,7 @@ MUTANTS = (
         stands_for="Gemma's embedding scale applied to a model that has none",
         modes=everywhere("positions=rope"),
         changes=_one(
-            "transformer",
+            "model.transformer",
             "x = self.embedding(batch.tokens, batch.positions)",
             "x = self.embedding(batch.tokens, batch.positions) * self.case.hidden**0.5",
         ),
@@ -73,7 +73,7 @@ MUTANTS = (
         modes=everywhere(),
         suite=CLIPPED,
         changes=_one(
-            "gradients",
+            "communication.gradients",
             "factor = (largest / (total + 1e-6)).clamp(max=1.0)",
             "factor = (largest / (total + 1e-2)).clamp(max=1.0)",
         ),
@@ -86,7 +86,7 @@ MUTANTS = (
         stands_for="clip_grad_value_ for clip_grad_norm_",
         modes=everywhere(),
         suite=CLIPPED,
-        changes=_one("gradients", "gradient.mul_(factor)", "gradient.clamp_(-largest, largest)"),
+        changes=_one("communication.gradients", "gradient.mul_(factor)", "gradient.clamp_(-largest, largest)"),
         kills="update",
         phase="step",
         region="*",
@@ -98,7 +98,7 @@ MUTANTS = (
         modes=everywhere(),
         suite=CLIPPED,
         changes=_one(
-            "training",
+            "training.loop",
             "sync.clip(gradients.values(), norm, case.clip)\n        optimizer.step()",
             "optimizer.step()\n        sync.clip(gradients.values(), norm, case.clip)",
         ),
@@ -111,7 +111,9 @@ MUTANTS = (
         name="half-the-learning-rate",
         stands_for="a warm-up that nobody asked for",
         modes=everywhere(),
-        changes=_one("step", "torch.optim.SGD(parameters, lr=case.lr)", "torch.optim.SGD(parameters, lr=case.lr / 2)"),
+        changes=_one(
+            "training.step", "torch.optim.SGD(parameters, lr=case.lr)", "torch.optim.SGD(parameters, lr=case.lr / 2)"
+        ),
         kills="update",
         phase="step",
         region="*",
@@ -123,7 +125,9 @@ MUTANTS = (
         modes=everywhere(),
         condition="dp>1",
         changes=_one(
-            "step", "torch.optim.SGD(parameters, lr=case.lr)", "torch.optim.SGD(parameters, lr=case.lr * case.dp)"
+            "training.step",
+            "torch.optim.SGD(parameters, lr=case.lr)",
+            "torch.optim.SGD(parameters, lr=case.lr * case.dp)",
         ),
         kills="update",
         phase="step",
@@ -135,7 +139,7 @@ MUTANTS = (
         stands_for="a schedule that steps per optimizer step although none was asked for",
         modes=everywhere(),
         changes=_one(
-            "training",
+            "training.loop",
             "optimizer.step()",
             'optimizer.step()\n        for group in optimizer.param_groups:\n            group["lr"] *= 0.1',
         ),
@@ -150,7 +154,7 @@ MUTANTS = (
         modes=everywhere(),
         suite=ADAMW,
         changes=_one(
-            "step",
+            "training.step",
             "torch.optim.AdamW(parameters, lr=case.lr, weight_decay=_WEIGHT_DECAY)",
             "torch.optim.AdamW(parameters, lr=case.lr, weight_decay=_WEIGHT_DECAY, betas=(0.9, 0.95))",
         ),
@@ -164,7 +168,7 @@ MUTANTS = (
         stands_for="weight decay 0.1 for 0.01",
         modes=everywhere(),
         suite=ADAMW,
-        changes=_one("step", "_WEIGHT_DECAY = 0.01", "_WEIGHT_DECAY = 0.1"),
+        changes=_one("training.step", "_WEIGHT_DECAY = 0.01", "_WEIGHT_DECAY = 0.1"),
         kills="update",
         phase="step",
         region="*",
@@ -175,9 +179,7 @@ MUTANTS = (
         stands_for="a parameter group without the one-dimensional parameters (no-decay groups dropped)",
         modes=everywhere(),
         changes=_one(
-            "step",
-            "list(rank.updated.values())",
-            "[p for p in rank.updated.values() if p.dim() > 1]",
+            "training.step", "list(rank.updated.values())", "[p for p in rank.updated.values() if p.dim() > 1]"
         ),
         kills="update",
         phase="step",
@@ -189,7 +191,7 @@ MUTANTS = (
         stands_for="a compression hook left on: gradients travel and are summed in bfloat16",
         modes=everywhere("dp>1", TENSOR) | {"isp": "wdp>1"},
         changes=_one(
-            "gradients",
+            "communication.gradients",
             "torch.cat([gradient.flatten() for gradient in group])",
             "torch.cat([gradient.flatten().bfloat16() for gradient in group])",
         ),
@@ -238,7 +240,7 @@ MUTANTS = (
         modes=everywhere(),
         condition="dp>1",
         changes=_one(
-            "training",
+            "training.loop",
             "loss, tokens = sync.sum_scalars(",
             "sync.sum_scalars(loss, tokens, [mesh.axis(axis) for axis in strategy.loss_axes])\n"
             "    loss, tokens = sync.sum_scalars(",
@@ -253,9 +255,11 @@ MUTANTS = (
         stands_for="calls issued in groups of one rank (Megatron issues some, and they cost launches)",
         modes=everywhere(),
         condition="dp=1",
-        changes=_one("gradients", "pair = all_reduce(pair, axis)", "dist.all_reduce(pair, group=axis.group)")
+        changes=_one(
+            "communication.gradients", "pair = all_reduce(pair, axis)", "dist.all_reduce(pair, group=axis.group)"
+        )
         + _one(
-            "gradients",
+            "communication.gradients",
             "import torch\nfrom torch import Tensor",
             "import torch\nimport torch.distributed as dist\nfrom torch import Tensor",
         ),
@@ -269,7 +273,7 @@ MUTANTS = (
         stands_for="fractional checkpointing that leaves a layer out (InternEvo checkpoint fractions)",
         modes=everywhere("recompute=full", TENSOR),
         changes=_one(
-            "transformer",
+            "model.transformer",
             "x = computed_later_again(through, x, ",
             "x = through(x) if unit[0] == 0 else computed_later_again(through, x, ",
         ),
@@ -283,7 +287,7 @@ MUTANTS = (
         stands_for="the scatter into sequence slices has no all-gather in backward (torchtitan #4054 mirrored)",
         modes=everywhere("positions=learned", ("tp-sp", "msp", "fsp")),
         changes=_one(
-            "pairs",
+            "communication.pairs",
             "lambda y: own_slice(y, axis, dim=dim), lambda grad: _all_gather(grad, axis, dim=dim))",
             "lambda y: own_slice(y, axis, dim=dim), lambda grad: torch.cat([grad] * axis.size, dim))",
         ),

@@ -35,7 +35,7 @@ MUTANTS = (
         stands_for="reduce-scatter with AVG where partial sums are added",
         modes=everywhere("", SPLIT),
         changes=_one(
-            "pairs",
+            "communication.pairs",
             "lambda y: _reduce_scatter(y, axis, dim=dim), lambda grad: _all_gather(grad, axis, dim=dim))",
             'lambda y: _reduce_scatter(y, axis, dim=dim, op="avg"), lambda grad: _all_gather(grad, axis, dim=dim))',
         ),
@@ -85,7 +85,7 @@ MUTANTS = (
         stands_for="bucket borders: the last gradient of a bucket is reduced and not copied back (DDP bucket views)",
         modes=everywhere("dp>1", TENSOR) | {"isp": "wdp>1"},
         changes=_one(
-            "gradients",
+            "communication.gradients",
             "for gradient, part in zip(group, summed.split([gradient.numel() for gradient in group]), strict=True):",
             "parts = summed.split([gradient.numel() for gradient in group])\n"
             "        for gradient, part in list(zip(group, parts, strict=True))[: max(1, len(group) - 1)]:",
@@ -100,7 +100,7 @@ MUTANTS = (
         stands_for="no_sync forgotten: an accumulated gradient is summed over data ranks again and again",
         modes=everywhere("dp>1", TENSOR),
         changes=_one(
-            "step",
+            "training.step",
             "summed.backward()",
             "summed.backward()\n        if micro < case.micro - 1:\n"
             '            sync.sum_gradients(rank.gradients().values(), rank.mesh.axis("dp"))',
@@ -115,7 +115,7 @@ MUTANTS = (
         stands_for="the reported loss is not summed over data ranks, its token count is",
         modes=everywhere(),
         condition="dp>1",
-        changes=_one("gradients", "return pair[0], pair[1]", "return loss.double(), pair[1]"),
+        changes=_one("communication.gradients", "return pair[0], pair[1]", "return loss.double(), pair[1]"),
         kills="replicas|forward",
         phase="loss|grad_sync",
         region="",
@@ -125,7 +125,7 @@ MUTANTS = (
         name="loss-of-the-last-micro-batch",
         stands_for="the last micro-batch's loss is reported for the step's",
         modes=everywhere(),
-        changes=_one("step", "loss += summed.detach()", "loss = summed.detach().to(loss.dtype)"),
+        changes=_one("training.step", "loss += summed.detach()", "loss = summed.detach().to(loss.dtype)"),
         kills="forward",
         phase="loss",
         region="",
@@ -135,7 +135,7 @@ MUTANTS = (
         name="tokens-of-the-last-micro-batch",
         stands_for="Hugging Face #34191: the token count of one micro-batch normalises the whole step",
         modes=everywhere(),
-        changes=_one("step", "tokens += weights.sum()", "tokens = weights.sum().to(tokens.dtype)"),
+        changes=_one("training.step", "tokens += weights.sum()", "tokens = weights.sum().to(tokens.dtype)"),
         kills="forward|parameter_gradients",
         phase="loss|grad_sync|backward",
         region="*",
@@ -145,7 +145,7 @@ MUTANTS = (
         name="first-micro-batch-without-backward",
         stands_for="accumulation that begins with the second micro-batch (off by one in the boundary test)",
         modes=everywhere(),
-        changes=_one("step", "summed.backward()", "summed.backward() if micro else None"),
+        changes=_one("training.step", "summed.backward()", "summed.backward() if micro else None"),
         kills="parameter_gradients|ledger",
         phase="backward|grad_sync",
         region="*",
@@ -168,7 +168,7 @@ MUTANTS = (
         stands_for="the norm's squares reduced by MAX, which is right for the infinity norm only",
         modes=everywhere(),
         changes=_one(
-            "gradients",
+            "communication.gradients",
             "total = all_reduce(total, axis)",
             'total = all_reduce(total, axis, op="max")',
         ),
@@ -182,7 +182,7 @@ MUTANTS = (
         stands_for="the norm is taken of gradient sums, the step of their means",
         modes=everywhere(),
         changes=_one(
-            "training",
+            "training.loop",
             "rank.step.norm(rank)",
             "rank.step.norm(rank) * tokens.to(wide(dtype_of(rank.case)))",
         ),

@@ -22,8 +22,8 @@ from harness.running.proof import CaseResult, prove
 from harness.running.request import Request
 from harness.running.run import run
 from harness.subject import named
-from parallel import step as step_
 from parallel.subject import subject
+from parallel.training import step as step_
 from reference.case import Case
 from reference.training.states import kept
 

@@ -61,14 +61,14 @@ BUGS = {
     ),
     "residual detached": Bug(
         text=TP,
-        module="transformer",
+        module="model.transformer",
         old="y: Tensor = x + self._dropped",
         new="y: Tensor = x.detach() + self._dropped",
         first=("backward", "layers.1"),
     ),
     "gradients of what is whole averaged": Bug(
         text=SP,
-        module="gradients",
+        module="communication.gradients",
         old=SUMMED,
         new=f"{SUMMED} / axis.size",
         first=("grad_sync", "final_norm"),
@@ -76,7 +76,7 @@ BUGS = {
     ),
     "all gradients divided once more": Bug(
         text=TP,
-        module="training",
+        module="training.loop",
         old="gradient.div_(tokens * shares)",
         new="gradient.div_(tokens * shares * 2)",
         first=("grad_sync", "head"),
@@ -84,7 +84,7 @@ BUGS = {
     ),
     "the last micro-batch overwrites": Bug(
         text=TP,
-        module="step",
+        module="training.step",
         old=BACKWARD,
         new=CLEARED + BACKWARD,
         first=("grad_sync", "head"),
@@ -92,7 +92,7 @@ BUGS = {
     ),
     "micro-batches weighed unequally": Bug(
         text=TP,
-        module="step",
+        module="training.step",
         old=BACKWARD,
         new=BACKWARD + HALVED,
         first=("grad_sync", "head"),
@@ -100,7 +100,7 @@ BUGS = {
     ),
     "tokens counted locally": Bug(
         text=DP,
-        module="training",
+        module="training.loop",
         old=COUNTED,
         new=f"{COUNTED.replace('loss, tokens', 'loss, _', 1)}\n    tokens = tokens * 3",
         first=("loss", ""),
@@ -108,7 +108,7 @@ BUGS = {
     ),
     "gradients not zeroed": Bug(
         text=TP,
-        module="training",
+        module="training.loop",
         old=ZEROED,
         new=f"        if step == 0:\n    {ZEROED}",
         first=("grad_sync", ""),
@@ -116,7 +116,7 @@ BUGS = {
     ),
     "the same data in every step": Bug(
         text=TP,
-        module="batch",
+        module="communication.batch",
         old=READ,
         new=READ.replace("(case, step,", "(case, 0,"),
         first=("data", ""),
@@ -124,7 +124,7 @@ BUGS = {
     ),
     "never a step": Bug(
         text=TP,
-        module="training",
+        module="training.loop",
         old="        optimizer.step()\n",
         new="",
         first=("step", ""),
@@ -132,7 +132,7 @@ BUGS = {
     ),
     "a norm that counts replicas": Bug(
         text=TP,
-        module="gradients",
+        module="communication.gradients",
         old="axis.name in places[name].axes or axis.rank == 0",
         new="True",
         first=("grad_sync", ""),
@@ -148,7 +148,7 @@ BUGS = {
     ),
     "every data rank reads the first one's data": Bug(
         text=DP,
-        module="batch",
+        module="communication.batch",
         old=READ,
         new=READ.replace('mesh.axis("dp").rank', "0"),
         first=("forward", "embedding"),

@@ -108,7 +108,9 @@ def test_a_failing_case_is_made_as_small_as_still_fails(engine: Engine) -> None:
 
 def test_what_needs_more_ranks_keeps_them(engine: Engine) -> None:
     """Data ranks that are not summed need data ranks."""
-    bug = planted(replaced("parallel.step", "    for axis in rank.strategy.data_axes:\n", "    for axis in ():\n"))
+    bug = planted(
+        replaced("parallel.training.step", "    for axis in rank.strategy.data_axes:\n", "    for axis in ():\n")
+    )
     failure = shrunk(Case.parse(f"{SMALL} dp=3"), bug, engine)
     assert failure is not None
     assert failure.result.case.world_size == 6

@@ -80,7 +80,9 @@ def test_a_missing_wait_spreads_poison_and_is_named(engine: InprocEngine) -> Non
 
 
 def test_a_wait_that_our_subject_forgets_shows_in_its_numbers(engine: InprocEngine) -> None:
-    forgetful = planted(replaced("parallel.collectives", "            self.work.wait()\n", "            pass\n"))
+    forgetful = planted(
+        replaced("parallel.communication.collectives", "            self.work.wait()\n", "            pass\n")
+    )
     case = Case.parse("mode=tp tp=2 layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 batch=2 steps=1")
     verdicts = {v.check: v.verdict for v in prove(case, forgetful, Explored(engine, Schedule())).verdicts}
     assert verdicts["waits"] == FAIL

@@ -21,7 +21,7 @@ from harness.predicting.clusters import Cluster, Device, Link
 from harness.predicting.dry_run import dry_run
 from harness.predicting.figures import EQUAL, Traffic
 from harness.predicting.forecast import forecast
-from parallel.expectation import Term
+from parallel.communication.expectation import Term
 from parallel.pipeline.prediction import CasePipeline
 from parallel.schedules.messages import Program
 from parallel.subject import subject

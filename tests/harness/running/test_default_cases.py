@@ -28,7 +28,7 @@ def _one_word(name: str, module: str, old: str, new: str) -> Mutant:
 
 KEYS_MISSED = _one_word(
     "split-keys-not-updated",
-    "parallel.training",
+    "parallel.training.loop",
     "sync.clip(gradients.values(), norm, case.clip)",
     "sync.clip(gradients.values(), norm, case.clip)\n"
     "        for name, grad in gradients.items():\n"
@@ -36,7 +36,7 @@ KEYS_MISSED = _one_word(
 )
 RECOMPUTED = _one_word(
     "metric-counts-nothing-that-is-recomputed",
-    "parallel.step",
+    "parallel.training.step",
     "rank.metric(logits, labels, weights)",
     "rank.metric(logits, labels, weights * (case.recompute == 'none'))",
 )

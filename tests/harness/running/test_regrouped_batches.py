@@ -104,7 +104,7 @@ SPREAD = "tp=2 dp=2 micro=2 steps=1 seq=8 hidden=16 heads=2 kv_heads=2 ffn=8 voc
             "(replica conflict), which is whole with dp=2",
         ),
         (
-            "parallel.training",
+            "parallel.training.loop",
             "gradient.div_(tokens * shares)",
             "gradient.div_(tokens * shares * rank.case.pp)",
             "the factor falls as cp or pp grows",

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from parallel.checkpoints.loading import load
 from parallel.checkpoints.saving import save
-from parallel.mesh import Mesh
+from parallel.communication.mesh import Mesh
+from parallel.model.strategy import Rank
 from parallel.registry import strategy_of
-from parallel.strategy import Rank
 from parallel.subject import subject
-from parallel.training import set_up
+from parallel.training.loop import set_up
 from reference.case import Case, CaseError
 from reference.checkpoints.stored import stored
 from tests.parallel.ranks import CPU, on_ranks

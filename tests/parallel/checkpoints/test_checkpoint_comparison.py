@@ -14,7 +14,7 @@ from parallel.checkpoints.causes import cause
 from parallel.checkpoints.comparing import CheckpointComparison, compare
 from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.folder import commit, next_data, write_part
-from parallel.layout import Box, Cut, Placement, pieces, shard
+from parallel.communication.layout import Box, Cut, Placement, pieces, shard
 from reports.commands.cli import main
 from tests.parallel.ranks import numbers
 

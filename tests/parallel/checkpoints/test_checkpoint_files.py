@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.folder import METADATA, commit, next_data, write_part
 from parallel.checkpoints.loading import load
-from parallel.layout import Box
+from parallel.communication.layout import Box
 from reference.case import Case, CaseError
 from reference.checkpoints.stored import stored
 from reference.model.parameters import weights

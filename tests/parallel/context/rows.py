@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parallel.batch import hidden_pairs
+from parallel.communication.batch import hidden_pairs
+from parallel.communication.mesh import Axis, Mesh
 from parallel.context.exchanged import exchanged_attention, nested_attention
 from parallel.context.gathered import gathered_attention
 from parallel.context.ring import ring_attention
 from parallel.context.slices import Slices, contiguous, sliced, together, zigzag, zigzag_by_document
-from parallel.mesh import Axis, Mesh
 from reference.case import Case
 from reference.model.layers import attention, visible
 from tests.parallel.ranks import CPU, Calls, numbers, on_ranks

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel.collectives import Pending
+from parallel.communication.collectives import Pending
 from parallel.context import ring
 from parallel.context.blocks import Partial, attend, merged, over_all_keys
 from parallel.context.slices import Slices, contiguous, zigzag

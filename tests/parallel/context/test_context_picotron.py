@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.communication.mesh import Axis
 from parallel.context.ring import ring_transfers
 from parallel.context.slices import Slices, contiguous
-from parallel.mesh import Axis
 from tests.parallel.context.rows import METHODS, error, full_row, on_axis
 from tests.parallel.ranks import Calls
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.errors import RankRaised, ShardproofError
-from parallel.collectives import Pending
+from parallel.communication.collectives import Pending
+from parallel.communication.mesh import Axis
+from parallel.communication.pairs import gather_from_sequence
 from parallel.context import blocks, gathered, ring
 from parallel.context.blocks import Partial
 from parallel.context.slices import Slices, contiguous, zigzag
-from parallel.mesh import Axis
-from parallel.pairs import gather_from_sequence
 from tests.parallel.context.rows import METHODS, borders, dense, full_row, hidden, on_axis, wrong
 from tests.parallel.ranks import Calls
 

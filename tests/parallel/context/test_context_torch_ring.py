@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel.communication.mesh import Axis
 from parallel.context.ring import ring_transfers
 from parallel.context.slices import Slices, zigzag
-from parallel.mesh import Axis
 from tests.parallel.context.rows import METHODS, error, full_row, on_axis
 from tests.parallel.ranks import Calls
 

@@ -16,16 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from parallel.communication.expectation import Term
+from parallel.communication.layout import Cut
+from parallel.communication.mesh import Mesh
 from parallel.data_parallel.scheme import with_data_parallelism
-from parallel.expectation import Term
-from parallel.layout import Cut
-from parallel.mesh import Mesh
+from parallel.model.strategy import Rank, Step, Value
 from parallel.pipeline.execution import StageRun, as_scheduled, with_channels
 from parallel.registry import MODES, strategy_of
 from parallel.schedules.pipeline import Action
-from parallel.strategy import Rank, Step, Value
 from parallel.subject import subject as ours
-from parallel.training import train
+from parallel.training.loop import train
 from reference.case import Case
 
 __all__ = ["subject"]

@@ -132,14 +132,14 @@ def test_the_order_of_weight_gradients_changes_no_call(words: str) -> None:
 
 def test_a_replica_that_differs_ends_the_run_with_its_name(prover: Prover) -> None:
     """One bit of one element on one rank, which bit-for-bit comparisons after the run find as well."""
-    source = source_of("parallel.training")
+    source = source_of("parallel.training.loop")
     filled = "parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))\n"
     assert source.count(filled) == 1
     other = filled + (
         "                if mesh.rank == 2 and name == 'layers.1.mlp_norm.weight':\n"
         "                    parameter[3] = torch.nextafter(parameter[3], parameter[3] + 1)\n"
     )
-    wrong = planted({"parallel.training": source.replace(filled, other)})
+    wrong = planted({"parallel.training.loop": source.replace(filled, other)})
     result = prover.proof(Case.parse(f"{SIZES} mode=tp tp=3 dp=2 parity=2"), wrong)
     (verdict,) = (one for one in result.verdicts if one.verdict != PASS)
     assert verdict.check == "run"

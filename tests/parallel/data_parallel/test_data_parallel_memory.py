@@ -14,9 +14,9 @@ from harness.predicting.figures import EQUAL, Forecast
 from harness.predicting.forecast import forecast
 from harness.predicting.states import mixed_adamw
 from harness.recording.saved import SavedActivations
+from parallel.communication.layout import local_shape
+from parallel.communication.mesh import coordinates
 from parallel.data_parallel.buckets import bucketed
-from parallel.layout import local_shape
-from parallel.mesh import coordinates
 from parallel.schemes.tensor import placements
 from parallel.subject import subject
 from reference.case import Case

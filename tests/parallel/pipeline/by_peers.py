@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.expectation import Term
-from parallel.layout import Box
-from parallel.mesh import Mesh
+from parallel.communication.expectation import Term
+from parallel.communication.layout import Box
+from parallel.communication.mesh import Mesh
+from parallel.model.strategy import Rank, Step, Value
 from parallel.pipeline.execution import StageRun, message_shape
 from parallel.registry import strategy_of
 from parallel.schedules.pipeline import Action, Kind
-from parallel.strategy import Rank, Step, Value
 from parallel.subject import subject as ours
-from parallel.training import train
+from parallel.training.loop import train
 from reference.case import Case
 from reference.model.parameters import dtype_of
 from shardproof import cuda_on_cpu

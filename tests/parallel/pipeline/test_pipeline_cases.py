@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from harness.checking.evidence import PASS
 from harness.engines.shapes.dry import DryEngine
 from harness.running.proof import CaseResult, prove
-from parallel.layout import local_shape
-from parallel.mesh import coordinates
+from parallel.communication.layout import local_shape
+from parallel.communication.mesh import coordinates
 from parallel.schedules.stages import held, stages
 from parallel.schemes.tp import TP
 from parallel.subject import subject

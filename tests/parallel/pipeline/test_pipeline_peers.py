@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from harness.checking.evidence import PASS
-from parallel.mesh import axis_rank
+from parallel.communication.mesh import axis_rank
 from parallel.subject import subject as ours
 from reference.case import Case
 from suites.session.prover import Prover

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.layout import Cut, Placement, gather, meshgrid
+from parallel.communication.layout import Cut, Placement, gather, meshgrid
 from parallel.randomness.field import indices, kept, philox, standard
 from reference.model.field import philox4x32, words
 

@@ -10,7 +10,7 @@ import torch
 from harness.checking.evidence import FAIL, PASS
 from harness.checking.initial_value_checks import initial_values
 from harness.shard import Shard
-from parallel.layout import Cut, Placement
+from parallel.communication.layout import Cut, Placement
 from parallel.randomness.initial import initial, streams_of
 from parallel.randomness.streams import Streams, seeds
 from parallel.subject import subject

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 
-from parallel.strategy import Strategy
+from parallel.model.strategy import Strategy
 from reference.case import Case
 from reference.model.parameters import shapes
 

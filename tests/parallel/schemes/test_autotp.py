@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.running.proof import prove
-from parallel.layout import gather, meshgrid, shard
+from parallel.communication.layout import gather, meshgrid, shard
 from parallel.registry import MODES
 from parallel.schemes import autotp as mode_file
 from parallel.slicing.held import widths

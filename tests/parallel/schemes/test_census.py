@@ -52,7 +52,7 @@ def summed_bytes(run: Execution, axis: str) -> int:
 def test_the_set_that_is_summed_is_the_set_that_must_be(prover: Prover, mode: str, words: str) -> None:
     case = Case.parse(f"mode={mode} {SIZES} {words}")
     weight_axis = MODES[mode].weight_axis
-    must = torn(ran(prover, case, planted(replaced("parallel.step", SUMMED, "if False]"))))
+    must = torn(ran(prover, case, planted(replaced("parallel.training.step", SUMMED, "if False]"))))
     right = ran(prover, case, subject)
     assert torn(right) == set()
     assert summed_bytes(right, weight_axis) == sum(8 * math.prod(shapes(case)[name]) for name in must)
@@ -60,7 +60,7 @@ def test_the_set_that_is_summed_is_the_set_that_must_be(prover: Prover, mode: st
 
 def test_one_parameter_forgotten_parts_the_two_sets(prover: Prover) -> None:
     case = Case.parse(f"mode=tp-sp {SIZES} {WORDS[0]}")
-    forgotten = planted(replaced("parallel.step", SUMMED, SUMMED[:-1] + " and name != 'final_norm.weight']"))
+    forgotten = planted(replaced("parallel.training.step", SUMMED, SUMMED[:-1] + " and name != 'final_norm.weight']"))
     wrong, right = ran(prover, case, forgotten), ran(prover, case, subject)
     assert torn(wrong) == {"final_norm.weight"}
     assert summed_bytes(right, "tp") - summed_bytes(wrong, "tp") == 8 * 16

@@ -35,7 +35,7 @@ MISSING = {
         "reduce_scatters",
     ),
 }
-"""Bug -> (case, text of `parallel.pairs`, wrong text, which moves lack their conjugates)."""
+"""Bug -> (case, text of `parallel.communication.pairs`, wrong text, which moves lack their conjugates)."""
 
 
 class Closed:
@@ -56,7 +56,7 @@ def test_a_missing_conjugate_is_told_without_a_closed_form(bug: str, prover: Pro
     assert Case.parse(text).mode in subject.modes
     (right,) = [v for v in prover.proof(Case.parse(text), Closed(subject)).verdicts if v.check == "ledger"]
     assert right.verdict == "pass"
-    result = prover.proof(Case.parse(text), Closed(planted(replaced("parallel.pairs", old, new))))
+    result = prover.proof(Case.parse(text), Closed(planted(replaced("parallel.communication.pairs", old, new))))
     (wrong,) = [verdict for verdict in result.verdicts if verdict.check == "ledger"]
     assert wrong.verdict == "fail"
     assert moves in wrong.message

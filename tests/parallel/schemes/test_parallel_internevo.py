@@ -17,11 +17,11 @@ from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.outcome.blocks import localize
 from harness.running.proof import prove
-from parallel.batch import deliver
-from parallel.mesh import Mesh
+from parallel.communication.batch import deliver
+from parallel.communication.mesh import Mesh
 from parallel.registry import MODES
 from parallel.subject import subject
-from parallel.training import set_up
+from parallel.training.loop import set_up
 from reference.case import Case
 from suites.drawing.strategies import cases
 from suites.mutants.planting import planted, replaced

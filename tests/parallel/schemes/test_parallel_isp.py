@@ -10,11 +10,11 @@ from torch import Tensor
 
 from harness.outcome.blocks import localize
 from harness.outcome.merging import Merged, merge
-from parallel.batch import deliver
-from parallel.mesh import Mesh
+from parallel.communication.batch import deliver
+from parallel.communication.mesh import Mesh
 from parallel.schemes.isp import ISP
 from parallel.subject import subject
-from parallel.training import Rank, set_up
+from parallel.training.loop import Rank, set_up
 from parallel.weights.linear import WeightLinear
 from reference.case import Case
 from reference.model.parameters import weights

@@ -17,11 +17,11 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.merging import merge
 from harness.running.proof import prove
 from harness.running.ranks.execution import execute, execute_captured
-from parallel.batch import deliver
-from parallel.mesh import Mesh
+from parallel.communication.batch import deliver
+from parallel.communication.mesh import Mesh
 from parallel.schemes.isp import ISP
 from parallel.subject import subject
-from parallel.training import set_up
+from parallel.training.loop import set_up
 from reference.case import Case
 from reference.training import subject as dense
 from tests.parallel.ranks import CPU, on_ranks

@@ -39,7 +39,7 @@ PLANTED: dict[str, tuple[str, str, str, str, str]] = {
     ),
     "norm gradients averaged over wp (G1)": (
         "tp=2",
-        "parallel.step",
+        "parallel.training.step",
         "sync.sum_gradients(group, weight_axis, op=strategy.partial_op)",
         "[g.copy_(sync.all_reduce(g, weight_axis, op='avg')) for g in group]",
         "ledger numbers",
@@ -158,7 +158,7 @@ PLANTED: dict[str, tuple[str, str, str, str, str]] = {
     ),
     "norms summed in one call": (
         "tp=2",
-        "parallel.step",
+        "parallel.training.step",
         "[partial] if strategy.coalesced else",
         "[partial] if True else",
         "ledger",

@@ -18,8 +18,8 @@ from harness.engines.named import engine_named
 from harness.outcome.blocks import localize
 from harness.outcome.merging import merge
 from harness.running.proof import prove
+from parallel.communication.mesh import Axis
 from parallel.deviations import smoothed_by_parts
-from parallel.mesh import Axis
 from parallel.subject import subject
 from parallel.variants import DEVIATING
 from reference.case import Case, CaseError

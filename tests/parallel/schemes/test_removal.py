@@ -21,14 +21,14 @@ from harness.checking.evidence import FAIL
 from harness.checking.ledger_checks import ledger
 from harness.ledger import Event
 from harness.running.ranks.execution import execute
-from parallel import collectives
-from parallel.mesh import Axis
+from parallel.communication import collectives
+from parallel.communication.mesh import Axis
 from parallel.subject import subject
 from reference.case import Case
 from suites.mutants.planting import planted_module
 from suites.mutants.removal import CallSite, sites, source_without, without
 from suites.session.prover import Prover
-from tests.parallel.pair_laws import broken_pairs
+from tests.parallel.communication.pair_laws import broken_pairs
 
 SMALL = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 steps=1 micro=1 tp=2"
 EVO = f"preset=tiny-internlm2 {SMALL} vocab=264"
@@ -111,8 +111,8 @@ def test_a_removed_collective_is_named(
     place = (site.module, site.line, site.name)
     first = next((case for case in right if place in case.reached), None)
     if first is None:
-        assert site.module == "parallel.pairs", "a call that no case reaches is held by no check"
-        assert broken_pairs(planted_module(source_without(site), "parallel.pairs"), prover.engine)
+        assert site.module == "parallel.communication.pairs", "a call that no case reaches is held by no check"
+        assert broken_pairs(planted_module(source_without(site), "parallel.communication.pairs"), prover.engine)
         return
     result = prover.proof(Case.parse(first.text), without(site))
     assert result.verdict == FAIL

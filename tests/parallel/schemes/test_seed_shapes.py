@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parallel import collectives, pairs
-from parallel.batch import deliver
+from parallel.communication import collectives, pairs
+from parallel.communication.batch import deliver
+from parallel.communication.mesh import Axis, Mesh
 from parallel.layers import ulysses
 from parallel.layers.attention import Attention, Core
-from parallel.mesh import Axis, Mesh
 from parallel.registry import MODES
-from parallel.training import set_up
+from parallel.training.loop import set_up
 from reference.case import Case
 from reference.case.presets import mlp_width
 from tests.parallel.ranks import CPU, on_ranks

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from parallel.collectives import all_reduce
-from parallel.expectation import Term, per_step
+from parallel.communication.collectives import all_reduce
+from parallel.communication.expectation import Term, per_step
+from parallel.model.strategy import Rank, Step
 from parallel.schemes.mtp import MTP
-from parallel.strategy import Rank, Step
 from reference.case import Case
 
 __all__ = ["TOY"]

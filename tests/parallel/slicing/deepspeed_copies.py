@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.layout import Cut, Placement, shard
+from parallel.communication.layout import Cut, Placement, shard
 from parallel.slicing.held import Held
 
 

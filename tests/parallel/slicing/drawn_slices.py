@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel.layout import Placement
+from parallel.communication.layout import Placement
 from parallel.slicing.heads import Heads
 from parallel.slicing.laws import inverse
 from parallel.slicing.strided import placed

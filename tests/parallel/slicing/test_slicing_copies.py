@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel.layout import Cut, Placement
+from parallel.communication.layout import Cut, Placement
 from parallel.slicing.deviations import whole_scales
 from parallel.slicing.errors import SliceError
 from parallel.slicing.heads import Heads, fused_rows

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.layout import Placement
+from parallel.communication.layout import Placement
 from parallel.slicing.errors import SliceError
 from parallel.slicing.heads import Heads, fused_rows, shared_qk_rows
 from parallel.slicing.sizes import shard_sizes

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.layout import Cut, Placement
+from parallel.communication.layout import Cut, Placement
 from parallel.slicing.deviations import DEVIATIONS
 from parallel.slicing.errors import SliceError
 from parallel.slicing.heads import ORDERS, Heads, fused_rows, kv_rows, query_rows, shared_qk_rows, shares

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.expectation import delivery_terms
+from parallel.communication.expectation import delivery_terms
 from parallel.schedules.stages import stages
 from reference.case import Case
 from reference.data.stages import sent_bytes, sent_to_stage

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel import layout
+from parallel.communication import layout
 from parallel.slicing import strided
 from parallel.slicing.slices import slices
 from parallel.slicing.words import Sliced

@@ -270,7 +270,7 @@ CONTEXT = (
         suite=_TWO,
         changes=(
             Change(
-                module="parallel.step",
+                module="parallel.training.step",
                 old="summed = (losses * weights).sum()",
                 new="summed = (losses * weights).sum() * weights.numel() / weights.sum().clamp(min=1)",
             ),

@@ -114,7 +114,7 @@ DATA_PARALLEL = (
         suite=SPLIT_STATES,
         changes=(
             _change(
-                "training",
+                "training.loop",
                 "optimizer.step()\n        rank.step.afterwards(rank)",
                 "rank.step.afterwards(rank)\n        optimizer.step()",
             ),
@@ -216,7 +216,7 @@ DATA_PARALLEL = (
         changes=(
             _change("data_parallel.scaling", "gradient.div_(self.value)", "pass"),
             _change(
-                "training",
+                "training.loop",
                 "sync.clip(gradients.values(), norm, case.clip)",
                 "sync.clip(gradients.values(), norm, case.clip)\n            "
                 "for gradient in gradients.values() if scale else ():\n                gradient.div_(scale)",

@@ -91,7 +91,7 @@ PIPELINES = (
         modes=_STAGES,
         suite=TIED,
         condition="tied=true",
-        changes=(Change(module="parallel.step", old="del gradients[TABLE]", new="pass"),),
+        changes=(Change(module="parallel.training.step", old="del gradients[TABLE]", new="pass"),),
         kills="gradient_norm",
         phase="grad_sync",
         region="",

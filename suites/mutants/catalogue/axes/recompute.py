@@ -25,7 +25,7 @@ RECOMPUTE = (
         modes=everywhere("", TENSOR),
         suite=_BLOCK,
         changes=_change(
-            "transformer",
+            "model.transformer",
             "self.units = units(case, [int(layer) for layer in self.layers])",
             "self.units = units(case, [int(layer) for layer in self.layers])\n"
             "        self.units = tuple((int(layer),) for layer in self.layers) if self.units else ()",

@@ -86,7 +86,7 @@ BOUNDARIES = (
         modes={"tp": "positions=rope batch>1 packed=false"},
         changes=(
             Change(
-                module="parallel.collectives",
+                module="parallel.communication.collectives",
                 old=_ALL_REDUCE,
                 new="dist.all_reduce(x.contiguous(), _REDUCE_OPS[op], axis.group)\n    return x",
             ),
@@ -175,7 +175,7 @@ BOUNDARIES = (
         modes=everywhere(),
         changes=(
             Change(
-                module="parallel.transformer",
+                module="parallel.model.transformer",
                 old="self.attention(self.attention_norm(x),",
                 new="self.attention((self.attention_norm(x) + self.attention_norm(x)) / 2,",
             ),
@@ -214,7 +214,11 @@ BOUNDARIES = (
                 old=_GATHER_LOGITS,
                 new=_GATHER_LOGITS.replace("gather_from", "all_gather_last_dim"),
             ),
-            Change(module="parallel.pairs", old=_GATHERED_PARTS, new=f"all_reduce(grad, axis){_GATHERED_PARTS[4:]}"),
+            Change(
+                module="parallel.communication.pairs",
+                old=_GATHERED_PARTS,
+                new=f"all_reduce(grad, axis){_GATHERED_PARTS[4:]}",
+            ),
             Change(module="parallel.weights.tables", old=_GATHER_TOKENS, new="(logits, self.sequence, dim=_SEQUENCE)"),
         ),
         kills="parameter_gradients",
@@ -273,6 +277,6 @@ BOUNDARIES = (
         changes=(_linear("        if wants_x:\n", "        if wants_x and wants_weight:\n"),),
         equivalent="No word of a case freezes a weight: every parameter of the model is trained, so wants_weight is "
         "true in every call and the two conditions agree. Who calls `column_linear` with a frozen weight is held by "
-        "tests/parallel/test_parallel_linear.py.",
+        "tests/parallel/layers/test_parallel_linear.py.",
     ),
 )

@@ -15,11 +15,11 @@ _LAST = "head|final_norm|embedding.*|layers.*"
 
 
 def _step(old: str, new: str) -> Change:
-    return Change(module="parallel.step", old=old, new=new)
+    return Change(module="parallel.training.step", old=old, new=new)
 
 
 def _training(old: str, new: str) -> Change:
-    return Change(module="parallel.training", old=old, new=new)
+    return Change(module="parallel.training.loop", old=old, new=new)
 
 
 FACTORS = (
@@ -71,7 +71,11 @@ FACTORS = (
         modes=everywhere(),
         condition="dp>1",
         changes=(
-            Change(module="parallel.gradients", old="return pair[0], pair[1]", new="return pair[0], tokens.double()"),
+            Change(
+                module="parallel.communication.gradients",
+                old="return pair[0], pair[1]",
+                new="return pair[0], tokens.double()",
+            ),
         ),
         kills="replicas",
         phase="loss|grad_sync",

@@ -16,7 +16,7 @@ _LEAVE = "return pairs.reduce_from(y, self.axis)"
 _EXCHANGE = "q_pending = start_all_to_all(q, axis, split_dim=_HEADS, gather_dim=_SEQUENCE)"
 _UNSPLIT = everywhere("delivery=local", ("tp", "tp-sp")) | everywhere("", ("mtp", "msp", "fsp")) | {"isp": "wp=tp"}
 _RULES = Change(
-    module="parallel.mesh",
+    module="parallel.communication.mesh",
     old="from reference.case import Case\n",
     new="from reference.case import Case\nfrom reference.groups import RankOrder\n",
 )
@@ -25,22 +25,22 @@ _RULES = Change(
 def _relabelled(sizes: str) -> Change:
     """Groups along these axes, the fastest first, in place of the case's: the same on every rank and for all calls."""
     new = f"for name, groups in {{**case.axes, **RankOrder(({sizes})).lists()}}.items():"
-    return Change(module="parallel.mesh", old="for name, groups in case.axes.items():", new=new)
+    return Change(module="parallel.communication.mesh", old="for name, groups in case.axes.items():", new=new)
 
 
 _MESH_OF_ONE = Change(
-    module="parallel.mesh",
+    module="parallel.communication.mesh",
     old=_AXIS,
     new=f'if name in ("tp", "wp"):\n                ranks = (rank,)\n            {_AXIS}',
 )
 
 
 def _step(old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.step", old=old, new=new),)
+    return (Change(module="parallel.training.step", old=old, new=new),)
 
 
 def _training(old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.training", old=old, new=new),)
+    return (Change(module="parallel.training.loop", old=old, new=new),)
 
 
 GROUPS = (
@@ -111,7 +111,9 @@ GROUPS = (
         condition="dp>1",
         changes=(
             *_step("(rank.strategy.weight_axis, *rank.strategy.norm_axes)", '("dp", *rank.strategy.norm_axes)'),
-            Change(module="parallel.gradients", old="axis.name in places[name].axes", new="places[name].axes"),
+            Change(
+                module="parallel.communication.gradients", old="axis.name in places[name].axes", new="places[name].axes"
+            ),
         ),
         kills="gradient_norm|replicas",
         phase="grad_sync|step",
@@ -124,7 +126,7 @@ GROUPS = (
         modes=everywhere("dp>1 delivery!=local", ("tp", "tp-sp")),
         changes=(
             Change(
-                module="parallel.collectives",
+                module="parallel.communication.collectives",
                 old="dist.broadcast(buffer, axis.ranks[0], axis.group)",
                 new="dist.broadcast(buffer, 0, axis.group)",
             ),
@@ -151,7 +153,7 @@ GROUPS = (
             _RULES,
             _relabelled('("dp", case.dp), ("tp", case.tp)'),
             Change(
-                module="parallel.mesh",
+                module="parallel.communication.mesh",
                 old="return case.axis_rank(name, rank)",
                 new='return rank // case.dp if name == "tp" else rank % case.dp',
             ),
@@ -168,12 +170,12 @@ GROUPS = (
         suite={"order": "dp-tp"},
         changes=(
             Change(
-                module="parallel.mesh",
+                module="parallel.communication.mesh",
                 old="for name, groups in case.axes.items():",
                 new='for name, groups in case.but(order="tp-dp").axes.items():',
             ),
             Change(
-                module="parallel.mesh",
+                module="parallel.communication.mesh",
                 old="return case.axis_rank(name, rank)",
                 new='return case.but(order="tp-dp").axis_rank(name, rank)',
             ),
@@ -192,7 +194,7 @@ GROUPS = (
         changes=(
             _RULES,
             Change(
-                module="parallel.mesh",
+                module="parallel.communication.mesh",
                 old="for name, groups in case.axes.items():",
                 new='joint = RankOrder((("tp", case.tp), ("dp_cp", case.cp * case.dp))).groups("dp_cp")\n'
                 '        for name, groups in {**case.axes, "dp_cp": joint}.items():',
@@ -220,12 +222,12 @@ GROUPS = (
         changes=(
             _MESH_OF_ONE,
             Change(
-                module="parallel.mesh",
+                module="parallel.communication.mesh",
                 old="return case.axis_sizes[name]",
                 new='return 1 if name in ("tp", "wp") else case.axis_sizes[name]',
             ),
             Change(
-                module="parallel.mesh",
+                module="parallel.communication.mesh",
                 old="return case.axis_rank(name, rank)",
                 new='return 0 if name in ("tp", "wp") else case.axis_rank(name, rank)',
             ),

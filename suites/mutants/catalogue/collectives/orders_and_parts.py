@@ -26,7 +26,7 @@ ORDERS_AND_PARTS = (
         name="gathered-from-the-last-rank-on",
         stands_for="B-59's kin: a list of parts that was built from its end",
         modes=_INNER,
-        changes=_change("collectives", _JOIN, "return torch.cat(parts.chunk(axis.size)[::-1], dim)"),
+        changes=_change("communication.collectives", _JOIN, "return torch.cat(parts.chunk(axis.size)[::-1], dim)"),
         kills="activations",
         phase="forward",
         region="embedding|head|layers.0.attention*",
@@ -36,7 +36,9 @@ ORDERS_AND_PARTS = (
         name="slice-of-the-following-rank",
         stands_for="B-64: Megatron e4bbb6fe7d, an index that counts from one where it counts from zero",
         modes={"tp-sp": "positions=learned", "msp": "embedding=hidden", "fsp": "embedding=hidden", "isp": ""},
-        changes=_change("collectives", _OWN, _OWN.replace("axis.rank * width", "(axis.rank + 1) % axis.size * width")),
+        changes=_change(
+            "communication.collectives", _OWN, _OWN.replace("axis.rank * width", "(axis.rank + 1) % axis.size * width")
+        ),
         kills="activations",
         phase="forward",
         region="embedding",
@@ -50,7 +52,7 @@ ORDERS_AND_PARTS = (
             "msp": "embedding=vocab positions=rope",
             "fsp": "embedding=vocab positions=rope",
         },
-        changes=_change("collectives", _SPLIT, f"{_SPLIT}.flip(0)"),
+        changes=_change("communication.collectives", _SPLIT, f"{_SPLIT}.flip(0)"),
         kills="activations",
         phase="forward",
         region="embedding",
@@ -61,7 +63,7 @@ ORDERS_AND_PARTS = (
         stands_for="B-63, B-84: every rank loads the first part of a checkpoint",
         modes=everywhere("", TENSOR) | {"isp": "wp>1"},
         changes=_change(
-            "training",
+            "training.loop",
             _FILLED,
             _FILLED.replace("mesh.coordinates", "{a: (0, n) for a, (_, n) in mesh.coordinates.items()}"),
         ),
@@ -75,7 +77,9 @@ ORDERS_AND_PARTS = (
         stands_for="B-60's kin: a sampler that hands the shares out in the other order",
         modes=everywhere(),
         condition="dp>1",
-        changes=_change("batch", _READ, _READ.replace('mesh.axis("dp").rank', 'case.dp - 1 - mesh.axis("dp").rank')),
+        changes=_change(
+            "communication.batch", _READ, _READ.replace('mesh.axis("dp").rank', 'case.dp - 1 - mesh.axis("dp").rank')
+        ),
         kills="forward|activations",
         phase="data|forward",
         region="|embedding",
@@ -86,7 +90,7 @@ ORDERS_AND_PARTS = (
         stands_for="Hugging Face: the model shifts the labels, and so does the loader",
         modes=everywhere(),
         condition="packed=false",
-        changes=_change("batch", _LABELS, "labels=batch.labels.roll(-1, 1).to(device),"),
+        changes=_change("communication.batch", _LABELS, "labels=batch.labels.roll(-1, 1).to(device),"),
         kills="forward",
         phase="data|loss",
         region="",

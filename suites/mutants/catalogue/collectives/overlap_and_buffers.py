@@ -30,7 +30,7 @@ OVERLAP_AND_BUFFERS = (
         modes=everywhere(),
         changes=(
             _change(
-                "step",
+                "training.step",
                 _BACK,
                 f"for parameter in rank.parameters.values():\n            parameter.grad = None\n        {_BACK}",
             ),
@@ -45,9 +45,9 @@ OVERLAP_AND_BUFFERS = (
         stands_for="B-89: DeepSpeed #7985, the last micro-batch is added after the all-reduce",
         modes=_DATA,
         changes=(
-            _change("step", _SUM_DATA, _SUM_DATA.replace("rank.strategy.data_axes", "()")),
+            _change("training.step", _SUM_DATA, _SUM_DATA.replace("rank.strategy.data_axes", "()")),
             _change(
-                "step",
+                "training.step",
                 _BACK,
                 "if micro == case.micro - 1:\n            for axis in strategy.data_axes:\n                "
                 f"sync.sum_gradients(rank.gradients().values(), rank.mesh.axis(axis))\n        {_BACK}",
@@ -152,7 +152,7 @@ OVERLAP_AND_BUFFERS = (
         modes=everywhere(),
         changes=(
             _change(
-                "transformer",
+                "model.transformer",
                 _ATTEND,
                 f"h = {_ATTEND[8:]}\n        x.data.add_(h.data)\n        x = x + h - h.detach()",
             ),
@@ -168,7 +168,7 @@ OVERLAP_AND_BUFFERS = (
         modes={"isp": "overlap=true layers>1 fuse_weights=false"},
         changes=(
             _change(
-                "collectives",
+                "communication.collectives",
                 _BUFFER,
                 "gathered = start_all_gather.__dict__.setdefault(\n        "
                 "(dist.get_rank(), axis.name, x.shape), x.new_empty((axis.size * x.shape[0], *x.shape[1:]))\n    )",
@@ -250,7 +250,7 @@ OVERLAP_AND_BUFFERS = (
         modes=everywhere(),
         changes=(
             _change(
-                "training",
+                "training.loop",
                 "        optimizer.zero_grad()\n",
                 "        if step == 0:\n            optimizer.zero_grad()\n",
             ),
@@ -266,7 +266,7 @@ OVERLAP_AND_BUFFERS = (
         modes=_DATA,
         changes=(
             _change(
-                "step",
+                "training.step",
                 _SUM_DATA,
                 _SUM_DATA.replace("gradients.values()", "[g.clone() for g in gradients.values()]"),
             ),

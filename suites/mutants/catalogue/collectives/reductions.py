@@ -60,7 +60,7 @@ REDUCTIONS = (
         stands_for="B-05: InternEvo 432bd5e, the norms' hook was attached only with overlapped gradients",
         modes=_HAVE_PARTIAL,
         condition="overlap=false",
-        changes=(Change(module="parallel.step", old=_CHOSEN, new=_CHOSEN[:-1] + " and rank.case.overlap]"),),
+        changes=(Change(module="parallel.training.step", old=_CHOSEN, new=_CHOSEN[:-1] + " and rank.case.overlap]"),),
         kills="replicas",
         phase=_SYNCED,
         region=_NORMS,
@@ -111,7 +111,7 @@ REDUCTIONS = (
         modes=_HAVE_PARTIAL,
         changes=(
             Change(
-                module="parallel.step",
+                module="parallel.training.step",
                 old=_CHOSEN,
                 new=f"{_CHOSEN}\n    partial = partial if rank.model.__dict__.setdefault('_steps', []) == [] else []\n"
                 "    rank.model._steps.append(1)",
@@ -155,7 +155,7 @@ REDUCTIONS = (
         modes=_HAVE_PARTIAL,
         changes=(
             Change(
-                module="parallel.step",
+                module="parallel.training.step",
                 old=_GROUPS,
                 new="for group in ([partial] if strategy.coalesced else [[gradient] for gradient in partial]) * 2:",
             ),
@@ -185,7 +185,7 @@ REDUCTIONS = (
         modes=everywhere(),
         changes=(
             Change(
-                module="parallel.step",
+                module="parallel.training.step",
                 old=_SUMMED,
                 new=f"{_SUMMED}\n    for name, gradient in gradients.items():\n        if not rank.places[name].cuts:\n"
                 "            gradient.copy_(sync.all_reduce(gradient, weight_axis, op='avg'))",
@@ -203,7 +203,7 @@ REDUCTIONS = (
         modes=everywhere(),
         changes=(
             Change(
-                module="parallel.training",
+                module="parallel.training.loop",
                 old="gradient.div_(tokens * shares)",
                 new="gradient.div_(tokens * shares * (1 + 2**-48 * mesh.axis(strategy.weight_axis).rank))",
             ),

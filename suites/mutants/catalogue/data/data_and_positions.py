@@ -15,7 +15,7 @@ _ATTENTION = "layers.0.attention*"
 
 
 def _read(new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.batch", old=_READ, new=new),)
+    return (Change(module="parallel.communication.batch", old=_READ, new=new),)
 
 
 DATA_AND_POSITIONS = (
@@ -54,7 +54,11 @@ DATA_AND_POSITIONS = (
         name="flat-data-walked-with-another-stride",
         stands_for="B-67: the same buffer as in Megatron's broadcast_data, walked from another place",
         modes=everywhere("delivery=flat", ("tp", "tp-sp")),
-        changes=(Change(module="parallel.batch", old=_ARRIVED, new=_ARRIVED.replace(".split", ".roll(1).split")),),
+        changes=(
+            Change(
+                module="parallel.communication.batch", old=_ARRIVED, new=_ARRIVED.replace(".split", ".roll(1).split")
+            ),
+        ),
         kills="forward|run",
         phase="data|forward",
         region="|embedding",
@@ -76,7 +80,7 @@ DATA_AND_POSITIONS = (
         stands_for="B-62: Megatron #5243, borders of packed sentences ignored in attention",
         modes=everywhere(),
         condition="packed=true",
-        changes=(Change(module="parallel.batch", old=_BORDERS, new="None"),),
+        changes=(Change(module="parallel.communication.batch", old=_BORDERS, new="None"),),
         kills="activations",
         phase="data|forward",
         region=_ATTENTION,
@@ -89,7 +93,7 @@ DATA_AND_POSITIONS = (
         condition="packed=true",
         changes=(
             Change(
-                module="parallel.batch",
+                module="parallel.communication.batch",
                 old="positions=batch.positions.to(device),",
                 new="positions=torch.arange(batch.tokens.shape[1], device=device)[None],",
             ),
@@ -133,7 +137,7 @@ DATA_AND_POSITIONS = (
         modes=everywhere(),
         changes=(
             Change(
-                module="parallel.batch",
+                module="parallel.communication.batch",
                 old="    match case.delivery:\n",
                 new="    if mesh.axis('tp').rank == 0:\n        torch.rand(1)\n    match case.delivery:\n",
             ),
@@ -158,7 +162,7 @@ DATA_AND_POSITIONS = (
         condition="delivery=local",
         changes=(
             Change(
-                module="parallel.batch",
+                module="parallel.communication.batch",
                 old="labels=batch.labels.to(device),",
                 new="labels=batch.tokens.where(batch.labels >= 0, batch.labels).to(device),",
             ),

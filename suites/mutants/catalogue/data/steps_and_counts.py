@@ -13,11 +13,11 @@ _LR = "torch.optim.SGD(parameters, lr=case.lr)"
 
 
 def _step(old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.step", old=old, new=new),)
+    return (Change(module="parallel.training.step", old=old, new=new),)
 
 
 def _training(old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.training", old=old, new=new),)
+    return (Change(module="parallel.training.loop", old=old, new=new),)
 
 
 STEPS_AND_COUNTS = (

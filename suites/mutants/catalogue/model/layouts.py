@@ -22,7 +22,7 @@ _EMBEDDED = {"mtp": "embedding=hidden", "tp": "head=gather", "tp-sp": "head=gath
 
 
 def _collectives(old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.collectives", old=old, new=new),)
+    return (Change(module="parallel.communication.collectives", old=old, new=new),)
 
 
 LAYOUTS = (
@@ -182,7 +182,11 @@ LAYOUTS = (
         name="flat-buffer-walked-with-another-stride",
         stands_for="B-67: DeepSpeed #8158, sized aligned and walked unaligned",
         modes=everywhere("dp>1", TENSOR) | {"isp": "wdp>1"},
-        changes=(Change(module="parallel.gradients", old=_SUMMED, new=_SUMMED.replace("summed", "summed.roll(1)")),),
+        changes=(
+            Change(
+                module="parallel.communication.gradients", old=_SUMMED, new=_SUMMED.replace("summed", "summed.roll(1)")
+            ),
+        ),
         kills="parameter_gradients|replicas",
         phase="backward|grad_sync",
         region="head|final_norm|embedding.*|layers.*",

@@ -17,11 +17,11 @@ _WHEN = "step|grad_sync"
 
 
 def _counting(words: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.gradients", old=_COUNTED, new=words),)
+    return (Change(module="parallel.communication.gradients", old=_COUNTED, new=words),)
 
 
 def _clipping(new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.training", old=_CLIP, new=new),)
+    return (Change(module="parallel.training.loop", old=_CLIP, new=new),)
 
 
 NORMS_AND_CLIP = (
@@ -64,7 +64,7 @@ NORMS_AND_CLIP = (
         name="norm-of-one-rank",
         stands_for="B-47: torchtitan #649, gpt-neox #297, a norm that is not reduced over the ranks",
         modes=everywhere(),
-        changes=(Change(module="parallel.gradients", old=_NORM, new="    return total.sqrt()"),),
+        changes=(Change(module="parallel.communication.gradients", old=_NORM, new="    return total.sqrt()"),),
         kills="replicas",
         phase=_WHEN,
         region="",
@@ -76,7 +76,7 @@ NORMS_AND_CLIP = (
         modes=everywhere(),
         changes=(
             Change(
-                module="parallel.gradients",
+                module="parallel.communication.gradients",
                 old=_NORM,
                 new=_NORM.replace("for", "total = total.sqrt()\n    for", 1).replace('total.sqrt()"', 'total"'),
             ),
@@ -93,7 +93,7 @@ NORMS_AND_CLIP = (
         modes=everywhere(),
         changes=(
             Change(
-                module="parallel.training",
+                module="parallel.training.loop",
                 old='outcome[f"grad_norm/{step}"] = norm',
                 new='norm = outcome[f"grad_norm/{step}"] = outcome.get("grad_norm/0", norm)',
             ),
@@ -139,7 +139,7 @@ NORMS_AND_CLIP = (
         suite=LOOSE,
         changes=(
             Change(
-                module="parallel.gradients",
+                module="parallel.communication.gradients",
                 old="factor = (largest / (total + 1e-6)).clamp(max=1.0)",
                 new="factor = largest / (total + 1e-6)",
             ),

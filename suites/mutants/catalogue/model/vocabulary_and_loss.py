@@ -23,7 +23,7 @@ def _loss(old: str, new: str) -> tuple[Change, ...]:
 def _head(weight: str) -> tuple[Change, ...]:
     return (
         Change(
-            module="parallel.transformer",
+            module="parallel.model.transformer",
             old=f"self.head(self.final_norm(x), {_TIED})",
             new=f"self.head(self.final_norm(x), {weight})",
         ),
@@ -136,7 +136,7 @@ VOCABULARY_AND_LOSS = (
         suite={"dtype": "bfloat16", "seq": 96, "batch": 3},
         changes=(
             Change(
-                module="parallel.step",
+                module="parallel.training.step",
                 old="tokens += weights.sum()",
                 new="tokens = (tokens + weights.sum()).bfloat16().double()",
             ),
@@ -154,7 +154,7 @@ VOCABULARY_AND_LOSS = (
         condition="dp>1",
         changes=(
             Change(
-                module="parallel.training",
+                module="parallel.training.loop",
                 old="    loss, tokens = sync.sum_scalars(",
                 new='    tokens = tokens * (mesh.axis("dp").rank > 0)\n    loss, tokens = sync.sum_scalars(',
             ),
@@ -182,7 +182,7 @@ VOCABULARY_AND_LOSS = (
         changes=_loss("(place >= real)", "(place >= columns)"),
         equivalent="A label is IGNORED, which is negative, or an id below the true vocabulary. On a rank `real` is how "
         "many of its columns lie below the true vocabulary, so no label less `first` falls in [real, columns): the two "
-        "conditions agree on every label. tests/parallel/test_parallel_loss.py covers labels of other values.",
+        "conditions agree on every label. tests/parallel/layers/test_parallel_loss.py covers labels of other values.",
     ),
     Mutant(
         name="sequence-group-in-the-vocabulary-loss",
@@ -224,7 +224,9 @@ VOCABULARY_AND_LOSS = (
         name="mean-over-all-tokens",
         stands_for="modes.md 3.4: InternEvo's doc-era loss divides by all tokens, ignored ones too",
         modes=everywhere(),
-        changes=(Change(module="parallel.step", old="tokens += weights.sum()", new="tokens += weights.numel()"),),
+        changes=(
+            Change(module="parallel.training.step", old="tokens += weights.sum()", new="tokens += weights.numel()"),
+        ),
         kills="forward",
         phase="loss",
         region="",

@@ -16,11 +16,11 @@ _LOGITS = "boxes += rows("
 
 
 def _step(old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.step", old=old, new=new),)
+    return (Change(module="parallel.training.step", old=old, new=new),)
 
 
 def _training(old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.training", old=old, new=new),)
+    return (Change(module="parallel.training.loop", old=old, new=new),)
 
 
 _COUNT_RUNS = "    run = train.__dict__.setdefault(mesh.rank, [])\n    run.append(1)\n"

@@ -17,11 +17,11 @@ _MADE = "optimizer = rank.step.optimizer(rank)"
 
 
 def _step(old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.step", old=old, new=new),)
+    return (Change(module="parallel.training.step", old=old, new=new),)
 
 
 def _training(old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.training", old=old, new=new),)
+    return (Change(module="parallel.training.loop", old=old, new=new),)
 
 
 OPTIMIZER_RULES = (

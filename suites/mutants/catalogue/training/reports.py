@@ -51,7 +51,7 @@ REPORTS = (
         name="norm-whose-root-is-not-taken",
         stands_for="a norm that is handed on before its root is taken",
         modes=everywhere(),
-        changes=(_change("gradients", "return total.sqrt()", "return total"),),
+        changes=(_change("communication.gradients", "return total.sqrt()", "return total"),),
         kills="gradient_norm",
         alone=True,
         phase=_WHEN,
@@ -63,10 +63,14 @@ REPORTS = (
         stands_for="an infinity norm where the Euclidean one is meant (norm_type of clip_grad_norm_)",
         modes=everywhere(),
         changes=(
-            _change("gradients", "gradient.to(dtype).square().sum()", "gradient.to(dtype).abs().max()"),
-            _change("gradients", _NORM, _NORM.replace("sum()", "max()")),
-            _change("gradients", "total = all_reduce(total, axis)", 'total = all_reduce(total, axis, op="max")'),
-            _change("gradients", "return total.sqrt()", "return total"),
+            _change("communication.gradients", "gradient.to(dtype).square().sum()", "gradient.to(dtype).abs().max()"),
+            _change("communication.gradients", _NORM, _NORM.replace("sum()", "max()")),
+            _change(
+                "communication.gradients",
+                "total = all_reduce(total, axis)",
+                'total = all_reduce(total, axis, op="max")',
+            ),
+            _change("communication.gradients", "return total.sqrt()", "return total"),
         ),
         kills="ledger",
         phase=_WHEN,
@@ -79,7 +83,9 @@ REPORTS = (
         modes=everywhere(),
         suite=CLIPPED,
         changes=(
-            _change("training", _CLIP, f'{_CLIP}\n        outcome[f"grad_norm/{{step}}"] = norm.clamp(max=case.clip)'),
+            _change(
+                "training.loop", _CLIP, f'{_CLIP}\n        outcome[f"grad_norm/{{step}}"] = norm.clamp(max=case.clip)'
+            ),
         ),
         kills="gradient_norm",
         alone=True,
@@ -103,7 +109,7 @@ REPORTS = (
         name="backward-of-half-the-loss",
         stands_for="B-35, B-37: a factor of the loss that no group has",
         modes=everywhere(),
-        changes=(_change("step", _BACK, "(summed / 2).backward()"),),
+        changes=(_change("training.step", _BACK, "(summed / 2).backward()"),),
         kills="activation_gradients",
         phase="backward",
         region="head|",
@@ -113,7 +119,7 @@ REPORTS = (
         name="gradients-divided-by-four",
         stands_for="B-34, pytorch #160285: a divide factor that is four by default",
         modes=everywhere(),
-        changes=(_change("training", _DIVIDED, _DIVIDED.replace("shares)", "shares * 4)")),),
+        changes=(_change("training.loop", _DIVIDED, _DIVIDED.replace("shares)", "shares * 4)")),),
         kills="parameter_gradients",
         phase="backward|grad_sync",
         region=_LAST,
@@ -123,7 +129,7 @@ REPORTS = (
         name="gradients-rounded-to-bfloat16",
         stands_for="B-98: DeepSpeed #5170, gradients in the run dtype where an accumulator is meant",
         modes=everywhere(),
-        changes=(_change("training", _DIVIDED, f"{_DIVIDED}\n        gradient.copy_(gradient.bfloat16())"),),
+        changes=(_change("training.loop", _DIVIDED, f"{_DIVIDED}\n        gradient.copy_(gradient.bfloat16())"),),
         kills="parameter_gradients",
         phase="backward|grad_sync",
         region=_LAST,
@@ -135,7 +141,7 @@ REPORTS = (
         modes=everywhere(),
         changes=(
             _change(
-                "training",
+                "training.loop",
                 "        optimizer.step()\n        rank.step.afterwards(rank)",
                 "        optimizer.step()\n        for kept in rank.parameters.values():\n"
                 "            kept.data.copy_(kept.data.float())\n        rank.step.afterwards(rank)",

@@ -24,11 +24,11 @@ _LAST = "head|final_norm|embedding.*|layers.*"
 
 
 def _step(old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.step", old=old, new=new),)
+    return (Change(module="parallel.training.step", old=old, new=new),)
 
 
 def _training(old: str, new: str) -> tuple[Change, ...]:
-    return (Change(module="parallel.training", old=old, new=new),)
+    return (Change(module="parallel.training.loop", old=old, new=new),)
 
 
 SHARES_AND_UPDATES = (
@@ -155,7 +155,7 @@ SHARES_AND_UPDATES = (
         modes=everywhere(),
         changes=(
             Change(
-                module="parallel.gradients",
+                module="parallel.communication.gradients",
                 old=_NORM,
                 new="squares += squares[:1]\n    " + _NORM,
             ),
@@ -215,7 +215,7 @@ SHARES_AND_UPDATES = (
         condition="dp>1",
         changes=(
             Change(
-                module="parallel.gradients",
+                module="parallel.communication.gradients",
                 old="summed = all_reduce(torch.cat([gradient.flatten() for gradient in group]), axis, op=op)",
                 new="summed = all_reduce(torch.cat([gradient.flatten() for gradient in group]).float(), axis, op=op)",
             ),

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.collectives import broadcast
-from parallel.mesh import Mesh
+from parallel.communication.collectives import broadcast
+from parallel.communication.mesh import Mesh
 from parallel.schedules.stages import Stage
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch

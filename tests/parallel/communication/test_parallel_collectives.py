@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import collectives
-from parallel.mesh import Axis, Mesh
+from parallel.communication import collectives
+from parallel.communication.mesh import Axis, Mesh
 from reference.case import Case
 from tests.parallel.ranks import Calls, along_tp, numbers, on_ranks
 

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from harness.outcome.blocks import localize
-from parallel.batch import deliver
+from parallel.communication.batch import deliver
+from parallel.communication.layout import Cut, Placement, shard
+from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.loss import counted
 from parallel.layers.metric import Metric, MetricSums
-from parallel.layout import Cut, Placement, shard
-from parallel.mesh import Axis, Mesh
 from parallel.registry import MODES
 from parallel.subject import subject
-from parallel.training import set_up
+from parallel.training.loop import set_up
 from reference.case import Case
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers, on_ranks
 

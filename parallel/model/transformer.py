@@ -13,16 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallel.batch import Delivered
+from parallel.communication.batch import Delivered
 from parallel.layers.attention import Attention, HeadShape, rotary_table
 from parallel.layers.mlp import Mlp
 from parallel.layers.norm import Norm
 from parallel.layers.recompute import computed_later_again
 from parallel.layers.roles import attention_linears, head_norms, mlp_linears
+from parallel.model.strategy import Parts, Strategy
 from parallel.randomness.dropout import Draw, Dropout
 from parallel.schedules.recompute import units
 from parallel.schedules.stages import Stage
-from parallel.strategy import Parts, Strategy
 from reference.case import Case
 from reference.model.parameters import dtype_of
 

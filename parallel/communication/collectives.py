@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh import Axis
+from parallel.communication.mesh import Axis
 
 __all__ = [
     "Pending",

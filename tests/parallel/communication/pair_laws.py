@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.engines.engine import Engine
-from parallel.mesh import Axis
+from parallel.communication.mesh import Axis
 
 __all__ = ["PAIRS", "broken_pairs", "moved"]
 
@@ -55,7 +55,7 @@ PAIRS: dict[str, tuple[Callable[[ModuleType], Pair], Layout, Layout, Layout, Lay
     "gather_parts": (lambda m: lambda x, a: m.gather_parts(x, a, _WIDTHS), "uneven", "whole", "whole", "uneven"),
     "all_to_all": (lambda m: lambda x, a: m.all_to_all(x, a, split_dim=2, gather_dim=1), 1, 2, 2, 1),
 }
-"""Name -> (pair of a `parallel.pairs`, layouts of its input, its output, the output's gradient, the input's)."""
+"""Name -> (pair of such a module, layouts of its input, its output, the output's gradient, the input's)."""
 
 
 def broken_pairs(pairs: ModuleType, engine: Engine, *, strided: bool = False) -> list[str]:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from parallel.communication.layout import Cut, Placement, shard
+from parallel.communication.mesh import Axis
 from parallel.layers.loss import IGNORED, counted, vocabulary_cross_entropy
-from parallel.layout import Cut, Placement, shard
-from parallel.mesh import Axis
 from tests.parallel.ranks import Calls, along_tp, numbers
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel.communication.layout import Cut, Placement, gather, local_shape, meshgrid, shard
+from parallel.communication.mesh import Axis
 from parallel.layers.embedding import Head, HiddenEmbedding, VocabularyEmbedding, vocabulary_rows
 from parallel.layers.linear import Region
-from parallel.layout import Cut, Placement, gather, local_shape, meshgrid, shard
-from parallel.mesh import Axis
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers
 
 RANKS, VOCAB, PADDED, WIDTH, SEQ = 3, 10, 15, 6, 6

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.layout import Box, Cut, Placement, gather, local_shape, meshgrid, pieces, rows, shard
-from parallel.mesh import axis_size
+from parallel.communication.layout import Box, Cut, Placement, gather, local_shape, meshgrid, pieces, rows, shard
+from parallel.communication.mesh import axis_size
 from parallel.registry import MODES
 from reference.case import Case
 from reference.model.parameters import full, shapes

@@ -1,4 +1,4 @@
-"""The plain step, part by part (`parallel.strategy.Step`): schemes replace parts of it, and what they leave is this.
+"""The plain step, part by part (`parallel.model.strategy.Step`): schemes replace parts of it, the rest is this.
 
 Gradients are of the summed loss of every micro-batch; the global number of tokens divides them once, after all sums.
 Logits are [rows, seq, width]; row (data_rank * micro + m) * batch + b, packed data_rank * micro + m.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel import gradients as sync
-from parallel.batch import deliver
+from parallel.communication import gradients as sync
+from parallel.communication.batch import deliver
+from parallel.communication.layout import Box, rows
 from parallel.layers.loss import counted
 from parallel.layers.norm import wide
-from parallel.layout import Box, rows
+from parallel.model.strategy import Rank, Step
 from parallel.schedules.stages import TABLE
-from parallel.strategy import Rank, Step
 from reference.case import Case
 from reference.model.parameters import dtype_of
 

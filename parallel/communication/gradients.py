@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from parallel.collectives import all_reduce
-from parallel.layout import Placement
-from parallel.mesh import Axis
+from parallel.communication.collectives import all_reduce
+from parallel.communication.layout import Placement
+from parallel.communication.mesh import Axis
 
 __all__ = ["clip", "norm", "sum_gradients", "sum_scalars"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel.collectives import own_slice
+from parallel.communication.collectives import own_slice
+from parallel.communication.mesh import Axis
 from parallel.layers.linear import ColumnLinear, Region, RowLinear
-from parallel.mesh import Axis
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers
 
 RANKS, IN, OUT = 3, 6, 12

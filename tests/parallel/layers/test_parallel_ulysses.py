@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel import pairs
-from parallel.batch import hidden_pairs
-from parallel.collectives import own_slice
+from parallel.communication import pairs
+from parallel.communication.batch import hidden_pairs
+from parallel.communication.collectives import own_slice
+from parallel.communication.mesh import Axis
 from parallel.layers.attention import core_attention
 from parallel.layers.ulysses import by_all_to_all
-from parallel.mesh import Axis
 from tests.parallel.ranks import Calls, along_tp, numbers
 
 

@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from parallel.batch import SIZES_PER_KEY, forms_sent
-from parallel.layout import Placement, local_shape
-from parallel.mesh import axis_size, coordinates
+from parallel.communication.batch import SIZES_PER_KEY, forms_sent
+from parallel.communication.layout import Placement, local_shape
+from parallel.communication.mesh import axis_size, coordinates
 from parallel.schedules.recompute import computed_again, ends_of_units
 from parallel.schedules.stages import Stage, held
 from reference.case import Case
@@ -162,7 +162,7 @@ def loss_dtype(case: Case) -> str:
 
 
 def delivery_terms(case: Case, stage: Stage | None = None) -> Iterator[Term]:
-    """Data to the ranks: broadcasts over tp, issued in a group of one too (see `parallel.batch`).
+    """Data to the ranks: broadcasts over tp, issued in a group of one too (see `parallel.communication.batch`).
 
     All of it, or what this pipeline stage is sent.
     """

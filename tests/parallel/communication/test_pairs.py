@@ -1,4 +1,4 @@
-"""Conjugate pairs keep the logical tensor forward and the logical gradient backward (`tests.parallel.pair_laws`)."""
+"""Conjugate pairs keep the logical tensor forward and the logical gradient backward (`pair_laws`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import pairs
-from parallel.mesh import Axis
+from parallel.communication import pairs
+from parallel.communication.mesh import Axis
 from suites.session.prover import Prover
-from tests.parallel.pair_laws import PAIRS, broken_pairs
+from tests.parallel.communication.pair_laws import PAIRS, broken_pairs
 
 
 @pytest.mark.parametrize("strided", [False, True])

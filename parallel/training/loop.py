@@ -14,19 +14,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel import gradients as sync
 from parallel.checkpoints.loading import load
 from parallel.checkpoints.saving import read_again, save
+from parallel.communication import gradients as sync
+from parallel.communication.layout import Box, Placement
+from parallel.communication.mesh import Mesh
 from parallel.layers.metric import Metric
 from parallel.layers.norm import wide
-from parallel.layout import Box, Placement
-from parallel.mesh import Mesh
+from parallel.model.strategy import Rank, Strategy, Value
+from parallel.model.transformer import Transformer
 from parallel.randomness.dropout import SHARES, Dropout
 from parallel.randomness.initial import initial, streams_of
 from parallel.schedules.stages import held
-from parallel.step import PLAIN
-from parallel.strategy import Rank, Strategy, Value
-from parallel.transformer import Transformer
+from parallel.training.step import PLAIN
 from reference.case import Case
 from reference.case.modes import MODES
 from reference.model.parameters import dtype_of

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parallel.collectives import all_gather as _all_gather
-from parallel.collectives import all_reduce, own_slice
-from parallel.collectives import all_to_all as _all_to_all
-from parallel.collectives import reduce_scatter as _reduce_scatter
-from parallel.mesh import Axis
+from parallel.communication.collectives import all_gather as _all_gather
+from parallel.communication.collectives import all_reduce, own_slice
+from parallel.communication.collectives import all_to_all as _all_to_all
+from parallel.communication.collectives import reduce_scatter as _reduce_scatter
+from parallel.communication.mesh import Axis
 
 __all__ = [
     "all_gather_last_dim",

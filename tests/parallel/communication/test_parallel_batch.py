@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel import batch as delivery
-from parallel.batch import Delivered, deliver, hidden_pairs
-from parallel.mesh import Mesh
+from parallel.communication import batch as delivery
+from parallel.communication.batch import Delivered, deliver, hidden_pairs
+from parallel.communication.mesh import Mesh
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model import layers

@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from parallel.batch import Delivered
-from parallel.expectation import Term, Terms
+from parallel.communication.batch import Delivered
+from parallel.communication.expectation import Term, Terms
+from parallel.communication.layout import Box, Cut, Placement, pieces
+from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
 from parallel.layers.metric import Metric
-from parallel.layout import Box, Cut, Placement, pieces
-from parallel.mesh import Axis, Mesh
 from parallel.randomness.dropout import Dropout
 from parallel.schedules.stages import Stage
 from reference.case import Case
@@ -82,7 +82,7 @@ class Strategy:
     mean_axes      mesh axes over whose ranks gradients are means and not sums: none is right, see `parallel.variants`
     parts          (case, mesh, device) -> the strategy bound to one rank
     expected       case -> the calls of its micro-batches
-    once           part of a step -> case -> its calls (`parallel.expectation.step_terms`)
+    once           part of a step -> case -> its calls (`parallel.communication.expectation.step_terms`)
     step           (case, step) -> what is done in a step, made of what the plain step does
     """
 

@@ -1,0 +1,7 @@
+"""What ranks send: the mesh, how tensors lie on it, collectives alone and in pairs, the closed form of all calls.
+
+mesh         the groups of a rank, one an axis        collectives   on one axis, without autograd
+layout       how a full tensor lies on the mesh       pairs         a collective and that of its gradient
+batch        how a micro-batch reaches the ranks      gradients     sums over ranks, mean, norm, clipping
+expectation  the calls that every rank must issue, as terms
+"""

@@ -1,0 +1,1 @@
+"""Tests of what ranks send: pairs, collectives, layouts, batches."""
