@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from parallel.checkpoints.terms import checkpoint_terms
-from parallel.communication.expectation import Term
+from parallel.communication.expectation import CompleteTerm
 from parallel.communication.layout import Box, pieces, rows
 from parallel.communication.mesh import Mesh, coordinates
 from parallel.data_parallel.megatron import ledger_lines, megatron_beside
@@ -64,7 +64,7 @@ class ParallelSubject:
             return f"mode={case.mode}: is not offered here; legal: {' '.join(MODES)}"
         return ""
 
-    def expected(self, case: Case) -> Iterable[Term]:
+    def expected(self, case: Case) -> Iterable[CompleteTerm]:
         """The calls that every rank issues over the whole run of a case it does not refuse, variants left aside."""
         strategy = strategy_of(case)
         place = strategy.activation(case, "head")

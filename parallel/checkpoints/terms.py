@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parallel.communication.expectation import ITEM_BYTES, Term
+from parallel.communication.expectation import ITEM_BYTES, CompleteTerm
 from reference.case import Case
 
 __all__ = ["checkpoint_terms"]
 
 
-def checkpoint_terms(case: Case) -> Iterator[Term]:
+def checkpoint_terms(case: Case) -> Iterator[CompleteTerm]:
     """The term of a case that saves a checkpoint; none of one that does not, or runs on one rank."""
     if case.save and case.world_size > 1:
-        yield Term(
+        yield CompleteTerm(
             phase="checkpoint",
             region="",
             op="all_reduce",

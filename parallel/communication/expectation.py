@@ -21,7 +21,7 @@ from reference.case.modes import MODES
 
 __all__ = [
     "ITEM_BYTES",
-    "Term",
+    "CompleteTerm",
     "Terms",
     "activation_bytes",
     "activation_terms",
@@ -45,9 +45,9 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
-    """`calls` equal calls over the whole run, on every rank or on those at these places of the mesh; fields as in the
-    ledger.
+class CompleteTerm:
+    """A term that states every field: `calls` equal calls over the whole run, on every rank or on those at these places
+    of the mesh; fields as in the ledger.
 
     `hidden`: each travels while a product is computed, which lies between its issue and its wait.
     """
@@ -78,14 +78,14 @@ def per_micro(
     calls: int = 1,
     alone: bool = False,
     hidden: bool = False,
-) -> Iterator[Term]:
+) -> Iterator[CompleteTerm]:
     """The term of `calls` calls in every micro-batch; none on an axis of one rank unless issued `alone` too.
 
     An all_reduce or reduce_scatter sums unless `reduce_op` says otherwise; `dtype` is the case's unless said.
     """
     group_size = axis_size(case, axis)
     if group_size > 1 or alone:
-        yield Term(
+        yield CompleteTerm(
             phase=phase,
             region=region,
             op=op,
@@ -99,11 +99,11 @@ def per_micro(
         )
 
 
-def per_step(case: Case, op: str, payload_bytes: int, *, axis: str, dtype: str = "") -> Iterator[Term]:
+def per_step(case: Case, op: str, payload_bytes: int, *, axis: str, dtype: str = "") -> Iterator[CompleteTerm]:
     """The term of one call a step in phase grad_sync; none on an axis of one rank."""
     group_size = axis_size(case, axis)
     if group_size > 1:
-        yield Term(
+        yield CompleteTerm(
             phase="grad_sync",
             region="",
             op=op,
@@ -121,7 +121,7 @@ def activation_bytes(case: Case) -> int:
     return case.slice_tokens * case.hidden * ITEM_BYTES[case.dtype]
 
 
-def activation_terms(case: Case, phase: str, region: str, *ops: str, hidden: bool = False) -> Iterator[Term]:
+def activation_terms(case: Case, phase: str, region: str, *ops: str, hidden: bool = False) -> Iterator[CompleteTerm]:
     """In every micro-batch, one call of each op over tp, each with the payload of one whole activation."""
     for op in ops:
         yield from per_micro(case, phase, region, op, activation_bytes(case), hidden=hidden)
@@ -132,7 +132,7 @@ def behind_weights(case: Case) -> bool:
     return case.overlap and case.wgrad != "deferred"
 
 
-def repeated(case: Case, terms: Iterable[Term], *, core: bool = False) -> Iterator[Term]:
+def repeated(case: Case, terms: Iterable[CompleteTerm], *, core: bool = False) -> Iterator[CompleteTerm]:
     """Forward calls, and those of them that are issued once more where backward computes a layer again; of a `core` of
     attention too where that alone is computed again. `early_stop` leaves out what ends a unit, unless
     dropout follows it, whose mask backward needs.
@@ -147,7 +147,7 @@ def repeated(case: Case, terms: Iterable[Term], *, core: bool = False) -> Iterat
             yield replace(term, phase="recompute")
 
 
-def saved_terms(case: Case) -> Iterator[Term]:
+def saved_terms(case: Case) -> Iterator[CompleteTerm]:
     """The gather of every unit's input as it is computed again (distribute_saved): one whole activation, issued by the
     module whose backward is the first to need something of the unit: the last linear, or the dropout behind it.
     """
@@ -161,7 +161,7 @@ def loss_dtype(case: Case) -> str:
     return "float64" if case.dtype == "float64" else "float32"
 
 
-def delivery_terms(case: Case, stage: Stage | None = None) -> Iterator[Term]:
+def delivery_terms(case: Case, stage: Stage | None = None) -> Iterator[CompleteTerm]:
     """Data to the ranks: broadcasts over tp, issued in a group of one too (see `parallel.communication.batch`).
 
     All of it, or what this pipeline stage is sent.
@@ -181,7 +181,7 @@ def delivery_terms(case: Case, stage: Stage | None = None) -> Iterator[Term]:
         yield from per_micro(case, "data", "", "broadcast", 8 * elements, dtype="int64", alone=True)
 
 
-def loss_terms(case: Case, *, axis: str = "tp") -> Iterator[Term]:
+def loss_terms(case: Case, *, axis: str = "tp") -> Iterator[CompleteTerm]:
     """Vocabulary-parallel cross entropy: MAX, then one SUM a term or one SUM of all (see `parallel.layers.loss`)."""
     dtype = loss_dtype(case)
     one = case.slice_tokens * ITEM_BYTES[dtype]
@@ -193,7 +193,7 @@ def loss_terms(case: Case, *, axis: str = "tp") -> Iterator[Term]:
         yield from per_micro(case, "loss", "", "all_reduce", one, axis=axis, dtype=dtype, calls=terms)
 
 
-def logits_terms(case: Case) -> Iterator[Term]:
+def logits_terms(case: Case) -> Iterator[CompleteTerm]:
     """What follows a head that splits the vocabulary over tp: the gather of its logits, or a loss of their parts."""
     if case.head == "gather":
         logits = case.slice_tokens * case.padded_vocab * ITEM_BYTES[case.dtype]
@@ -202,7 +202,7 @@ def logits_terms(case: Case) -> Iterator[Term]:
         yield from loss_terms(case)
 
 
-def split_embedding_terms(case: Case) -> Iterator[Term]:
+def split_embedding_terms(case: Case) -> Iterator[CompleteTerm]:
     """An embedding whose table is split over tp and whose hidden states are split along the sequence."""
     if case.embedding == "hidden":
         forward = "all_gather"
@@ -212,7 +212,7 @@ def split_embedding_terms(case: Case) -> Iterator[Term]:
     yield from activation_terms(case, "backward", "embedding", "all_gather")
 
 
-Terms = Callable[[Case], Iterator[Term]]
+Terms = Callable[[Case], Iterator[CompleteTerm]]
 """A part of a closed form."""
 
 
@@ -234,32 +234,32 @@ def step_terms(
     norm      the squared norm over the weight axis
     """
 
-    def data(case: Case) -> Iterator[Term]:
+    def data(case: Case) -> Iterator[CompleteTerm]:
         for at, places in by_rank(case, placements(case)):
             for share, elements in _local_sizes(case, places):
                 for axis in data_axes:
                     size = ITEM_BYTES[case.dtype] * elements
                     yield from placed(per_step(case, "all_reduce", size, axis=axis), {**at, **share})
 
-    def partials(case: Case) -> Iterator[Term]:
+    def partials(case: Case) -> Iterator[CompleteTerm]:
         for at, places in by_rank(case, placements(case)):
             shared = [math.prod(place.shape) for name, place in places.items() if partial(case, name)]
             for elements in [sum(shared)] if coalesced and shared else shared:
                 size = ITEM_BYTES[case.dtype] * elements
                 yield from placed(per_step(case, "all_reduce", size, axis=weight_axis), at)
 
-    def scalars(case: Case) -> Iterator[Term]:
+    def scalars(case: Case) -> Iterator[CompleteTerm]:
         for axis in loss_axes:
             yield from per_step(case, "all_reduce", 2 * ITEM_BYTES["float64"], axis=axis, dtype="float64")
 
-    def norm(case: Case) -> Iterator[Term]:
+    def norm(case: Case) -> Iterator[CompleteTerm]:
         dtype = loss_dtype(case)
         yield from per_step(case, "all_reduce", ITEM_BYTES[dtype], axis=weight_axis, dtype=dtype)
 
     return {"data": data, "partial": partials, "scalars": scalars, "norm": norm}
 
 
-def placed(terms: Iterable[Term], at: Mapping[str, int]) -> Iterator[Term]:
+def placed(terms: Iterable[CompleteTerm], at: Mapping[str, int]) -> Iterator[CompleteTerm]:
     """The terms on the ranks at these places of the mesh alone."""
     for term in terms:
         yield replace(term, at={**term.at, **at})

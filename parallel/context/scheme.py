@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from parallel.communication.batch import Delivered
-from parallel.communication.expectation import ITEM_BYTES, Term, loss_dtype, per_micro, repeated, step_terms
+from parallel.communication.expectation import ITEM_BYTES, CompleteTerm, loss_dtype, per_micro, repeated, step_terms
 from parallel.communication.layout import Cut, Placement
 from parallel.communication.mesh import Mesh
 from parallel.context.exchanged import exchanged_attention, exchanged_transfers, nested_attention, nested_transfers
@@ -48,7 +48,7 @@ def with_context(strategy: Strategy, case: Case) -> Strategy:
     def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
         return _parts(case, mesh, strategy.parts(case, mesh, device))
 
-    def expected(case: Case) -> Iterator[Term]:
+    def expected(case: Case) -> Iterator[CompleteTerm]:
         yield from strategy.expected(case)
         yield from _terms(case)
 
@@ -164,7 +164,7 @@ def _transfers(case: Case) -> Iterator[Transfer]:
     return ring_transfers([keys] * case.cp, 0, wide=wide)
 
 
-def _terms(case: Case) -> Iterator[Term]:
+def _terms(case: Case) -> Iterator[CompleteTerm]:
     """A core that is computed again repeats its forward calls."""
     for layer, each in itertools.product(range(case.layers), _transfers(case)):
         terms = per_micro(

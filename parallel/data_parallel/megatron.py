@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from parallel.communication.expectation import Term, local_elements
+from parallel.communication.expectation import CompleteTerm, local_elements
 from parallel.communication.layout import Placement
 from parallel.data_parallel.words import gradient_dtype
 from reference.case import Case
@@ -40,7 +40,7 @@ def megatron_beside(case: Case, places: Mapping[str, Placement]) -> Iterator[Lin
         yield f"Megatron's step: {what}", f"{op} of {elements * width:,} B {dtype} over {group}"
 
 
-def ledger_lines(case: Case, terms: Iterable[Term]) -> Iterator[Line]:
+def ledger_lines(case: Case, terms: Iterable[CompleteTerm]) -> Iterator[Line]:
     """(phase, calls and payload of a rank) of a closed form: in every micro-batch, and once a step."""
     counted: dict[tuple[str, str], list[int]] = {}
     for term in terms:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from parallel.communication.collectives import all_gather
-from parallel.communication.expectation import ITEM_BYTES, Term, by_rank
+from parallel.communication.expectation import ITEM_BYTES, CompleteTerm, by_rank
 from parallel.communication.mesh import axis_size
 from parallel.data_parallel.words import REPLICAS
 from parallel.model.strategy import Rank, Step, Strategy
@@ -44,12 +44,12 @@ def with_parity(strategy: Strategy, case: Case) -> Strategy:
         before = strategy.step(case, plain)
         return replace(before, reductions={"parity": _Parity(case, replicated), **before.reductions})
 
-    def terms(case: Case) -> Iterator[Term]:
+    def terms(case: Case) -> Iterator[CompleteTerm]:
         for at, places in by_rank(case, strategy.placements(case)):
             for axis, names in replicated.items():
                 ranks = 2 if axis == "embedding" else axis_size(case, axis)
                 if ranks > 1 and (held := len(places.keys() & set(names))):
-                    yield Term(
+                    yield CompleteTerm(
                         phase="grad_sync",
                         region="",
                         op="all_gather",

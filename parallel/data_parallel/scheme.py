@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from parallel.communication.expectation import Term
+from parallel.communication.expectation import CompleteTerm
 from parallel.data_parallel.buffers import Buckets
 from parallel.data_parallel.gathered import Shards
 from parallel.data_parallel.scaling import LossScaling
@@ -26,7 +26,7 @@ def with_data_parallelism(strategy: Strategy, case: Case) -> Strategy:
     if all(getattr(case, word) == plain for word, plain in WORDS.items()):
         return strategy
 
-    def expected(case: Case) -> Iterator[Term]:
+    def expected(case: Case) -> Iterator[CompleteTerm]:
         yield from strategy.expected(case)
         yield from data_parallel_terms(strategy, case)
 

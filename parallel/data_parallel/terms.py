@@ -27,7 +27,16 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from parallel.communication.expectation import ITEM_BYTES, Term, Terms, by_rank, loss_dtype, per_micro, per_step, placed
+from parallel.communication.expectation import (
+    ITEM_BYTES,
+    CompleteTerm,
+    Terms,
+    by_rank,
+    loss_dtype,
+    per_micro,
+    per_step,
+    placed,
+)
 from parallel.communication.layout import local_shape
 from parallel.communication.mesh import axis_size, coordinates
 from parallel.data_parallel.buckets import Bucket
@@ -57,7 +66,7 @@ Shape = tuple[int, ...]
 def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
     """The parts of the closed form of a step that data parallelism changes, by their names in `step_terms`."""
 
-    def data(case: Case) -> Iterator[Term]:
+    def data(case: Case) -> Iterator[CompleteTerm]:
         item = ITEM_BYTES[_dtype(case)]
         if case.zero >= 2:
             for stage, unit in _all_units(strategy, case) if case.shard else ():
@@ -69,7 +78,7 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
             for term in per_step(case, op, item * bucket.size, axis=case.data_axis, dtype=_dtype(case)):
                 yield replace(_in_backward(case, stage, bucket, term), at=stage.at)
 
-    def partials(case: Case) -> Iterator[Term]:
+    def partials(case: Case) -> Iterator[CompleteTerm]:
         shards = axis_size(case, shard_axis(case)) if case.zero >= 2 else 1
         for at, places in by_rank(case, strategy.placements(case)):
             shared = [
@@ -82,24 +91,24 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
                 terms = per_step(case, "all_reduce", size, axis=strategy.weight_axis, dtype=_dtype(case))
                 yield from placed(terms, at)
 
-    def embedding(case: Case) -> Iterator[Term]:
+    def embedding(case: Case) -> Iterator[CompleteTerm]:
         for term in strategy.once["embedding"](case):
             elements = term.payload_bytes // ITEM_BYTES[term.dtype]
             if case.zero >= 2:
                 elements = padded_rows(elements // case.hidden, axis_size(case, shard_axis(case))) * case.hidden
             yield replace(term, dtype=_dtype(case), payload_bytes=ITEM_BYTES[_dtype(case)] * elements)
 
-    def norm(case: Case) -> Iterator[Term]:
+    def norm(case: Case) -> Iterator[CompleteTerm]:
         dtype = loss_dtype(case)
         for axis in sharing_axes(case, strategy.weight_axis):
             yield from per_step(case, "all_reduce", ITEM_BYTES[dtype], axis=axis, dtype=dtype)
 
-    def scaler(case: Case) -> Iterator[Term]:
+    def scaler(case: Case) -> Iterator[CompleteTerm]:
         for axis in sharing_axes(case, strategy.weight_axis) if case.scaler != "none" else ():
             for term in per_step(case, "all_reduce", ITEM_BYTES["float32"], axis=axis, dtype="float32"):
                 yield replace(term, reduce_op="max")
 
-    def afterwards(case: Case) -> Iterator[Term]:
+    def afterwards(case: Case) -> Iterator[CompleteTerm]:
         for stage, bucket in _buckets(strategy, case) if case.zero == 1 else ():
             for term in per_step(case, "all_gather", ITEM_BYTES[case.dtype] * bucket.size, axis=case.data_axis):
                 yield replace(term, phase="step", reduce_op="", at=stage.at)
@@ -115,7 +124,7 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
     }
 
 
-def data_parallel_terms(strategy: Strategy, case: Case) -> Iterator[Term]:
+def data_parallel_terms(strategy: Strategy, case: Case) -> Iterator[CompleteTerm]:
     """What data parallelism adds to every micro-batch."""
     if case.zero < 2:
         return
@@ -123,7 +132,7 @@ def data_parallel_terms(strategy: Strategy, case: Case) -> Iterator[Term]:
         yield from placed(_rows_terms(case, stage, _units(case, shapes)), stage.at)
 
 
-def _rows_terms(case: Case, stage: Stage, units: Mapping[str, Unit]) -> Iterator[Term]:
+def _rows_terms(case: Case, stage: Stage, units: Mapping[str, Unit]) -> Iterator[CompleteTerm]:
     """Gathers and sums of the units of one stage."""
     axis, layers, again = shard_axis(case), [*stage.layers], computed_again(case)
     forward, backward = [*([-1] if "" in units else []), *layers], in_backward(case, layers)
@@ -186,7 +195,7 @@ def _all_units(strategy: Strategy, case: Case) -> Iterator[tuple[Stage, Unit]]:
             yield stage, unit
 
 
-def _in_backward(case: Case, stage: Stage, bucket: Bucket, term: Term) -> Term:
+def _in_backward(case: Case, stage: Stage, bucket: Bucket, term: CompleteTerm) -> CompleteTerm:
     """A bucket's sum where the gradient that completes it is computed: behind backward for the only bucket, and for one
     with a deferred gradient.
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.communication.collectives import all_reduce, own_slice
-from parallel.communication.expectation import ITEM_BYTES, Term, loss_dtype, per_micro, placed
+from parallel.communication.expectation import ITEM_BYTES, CompleteTerm, loss_dtype, per_micro, placed
 from parallel.communication.layout import Placement
 from parallel.communication.mesh import Axis
 from parallel.layers.loss import vocabulary_cross_entropy
@@ -123,7 +123,7 @@ class Metric(nn.Module):
         return x, (labels - first).masked_fill(elsewhere, 0), elsewhere
 
 
-def metric_terms(case: Case, place: Placement) -> Iterator[Term]:
+def metric_terms(case: Case, place: Placement) -> Iterator[CompleteTerm]:
     """The calls of a case's metric, none without; `place` is that of its logits."""
     if not case.metric or not place.cuts:
         return

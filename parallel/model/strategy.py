@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.communication.batch import Delivered
-from parallel.communication.expectation import Term, Terms
+from parallel.communication.expectation import CompleteTerm, Terms
 from parallel.communication.layout import Box, Cut, Placement, pieces
 from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
@@ -104,7 +104,7 @@ class Strategy:
     once: Mapping[str, Terms]
     step: Callable[[Case, Step], Step] = _plain
 
-    def calls(self, case: Case) -> Iterator[Term]:
+    def calls(self, case: Case) -> Iterator[CompleteTerm]:
         """The closed form of a case: its micro-batches, then what happens once a step."""
         yield from self.expected(case)
         for terms in self.once.values():

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from parallel.communication import gradients as sync
-from parallel.communication.expectation import Term
+from parallel.communication.expectation import CompleteTerm
 from parallel.communication.layout import Cut, Placement
 from parallel.model.strategy import Rank, Step, Strategy
 from parallel.pipeline.execution import as_scheduled, with_channels
@@ -32,7 +32,7 @@ def with_pipeline(strategy: Strategy, case: Case) -> Strategy:
         ranks = [held(case, rank) for rank in range(case.pp)]
         return {name: _on_stages(place, ranks, name) for name, place in strategy.placements(case).items()}
 
-    def expected(case: Case) -> Iterator[Term]:
+    def expected(case: Case) -> Iterator[CompleteTerm]:
         return micro_batch_terms(strategy, case)
 
     def step(case: Case, plain: Step) -> Step:

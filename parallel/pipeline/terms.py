@@ -19,7 +19,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from parallel.communication.expectation import ITEM_BYTES, Term, Terms, delivery_terms, loss_dtype, per_step, placed
+from parallel.communication.expectation import (
+    ITEM_BYTES,
+    CompleteTerm,
+    Terms,
+    delivery_terms,
+    loss_dtype,
+    per_step,
+    placed,
+)
 from parallel.communication.layout import local_shape
 from parallel.communication.mesh import coordinates
 from parallel.model.strategy import Strategy
@@ -30,7 +38,7 @@ from reference.case.modes import MODES
 __all__ = ["micro_batch_terms", "once_a_step"]
 
 
-def micro_batch_terms(strategy: Strategy, case: Case) -> Iterator[Term]:
+def micro_batch_terms(strategy: Strategy, case: Case) -> Iterator[CompleteTerm]:
     """The calls of a strategy's micro-batches, each at the stage that holds its module, and the messages."""
     every = stages(case)
     for term in strategy.expected(case):
@@ -42,13 +50,13 @@ def micro_batch_terms(strategy: Strategy, case: Case) -> Iterator[Term]:
         yield from _messages(case, stage)
 
 
-def _messages(case: Case, stage: Stage) -> Iterator[Term]:
+def _messages(case: Case, stage: Stage) -> Iterator[CompleteTerm]:
     """Activations go on and gradients back, over every border of two stages."""
     split = case.tp if MODES[case.mode].sequence else 1
     for op in ("send", "recv"):
         for border in (not stage.first, not stage.last):
             if border:
-                yield Term(
+                yield CompleteTerm(
                     phase="pipeline",
                     region="",
                     op=op,
@@ -65,11 +73,11 @@ def _messages(case: Case, stage: Stage) -> Iterator[Term]:
 def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
     """The parts of the closed form of a step that a pipeline adds or changes."""
 
-    def embedding(case: Case) -> Iterator[Term]:
+    def embedding(case: Case) -> Iterator[CompleteTerm]:
         shape = local_shape(strategy.placements(case)[TABLE], coordinates(case, 0))
         for stage in stages(case):
             if stage.shares_table:
-                yield Term(
+                yield CompleteTerm(
                     phase="grad_sync",
                     region="",
                     op="all_reduce",
@@ -82,11 +90,11 @@ def once_a_step(strategy: Strategy) -> Mapping[str, Terms]:
                     at=stage.at,
                 )
 
-    def scalars(case: Case) -> Iterator[Term]:
+    def scalars(case: Case) -> Iterator[CompleteTerm]:
         for axis in (*strategy.loss_axes, "pp"):
             yield from per_step(case, "all_reduce", 2 * ITEM_BYTES["float64"], axis=axis, dtype="float64")
 
-    def norm(case: Case) -> Iterator[Term]:
+    def norm(case: Case) -> Iterator[CompleteTerm]:
         dtype = loss_dtype(case)
         for axis in (strategy.weight_axis, "pp"):
             yield from per_step(case, "all_reduce", ITEM_BYTES[dtype], axis=axis, dtype=dtype)

@@ -49,7 +49,7 @@ from torch.nn import functional
 from parallel.communication import pairs
 from parallel.communication.expectation import (
     ITEM_BYTES,
-    Term,
+    CompleteTerm,
     activation_terms,
     delivery_terms,
     per_micro,
@@ -221,7 +221,7 @@ class SummedHead(_Head):
 _SEQUENCE_DIM = 1
 
 
-def _expected(case: Case) -> Iterator[Term]:
+def _expected(case: Case) -> Iterator[CompleteTerm]:
     """Per micro-batch with C column linears a layer: forward 2L all-reduces of A and one call of the head, unless that
     is whole; backward C*L and the head's; recompute 2L."""
     yield from delivery_terms(case)
@@ -232,7 +232,7 @@ def _expected(case: Case) -> Iterator[Term]:
     yield from _head_terms(case)
 
 
-def _head_terms(case: Case) -> Iterator[Term]:
+def _head_terms(case: Case) -> Iterator[CompleteTerm]:
     item = ITEM_BYTES[case.dtype]
     if case.head == "sum":
         yield from per_micro(case, "forward", "head", "all_reduce", case.tokens * case.vocab * item)

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 
 from parallel.communication.expectation import (
     ITEM_BYTES,
-    Term,
+    CompleteTerm,
     delivery_terms,
     loss_dtype,
     loss_terms,
@@ -64,7 +64,7 @@ from reference.model.parameters import Shape, shapes
 __all__ = ["ISP"]
 
 
-def _expected(case: Case) -> Iterator[Term]:
+def _expected(case: Case) -> Iterator[CompleteTerm]:
     """Per layer and micro-batch, without biases: forward C+2 all-gathers and 3 all-to-alls; backward
     the same and C+2 reduce-scatters; recompute 3 all-to-alls and, without overlap, C+2 all-gathers. Fused, 1 for C+2.
     """
@@ -77,7 +77,7 @@ def _expected(case: Case) -> Iterator[Term]:
     yield from _logits(case)
 
 
-def _weight(case: Case, region: str, payload_bytes: int, *, hidden: bool = False) -> Iterator[Term]:
+def _weight(case: Case, region: str, payload_bytes: int, *, hidden: bool = False) -> Iterator[CompleteTerm]:
     """A table that its module gathers itself, forward and backward; `hidden` are the calls of backward."""
     yield from per_micro(case, "forward", region, "all_gather", payload_bytes, axis="wp")
     for op in ("all_gather", "reduce_scatter"):
@@ -99,7 +99,7 @@ class _Call:
     again: bool
 
 
-def _block_weights(case: Case) -> Iterator[Term]:
+def _block_weights(case: Case) -> Iterator[CompleteTerm]:
     """All-gathers and reduce-scatters of the blocks; who starts a gather: `parallel.weights.prefetch`."""
     shared = case.overlap or case.fuse_weights
     for call in _calls(case):
@@ -181,7 +181,7 @@ def _bytes(case: Case, full: dict[str, Shape], linear: str) -> list[int]:
     return [math.prod(full[name]) * item for name in names if name in full]
 
 
-def _exchanges(case: Case) -> Iterator[Term]:
+def _exchanges(case: Case) -> Iterator[CompleteTerm]:
     """All-to-alls of attention: q, k and v packed, context."""
     tokens, item = case.slice_tokens // case.tp, ITEM_BYTES[case.dtype]
     q = tokens * case.heads * case.head_dim * item
@@ -191,7 +191,7 @@ def _exchanges(case: Case) -> Iterator[Term]:
         yield from per_micro(case, "backward", f"layers.{layer}.attention", "all_to_all", size)
 
 
-def _logits(case: Case) -> Iterator[Term]:
+def _logits(case: Case) -> Iterator[CompleteTerm]:
     """What happens to logits and losses, by the form of the head."""
     item = ITEM_BYTES[case.dtype]
     match case.head:

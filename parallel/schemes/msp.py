@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from parallel.communication.expectation import (
-    Term,
+    CompleteTerm,
     activation_terms,
     behind_weights,
     delivery_terms,
@@ -49,7 +49,7 @@ from reference.case import Case
 __all__ = ["MSP"]
 
 
-def _expected(case: Case) -> Iterator[Term]:
+def _expected(case: Case) -> Iterator[CompleteTerm]:
     """Per micro-batch with C column linears a layer: forward C*L+2 all-gathers (one of the embedding), 2L
     reduce-scatters, loss 3; backward 2L+1 all-gathers, C*L+1 reduce-scatters; recompute C*L and 2L."""
     yield from delivery_terms(case)

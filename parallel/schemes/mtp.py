@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from parallel.communication.expectation import (
-    Term,
+    CompleteTerm,
     activation_terms,
     behind_weights,
     delivery_terms,
@@ -46,7 +46,7 @@ from reference.case import Case
 __all__ = ["MTP"]
 
 
-def _expected(case: Case) -> Iterator[Term]:
+def _expected(case: Case) -> Iterator[CompleteTerm]:
     """Per micro-batch with C column linears a layer: forward one all-gather of A and 2L all-reduces, loss 3, backward
     C*L+1 all-reduces; recompute 2L. A vocabulary-parallel embedding: one all-reduce for the all-gather."""
     yield from delivery_terms(case)

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from parallel.communication.expectation import (
-    Term,
+    CompleteTerm,
     activation_terms,
     behind_weights,
     delivery_terms,
@@ -44,7 +44,7 @@ from reference.case import Case
 __all__ = ["TP"]
 
 
-def _expected(case: Case) -> Iterator[Term]:
+def _expected(case: Case) -> Iterator[CompleteTerm]:
     """Per micro-batch: forward 2L+1 all-reduces of A, loss 3, backward C*L+1; recompute 2L."""
     yield from delivery_terms(case)
     yield from activation_terms(case, "forward", "embedding", "all_reduce")

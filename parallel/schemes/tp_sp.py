@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from parallel.communication.expectation import (
-    Term,
+    CompleteTerm,
     activation_terms,
     behind_weights,
     delivery_terms,
@@ -47,7 +47,7 @@ from reference.case import Case
 __all__ = ["TP_SP"]
 
 
-def _expected(case: Case) -> Iterator[Term]:
+def _expected(case: Case) -> Iterator[CompleteTerm]:
     """Per micro-batch with C column linears a layer and rope: forward C*L+1 all-gathers, 2L+1 reduce-scatters, loss 3,
     backward (C+2)L+2 all-gathers, C*L+1 reduce-scatters. Learned positions: one all-reduce for one reduce-scatter."""
     yield from delivery_terms(case)

@@ -14,7 +14,7 @@ from harness.differences import Difference, differences
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Event
 from harness.recording.recorder import Recorder
-from parallel.communication.expectation import Term
+from parallel.communication.expectation import CompleteTerm
 from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import shapes
@@ -36,7 +36,7 @@ def _recorded(case: Case, run: Callable[..., Any] = subject) -> tuple[Event, ...
 
 
 def _parted(case: Case, events: Iterable[Event]) -> list[Difference]:
-    terms: Iterable[Term] = subject.expected(case)
+    terms: Iterable[CompleteTerm] = subject.expected(case)
     holders = [name.rpartition(".")[0] for name in shapes(case)]
     order = ["embedding", *dict.fromkeys(holder for holder in holders if not holder.startswith("embedding.")), "head"]
     return differences(events, terms, range(case.world_size), order)

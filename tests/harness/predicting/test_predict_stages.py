@@ -21,7 +21,7 @@ from harness.predicting.clusters import Cluster, Device, Link
 from harness.predicting.dry_run import dry_run
 from harness.predicting.figures import EQUAL, Traffic
 from harness.predicting.forecast import forecast
-from parallel.communication.expectation import Term
+from parallel.communication.expectation import CompleteTerm
 from parallel.pipeline.prediction import CasePipeline
 from parallel.schedules.messages import Program
 from parallel.subject import subject
@@ -111,7 +111,7 @@ class _Changed:
     def __call__(self, case: Case, device: torch.device) -> Any:
         return subject(case, device)
 
-    def expected(self, case: Case) -> Iterator[Term]:
+    def expected(self, case: Case) -> Iterator[CompleteTerm]:
         for term in subject.expected(case):
             wrong = self.only == "bytes" and term.phase == "pipeline" and term.op == "send" and term.at["pp"] == 1
             yield replace(term, payload_bytes=term.payload_bytes // 2) if wrong else term

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from parallel.communication.expectation import Term
+from parallel.communication.expectation import CompleteTerm
 from parallel.communication.layout import Cut
 from parallel.communication.mesh import Mesh
 from parallel.data_parallel.scheme import with_data_parallelism
@@ -102,7 +102,7 @@ class _Subject:
             "" if case.mode == "tp" and case.tp == 1 and case.zero > 1 and not case.shard else "mode=tp tp=1 zero=2|3"
         )
 
-    def expected(self, case: Case) -> Iterable[Term]:
+    def expected(self, case: Case) -> Iterable[CompleteTerm]:
         return ours.expected(case)
 
 

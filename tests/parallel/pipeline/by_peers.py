@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.communication.expectation import Term
+from parallel.communication.expectation import CompleteTerm
 from parallel.communication.layout import Box
 from parallel.communication.mesh import Mesh
 from parallel.model.strategy import Rank, Step, Value
@@ -148,7 +148,7 @@ class _Subject:
     def refuses(self, case: Case) -> str:
         return "" if case.pp > 1 else "pp=1"
 
-    def expected(self, case: Case) -> Iterable[Term]:
+    def expected(self, case: Case) -> Iterable[CompleteTerm]:
         return ours.expected(case)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from parallel.communication.collectives import all_reduce
-from parallel.communication.expectation import Term, per_step
+from parallel.communication.expectation import CompleteTerm, per_step
 from parallel.model.strategy import Rank, Step
 from parallel.schemes.mtp import MTP
 from reference.case import Case
@@ -24,7 +24,7 @@ def _step(_case: Case, step: Step) -> Step:
     return dataclasses.replace(step, reductions={**step.reductions, "heartbeat": _heartbeat})
 
 
-def _calls(case: Case) -> Iterator[Term]:
+def _calls(case: Case) -> Iterator[CompleteTerm]:
     return per_step(case, "all_reduce", 8, axis="tp", dtype="float64")
 
 
