@@ -1,1 +1,1 @@
-"""What a collective is: its arguments, the signature that all ranks must share, its arithmetic, and calls in flight."""
+"""What a collective is: arguments, the signature that all ranks must share, arithmetic, calls in flight, callers."""
