@@ -32,7 +32,8 @@ from harness.outcome.merging import Outcomes
 from harness.protocols import CaseLike, Subject
 from harness.running.judging import judged
 from harness.running.proof import NEED_WATCHING
-from harness.running.trials.trial import Trial, recorded, watched
+from harness.running.trials.runs import recorded, watched
+from harness.running.trials.trial import Trial
 from harness.running.truth.reference import Reference, reference_of
 from harness.subject import NamedSubject, answered, called, kept_per_rank, named, offers, session
 

@@ -33,7 +33,8 @@ from harness.protocols import CaseLike, Subject, case_text, unsaved
 from harness.reproducing import repro_script
 from harness.running.judging import judged
 from harness.running.proof import CaseResult, prove
-from harness.running.trials.trial import Trial, recorded
+from harness.running.trials.runs import recorded
+from harness.running.trials.trial import Trial
 from harness.running.truth.reference import reference_of
 from harness.subject import NamedSubject, named, refusal
 

@@ -31,7 +31,8 @@ from harness.running.ranks.capacity import admit_ranks
 from harness.running.store import Store
 from harness.running.trials.dry_trial import dry_evidence
 from harness.running.trials.regrouped import regrouped
-from harness.running.trials.trial import Trial, elsewhere, explained, recorded, watched
+from harness.running.trials.runs import elsewhere, explained, recorded, watched
+from harness.running.trials.trial import Trial
 from harness.running.truth.kept import Truths
 from harness.running.truth.reference import Reference, reference_of
 from harness.subject import NamedSubject, Unanswered, kept_per_rank, named, refusal, truth_of
@@ -157,12 +158,9 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str) -> CaseResu
         with trial.timed("checks"):
             findings = examine(evidence, DRY_CHECKS)
         return _result(trial, evidence, findings, findings, options)
-    evidence = recorded(trial)
-    give_back(evidence.merged.tensors.values())
     looking = bool(NEED_WATCHING & set(checks))
-    if looking:
-        evidence = watched(trial, evidence)
-        give_back(evidence.merged.tensors.values())
+    evidence = recorded(trial, watch=looking)
+    give_back(evidence.merged.tensors.values())
     if LAWS.keys() & checks:
         evidence = regrouped(trial, evidence)
     with trial.timed("checks"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from harness.torch_internals.lookup import Probe
 
-__all__ = ["PROBES", "generator_address", "give_back", "keep_freed_memory", "storage_id"]
+__all__ = ["PROBES", "generator_address", "give_back", "keep_freed_memory", "storage_id", "tight_heap"]
 
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt, by malloc.h."""
 _KEPT_BYTES = 2**30
+_IN_HEAP_BYTES, _IN_TIGHT_HEAP_BYTES = 2**25, 2**22
+"""Tensors below this are taken from the heap; glibc takes no larger limit than the first."""
 _LARGE_BYTES = 2**27
 """Of the tensors of a case beside which other memory no longer matters."""
 
@@ -37,13 +39,26 @@ def generator_address(generator: torch.Generator) -> int | None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process take large tensors from its heap, and give back what is free at its end above a GiB.
+    """Let this process take all but the largest tensors from its heap, and give back what is free at its end above a
+    GiB.
 
     glibc's own way is a mapping for every large tensor: its pages are new, so the first write to each is a page fault,
     and half of a run at real widths is spent there. Does nothing where there is no glibc.
     """
-    for parameter, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _KEPT_BYTES), (_ARENA_MAX, 1)):
+    for parameter, value in ((_MMAP_THRESHOLD, _IN_HEAP_BYTES), (_TRIM_THRESHOLD, _KEPT_BYTES), (_ARENA_MAX, 1)):
         _glibc("mallopt", parameter, value)
+
+
+@contextlib.contextmanager
+def tight_heap() -> Iterator[None]:
+    """Within it fewer tensors are taken from the heap, where a freed one leaves a hole that the next of its size does
+    not fit, because it is aligned (glibc before 2.38).
+    """
+    _glibc("mallopt", _MMAP_THRESHOLD, _IN_TIGHT_HEAP_BYTES)
+    try:
+        yield
+    finally:
+        _glibc("mallopt", _MMAP_THRESHOLD, _IN_HEAP_BYTES)
 
 
 def give_back(held: Iterable[Tensor]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 import torch
@@ -20,9 +21,11 @@ from reference.errors import CaseError
 from reference.model.given import given_now
 from reference.model.initial import of_field
 
-__all__ = ["Shape", "drawn", "dtype_of", "full", "shapes", "weights"]
+__all__ = ["LastRead", "Shape", "drawn", "dtype_of", "full", "shapes", "weights"]
 
 Shape = tuple[int, ...]
+_LARGE = 2**20
+"""Elements of a weight that is not kept longer than it is needed."""
 
 
 def dtype_of(case: Case) -> torch.dtype:
@@ -77,11 +80,32 @@ def drawn(case: Case, name: str) -> Tensor:
             return given_now()[f"init/{name}"].to(dtype)  # of masters it is wider
         rule = f"draws values that the dense model must be given, and init/{name} was not returned"
         raise CaseError("init", case.init, rule, "init=field, or return the initial values under that name")
-    weights = _latest(case.seed, dtype, (case.init, *_shapes(case).items()))
+    weights = _kept(case)
     if name not in weights:
         value = of_field(case, name, shape) if case.init == "field" else _draw(case.seed, name, shape)
         weights[name] = value.to(dtype)
     return weights[name]
+
+
+class LastRead(Mapping[str, Tensor]):
+    """Every full weight of the case, as `weights` has them, for one who reads each once and probably is the last to:
+    a large one is not kept after that.
+    """
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self._case, self._device = case, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = drawn(self._case, name)
+        if value.numel() > _LARGE:
+            _kept(self._case).pop(name, None)
+        return value.to(self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_shapes(self._case))
+
+    def __len__(self) -> int:
+        return len(_shapes(self._case))
 
 
 def _loaded(case: Case, name: str, shape: Shape) -> Tensor:
@@ -112,6 +136,10 @@ def _shape(case: Case, name: str) -> Shape:
         legal = next(iter(_shapes(case)))
         raise ValueError(f"name={name}: is not a parameter of the case '{case}'; legal: {legal}")
     return shape
+
+
+def _kept(case: Case) -> dict[str, Tensor]:
+    return _latest(case.seed, dtype_of(case), (case.init, *_shapes(case).items()))
 
 
 @lru_cache(maxsize=1)

@@ -22,7 +22,7 @@ from reference.case import Case
 from reference.model import layers
 from reference.model.decoder import Arithmetic
 from reference.model.given import takes_given
-from reference.model.parameters import weights
+from reference.model.parameters import LastRead
 from reference.training.steps import train
 
 __all__ = [
@@ -50,7 +50,7 @@ def control(
     see reference.training.given.
     """
     other = reordered(case, parts)
-    return train(case, weights(case, device), arithmetic=other, last_first=True, states=states, observed=True)
+    return train(case, LastRead(case, device), arithmetic=other, last_first=True, states=states, observed=True)
 
 
 def reordered(case: Case, parts: int = 0) -> Arithmetic:

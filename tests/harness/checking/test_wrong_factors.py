@@ -15,7 +15,8 @@ from harness.checking.numeric_checks import held
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.merging import Merged
 from harness.running.judging import judged
-from harness.running.trials.trial import Trial, recorded, watched
+from harness.running.trials.runs import recorded, watched
+from harness.running.trials.trial import Trial
 from harness.subject import named
 from parallel.subject import subject
 from reference.case import Case

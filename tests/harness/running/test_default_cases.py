@@ -8,7 +8,8 @@ from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import NEED_WATCHING
-from harness.running.trials.trial import Trial, recorded
+from harness.running.trials.runs import recorded
+from harness.running.trials.trial import Trial
 from harness.subject import named
 from reference.case import Case
 from reference.case.covering import covering_cases

@@ -7,7 +7,8 @@ import pytest
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL
 from harness.engines.named import engine_named
-from harness.running.trials.trial import Trial, recorded
+from harness.running.trials.runs import recorded
+from harness.running.trials.trial import Trial
 from harness.subject import named
 from reference.case import Case
 from reference.case.covering import covering_cases

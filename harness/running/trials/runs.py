@@ -1,0 +1,216 @@
+"""The runs of one case, from which its evidence is made: the dense model, the subject recorded, the subject unwatched.
+
+Watching (capturing activations) costs another run, so it is done only when a check or a diagnosis needs it. The dense
+model is computed behind the ranks' runs where they do not need it, since both in float64 and in one process would fill
+the memory. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import Tensor
+
+from harness.checking.evidence import Evidence, gathered
+from harness.checking.exact_checks import same_outcomes
+from harness.checking.measures.tolerance import is_state, kind_of
+from harness.errors import ShardproofError, error_text
+from harness.outcome.merging import Merged, Outcomes, against, held_once
+from harness.protocols import CaseLike
+from harness.recording.capturing.dropout_masks import WithMasks
+from harness.resolve import resolve
+from harness.running.ranks.execution import execute, execute_captured
+from harness.running.trials.trial import Trial, asked, expectation_of, facts_of, orders_of
+from harness.running.truth.joint_masks import masks_of
+from harness.running.truth.own_truth import OwnTruth, draws_of
+from harness.subject import deviations, left_out, refusal
+from harness.torch_internals.memory import give_back
+
+__all__ = ["elsewhere", "explained", "recorded", "watched"]
+
+GIVEN = "mask", "init"
+"""The kinds of names that a truth of the subject's own may take as given."""
+
+
+def recorded(trial: Trial, *, watch: bool = False) -> Evidence:
+    """The evidence of one recorded run beside the dense model, without control runs; with `watch` as `watched` has it,
+    else nothing is captured or repeated.
+
+    Raises RequestError when the dense model cannot be computed, and what the engine raises.
+    """
+    truth = trial.reference.truth
+    kinds = _kinds(trial)
+    if kinds or isinstance(truth, OwnTruth):  # it is given what ranks drew, or they are given what it drew
+        evidence = _recorded(trial, {} if kinds else trial.true(truth), kinds)
+        return watched(trial, evidence) if watch else evidence
+    try:
+        evidence = _recorded(trial, {}, ())
+        evidence = watched(trial, evidence) if watch else evidence
+    except ShardproofError:
+        trial.true(truth)  # a case that the dense model refuses is refused, whatever its ranks do
+        raise
+    true = trial.true(truth)
+    return replace(evidence, merged=against(evidence.merged, true), truth=_asked_for(evidence.outcomes, true))
+
+
+def _kinds(trial: Trial) -> tuple[str, ...]:
+    """The kinds of names in the outcome that the truth must be given."""
+    names = trial.reference
+    if isinstance(names.truth, OwnTruth) and names.truth.takes_given:
+        return GIVEN
+    return cast(Any, resolve(names.given))(trial.case) if names.given else ()
+
+
+def _asked_for(outcomes: Outcomes, truth: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The truth, without states where no rank returned any."""
+    if any(is_state(name) for outcome in outcomes for name in outcome):
+        return truth
+    return {name: tensor for name, tensor in truth.items() if not is_state(name)}
+
+
+def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -> Evidence:
+    """The evidence of one recorded run beside this truth, or beside one that is given these kinds of its names."""
+    case, names, torn = trial.case, trial.reference, False
+    draws = draws_of(names.truth, trial.text)
+    with trial.timed("recorded"):
+        call, name = (WithMasks(trial.subject), "") if draws else (trial.subject.call, trial.subject.address)
+        run = execute(
+            case, call, trial.engine, text=trial.text, device=trial.device, timeout_s=trial.timeout_s, name=name
+        )
+    ranks = masks_of(case, {**case.axes, **orders_of(trial)}, draws, run.outcomes)
+    if ranks.problem:
+        trial.problems["masks"], truth, torn = ranks.problem, {}, True
+    elif kinds or draws:
+        merged = gathered(ranks.outcomes, ranks.masks, {} if draws else truth)
+        truth, torn = _given(trial, kinds or GIVEN, merged)
+    merged = gathered(ranks.outcomes, ranks.masks, truth)
+    outcomes, events, unwaited, spans = held_once(ranks.outcomes, merged), run.events, run.unwaited, run.spans
+    masks, drawn = ranks.masks, ranks.draws
+    del run, ranks
+    give_back(merged.tensors.values())
+    return Evidence(
+        case=case,
+        outcomes=outcomes,
+        captured=masks,
+        merged=merged,
+        truth=_asked_for(outcomes, truth),
+        controls=(),
+        events=events,
+        expectation=expectation_of(trial),
+        repeats=(),
+        unwaited=unwaited,
+        spans=spans,
+        orders=orders_of(trial),
+        facts=facts_of(trial),
+        declared=asked(trial, "coverage", lambda: left_out(trial.subject), ()),
+        given=tuple(trial.given),
+        deviations=_deviations(trial, merged),
+        mask_draws=drawn,
+        torn=torn,
+    )
+
+
+def _deviations(trial: Trial, merged: Merged) -> Mapping[str, float]:
+    """What the subject, or else the reference, states of initial values, where the subject returned any."""
+    if not any(kind_of(name) == "init" for name in merged.tensors):
+        return {}
+    none: Mapping[str, float] = {}
+    own = asked(trial, "initial_values", lambda: deviations(trial.case, trial.subject.call), none)
+    stated: Any = resolve(trial.reference.deviations) if trial.reference.deviations else lambda case: {}
+    return own or cast(Mapping[str, float], stated(trial.case))
+
+
+def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:
+    """The truth of what the subject drew, and whether there is none: where its replicas or shards of that do not make
+    one tensor, no dense model can be given it, and the truth is just what did merge.
+    """
+    trial.given.update({name: tensor for name, tensor in merged.tensors.items() if kind_of(name) in kinds})
+    trial.known.clear()  # trials of other subjects drew other numbers
+    if any(kind_of(flaw.name) in kinds for flaw in merged.flaws):
+        return dict(trial.given), True
+    return {**trial.dense(trial.reference.truth), **trial.given}, False
+
+
+def watched(trial: Trial, evidence: Evidence) -> Evidence:
+    """The same evidence with an unrecorded run beside it: activations captured, outcomes to compare bit for bit."""
+    case = trial.case
+    with trial.timed("plain"):
+        plain = execute_captured(
+            case,
+            trial.subject.call,
+            trial.engine,
+            device=trial.device,
+            timeout_s=trial.timeout_s,
+            name=trial.subject.address,
+            overlap=any(getattr(term, "hidden", False) for term in evidence.expectation or ()),
+        )
+    if plain.problem:
+        trial.problems["activations"] = plain.problem
+    repeats = [evidence.outcomes]  # rather than the same once more
+    if not same_outcomes(evidence.outcomes, plain.outcomes):
+        repeats = [plain.outcomes]
+        with trial.timed("again"):  # tells a subject that is not deterministic from a recording that disturbs it
+            again = execute(
+                case,
+                trial.subject.call,
+                trial.engine,
+                text=trial.text,
+                record=False,
+                device=trial.device,
+                timeout_s=trial.timeout_s,
+                name=trial.subject.address,
+            )
+        repeats.append(again.outcomes)
+    captured: Outcomes = plain.captured
+    if isinstance(trial.reference.truth, OwnTruth):  # it knows no modules, unless it returns their tensors by name
+        captured = tuple({name: found[name] for name in found if name in evidence.truth} for found in captured)
+    if evidence.captured:  # masks
+        captured = tuple({**a, **b} for a, b in zip(captured or evidence.captured, evidence.captured, strict=True))
+    merged = gathered(evidence.outcomes, captured, evidence.truth, evidence.merged.tensors)
+    watched_too = replace(
+        evidence,
+        captured=held_once(captured, merged),
+        merged=merged,
+        repeats=tuple(repeats),
+        saved_bytes=plain.saved_bytes,
+        hidden=plain.hidden,
+    )
+    del plain, captured
+    give_back(merged.tensors.values())
+    return watched_too
+
+
+def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
+    """The same evidence with what explains these wrong names: gradients taken apart, data read otherwise."""
+    kinds = {kind_of(name) for name in wrong}
+    shares: Mapping[str, Tensor] = {}
+    what_if: dict[str, Tensor] = {}
+    try:
+        if kinds & {"grad", "param", "param_after", "exp_avg_after", "grad_norm", "tokens", "act", "loss"}:
+            shares = trial.dense(trial.reference.shares, part="explained")
+        if kinds & {"act", "logits", "loss", "grad"}:
+            what_if |= trial.dense(trial.reference.alternatives, part="explained")
+        if "act" in kinds:
+            what_if |= trial.dense(trial.reference.rules, part="explained")
+        for kind, function in (("metric", trial.reference.metrics), ("param", trial.reference.trainings)):
+            what_if |= trial.dense(function, part="explained") if kind in kinds else {}
+    except Exception as problem:  # the failure stands; less of it is explained, and that is said
+        trial.problems["explanation"] = f"the dense model raised while a cause was looked for: {error_text(problem)}"
+    return replace(evidence, shares=shares, alternatives=what_if)
+
+
+def elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
+    """Evidence of the same subject in another case, as far as this tensor needs it; None when there is none."""
+    other = replace(trial, case=case, seconds={}, problems={}, known={}, facts={}, given={})
+    try:
+        if refusal(case, trial.subject):
+            return None
+        with trial.timed("elsewhere"):
+            seen = recorded(other)
+            if kind_of(first) in ("act", "act_grad"):
+                seen = watched(other, seen)
+            return replace(seen, shares=other.dense(trial.reference.shares))
+    except Exception:  # then this case decides nothing
+        return None
