@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from harness.checking.measures.tolerance import Measured
+from harness.checking.measures.tolerance import Held, Measured
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
@@ -90,6 +90,7 @@ class Evidence:
     merged       the full tensors and flaws of both, held against the truth's shapes
     truth        name -> full tensor of the dense model
     controls     the same from control runs in the run dtype; for float64 only where an error is beyond the limit
+    far          name -> how far control runs are from the truth, of tensors so large that they are not kept
     slack        name -> how far every element may be off because Adam follows rounding; empty for other optimizers
     states       the subject's own states from which the steps of truth and controls began, by name; None when every
                  step of theirs began where their own last one ended
@@ -128,6 +129,7 @@ class Evidence:
     events: tuple[Event, ...]
     expectation: tuple[TermLike, ...] | None
     repeats: tuple[Outcomes, ...]
+    far: Mapping[str, Held] = field(default_factory=dict)
     kinks: tuple[Mapping[str, Tensor], ...] = ()
     slack: Mapping[str, Tensor] = field(default_factory=dict)
     states: Mapping[str, Tensor] | None = None

@@ -63,6 +63,7 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
         evidence.truth[name],
         dtype=evidence.precision or evidence.case.dtype,
         controls=[control[name] for control in evidence.controls if name in control],
+        far=evidence.far.get(name),
         kinks=[kink[name] for kink in evidence.kinks if name in kink],
         slack=evidence.slack.get(name),
         kind=kind,

@@ -30,7 +30,7 @@ from harness.errors import MachineError, ProgramError, RequestError
 from harness.protocols import CaseLike, case_text
 from harness.recording.capturing.islands import Float32Probe, Island, Probed
 from harness.running.ranks.execution import execute
-from harness.running.trials.rounding import control_run, controlled, doubtful, stepwise
+from harness.running.trials.rounding import control_run, controlled, doubtful, measured_apart, stepwise
 from harness.running.trials.trial import Trial
 from harness.running.truth.own_truth import one_rank
 from harness.subject import refusal, truth_of
@@ -61,6 +61,8 @@ def _judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check]) -> Fo
         evidence = stepwise(trial, evidence)
     findings = examine(evidence, checks)
     wrong = _wrong(findings)
+    if doubtful(evidence, wrong):
+        evidence = measured_apart(trial, evidence)
     if evidence.states is not None or not wrong or any(_in_first_step(measured.name) for measured in wrong):
         return _doubted(trial, evidence, findings, checks)
     stepped = stepwise(trial, evidence)
@@ -93,7 +95,7 @@ def _with_islands(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Fo
     lowest = max(own or islands, key=lambda island: epsilon(island.dtype))
     lower = evidence.case.but(dtype=lowest.dtype)
     controls = [trial.computed(trial.reference.control, lower, part="control", parts=parts) for parts in _PARTS]
-    seen = replace(evidence, precision=lowest.dtype, controls=tuple(controls))
+    seen = replace(evidence, precision=lowest.dtype, controls=tuple(controls), far={})
     unseen = f"errors below those of {lowest.dtype} (the float64 case uses {lowest})"
     again, changed = _again(seen, findings, checks), {}
     if not own:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ __all__ = [
     "OWN_EPSILONS",
     "SCALE_ALLOWED",
     "Distance",
+    "Held",
     "Measured",
     "distance",
     "epsilon",
@@ -108,6 +109,29 @@ class Measured:
         return ratio(self.error, self.allowed)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A floating-point truth, the least rms by which errors from it are scaled, and how far control `runs` are from it.
+
+    For large tensors: what their control runs gave needs not be kept.
+    """
+
+    true: Truth
+    least: float
+    runs: tuple[Distance, ...] = ()
+
+    @classmethod
+    def of(cls, truth: Tensor, kind: float) -> Held:
+        """This truth before any control run; `kind` is the rms of its kind."""
+        true = Truth.of(truth)
+        return cls(true=true, least=_least(true, kind) if math.isfinite(true.largest) else 0.0)
+
+    def against(self, controls: Sequence[Tensor]) -> Held:
+        """The same with these control runs more, tensors of its shape."""
+        found = [distance_from(control, self.true, self.least) for control in controls]
+        return replace(self, runs=(*self.runs, *found))
+
+
 def epsilon(dtype: str) -> float:
     """Machine epsilon of a dtype by its case word ("float32")."""
     return float(torch.finfo(getattr(torch, dtype)).eps)
@@ -167,23 +191,25 @@ def measure(
     *,
     dtype: str,
     controls: Sequence[Tensor] = (),
+    far: Held | None = None,
     kinks: Sequence[Tensor] = (),
     slack: Tensor | None = None,
     kind: float = 0.0,
 ) -> Measured:
     """Compare one tensor with the truth (same shape) as the run dtype allows; `kind` is the rms of its kind.
 
+    `far`: this truth held against further control runs.
     `kinks`: what a relu within rounding of zero may change, a tensor of the same shape each. `slack`: what an optimizer
     may make of gradients within rounding of zero, by element.
     """
     if not truth.is_floating_point() and not truth.is_complex():
         wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
         return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
-    true = Truth.of(truth)
-    least = _least(true, kind) if math.isfinite(true.largest) else 0.0
+    far = (far or Held.of(truth, kind)).against(controls)
+    true, least = far.true, far.least
     own = own_share(dtype)
     found = distance_from(value, true, least, own, slack)
-    allowed = _allowed(dtype, true, controls, [truth + kink for kink in kinks], least)
+    allowed = _allowed(dtype, true, far.runs, [truth + kink for kink in kinks], least)
     _, which = found.worstratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)
     return Measured(
@@ -198,9 +224,8 @@ def measure(
     )
 
 
-def _allowed(dtype: str, true: Truth, controls: Sequence[Tensor], kinked: Sequence[Tensor], least: float) -> Distance:
+def _allowed(dtype: str, true: Truth, honest: Sequence[Distance], kinked: Sequence[Tensor], least: float) -> Distance:
     """What the run dtype allows for this tensor. `scale` never exceeds `frobenius`, so no smaller limit is needed."""
-    honest = [distance_from(control, true, least) for control in controls]
     moved = [distance_from(kink, true, least) for kink in kinked]
     limits = {}
     for name in MEASURES:

@@ -13,15 +13,28 @@ from typing import Any
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import FLOAT64_CEILING, Measured, is_state, step_of
+from harness.checking.measures.tolerance import (
+    FLOAT64_CEILING,
+    Held,
+    Measured,
+    is_state,
+    kind_of,
+    kind_rms,
+    step_of,
+)
 from harness.resolve import resolve
 from harness.running.trials.trial import Trial
+from harness.running.truth.own_truth import OwnTruth
 from harness.running.truth.reference import Function
 
-__all__ = ["control_run", "controlled", "doubtful", "stepwise"]
+__all__ = ["control_run", "controlled", "doubtful", "measured_apart", "stepwise"]
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
 """Into how many partial sums the further control runs cut their sums; 1 adds the micro-batches in reverse only."""
+_OF_PARAMETERS = ("grad", "param")
+"""Kinds of names whose tensors have the shapes of parameters."""
+_LARGE = 2**20
+"""Elements of a tensor that is not kept of every control run."""
 
 
 def stepwise(trial: Trial, evidence: Evidence) -> Evidence:
@@ -34,14 +47,13 @@ def stepwise(trial: Trial, evidence: Evidence) -> Evidence:
     if evidence.states is not None:
         return evidence
     states = _states(trial, evidence) if names.slack else None
-    control: dict[str, Tensor] = {}
-    if case.dtype != "float64":
-        control = dict(_stepped(trial, names.control, states))
-    controls = (control,) if control else ()
+    controls = (_stepped(trial, names.control, states),) if case.dtype != "float64" else ()
     if states is None:
-        return replace(evidence, controls=controls)
+        return replace(evidence, controls=controls, far={})
     truth = trial.computed(names.truth, states=states) if states else trial.dense(names.truth)
-    stepped = replace(evidence, truth={**evidence.truth, **_known(evidence, truth)}, controls=controls, states=states)
+    stepped = replace(
+        evidence, truth={**evidence.truth, **_known(evidence, truth)}, controls=controls, far={}, states=states
+    )
     return replace(stepped, slack=_slack(trial, states, truth, controls))
 
 
@@ -76,13 +88,38 @@ def doubtful(evidence: Evidence, wrong: Collection[Measured]) -> bool:
 def controlled(trial: Trial, evidence: Evidence) -> Evidence:
     """The same evidence with MORE_PARTS control runs more, for one may be lucky, and what a relu's kink may change."""
     names, states = trial.reference, evidence.states
-    more = [_stepped(trial, names.control, states, parts=parts) for parts in MORE_PARTS]
+    for parts in MORE_PARTS:
+        controls = *evidence.controls, _stepped(trial, names.control, states, parts=parts)
+        evidence = measured_apart(trial, replace(evidence, controls=controls))
+        del controls
     sides = (1, -1) if names.kinks else ()
     kinks = tuple(_stepped(trial, names.kinks, states, side=side) for side in sides)
-    controls = (*evidence.controls, *more)
     truth = {**trial.dense(names.truth), **evidence.truth}
-    slack = {} if states is None else _slack(trial, states, truth, controls)
-    return replace(evidence, controls=controls, kinks=kinks, slack=slack)
+    slack = {} if states is None else _slack(trial, states, truth, evidence.controls)
+    return replace(evidence, kinks=kinks, slack=slack)
+
+
+def measured_apart(trial: Trial, evidence: Evidence) -> Evidence:
+    """The same evidence without the large tensors of its control runs: of them only how far they are from the truth.
+
+    As it is where other groupings are held against control runs too.
+    """
+    names = {name for run in evidence.controls for name, tensor in run.items() if _is_large(name, tensor)}
+    if not names or isinstance(trial.reference.truth, OwnTruth):
+        return evidence
+    truth, far = evidence.truth, dict(evidence.far)
+    kinds = {} if far else kind_rms({name: truth[name] for name in truth if kind_of(name) in _OF_PARAMETERS})
+    for name in names & truth.keys():
+        held = far.get(name) or Held.of(truth[name], kinds.get(kind_of(name), 0.0))
+        far[name] = held.against([run[name] for run in evidence.controls if name in run])
+    for asked in [asked for asked in trial.known if asked[0] == trial.reference.control]:
+        del trial.known[asked]
+    kept = tuple({name: run[name] for name in run if name not in names} for run in evidence.controls)
+    return replace(evidence, controls=kept, far=far)
+
+
+def _is_large(name: str, tensor: Tensor) -> bool:
+    return kind_of(name) in _OF_PARAMETERS and tensor.numel() > _LARGE and tensor.is_floating_point()
 
 
 def control_run(trial: Trial) -> Mapping[str, Tensor]:
