@@ -183,9 +183,10 @@ def _conditioned(trial: Trial, evidence: Evidence, name: str) -> bool:
 
 def _doubted(trial: Trial, evidence: Evidence, findings: dict[str, Finding], checks: Mapping[str, Check]) -> Found:
     """The findings with more control runs, where rounding may explain what is wrong."""
-    if not doubtful(evidence, _wrong(findings)):
+    wrong = _wrong(findings)
+    if not doubtful(evidence, wrong):
         return evidence, findings
-    evidence = controlled(trial, evidence)
+    evidence = controlled(trial, evidence, wrong)
     return evidence, _again(evidence, findings, checks)
 
 

@@ -22,10 +22,12 @@ from harness.checking.measures.tolerance import (
     kind_rms,
     step_of,
 )
+from harness.checking.numeric_checks import held
 from harness.resolve import resolve
 from harness.running.trials.trial import Trial
 from harness.running.truth.own_truth import OwnTruth
 from harness.running.truth.reference import Function
+from harness.torch_internals.memory import give_back
 
 __all__ = ["control_run", "controlled", "doubtful", "measured_apart", "stepwise"]
 
@@ -85,18 +87,30 @@ def doubtful(evidence: Evidence, wrong: Collection[Measured]) -> bool:
     return any(not exact or measured.error < FLOAT64_CEILING for measured in wrong)
 
 
-def controlled(trial: Trial, evidence: Evidence) -> Evidence:
-    """The same evidence with MORE_PARTS control runs more, for one may be lucky, and what a relu's kink may change."""
-    names, states = trial.reference, evidence.states
+def controlled(trial: Trial, evidence: Evidence, wrong: Collection[Measured]) -> Evidence:
+    """The same evidence with MORE_PARTS control runs more, for one may be lucky, and what a relu's kink may change.
+
+    Of large tensors there are only as many as it takes until nothing of this is wrong: each costs as much as the ranks.
+    """
+    names, states, truth = trial.reference, evidence.states, evidence.truth
     for parts in MORE_PARTS:
+        give_back(truth.values())
         controls = *evidence.controls, _stepped(trial, names.control, states, parts=parts)
         evidence = measured_apart(trial, replace(evidence, controls=controls))
         del controls
+        if evidence.far and _settled(evidence, wrong):
+            break
     sides = (1, -1) if names.kinks else ()
     kinks = tuple(_stepped(trial, names.kinks, states, side=side) for side in sides)
-    truth = {**trial.dense(names.truth), **evidence.truth}
-    slack = {} if states is None else _slack(trial, states, truth, evidence.controls)
+    slack = {} if states is None else _slack(trial, states, {**trial.dense(names.truth), **truth}, evidence.controls)
     return replace(evidence, kinks=kinks, slack=slack)
+
+
+def _settled(evidence: Evidence, wrong: Collection[Measured]) -> bool:
+    """Whether all that was wrong is within the limits of the control runs by now."""
+    kinds = {kind_of(measured.name) for measured in wrong}
+    rms = kind_rms({name: tensor for name, tensor in evidence.truth.items() if kind_of(name) in kinds})
+    return all(held(evidence, one.name, rms.get(kind_of(one.name), 0.0)).right for one in wrong)
 
 
 def measured_apart(trial: Trial, evidence: Evidence) -> Evidence:
