@@ -77,7 +77,24 @@ def micro_batch(
     for name, value, limit in (("step", step, math.inf), ("micro", micro, case.micro), ("dp_rank", dp_rank, case.dp)):
         if not 0 <= value < limit:
             raise ValueError(f"{name}={value}: must lie in [0, {limit}); legal: {name}=0")
-    at, number = steps_before(case) + step, micro * case.dp + dp_rank
+    made = _made(case, steps_before(case) + step, micro * case.dp + dp_rank, padding)
+    # every second column of a wider tensor: contiguous nowhere, on any device
+    tokens = torch.stack((made.tokens, made.labels), dim=-1).to(device)[..., 0]
+    return Batch(
+        tokens=tokens if case.batch > 1 else tokens.contiguous(),
+        labels=made.labels.to(device, copy=True),
+        positions=made.positions.to(device, copy=True),
+        loss_mask=made.loss_mask.to(device, copy=True),
+        cu_seqlens=None if made.cu_seqlens is None else made.cu_seqlens.to(device, copy=True),
+        max_seqlen=made.max_seqlen,
+        step=step,
+        number=made.number,
+    )
+
+
+@lru_cache(maxsize=128)
+def _made(case: Case, at: int, number: int, padding: int) -> Batch:
+    """Micro-batch `number` of step `at`, on the CPU: every rank and the dense model read it, so it is made once."""
     edges = _mixed_in(case, at).get(number)
     window, is_end = _window(case, at, number)
     if edges is not None:
@@ -87,16 +104,13 @@ def micro_batch(
     labels = rows.labels.where(rows.labels >= 0, padding)
     counted = torch.empty(0, dtype=torch.int64, device="cpu") if edges is None else edges.labels
     labels, loss_mask = _masked(labels, _valid_count(case, number), counted, generator)
-    # every second column of a wider tensor: contiguous nowhere, on any device
-    tokens = torch.stack((rows.tokens, labels), dim=-1).to(device)[..., 0]
     return Batch(
-        tokens=tokens if case.batch > 1 else tokens.contiguous(),
-        labels=labels.to(device),
-        positions=rows.positions.to(device),
-        loss_mask=loss_mask.to(device),
-        cu_seqlens=None if rows.cu_seqlens is None else rows.cu_seqlens.to(device),
+        tokens=rows.tokens,
+        labels=labels,
+        positions=rows.positions,
+        loss_mask=loss_mask,
+        cu_seqlens=rows.cu_seqlens,
         max_seqlen=case.seq if rows.cu_seqlens is None else int(rows.cu_seqlens.diff().max()),
-        step=step,
         number=number,
     )
 
