@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
+from harness.checking.measures.small_tensors import measured_together
 from harness.checking.measures.tolerance import Measured, kind_of, kind_rms, measure
 
 __all__ = ["NUMERIC_KINDS", "held", "numeric", "worst_of"]
@@ -52,7 +53,18 @@ def _compare(evidence: Evidence, belongs: Callable[[str], bool]) -> Finding | No
     unchecked = [name for name in expected if name not in evidence.merged.tensors]
     unchecked += sorted(returned - set(expected) - set(unchecked))
     kinds_rms = kind_rms({name: evidence.truth[name] for name in expected})
-    return _judged([held(evidence, name, kinds_rms.get(kind_of(name), 0.0)) for name in known], unchecked)
+    quick = _together(evidence, known, kinds_rms)
+    measured = [quick.get(name) or held(evidence, name, kinds_rms.get(kind_of(name), 0.0)) for name in known]
+    return _judged(measured, unchecked)
+
+
+def _together(evidence: Evidence, names: list[str], kinds: Mapping[str, float]) -> dict[str, Measured]:
+    """Those that can be compared together: of which no rounding is known but that of float64."""
+    if (evidence.precision or evidence.case.dtype) != "float64":
+        return {}
+    known = {*evidence.slack}.union(*evidence.controls, *evidence.kinks)
+    values = {name: evidence.merged.tensors[name] for name in names if name not in known}
+    return measured_together(values, evidence.truth, kinds)
 
 
 def held(evidence: Evidence, name: str, kind: float) -> Measured:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor
 __all__ = [
     "BLOCK",
     "MEASURES",
+    "SOUND",
     "Distance",
     "Truth",
     "blocks_of",
     "distance",
     "distance_from",
+    "groups_of",
     "ratio",
     "real",
 ]
@@ -24,6 +27,8 @@ __all__ = [
 MEASURES = ("frobenius", "peak", "scale")
 BLOCK = 2**18
 """Elements that are compared at a time: large tensors are gone through in blocks, so that no temporary is as large."""
+SOUND = (1e-140, 1e140)
+"""Between these no square of a largest element vanishes or overflows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +170,7 @@ class _Sums:
     @property
     def sound(self) -> bool:
         """Whether no number is so large or so small that its square is lost."""
-        return 1e-140 < self.largest < 1e140
+        return SOUND[0] < self.largest < SOUND[1]
 
     @property
     def rms(self) -> float:
@@ -176,6 +181,20 @@ class _Sums:
 def blocks_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensor in blocks of at most BLOCK elements; itself when it is one."""
     return (tensor,) if tensor.numel() <= BLOCK else tensor.reshape(-1).split(BLOCK)
+
+
+def groups_of(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Names of so many elements each in groups of at most BLOCK elements together; a larger one is a group itself."""
+    group: list[str] = []
+    elements = 0
+    for name, size in sizes.items():
+        if group and elements + size > BLOCK:
+            yield group
+            group, elements = [], 0
+        group.append(name)
+        elements += size
+    if group:
+        yield group
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -29,7 +29,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from harness.checking.measures.distance import MEASURES, Distance, Truth, blocks_of, distance, distance_from, ratio
+from harness.checking.measures.distance import (
+    MEASURES,
+    Distance,
+    Truth,
+    blocks_of,
+    distance,
+    distance_from,
+    groups_of,
+    ratio,
+)
 
 __all__ = [
     "CEILING",
@@ -41,6 +50,7 @@ __all__ = [
     "FLOAT64_CEILING",
     "OWN_EPSILONS",
     "SCALE_ALLOWED",
+    "SCALE_SHARE",
     "Distance",
     "Held",
     "Measured",
@@ -155,15 +165,29 @@ def step_of(name: str) -> int:
 
 def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
     """The rms over all tensors of each kind of name ("grad", "act", ...); tensors that are not finite do not count."""
-    squares: dict[str, float] = {}
-    counts: dict[str, int] = {}
+    kinds: dict[str, dict[str, int]] = {}
     for name, tensor in truth.items():
-        if tensor.is_floating_point() and all(bool(torch.isfinite(block).all()) for block in blocks_of(tensor)):
-            kind = kind_of(name)
-            summed = sum(float(block.double().square().sum()) for block in blocks_of(tensor))
-            squares[kind] = squares.get(kind, 0.0) + summed
-            counts[kind] = counts.get(kind, 0) + tensor.numel()
-    return {kind: math.sqrt(squares[kind] / max(counts[kind], 1)) for kind in squares}
+        if tensor.is_floating_point():
+            kinds.setdefault(kind_of(name), {})[name] = tensor.numel()
+    found: dict[str, float] = {}
+    for kind, sizes in kinds.items():
+        sums = [each for names in groups_of(sizes) for each in _squares([truth[name] for name in names])]
+        if sums:
+            found[kind] = math.sqrt(sum(square for square, _ in sums) / max(sum(count for _, count in sums), 1))
+    return found
+
+
+def _squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
+    """Sums of squares, and of how many elements: of all the tensors together, or of each that is finite."""
+    if len(tensors) > 1:
+        flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+        if math.isfinite(square := float(flat.dot(flat))):
+            return [(square, flat.numel())]
+        return [each for tensor in tensors for each in _squares([tensor])]
+    (tensor,) = tensors
+    if not all(bool(torch.isfinite(block).all()) for block in blocks_of(tensor)):
+        return []
+    return [(sum(float(block.double().square().sum()) for block in blocks_of(tensor)), tensor.numel())]
 
 
 def least_rms(truth: Tensor, kind: float) -> float:

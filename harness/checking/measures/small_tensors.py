@@ -8,15 +8,15 @@ is nearly zero beside its kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from harness.checking.distance import BLOCK, SOUND, Distance
-from harness.checking.tolerance import FLOAT64_ALLOWED, SCALE_SHARE, Measured, epsilon, kind_of
+from harness.checking.measures.distance import BLOCK, SOUND, Distance, groups_of
+from harness.checking.measures.tolerance import FLOAT64_ALLOWED, SCALE_SHARE, Measured, epsilon, kind_of
 
-__all__ = ["groups_of", "measured_together"]
+__all__ = ["measured_together"]
 
 _EPSILON = epsilon("float64")
 _ALLOWED = Distance(frobenius=FLOAT64_ALLOWED, peak=FLOAT64_ALLOWED, scale=FLOAT64_ALLOWED)
@@ -45,20 +45,6 @@ def measured_together(
             one = _measured(name, row, kinds.get(kind_of(name), 0.0), fit[name])
             found |= {name: one} if one else {}
     return found
-
-
-def groups_of(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """The names in groups of at most BLOCK elements together."""
-    group: list[str] = []
-    elements = 0
-    for name, size in sizes.items():
-        if group and elements + size > BLOCK:
-            yield group
-            group, elements = [], 0
-        group.append(name)
-        elements += size
-    if group:
-        yield group
 
 
 def _real(tensor: Tensor) -> bool:
