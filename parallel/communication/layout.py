@@ -11,6 +11,7 @@ Source of the needs: modes.md 8.2 (sub-parameters, granularity, exact inverse), 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -223,6 +224,7 @@ def _length(cut: Cut, shape: tuple[int, ...]) -> int:
     return math.prod(shape) if cut.dim is None else shape[cut.dim]
 
 
+@functools.lru_cache(maxsize=4096)
 def _width(cut: Cut, shape: tuple[int, ...], index: int, parts: int) -> int:
     """Elements that one rank holds of what is cut, padding included."""
     if cut.held or cut.order != "blocks":
@@ -243,23 +245,24 @@ def _widths(cut: Cut, length: int, parts: int) -> list[int]:
     return [block // parts for block in blocks]
 
 
-def _runs(cut: Cut, shape: tuple[int, ...], index: int, parts: int) -> list[tuple[int, int]]:
+@functools.lru_cache(maxsize=4096)
+def _runs(cut: Cut, shape: tuple[int, ...], index: int, parts: int) -> tuple[tuple[int, int], ...]:
     """(start, length) of this rank's real elements in what is cut, in the order in which they lie, no padding."""
     _check(cut, shape)
     length = _length(cut, shape)
     if cut.held:
         if len(cut.held) != parts:
             raise ValueError(f"parts={parts}: held says what {len(cut.held)} ranks hold; legal: {len(cut.held)}")
-        return [(part.start, len(part)) for part in cut.held[index]]
+        return tuple((part.start, len(part)) for part in cut.held[index])
     if cut.order == "chunks":
         share = -(-length // parts)
         first = min(index * share, length)
-        return [(first, min(first + share, length) - first)]
+        return ((first, min(first + share, length) - first),)
     if cut.order == "zigzag":
         (share,) = _widths(Cut(axis=cut.axis, unit=cut.unit), length, 2 * parts)
-        return [(index * share, share), ((2 * parts - 1 - index) * share, share)]
+        return (index * share, share), ((2 * parts - 1 - index) * share, share)
     blocks, runs = cut.blocks or (length,), []
     for start, width in zip(itertools.accumulate(blocks, initial=0), _widths(cut, length, parts), strict=False):
         first = min(start + index * width, length)
         runs.append((first, min(first + width, length) - first))
-    return runs
+    return tuple(runs)

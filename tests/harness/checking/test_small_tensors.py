@@ -1,0 +1,98 @@
+"""Small tensors compared at once: the same findings as one after the other, and nothing found where that cannot be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from harness.checking.measures.distance import BLOCK
+from harness.checking.measures.small_tensors import measured_together
+from harness.checking.measures.tolerance import Measured, kind_of, kind_rms, measure
+
+
+def _pairs(seed: int, sizes: list[int], error: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Truths of these sizes, every third a thousandth in size, and values that are off by this share of them."""
+    generator = torch.Generator().manual_seed(seed)
+    truth = {
+        f"{'grad' if number % 2 else 'act'}/{number}": torch.randn(
+            size, generator=generator, dtype=torch.float64, device="cpu"
+        )
+        * (1e-3 if number % 3 == 0 else 1.0)
+        for number, size in enumerate(sizes)
+    }
+    values = {
+        name: tensor * (1 + error * torch.randn(tensor.shape, generator=generator, dtype=torch.float64, device="cpu"))
+        for name, tensor in truth.items()
+    }
+    return values, truth
+
+
+def _alone(values: Mapping[str, Tensor], truth: Mapping[str, Tensor], name: str) -> Measured:
+    kind = kind_rms(truth).get(kind_of(name), 0.0)
+    return measure(name, values[name], truth[name], dtype="float64", kind=kind)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    error=st.sampled_from((0.0, 1e-15, 1e-10, 1e-6, 0.5)),
+)
+def test_together_they_are_found_as_far_off_as_alone(seed: int, sizes: list[int], error: float) -> None:
+    values, truth = _pairs(seed, sizes, error)
+    for name, found in measured_together(values, truth, kind_rms(truth)).items():
+        alone = _alone(values, truth, name)
+        assert (found.error, found.epsilons) == pytest.approx((alone.error, alone.epsilons), rel=1e-9)
+        assert replace(found, error=alone.error, epsilons=alone.epsilons, measure=alone.measure) == alone
+        assert found.right == alone.right
+
+
+def test_all_that_are_as_large_as_their_kind_are_found() -> None:
+    values, truth = _pairs(1, [7, 1, 300, 5], 1e-10)
+    assert measured_together(values, truth, kind_rms(truth)).keys() == truth.keys() - {"act/0"}
+
+
+@pytest.mark.parametrize(
+    ("value", "true"),
+    [
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0])),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, math.inf])),
+        (torch.zeros(2), torch.zeros(2)),
+        (torch.tensor([1e-170, 0.0], dtype=torch.float64), torch.tensor([2e-170, 0.0], dtype=torch.float64)),
+        (torch.ones(0), torch.ones(0)),
+        (torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)),
+        (torch.ones(2, dtype=torch.complex128), torch.ones(2, dtype=torch.complex128)),
+        (torch.ones(BLOCK + 1), torch.ones(BLOCK + 1)),
+        (torch.ones(3) * 1e-5, torch.ones(3) * 1e-5),
+    ],
+    ids=["NaN", "infinite truth", "zero", "vanishing", "empty", "integers", "complex", "large", "small in its kind"],
+)
+def test_what_needs_a_closer_look_is_left_to_measure(value: Tensor, true: Tensor) -> None:
+    values, truth = {"act/odd": value, "act/usual": torch.ones(4)}, {"act/odd": true, "act/usual": torch.ones(4)}
+    assert list(measured_together(values, truth, {"act": 1.0})) == ["act/usual"]
+
+
+def test_groups_of_many_elements_are_compared_one_after_the_other() -> None:
+    values, truth = _pairs(2, [BLOCK, 7, BLOCK - 3, 5], 1e-10)
+    for name, found in measured_together(values, truth, {}).items():
+        alone = measure(name, values[name], truth[name], dtype="float64")
+        assert found.error == pytest.approx(alone.error, rel=1e-6)
+
+
+def test_tensors_of_a_kind_that_are_not_finite_do_not_count_in_its_rms() -> None:
+    truth = {
+        "act/a": torch.full((3,), 2.0),
+        "act/b": torch.tensor([math.inf]),
+        "act/c": torch.tensor([math.nan, 1.0]),
+        "act/d": torch.ones(BLOCK + 1) * 2,
+        "act/e": torch.ones(2, dtype=torch.int64),
+        "grad/a": torch.tensor([math.nan]),
+    }
+    assert kind_rms(truth) == {"act": 2.0}
