@@ -25,12 +25,14 @@ SHARED: Mapping[str, int | float] = {
 """Numbers of all covering cases, none the default: an odd part of every size on 4 ranks; micro and batch are no size of
 the mesh.
 """
+_SMALLER = {**SHARED, "hidden": 48, "heads": 12}
+"""Where no other number of kv heads is paired with them, half as many heads of as many features do."""
 _RANKS = 8
 
 
-def written(mode: str, rows: Iterable[str]) -> Iterator[Case]:
-    """The cases of a mode with the words of these rows and the numbers of all covering cases."""
-    shared = " ".join(f"{key}={write(value)}" for key, value in SHARED.items())
+def written(mode: str, rows: Iterable[str], numbers: Mapping[str, int | float] = SHARED) -> Iterator[Case]:
+    """The cases of a mode with the words of these rows and these numbers."""
+    shared = " ".join(f"{key}={write(value)}" for key, value in numbers.items())
     return (Case.parse(f"{shared} mode={mode} {words}") for words in rows)
 
 
@@ -40,7 +42,7 @@ def spread_cases(mode: str, others: Iterable[Case] = ()) -> tuple[Case, ...]:
     Each of them is also combined with each of these other cases, which keep their tp, layers and steps and leave out
     the metric, where the rules allow it on up to 8 ranks.
     """
-    found = dict.fromkeys(written(mode, MODES[mode].spread))
+    found = dict.fromkeys(written(mode, MODES[mode].spread, _SMALLER))
     rows = [Case.read_words(row) for row in MODES[mode].spread]
     for base in others:
         for words in rows:

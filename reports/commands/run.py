@@ -28,6 +28,7 @@ from harness.resolve import resolve
 from harness.running.order import arranged
 from harness.running.request import Request
 from harness.running.run import RunResult, run
+from harness.running.second_process import COLLECTED_AFTER
 from harness.running.spare_process import Spare
 from harness.subject import NamedSubject, claims, offers, own_cases
 from reports.commands.experiment_table import timeline
@@ -136,14 +137,16 @@ def _with_script(result: RunResult, request: Request, file: str) -> RunResult:
 @contextmanager
 def _unhindered() -> Iterator[None]:
     """One thread, for the ranks share it anyway, and on a busy machine further ones wait for each other in every small
-    product; and collections that look through what is made from here on, not each time through all that is loaded.
+    product; and fewer collections, which look through what is made from here on and not through all that is loaded.
     """
-    threads = torch.get_num_threads()
+    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
     gc.freeze()
+    gc.set_threshold(*COLLECTED_AFTER)
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
         torch.set_num_threads(threads)
 
