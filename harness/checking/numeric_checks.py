@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.checking.measures.small_tensors import measured_together
@@ -25,6 +25,7 @@ NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
 """Check -> the kinds of names it compares, in the order in which training computes them."""
 _REST = "forward"
 """The check that compares every other kind of name too: what a dense model of a subject's own returns beside these."""
+_EQUAL = 1e-6
 _KNOWN = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 
 
@@ -109,9 +110,10 @@ def _loose(measured: Measured) -> str:
     return f"{measured.name} ({measured.loose} of {measured.elements} elements, where Adam's step follows rounding)"
 
 
-def worst_of(measured: list[Measured] | tuple[Measured, ...]) -> Measured:
-    """The tensor furthest beyond, or closest to, its limit; the first of equals."""
-    return max(measured, key=lambda m: m.ratio)
+def worst_of(measured: Sequence[Measured]) -> Measured:
+    """The tensor furthest beyond, or closest to, its limit; the first of those that are equal but for rounding."""
+    largest = max(one.ratio for one in measured)
+    return next(one for one in measured if one.ratio >= largest * (1 - _EQUAL))
 
 
 def _worst(measured: Measured) -> Worst:

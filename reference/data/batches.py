@@ -102,7 +102,7 @@ def _made(case: Case, at: int, number: int, padding: int) -> Batch:
     rows = _rows(case, window, is_end)
     generator = torch.Generator(device="cpu").manual_seed(mixed(case.seed, at, number, 0))
     labels = rows.labels.where(rows.labels >= 0, padding)
-    counted = torch.empty(0, dtype=torch.int64, device="cpu") if edges is None else edges.labels
+    counted = None if edges is None else edges.labels
     labels, loss_mask = _masked(labels, _valid_count(case, number), counted, generator)
     return Batch(
         tokens=rows.tokens,
@@ -222,16 +222,19 @@ def _kept(learned: int) -> int:
     return learned - min(1 + learned // 8, learned - 1)
 
 
-def _masked(labels: Tensor, valid_count: int, counted: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _masked(
+    labels: Tensor, valid_count: int, counted: Tensor | None, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Labels and loss mask of rows [B, S] in which `valid_count` tokens are valid, or all that can be but a few.
 
     Of the tokens to learn, those `counted` (places in the flat rows) first, then in a random order that prefers the
     first rows, the first are valid, the next are masked, and the last, one in eight, lose their labels.
     """
     flat = torch.where(labels >= 0, labels, IGNORED).flatten()
-    preference = 1 + torch.arange(len(labels), device="cpu")[:, None]
+    preference = torch.arange(1, 1 + len(labels), device="cpu")[:, None]
     drawn = torch.rand((2, *labels.shape), generator=generator, dtype=torch.float32, device="cpu")
-    order = (drawn[0] * preference).flatten().index_fill(0, counted, -1.0).argsort()
+    chance = (drawn[0] * preference).flatten()
+    order = (chance if counted is None else chance.index_fill(0, counted, -1.0)).argsort()
     learned = order[flat[order] != IGNORED]
     kept = _kept(len(learned))
     flat[learned[kept:]] = IGNORED
