@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from harness.checking.measures.tolerance import Held, Measured
+from harness.checking.measures.tolerance import Controlled, Measured
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
@@ -129,7 +129,7 @@ class Evidence:
     events: tuple[Event, ...]
     expectation: tuple[TermLike, ...] | None
     repeats: tuple[Outcomes, ...]
-    far: Mapping[str, Held] = field(default_factory=dict)
+    far: Mapping[str, Controlled] = field(default_factory=dict)
     kinks: tuple[Mapping[str, Tensor], ...] = ()
     slack: Mapping[str, Tensor] = field(default_factory=dict)
     states: Mapping[str, Tensor] | None = None

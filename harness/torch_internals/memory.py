@@ -18,7 +18,7 @@ __all__ = ["PROBES", "generator_address", "give_back", "keep_freed_memory", "sto
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt, by malloc.h."""
 _KEPT_BYTES = 2**30
-_IN_HEAP_BYTES, _IN_TIGHT_HEAP_BYTES = 2**25, 2**22
+_IN_HEAP_BYTES, _IN_TIGHT_HEAP_BYTES = 2**25, 2**20
 """Tensors below this are taken from the heap; glibc takes no larger limit than the first."""
 _LARGE_BYTES = 2**27
 """Of the tensors of a case beside which other memory no longer matters."""

@@ -52,7 +52,7 @@ __all__ = [
     "SCALE_ALLOWED",
     "SCALE_SHARE",
     "Distance",
-    "Held",
+    "Controlled",
     "Measured",
     "distance",
     "epsilon",
@@ -120,7 +120,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Controlled:
     """A floating-point truth, the least rms by which errors from it are scaled, and how far control `runs` are from it.
 
     For large tensors: what their control runs gave needs not be kept.
@@ -131,12 +131,12 @@ class Held:
     runs: tuple[Distance, ...] = ()
 
     @classmethod
-    def of(cls, truth: Tensor, kind: float) -> Held:
+    def of(cls, truth: Tensor, kind: float) -> Controlled:
         """This truth before any control run; `kind` is the rms of its kind."""
         true = Truth.of(truth)
         return cls(true=true, least=_least(true, kind) if math.isfinite(true.largest) else 0.0)
 
-    def against(self, controls: Sequence[Tensor]) -> Held:
+    def against(self, controls: Sequence[Tensor]) -> Controlled:
         """The same with these control runs more, tensors of its shape."""
         found = [distance_from(control, self.true, self.least) for control in controls]
         return replace(self, runs=(*self.runs, *found))
@@ -215,7 +215,7 @@ def measure(
     *,
     dtype: str,
     controls: Sequence[Tensor] = (),
-    far: Held | None = None,
+    far: Controlled | None = None,
     kinks: Sequence[Tensor] = (),
     slack: Tensor | None = None,
     kind: float = 0.0,
@@ -229,7 +229,7 @@ def measure(
     if not truth.is_floating_point() and not truth.is_complex():
         wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
         return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
-    far = (far or Held.of(truth, kind)).against(controls)
+    far = (far or Controlled.of(truth, kind)).against(controls)
     true, least = far.true, far.least
     own = own_share(dtype)
     found = distance_from(value, true, least, own, slack)

@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import (
     FLOAT64_CEILING,
-    Held,
+    Controlled,
     Measured,
     is_state,
     kind_of,
@@ -124,8 +124,8 @@ def measured_apart(trial: Trial, evidence: Evidence) -> Evidence:
     truth, far = evidence.truth, dict(evidence.far)
     kinds = {} if far else kind_rms({name: truth[name] for name in truth if kind_of(name) in _OF_PARAMETERS})
     for name in names & truth.keys():
-        held = far.get(name) or Held.of(truth[name], kinds.get(kind_of(name), 0.0))
-        far[name] = held.against([run[name] for run in evidence.controls if name in run])
+        known = far.get(name) or Controlled.of(truth[name], kinds.get(kind_of(name), 0.0))
+        far[name] = known.against([run[name] for run in evidence.controls if name in run])
     for asked in [asked for asked in trial.known if asked[0] == trial.reference.control]:
         del trial.known[asked]
     kept = tuple({name: run[name] for name in run if name not in names} for run in evidence.controls)

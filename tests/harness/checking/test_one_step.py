@@ -163,6 +163,15 @@ def test_a_dense_model_that_diverges_is_a_request_that_cannot_be_judged(tmp_path
     assert proved and {verdict.verdict for verdict in proved} == {"pass"}
 
 
+def test_a_case_that_the_dense_model_refuses_is_no_fault_of_a_program_that_fails_in_it(engine: InprocEngine) -> None:
+    def failing(case: Case, device: torch.device) -> dict[str, Tensor]:
+        raise ArithmeticError("too large")
+
+    case = Case.parse("mode=tp tp=2 steps=5 lr=10.0 seq=16 micro=1")
+    with pytest.raises(RequestError, match="the dense model diverges in step"):
+        prove(case, named(failing), engine)
+
+
 def test_states_are_left_out_above_a_bound() -> None:
     assert kept(Case.parse("steps=20 optimizer=adamw")) and not kept(Case.parse("steps=2000"))
     assert not kept(Case.parse("preset=llama3-8b mode=mtp tp=2"))

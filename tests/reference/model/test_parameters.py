@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.case import Case
-from reference.model.parameters import full, shapes
+from reference.model import parameters
+from reference.model.parameters import LastRead, drawn, full, shapes, weights
 from tests.reference.model.drawn_cases import models
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -79,6 +80,17 @@ def test_linear_weights_have_standard_deviation_of_half_over_root_inputs() -> No
     case = Case.of(hidden=256, heads=8)
     deviation = full(case, "layers.0.attention.wo.weight").std().item()
     assert deviation == pytest.approx(1 / 32, rel=0.02)
+
+
+def test_the_last_reader_gets_all_weights_and_leaves_no_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, device = Case(), torch.device("cpu")
+    whole = weights(case, device)
+    large = max(whole, key=lambda name: whole[name].numel())
+    monkeypatch.setattr(parameters, "_LARGE", whole[large].numel() - 1)
+    read = dict(LastRead(case, device))
+    assert list(read) == list(whole) and all(read[name] is whole[name] for name in whole)
+    assert drawn(case, large) is not whole[large] and drawn(case, large).equal(whole[large])
+    assert all(drawn(case, name) is whole[name] for name in whole if whole[name].numel() < whole[large].numel())
 
 
 def test_unknown_parameter_is_refused_by_name() -> None:

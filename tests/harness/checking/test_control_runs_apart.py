@@ -1,0 +1,52 @@
+"""Control runs of large tensors are kept as distances: they allow the same, and as many are made as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from harness.checking.evidence import Evidence
+from harness.checking.measures.tolerance import kind_of, kind_rms
+from harness.checking.numeric_checks import held
+from harness.engines.threads.inproc import InprocEngine
+from harness.running.trials import rounding
+from harness.running.trials.rounding import MORE_PARTS, controlled, measured_apart, stepwise
+from harness.running.trials.runs import recorded
+from harness.running.trials.trial import Trial
+from harness.subject import named
+from reference.case import Case
+
+CASE = Case.parse("mode=tp tp=2 dtype=float32 layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 micro=1 steps=1")
+NAME = "grad/layers.0.attention.wo.weight"
+
+
+@pytest.fixture
+def trial(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
+    """Of a case whose matrices are large."""
+    monkeypatch.setattr(rounding, "_LARGE", 16)
+    with InprocEngine() as engine:
+        yield Trial(case=CASE, subject=named("parallel.subject:subject"), engine=engine)
+
+
+def measured(evidence: Evidence, name: str = NAME) -> object:
+    return held(evidence, name, kind_rms(evidence.truth).get(kind_of(name), 0.0))
+
+
+def test_they_allow_what_the_tensors_do(trial: Trial) -> None:
+    whole = stepwise(trial, recorded(trial))
+    apart = measured_apart(trial, whole)
+    assert NAME in apart.far and NAME in whole.controls[0]
+    assert not any(name in run for run in apart.controls for name in apart.far)
+    assert all(measured(apart, name) == measured(whole, name) for name in apart.far)
+
+
+@pytest.mark.parametrize(("factor", "runs"), [(1.0, 1), (2.0, len(MORE_PARTS))])
+def test_there_are_as_many_as_it_takes(trial: Trial, factor: float, runs: int) -> None:
+    evidence = measured_apart(trial, stepwise(trial, recorded(trial)))
+    tensors = {**evidence.merged.tensors, NAME: factor * evidence.merged.tensors[NAME]}
+    evidence = replace(evidence, merged=replace(evidence.merged, tensors=tensors))
+    wrong = [held(evidence, NAME, kind_rms(evidence.truth)["grad"])]
+    found = controlled(trial, evidence, wrong)
+    assert len(found.far[NAME].runs) == len(found.controls) == 1 + runs
