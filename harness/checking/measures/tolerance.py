@@ -184,10 +184,10 @@ def _squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
         if math.isfinite(square := float(flat.dot(flat))):
             return [(square, flat.numel())]
         return [each for tensor in tensors for each in _squares([tensor])]
-    (tensor,) = tensors
-    if not all(bool(torch.isfinite(block).all()) for block in blocks_of(tensor)):
-        return []
-    return [(sum(float(block.double().square().sum()) for block in blocks_of(tensor)), tensor.numel())]
+    blocks = [block.reshape(-1) for block in blocks_of(tensors[0])]
+    square = sum(float(block.dot(block)) for block in map(Tensor.double, blocks))
+    finite = math.isfinite(square) or all(bool(torch.isfinite(block).all()) for block in blocks)
+    return [(square, tensors[0].numel())] if finite else []
 
 
 def least_rms(truth: Tensor, kind: float) -> float:
