@@ -113,16 +113,17 @@ def paired_cases(mode: str, refuses: Refuses = lambda case: "", *, deep: bool = 
         _cover(best, missing)
         found.append((best, best))
     choices = space.spread(found, ready, worth)
-    twice = set(choices) if deep else _covering_values(choices, default.union(*ready))
+    sizes = {choice: case.world_size for choice in choices if (case := space.case(choice))}
+    twice = set(choices) if deep else _covering_values(choices, default.union(*ready), sizes)
     shorter = (choice not in twice and space.case(choice, steps=1) for choice in choices)
     return (*plain, *filter(None, (one or space.case(choice) for one, choice in zip(shorter, choices, strict=True))))
 
 
-def _covering_values(choices: Sequence[Choice], known: Collection[int]) -> set[Choice]:
-    """A few of the choices that have every level of them all, but for those that are known; found greedily."""
+def _covering_values(choices: Sequence[Choice], known: Collection[int], ranks: Mapping[Choice, int]) -> set[Choice]:
+    """A few of the choices, of few ranks, that have every level of them all but those known; found greedily."""
     taken: set[Choice] = set()
     while missing := set().union(*choices).difference(known, *taken):
-        taken.add(max(choices, key=lambda choice: len(missing.intersection(choice))))
+        taken.add(max(choices, key=lambda choice: len(missing.intersection(choice)) / ranks[choice]))
     return taken
 
 

@@ -124,8 +124,9 @@ def in_order(frame: pd.DataFrame) -> pd.DataFrame:
     columns = {}
     for name, known in {"mode": known_modes(), **_ORDER}.items():
         if name in frame:
-            other = sorted(set(frame[name].astype(str)) - set(known))
-            columns[name] = pd.Categorical(frame[name].astype(str), categories=[*known, *other], ordered=True)
+            values = frame[name].astype(str)
+            other = sorted(set(values.unique()) - set(known))
+            columns[name] = pd.Categorical(values, categories=[*known, *other], ordered=True)
     return frame.assign(**columns)
 
 
