@@ -77,7 +77,8 @@ def micro_batch(
     for name, value, limit in (("step", step, math.inf), ("micro", micro, case.micro), ("dp_rank", dp_rank, case.dp)):
         if not 0 <= value < limit:
             raise ValueError(f"{name}={value}: must lie in [0, {limit}); legal: {name}=0")
-    made = _made(case, steps_before(case) + step, micro * case.dp + dp_rank, padding)
+    at, number = steps_before(case) + step, micro * case.dp + dp_rank
+    made = _made(case, at, number, padding)
     # every second column of a wider tensor: contiguous nowhere, on any device
     tokens = torch.stack((made.tokens, made.labels), dim=-1).to(device)[..., 0]
     return Batch(
