@@ -90,7 +90,7 @@ def test_a_wrong_request_is_one_line(option: str, tmp_path: Path, capsys: pytest
 def test_every_word_of_the_case_language_is_drawn_or_left_out_for_a_reason() -> None:
     drawn: dict[str, set[object]] = {field.name: set() for field in fields(Case)}
 
-    @settings(max_examples=400, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=_ALL)
+    @settings(max_examples=1200, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=_ALL)
     @seed(1)
     @given(data=st.data())
     def draw(data: st.DataObject) -> None:
