@@ -26,6 +26,7 @@ NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
 _REST = "forward"
 """The check that compares every other kind of name too: what a dense model of a subject's own returns beside these."""
 _EQUAL = 1e-6
+"""By this share two errors may differ and be equal but for rounding."""
 _KNOWN = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 
 
