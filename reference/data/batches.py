@@ -30,6 +30,7 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.checkpoints.stored import steps_before
+from reference.data.corpus import Source, sources
 from reference.data.edges import shard_edges
 from reference.data.packing import IGNORED, build_pack, build_unpack, collate, load_accum_batch, unpack_data
 from reference.data.stream import mixed, stream_of
@@ -78,7 +79,7 @@ def micro_batch(
         if not 0 <= value < limit:
             raise ValueError(f"{name}={value}: must lie in [0, {limit}); legal: {name}=0")
     at, number = steps_before(case) + step, micro * case.dp + dp_rank
-    made = _made(case, at, number, padding)
+    made = _made(case, sources(case), at, number, padding)
     # every second column of a wider tensor: contiguous nowhere, on any device
     tokens = torch.stack((made.tokens, made.labels), dim=-1).to(device)[..., 0]
     return Batch(
@@ -94,8 +95,10 @@ def micro_batch(
 
 
 @lru_cache(maxsize=128)
-def _made(case: Case, at: int, number: int, padding: int) -> Batch:
-    """Micro-batch `number` of step `at`, on the CPU: every rank and the dense model read it, so it is made once."""
+def _made(case: Case, _files: tuple[Source, ...], at: int, number: int, padding: int) -> Batch:
+    """Micro-batch `number` of step `at`, on the CPU: every rank and the dense model read it, so it is made once for
+    these files of the corpus as they are. Not to be written to.
+    """
     edges = _mixed_in(case, at).get(number)
     window, is_end = _window(case, at, number)
     if edges is not None:

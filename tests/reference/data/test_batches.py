@@ -204,6 +204,15 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_a_file_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    case = Case.parse(f"{FORMS['sentences']} data={file} seq=32")
+    file.write_text("To be, or not to be, that is the question. " * 400)
+    before = micro_batch(case, 0, 0, 0)
+    file.write_text("Whether 'tis nobler in the mind to suffer the slings. " * 400)
+    assert not torch.equal(micro_batch(case, 0, 0, 0).tokens, before.tokens)
+
+
 @every_form
 @pytest.mark.parametrize("seq", [32, 2048])
 def test_a_micro_batch_is_a_few_operations_and_reads_no_file(
