@@ -61,7 +61,9 @@ def _compare(evidence: Evidence, belongs: Callable[[str], bool]) -> Finding | No
 
 
 def _together(evidence: Evidence, names: list[str], kinds: Mapping[str, float]) -> dict[str, Measured]:
-    """Those that can be compared together: of which no rounding is known but that of float64."""
+    """The tensors that are held to float64's own limits alone, compared at once: no control run, kink or slack is known
+    of them.
+    """
     if (evidence.precision or evidence.case.dtype) != "float64":
         return {}
     known = {*evidence.slack}.union(*evidence.controls, *evidence.kinks)

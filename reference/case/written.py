@@ -26,7 +26,7 @@ SHARED: Mapping[str, int | float] = {
 the mesh.
 """
 _SMALLER = {**SHARED, "hidden": 48, "heads": 12}
-"""Where no other number of kv heads is paired with them, half as many heads of as many features do."""
+"""The same for words of other schemes, with which no kv_heads is paired: half the heads, each as wide, cost less."""
 _RANKS = 8
 
 

@@ -32,7 +32,10 @@ def measured_together(
     fit = {
         name: truth[name].numel()
         for name, value in values.items()
-        if 0 < value.numel() <= BLOCK and value.shape == truth[name].shape and _real(value) and _real(truth[name])
+        if 0 < value.numel() <= BLOCK
+        and value.shape == truth[name].shape
+        and value.is_floating_point()
+        and truth[name].is_floating_point()
     }
     found: dict[str, Measured] = {}
     for names in groups_of(fit):
@@ -45,10 +48,6 @@ def measured_together(
             one = _measured(name, row, kinds.get(kind_of(name), 0.0), fit[name])
             found |= {name: one} if one else {}
     return found
-
-
-def _real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point()
 
 
 def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
