@@ -1,18 +1,20 @@
-"""torch's compiler left unloaded where nothing is compiled: the first optimizer loads it, in more than a second.
+"""torch's compiler left unloaded where nothing is compiled: the first optimizer or checkpoint loads it, in a second.
 
-Optimizers mark for it what is not to be compiled. Until something else loads it (torch.compile, a checkpoint) they are
-called without these marks, then as torch has them.
+Both mark for it what is not to be compiled. Until something else loads it (torch.compile) they are called without
+these marks, then as torch has them.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils import checkpoint
 
 from harness.torch_internals.lookup import Probe
 
@@ -25,14 +27,41 @@ _STEP = "_use_grad"
 """The name of the function that torch wraps around the step of its optimizers."""
 
 
-def leave_unloaded() -> None:
-    """From now on the optimizers of this process do not load the compiler.
+class _Unloaded:
+    """What torch.utils.checkpoint asks of a compiler that has nothing to compile; anything else loads the compiler."""
 
-    Uses `__wrapped__` and its `__dynamo_disable` of Optimizer.zero_grad and its like, and `__wrapped__` of the steps of
-    torch.optim; where they are missing the compiler is loaded.
+    def __getattr__(self, name: str) -> Any:
+        if name in _FOR_CHECKPOINTS and sys._getframe(1).f_globals is vars(checkpoint):
+            return _FOR_CHECKPOINTS[name]
+        return getattr(importlib.import_module(_COMPILER), name)  # which takes this one's place in torch
+
+
+class _Settings:
+    """The setting that a checkpoint reads and hands back to the compiler where that traces it; others are loaded."""
+
+    error_on_nested_fx_trace = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(_COMPILER).config, name)
+
+
+def _undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+_FOR_CHECKPOINTS = {"config": _Settings(), "disable": _undecorated}
+
+
+def leave_unloaded() -> None:
+    """From now on the optimizers and checkpoints of this process do not load the compiler.
+
+    Uses `__wrapped__` and its `__dynamo_disable` of Optimizer.zero_grad and its like and of checkpoint, `__wrapped__`
+    of the steps of torch.optim, and `torch._dynamo`, which torch loads when it is first looked up; where they are
+    missing the compiler is loaded.
     """
     if _COMPILER in sys.modules:
         return
+    vars(torch).setdefault("_dynamo", _Unloaded())
     for wrapper in _never_compiled():
         function = getattr(wrapper, "__wrapped__", None)
         if function is not None and _INSTEAD not in vars(function):
@@ -44,9 +73,12 @@ def leave_unloaded() -> None:
 
 
 def _never_compiled() -> Iterator[Callable[..., Any]]:
-    """The methods of optimizers that torch keeps from its compiler."""
+    """What of optimizers and checkpoints torch keeps from its compiler."""
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
         yield getattr(Optimizer, name)
+    for name in ("checkpoint", "_run_fn_with_dynamo_disabled"):
+        if hasattr(checkpoint, name):
+            yield getattr(checkpoint, name)
 
 
 def _undisabled(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,17 +109,19 @@ def _stays_unloaded() -> bool:
     if _COMPILER in sys.modules:  # then it is too late for a trial: only the names are looked at
         return all(hasattr(wrapper, "__wrapped__") for wrapper in _never_compiled())
     leave_unloaded()
-    optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=1.0)
+    weight = torch.ones(1, device="cpu", requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
     optimizer.zero_grad()
+    checkpoint.checkpoint(torch.square, weight, use_reentrant=False).backward()
     optimizer.step()
     return _COMPILER not in sys.modules
 
 
 PROBES = (
     Probe(
-        feature="optimizers without torch's compiler",
-        names="Optimizer.zero_grad.__wrapped__.__dynamo_disable, SGD.step.__wrapped__",
-        otherwise="the first optimizer of a process takes a second longer",
+        feature="optimizers and checkpoints without torch's compiler",
+        names="Optimizer.zero_grad and checkpoint, their __wrapped__.__dynamo_disable; SGD.step.__wrapped__; _dynamo",
+        otherwise="the first optimizer or checkpoint of a process takes a second longer",
         works=_stays_unloaded,
     ),
 )

@@ -9,6 +9,7 @@ import torch
 
 PROGRAM = """
 import sys, torch
+from torch.utils.checkpoint import checkpoint
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove
 from reference.case import Case
@@ -23,20 +24,29 @@ def stepped(kind):
     assert torch.is_grad_enabled()
     return weight.detach()
 
+def recomputed():
+    weight = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
+    checkpoint(torch.sin, checkpoint(torch.exp, weight, use_reentrant=False), use_reentrant=False).sum().backward()
+    return weight.grad
+
 with InprocEngine() as engine:
-    case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8 optimizer=adamw")
+    case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8 optimizer=adamw recompute=full")
     assert prove(case, "parallel.subject:subject", engine).verdict == "pass"
 kinds = torch.optim.SGD, torch.optim.AdamW
 before = [stepped(kind) for kind in kinds]
+gradient = recomputed()
 assert "torch._dynamo" not in sys.modules
-import torch._dynamo
+assert torch._dynamo.config.error_on_nested_fx_trace is not None  # asked by anyone else, it is loaded
+assert torch._dynamo is sys.modules["torch._dynamo"]
+assert torch.equal(gradient, recomputed())
 assert all(torch.equal(one, stepped(kind)) for one, kind in zip(before, kinds))
 assert torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable.__module__.startswith("torch.")
+assert checkpoint.__wrapped__.__dynamo_disable.__module__.startswith("torch.")
 print(before[0].tolist())
 """
 
 
-def test_optimizers_step_without_the_compiler_and_with_it_alike() -> None:
+def test_optimizers_and_checkpoints_run_without_the_compiler_and_with_it_alike() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     weight = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
