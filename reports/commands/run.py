@@ -1,24 +1,23 @@
 """`shardproof run` and `shardproof bench`: a request (reports.request) run, its result shown.
 
-Our own code enters here as names that the harness resolves, as any other subject does.
+Our own code enters here as names that the harness resolves, as any other subject does. What shows a result loads pandas
+and is imported after the first case, so that a second process need not wait for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
-import json
-import math
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 
 from harness.engines.processes.launched.torchrun import dismiss, serve, serves
@@ -31,21 +30,16 @@ from harness.running.run import RunResult, run
 from harness.running.second_process import COLLECTED_AFTER
 from harness.running.spare_process import Spare
 from harness.subject import NamedSubject, claims, offers, own_cases
-from reports.commands.experiment_table import timeline
 from reports.commands.repro import write_script
-from reports.commands.show import show_failures
 from reports.options.experiment import real_size
 from reports.options.request import LAUNCHED, requested
-from reports.pages import page
-from reports.printing import tables, witnesses
-from reports.printing.text import append_step_summary, show_message, show_table, ticking
-from reports.stored import summary
-from reports.stored.frames import Run, load
-from reports.stored.unchecked import unchecked_notes
+from reports.printing.text import show_message, show_table, ticking
 
 __all__ = ["bench_main", "main", "progress_text"]
 
 INTERRUPTED = 130
+_SHOW = "reports.commands.show"
+_TIMELINE = "reports.commands.experiment_table:timeline"
 BENCH = "bench.performance:main"
 FAULT_TABLE = "bench.fault_table:main"
 
@@ -58,7 +52,8 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.engine == LAUNCHED and serves():
         return serve()
-    request = dataclasses.replace(arguments.request or _first_ranks(arguments), page=_write_page)
+    stored = functools.cache(_stored)
+    request = dataclasses.replace(arguments.request or _first_ranks(arguments), page=partial(_write_page, stored))
     if not arguments.cases:
         request = dataclasses.replace(request, cases=arranged(request.cases))
         for note in _notes_on_defaults(request.subject, deep=arguments.deep):
@@ -68,9 +63,12 @@ def main(arguments: argparse.Namespace) -> int:
     result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)
     if arguments.emit_repro is not None and result.exit_status != INTERRUPTED:
         result = _with_script(result, request, arguments.emit_repro)
-    _show(result, as_json=arguments.json)
-    if arguments.preset_experiment and not arguments.json and result.exit_status != INTERRUPTED:
-        show_table(timeline(load(result.path), arguments.preset_experiment), sys.stdout)
+    show: Any = import_module(_SHOW)
+    finished, interrupted = stored(result.path.resolve()), result.exit_status == INTERRUPTED
+    show.show_result(result, finished, as_json=arguments.json, interrupted=interrupted)
+    if arguments.preset_experiment and not arguments.json and not interrupted:
+        timeline: Any = resolve(_TIMELINE)
+        show_table(timeline(finished, arguments.preset_experiment), sys.stdout)
         show_message(real_size(arguments.preset_experiment), sys.stdout)
     return result.exit_status
 
@@ -110,6 +108,7 @@ def _progress(
 ) -> None:
     tick(done, total, progress_text(case), verdict)
     if done == 1:
+        import_module(_SHOW)
         gc.freeze()  # what the first case loads stays too
 
 
@@ -158,50 +157,12 @@ def bench_main(arguments: argparse.Namespace) -> int:
     return int(measure([*words, "--quick"] if arguments.quick and not arguments.faults else words) or 0)
 
 
-def _write_page(folder: Path) -> Path:
-    return page.write(load(folder), folder / "report.html")
+def _stored(folder: Path) -> Any:
+    show: Any = import_module(_SHOW)
+    return show.load(folder)
 
 
-def _show(result: RunResult, *, as_json: bool) -> None:
-    stored = load(result.path)
-    rows = summary.headline(stored)
-    if result.exit_status == INTERRUPTED:
-        rows = rows[rows["case"].isin(stored.verdicts["case"])]
-    notes = (*result.notes, *unchecked_notes(stored), *stored.notes)
-    if len(rows):
-        headline = tables.first_table(rows)
-        append_step_summary(headline, str(result.path), os.environ)
-    if as_json:
-        print(json.dumps(_as_json(result, stored, rows, notes), indent=2, allow_nan=False))
-        return
-    if len(rows):
-        show_table(headline, sys.stdout)
-    for table in witnesses.tables(result.path):
-        show_table(table, sys.stdout)
-    show_failures(stored, sys.stdout)
-    for note in notes:
-        show_message(f"note: {note}", sys.stdout, style="yellow")
-    page_words = "report.html opens offline; " if (result.path / "report.html").exists() else ""
-    show_message(f"{result.path}  ({page_words}`shardproof show` prints all tables)", sys.stdout)
-
-
-def _as_json(result: RunResult, stored: Run, rows: pd.DataFrame, notes: Sequence[str]) -> dict[str, object]:
-    """The result for machines: exit status, folder, one object a case, every check that did not pass."""
-    told = stored.verdicts[stored.verdicts["verdict"].isin(["fail", "unknown"])]
-    return {
-        "exit_status": result.exit_status,
-        "run": str(result.path),
-        "cases": _rows(rows),
-        "failures": _rows(told[["case", "check", "verdict", "message"]]),
-        "notes": list(notes),
-    }
-
-
-def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """The rows as JSON can hold them: what is not known is null, infinity is text."""
-    known = frame.astype("object").where(frame.notna(), None)
-    return [{str(key): _plain(value) for key, value in row.items()} for row in known.to_dict("records")]
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, float) and math.isinf(value) else value
+def _write_page(stored: Callable[[Path], Any], folder: Path) -> Path:
+    show: Any = import_module(_SHOW)
+    page: Path = show.write_page(stored(folder.resolve()))
+    return page

@@ -1,18 +1,24 @@
-"""`shardproof show` and `shardproof page`: a stored run shown again, as tables in the terminal or as one HTML file."""
+"""A stored run shown: what `shardproof run` prints at its end, `shardproof show`, `shardproof page`."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import os
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import pandas as pd
+
 from harness.errors import RequestError
+from harness.running.run import RunResult
 from reports.comparing import breakeven
 from reports.pages import page
 from reports.printing import tables, witnesses
-from reports.printing.text import show_message, show_table
+from reports.printing.text import append_step_summary, show_message, show_table
 from reports.programs import tables as programs
 from reports.stored import stages, summary
 from reports.stored.bugs import bugs
@@ -20,7 +26,7 @@ from reports.stored.frames import Run, load
 from reports.stored.parts import recorded
 from reports.stored.unchecked import unchecked_notes
 
-__all__ = ["main", "page_main", "show_failures", "show_run"]
+__all__ = ["load", "main", "page_main", "show_failures", "show_result", "show_run", "write_page"]
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -40,6 +46,56 @@ def page_main(arguments: argparse.Namespace) -> int:
         raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o report.html") from problem
     show_message(str(target), sys.stdout)
     return 0
+
+
+def write_page(run: Run) -> Path:
+    """Write the page of a run into its folder."""
+    return page.write(run, run.path / "report.html")
+
+
+def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool) -> None:
+    """Print what a run came to, as tables or as one JSON object: of an interrupted one what was finished."""
+    rows = summary.headline(run)
+    if interrupted:
+        rows = rows[rows["case"].isin(run.verdicts["case"])]
+    notes = (*result.notes, *unchecked_notes(run), *run.notes)
+    if len(rows):
+        headline = tables.first_table(rows)
+        append_step_summary(headline, str(result.path), os.environ)
+    if as_json:
+        print(json.dumps(_as_json(result, run, rows, notes), indent=2, allow_nan=False))
+        return
+    if len(rows):
+        show_table(headline, sys.stdout)
+    for table in witnesses.tables(result.path):
+        show_table(table, sys.stdout)
+    show_failures(run, sys.stdout)
+    for note in notes:
+        show_message(f"note: {note}", sys.stdout, style="yellow")
+    page_words = "report.html opens offline; " if (result.path / "report.html").exists() else ""
+    show_message(f"{result.path}  ({page_words}`shardproof show` prints all tables)", sys.stdout)
+
+
+def _as_json(result: RunResult, run: Run, rows: pd.DataFrame, notes: Sequence[str]) -> dict[str, object]:
+    """The result for machines: exit status, folder, one object a case, every check that did not pass."""
+    told = run.verdicts[run.verdicts["verdict"].isin(["fail", "unknown"])]
+    return {
+        "exit_status": result.exit_status,
+        "run": str(result.path),
+        "cases": _rows(rows),
+        "failures": _rows(told[["case", "check", "verdict", "message"]]),
+        "notes": list(notes),
+    }
+
+
+def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """The rows as JSON can hold them: what is not known is null, infinity is text."""
+    known = frame.astype("object").where(frame.notna(), None)
+    return [{str(key): _plain(value) for key, value in row.items()} for row in known.to_dict("records")]
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def show_run(run: Run, stream: TextIO) -> None:

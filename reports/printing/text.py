@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Literal, Protocol, TextIO
 
 from rich import box
 from rich.console import Console
@@ -17,7 +17,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from reports.printing.tables import Table
+if TYPE_CHECKING:
+    from reports.printing.tables import Table  # loads pandas, which a message and a line of progress do not need
 
 __all__ = ["Progress", "Ticker", "append_step_summary", "markdown", "plain", "show_message", "show_table", "ticking"]
 
