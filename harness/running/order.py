@@ -23,13 +23,15 @@ def together(cases: Sequence[CaseLike]) -> list[list[int]]:
 
 
 def arranged(cases: Iterable[CaseLike]) -> tuple[CaseLike, ...]:
-    """The cases with those together that are one case to the dense model, the most ranks first: two processes that take
-    such groups in turn then end at nearly the same time.
+    """The cases with those together that are one case to the dense model, the most ranks and steps first: two processes
+    that take such groups in turn then end at nearly the same time.
     """
     groups: dict[CaseLike, list[CaseLike]] = {}
     for case in cases:
         groups.setdefault(_alike(case), []).append(case)
-    return tuple(chain(*sorted(groups.values(), key=lambda group: -sum(case.world_size for case in group))))
+    return tuple(
+        chain(*sorted(groups.values(), key=lambda group: -sum(case.world_size * case.steps for case in group)))
+    )
 
 
 def _alike(case: CaseLike) -> CaseLike:

@@ -243,7 +243,7 @@ def _keep(store: Store, result: Proved) -> None:
         store.extend("spans.csv", SPAN_COLUMNS, (span_row(result.text, span) for span in result.spans))
     if result.unplaced:
         store.notes.append(f"errors.csv lacks {result.text!r}: {result.unplaced}")
-    store.add(result.text, result.events, result.rows, result.verdicts, result.seconds, result.saved_bytes, result.ran)
+    store.add(result.text, result.ledger, result.rows, result.verdicts, result.seconds, result.saved_bytes, result.ran)
 
 
 def _exit_status(results: Sequence[_Tally]) -> int:

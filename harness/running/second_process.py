@@ -1,8 +1,8 @@
 """A second process that proves cases beside this one: what is independent takes half the time on two cores.
 
-It holds few cases at a time, so that both processes end together: those that are one case to the dense model, and one
+It holds few cases at a time, so that both processes end together: those that are one case to the dense model, and some
 to go on with. A case that it could not finish, whatever stopped it, is proved here. Nothing but verdicts,
-events and sizes is sent back. It ends with the socket, so with the process that started it.
+lines of the ledger and sizes is sent back. It ends with the socket, so with the process that started it.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from typing import Any
 
 from harness.checking.evidence import Verdict
 from harness.diagnosing.errors_by_place import error_rows
-from harness.ledger import Event
 from harness.protocols import CaseLike
 from harness.recording.spans import RankSpan
 from harness.resolve import resolve
 from harness.running.interrupts import interrupted_after
 from harness.running.proof import CaseResult
 from harness.running.spare_process import Spare
+from harness.running.store import ledger_rows
 from harness.running.summary import SummaryRow, summarize
 
 __all__ = ["COLLECTED_AFTER", "Proved", "SecondProcess", "proved", "prove_all", "serve"]
 
 COLLECTED_AFTER = (5_000, 20, 10)
 """Python looks for garbage after so many new objects (gc.set_threshold): its default of 700 costs a proof 4 %."""
-_HELD = 2
-"""Of fewer cases the second process is given more: one in work and one to go on with."""
+_HELD, _HELD_AT_LAST = 4, 2
+"""Of fewer cases the second process is given more: one in work and some to go on with while this one is at a long case.
+At last, when as many groups wait, it gets no more than one to go on with, so that both end together.
+"""
 _PROVING = "harness.running.run:proving"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proved:
-    """What is stored of a proved case. `ran`: the ranks of `saved_bytes` when they are not all. `errors` are rows of
-    errors.csv for a case that failed, `unplaced` says why there are none.
+    """What is stored of a proved case. `ledger`: its lines of ledger.csv. `ran`: the ranks of `saved_bytes` when they
+    are not all. `errors` are rows of errors.csv for a case that failed, `unplaced` says why there are none.
     """
 
     text: str
@@ -49,7 +51,7 @@ class Proved:
     verdict: str
     machine: bool
     seconds: Mapping[str, float]
-    events: tuple[Event, ...]
+    ledger: str
     rows: tuple[SummaryRow, ...]
     saved_bytes: tuple[int, ...]
     ran: tuple[int, ...]
@@ -77,7 +79,7 @@ def proved(result: CaseResult) -> Proved:
         verdict=result.verdict,
         machine=bool(result.machine),
         seconds=dict(result.seconds),
-        events=result.events,
+        ledger=ledger_rows(result.events),
         rows=tuple(rows),
         saved_bytes=tuple(evidence.saved_bytes) if evidence else (),
         ran=ran,
@@ -144,7 +146,7 @@ def prove_all(
         while kept < len(cases):
             if not mine and waiting:
                 mine = waiting.popleft()
-            while second and not second.note and waiting and len(second.asked) < _HELD:
+            while second and not second.note and waiting and len(second.asked) < _held(len(waiting)):
                 for number in waiting.popleft():
                     second.ask(number, cases[number])
             if mine:
@@ -166,6 +168,11 @@ def prove_all(
             for number in sorted(finished):
                 keep(finished[number])
         raise
+
+
+def _held(waiting: int) -> int:
+    """How many cases the second process holds while so many groups wait."""
+    return _HELD if waiting > _HELD else _HELD_AT_LAST
 
 
 def serve(descriptor: int) -> None:

@@ -26,7 +26,7 @@ from harness.ledger import COLUMNS, Event
 from harness.run_folder import SCHEMA, link_latest, new_run_folder, safe_name, writing
 from harness.running.summary import COUNTS, SUMMARY_COLUMNS, SummaryRow
 
-__all__ = ["LARGEST_LEDGER", "Store", "file_of"]
+__all__ = ["LARGEST_LEDGER", "Store", "file_of", "ledger_rows"]
 
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""
@@ -59,16 +59,18 @@ class Store:
     def add(
         self,
         case: str,
-        events: Sequence[Event],
+        ledger: str,
         summary: Sequence[SummaryRow],
         verdicts: Sequence[Verdict],
         seconds: Mapping[str, float],
         saved_bytes: Sequence[int] = (),
         ran: Sequence[int] = (),
     ) -> None:
-        """Append one finished case; `saved_bytes` by rank, none when not measured, of the ranks `ran` if not all."""
+        """Append one finished case: `ledger` are the `ledger_rows` of its events; `saved_bytes` by rank, none when not
+        measured, of the ranks `ran` if not all.
+        """
         with writing(self.path):
-            self._append("ledger.csv", _csv(map(_ROW, events)))
+            self._append("ledger.csv", ledger)
             self._add_summary(summary)
             self._append("timings.csv", _csv((case, part, f"{spent:.6f}") for part, spent in seconds.items()))
             self._append(
@@ -128,6 +130,11 @@ class Store:
         wide.write_text(_csv([[*header, *_MIN_COLUMNS], *([*row, *blank] for row in rows)]), "utf-8", newline="")
         wide.replace(path)
         self._summary_columns = (*SUMMARY_COLUMNS, *_MIN_COLUMNS)
+
+
+def ledger_rows(events: Iterable[Event]) -> str:
+    """The events as lines of ledger.csv."""
+    return _csv(map(_ROW, events))
 
 
 def file_of(case: str, ending: str) -> str:

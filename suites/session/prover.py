@@ -28,7 +28,7 @@ from harness.plain_case import Vocabulary
 from harness.protocols import CaseLike
 from harness.running.environment import environment
 from harness.running.proof import CaseResult, prove, with_traceback
-from harness.running.store import Store
+from harness.running.store import Store, ledger_rows
 from harness.running.summary import summarize
 from harness.subject import NamedSubject, case_of, named, refusal, vocabulary
 from reference.case import Case
@@ -246,12 +246,12 @@ class Prover:
             return
         case, events = result.case, result.events
         if result.text in self.stored:
-            self.store.add(result.text, (), (), result.verdicts, result.seconds)
+            self.store.add(result.text, "", (), result.verdicts, result.seconds)
             return
         self.stored.add(result.text)
         self.store.plan([{"case": result.text, "mode": case.mode, "world_size": case.world_size}])
         rows = summarize(result.text, case.mode, case.world_size, events, result.expectation)
-        self.store.add(result.text, events, rows, result.verdicts, result.seconds)
+        self.store.add(result.text, ledger_rows(events), rows, result.verdicts, result.seconds)
 
 
 def _launched(worlds: tuple[int, ...], engine: Engine) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from harness.checking.evidence import Verdict
 from harness.ledger import Event, wire_bytes
 from harness.running.environment import environment
-from harness.running.store import Store
+from harness.running.store import Store, ledger_rows
 from harness.running.summary import summarize
 from reports.comparing.baselines import save, side
 from reports.comparing.comparison import compare
@@ -74,7 +74,7 @@ def written(out: Path, count: int) -> Path:
     for case, share in cases:
         rows = list(events(case, share, "tp"))
         passed = Verdict(case=case, check="forward", verdict="pass", worst=None, message="")
-        store.add(case, rows, summarize(case, "tp", _RANKS, rows, None), [passed], {"recorded": 1.0})
+        store.add(case, ledger_rows(rows), summarize(case, "tp", _RANKS, rows, None), [passed], {"recorded": 1.0})
     store.close()
     return store.path
 

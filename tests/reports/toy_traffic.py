@@ -16,7 +16,7 @@ from harness.checking.evidence import Verdict
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.environment import environment
 from harness.running.ranks.execution import execute
-from harness.running.store import Store
+from harness.running.store import Store, ledger_rows
 from harness.running.summary import summarize
 from reference.case import Case
 
@@ -97,6 +97,6 @@ def stored(out: Path, way: str = "right", case: Case = CASE, *, add: bool = True
     if add:
         rows = summarize(str(case), case.mode, case.world_size, run.events, None)
         passed = Verdict(case=str(case), check="forward", verdict="pass", worst=None, message="")
-        store.add(str(case), run.events, rows, [passed], {"recorded": 0.1}, [1000, 1000])
+        store.add(str(case), ledger_rows(run.events), rows, [passed], {"recorded": 0.1}, [1000, 1000])
     store.close()
     return store.path

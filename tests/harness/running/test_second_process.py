@@ -95,7 +95,7 @@ def test_cases_that_stand_together_are_proved_by_one_process() -> None:
 
 def answer(text: str) -> Proved:
     return Proved(
-        text=text, verdicts=(), verdict="pass", machine=False, seconds={}, events=(), rows=(), saved_bytes=(), ran=()
+        text=text, verdicts=(), verdict="pass", machine=False, seconds={}, ledger="", rows=(), saved_bytes=(), ran=()
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from harness.checking.evidence import Verdict, Worst
 from harness.ledger import COLUMNS
-from harness.running.store import Store
+from harness.running.store import Store, ledger_rows
 from harness.running.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
 from harness.running.summary import summarize
 from reports.stored.frames import SUMMARY_COLUMNS, RunFolderError, load
@@ -98,7 +98,7 @@ def stored(out: Path, cases: Sequence[str]) -> Path:
         worst = Worst(name="grad/w", error=float("inf"), allowed=1e-9, epsilons=float("inf"))
         verdict = Verdict(case=case, check="forward", verdict="fail", worst=worst, message="m", unchecked=("a", "b"))
         rows = summarize(case, events[0].mode, 2, events, None)
-        store.add(case, events, rows, [verdict], {"ranks": 0.5, "checks": 0.25})
+        store.add(case, ledger_rows(events), rows, [verdict], {"ranks": 0.5, "checks": 0.25})
     store.close()
     return store.path
 

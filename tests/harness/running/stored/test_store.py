@@ -22,7 +22,7 @@ from harness.ledger import COLUMNS
 from harness.run_folder import SCHEMA, safe_name
 from harness.running import store as store_module
 from harness.running.environment import environment
-from harness.running.store import Store
+from harness.running.store import Store, ledger_rows
 from harness.running.summary import SUMMARY_COLUMNS, summarize
 from reports.stored.frames import load
 from tests.harness.toy_evidence import TERMS, events, without
@@ -38,7 +38,9 @@ def finished(store: Store, ledger: Any = None, verdict: str = "pass") -> None:
     ledger = events() if ledger is None else ledger
     worst = Worst(name="loss/0", error=float("inf"), allowed=1e-9, epsilons=float("nan"))
     verdicts = [Verdict(case=CASE, check="forward", verdict=verdict, worst=worst, message="a\nb", unchecked=("x",))]
-    store.add(CASE, ledger, summarize(CASE, "tp", 2, ledger, TERMS), verdicts, {"truth": 0.25, "recorded": 1.5})
+    store.add(
+        CASE, ledger_rows(ledger), summarize(CASE, "tp", 2, ledger, TERMS), verdicts, {"truth": 0.25, "recorded": 1.5}
+    )
 
 
 def table(path: Path) -> list[dict[str, str]]:

@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
         verdicts = [
             Verdict(case=case, check=check, verdict=word, worst=None, message=f"m {check}") for check, word in words
         ]
-        store.add(case, (), (), verdicts, {"truth": 0.5})
+        store.add(case, "", (), verdicts, {"truth": 0.5})
     store.close()
     return store.path
 
