@@ -57,8 +57,8 @@ GATHERED = (
     "layers=1 steps=1 tp=1 cp=4 seq=16 cp_comm=alltoall-ring cp_inner=2",
     "layers=2 steps=1 tp=2 pp=2 schedule=gpipe first_layers=1",
     "layers=4 steps=1 tp=2 pp=2 schedule=interleaved chunks=2 group=3",
-    "layers=1 tp=2 dp=2 wp=4 dtype=float16 master=float32 grad_dtype=float32 scaler=static loss_scale=8",
-    "layers=1 tp=1 dp=2 zero=1 dtype=float16 master=float32 scaler=dynamic loss_scale=8",
+    "layers=1 steps=1 tp=2 dp=2 wp=4 dtype=float16 master=float32 scaler=static loss_scale=8",
+    "layers=1 tp=1 dp=2 zero=1 dtype=float16 master=float32 grad_dtype=float32 scaler=dynamic loss_scale=8",
 )
 """The same where weights are gathered. One stage gathers its second layer ahead."""
 SCHEMES = (
@@ -70,8 +70,8 @@ SCHEMES = (
     "layers=2 steps=1 tp=2 pp=2 schedule=gpipe first_layers=1 last_layers=1 order=pp-tp",
     "layers=4 steps=1 tp=1 pp=2 schedule=interleaved chunks=2 group=3",
     "layers=1 tp=1 dp=4 zero=3 shard=2 parity=1",
-    "layers=1 tp=1 dp=2 zero=1 dtype=float16 master=float32 grad_dtype=float32 scaler=static loss_scale=8",
-    "layers=1 tp=1 dp=2 dtype=float16 master=float32 scaler=dynamic loss_scale=8 wgrad=fused",
+    "layers=1 steps=1 tp=1 dp=2 zero=1 dtype=float16 master=float32 scaler=static loss_scale=8",
+    "layers=1 tp=1 dp=2 dtype=float16 master=float32 grad_dtype=float32 scaler=dynamic loss_scale=8 wgrad=fused",
 )
 """The same of context, data and pipeline parallelism and of recomputation together."""
 WHOLE = ("layers=1 steps=1 tp=2 recompute=full distribute_saved=true",)
