@@ -33,6 +33,7 @@ from harness.engines.threads.heap import resident_bytes
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, ShardproofError
 from harness.running.proof import prove
+from harness.running.second_process import COLLECTED_AFTER
 from reference.case import Case
 from suites.drawing.strategies import every_word
 from suites.session.request import chosen_modes
@@ -235,4 +236,5 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     gc.freeze()  # what is loaded now stays: collections between cases need not look through it
+    gc.set_threshold(*COLLECTED_AFTER)
     sys.exit(main())
