@@ -13,14 +13,12 @@ from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, sp
 from harness.checking.measures.tolerance import kind_of
 from harness.outcome.blocks import Block
 from harness.outcome.merging import Flaw, Outcomes, differing, same_bits
+from harness.protocols import CaseLike
 
 __all__ = ["determinism", "layout", "parallelism", "recording", "replicas", "same_outcomes", "saved", "waits"]
 
 _COUNTS = ("steps", "step_after", "loss_scale")
 """Kinds of saved/ that are counts."""
-
-WEIGHT_AXES = ("tp", "wp")
-"""Axes over which every mode splits weights: some parameter must be smaller on a rank than in full."""
 
 
 def layout(evidence: Evidence) -> Finding | None:
@@ -122,13 +120,22 @@ def parallelism(evidence: Evidence) -> Finding | None:
         return Finding(verdict=FAIL, message=message, ranks=silent if talked else ())
     sharded = _sharded(evidence.outcomes)
     whole = f"{len(talked)} of {len(evidence.outcomes)} ranks talk over " + _mesh(split)
-    if not any(axis in split for axis in WEIGHT_AXES) or not sharded:
+    if _weight_axis(evidence.case) not in split:
+        return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights")
+    if not sharded:
         return Finding(verdict=PASS, message=whole, unchecked=("local shapes: every tensor was returned in full",))
     if not any(sharded.values()):
         message = f"every rank holds the full tensor of all {len(sharded)} shards in a mesh of " + _mesh(split)
         return Finding(verdict=FAIL, message=message, names=tuple(sharded))
     smaller = sum(sharded.values())
     return Finding(verdict=PASS, message=f"{whole}; {smaller} of {len(sharded)} sharded tensors are smaller on a rank")
+
+
+def _weight_axis(case: CaseLike) -> str:
+    """The axis over which weights are split, so that some tensor is smaller on a rank: where a mesh has `wp`, its `tp`
+    splits the sequence alone.
+    """
+    return "wp" if "wp" in case.axes else "tp"
 
 
 def waits(evidence: Evidence) -> Finding | None:

@@ -205,6 +205,17 @@ def test_ranks_that_hold_everything_in_full_fail_although_they_talk() -> None:
     assert "every rank holds the full tensor of all 4 shards" in findings["parallelism"].message
 
 
+def test_where_wp_splits_the_weights_tp_does_not() -> None:
+    """mode=isp tp=2 wp=1 has whole weights on every rank, and is right; tp=2 wp=2 has not."""
+    whole = {
+        name: Shard(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) if name.startswith("grad/") else tensor
+        for name, tensor in truth().items()
+    }
+    assert "parallelism" in named(examine(evidence(whole, whole, case=case("mode=isp tp=2 wp=2"))), FAIL)
+    finding = examine(evidence(whole, whole, case=case("mode=isp tp=2 wp=1")))["parallelism"]
+    assert finding.verdict == PASS and finding.message.endswith("; no axis of it splits weights")
+
+
 def test_returning_only_full_tensors_leaves_local_shapes_unchecked() -> None:
     findings = examine(evidence(truth(), truth()))
     assert findings["parallelism"].verdict == PASS
