@@ -11,8 +11,16 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import kind_of, kind_rms
 from harness.checking.numeric_checks import held
 from harness.engines.threads.inproc import InprocEngine
+from harness.running.proof import prove
 from harness.running.trials import rounding
-from harness.running.trials.rounding import MORE_PARTS, controlled, measured_apart, stepwise
+from harness.running.trials.rounding import (
+    FURTHER_PARTS,
+    MORE_PARTS,
+    NEAR,
+    controlled,
+    measured_apart,
+    stepwise,
+)
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
 from harness.subject import named
@@ -42,11 +50,29 @@ def test_they_allow_what_the_tensors_do(trial: Trial) -> None:
     assert all(measured(apart, name) == measured(whole, name) for name in apart.far)
 
 
-@pytest.mark.parametrize(("factor", "runs"), [(1.0, 1), (2.0, len(MORE_PARTS))])
-def test_there_are_as_many_as_it_takes(trial: Trial, factor: float, runs: int) -> None:
+@pytest.mark.parametrize(
+    ("factor", "near", "runs"),
+    [(1.0, NEAR, 1), (2.0, NEAR, len(MORE_PARTS)), (2.0, 1e9, len((*MORE_PARTS, *FURTHER_PARTS)))],
+)
+def test_there_are_as_many_as_it_takes(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, factor: float, near: float, runs: int
+) -> None:
+    monkeypatch.setattr(rounding, "NEAR", near)
     evidence = measured_apart(trial, stepwise(trial, recorded(trial)))
     tensors = {**evidence.merged.tensors, NAME: factor * evidence.merged.tensors[NAME]}
     evidence = replace(evidence, merged=replace(evidence.merged, tensors=tensors))
     wrong = [held(evidence, NAME, kind_rms(evidence.truth)["grad"])]
     found = controlled(trial, evidence, wrong)
     assert len(found.far[NAME].runs) == len(found.controls) == 1 + runs
+
+
+def test_control_runs_that_were_all_lucky_are_not_believed_at_once() -> None:
+    """grad_norm/4 is 4.05e-06 off, where nine control runs allow 4.02e-06: scores are large, and the four of them with
+    torch's fused attention were lucky. Right code failed (bench.clean, part 51 of 100).
+    """
+    words = "family=llama hidden=72 heads=12 kv_heads=4 activation=gelu ffn=6 vocab=346 positions=learned tied=true"
+    more = "fuse_qkv=false seq=10 micro=1 delivery=local attention_mask=false head=gather bucket=2000 wgrad=deferred"
+    case = Case.parse(f"mode=tp-sp {words} {more} steps=5 optimizer=adamw dtype=float32 seed=3134")
+    with InprocEngine() as engine:
+        result = prove(case, "parallel.subject:subject", engine)
+    assert result.verdict == "pass"
