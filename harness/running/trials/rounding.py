@@ -36,6 +36,7 @@ MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
 FURTHER_PARTS = (10, 12, 14)
 """The same where what is wrong is no more than NEAR times its limit; an even number takes torch's fused attention."""
 NEAR = 3.0
+"""Errors in units of their limit up to which that limit may have come from control runs that were all lucky."""
 _OF_PARAMETERS = ("grad", "param")
 """Kinds of names whose tensors have the shapes of parameters."""
 _LARGE = 2**20
