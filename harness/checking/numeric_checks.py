@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.checking.measures.small_tensors import measured_together
-from harness.checking.measures.tolerance import Measured, kind_of, kind_rms, measure
+from harness.checking.measures.tolerance import Measured, kind_of, kind_rms, measure, step_of
 
 __all__ = ["NUMERIC_KINDS", "held", "numeric", "worst_of"]
 
@@ -25,6 +29,7 @@ NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
 """Check -> the kinds of names it compares, in the order in which training computes them."""
 _REST = "forward"
 """The check that compares every other kind of name too: what a dense model of a subject's own returns beside these."""
+_OVERFLOWS = "is not finite, and not in the dense model in this dtype either (legal: a smaller lr, or fewer steps)"
 _EQUAL = 1e-6
 """By this share two errors may differ and be equal but for rounding."""
 _KNOWN = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
@@ -72,8 +77,11 @@ def _together(evidence: Evidence, names: list[str], kinds: Mapping[str, float]) 
 
 
 def held(evidence: Evidence, name: str, kind: float) -> Measured:
-    """One merged tensor compared with the truth, by all that is known of rounding; `kind` is the rms of its kind."""
-    return measure(
+    """One merged tensor compared with the truth, by all that is known of rounding; `kind` is the rms of its kind.
+
+    Where a control run overflows in a step, nothing of that step decides: what overflows is a matter of rounding.
+    """
+    found = measure(
         name,
         evidence.merged.tensors[name],
         evidence.truth[name],
@@ -84,11 +92,23 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
         slack=evidence.slack.get(name),
         kind=kind,
     )
+    if found.right or not _overflowed(evidence, name):
+        return found
+    return replace(found, allowed=math.inf, decidable=False)
+
+
+def _overflowed(evidence: Evidence, name: str) -> bool:
+    """Whether a loss or gradient norm of a control run is not finite, in the step of this tensor or before it."""
+    whole = {"act": 0, "act_grad": 0, "grad": 0, "param": evidence.case.steps - 1, "saved": evidence.case.steps - 1}
+    last = whole.get(kind_of(name), step_of(name))
+    numbers = [(key, run[key]) for run in evidence.controls for key in run if kind_of(key) in ("loss", "grad_norm")]
+    return any(step_of(key) <= last and not bool(torch.isfinite(number).all()) for key, number in numbers)
 
 
 def _judged(measured: list[Measured], unchecked: list[str]) -> Finding:
-    wrong = tuple(m for m in measured if not m.right)
-    lost = [m.name for m in measured if m.right and not m.decidable]
+    wrong = tuple(m for m in measured if m.wrong)
+    overflowing = [m.name for m in measured if m.overflows]
+    lost = [m.name for m in measured if m.right and not m.decidable] + overflowing
     proved = [m for m in measured if m.right and m.decidable]
     unseen = tuple(unchecked + lost + [_loose(m) for m in proved if m.loose])
     if wrong:
@@ -101,6 +121,8 @@ def _judged(measured: list[Measured], unchecked: list[str]) -> Finding:
             wrong=wrong,
             names=tuple(m.name for m in wrong),
         )
+    if overflowing:
+        return Finding(verdict=UNKNOWN, message=f"{overflowing[0]} {_OVERFLOWS}", unchecked=unseen)
     if not proved:
         why = "rounding alone explains any error" if lost else "none of them could be merged or is known to the truth"
         return Finding(verdict=UNKNOWN, message=f"no tensor of this kind could be compared: {why}", unchecked=unseen)

@@ -41,7 +41,7 @@ def regrouping(evidence: Evidence) -> Finding | None:
         if flaw := next((flaw for flaw in other.flaws if flaw.name in evidence.merged.tensors), None):
             rule = f"{flaw.message} ({flaw.kind}), which is whole with {_sizes_here(evidence, other)}"
             return Finding(verdict=FAIL, message=f"{flaw.name} with {other.words}: {rule}", names=(flaw.name,))
-        wrong = tuple(measured for measured in _compared(evidence, other.tensors) if not measured.right)
+        wrong = tuple(measured for measured in _compared(evidence, other.tensors) if measured.wrong)
         if wrong:
             return _breach(evidence, other, wrong, settled)
         settled |= {} if other.problem else other.sizes

@@ -114,6 +114,16 @@ class Measured:
         return math.isfinite(self.error) and self.error <= self.allowed
 
     @property
+    def overflows(self) -> bool:
+        """Whether it is not finite and a control run is not either: whoever computes in this dtype overflows."""
+        return math.isinf(self.error) and math.isinf(self.allowed)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether rounding cannot explain it. What overflows is neither right nor wrong."""
+        return not self.right and not self.overflows
+
+    @property
     def ratio(self) -> float:
         """Error in units of what is allowed: at most 1 when right."""
         return ratio(self.error, self.allowed)

@@ -5,6 +5,7 @@ Elements that Adam may have made out of rounding (`Evidence.slack`) are left out
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -117,10 +118,10 @@ def times(value: Tensor, truth: Tensor) -> float | None:
 def fitted(value: Tensor, truth: Tensor, other: Tensor) -> tuple[float, float] | None:
     """(a, b) with value = a truth + b other; b is 0 where `other` is. None when no such sum explains the value."""
     known = torch.stack([truth, other], 1) if bool(other.any()) else truth[:, None]
+    error = float((value - truth).norm())
+    if not error or not math.isfinite(error + float(known.norm())) or len(value) < 2 * known.shape[1]:
+        return None
     sizes = known.norm(dim=0).clamp(min=1e-300)
     weights = torch.linalg.lstsq(known / sizes, value[:, None], driver="gelsd").solution[:, 0] / sizes
-    error = float((value - truth).norm())
-    if not error or not bool(torch.isfinite(value).all()) or len(value) < 2 * known.shape[1]:
-        return None
     explained = float((known @ weights - value).norm()) <= LEFT * error
     return (float(weights[0]), float(weights[1]) if len(weights) > 1 else 0.0) if explained else None
