@@ -10,7 +10,7 @@ import torch
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.checking.measures.small_tensors import measured_together
-from harness.checking.measures.tolerance import Measured, kind_of, kind_rms, measure, step_of
+from harness.checking.measures.tolerance import LEAP, Measured, kind_of, kind_rms, measure, step_of
 
 __all__ = ["NUMERIC_KINDS", "held", "numeric", "worst_of"]
 
@@ -30,6 +30,7 @@ NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
 _REST = "forward"
 """The check that compares every other kind of name too: what a dense model of a subject's own returns beside these."""
 _OVERFLOWS = "is not finite, and not in the dense model in this dtype either (legal: a smaller lr, or fewer steps)"
+_MEANS, _SQUARES = "exp_avg_after/", "exp_avg_sq_after/"
 _EQUAL = 1e-6
 """By this share two errors may differ and be equal but for rounding."""
 _KNOWN = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
@@ -79,7 +80,8 @@ def _together(evidence: Evidence, names: list[str], kinds: Mapping[str, float]) 
 def held(evidence: Evidence, name: str, kind: float) -> Measured:
     """One merged tensor compared with the truth, by all that is known of rounding; `kind` is the rms of its kind.
 
-    Where a control run overflows in a step, nothing of that step decides: what overflows is a matter of rounding.
+    Where a control run overflows in a step, nothing of that step decides: what overflows is a matter of rounding. Where
+    a step leaps so far that a mean of gradients is undecided, the mean of their squares leaps by the square of LEAP.
     """
     found = measure(
         name,
@@ -92,9 +94,16 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
         slack=evidence.slack.get(name),
         kind=kind,
     )
-    if found.right or not _overflowed(evidence, name):
+    if found.right:
         return found
-    return replace(found, allowed=math.inf, decidable=False)
+    if _overflowed(evidence, name):
+        return replace(found, allowed=math.inf, decidable=False)
+    mean = name.replace(_SQUARES, _MEANS)
+    if mean == name or mean not in evidence.truth or mean not in evidence.merged.tensors:
+        return found
+    gradient = held(evidence, mean, 0.0)
+    leaps = gradient.right and not gradient.decidable
+    return replace(found, allowed=found.allowed * LEAP**2, decidable=False) if leaps else found
 
 
 def _overflowed(evidence: Evidence, name: str) -> bool:

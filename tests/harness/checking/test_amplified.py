@@ -6,12 +6,15 @@ A subject that returns the state of every step is compared one step at a time; o
 from __future__ import annotations
 
 import math
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import FLOAT64_ALLOWED, FLOAT64_CEILING, measure
+from harness.checking.numeric_checks import held
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove
 from parallel.subject import subject
@@ -79,3 +82,25 @@ def test_in_low_precision_a_leap_is_unchecked_but_for_orders_of_magnitude() -> N
     leaping = measured(3.0, 0.1)
     assert (leaping.right, leaping.decidable) == (True, False), "unchecked, and named as such"
     assert not measured(10.0, 0.1).right and not measured(math.inf, 0.1).right
+
+
+def test_a_mean_of_squares_leaps_where_that_of_its_gradients_does() -> None:
+    old, step = torch.linspace(1.0, 2.0, 50, dtype=torch.float64), torch.linspace(2.0, 1.0, 50, dtype=torch.float64)
+
+    def moments(factor: float) -> dict[str, torch.Tensor]:
+        """After a step whose gradient is this times the right one."""
+        mean, square = 0.01 * old + 0.1 * factor * step, 0.1 * old.square() + 1e-3 * (factor * step) ** 2
+        return {"exp_avg_after/5/w": mean, "exp_avg_sq_after/5/w": square}
+
+    def wrong(got: dict[str, torch.Tensor], control: float) -> list[str]:
+        case, merged = SimpleNamespace(dtype="bfloat16", steps=6), SimpleNamespace(tensors=got)
+        known = {"case": case, "merged": merged, "truth": moments(1.0), "controls": [moments(control)]}
+        evidence = cast(Evidence, SimpleNamespace(**known, precision="", far={}, kinks=(), slack={}))
+        return [name for name in got if held(evidence, name, 1.0).wrong]
+
+    assert wrong(moments(6.0), 1.0) == ["exp_avg_after/5/w", "exp_avg_sq_after/5/w"]
+    assert not wrong(moments(6.0), 1.2), "rounding alone may change the gradient by half"
+    assert wrong(moments(6.0), 1.05), "and here it may not"
+    spoiled = moments(6.0)
+    spoiled["exp_avg_sq_after/5/w"] *= 100
+    assert wrong(spoiled, 1.2) == ["exp_avg_sq_after/5/w"], "by orders of magnitude"
