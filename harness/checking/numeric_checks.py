@@ -30,7 +30,7 @@ NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
 _REST = "forward"
 """The check that compares every other kind of name too: what a dense model of a subject's own returns beside these."""
 _OVERFLOWS = "is not finite, and not in the dense model in this dtype either (legal: a smaller lr, or fewer steps)"
-_MEANS, _SQUARES = "exp_avg_after/", "exp_avg_sq_after/"
+_MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 _EQUAL = 1e-6
 """By this share two errors may differ and be equal but for rounding."""
 _KNOWN = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
@@ -81,7 +81,8 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
     """One merged tensor compared with the truth, by all that is known of rounding; `kind` is the rms of its kind.
 
     Where a control run overflows in a step, nothing of that step decides: what overflows is a matter of rounding. Where
-    a step leaps so far that a mean of gradients is undecided, the mean of their squares leaps by the square of LEAP.
+    rounding alone changes half of the gradients' norm, or of their mean, in lower precision, a few control runs do not
+    bound what the optimizer makes of them: LEAP times as much is allowed, and its square of their squares.
     """
     found = measure(
         name,
@@ -98,12 +99,19 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
         return found
     if _overflowed(evidence, name):
         return replace(found, allowed=math.inf, decidable=False)
-    mean = name.replace(_SQUARES, _MEANS)
-    if mean == name or mean not in evidence.truth or mean not in evidence.merged.tensors:
-        return found
-    gradient = held(evidence, mean, 0.0)
-    leaps = gradient.right and not gradient.decidable
-    return replace(found, allowed=found.allowed * LEAP**2, decidable=False) if leaps else found
+    leap = LEAP ** (2 if kind_of(name) == _SQUARES else 1)
+    return replace(found, allowed=leap * found.allowed, decidable=False) if _leaps(evidence, name) else found
+
+
+def _leaps(evidence: Evidence, name: str) -> bool:
+    """Whether the optimizer made a tensor, in lower precision, of gradients that rounding alone changes by half."""
+    kind, _, place = name.partition("/")
+    if kind not in NUMERIC_KINDS["update"] or (evidence.precision or evidence.case.dtype) == "float64":
+        return False
+    step = evidence.case.steps - 1 if kind == "param" else step_of(name)
+    made_of = (f"grad_norm/{step}", *((f"{_MEANS}/{place}",) if kind == _SQUARES else ()))
+    known = (held(evidence, one, 0.0) for one in made_of if one in evidence.truth and one in evidence.merged.tensors)
+    return any(one.right and not one.decidable for one in known)
 
 
 def _overflowed(evidence: Evidence, name: str) -> bool:

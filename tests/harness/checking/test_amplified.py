@@ -84,7 +84,7 @@ def test_in_low_precision_a_leap_is_unchecked_but_for_orders_of_magnitude() -> N
     assert not measured(10.0, 0.1).right and not measured(math.inf, 0.1).right
 
 
-def test_a_mean_of_squares_leaps_where_that_of_its_gradients_does() -> None:
+def test_what_an_optimizer_makes_of_gradients_leaps_where_these_do() -> None:
     old, step = torch.linspace(1.0, 2.0, 50, dtype=torch.float64), torch.linspace(2.0, 1.0, 50, dtype=torch.float64)
 
     def moments(factor: float) -> dict[str, torch.Tensor]:
@@ -92,15 +92,23 @@ def test_a_mean_of_squares_leaps_where_that_of_its_gradients_does() -> None:
         mean, square = 0.01 * old + 0.1 * factor * step, 0.1 * old.square() + 1e-3 * (factor * step) ** 2
         return {"exp_avg_after/5/w": mean, "exp_avg_sq_after/5/w": square}
 
-    def wrong(got: dict[str, torch.Tensor], control: float) -> list[str]:
+    def wrong(got: dict[str, torch.Tensor], control: float, norm: dict[str, torch.Tensor] | None = None) -> list[str]:
         case, merged = SimpleNamespace(dtype="bfloat16", steps=6), SimpleNamespace(tensors=got)
-        known = {"case": case, "merged": merged, "truth": moments(1.0), "controls": [moments(control)]}
+        known = {
+            "case": case,
+            "merged": merged,
+            "truth": got | moments(1.0),
+            "controls": [moments(control) | (norm or {})],
+        }
         evidence = cast(Evidence, SimpleNamespace(**known, precision="", far={}, kinks=(), slack={}))
         return [name for name in got if held(evidence, name, 1.0).wrong]
 
     assert wrong(moments(6.0), 1.0) == ["exp_avg_after/5/w", "exp_avg_sq_after/5/w"]
     assert not wrong(moments(6.0), 1.2), "rounding alone may change the gradient by half"
     assert wrong(moments(6.0), 1.05), "and here it may not"
+    norm = {"grad_norm/5": torch.tensor(2.0)}
+    assert not wrong(moments(1.5) | norm, 1.02, norm={"grad_norm/5": torch.tensor(2.4)}), "the norm of all is undecided"
+    assert wrong(moments(1.5) | norm, 1.02, norm={"grad_norm/5": torch.tensor(2.02)}), "and here it is not"
     spoiled = moments(6.0)
     spoiled["exp_avg_sq_after/5/w"] *= 100
     assert wrong(spoiled, 1.2) == ["exp_avg_sq_after/5/w"], "by orders of magnitude"
