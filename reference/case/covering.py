@@ -12,7 +12,7 @@ cannot be forgotten. The first cases of a list follow a design for the words of 
 random: each further case starts from a pair that is not covered yet and changes single words as long as more pairs
 become covered (the idea of Cohen et al., "The AETG System", IEEE TSE 23, 1997). At last words that a case need not have
 change once more, so that the list holds as many of the other pairs, those with a default, as its cases can. A second
-step costs as much as the first: as few cases take one as show every value that is no default.
+layer and step cost as much as the first: as few cases as show every value have them, but for layers gathered ahead.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ FIXED: Mapping[str, str] = {
     "save": "names a folder",
     "variant": "is wrong on purpose: the option --variant",
     "dtype": "float64 shows errors of 1e-9",
-    "layers": "2: the first is not the last; more cost in proportion",
-    "steps": "2: the second starts from updated weights; 1 where others have its values, for the cost is in proportion",
+    "layers": "2: the first is not the last; 1 where others have its values, for the cost is in proportion",
+    "steps": "2: the second starts from updated weights; 1 where others have its values",
     **{word: f"of {name}: `spread_cases`" for name, one in SCHEMES.items() for word in one.words},
     **dict.fromkeys(SCHEMES["randomness"].words, "of randomness, which has proved cases of its own"),
     "order": "numbers the same ranks otherwise: `spread_cases`",
@@ -113,18 +113,20 @@ def paired_cases(mode: str, refuses: Refuses = lambda case: "", *, deep: bool = 
         _cover(best, missing)
         found.append((best, best))
     choices = space.spread(found, ready, worth)
-    sizes = {choice: case.world_size for choice in choices if (case := space.case(choice))}
-    twice = set(choices) if deep else _covering_values(choices, default.union(*ready), sizes)
-    shorter = (choice not in twice and space.case(choice, steps=1) for choice in choices)
-    return (*plain, *filter(None, (one or space.case(choice) for one, choice in zip(shorter, choices, strict=True))))
+    words = set(chain(*choices)).difference(default, *ready)
+    words -= {level for level in words if space.levels[level][0] == "family"}  # gives other words their defaults
+    cost = {choice: case.world_size * (1 + case.packed) for choice in choices if (case := space.case(choice))}
+    twice = choices if deep else _covering(words, cost)
+    less = {"steps": 1} if MODES[mode].gathers_weights else {"layers": 1, "steps": 1}
+    once = (choice not in twice and space.case(choice, **less) for choice in choices)
+    return (*plain, *filter(None, (one or space.case(choice) for one, choice in zip(once, choices, strict=True))))
 
 
-def _covering_values(choices: Sequence[Choice], known: Collection[int], ranks: Mapping[Choice, int]) -> set[Choice]:
-    """A few of the choices, of few ranks, that have every level of them all but those known; found greedily."""
-    taken: set[Choice] = set()
-    while missing := set().union(*choices).difference(known, *taken):
-        taken.add(max(choices, key=lambda choice: len(missing.intersection(choice)) / ranks[choice]))
-    return taken
+def _covering(wanted: set[int], cost: Mapping[Choice, int]) -> Sequence[Choice]:
+    """The fewest choices that have all these levels; of those, the ones that cost least together."""
+    numbers = range(len(cost) + 1)
+    covers = ([taken for taken in combinations(cost, n) if wanted <= set(chain(*taken))] for n in numbers)
+    return min(next(filter(None, covers)), key=lambda taken: sum(cost[choice] for choice in taken))
 
 
 def _first(mode: str, refuses: Refuses) -> list[Case]:

@@ -84,20 +84,22 @@ def test_the_cases_can_show_a_bug(mode: str) -> None:
         assert {word: getattr(case, word) for word in SHARED if word not in own}.items() <= SHARED.items()
         assert all(getattr(Case(), word) != getattr(case, word) for word in SHARED)
         assert not {case.micro, case.batch} & {case.tp, case.dp, case.wp}
-        assert (case.dtype, case.layers) == ("float64", 2)
-    assert plain.micro == 3
+        assert (case.dtype, case.layers) == ("float64", 2 if mode == "isp" else case.steps)
+    assert plain.layers == 2 and plain.micro == 3
     assert mode != "isp" or {case.wp > case.tp for case in cases if case.wp != case.tp} == {False, True}
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_value_that_is_no_default_is_in_a_case_of_two_steps(mode: str) -> None:
+def test_every_value_that_is_no_default_is_in_a_case_of_two_layers_and_two_steps(mode: str) -> None:
+    """But for the family, whose words have theirs."""
     cases = paired_cases(mode)
-    shown = {level for case in cases if case.steps == 2 for level in values(case)}
-    assert {level for case in cases for level in values(case)} - {*values(Case.of(mode=mode))} <= shown
-    assert MODES[mode].brief or sum(case.steps == 1 for case in cases) >= len(cases) // 2 - 1
-    assert {case.steps for case in paired_cases(mode, deep=True)} == {2}
+    shown = {level for case in cases if case.layers == case.steps == 2 for level in values(case)}
+    missing = {level for case in cases for level in values(case)} - {*values(Case.of(mode=mode))} - shown
+    assert {word for word, _ in missing} <= {"family"}
+    assert MODES[mode].brief or sum(case.steps == 1 for case in cases) >= len(cases) // 2
+    deep = paired_cases(mode, deep=True)
     always_two = paired_cases(mode, lambda case: "steps=1" if case.steps == 1 else "")
-    assert {case.steps for case in always_two} == {2}
+    assert {(case.layers, case.steps) for case in (*deep, *always_two)} == {(2, 2)}
 
 
 @pytest.mark.parametrize("mode", MODES)
