@@ -6,13 +6,12 @@ one case, wherever the rules allow it. `deep` covers every pair of values, defau
 Words of the schemes that compose with a mode have every value once (`reference.case.written`).
 
 The words are the fields of `Case`: a boolean has two values, a word those of `rules.legal_words`, a number those of
-NUMBERS. A field that has no values, is not in SHARED and has no reason in FIXED raises LookupError: a new word
-cannot be forgotten. The first cases of a list follow a design for the words of several values
-(`reference.case.designs`), and the other words join them. Pairs that are missing then are found greedily and not at
-random: each further case starts from a pair that is not covered yet and changes single words as long as more pairs
-become covered (the idea of Cohen et al., "The AETG System", IEEE TSE 23, 1997). At last words that a case need not have
-change once more, so that the list holds as many of the other pairs, those with a default, as its cases can. A second
-layer and step cost as much as the first: as few cases as show every value have them, but for layers gathered ahead.
+NUMBERS. A field without values that is in neither SHARED nor FIXED raises LookupError: no new word is forgotten. The
+first cases of a list follow a design for the words of several values (`reference.case.designs`), and the other words
+join them. Pairs that are missing then are found greedily: each further case starts from a pair that is not covered yet
+and changes single words as long as more pairs become covered (the idea of Cohen et al., "The AETG System", IEEE TSE 23,
+1997). At last words that a case need not have change once more, so that the list holds as many of the other pairs,
+those with a default, as its cases can. As few cases have a second layer or step as show every value.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ FIXED: Mapping[str, str] = {
     "save": "names a folder",
     "variant": "is wrong on purpose: the option --variant",
     "dtype": "float64 shows errors of 1e-9",
-    "layers": "2: the first is not the last; 1 where others have its values, for the cost is in proportion",
-    "steps": "2: the second starts from updated weights; 1 where others have its values",
+    "layers": "2: the first is not the last; 1 where others have its values and none is gathered ahead",
+    "steps": "2: the second starts from updated weights; 1 where others have its values, for the cost is in proportion",
     **{word: f"of {name}: `spread_cases`" for name, one in SCHEMES.items() for word in one.words},
     **dict.fromkeys(SCHEMES["randomness"].words, "of randomness, which has proved cases of its own"),
     "order": "numbers the same ranks otherwise: `spread_cases`",
