@@ -10,9 +10,10 @@ import torch
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.checking.measures.small_tensors import measured_together
-from harness.checking.measures.tolerance import LEAP, Measured, kind_of, kind_rms, measure, step_of
+from harness.checking.measures.summation import error_of_sums, tokens_of
+from harness.checking.measures.tolerance import LEAP, Measured, epsilon, kind_of, kind_rms, measure, step_of
 
-__all__ = ["NUMERIC_KINDS", "held", "numeric", "worst_of"]
+__all__ = ["NUMERIC_KINDS", "held", "numeric", "summed", "worst_of"]
 
 NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
     "initial_values": ("init",),
@@ -82,9 +83,22 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
 
     Where a control run overflows in a step, nothing of that step decides: what overflows is a matter of rounding. Where
     rounding alone changes half of the gradients' norm, or of their mean, in lower precision, a few control runs do not
-    bound what the optimizer makes of them: LEAP times as much is allowed, and its square of their squares.
+    bound what the optimizer makes of them: LEAP times as much is allowed, and its square of their squares. A sum over
+    tokens in an accumulator as narrow as a 16-bit dtype is allowed only where the tensor is wrong for a wider one.
     """
-    found = measure(
+    found = _measured(evidence, name, kind)
+    if not found.right:
+        found = _measured(evidence, name, kind, narrow=True)
+    if found.right:
+        return found
+    if _overflowed(evidence, name):
+        return replace(found, allowed=math.inf, decidable=False)
+    leap = LEAP ** (2 if kind_of(name) == _SQUARES else 1)
+    return replace(found, allowed=leap * found.allowed, decidable=False) if _leaps(evidence, name) else found
+
+
+def _measured(evidence: Evidence, name: str, kind: float, *, narrow: bool = False) -> Measured:
+    return measure(
         name,
         evidence.merged.tensors[name],
         evidence.truth[name],
@@ -94,13 +108,14 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
         kinks=[kink[name] for kink in evidence.kinks if name in kink],
         slack=evidence.slack.get(name),
         kind=kind,
+        summed=summed(evidence, name, narrow=narrow),
     )
-    if found.right:
-        return found
-    if _overflowed(evidence, name):
-        return replace(found, allowed=math.inf, decidable=False)
-    leap = LEAP ** (2 if kind_of(name) == _SQUARES else 1)
-    return replace(found, allowed=leap * found.allowed, decidable=False) if _leaps(evidence, name) else found
+
+
+def summed(evidence: Evidence, name: str, *, narrow: bool = False) -> float:
+    """The relative error that a tensor has in theory because its tokens are added up (see error_of_sums)."""
+    unit = epsilon(evidence.precision or evidence.case.dtype)
+    return error_of_sums(kind_of(name), tokens_of(evidence.truth, evidence.case.micro), unit, narrow=narrow)
 
 
 def _leaps(evidence: Evidence, name: str) -> bool:

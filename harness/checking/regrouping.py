@@ -19,6 +19,7 @@ from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped, Worst
 from harness.checking.measures.tolerance import FLOAT64_CEILING, Measured, epsilon, kind_of, kind_rms, measure, step_of
+from harness.checking.numeric_checks import summed
 
 __all__ = ["regrouping"]
 
@@ -79,7 +80,8 @@ def _rounded(evidence: Evidence, name: str, other: Tensor, dtype: str, kind: flo
     controls = []
     if truth is not None and truth.shape == tensor.shape:
         controls = [tensor + 2 * (run[name] - truth) for run in evidence.controls if name in run]
-    return measure(name, other, tensor, dtype=dtype, controls=controls, kind=kind)
+    error = 2 * summed(evidence, name, narrow=True)
+    return measure(name, other, tensor, dtype=dtype, controls=controls, kind=kind, summed=error)
 
 
 def _breach(evidence: Evidence, other: Regrouped, wrong: tuple[Measured, ...], settled: Mapping[str, int]) -> Finding:

@@ -33,7 +33,7 @@ def _join(branch: str, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
-    """How the sums of linears and norms are taken; the control run takes the same sums in another order.
+    """How the sums of linears, norms and gradient norms are taken; the control run takes them in another order.
 
     Another `activate` may be that of a relu whose kink lies elsewhere; the others are there for what-ifs. `rotate`
     turns queries or keys, "q" or "k", `join` adds what a branch, "attention" or "mlp", returns to what entered it.
@@ -45,6 +45,7 @@ class Arithmetic:
     activate: Callable[[str, Tensor, Tensor | None], Tensor] = layers.activate
     rotate: Callable[[str, Tensor, Tensor], Tensor] = _rotate
     join: Callable[[str, Tensor, Tensor], Tensor] = _join
+    squares: Callable[[Tensor], Tensor] = layers.squares
 
 
 PLAIN = Arithmetic()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["activate", "attention", "linear", "norm", "rotate", "split_qkv", "visible", "wide"]
+__all__ = ["activate", "attention", "linear", "norm", "rotate", "split_qkv", "squares", "visible", "wide"]
 
 EPSILON = 1e-5
 ROTARY_BASE = 10000.0
@@ -40,6 +40,11 @@ def norm(x_E: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         y = y + bias.to(y.dtype)
     return y.to(x_E.dtype)
+
+
+def squares(x: Tensor) -> Tensor:
+    """The sum of all squares, a scalar."""
+    return x.square().sum()
 
 
 def activate(kind: str, x_BSF: Tensor, gate_BSF: Tensor | None = None) -> Tensor:

@@ -5,6 +5,10 @@ as many partial sums as the case has ranks along its split, in both directions (
 gradient of the input, tokens for the gradient of the weight; in attention features of a head and keys), each partial
 sum is rounded to the run dtype, and the partial sums and the micro-batches add up last first. Nothing here is parallel:
 it is one process and dense weights.
+
+Sums that torch's own kernels add one term after the other are taken by these, for no order rounds more: the gradients
+of a norm's weight and bias, row by row into one accumulator (aten/src/ATen/native/cpu/layer_norm_kernel.cpp), and the
+squares of a gradient in its norm (`torch.linalg.vector_norm`, which `clip_grad_norm_` takes).
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ __all__ = [
     "split_attention",
     "split_linear",
     "split_norm",
+    "squares_in_turn",
 ]
 
 
@@ -66,6 +71,7 @@ def reordered(case: Case, parts: int = 0) -> Arithmetic:
         linear=partial(split_linear, parts=parts),
         norm=partial(split_norm, parts=parts),
         attention=attention or partial(by_hand, parts=parts),
+        squares=squares_in_turn,
     )
 
 
@@ -164,9 +170,24 @@ def _summed(x_TE: Tensor, columns: Sequence[Tensor]) -> Tensor:
 
 
 def split_norm(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int) -> Tensor:
-    """The norm by `parts` blocks of tokens, so that the gradients of its parameters are `parts` partial sums."""
-    blocks = _parts(x_BSE.flatten(0, -2), parts, 0)
-    return torch.cat([layers.norm(block, weight, bias) for block in blocks]).view(x_BSE.shape)
+    """The norm by torch's kernel and `parts` blocks of tokens: the gradients of its parameters are `parts` sums of rows
+    that are added one after the other.
+    """
+    exact = layers.wide(x_BSE.dtype)
+
+    def norm(x_TE: Tensor) -> Tensor:  # each block's gradients are rounded to the parameters' dtype before they add up
+        scale = weight.to(exact)
+        if bias is None:
+            return functional.rms_norm(x_TE, scale.shape, scale, layers.EPSILON)
+        return functional.layer_norm(x_TE, scale.shape, scale, bias.to(exact), layers.EPSILON)
+
+    blocks = _parts(x_BSE.flatten(0, -2).to(exact), parts, 0)
+    return torch.cat([norm(block) for block in blocks]).to(x_BSE.dtype).view(x_BSE.shape)
+
+
+def squares_in_turn(x: Tensor) -> Tensor:
+    """The sum of squares as torch's kernel of a norm takes it: one after the other."""
+    return torch.linalg.vector_norm(x).square()
 
 
 def _parts(x: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:

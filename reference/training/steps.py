@@ -17,7 +17,7 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
-from reference.model import decoder, loss, metric
+from reference.model import decoder, layers, loss, metric
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.model.layers import wide
 from reference.training.scaling import LossScale
@@ -106,7 +106,7 @@ def train(
             if step == 0:
                 copied = case.clip > 0 or clipping is not None
                 outcome |= {f"grad/{name}": grad.clone() if copied else grad for name, grad in gradients.items()}
-            outcome[f"grad_norm/{step}"] = gradient_norm(gradients)
+            outcome[f"grad_norm/{step}"] = gradient_norm(gradients, arithmetic.squares)
             (clipping or clip)(gradients, outcome[f"grad_norm/{step}"], case.clip)
         stepper.step()
         _rounded(case, trained, parameters)
@@ -218,10 +218,9 @@ def _gradient(weight: Tensor) -> Tensor:
     return weight.grad
 
 
-def gradient_norm(gradients: Mapping[str, Tensor]) -> Tensor:
+def gradient_norm(gradients: Mapping[str, Tensor], squares: Callable[[Tensor], Tensor] = layers.squares) -> Tensor:
     """The L2 norm of all gradients together, a scalar in `wide` of their dtype."""
-    squares = [gradient.to(wide(gradient.dtype)).square().sum() for gradient in gradients.values()]
-    return torch.stack(squares).sum().sqrt()
+    return torch.stack([squares(gradient.to(wide(gradient.dtype))) for gradient in gradients.values()]).sum().sqrt()
 
 
 def clip(gradients: Mapping[str, Tensor], norm: Tensor, largest: float) -> None:

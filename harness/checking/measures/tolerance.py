@@ -9,10 +9,11 @@ compared exactly.
 
 float64: 1e-9 for all (noise stays near 1e-13, the smallest known bugs near 1e-2). Other dtypes: a control run, the
 dense model in the run dtype with its sums in another order, shows how far rounding alone carries a right result.
-Allowed is CONTROL_FACTOR times the worst control run, never less than the stated floor. A tensor within its limits
-proves nothing where half of it, or half as much again, would be within them too, or where `frobenius` may reach
-CEILING: `decidable` is False then. Beyond CEILING one step leaps so far that a few control runs do not bound it, and
-LEAP times as much is allowed: what is wrong there is wrong by orders of magnitude.
+Allowed is CONTROL_FACTOR times the worst control run, or times what a sum of so many terms errs by in theory
+(`summation`) where that is more, and never less than the stated floor. A tensor within its limits proves nothing where
+half of it, or half as much again, would be within them too, or where `frobenius` may reach CEILING: `decidable` is
+False then. Beyond CEILING one step leaps so far that a few control runs do not bound it, and LEAP times as much is
+allowed: what is wrong there is wrong by orders of magnitude.
 In float64 control runs are needed only beyond 1e-9: training that leaps about doubles its noise in every step. One
 control run may be lucky (a relu that flips, an update that amplifies), so more of them are run before an error beyond
 the limit counts. Two bounds are added to the limit as they are: what a relu's kink may change (by tensor), and what
@@ -229,8 +230,11 @@ def measure(
     kinks: Sequence[Tensor] = (),
     slack: Tensor | None = None,
     kind: float = 0.0,
+    summed: float = 0.0,
 ) -> Measured:
     """Compare one tensor with the truth (same shape) as the run dtype allows; `kind` is the rms of its kind.
+
+    `summed`: the relative error that the sums behind it have in theory, as if a control run had it.
 
     `far`: this truth held against further control runs.
     `kinks`: what a relu within rounding of zero may change, a tensor of the same shape each. `slack`: what an optimizer
@@ -243,7 +247,8 @@ def measure(
     true, least = far.true, far.least
     own = own_share(dtype)
     found = distance_from(value, true, least, own, slack)
-    allowed = _allowed(dtype, true, far.runs, [truth + kink for kink in kinks], least)
+    theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
+    allowed = _allowed(dtype, true, (*far.runs, theory), [truth + kink for kink in kinks], least)
     _, which = found.worstratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)
     return Measured(

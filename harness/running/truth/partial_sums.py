@@ -3,6 +3,10 @@
 A control run for any dense model: in this context every matrix product of a thread, forward and backward, is the sum of
 products over slices of the contracted dimension, last slice first, each rounded to the dtype of the run; sums over a
 dimension likewise. Attention is made of matrix products here, not torch's fused kernel.
+
+A sum of rows, such as the gradient of a bias, adds the rows of a slice one after the other, as torch's kernel of a layer
+norm does and no order rounds more (harness.checking.measures.summation): in float32 at least, or in the dtype itself
+where the number of slices is odd.
 """
 
 from __future__ import annotations
@@ -61,13 +65,24 @@ def _addmm(parts: int, bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _sum(parts: int, tensor: Tensor, dims: Sequence[int] | None, keepdim: bool = False) -> Tensor:
-    """The sum over these dimensions (all, when there are none) by slices of the longest."""
+    """The sum over these dimensions (all, when there are none) by slices of the longest, each summed in turn."""
     over = [dim % tensor.dim() for dim in dims] if dims else list(range(tensor.dim()))
     if not over:
         return tensor.clone()
     longest = max(over, key=lambda dim: tensor.shape[dim])
     slices = [part for part in tensor.tensor_split(parts, longest) if part.shape[longest]]
+    if max(over) < tensor.dim() - 1:
+        wide = tensor.dtype if parts % 2 else torch.promote_types(tensor.dtype, torch.float32)
+        return _added([_in_turn(part, over, keepdim, wide) for part in slices], lambda: tensor.sum(over, keepdim))
     return _added([part.sum(over, keepdim) for part in slices], lambda: tensor.sum(over, keepdim))
+
+
+def _in_turn(rows: Tensor, over: Sequence[int], keepdim: bool, wide: torch.dtype) -> Tensor:
+    """The sum over dimensions before the last one, the rows added one after the other in this dtype."""
+    first = rows.movedim(list(over), list(range(len(over)))).flatten(0, len(over) - 1)
+    index = torch.zeros(len(first), dtype=torch.int64, device=rows.device)
+    total = first.new_zeros(1, *first.shape[1:], dtype=wide).index_add_(0, index, first.to(wide))[0].to(rows.dtype)
+    return total.reshape([1 if dim in over else size for dim, size in enumerate(rows.shape)]) if keepdim else total
 
 
 def _whole(parts: int, tensor: Tensor) -> Tensor:

@@ -85,11 +85,10 @@ def test_linears_of_the_control_round_in_other_places_forward_and_backward(name:
     assert not torch.equal(*(torch.autograd.grad(output, leaves[name], upstream)[0] for output in outputs))
 
 
-def test_norms_of_the_control_round_in_other_places_backward_only() -> None:
+def test_norms_of_the_control_round_in_other_places() -> None:
     x, weight = noise(4, 8, 48, seed=0).bfloat16(), noise(48, seed=1).bfloat16().requires_grad_()
     split = reordered(Case.parse(CASES["gpt"])).norm
     outputs = [norm(x, weight, None) for norm in (layers.norm, split)]
-    assert torch.equal(*outputs)
     upstream = noise(4, 8, 48, seed=2).bfloat16()
     assert not torch.equal(*(torch.autograd.grad(output, weight, upstream)[0] for output in outputs))
 
