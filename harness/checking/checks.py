@@ -19,6 +19,7 @@ from harness.checking.mask_checks import masks
 from harness.checking.numeric_checks import NUMERIC_KINDS, numeric
 from harness.checking.overlap_checks import overlap
 from harness.checking.regrouping import regrouping
+from harness.checking.truth_checks import truth
 from harness.errors import error_text
 
 __all__ = ["CHECKS", "LAWS", "Check", "examine"]
@@ -47,8 +48,8 @@ CHECKS: Mapping[str, Check] = {
 twice keeps its first place."""
 
 
-LAWS: Mapping[str, Check] = {"regrouping": regrouping}
-"""Checks that need no dense model and further runs of the subject, one for each other grouping of its global batch."""
+LAWS: Mapping[str, Check] = {"truth": truth, "regrouping": regrouping}
+"""Checks of a subject with a truth of its own: of that truth, and of other groupings of the batch, which need none."""
 
 
 def examine(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict[str, Finding]:

@@ -117,6 +117,8 @@ class Evidence:
     regrouped    merged outcomes of the same global batch in other groupings; empty when none was run
     others       evidence of the same subject in cases that differ in one size, where a diagnosis needs them
     spans        when the ranks of a pipeline computed; empty where ranks took turns
+    first_forward  the tensor of the dense model's first forward that is furthest off in float32; None where that was
+                 not looked at (harness.running.trials.one_function)
     located      the first wrong module, when a diagnosis looked for it without a declared layout
     """
 
@@ -152,6 +154,7 @@ class Evidence:
     regrouped: tuple[Regrouped, ...] = ()
     others: tuple[Evidence, ...] = ()
     spans: tuple[RankSpan, ...] = ()
+    first_forward: Measured | None = None
     located: Located | None = None
 
     @property

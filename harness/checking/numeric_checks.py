@@ -86,9 +86,10 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
     bound what the optimizer makes of them: LEAP times as much is allowed, and its square of their squares. A sum over
     tokens in an accumulator as narrow as a 16-bit dtype is allowed only where the tensor is wrong for a wider one.
     """
-    found = _measured(evidence, name, kind)
-    if not found.right:
-        found = _measured(evidence, name, kind, narrow=True)
+    wide, narrow = summed(evidence, name), summed(evidence, name, narrow=True)
+    found = _measured(evidence, name, kind, wide)
+    if not found.right and narrow > wide:
+        found = _measured(evidence, name, kind, narrow)
     if found.right:
         return found
     if _overflowed(evidence, name):
@@ -97,7 +98,7 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
     return replace(found, allowed=leap * found.allowed, decidable=False) if _leaps(evidence, name) else found
 
 
-def _measured(evidence: Evidence, name: str, kind: float, *, narrow: bool = False) -> Measured:
+def _measured(evidence: Evidence, name: str, kind: float, summed_error: float) -> Measured:
     return measure(
         name,
         evidence.merged.tensors[name],
@@ -108,7 +109,7 @@ def _measured(evidence: Evidence, name: str, kind: float, *, narrow: bool = Fals
         kinks=[kink[name] for kink in evidence.kinks if name in kink],
         slack=evidence.slack.get(name),
         kind=kind,
-        summed=summed(evidence, name, narrow=narrow),
+        summed=summed_error,
     )
 
 

@@ -37,6 +37,11 @@ _STATED: Mapping[str, tuple[str, str]] = {
         "data_path",
         "the code that reads the data, which the dense model and the ranks have in common",
     ),
+    "truth": (
+        "other_model",
+        "its weights, or other numbers, are drawn in the case's dtype, where the same seed gives others: draw them in "
+        "float64 and round them, torch.randn(..., dtype=torch.float64).to(dtype)",
+    ),
     "merge": (
         "layout",
         "offsets of another rank, a padded or transposed shard, or a rank that leaves its part out",

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from harness.checking.evidence import Evidence, Finding
-from harness.checking.measures.tolerance import EXACT, epsilon
+from harness.checking.measures.tolerance import ABSOLUTE, EXACT, epsilon
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
 from harness.diagnosing.first import First
 from harness.diagnosing.tracebacks import last_frames, whole
@@ -101,6 +101,8 @@ def _how_much(evidence: Evidence, finding: Finding, check: str) -> str:
         return "nothing to measure: this must never be"
     if worst is None:
         return "compared exactly: nothing is allowed to differ"
+    if check == "truth":
+        return f"relative error {worst.error:.3g}, and rounding to float32 explains {worst.allowed:.3g}"
     if not finding.wrong:
         return f"{worst.error:g} event{'s' if worst.error > 1 else ''} more or less than expected on a rank, allowed 0"
     of = next(m.measure for m in finding.wrong if m.name == worst.name)
@@ -108,6 +110,8 @@ def _how_much(evidence: Evidence, finding: Finding, check: str) -> str:
     count = f"{len(finding.wrong)} tensor{'s' if len(finding.wrong) > 1 else ''} of this check wrong"
     if of == EXACT:
         return f"compared exactly: nothing is allowed to differ; {count}"
+    if of == ABSOLUTE:
+        return f"the truth is 0 throughout: allowed {worst.allowed:.3g}, found {worst.error:.3g}; {count}"
     error = f"{of} error {worst.error:.3g} ({worst.epsilons:.3g} eps)"
     return f"{error}, allowed {worst.allowed:.3g} ({worst.allowed / eps:.3g} eps); {count}"
 

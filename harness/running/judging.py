@@ -30,6 +30,7 @@ from harness.errors import MachineError, ProgramError, RequestError
 from harness.protocols import CaseLike, case_text
 from harness.recording.capturing.islands import Float32Probe, Island, Probed
 from harness.running.ranks.execution import execute
+from harness.running.trials.one_function import with_first_forward
 from harness.running.trials.rounding import control_run, controlled, doubtful, measured_apart, stepwise
 from harness.running.trials.trial import Trial
 from harness.running.truth.own_truth import one_rank
@@ -59,6 +60,7 @@ def judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check] = CHECK
 def _judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check]) -> Found:
     if evidence.case.dtype != "float64":
         evidence = stepwise(trial, evidence)
+        evidence = with_first_forward(trial, evidence) if "truth" in checks else evidence
     findings = examine(evidence, checks)
     wrong = _wrong(findings)
     if doubtful(evidence, wrong):

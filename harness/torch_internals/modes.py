@@ -20,6 +20,7 @@ __all__ = [
     "below_autograd",
     "copy_each",
     "leaves",
+    "mapped",
     "modes_are_on",
     "not_deterministic",
     "past_modes",
@@ -32,6 +33,8 @@ DispatchMode = TorchDispatchMode
 """Sees every operator of its thread. torch.utils._python_dispatch.TorchDispatchMode, which the documentation names."""
 leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
 """The leaves of nested tuples, lists and dicts. torch.utils._pytree.tree_leaves."""
+mapped: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
+"""The same nest with a function of every leaf. torch.utils._pytree.tree_map."""
 
 _NO_DISPATCH = Tensor.__torch_dispatch__
 FakeTensor: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())

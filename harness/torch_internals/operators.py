@@ -24,6 +24,7 @@ __all__ = [
     "full_name",
     "has_kernel",
     "kernels",
+    "makes_new",
     "operator_names",
     "packet_of",
     "short_name",
@@ -60,6 +61,11 @@ def _kind(kind: str) -> str:
         return "group"
     plain = kind.replace("Optional[", "").replace("List[", "").rstrip("]")
     return "tensors" if plain == "Tensor" else "other"
+
+
+def makes_new(operator: Any) -> bool:
+    """Whether what an operator returns shares no memory with what it is given. Uses OpOverload._schema."""
+    return all(one.alias_info is None for one in operator._schema.returns)
 
 
 def short_name(operator: Any) -> str:

@@ -187,7 +187,8 @@ def split_norm(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int
 
 def squares_in_turn(x: Tensor) -> Tensor:
     """The sum of squares as torch's kernel of a norm takes it: one after the other."""
-    return torch.linalg.vector_norm(x).square()
+    size: Tensor = torch.linalg.vector_norm(x)
+    return size.square()
 
 
 def _parts(x: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:

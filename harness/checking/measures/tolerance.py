@@ -18,6 +18,8 @@ In float64 control runs are needed only beyond 1e-9: training that leaps about d
 control run may be lucky (a relu that flips, an update that amplifies), so more of them are run before an error beyond
 the limit counts. Two bounds are added to the limit as they are: what a relu's kink may change (by tensor), and what
 Adam may make of a gradient within rounding of zero (`slack`, element by element).
+A truth of exactly 0, in a kind that is 0 throughout, has no size to scale by: `absolute` errors are compared, and 0 is
+allowed, or CONTROL_FACTOR times what control runs have there.
 Sources: TTrace (errors in epsilons), control runs as in DeepSpeedExamples #1008.
 """
 
@@ -34,14 +36,14 @@ from harness.checking.measures.distance import (
     MEASURES,
     Distance,
     Truth,
-    blocks_of,
     distance,
     distance_from,
-    groups_of,
     ratio,
 )
+from harness.checking.measures.kinds import is_state, kind_of, kind_rms, step_of
 
 __all__ = [
+    "ABSOLUTE",
     "CEILING",
     "CONTROL_FACTOR",
     "EXACT",
@@ -90,6 +92,8 @@ ZERO_SHARE = 1e-10
 _SURE = 0.2
 """A tensor within e of the truth is off by 0.5 - 1.5 e at least when multiplied by 0.5 or 1.5: over e up to 0.2."""
 EXACT = "exact"
+ABSOLUTE = "absolute"
+"""The measure beside a truth of zeros: the largest value, in no unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,49 +162,6 @@ def epsilon(dtype: str) -> float:
     return float(torch.finfo(getattr(torch, dtype)).eps)
 
 
-def kind_of(name: str) -> str:
-    """The kind of an outcome name: "grad" of "grad/layers.0.mlp.w1.weight"."""
-    return name.partition("/")[0]
-
-
-def is_state(name: str) -> bool:
-    """Whether an outcome name is that of a state after a step: "param_after/0/layers.0.mlp.w1.weight"."""
-    return kind_of(name).endswith("_after")
-
-
-def step_of(name: str) -> int:
-    """The step in an outcome name: 3 of "loss/3" and of "param_after/3/head.weight"; -1 when it names none."""
-    word = name.partition("/")[2].partition("/")[0]
-    return int(word) if word.isdigit() else -1
-
-
-def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
-    """The rms over all tensors of each kind of name ("grad", "act", ...); tensors that are not finite do not count."""
-    kinds: dict[str, dict[str, int]] = {}
-    for name, tensor in truth.items():
-        if tensor.is_floating_point():
-            kinds.setdefault(kind_of(name), {})[name] = tensor.numel()
-    found: dict[str, float] = {}
-    for kind, sizes in kinds.items():
-        sums = [each for names in groups_of(sizes) for each in _squares([truth[name] for name in names])]
-        if sums:
-            found[kind] = math.sqrt(sum(square for square, _ in sums) / max(sum(count for _, count in sums), 1))
-    return found
-
-
-def _squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
-    """Sums of squares, and of how many elements: of all the tensors together, or of each that is finite."""
-    if len(tensors) > 1:
-        flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
-        if math.isfinite(square := float(flat.dot(flat))):
-            return [(square, flat.numel())]
-        return [each for tensor in tensors for each in _squares([tensor])]
-    blocks = [block.reshape(-1) for block in blocks_of(tensors[0])]
-    square = sum(float(block.dot(block)) for block in map(Tensor.double, blocks))
-    finite = math.isfinite(square) or all(bool(torch.isfinite(block).all()) for block in blocks)
-    return [(square, tensors[0].numel())] if finite else []
-
-
 def least_rms(truth: Tensor, kind: float) -> float:
     """The smallest rms to scale this tensor's error by, from the rms of its kind.
 
@@ -245,6 +206,8 @@ def measure(
         return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
     far = (far or Controlled.of(truth, kind)).against(controls)
     true, least = far.true, far.least
+    if true.largest == 0 == least and not kinks and slack is None:
+        return _beside_zeros(name, value, controls)
     own = own_share(dtype)
     found = distance_from(value, true, least, own, slack)
     theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
@@ -261,6 +224,14 @@ def measure(
         loose=0 if slack is None else _loose(slack, dtype, allowed.peak * max(true.rms, least)),
         elements=truth.numel(),
     )
+
+
+def _beside_zeros(name: str, value: Tensor, controls: Sequence[Tensor]) -> Measured:
+    """A tensor whose truth is 0 throughout, and whose kind is."""
+    found, *known = (Truth.of(tensor).largest for tensor in (value, *controls))
+    error = found if math.isfinite(found) else math.inf
+    allowed = CONTROL_FACTOR * max((one if math.isfinite(one) else math.inf for one in known), default=0.0)
+    return Measured(name=name, measure=ABSOLUTE, error=error, allowed=allowed, epsilons=error, elements=value.numel())
 
 
 def _allowed(dtype: str, true: Truth, honest: Sequence[Distance], kinked: Sequence[Tensor], least: float) -> Distance:

@@ -16,6 +16,7 @@ CAUSES: Mapping[str, str] = {
     "nan": "not a number or infinite: uninitialised memory, overflow, division by zero",
     "zero": "zero throughout: never computed or never accumulated",
     "data_path": "data that are wrong in the dense model and on the ranks alike",
+    "other_model": "a dense model that is another one in float32 than in float64",
     "stale": "the truth of another step",
     "summed_twice": "the group size, or its square, times the truth",
     "averaged": "the truth divided by the group size: averaged where it must be summed",

@@ -4,9 +4,12 @@ A control run for any dense model: in this context every matrix product of a thr
 products over slices of the contracted dimension, last slice first, each rounded to the dtype of the run; sums over a
 dimension likewise. Attention is made of matrix products here, not torch's fused kernel.
 
-A sum of rows, such as the gradient of a bias, adds the rows of a slice one after the other, as torch's kernel of a layer
-norm does and no order rounds more (harness.checking.measures.summation): in float32 at least, or in the dtype itself
-where the number of slices is odd.
+A sum of rows, such as the gradient of a bias, adds the rows of a slice one after the other, as torch's kernel of a
+layer norm does and no order rounds more (harness.checking.measures.summation): in float32 at least, or in the dtype
+itself where the number of slices is odd.
+
+With parts=PERTURBED nothing is cut: the result of every operator is off by a random part of its rounding instead, which
+shows how far a model amplifies rounding of any kind (Monte Carlo arithmetic, Parker 1997).
 """
 
 from __future__ import annotations
@@ -19,9 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.torch_internals.modes import DispatchMode
+from harness.torch_internals.modes import DispatchMode, mapped
+from harness.torch_internals.operators import makes_new
 
-__all__ = ["partial_sums"]
+__all__ = ["PERTURBED", "partial_sums"]
+
+PERTURBED = -1
+"""In place of the number of parts: whole sums, and a random error of half an epsilon at most in every result."""
 
 aten = torch.ops.aten
 
@@ -33,7 +40,7 @@ def partial_sums(parts: int) -> Iterator[None]:
     An odd number leaves fused attention as it is, for its backward takes yet other sums.
     """
     kernels = [SDPBackend.MATH] if parts % 2 == 0 else list(SDPBackend.__members__.values())[1:]
-    with sdpa_kernel(kernels), _Cut(parts):
+    with sdpa_kernel(kernels), _Perturbed() if parts == PERTURBED else _Cut(parts):
         yield
 
 
@@ -52,6 +59,28 @@ class _Cut(DispatchMode):
         if cut is None or kwargs or self._parts == 1 or not args[0].is_floating_point():
             return operator(*args, **(kwargs or {}))
         return cut(self._parts, *args)
+
+
+class _Perturbed(DispatchMode):
+    """Moves what every operator returns by a part of its rounding; integers and what shares memory stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The operator's result, off by rounding."""
+        result = operator(*args, **(kwargs or {}))
+        return mapped(self._moved, result) if makes_new(operator) else result
+
+    def _moved(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        part = torch.rand(x.shape, generator=self._generator, dtype=torch.float64).to(x.device) - 0.5
+        moved = (x * (1 + torch.finfo(x.dtype).eps * part)).to(x.dtype)
+        return moved.where((x != x.round()) & x.isfinite(), x)
 
 
 def _mm(parts: int, left: Tensor, right: Tensor) -> Tensor:
