@@ -3,10 +3,11 @@
     python -m bench.clean --cases 10000 --part 1/2 --out DIR
 
 Every check is made on every case, and cases use every word of the case language
-(`suites.drawing.strategies.every_word`). An alarm is a verdict `fail`, or a run that ended with an error. A check that
-rounding leaves undecided in a low precision is no alarm: it is counted beside them, for it says nothing. A case whose
-dense model diverges cannot be judged and is counted apart. Cases are drawn by hypothesis from a seed, in equal shares
-for all modes; parts draw from seeds of their own, so that as many processes as the machine has cores share the work.
+(`suites.drawing.strategies.every_word`), every fifth at a size that users train (`suites.drawing.sizes`). An alarm is a
+verdict `fail`, or a run that ended with an error. A check that rounding leaves undecided in a low precision is no
+alarm: it is counted beside them, for it says nothing. A case whose dense model diverges cannot be judged and is counted
+apart. Cases are drawn by hypothesis from a seed, in equal shares for all modes; parts draw from seeds of their own, so
+that as many processes as the machine has cores share the work.
 `clean-*.csv` has one row a part, `alarms-*.jsonl` one line for every verdict that did not pass; both grow as it runs.
 Times are seconds, `resident_mib` is the memory held at the end.
 """
@@ -35,6 +36,7 @@ from harness.errors import RequestError, ShardproofError
 from harness.running.proof import prove
 from harness.running.second_process import COLLECTED_AFTER
 from reference.case import Case
+from suites.drawing.sizes import large
 from suites.drawing.strategies import every_word
 from suites.session.request import chosen_modes
 
@@ -42,6 +44,8 @@ __all__ = ["Alarm", "Campaign", "Part", "campaign", "main"]
 
 SUBJECT = "parallel.subject:subject"
 DTYPES = ("any", "float64", "float32", "bfloat16", "float16")
+LARGE = 5
+"""One case in so many is at a size that users train."""
 UNJUDGED = "unjudged"
 """The verdict of a case whose dense model diverges."""
 
@@ -60,7 +64,7 @@ class Part:
     parts: int = 1
     first_seed: int = 0
     steps: int = 0
-    timeout_s: float = 60.0
+    timeout_s: float = 300.0
 
     def shares(self) -> dict[str, int]:
         """Mode -> how many cases of it this part proves; the shares of all parts and modes add up to `cases`."""
@@ -127,17 +131,20 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
 
 
 def _drawn(mode: str, share: int, part: Part) -> list[Case]:
-    """So many cases of this mode, the same for the same part."""
+    """So many cases of this mode, the same for the same part; those at sizes of users last."""
     drawn: list[Case] = []
+    many = (share + part.number % LARGE) // LARGE  # of all parts together one in LARGE
     fixed: dict[str, Any] = {} if part.dtype == "any" else {"dtype": part.dtype}
     fixed |= {"steps": part.steps} if part.steps else {}
-    if share:
+    for count, strategy in ((share - many, every_word), (many, large)):
+        if not count:
+            continue
 
         @seed(part.first_seed * 1000 + part.number)
         @settings(
-            max_examples=share, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=_ALL
+            max_examples=count, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=_ALL
         )
-        @given(case=every_word(mode, **fixed))
+        @given(case=strategy(mode, **fixed))
         def draw(case: Case) -> None:
             drawn.append(case)
 
@@ -228,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--part", default="1/1", metavar="I/N", help="which of how many shares this process takes (1/1)"
     )
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds a case may take (60)")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds a case may take (300)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="other seeds draw other cases (0)")
     parser.add_argument("--out", default="runs/clean", metavar="DIR", help="where the tables go (runs/clean)")
     return parser
