@@ -48,7 +48,7 @@ def with_first_forward(trial: Trial, evidence: Evidence) -> Evidence:
         return evidence
     run = evidence.controls[0] if evidence.case.dtype == DTYPE and evidence.controls else _lower(trial, parts=2)
     truth = {name: evidence.truth[name] for name in names if _fits(run, name, evidence.truth)}
-    gaps = {name: distance(run[name], truth[name]).frobenius for name in truth}
+    gaps = {name: distance(run[name], truth[name]).frobenius for name in truth if truth[name].any()}
     allowed = dict.fromkeys(
         gaps, max(FLOOR_EPSILONS["peak"] * epsilon(DTYPE), CONTROL_FACTOR * _theory(evidence.truth))
     )

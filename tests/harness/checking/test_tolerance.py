@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.checking.measures.tolerance import (
+    ABSOLUTE,
     FLOAT64_ALLOWED,
     Measured,
     distance,
@@ -81,6 +82,19 @@ def test_a_truth_of_zeros_allows_zeros_only() -> None:
     tiny = zeros.clone()
     tiny[1, 1] = 1e-300
     assert not right(tiny, zeros)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_beside_a_truth_of_zeros_it_is_told_what_was_found(dtype: str) -> None:
+    zeros = torch.zeros(3, 4, dtype=torch.float64)
+    found = measure("aux/0", zeros + 0.25, zeros, dtype=dtype)
+    assert (found.measure, found.error, found.allowed, found.wrong) == (ABSOLUTE, 0.25, 0.0, True)
+    rounded = measure("aux/0", zeros + 5e-9, zeros, dtype=dtype, controls=[zeros + 1e-9, zeros])
+    assert (rounded.allowed, rounded.right) == (pytest.approx(6e-9), True)
+    assert not measure("aux/0", zeros + 7e-9, zeros, dtype=dtype, controls=[zeros + 1e-9]).right
+    lost = measure("aux/0", zeros + math.nan, zeros, dtype=dtype)
+    assert (lost.error, lost.wrong) == (math.inf, True)
+    assert measure("aux/0", zeros, zeros, dtype=dtype).right
 
 
 def test_a_truth_that_is_zero_but_for_rounding_is_scaled_by_its_kind() -> None:

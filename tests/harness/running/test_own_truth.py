@@ -105,6 +105,26 @@ def test_a_name_of_another_kind_is_compared_too(engine: InprocEngine) -> None:
     assert failed(shardproof.prove("tp=2", one, engine)) == {"forward"}
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_value_beside_a_truth_of_zero_is_told_as_it_is(engine: InprocEngine, dtype: str) -> None:
+    """A control run that is not 0 either, by more than rounding, is no overflow."""
+
+    class Off(Network):
+        def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
+            dropped = 0.0 if case.dtype == "float64" else 2.0**-40
+            return {"dropped/0": torch.full((3,), dropped), **own_words.truth(case, device)}
+
+        def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+            return {"dropped/0": torch.full((3,), 0.125), **super().__call__(case, device)}
+
+    result = shardproof.prove(f"tp=2 dtype={dtype}", Off(), engine)
+    assert failed(result) == {"forward"}, "zeros say nothing of another function"
+    (message,) = [verdict.message for verdict in result.verdicts if verdict.check == "forward"]
+    assert "dropped/0 differs from the dense model" in message and "finite" not in message
+    allowed = "0" if dtype == "float64" else f"{6 * 2.0**-40:.3g}"
+    assert f"the truth is 0 throughout: allowed {allowed}, found 0.125" in message
+
+
 def test_the_session_surrounds_the_ranks_and_the_truth(engine: InprocEngine) -> None:
     open_now: list[str] = []
     seen: set[str] = set()
