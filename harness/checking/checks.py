@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from harness.checking.coverage import coverage
-from harness.checking.data_checks import data, tokens
+from harness.checking.data_checks import data, tokens, truth
 from harness.checking.evidence import UNKNOWN, Evidence, Finding
 from harness.checking.exact_checks import determinism, layout, parallelism, recording, replicas, saved, waits
 from harness.checking.group_checks import groups
@@ -19,7 +19,6 @@ from harness.checking.mask_checks import masks
 from harness.checking.numeric_checks import NUMERIC_KINDS, numeric
 from harness.checking.overlap_checks import overlap
 from harness.checking.regrouping import regrouping
-from harness.checking.truth_checks import truth
 from harness.errors import error_text
 
 __all__ = ["CHECKS", "LAWS", "Check", "examine"]

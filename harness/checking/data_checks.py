@@ -1,4 +1,6 @@
-"""Checks of the data of a case: what truth and ranks read alike, and how many tokens a step counts. All exact."""
+"""Checks of what ranks are compared with: the data that truth and ranks read alike, how many tokens a step counts, and
+that a dense model of the subject's own is one model in every precision.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from harness.checking.evidence import FAIL, PASS, Evidence, Finding
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Worst
 from harness.checking.numeric_checks import numeric
 
-__all__ = ["data", "tokens"]
+__all__ = ["data", "tokens", "truth"]
 
 _counts = numeric("tokens")
 _SHOWN = 8
@@ -64,3 +66,20 @@ def _start(tensor: Tensor) -> str:
     values = tensor.flatten().tolist()
     shown = f"{values[:_SHOWN]}"[:-1] + (", ...]" if len(values) > _SHOWN else "]")
     return shown if tensor.dim() else str(tensor.item())
+
+
+def truth(evidence: Evidence) -> Finding | None:
+    """Whether the first forward of the dense model in float32 is that in float64, but for rounding; None where that was
+    not looked at (harness.running.trials.one_function).
+    """
+    found = evidence.first_forward
+    if found is None:
+        return None
+    worst = Worst(name=found.name, error=found.error, allowed=found.allowed, epsilons=found.epsilons)
+    if found.right:
+        message = f"the dense model is one function in float32 and in float64; {found.name} came closest to the limit"
+        return Finding(verdict=PASS, message=message, worst=worst)
+    message = (
+        f"the dense model computes another function in float32 than in float64, as {found.name} of its forward shows"
+    )
+    return Finding(verdict=FAIL, message=message, worst=worst)
