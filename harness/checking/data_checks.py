@@ -46,6 +46,21 @@ def tokens(evidence: Evidence) -> Finding | None:
     return replace(finding, message=f"{name} is {counted}, and the dense model counts {must}")
 
 
+def truth(evidence: Evidence) -> Finding | None:
+    """Whether the first forward of the dense model in float32 is that in float64, but for rounding; None where that was
+    not looked at (harness.running.trials.one_function).
+    """
+    found = evidence.first_forward
+    if found is None:
+        return None
+    worst = Worst(name=found.name, error=found.error, allowed=found.allowed, epsilons=found.epsilons)
+    if found.right:
+        message = f"the dense model is one function in float32 and in float64; {found.name} came closest to the limit"
+        return Finding(verdict=PASS, message=message, worst=worst)
+    message = "the dense model computes another function in float32 than in float64"
+    return Finding(verdict=FAIL, message=f"{message}, as {found.name} of its forward shows", worst=worst)
+
+
 def _same(found: Tensor, must: Tensor) -> bool:
     return found.shape == must.shape and bool((found == must).all())
 
@@ -66,20 +81,3 @@ def _start(tensor: Tensor) -> str:
     values = tensor.flatten().tolist()
     shown = f"{values[:_SHOWN]}"[:-1] + (", ...]" if len(values) > _SHOWN else "]")
     return shown if tensor.dim() else str(tensor.item())
-
-
-def truth(evidence: Evidence) -> Finding | None:
-    """Whether the first forward of the dense model in float32 is that in float64, but for rounding; None where that was
-    not looked at (harness.running.trials.one_function).
-    """
-    found = evidence.first_forward
-    if found is None:
-        return None
-    worst = Worst(name=found.name, error=found.error, allowed=found.allowed, epsilons=found.epsilons)
-    if found.right:
-        message = f"the dense model is one function in float32 and in float64; {found.name} came closest to the limit"
-        return Finding(verdict=PASS, message=message, worst=worst)
-    message = (
-        f"the dense model computes another function in float32 than in float64, as {found.name} of its forward shows"
-    )
-    return Finding(verdict=FAIL, message=message, worst=worst)

@@ -10,7 +10,7 @@ import torch
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.checking.measures.small_tensors import measured_together
-from harness.checking.measures.summation import error_of_sums, tokens_of
+from harness.checking.measures.summation import OVER_TOKENS, error_of_sums, tokens_of
 from harness.checking.measures.tolerance import LEAP, Measured, epsilon, kind_of, kind_rms, measure, step_of
 
 __all__ = ["NUMERIC_KINDS", "held", "numeric", "summed", "worst_of"]
@@ -115,6 +115,8 @@ def _measured(evidence: Evidence, name: str, kind: float, summed_error: float) -
 
 def summed(evidence: Evidence, name: str, *, narrow: bool = False) -> float:
     """The relative error that a tensor has in theory because its tokens are added up (see error_of_sums)."""
+    if kind_of(name) not in OVER_TOKENS:
+        return 0.0
     unit = epsilon(evidence.precision or evidence.case.dtype)
     return error_of_sums(kind_of(name), tokens_of(evidence.truth, evidence.case.micro), unit, narrow=narrow)
 

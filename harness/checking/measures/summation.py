@@ -21,13 +21,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["ROUNDING", "error_of_sums", "tokens_of"]
+__all__ = ["OVER_TOKENS", "ROUNDING", "error_of_sums", "tokens_of"]
 
 ROUNDING = math.sqrt(3 / (8 * math.log(2)) / 12)
 """The root mean square error of one rounding, in epsilons of its result."""
 _WIDE = torch.finfo(torch.float32).eps
 """Epsilon of the narrowest accumulator of a matrix product."""
-_OVER_TOKENS: Mapping[str, float] = {"grad": 1.0, "exp_avg_after": 1.0, "exp_avg_sq_after": 2.0}
+OVER_TOKENS: Mapping[str, float] = {"grad": 1.0, "exp_avg_after": 1.0, "exp_avg_sq_after": 2.0}
 """Kinds of names whose elements are sums over tokens -> their relative error in units of the sum's: a square has twice
 as much."""
 
@@ -37,10 +37,10 @@ def error_of_sums(kind: str, tokens: int, epsilon: float, *, narrow: bool = Fals
 
     `epsilon` is that of the dtype. Sums are taken in float32 at least, or in the dtype itself where they are `narrow`.
     """
-    if kind not in _OVER_TOKENS or tokens < 2:
+    if kind not in OVER_TOKENS or tokens < 2:
         return 0.0
     unit = epsilon if narrow else min(epsilon, _WIDE)
-    return _OVER_TOKENS[kind] * ROUNDING * unit * math.sqrt((tokens + 1) / 2 - 1 / tokens)
+    return OVER_TOKENS[kind] * ROUNDING * unit * math.sqrt((tokens + 1) / 2 - 1 / tokens)
 
 
 def tokens_of(truth: Mapping[str, Tensor], micro: int) -> int:
