@@ -40,7 +40,7 @@ from suites.drawing.sizes import large
 from suites.drawing.strategies import every_word
 from suites.session.request import chosen_modes
 
-__all__ = ["Alarm", "Campaign", "Part", "campaign", "main"]
+__all__ = ["Alarm", "Campaign", "Part", "campaign", "cases_of", "main"]
 
 SUBJECT = "parallel.subject:subject"
 DTYPES = ("any", "float64", "float32", "bfloat16", "float16")
@@ -107,7 +107,7 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
     with InprocEngine() as engine:
         for mode, share in part.shares().items():
             found: list[Alarm] = []
-            for case in _drawn(mode, share, part):
+            for case in cases_of(mode, share, part):
                 told = _alarms(case, part, engine)
                 proved, refused = proved + (told is not None), refused + (told is None)
                 found += told or []
@@ -130,7 +130,7 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
             )
 
 
-def _drawn(mode: str, share: int, part: Part) -> list[Case]:
+def cases_of(mode: str, share: int, part: Part) -> list[Case]:
     """So many cases of this mode, the same for the same part; those at sizes of users last."""
     drawn: list[Case] = []
     many = (share + part.number % LARGE) // LARGE  # of all parts together one in LARGE

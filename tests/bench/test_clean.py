@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.clean import Part, campaign, main
+from bench.clean import Part, campaign, cases_of, main
 from parallel.subject import subject as right
 from reference.case import Case
 from reference.case.modes import MODES
 from reference.case.rules import legal_words
+from suites.drawing.sizes import HIDDEN, TOKENS, large
 from suites.drawing.strategies import NOT_DRAWN, every_word
 
 
@@ -78,6 +79,29 @@ def test_parts_draw_different_cases() -> None:
         texts.append(set(LISTENED))
     assert len(texts[0]) == len(texts[1]) == 2
     assert len(texts[0] | texts[1]) == 3  # the simplest case comes first whatever the seed
+
+
+def test_every_fifth_case_is_at_a_size_that_users_train() -> None:
+    drawn = [cases_of("tp", 6, Part(number=number, parts=5)) for number in range(1, 6)]
+    last = [case for cases, many in zip(drawn, (1, 1, 1, 2, 1), strict=True) for case in cases[-many:]]
+    assert (sum(map(len, drawn)), len(last)) == (30, 6)
+    assert all(case.hidden >= 200 or case.seq * case.batch * case.micro * case.dp >= 700 for case in last)
+
+
+def test_large_cases_have_up_to_16384_tokens_or_hidden_2048_in_every_dtype() -> None:
+    drawn: list[Case] = []
+
+    @settings(max_examples=100, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=_ALL)
+    @seed(2)
+    @given(case=st.sampled_from(tuple(MODES)).flatmap(large))
+    def draw(case: Case) -> None:
+        drawn.append(case)
+
+    draw()
+    tokens = [case.seq * case.batch * case.micro * case.dp for case in drawn]
+    assert max(TOKENS) * 0.9 < max(tokens) <= max(TOKENS) == 16_384
+    assert max(HIDDEN) * 0.9 < max(case.hidden for case in drawn) <= max(HIDDEN) == 2048
+    assert {case.dtype for case in drawn} == {"float64", "float32", "bfloat16", "float16"}
 
 
 @pytest.mark.parametrize("option", ["--part=0/2", "--part=x", "--cases=0", "--steps=-1"])
