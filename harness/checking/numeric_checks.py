@@ -70,9 +70,9 @@ def _together(evidence: Evidence, names: list[str], kinds: Mapping[str, float]) 
     """The tensors that are held to float64's own limits alone, compared at once: no control run, kink or slack is known
     of them.
     """
-    if (evidence.precision or evidence.case.dtype) != "float64":
+    if evidence.dtype != "float64":
         return {}
-    known = {*evidence.slack}.union(*evidence.controls, *evidence.kinks)
+    known = {*evidence.slack, *evidence.beyond}.union(*evidence.controls, *evidence.kinks)
     values = {name: evidence.merged.tensors[name] for name in names if name not in known}
     return measured_together(values, evidence.truth, kinds)
 
@@ -84,11 +84,13 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
     rounding alone changes half of the gradients' norm, or of their mean, in lower precision, a few control runs do not
     bound what the optimizer makes of them: LEAP times as much is allowed, and its square of their squares.
     """
+    if evidence.lower is not None and name in evidence.beyond:
+        return held(evidence.lower, name, kind)
     found = measure(
         name,
         evidence.merged.tensors[name],
         evidence.truth[name],
-        dtype=evidence.precision or evidence.case.dtype,
+        dtype=evidence.dtype_of(name),
         controls=[control[name] for control in evidence.controls if name in control],
         far=evidence.far.get(name),
         kinks=[kink[name] for kink in evidence.kinks if name in kink],
@@ -106,7 +108,7 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
 def _leaps(evidence: Evidence, name: str) -> bool:
     """Whether the optimizer made a tensor, in lower precision, of gradients that rounding alone changes by half."""
     kind, _, place = name.partition("/")
-    if kind not in NUMERIC_KINDS["update"] or (evidence.precision or evidence.case.dtype) == "float64":
+    if kind not in NUMERIC_KINDS["update"] or evidence.dtype == "float64":
         return False
     step = evidence.case.steps - 1 if kind == "param" else step_of(name)
     made_of = (f"grad_norm/{step}", *((f"{_MEANS}/{place}",) if kind == _SQUARES else ()))

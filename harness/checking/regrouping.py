@@ -54,8 +54,7 @@ def regrouping(evidence: Evidence) -> Finding | None:
 
 
 def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measured]:
-    dtype = evidence.precision or evidence.case.dtype
-    exact = dtype == "float64"
+    exact = evidence.dtype == "float64"
     base = evidence.merged.tensors
     sizes = kind_rms(base)
     for name, tensor in base.items():
@@ -64,7 +63,7 @@ def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measu
         if name not in other or other[name].shape != tensor.shape:
             continue
         if first and not exact:
-            yield _rounded(evidence, name, other[name], dtype, sizes.get(kind, 0.0))
+            yield _rounded(evidence, name, other[name], evidence.dtype_of(name), sizes.get(kind, 0.0))
         elif first or (kind in _LATER and exact):
             found = measure(name, other[name], tensor, dtype="float64")
             if first or found.error > FLOAT64_CEILING:
@@ -109,7 +108,7 @@ def _factor(base: Tensor, other: Tensor, evidence: Evidence, sizes: Mapping[str,
     square = float(base.square().sum())
     ratio = float((base * other).sum()) / square if square else math.nan
     left = float((other - ratio * base).square().sum()) if math.isfinite(ratio) else math.inf
-    constant = max(_CONSTANT, _EPSILONS * epsilon(evidence.precision or evidence.case.dtype))
+    constant = max(_CONSTANT, _EPSILONS * epsilon(evidence.dtype))
     if not left <= constant**2 * square * ratio**2:
         return "no multiple of what it is (a mean of means, where counts of tokens differ?)"
     near = max(1e-4, constant)

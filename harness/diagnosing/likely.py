@@ -96,7 +96,9 @@ def likely(
     if by_check:
         return tuple((from_flaws(evidence, wrong) if "merge" in failed else []) or by_check[:1])
     if evidence.island:
-        words = f"the case is in float64, and the subject uses {evidence.island}; on one rank it does not"
+        meant = "subject.compute_dtype or subject.wire_dtype states what is meant"
+        words = f"explained by rounding to {evidence.island}; the case is in {evidence.case.dtype}"
+        words += f", and on one rank the subject does not round so: {meant}"
         return (Cause(id="shorter_dtype", words=words),)
     if said := from_masks(evidence, findings, wrong):
         return tuple(said)

@@ -35,7 +35,16 @@ from harness.running.trials.runs import elsewhere, explained, recorded, watched
 from harness.running.trials.trial import Trial
 from harness.running.truth.kept import Truths
 from harness.running.truth.reference import Reference, reference_of
-from harness.subject import NamedSubject, Unanswered, kept_per_rank, named, refusal, truth_of
+from harness.subject import (
+    NamedSubject,
+    Unanswered,
+    deviating,
+    kept_per_rank,
+    lower_dtypes,
+    named,
+    refusal,
+    truth_of,
+)
 from harness.torch_internals.compiler import leave_unloaded
 from harness.torch_internals.memory import give_back
 
@@ -124,6 +133,8 @@ def prove(
     try:
         verdict, reason = SKIP, refusal(case, trial.subject)
         kept_per_rank(trial.subject.call)  # every run needs it
+        if not reason:
+            _ = lower_dtypes(case, given), deviating(case, given)  # a wrong word is told before anything is run
     except Unanswered as problem:
         verdict, reason = UNKNOWN, str(problem)
     if reason:

@@ -25,7 +25,7 @@ from harness.running.ranks.execution import execute, execute_captured
 from harness.running.trials.trial import Trial, asked, expectation_of, facts_of, orders_of
 from harness.running.truth.joint_masks import masks_of
 from harness.running.truth.own_truth import OwnTruth, draws_of
-from harness.subject import deviations, left_out, refusal
+from harness.subject import deviating, deviations, left_out, refusal
 from harness.torch_internals.memory import give_back
 
 __all__ = ["elsewhere", "explained", "recorded", "watched"]
@@ -109,6 +109,7 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         deviations=_deviations(trial, merged),
         mask_draws=drawn,
         torn=torn,
+        deviates=deviating(case, trial.subject),
     )
 
 
