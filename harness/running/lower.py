@@ -107,7 +107,7 @@ def as_found(trial: Trial, found: Found, checks: Mapping[str, Check], judge: Jud
 def _lowered(trial: Trial, found: Found, checks: Mapping[str, Check], rounding: Rounding, judge: Judge) -> Found:
     """What failed, judged again: the tensors that are beyond their limits by those of this precision."""
     evidence, findings = found
-    control = RoundedControl.of(trial.reference.control, rounding)
+    control = RoundedControl(control=trial.reference.control, rounding=rounding)
     lower = replace(trial, reference=replace(trial.reference, control=control))
     failed = {name: checks[name] for name, finding in findings.items() if finding.wrong and name in checks}
     numbers = {name: check for name, check in failed.items() if name in NUMERIC_KINDS}

@@ -12,8 +12,9 @@ positions included.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,10 +31,12 @@ from harness.torch_internals.modes import DispatchMode, FakeTensor, take_themsel
 __all__ = ["BOTH", "RoundedControl", "Rounding"]
 
 BOTH = ("forward", "backward")
+_GOLDEN = 0.618
+"""Steps of this share of 1 come near no earlier one for long."""
 _WHOLE = "float32"
 """What a case is computed in as a whole."""
 _PRODUCTS = frozenset(
-    "addbmm addmm addmv baddbmm bmm convolution convolution_backward dot linear mm mv _grouped_mm _scaled_grouped_mm "
+    "addbmm addmm addmv baddbmm bmm convolution convolution_backward dot linear matmul mm mv _grouped_mm "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
     "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention".split()
 )
@@ -62,9 +65,11 @@ class Rounding:
         """The lowest dtype of all."""
         return max(self.precision.values(), key=epsilon)
 
-    def mode(self) -> AbstractContextManager[object]:
-        """A context in which matrix products of this thread are rounded so."""
-        return _Rounded(self)
+    def mode(self, scale: float = 1.0) -> AbstractContextManager[object]:
+        """A context in which matrix products of this thread are rounded so, each number times `scale`: other scales
+        round otherwise, and as much.
+        """
+        return _Rounded(self, scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,30 +79,28 @@ class RoundedControl:
     control: Function
     rounding: Rounding
 
-    @classmethod
-    def of(cls, control: Function, rounding: Rounding) -> RoundedControl:
-        """The control run `control` of the case's own dtype in a lower precision."""
-        if isinstance(control, OwnTruth):
-            control = replace(control, around=rounding.mode)
-        return cls(control=control, rounding=rounding)
-
-    def __call__(self, case: CaseLike, device: torch.device, **words: Any) -> Mapping[str, Tensor]:
-        """The outcome in this precision."""
-        function: Any = resolve(self.control) if isinstance(self.control, str) else self.control
+    def __call__(self, case: CaseLike, device: torch.device, *, parts: int = 0, **words: Any) -> Mapping[str, Tensor]:
+        """The outcome in this precision. Each number of `parts` rounds otherwise: runs that all round the same numbers
+        alike would be one run.
+        """
+        rounds = partial(self.rounding.mode, 1 + parts * _GOLDEN % 1)
         if self.rounding.compute == _WHOLE:
             with suppress(ValueError):  # a subject whose cases have no such dtype
                 case = case.but(dtype=_WHOLE)
-        alone = isinstance(self.control, OwnTruth)  # rounds in the thread of its rank
-        with nullcontext() if alone else self.rounding.mode():
-            outcome: Mapping[str, Tensor] = function(case, device, **words)
+        if isinstance(self.control, OwnTruth):  # rounds in the thread of its rank
+            return replace(self.control, around=rounds)(case, device, parts=parts, **words)
+        function: Any = resolve(self.control) if isinstance(self.control, str) else self.control
+        with rounds():
+            outcome: Mapping[str, Tensor] = function(case, device, parts=parts, **words)
         return outcome
 
 
 class _Rounded(DispatchMode):
     """Rounds what products return, and what they are given where all is computed in a lower dtype."""
 
-    def __init__(self, rounding: Rounding) -> None:
+    def __init__(self, rounding: Rounding, scale: float) -> None:
         super().__init__()
+        self._scale = scale
         self._inputs = rounding.compute and getattr(torch, rounding.compute)
         self._outputs = {name: getattr(torch, dtype) for name, dtype in rounding.precision.items()}
 
@@ -111,21 +114,26 @@ class _Rounded(DispatchMode):
         if operator.overloadpacket.__name__ not in _PRODUCTS or any(issubclass(kind, FakeTensor) for kind in types):
             return operator(*args, **kwargs)
         if self._inputs:
-            args = [_rounded(value, self._inputs) for value in args]
+            args = [self._rounded(value, self._inputs) for value in args]
         result = operator(*args, **kwargs)
         dtype = self._outputs.get("backward" if current_task() >= 0 else "forward")
         if dtype is None:
             return result
-        return tuple(_rounded(one, dtype) for one in result) if isinstance(result, tuple) else _rounded(result, dtype)
+        if isinstance(result, tuple):
+            return tuple(self._rounded(one, dtype) for one in result)
+        return self._rounded(result, dtype)
+
+    def _rounded(self, value: Any, dtype: torch.dtype) -> Any:
+        """A tensor of a wider dtype with the digits of this one; anything else as it is."""
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if torch.finfo(value.dtype).eps >= torch.finfo(dtype).eps:
+            return value
+        return _digits(value * self._scale, dtype) / self._scale
 
 
-def _rounded(value: Any, dtype: torch.dtype) -> Any:
-    """A tensor of a wider dtype with the digits of this one; anything else as it is."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return value
+def _digits(value: Tensor, dtype: torch.dtype) -> Tensor:
     eps = torch.finfo(dtype).eps
-    if torch.finfo(value.dtype).eps >= eps:
-        return value
     if dtype is not torch.float16 or value.dtype not in (torch.float64, torch.float32):
         return value.to(dtype).to(value.dtype)
     mantissa, exponent = torch.frexp(value)  # float16 has too small a range for gradients that nothing scales
