@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from harness.checking.deviating import STATED, apart
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.checking.measures.small_tensors import measured_together
 from harness.checking.measures.tolerance import LEAP, Measured, kind_of, kind_rms, measure, step_of
@@ -63,7 +64,8 @@ def _compare(evidence: Evidence, belongs: Callable[[str], bool]) -> Finding | No
     kinds_rms = kind_rms({name: evidence.truth[name] for name in expected})
     quick = _together(evidence, known, kinds_rms)
     measured = [quick.get(name) or held(evidence, name, kinds_rms.get(kind_of(name), 0.0)) for name in known]
-    return _judged(measured, unchecked)
+    found = apart(evidence, measured)
+    return found.told(_judged(found.judged, unchecked + found.unchecked))
 
 
 def _together(evidence: Evidence, names: list[str], kinds: Mapping[str, float]) -> dict[str, Measured]:
@@ -124,7 +126,7 @@ def _overflowed(evidence: Evidence, name: str) -> bool:
     return any(step_of(key) <= last and not bool(torch.isfinite(number).all()) for key, number in numbers)
 
 
-def _judged(measured: list[Measured], unchecked: list[str]) -> Finding:
+def _judged(measured: Sequence[Measured], unchecked: list[str]) -> Finding:
     wrong = tuple(m for m in measured if m.wrong)
     overflowing = [m.name for m in measured if m.overflows]
     lost = [m.name for m in measured if m.right and not m.decidable] + overflowing
@@ -144,6 +146,7 @@ def _judged(measured: list[Measured], unchecked: list[str]) -> Finding:
         return Finding(verdict=UNKNOWN, message=f"{overflowing[0]} {_OVERFLOWS}", unchecked=unseen)
     if not proved:
         why = "rounding alone explains any error" if lost else "none of them could be merged or is known to the truth"
+        why = "every one deviates as stated" if not lost and any(STATED in name for name in unchecked) else why
         return Finding(verdict=UNKNOWN, message=f"no tensor of this kind could be compared: {why}", unchecked=unseen)
     closest = worst_of(proved)
     message = f"{len(proved)} tensors agree; {closest.name} came closest to its limit"

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from harness.checking.deviating import STATED, deviates, not_judged
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped, Worst
 from harness.checking.measures.tolerance import FLOAT64_CEILING, Measured, epsilon, kind_of, kind_rms, measure, step_of
 
@@ -49,7 +50,14 @@ def regrouping(evidence: Evidence) -> Finding | None:
     return Finding(
         verdict=PASS,
         message=f"the same step as with {same}" if same else "no other grouping was compared",
-        unchecked=tuple(f"{other.words} ({other.problem})" for other in evidence.regrouped if other.problem),
+        unchecked=(
+            *(f"{other.words} ({other.problem})" for other in evidence.regrouped if other.problem),
+            *(
+                f"{name}{STATED}{deviates(evidence, name)})"
+                for name in evidence.merged.tensors
+                if not_judged(evidence, name)
+            ),
+        ),
     )
 
 
@@ -60,7 +68,7 @@ def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measu
     for name, tensor in base.items():
         kind, step = kind_of(name), step_of(name)
         first = kind in _FIRST_STEP and (kind == "grad" or step == 0)
-        if name not in other or other[name].shape != tensor.shape:
+        if name not in other or other[name].shape != tensor.shape or not_judged(evidence, name):
             continue
         if first and not exact:
             yield _rounded(evidence, name, other[name], evidence.dtype_of(name), sizes.get(kind, 0.0))

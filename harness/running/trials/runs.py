@@ -87,7 +87,7 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         truth, torn = _given(trial, kinds or GIVEN, merged)
     merged = gathered(ranks.outcomes, ranks.masks, truth)
     outcomes, events, unwaited, spans = held_once(ranks.outcomes, merged), run.events, run.unwaited, run.spans
-    masks, drawn = ranks.masks, ranks.draws
+    masks, drawn, stated = ranks.masks, ranks.draws, deviating(case, trial.subject)
     del run, ranks
     give_back(merged.tensors.values())
     return Evidence(
@@ -109,7 +109,8 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         deviations=_deviations(trial, merged),
         mask_draws=drawn,
         torn=torn,
-        deviates=deviating(case, trial.subject),
+        deviates={pattern: one.sentence for pattern, one in stated.items()},
+        applied=frozenset(pattern for pattern, one in stated.items() if one.truth is not None),
     )
 
 
