@@ -102,6 +102,9 @@ def likely(
         return (Cause(id="shorter_dtype", words=words),)
     if said := from_masks(evidence, findings, wrong):
         return tuple(said)
+    if evidence.drawn:
+        words = f"{evidence.drawn}, so nothing behind it can agree: switch that off for the proof, or seed it by the "
+        return (Cause(id="other_numbers", words=f"{words}numbers of the samples (case.samples), on ranks and truth"),)
     call_first = call_first and by_call[0].id != "wrong_place"  # that changes no number
     numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
     said = (what_if(evidence, numbers) or more_classes(evidence, numbers[0], parted)) if numbers else []

@@ -26,6 +26,7 @@ from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError
 from harness.ledger import Event
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.running.judging import judged
+from harness.running.locating.drawn import with_drawn_numbers
 from harness.running.locating.wrong_module import with_wrong_module
 from harness.running.ranks.capacity import admit_ranks
 from harness.running.store import Store
@@ -183,7 +184,8 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str) -> CaseResu
         with trial.timed("checks"):
             context = {**examine(evidence), **findings}
         wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
-        evidence = with_wrong_module(trial, explained(trial, evidence, wrong), wrong)
+        evidence = with_drawn_numbers(trial, explained(trial, evidence, wrong), wrong)
+        evidence = with_wrong_module(trial, evidence, wrong)
         evidence = _with_other_sizes(trial, evidence, context)
     return _result(trial, evidence, findings, context, options)
 

@@ -98,6 +98,7 @@ CAUSES: Mapping[str, str] = {
     "one_stream": "ranks that hold different shards and drop by one mask",
     "own_streams": "replicas that drop by independent masks",
     "drawn_anew": "recomputation that drops by another mask than its forward",
+    "other_numbers": "numbers drawn in forward, dropout apart, that the truth does not draw",
     # where the ledger parts from the expectation
     "missing_call": "an expected call is left out",
     "extra_call": "a call too many",

@@ -1,4 +1,4 @@
-"""A lower precision inside a case: found (experts in bfloat16), or stated (mixed precision, a lossy wire); no excuse."""
+"""A lower precision inside a case: found (experts in bfloat16), or stated (mixed precision, a lossy wire)."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_stated_wire_hides_no_term(share: float, engine: InprocEngine) -> None
 
 
 def test_what_the_stated_wire_does_not_reach_keeps_its_own_limits(engine: InprocEngine) -> None:
-    """The loss of the first step does not travel in bfloat16: half a percent is wrong, though bfloat16 makes as much."""
+    """The loss of the first step does not travel in bfloat16: half a percent is wrong, little as that is for it."""
 
     class Off(Stated):
         def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
