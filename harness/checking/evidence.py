@@ -195,6 +195,8 @@ class Evidence:
         """The dtype whose limits hold for this name. What a lower precision does not reach directly, such as the state
         that an optimizer keeps, is judged in the case's dtype, or in float32.
         """
+        if self.lower is not None and name in self.beyond:
+            return self.lower.dtype_of(name)
         if not self.precision:
             return self.case.dtype
         kind = kind_of(name)

@@ -20,7 +20,7 @@ from dataclasses import replace
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.group_checks import lists_text, strays
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import MEANT, Cause
 from harness.diagnosing.rules.layouts import from_flaws
 from harness.diagnosing.rules.losses import from_parts, more_classes
 from harness.diagnosing.rules.masks import from_masks
@@ -96,9 +96,8 @@ def likely(
     if by_check:
         return tuple((from_flaws(evidence, wrong) if "merge" in failed else []) or by_check[:1])
     if evidence.island:
-        meant = "subject.compute_dtype or subject.wire_dtype states what is meant"
         words = f"explained by rounding to {evidence.island}; the case is in {evidence.case.dtype}"
-        words += f", and on one rank the subject does not round so: {meant}"
+        words += f", and on one rank the subject does not round so; {MEANT}"
         return (Cause(id="shorter_dtype", words=words),)
     if said := from_masks(evidence, findings, wrong):
         return tuple(said)

@@ -126,19 +126,24 @@ def _noted(finding: Finding, seen: Evidence, said: str) -> Finding:
 
 
 def _stored_shorter(evidence: Evidence, wrong: Sequence[Measured], dtypes: set[str]) -> bool:
-    """Whether the first step is right in the case's dtype and a state behind it was rounded as it was stored: each of
-    its numbers is one of such a dtype, and the truth's are not. No arithmetic of the model explains that.
+    """Whether the first step is right in the case's dtype and a state behind it, or a gradient, was rounded as it was
+    stored or sent: each of its numbers is one of such a dtype, and the truth's are not. No arithmetic of the model
+    explains that, but for gradients in float32, in which many programs add them up.
     """
-    states = [measured.name for measured in wrong if is_state(measured.name) or measured.name.startswith("param/")]
-    if any(in_first_step(measured.name) and measured.name not in states for measured in wrong):
-        return False
-    pairs = [(evidence.merged.tensors[name], evidence.truth[name]) for name in states if name in evidence.truth]
-    shorts = [getattr(torch, dtype) for dtype in dtypes]
-    return any(
-        own.equal(own.to(short).to(own)) and not truth.equal(truth.to(short).to(truth))
-        for own, truth in pairs
-        for short in shorts
-    )
+    states = {one.name for one in wrong if is_state(one.name) or one.name.startswith("param/")}
+    gradients = {one.name for one in wrong if one.name.startswith(("grad/", "grad_norm/"))}
+    first = {one.name for one in wrong if in_first_step(one.name)} - states
+    for dtype in dtypes:
+        kept = states if dtype == "float32" else states | gradients
+        if first <= kept and any(_only_in(evidence, name, getattr(torch, dtype)) for name in kept):
+            return True
+    return False
+
+
+def _only_in(evidence: Evidence, name: str, short: torch.dtype) -> bool:
+    """Whether each number of a tensor is one of this dtype, and those of the truth are not."""
+    own, truth = evidence.merged.tensors[name], evidence.truth.get(name)
+    return truth is not None and own.equal(own.to(short).to(own)) and not truth.equal(truth.to(short).to(truth))
 
 
 def in_first_step(name: str) -> bool:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["CAUSES", "Cause"]
+__all__ = ["CAUSES", "MEANT", "Cause"]
+
+MEANT = "where it is meant, subject.compute_dtype or subject.wire_dtype states it"
+"""What stands behind a rounding."""
 
 CAUSES: Mapping[str, str] = {
     # what a wrong tensor looks like

@@ -71,7 +71,7 @@ def trained(case: Any, noise: str, dp_ranks: range, factor: float = 1.0) -> Mapp
         for dp_rank in dp_ranks:
             numbers = case.samples(0, micro, dp_rank, ROWS)
             x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(numbers.start)).to(total)
-            loss = model(x, numbers).square().sum() / case.dp * factor
+            loss = model(x, numbers).square().sum() / (case.dp * case.micro) * factor
             loss.backward()
             total = total + loss.detach()
     gradients = {f"grad/{name}": one.grad for name, one in model.named_parameters() if one.grad is not None}
@@ -170,7 +170,7 @@ def functions(case: Any, dp_ranks: range) -> Mapping[str, Any]:
             numbers = case.samples(0, micro, dp_rank, ROWS)
             x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(numbers.start)).to(weight.dtype)
             y = x @ weight
-            (y * torch.rand(y.shape, dtype=y.dtype)).square().sum().div(case.dp).backward()
+            (y * torch.rand(y.shape, dtype=y.dtype)).square().sum().div(case.dp * case.micro).backward()
     assert weight.grad is not None
     if case.world_size > 1 and len(dp_ranks) == 1:
         dist.all_reduce(weight.grad)
