@@ -57,8 +57,8 @@ def _deviating(run: Run) -> list[str]:
             if part.startswith(_ABSENT):
                 absent.setdefault(part, set()).add(str(row["case"]))
     told = []
-    for sentence, found in names.items():
-        of = f"{_kinds(list(dict.fromkeys(found)))}; {_cases(len(cases[sentence]))}"
+    for sentence, those in names.items():
+        of = f"{_kinds(list(dict.fromkeys(those)))}; {_cases(len(cases[sentence]))}"
         told.append(f"stated deviation, not checked: {sentence} ({of})")
     return told + [f"{part} in {_cases(len(found))}" for part, found in absent.items()]
 
