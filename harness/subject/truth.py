@@ -10,9 +10,9 @@ from typing import Any, Final
 from harness.errors import RequestError
 from harness.protocols import CaseLike, Value
 from harness.resolve import resolve
+from harness.subject.by_design import deviating
 from harness.subject.call import NamedSubject, answered
 from harness.subject.cases import vocabulary
-from harness.subject.differences import deviating
 
 __all__ = ["ALONE", "DenseModel", "truth_of"]
 

@@ -1,7 +1,7 @@
 """Cases that compute or send in a lower precision than their own dtype: as the subject states, or as it is found.
 
 Only tensors beyond the limits of the case's own dtype are judged by those of the lower one, with control runs made in
-it (harness.running.truth.lower_precision); all others stay as they were judged. Where the subject states nothing and
+it (harness.running.truth.rounded_products); all others stay as they were judged. Where the subject states nothing and
 errors are as small as a lower precision may make them, the ranks are run once more and looked at: does a number of a
 lower dtype enter arithmetic of the case's dtype (an island)? If so on one rank too, it belongs to the model: its limits
 hold, and the findings say where it is. If on several ranks alone, it is part of what is proved, and wrong. Where there
@@ -24,8 +24,8 @@ from harness.protocols import CaseLike, case_text
 from harness.recording.capturing.islands import Island, NarrowProbe, Probed, narrower
 from harness.running.ranks.execution import execute
 from harness.running.trials.trial import Trial
-from harness.running.truth.lower_precision import BOTH, RoundedControl, Rounding
 from harness.running.truth.own_truth import one_rank
+from harness.running.truth.rounded_products import BOTH, RoundedControl, Rounding
 from harness.subject import lower_dtypes, refusal, truth_of
 
 __all__ = ["Found", "Judge", "as_found", "as_stated", "in_first_step", "stated", "wrong_of"]
