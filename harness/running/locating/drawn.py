@@ -16,7 +16,7 @@ from harness.protocols import CaseLike, case_text, unsaved
 from harness.recording.capturing.drawn_numbers import Drawing, DrawnNumbers, Numbers
 from harness.running.ranks.execution import execute
 from harness.running.trials.trial import Trial
-from harness.running.truth.own_truth import OwnTruth, one_rank
+from harness.running.truth.own_truth import EXACT, OwnTruth, one_rank
 from harness.subject import ALONE
 
 __all__ = ["with_drawn_numbers"]
@@ -64,8 +64,9 @@ def _of_ranks(trial: Trial, case: CaseLike, dropout: bool) -> list[Numbers]:
 def _of_truth(trial: Trial, dropout: bool) -> list[Numbers]:
     truth = trial.reference.truth
     if isinstance(truth, OwnTruth) and truth.dense == ALONE:
-        return _of_ranks(trial, one_rank(trial.case, trial.subject).but(dtype="float64"), dropout)
-    with DrawnNumbers(dropout=dropout) as probe:
+        return _of_ranks(trial, one_rank(trial.case, trial.subject).but(dtype=EXACT), dropout)
+    probe = DrawnNumbers(dropout=dropout)
+    with probe:
         trial.computed(truth)
     return probe.found
 

@@ -27,7 +27,7 @@ CASE = "tp=2 dp=3 steps=1"
 class Balanced(Network):
     """Its gradient of w2 deviates by design: the truth's times `factor`; a `bug` is planted beside it."""
 
-    cases = (CASE,)
+    cases = (CASE, "tp=2", "dp=2")
 
     def __init__(self, factor: float = 1.5, bug: str = "", **stated: Any) -> None:
         super().__init__()
@@ -61,6 +61,7 @@ class Wired(Balanced):
 
 
 DEVIATES = {"grad/w2": DESIGN}
+noted = Balanced(deviates={**DEVIATES, "grad/w1": "a second one"})
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +154,7 @@ def test_a_truth_that_applies_it_needs_a_dense_model(engine: InprocEngine) -> No
 
 
 def test_the_notes_of_a_run_name_it(tmp_path: Path) -> None:
-    subject = Balanced(deviates={**DEVIATES, "grad/w1": "a second one"})
-    result = run([CASE], subject, out=str(tmp_path))
+    result = run([CASE], f"{__name__}:noted", out=str(tmp_path))
     notes = unchecked_notes(load(str(result.path)))
     assert f"stated deviation, not checked: {DESIGN} (1 grad; 1 case)" in notes
     assert "stated deviation that does not occur: a second one (grad/w1) in 1 case" in notes

@@ -59,7 +59,8 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, numbers: range) -> Tensor:
         """[rows]."""
-        return (self.router(x, numbers) * self.experts(x)).sum(-1)
+        y: Tensor = (self.router(x, numbers) * self.experts(x)).sum(-1)
+        return y
 
 
 def trained(case: Any, noise: str, dp_ranks: range, factor: float = 1.0) -> Mapping[str, Any]:
