@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from harness.checking.measures.stated_deviations import Deviations
 from harness.checking.measures.tolerance import Controlled, Measured, epsilon, kind_of
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
@@ -119,8 +120,7 @@ class Evidence:
     beyond       names that are beyond the limits of the case's own dtype; empty without `lower`
     island       where a lower precision enters on several ranks alone, if it explains what is wrong; "" otherwise
     drawn        numbers that ranks drew in forward and the truth did not, in words; "" where there are none
-    deviates     pattern of names -> how the subject states that these tensors deviate from the truth
-    applied      those of these patterns whose deviation the truth applies
+    deviates     how the subject states that tensors deviate from the truth
     given        names of what the truth was given of the outcome: it does not check them; empty where it knows all
     deviations   standard deviations of initial values by parameter, as the reference states them; 0 is a constant
     mask_draws   what is known of masks that were recorded; None where the subject returned them, or there are none
@@ -159,8 +159,7 @@ class Evidence:
     beyond: frozenset[str] = frozenset()
     island: str = ""
     drawn: str = ""
-    deviates: Mapping[str, str] = field(default_factory=dict)
-    applied: frozenset[str] = frozenset()
+    deviates: Deviations = Deviations()
     given: tuple[str, ...] = ()
     deviations: Mapping[str, float] = field(default_factory=dict)
     mask_draws: MaskDraws | None = None

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from harness.checking.deviating import STATED, apart
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.checking.measures.small_tensors import measured_together
+from harness.checking.measures.stated_deviations import STATED
 from harness.checking.measures.tolerance import LEAP, Measured, kind_of, kind_rms, measure, step_of
 
 __all__ = ["NUMERIC_KINDS", "held", "numeric", "worst_of"]
@@ -64,8 +64,9 @@ def _compare(evidence: Evidence, belongs: Callable[[str], bool]) -> Finding | No
     kinds_rms = kind_rms({name: evidence.truth[name] for name in expected})
     quick = _together(evidence, known, kinds_rms)
     measured = [quick.get(name) or held(evidence, name, kinds_rms.get(kind_of(name), 0.0)) for name in known]
-    found = apart(evidence, measured)
-    return found.told(_judged(found.judged, unchecked + found.unchecked))
+    found = evidence.deviates.apart(measured)
+    finding = _judged(found.judged, unchecked + found.unchecked)
+    return replace(finding, message="; ".join([finding.message, *found.told]))
 
 
 def _together(evidence: Evidence, names: list[str], kinds: Mapping[str, float]) -> dict[str, Measured]:

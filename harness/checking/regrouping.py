@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from harness.checking.deviating import STATED, deviates, not_judged
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped, Worst
+from harness.checking.measures.stated_deviations import STATED
 from harness.checking.measures.tolerance import FLOAT64_CEILING, Measured, epsilon, kind_of, kind_rms, measure, step_of
 
 __all__ = ["regrouping"]
@@ -53,9 +53,9 @@ def regrouping(evidence: Evidence) -> Finding | None:
         unchecked=(
             *(f"{other.words} ({other.problem})" for other in evidence.regrouped if other.problem),
             *(
-                f"{name}{STATED}{deviates(evidence, name)})"
+                f"{name}{STATED}{evidence.deviates.sentence(name)})"
                 for name in evidence.merged.tensors
-                if not_judged(evidence, name)
+                if evidence.deviates.unjudged(name)
             ),
         ),
     )
@@ -68,7 +68,7 @@ def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measu
     for name, tensor in base.items():
         kind, step = kind_of(name), step_of(name)
         first = kind in _FIRST_STEP and (kind == "grad" or step == 0)
-        if name not in other or other[name].shape != tensor.shape or not_judged(evidence, name):
+        if name not in other or other[name].shape != tensor.shape or evidence.deviates.unjudged(name):
             continue
         if first and not exact:
             yield _rounded(evidence, name, other[name], evidence.dtype_of(name), sizes.get(kind, 0.0))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, gathered
 from harness.checking.exact_checks import same_outcomes
+from harness.checking.measures.stated_deviations import Deviations
 from harness.checking.measures.tolerance import is_state, kind_of
 from harness.errors import ShardproofError, error_text
 from harness.outcome.merging import Merged, Outcomes, against, held_once
@@ -109,8 +110,10 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         deviations=_deviations(trial, merged),
         mask_draws=drawn,
         torn=torn,
-        deviates={pattern: one.sentence for pattern, one in stated.items()},
-        applied=frozenset(pattern for pattern, one in stated.items() if one.truth is not None),
+        deviates=Deviations(
+            {pattern: one.sentence for pattern, one in stated.items()},
+            frozenset(pattern for pattern, one in stated.items() if one.truth is not None),
+        ),
     )
 
 
