@@ -1,7 +1,8 @@
 """Numbers that the ranks of a failed case draw in forward and its truth does not: where they are, nothing can agree.
 
 One more run of ranks and truth, in which every draw is noted (harness.recording.capturing.drawn_numbers), of a case
-whose forward is wrong. Masks of dropout that the truth is given are no such numbers.
+whose forward is wrong. Numbers that the truth is given (masks of dropout, initial values) are no such ones. The decoder
+draws none, so its ranks are looked at only where the random streams of the process were touched.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
     """
     compared = [name for name in evidence.truth if name in evidence.returned]
     forward = {name for name in compared if kind_of(name) not in _LATER and not is_state(name)}
-    if evidence.torn or not wrong or (forward and not forward & set(wrong)):
+    own = isinstance(trial.reference.truth, OwnTruth)
+    untouched = not own and not getattr(trial.engine, "drew", True)
+    drawn_by_ranks = evidence.given and evidence.mask_draws is None  # and returned: by whatever operators they drew
+    if evidence.torn or drawn_by_ranks or untouched or not wrong or (forward and not forward & set(wrong)):
         return evidence
-    dropout = evidence.mask_draws is None and not evidence.given
+    dropout = evidence.mask_draws is None
     try:
         with trial.timed("located"):
             ranks = _of_ranks(trial, trial.case, dropout)
-            if not any(one.forward for one in ranks) and not isinstance(trial.reference.truth, OwnTruth):
+            if not own and not any(one.forward for one in ranks):
                 return evidence
             told = _told(ranks, _of_truth(trial, dropout))
             for other in evidence.regrouped:
