@@ -41,7 +41,12 @@ def coverage(evidence: Evidence) -> Finding:
     named = {name for outcome in evidence.outcomes for name in outcome}
     strange = tuple(name for name in strange if name in named)  # a captured module of its own is nobody's slip
     undeclared = [name for name in missing if name not in declared]
-    problems = [*_hidden(evidence), *_gaps(undeclared, named), *_unknown(strange, undeclared)]
+    problems = [
+        *_hidden(evidence),
+        *evidence.deviates.problems(evidence.truth),
+        *_gaps(undeclared, named),
+        *_unknown(strange, undeclared),
+    ]
     notes = [f"{len(declared)} left out on purpose"] if declared else []
     message = f"{len(comparable)} of {len(evidence.truth)} tensors of the truth were returned"
     return Finding(
@@ -87,10 +92,13 @@ def _unknown(strange: Sequence[str], missing: Sequence[str]) -> list[str]:
 
 
 def _idle(evidence: Evidence) -> list[str]:
-    """Patterns of the declaration that match no name of the truth."""
+    """Patterns of what the subject declares and states that match no name of the truth."""
     names = list(evidence.truth)
-    idle = [one for one in evidence.declared if not any(fnmatchcase(name, one) for name in names)]
-    return [f"unchecked={one!r} matches no name of the truth{_near(one, names)}" for one in idle]
+    patterns = [("unchecked", one) for one in evidence.declared] + [
+        ("deviates", one) for one in evidence.deviates.sentences
+    ]
+    idle = [(word, one) for word, one in patterns if not any(fnmatchcase(name, one) for name in names)]
+    return [f"{word}={one!r} matches no name of the truth{_near(one, names)}" for word, one in idle]
 
 
 def _near(name: str, names: Sequence[str]) -> str:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from harness.checking.measures.tolerance import Controlled, Measured
+from harness.checking.measures.stated_deviations import Deviations
+from harness.checking.measures.tolerance import Controlled, Measured, epsilon, kind_of
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
@@ -36,6 +37,11 @@ __all__ = [
 
 PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
 """`skip` is the word of a case that the subject does not claim; no check ever answers it."""
+
+
+_OF_BACKWARD = frozenset({"act_grad", "grad", "grad_norm"})
+_KEPT = frozenset({"param", "param_after", "exp_avg_after", "exp_avg_sq_after", "saved"})
+"""Kinds of names that backward computes, and those of states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +114,13 @@ class Evidence:
     declared     patterns of names that the subject leaves out on purpose
     shares       what a diagnosis computed with the dense model (see Reference.shares); empty until then
     alternatives "<what if>/<name>" -> what the dense model computes of data read otherwise; empty until then
-    precision    dtype whose limits hold where a float64 case computes with a lower one; "" for the case's own
-    island       where such a dtype enters on several ranks alone, if it explains what is wrong; "" otherwise
+    precision    pass ("forward", "backward") -> the dtype whose limits hold for what it computes, where that is lower
+                 than the case's; empty otherwise
+    lower        the evidence by whose limits names in `beyond` are judged, those of a lower precision; None for none
+    beyond       names that are beyond the limits of the case's own dtype; empty without `lower`
+    island       where a lower precision enters on several ranks alone, if it explains what is wrong; "" otherwise
+    drawn        numbers that ranks drew in forward and the truth did not, in words; "" where there are none
+    deviates     how the subject states that tensors deviate from the truth
     given        names of what the truth was given of the outcome: it does not check them; empty where it knows all
     deviations   standard deviations of initial values by parameter, as the reference states them; 0 is a constant
     mask_draws   what is known of masks that were recorded; None where the subject returned them, or there are none
@@ -145,8 +156,12 @@ class Evidence:
     declared: tuple[str, ...] = ()
     shares: Mapping[str, Tensor] = field(default_factory=dict)
     alternatives: Mapping[str, Tensor] = field(default_factory=dict)
-    precision: str = ""
+    precision: Mapping[str, str] = field(default_factory=dict)
+    lower: Evidence | None = None
+    beyond: frozenset[str] = frozenset()
     island: str = ""
+    drawn: str = ""
+    deviates: Deviations = Deviations()
     given: tuple[str, ...] = ()
     deviations: Mapping[str, float] = field(default_factory=dict)
     mask_draws: MaskDraws | None = None
@@ -172,6 +187,23 @@ class Evidence:
         """By rank, what was returned and what was captured beside it."""
         outside = self.captured or [{}] * len(self.outcomes)
         return tuple({**a, **b} for a, b in zip(outside, self.outcomes, strict=True))
+
+    @property
+    def dtype(self) -> str:
+        """The lowest dtype whose limits hold for any tensor."""
+        return max((self.case.dtype, *self.precision.values()), key=epsilon)
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype whose limits hold for this name. What a lower precision does not reach directly, such as the state
+        that an optimizer keeps, is judged in the case's dtype, or in float32.
+        """
+        if self.lower is not None and name in self.beyond:
+            return self.lower.dtype_of(name)
+        if not self.precision:
+            return self.case.dtype
+        kind = kind_of(name)
+        within = "" if kind in _KEPT else "backward" if kind in _OF_BACKWARD else "forward"
+        return max((self.case.dtype, "float32", self.precision.get(within, "float32")), key=epsilon)
 
     @property
     def returned(self) -> frozenset[str]:

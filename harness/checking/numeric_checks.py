@@ -10,6 +10,7 @@ import torch
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.checking.measures.small_tensors import measured_together
+from harness.checking.measures.stated_deviations import STATED
 from harness.checking.measures.summation import OVER_TOKENS, error_of_sums, tokens_of
 from harness.checking.measures.tolerance import LEAP, Measured, epsilon, kind_of, kind_rms, measure, step_of
 
@@ -64,16 +65,18 @@ def _compare(evidence: Evidence, belongs: Callable[[str], bool]) -> Finding | No
     kinds_rms = kind_rms({name: evidence.truth[name] for name in expected})
     quick = _together(evidence, known, kinds_rms)
     measured = [quick.get(name) or held(evidence, name, kinds_rms.get(kind_of(name), 0.0)) for name in known]
-    return _judged(measured, unchecked)
+    found = evidence.deviates.apart(measured)
+    finding = _judged(found.judged, unchecked + found.unchecked)
+    return replace(finding, message="; ".join([finding.message, *found.told]))
 
 
 def _together(evidence: Evidence, names: list[str], kinds: Mapping[str, float]) -> dict[str, Measured]:
     """The tensors that are held to float64's own limits alone, compared at once: no control run, kink or slack is known
     of them.
     """
-    if (evidence.precision or evidence.case.dtype) != "float64":
+    if evidence.dtype != "float64":
         return {}
-    known = {*evidence.slack}.union(*evidence.controls, *evidence.kinks)
+    known = {*evidence.slack, *evidence.beyond}.union(*evidence.controls, *evidence.kinks)
     values = {name: evidence.merged.tensors[name] for name in names if name not in known}
     return measured_together(values, evidence.truth, kinds)
 
@@ -86,6 +89,8 @@ def held(evidence: Evidence, name: str, kind: float) -> Measured:
     bound what the optimizer makes of them: LEAP times as much is allowed, and its square of their squares. A sum over
     tokens in an accumulator as narrow as a 16-bit dtype is allowed only where the tensor is wrong for a wider one.
     """
+    if evidence.lower is not None and name in evidence.beyond:
+        return held(evidence.lower, name, kind)
     wide, narrow = summed(evidence, name), summed(evidence, name, narrow=True)
     found = _measured(evidence, name, kind, wide)
     if not found.right and narrow > wide:
@@ -103,7 +108,7 @@ def _measured(evidence: Evidence, name: str, kind: float, summed_error: float) -
         name,
         evidence.merged.tensors[name],
         evidence.truth[name],
-        dtype=evidence.precision or evidence.case.dtype,
+        dtype=evidence.dtype_of(name),
         controls=[control[name] for control in evidence.controls if name in control],
         far=evidence.far.get(name),
         kinks=[kink[name] for kink in evidence.kinks if name in kink],
@@ -117,14 +122,14 @@ def summed(evidence: Evidence, name: str, *, narrow: bool = False) -> float:
     """The relative error that a tensor has in theory because its tokens are added up (see error_of_sums)."""
     if kind_of(name) not in OVER_TOKENS:
         return 0.0
-    unit = epsilon(evidence.precision or evidence.case.dtype)
+    unit = epsilon(evidence.dtype_of(name))
     return error_of_sums(kind_of(name), tokens_of(evidence.truth, evidence.case.micro), unit, narrow=narrow)
 
 
 def _leaps(evidence: Evidence, name: str) -> bool:
     """Whether the optimizer made a tensor, in lower precision, of gradients that rounding alone changes by half."""
     kind, _, place = name.partition("/")
-    if kind not in NUMERIC_KINDS["update"] or (evidence.precision or evidence.case.dtype) == "float64":
+    if kind not in NUMERIC_KINDS["update"] or evidence.dtype == "float64":
         return False
     step = evidence.case.steps - 1 if kind == "param" else step_of(name)
     made_of = (f"grad_norm/{step}", *((f"{_MEANS}/{place}",) if kind == _SQUARES else ()))
@@ -140,7 +145,7 @@ def _overflowed(evidence: Evidence, name: str) -> bool:
     return any(step_of(key) <= last and not bool(torch.isfinite(number).all()) for key, number in numbers)
 
 
-def _judged(measured: list[Measured], unchecked: list[str]) -> Finding:
+def _judged(measured: Sequence[Measured], unchecked: list[str]) -> Finding:
     wrong = tuple(m for m in measured if m.wrong)
     overflowing = [m.name for m in measured if m.overflows]
     lost = [m.name for m in measured if m.right and not m.decidable] + overflowing
@@ -160,6 +165,7 @@ def _judged(measured: list[Measured], unchecked: list[str]) -> Finding:
         return Finding(verdict=UNKNOWN, message=f"{overflowing[0]} {_OVERFLOWS}", unchecked=unseen)
     if not proved:
         why = "rounding alone explains any error" if lost else "none of them could be merged or is known to the truth"
+        why = "every one deviates as stated" if not lost and any(STATED in name for name in unchecked) else why
         return Finding(verdict=UNKNOWN, message=f"no tensor of this kind could be compared: {why}", unchecked=unseen)
     closest = worst_of(proved)
     message = f"{len(proved)} tensors agree; {closest.name} came closest to its limit"

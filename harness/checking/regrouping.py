@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped, Worst
+from harness.checking.measures.stated_deviations import STATED
 from harness.checking.measures.tolerance import FLOAT64_CEILING, Measured, epsilon, kind_of, kind_rms, measure, step_of
 from harness.checking.numeric_checks import summed
 
@@ -50,22 +51,28 @@ def regrouping(evidence: Evidence) -> Finding | None:
     return Finding(
         verdict=PASS,
         message=f"the same step as with {same}" if same else "no other grouping was compared",
-        unchecked=tuple(f"{other.words} ({other.problem})" for other in evidence.regrouped if other.problem),
+        unchecked=(
+            *(f"{other.words} ({other.problem})" for other in evidence.regrouped if other.problem),
+            *(
+                f"{name}{STATED}{evidence.deviates.sentence(name)})"
+                for name in evidence.merged.tensors
+                if evidence.deviates.unjudged(name)
+            ),
+        ),
     )
 
 
 def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measured]:
-    dtype = evidence.precision or evidence.case.dtype
-    exact = dtype == "float64"
+    exact = evidence.dtype == "float64"
     base = evidence.merged.tensors
     sizes = kind_rms(base)
     for name, tensor in base.items():
         kind, step = kind_of(name), step_of(name)
         first = kind in _FIRST_STEP and (kind == "grad" or step == 0)
-        if name not in other or other[name].shape != tensor.shape:
+        if name not in other or other[name].shape != tensor.shape or evidence.deviates.unjudged(name):
             continue
         if first and not exact:
-            yield _rounded(evidence, name, other[name], dtype, sizes.get(kind, 0.0))
+            yield _rounded(evidence, name, other[name], evidence.dtype_of(name), sizes.get(kind, 0.0))
         elif first or (kind in _LATER and exact):
             found = measure(name, other[name], tensor, dtype="float64")
             if first or found.error > FLOAT64_CEILING:
@@ -111,7 +118,7 @@ def _factor(base: Tensor, other: Tensor, evidence: Evidence, sizes: Mapping[str,
     square = float(base.square().sum())
     ratio = float((base * other).sum()) / square if square else math.nan
     left = float((other - ratio * base).square().sum()) if math.isfinite(ratio) else math.inf
-    constant = max(_CONSTANT, _EPSILONS * epsilon(evidence.precision or evidence.case.dtype))
+    constant = max(_CONSTANT, _EPSILONS * epsilon(evidence.dtype))
     if not left <= constant**2 * square * ratio**2:
         return "no multiple of what it is (a mean of means, where counts of tokens differ?)"
     near = max(1e-4, constant)

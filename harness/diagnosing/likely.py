@@ -20,7 +20,7 @@ from dataclasses import replace
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.group_checks import lists_text, strays
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import MEANT, Cause
 from harness.diagnosing.rules.layouts import from_flaws
 from harness.diagnosing.rules.losses import from_parts, more_classes
 from harness.diagnosing.rules.masks import from_masks
@@ -101,10 +101,14 @@ def likely(
     if by_check:
         return tuple((from_flaws(evidence, wrong) if "merge" in failed else []) or by_check[:1])
     if evidence.island:
-        words = f"the case is in float64, and the subject uses {evidence.island}; on one rank it does not"
+        words = f"explained by rounding to {evidence.island}; the case is in {evidence.case.dtype}"
+        words += f", and on one rank the subject does not round so; {MEANT}"
         return (Cause(id="shorter_dtype", words=words),)
     if said := from_masks(evidence, findings, wrong):
         return tuple(said)
+    if evidence.drawn:
+        words = f"{evidence.drawn}, so nothing behind it can agree: switch that off for the proof, or seed it by the "
+        return (Cause(id="other_numbers", words=f"{words}numbers of the samples (case.samples), on ranks and truth"),)
     call_first = call_first and by_call[0].id != "wrong_place"  # that changes no number
     numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
     said = (what_if(evidence, numbers) or more_classes(evidence, numbers[0], parted)) if numbers else []

@@ -106,7 +106,7 @@ def _how_much(evidence: Evidence, finding: Finding, check: str) -> str:
     if not finding.wrong:
         return f"{worst.error:g} event{'s' if worst.error > 1 else ''} more or less than expected on a rank, allowed 0"
     of = next(m.measure for m in finding.wrong if m.name == worst.name)
-    eps = epsilon(evidence.case.dtype)
+    eps = epsilon(evidence.dtype_of(worst.name))
     count = f"{len(finding.wrong)} tensor{'s' if len(finding.wrong) > 1 else ''} of this check wrong"
     if of == EXACT:
         return f"compared exactly: nothing is allowed to differ; {count}"

@@ -26,6 +26,7 @@ from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError
 from harness.ledger import Event
 from harness.protocols import CaseLike, Subject, TermLike
 from harness.running.judging import judged
+from harness.running.locating.drawn import with_drawn_numbers
 from harness.running.locating.wrong_module import with_wrong_module
 from harness.running.ranks.capacity import admit_ranks
 from harness.running.store import Store
@@ -35,7 +36,16 @@ from harness.running.trials.runs import elsewhere, explained, recorded, watched
 from harness.running.trials.trial import Trial
 from harness.running.truth.kept import Truths
 from harness.running.truth.reference import Reference, reference_of
-from harness.subject import NamedSubject, Unanswered, kept_per_rank, named, refusal, truth_of
+from harness.subject import (
+    NamedSubject,
+    Unanswered,
+    deviating,
+    kept_per_rank,
+    lower_dtypes,
+    named,
+    refusal,
+    truth_of,
+)
 from harness.torch_internals.compiler import leave_unloaded
 from harness.torch_internals.memory import give_back
 
@@ -124,6 +134,8 @@ def prove(
     try:
         verdict, reason = SKIP, refusal(case, trial.subject)
         kept_per_rank(trial.subject.call)  # every run needs it
+        if not reason:
+            _ = lower_dtypes(case, given), deviating(case, given)  # a wrong word is told before anything is run
     except Unanswered as problem:
         verdict, reason = UNKNOWN, str(problem)
     if reason:
@@ -172,7 +184,8 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str) -> CaseResu
         with trial.timed("checks"):
             context = {**examine(evidence), **findings}
         wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
-        evidence = with_wrong_module(trial, explained(trial, evidence, wrong), wrong)
+        evidence = with_drawn_numbers(trial, explained(trial, evidence, wrong), wrong)
+        evidence = with_wrong_module(trial, evidence, wrong)
         evidence = _with_other_sizes(trial, evidence, context)
     return _result(trial, evidence, findings, context, options)
 

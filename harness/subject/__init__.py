@@ -10,12 +10,15 @@
     axes                    rank lists of its own rank order            `orders`, `named_axes`
     deviations              standard deviations of initial values       `deviations`
     per_rank                modules whose state is one set a rank       `kept_per_rank`
+    compute_dtype, ...      lower dtypes in which it computes or sends  `lower_dtypes`
+    deviates                tensors that deviate by design              `deviating`
     activations, harmless   read where they are used, by `answered` and `offers`
 
 All of it is the subject's own code: whatever it raises, or leaves with, becomes one sentence (Unanswered). The harness
 knows no modes: which there are is read from the case's own list, by name. `harness.protocols.Subject` states the types.
 """
 
+from harness.subject.by_design import Deviation, deviating, lower_dtypes
 from harness.subject.call import NamedSubject, Unanswered, answered, called, named, offers, session
 from harness.subject.cases import case_of, cases_of, draws, own_cases, vocabulary
 from harness.subject.claims import Claims, claimed, claims, kept_per_rank, left_out, refusal
@@ -26,6 +29,7 @@ __all__ = [
     "ALONE",
     "Claims",
     "DenseModel",
+    "Deviation",
     "NamedSubject",
     "Unanswered",
     "answered",
@@ -34,10 +38,12 @@ __all__ = [
     "cases_of",
     "claimed",
     "claims",
+    "deviating",
     "deviations",
     "draws",
     "kept_per_rank",
     "left_out",
+    "lower_dtypes",
     "named",
     "named_axes",
     "offers",

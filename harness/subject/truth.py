@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from harness.errors import RequestError
-from harness.protocols import Value
+from harness.protocols import CaseLike, Value
 from harness.resolve import resolve
+from harness.subject.by_design import deviating
 from harness.subject.call import NamedSubject, answered
 from harness.subject.cases import vocabulary
 
@@ -40,4 +43,21 @@ def truth_of(subject: NamedSubject) -> DenseModel | str | None:
         rule = f"must be callable as truth(case, device), not {type(found).__name__}"
         raise RequestError(f"truth={said}: {rule}; legal: --truth MODULE:OBJECT or --truth alone")
     dense: DenseModel = found
-    return dense
+    return _with_deviations(dense, subject)
+
+
+def _with_deviations(dense: DenseModel, subject: NamedSubject) -> DenseModel:
+    """The dense model with the tensors of stated deviations as their own truths have them."""
+    if getattr(subject.call, "deviates", None) is None:
+        return dense
+
+    @functools.wraps(dense)
+    def applied(case: CaseLike, device: Any, **given: Any) -> Mapping[str, Value]:
+        outcome = dict(dense(case, device, **given))
+        for pattern, deviation in deviating(case, subject).items():
+            if deviation.truth is not None:
+                other = deviation.truth(case, device)
+                outcome |= {name: other[name] for name in outcome if name in other and fnmatchcase(name, pattern)}
+        return outcome
+
+    return applied

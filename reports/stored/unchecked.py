@@ -13,6 +13,7 @@ from reports.stored.frames import Run
 __all__ = ["unchecked_notes"]
 
 _ON_PURPOSE = " (left out on purpose)"
+_STATED, _ABSENT = " (stated deviation: ", "stated deviation that does not occur: "
 _READING = "statements about the data hold; "
 _REPEATED = "it is repeated"
 _ROUNDED = "errors below those of "
@@ -23,7 +24,8 @@ _MOST = 3
 
 def unchecked_notes(run: Run) -> list[str]:
     """All notes, the most important first; only checks that passed have something to add."""
-    return [*_unreturned(run), *_rounded(run), *_doubts(run), *_regrouped(run), *_read(run), *_rows(run)]
+    told = (_unreturned, _deviating, _rounded, _doubts, _regrouped, _read, _rows)
+    return [note for notes in told for note in notes(run)]
 
 
 def _unreturned(run: Run) -> list[str]:
@@ -38,6 +40,27 @@ def _unreturned(run: Run) -> list[str]:
         if words:
             notes[f"{message}{words}"] = None
     return list(notes)
+
+
+def _deviating(run: Run) -> list[str]:
+    """What deviates from the truth as the subjects state, and what is stated to and does not."""
+    names: dict[str, list[str]] = {}
+    cases: dict[str, set[str]] = {}
+    absent: dict[str, set[str]] = {}
+    for row in run.verdicts.to_dict("records"):
+        for part in str(row["unchecked"]).split("; "):
+            name, found, sentence = part.partition(_STATED)
+            if found:
+                names.setdefault(sentence[:-1], []).append(name)
+                cases.setdefault(sentence[:-1], set()).add(str(row["case"]))
+        for part in str(row["message"]).split("; "):
+            if part.startswith(_ABSENT):
+                absent.setdefault(part, set()).add(str(row["case"]))
+    told = []
+    for sentence, those in names.items():
+        of = f"{_kinds(list(dict.fromkeys(those)))}; {_cases(len(cases[sentence]))}"
+        told.append(f"stated deviation, not checked: {sentence} ({of})")
+    return told + [f"{part} in {_cases(len(found))}" for part, found in absent.items()]
 
 
 def _rounded(run: Run) -> list[str]:

@@ -32,6 +32,7 @@ SHOWN_BY: Mapping[str, str] = {
     "other_shape": f"{_DIAGNOSING}/test_layouts.py",
     "part_as_whole": f"{_DIAGNOSING}/test_layouts.py",
     "drawn_anew": "tests/harness/running/subjects/test_recorded_masks.py",
+    "other_numbers": "tests/harness/running/subjects/test_drawn_numbers.py",
     "crashed": f"{_DIAGNOSING}/test_six_lines.py",
     "machine": f"{_DIAGNOSING}/test_six_lines.py",
 }

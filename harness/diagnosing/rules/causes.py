@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["CAUSES", "Cause"]
+__all__ = ["CAUSES", "MEANT", "Cause"]
+
+MEANT = "where it is meant, subject.compute_dtype or subject.wire_dtype states it"
+"""What stands behind a rounding."""
 
 CAUSES: Mapping[str, str] = {
     # what a wrong tensor looks like
@@ -99,6 +102,7 @@ CAUSES: Mapping[str, str] = {
     "one_stream": "ranks that hold different shards and drop by one mask",
     "own_streams": "replicas that drop by independent masks",
     "drawn_anew": "recomputation that drops by another mask than its forward",
+    "other_numbers": "numbers drawn in forward, dropout apart, that the truth does not draw",
     # where the ledger parts from the expectation
     "missing_call": "an expected call is left out",
     "extra_call": "a call too many",

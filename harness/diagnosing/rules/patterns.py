@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import MEANT, Cause
 from harness.errors import ranks_text
 
 __all__ = ["causes", "drift", "explains", "not_finite", "partial_sums", "rounded", "same", "share_left"]
@@ -208,7 +208,9 @@ def rounded(value: Tensor, truth: Tensor) -> list[Cause]:
         is_shorter = value.is_floating_point() and info.eps > torch.finfo(value.dtype).eps
         held, needed = (bool((y.to(short).double() == y).all()) for y in (x, t))
         if is_shorter and held and not needed and float((x - t).abs().max()) <= DRIFT * info.eps * float(t.abs().max()):
-            words = f"all its numbers are ones of {str(short).removeprefix('torch.')}: rounded to it on the way"
+            words = (
+                f"explained by rounding to {str(short).removeprefix('torch.')}: all its numbers are ones of it; {MEANT}"
+            )
             return [Cause(id="shorter_dtype", words=words)]
     return []
 

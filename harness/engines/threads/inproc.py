@@ -63,6 +63,8 @@ class InprocEngine(RequestEngine):
     name = "inproc"
     remote = False
     takes_interventions = True
+    drew = True
+    """Whether ranks of the last run drew from a random stream of the process, or seeded one."""
     _on_one_processor = True
     _parts: Intervention = Plain()
 
@@ -94,6 +96,7 @@ class InprocEngine(RequestEngine):
             finally:
                 stayed = run.scheduler.stop()
                 self._threads.give_back([thread for rank, thread in enumerate(threads) if rank not in stayed])
+                self.drew = state.drew
                 state.restore()
                 torch.set_num_threads(num_threads)
                 self._heap.settle()

@@ -1,11 +1,11 @@
-"""Arithmetic of a lower precision inside a float64 program: rotary tables, routers, losses that always use float32.
+"""Arithmetic of a lower precision than the case's: rotary tables, routers, losses in float32, experts in bfloat16.
 
-What matters is where a narrower number, other than a whole one, enters float64 arithmetic: an operator that takes one
-and returns float64. A dispatch mode on every rank sees it. That slows a run, so it is done only when an error of a
-float64 case is of the size that float32 makes.
+What matters is where a narrower number, other than a whole one, enters wider arithmetic: an operator that takes one and
+returns a wider one. A dispatch mode on every rank sees it. That slows a run, so it is done only when an error of a case
+is of the size that a lower precision makes.
 
-Numbers that were computed from float64 are rounded on the way, and each side may add them in an order of its own.
-Constants (weights that were drawn in float32 and cast, samples, tables) are the same on both sides where both have
+Numbers that were computed in the case's dtype are rounded on the way, and each side may add them in an order of its
+own. Constants (weights that were drawn in float32 and cast, samples, tables) are the same on both sides where both have
 them, so they explain no error then.
 """
 
@@ -26,19 +26,22 @@ from harness.subject import NamedSubject, called
 from harness.torch_internals.memory import storage_id
 from harness.torch_internals.modes import DispatchMode, leaves, take_themselves_apart
 
-__all__ = ["Island", "Float32Probe", "Probed"]
+__all__ = ["Island", "NarrowProbe", "Probed", "narrower"]
 
-_NARROW: Mapping[torch.dtype, str] = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
+_EPSILONS: Mapping[str, float] = {
+    name: float(torch.finfo(getattr(torch, name)).eps) for name in ("float64", "float32", "float16", "bfloat16")
 }
 _SEPARATOR = "|"
 
 
+def narrower(dtype: str) -> tuple[str, ...]:
+    """The dtypes of a lower precision than this one."""
+    return tuple(name for name, eps in _EPSILONS.items() if eps > _EPSILONS[dtype])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Island:
-    """Where numbers of this dtype first enter float64 arithmetic: the operator and the user's line, "file:line"."""
+    """Where numbers of this dtype first enter wider arithmetic: the operator and the user's line, "file:line"."""
 
     dtype: str
     operator: str
@@ -56,12 +59,13 @@ class Island:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A subject whose outcome is the names of its islands on this rank, the first one of each dtype.
+    """A subject whose outcome is the names of its islands on this rank, the first one of each dtype below `dtype`.
 
-    `constants`: whether numbers count that were not computed from float64.
+    `constants`: whether numbers count that were not computed in it.
     """
 
     subject: NamedSubject
+    dtype: str = "float64"
     constants: bool = True
 
     def __getattr__(self, attribute: str) -> Any:
@@ -70,20 +74,22 @@ class Probed:
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """Run the subject and return a name for each island."""
-        with Float32Probe(constants=self.constants) as probe:
+        with NarrowProbe(self.dtype, constants=self.constants) as probe:
             called(self.subject.call, case, device)
         return {name: torch.ones(()) for name in probe.found.values()}
 
 
-class Float32Probe(DispatchMode):
-    """Remembers where numbers of each narrow dtype first entered float64 arithmetic: `found`, dtype to name.
+class NarrowProbe(DispatchMode):
+    """Remembers where numbers of each dtype below `dtype` first entered wider arithmetic: `found`, dtype to name.
 
-    `constants`: whether numbers count that were not computed from float64.
+    `constants`: whether numbers count that were not computed in `dtype`.
     """
 
-    def __init__(self, *, constants: bool = True) -> None:
+    def __init__(self, dtype: str = "float64", *, constants: bool = True) -> None:
         super().__init__()
         self.found: dict[torch.dtype, str] = {}
+        self._wide: torch.dtype = getattr(torch, dtype)
+        self._narrow = {getattr(torch, name): name for name in narrower(dtype)}
         self._constants = constants
         self._computed: dict[int, Any] = {}
 
@@ -96,14 +102,17 @@ class Float32Probe(DispatchMode):
         result = operator(*args, **(kwargs or {}))
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         returned = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
-        if any(map(_is_float64, returned)):
-            for leaf in given:
-                counts = self._constants or self._is_computed(leaf)
-                if counts and leaf.dtype in _NARROW.keys() - self.found.keys() and _rounds(leaf):
-                    self.found[leaf.dtype] = _SEPARATOR.join((_NARROW[leaf.dtype], str(operator), caller()))
-        if any(_is_float64(leaf) or self._is_computed(leaf) for leaf in given):
-            self._remember(leaf for leaf in returned if leaf.dtype in _NARROW)
+        widest = min((torch.finfo(leaf.dtype).eps for leaf in returned if leaf.is_floating_point()), default=1.0)
+        for leaf in given:
+            name = self._narrow.get(leaf.dtype)
+            if name and leaf.dtype not in self.found and widest < _EPSILONS[name] and self._counts(leaf):
+                self.found[leaf.dtype] = _SEPARATOR.join((name, str(operator), caller()))
+        if any(leaf.dtype == self._wide or self._is_computed(leaf) for leaf in given):
+            self._remember(leaf for leaf in returned if leaf.dtype in self._narrow)
         return result
+
+    def _counts(self, tensor: Tensor) -> bool:
+        return (self._constants or self._is_computed(tensor)) and _rounds(tensor)
 
     def _is_computed(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._computed
@@ -112,7 +121,7 @@ class Float32Probe(DispatchMode):
         del self._computed[key]
 
     def _remember(self, tensors: Iterable[Tensor]) -> None:
-        """These were computed from float64, for as long as their storage lives: its number is given again then."""
+        """These were computed in the case's dtype, while their storage lives: its number is given again then."""
         for tensor in tensors:
             key = storage_id(tensor)
             if key not in self._computed:
@@ -122,7 +131,3 @@ class Float32Probe(DispatchMode):
 def _rounds(tensor: Tensor) -> bool:
     """Whether there is any number that is not whole: masks and counts are exact in every dtype."""
     return not bool(torch.equal(tensor, tensor.round()))
-
-
-def _is_float64(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype == torch.float64

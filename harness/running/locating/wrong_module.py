@@ -74,7 +74,7 @@ def modules_of(trial: Trial, evidence: Evidence) -> Watched | None:
         ranks=_ranks(trial, trial.case, trial.subject.sent),
         truth=truth,
         axes=evidence.axes,
-        dtype=evidence.case.dtype,
+        dtype=(evidence.lower or evidence).dtype,
         controls=controls,
         first_call=first_call,
         events=evidence.events,

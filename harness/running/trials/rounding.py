@@ -49,11 +49,11 @@ def stepwise(trial: Trial, evidence: Evidence) -> Evidence:
 
     In lower precision with a first control run too, one step at a time where the truth is.
     """
-    case, names = trial.case, trial.reference
+    names = trial.reference
     if evidence.states is not None:
         return evidence
     states = _states(trial, evidence) if names.slack else None
-    controls = (_stepped(trial, names.control, states),) if case.dtype != "float64" else ()
+    controls = (_stepped(trial, names.control, states),) if evidence.dtype != "float64" else ()
     if states is None:
         return replace(evidence, controls=controls, far={})
     truth = trial.computed(names.truth, states=states) if states else trial.dense(names.truth)
@@ -87,7 +87,7 @@ def _slack(
 
 def doubtful(evidence: Evidence, wrong: Collection[Measured]) -> bool:
     """Whether rounding may explain what is wrong: in float64 only where some error is as small as noise can be."""
-    exact = evidence.case.dtype == "float64"
+    exact = evidence.dtype == "float64"
     return any(not exact or measured.error < FLOAT64_CEILING for measured in wrong)
 
 

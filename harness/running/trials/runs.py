@@ -15,6 +15,7 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, gathered
 from harness.checking.exact_checks import same_outcomes
+from harness.checking.measures.stated_deviations import Deviations
 from harness.checking.measures.tolerance import is_state, kind_of
 from harness.errors import ShardproofError, error_text
 from harness.outcome.merging import Merged, Outcomes, against, held_once
@@ -25,7 +26,7 @@ from harness.running.ranks.execution import execute, execute_captured
 from harness.running.trials.trial import Trial, asked, expectation_of, facts_of, orders_of
 from harness.running.truth.joint_masks import masks_of
 from harness.running.truth.own_truth import OwnTruth, draws_of
-from harness.subject import deviations, left_out, refusal
+from harness.subject import deviating, deviations, left_out, refusal
 from harness.torch_internals.memory import give_back
 
 __all__ = ["elsewhere", "explained", "recorded", "watched"]
@@ -87,7 +88,7 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         truth, torn = _given(trial, kinds or GIVEN, merged)
     merged = gathered(ranks.outcomes, ranks.masks, truth)
     outcomes, events, unwaited, spans = held_once(ranks.outcomes, merged), run.events, run.unwaited, run.spans
-    masks, drawn = ranks.masks, ranks.draws
+    masks, drawn, stated = ranks.masks, ranks.draws, deviating(case, trial.subject)
     del run, ranks
     give_back(merged.tensors.values())
     return Evidence(
@@ -109,6 +110,10 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         deviations=_deviations(trial, merged),
         mask_draws=drawn,
         torn=torn,
+        deviates=Deviations(
+            {pattern: one.sentence for pattern, one in stated.items()},
+            frozenset(pattern for pattern, one in stated.items() if one.truth is not None),
+        ),
     )
 
 

@@ -10,8 +10,8 @@ Masks of dropout come from the ranks: as `given` where the truth takes it, else 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ class OwnTruth:
     """The function (case, device) -> outcome of a truth of the subject's own; with `parts` one of its control runs.
 
     `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. `draws` fills up: the masks of
-    dropout that it drew itself, by the text of the case.
+    dropout that it drew itself, by the text of the case. A control run is made inside of the context `around()`.
     """
 
     subject: NamedSubject
@@ -50,6 +50,7 @@ class OwnTruth:
     engine: Engine
     timeout_s: float = 60.0
     control: bool = False
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
     draws: dict[str, tuple[Draw, ...]] = field(default_factory=dict)
 
     @property
@@ -85,7 +86,7 @@ class OwnTruth:
             dense = partial(dense, given=given)
 
         def outcome() -> _Computed:
-            with torch.random.fork_rng(devices=[]), session(self.subject.call), _cut(parts):
+            with torch.random.fork_rng(devices=[]), session(self.subject.call), self.around(), _cut(parts):
                 torch.manual_seed(case.seed)
                 with DropoutProbe(self._joint(given)) as probe:
                     tensors = dense(case, device)
@@ -101,7 +102,7 @@ class OwnTruth:
         one = one_rank(case, self.subject)
         call: Subject = self.with_masks(given)
         if parts:
-            call = InParts(replace(self.subject, call=call, address=""), parts)
+            call = InParts(replace(self.subject, call=call, address=""), parts, self.around)
         try:
             run = execute(
                 one,
@@ -139,10 +140,11 @@ def _by_data_rank(tensors: Mapping[str, Tensor], case: CaseLike) -> Mapping[str,
 
 @dataclass(frozen=True, slots=True)
 class InParts:
-    """The subject with its contractions cut into partial sums on every rank."""
+    """The subject with its contractions cut into partial sums on every rank, inside of the context `around()`."""
 
     subject: NamedSubject
     parts: int
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __getattr__(self, attribute: str) -> Any:
         """Any other attribute is the subject's."""
@@ -150,7 +152,7 @@ class InParts:
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """The subject's outcome in partial sums."""
-        with _cut(self.parts):
+        with self.around(), _cut(self.parts):
             return self.subject.call(case, device)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
+
+from torch import Tensor
 
 from harness.engines.engine import Engine
 from harness.running.truth.own_truth import OwnTruth
@@ -11,8 +14,8 @@ from harness.subject import NamedSubject, truth_of
 
 __all__ = ["REFERENCE", "Function", "Reference", "reference_of"]
 
-Function: TypeAlias = "str | OwnTruth"
-"""A function of the reference: its name, module:object, or a truth of the subject's own."""
+Function: TypeAlias = "str | Callable[..., Mapping[str, Tensor]]"
+"""A function of the reference: its name, module:object, or itself (a truth of the subject's own: OwnTruth)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import FLOAT64_ALLOWED, FLOAT64_CEILING, measure
 from harness.checking.numeric_checks import held
 from harness.engines.threads.inproc import InprocEngine
+from harness.outcome.merging import Merged
 from harness.running.proof import prove
 from parallel.subject import subject
 from reference.case import Case
@@ -93,14 +94,18 @@ def test_what_an_optimizer_makes_of_gradients_leaps_where_these_do() -> None:
         return {"exp_avg_after/5/w": mean, "exp_avg_sq_after/5/w": square}
 
     def wrong(got: dict[str, torch.Tensor], control: float, norm: dict[str, torch.Tensor] | None = None) -> list[str]:
-        case, merged = SimpleNamespace(dtype="bfloat16", steps=6, micro=1), SimpleNamespace(tensors=got)
-        known = {
-            "case": case,
-            "merged": merged,
-            "truth": got | moments(1.0),
-            "controls": [moments(control) | (norm or {})],
-        }
-        evidence = cast(Evidence, SimpleNamespace(**known, precision="", far={}, kinks=(), slack={}))
+        case: Any = SimpleNamespace(dtype="bfloat16", steps=6, micro=1)
+        evidence = Evidence(
+            case=case,
+            outcomes=(),
+            captured=(),
+            merged=Merged(tensors=got, flaws=()),
+            truth=got | moments(1.0),
+            controls=(moments(control) | (norm or {}),),
+            events=(),
+            expectation=None,
+            repeats=(),
+        )
         return [name for name in got if held(evidence, name, 1.0).wrong]
 
     assert wrong(moments(6.0), 1.0) == ["exp_avg_after/5/w", "exp_avg_sq_after/5/w"]

@@ -58,6 +58,11 @@ class PerRankState:
         """The rank has finished: only whether it has drawn still matters."""
         self._streams.leave(rank)
 
+    @property
+    def drew(self) -> bool:
+        """Whether any rank drew from a random stream of the process, or seeded one."""
+        return not self._streams.clean
+
     def restore(self) -> None:
         """Make the process's state the caller's again."""
         if self._callers_dtype is not torch.get_default_dtype():

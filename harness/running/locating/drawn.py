@@ -1,0 +1,87 @@
+"""Numbers that the ranks of a failed case draw in forward and its truth does not: where they are, nothing can agree.
+
+One more run of ranks and truth, in which every draw is noted (harness.recording.capturing.drawn_numbers), of a case
+whose forward is wrong. Numbers that the truth is given (masks of dropout, initial values) are no such ones. The decoder
+draws none, so its ranks are looked at only where the random streams of the process were touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from harness.checking.evidence import Evidence
+from harness.checking.measures.tolerance import is_state, kind_of
+from harness.errors import ShardproofError
+from harness.protocols import CaseLike, case_text, unsaved
+from harness.recording.capturing.drawn_numbers import Drawing, DrawnNumbers, Numbers
+from harness.running.ranks.execution import execute
+from harness.running.trials.trial import Trial
+from harness.running.truth.own_truth import EXACT, OwnTruth, one_rank
+from harness.subject import ALONE
+
+__all__ = ["with_drawn_numbers"]
+
+_LATER = frozenset({"act_grad", "grad", "grad_norm", "tokens", "param", "saved"})
+"""Kinds of names that no forward computes."""
+
+
+def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
+    """The same evidence with the first numbers of forward that only ranks, or only the truth, drew; as it is where a
+    forward was compared and is right, or where the runs cannot be looked at.
+    """
+    compared = [name for name in evidence.truth if name in evidence.returned]
+    forward = {name for name in compared if kind_of(name) not in _LATER and not is_state(name)}
+    own = isinstance(trial.reference.truth, OwnTruth)
+    untouched = not own and not getattr(trial.engine, "drew", True)
+    drawn_by_ranks = evidence.given and evidence.mask_draws is None  # and returned: by whatever operators they drew
+    if evidence.torn or drawn_by_ranks or untouched or not wrong or (forward and not forward & set(wrong)):
+        return evidence
+    dropout = evidence.mask_draws is None
+    try:
+        with trial.timed("located"):
+            ranks = _of_ranks(trial, trial.case, dropout)
+            if not own and not any(one.forward for one in ranks):
+                return evidence
+            told = _told(ranks, _of_truth(trial, dropout))
+            for other in evidence.regrouped:
+                case = trial.case.but(**other.sizes, **unsaved(trial.case))
+                told = told or _told(ranks, _of_ranks(trial, case, dropout), f"a run with {other.words}")
+            return replace(evidence, drawn=told)
+    except ShardproofError:  # a program that a dispatch mode disturbs: its errors stand
+        return evidence
+
+
+def _of_ranks(trial: Trial, case: CaseLike, dropout: bool) -> list[Numbers]:
+    run = execute(
+        case,
+        Drawing(trial.subject, dropout),
+        trial.engine,
+        text=case_text(case),
+        record=False,
+        device=trial.device,
+        timeout_s=trial.timeout_s,
+    )
+    return [Numbers.read(name) for name in dict.fromkeys(name for outcome in run.outcomes for name in outcome)]
+
+
+def _of_truth(trial: Trial, dropout: bool) -> list[Numbers]:
+    truth = trial.reference.truth
+    if isinstance(truth, OwnTruth) and truth.dense == ALONE:
+        return _of_ranks(trial, one_rank(trial.case, trial.subject).but(dtype=EXACT), dropout)
+    probe = DrawnNumbers(dropout=dropout)
+    with probe:
+        trial.computed(truth)
+    return probe.found
+
+
+def _told(ranks: list[Numbers], truth: list[Numbers], name: str = "the truth") -> str:
+    """What is drawn on one side alone, in words; "" where both draw the same."""
+    known = [{one.bits for one in drawn} for drawn in (ranks, truth)]
+    theirs = [one for one in ranks if one.forward and one.bits not in known[1]]
+    lacking = [one for one in truth if one.forward and one.bits not in known[0]]
+    places = {one.place for one in ranks}
+    if theirs or any(one.place in places for one in lacking):
+        one = (theirs or [one for one in lacking if one.place in places])[0]
+        return f"{one} draws other numbers than {name} does"
+    return f"{lacking[0]} draws numbers in {name} that the ranks do not draw" if lacking else ""

@@ -1,0 +1,150 @@
+"""A lower precision inside a case, found by itself: experts in bfloat16, sums that travel so; no excuse for a bug."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import RequestError
+from tests.harness import own_words
+from tests.harness.own_words import Network
+from tests.harness.running.proved_cases import proved, told, unchecked
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InprocEngine]:
+    with InprocEngine() as engine:
+        yield engine
+
+
+class Experts(Network):
+    """Its hidden layer is computed in a lower dtype, on one rank too; its truth has no such thing."""
+
+    words = {**own_words.WORDS, "act": ("relu", "bf16", "fp16", "tenth")}
+    cases = ("tp=2 dp=3 act=bf16 dtype=float32", "tp=2", "dp=2")
+    alone = False  # no sum over the data ranks
+
+    def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
+        """Dense training in the dtype of the case alone."""
+        return own_words.truth(case.but(act="relu"), device)
+
+
+@pytest.fixture
+def acts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_dtype(dtype: torch.dtype, factor: float = 1.0) -> Any:
+        return lambda x: torch.relu(x.to(dtype)).to(x.dtype) * factor
+
+    known = {"bf16": in_dtype(torch.bfloat16), "fp16": in_dtype(torch.float16), "tenth": in_dtype(torch.bfloat16, 1.1)}
+    for name, act in known.items():
+        monkeypatch.setattr(torch, name, act, raising=False)
+
+
+@pytest.mark.usefixtures("acts")
+@pytest.mark.parametrize("sizes", ["", "tp=2 dp=3"])
+@pytest.mark.parametrize("act", ["bf16 dtype=float32", "fp16 dtype=float32", "bf16 dtype=float64"])
+def test_experts_in_bfloat16_are_named_and_judged_by_its_limits(act: str, sizes: str, engine: InprocEngine) -> None:
+    result = proved(Experts(), f"{sizes} act={act}", engine)
+    assert result.verdict == "pass", told(result)
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[act[:4]]
+    said = f"errors below those of {dtype} (the {act.split('=')[1]} case uses {dtype}, which enters at "
+    assert any(name.startswith(f"{said}tests/harness/running/test_lower") for name in unchecked(result))
+
+
+@pytest.mark.usefixtures("acts")
+def test_bfloat16_inside_is_no_excuse_for_a_factor_or_a_missing_sum(
+    engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert proved(Experts(), "tp=2 dp=3 act=tenth dtype=float32", engine).verdict == "fail"
+    whole = dist.all_reduce
+
+    def summed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return None if tensor.dim() == 2 and tensor.shape[-1] == 12 else whole(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", summed)  # of the gradients of w1
+    result = proved(Experts(), "dp=3 act=bf16 dtype=float32", engine)
+    failed = {verdict.check: verdict.message for verdict in result.verdicts if verdict.verdict == "fail"}
+    assert {"replicas", "parameter_gradients"} & set(failed)
+    assert not any("rounding to bfloat16" in message for message in failed.values())
+
+
+def test_sums_of_activations_that_travel_in_bfloat16(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several ranks alone: wrong unless stated, and named with the line."""
+    summed = own_words.Reduced.forward
+
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        several = dist.get_world_size(group) > 1
+        return summed(ctx, x.bfloat16() if several else x, group).to(x.dtype)
+
+    class Sent(Network):
+        """Its truth has no ranks."""
+
+    monkeypatch.setattr(own_words.Reduced, "forward", staticmethod(forward))
+    result = proved(Sent(), "tp=2 dtype=float32", engine)
+    failed = [verdict.message for verdict in result.verdicts if verdict.verdict == "fail"]
+    said = "causes: explained by rounding to bfloat16, which enters at tests/harness/running/test_lower_precision.py"
+    assert failed and all(said in one for one in failed), failed
+    stated = Sent()
+    stated.wire_dtype = "bfloat16"  # type: ignore[attr-defined]
+    result = proved(stated, "tp=2 dtype=float32", engine)
+    assert result.verdict == "pass", told(result)
+    stated.factor = 1.2
+    assert proved(stated, "tp=2 dtype=float32", engine).verdict == "fail"
+
+
+def test_gradients_that_are_rounded_behind_backward_are_no_part_of_the_model(
+    engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the subject does so on one rank too."""
+    right = own_words._stepped
+
+    def rounded(parameters: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        for parameter in parameters.values():
+            assert parameter.grad is not None
+            parameter.grad.copy_(parameter.grad.bfloat16())
+        return right(parameters, step)
+
+    class Rounding(Network):
+        """Its truth is right."""
+
+        def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+            monkeypatch.setattr(own_words, "_stepped", rounded)
+            return super().__call__(case, device)
+
+        @staticmethod
+        def truth(case: Any, device: torch.device) -> Mapping[str, Tensor]:
+            monkeypatch.setattr(own_words, "_stepped", right)
+            return own_words.truth(case, device)
+
+    for dtype in ("float64", "float32"):
+        result = proved(Rounding(), f"tp=2 dtype={dtype}", engine)
+        failed = {verdict.check: verdict.message for verdict in result.verdicts if verdict.verdict == "fail"}
+        assert (
+            "causes: explained by rounding to bfloat16: all its numbers are ones of it" in failed["parameter_gradients"]
+        )
+
+
+def test_what_is_right_without_it_keeps_the_limits_of_the_case(engine: InprocEngine) -> None:
+    class Exact(Network):
+        compute_dtype, wire_dtype = "bfloat16", "float16"
+
+    result = proved(Exact(), "tp=2 dp=3 dtype=float32", engine)
+    assert result.verdict == "pass" and not any("errors below" in name for name in unchecked(result))
+
+
+@pytest.mark.parametrize("name", ["compute_dtype", "wire_dtype"])
+def test_what_is_no_dtype_is_refused_before_anything_is_run(name: str, engine: InprocEngine) -> None:
+    class Wrong(Network):
+        def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+            raise AssertionError("was run")
+
+    for said in ("bf16", lambda case: 16):
+        subject = Wrong()
+        setattr(subject, name, said)
+        with pytest.raises(RequestError, match=f"{name}=(bf)?16 must be a dtype's word.*; legal: {name} = 'bfloat16'"):
+            proved(subject, "tp=2", engine)
