@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.utils.checkpoint import checkpoint
 
 from harness.checking.laws import broken_laws
@@ -118,7 +119,7 @@ def trained(layer: Callable[[Tensor], Tensor]) -> Callable[[Any, torch.device], 
     def subject(case: Any, device: torch.device) -> dict[str, Tensor]:
         torch.manual_seed(0)
         loss = layer(torch.randn(4, 4, dtype=torch.float64).float()).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return {"loss/0": loss.detach()}
 
     return subject
@@ -136,7 +137,7 @@ def plain(combine: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def functional_autograd(x_BD: Tensor) -> Tensor:
     """torch's own differentiable exchange."""
-    made: Tensor = functional.all_to_all_single_autograd(x_BD, [2, 2], [2, 2], dist.group.WORLD)  # type: ignore[no-untyped-call]
+    made: Tensor = functional.all_to_all_single_autograd(x_BD, [2, 2], [2, 2], _get_default_group())
     return made
 
 
