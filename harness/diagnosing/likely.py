@@ -20,7 +20,7 @@ from dataclasses import replace
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.group_checks import lists_text, strays
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import Cause, reported
 from harness.diagnosing.rules.layouts import from_flaws
 from harness.diagnosing.rules.losses import from_parts, more_classes
 from harness.diagnosing.rules.masks import from_masks
@@ -66,11 +66,11 @@ _USUAL: Mapping[str, tuple[str, str]] = {
 """What is usually behind a check that nothing else explains: check -> (cause, words)."""
 
 _COUNTED = {
-    "missing": Cause(id="missing_call", words="calls that this term counts are left out"),
-    "extra": Cause(id="extra_call", words="more calls than this term counts: done twice, or not needed"),
-    "wrong": Cause(id="wrong_payload", words="the calls that this term counts are of other sizes"),
+    "missing": ("missing_call", "calls that this term counts are left out"),
+    "extra": ("extra_call", "more calls than this term counts: done twice, or not needed"),
+    "wrong": ("wrong_payload", "the calls that this term counts are of other sizes"),
 }
-"""What it usually means when a term with fields left out does not hold: kind of the difference -> cause."""
+"""What it usually means when a term with fields left out does not hold: kind of the difference -> (cause, words)."""
 
 
 def likely(
@@ -89,7 +89,7 @@ def likely(
     if said := _from_groups(evidence):  # whatever else is wrong follows from a call over other ranks
         return tuple(said)
     failed = [check for check, finding in findings.items() if finding.verdict == FAIL]
-    by_check = [Cause(id=known, words=words) for check, (known, words) in _STATED.items() if check in failed]
+    by_check = [reported(known, words, findings[check]) for check, (known, words) in _STATED.items() if check in failed]
     by_call = [_blame(parted)] if parted else []
     if by_check and by_check[0].id == "not_waited" and parted and _waits_for_none(evidence, parted):
         return tuple(by_call)
@@ -97,7 +97,7 @@ def likely(
         return tuple((from_flaws(evidence, wrong) if "merge" in failed else []) or by_check[:1])
     if evidence.island:
         words = f"the case is in float64, and the subject uses {evidence.island}; on one rank it does not"
-        return (Cause(id="shorter_dtype", words=words),)
+        return (reported("shorter_dtype", words, evidence.island),)
     if said := from_masks(evidence, findings, wrong):
         return tuple(said)
     call_first = call_first and by_call[0].id != "wrong_place"  # that changes no number
@@ -107,7 +107,7 @@ def likely(
     if not said and not call_first:
         said = by_numbers(evidence, numbers) if numbers else []
     said = said or by_call
-    usual = [Cause(id=known, words=words) for check, (known, words) in _USUAL.items() if check in failed]
+    usual = [reported(known, words, findings[check]) for check, (known, words) in _USUAL.items() if check in failed]
     return tuple(said or usual[:1])
 
 
@@ -118,7 +118,7 @@ def _from_located(evidence: Evidence) -> list[Cause]:
         return []
     if found.summed:
         words = f"the ranks' values add up to the truth over {found.summed}: each holds one partial sum, never reduced"
-        return [Cause(id="not_summed", words=words)]
+        return [reported("not_summed", words, found)]
     name = f"{'act' if found.phase == 'forward' else 'act_grad'}/{found.module}"
     for value, truth in found.shown:
         merged = Merged(tensors={**evidence.merged.tensors, name: value}, flaws=evidence.merged.flaws)
@@ -143,7 +143,7 @@ def _from_groups(evidence: Evidence) -> list[Cause]:
     axis = found[0].axis
     seen = lists_text(event.group for event in found if event.axis == axis)
     words = f"calls named {axis} run over the ranks {seen}; the rank lists of axis {axis} are "
-    return [Cause(id="wrong_group", words=words + lists_text(evidence.axes[axis]))]
+    return [reported("wrong_group", words + lists_text(evidence.axes[axis]), found)]
 
 
 def _waits_for_none(evidence: Evidence, parted: Difference) -> bool:
@@ -156,12 +156,13 @@ def _blame(parted: Difference) -> Cause:
     """What a difference between ledger and expectation usually means."""
     line = parted.line
     if parted.counted:
-        return _COUNTED[parted.kind]
+        return reported(*_COUNTED[parted.kind], parted)
     if parted.kind == "missing":
         left = "each rank keeps its partial sum" if "reduce" in line.op else "ranks work on what they have alone"
-        return Cause(id="missing_call", words=f"the {line.op} over {line.axis} is left out: {left}")
+        return reported("missing_call", f"the {line.op} over {line.axis} is left out: {left}", parted)
     if parted.kind == "extra":
-        return Cause(id="extra_call", words=f"one {line.op} over {line.axis} too many: done twice, or not needed")
+        words = f"one {line.op} over {line.axis} too many: done twice, or not needed"
+        return reported("extra_call", words, parted)
     assert parted.expected and parted.found  # the third kind has both sides
     expected, found = parted.expected, parted.found
     changed = [field for field in EventKey.__slots__ if getattr(found, field) != getattr(expected, field)]
@@ -169,7 +170,7 @@ def _blame(parted: Difference) -> Cause:
     known = _changed(expected, found)
     averaged = f"averaged over {found.axis} where it must be summed"
     meaning = averaged if known == "averaged" else "the call is made otherwise"
-    return Cause(id=known, words=f"{meaning}: " + ", ".join(told))
+    return reported(known, f"{meaning}: " + ", ".join(told), parted)
 
 
 def _changed(expected: EventKey, found: EventKey) -> str:

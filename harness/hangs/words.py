@@ -15,7 +15,7 @@ _MOST = 8
 
 
 def lines(ranks: Sequence[RankStanding], found: Sequence[Parted]) -> Iterator[str]:
-    """The findings, the first one with the standing of its ranks; a sentence when no rank parted, as far as is known."""
+    """The findings, the first one with the standing of its ranks; a sentence when no rank is seen to part."""
     silent = max((one.silent_s for one in ranks), default=0.0)
     about = f", silent for {silent:g} s" if silent else ""
     yield f"{len(ranks)} ranks{about}"
