@@ -8,6 +8,7 @@ another order, collectives on flat memory, a neighbour's shard. Factors are thos
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -26,7 +27,7 @@ _NOT_FINITE = "NaN or infinite: uninitialised memory, an overflow or a division 
 MOST_ROWS = 4096
 """Rows beyond this are not searched for permutations."""
 _STEPS = 3
-"""A layout's order of n rows goes on in so many different steps at most, or n // 4; one that data decide in more."""
+"""A layout's order of n rows goes on in so many different steps at most, or n // 4."""
 
 
 def causes(value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mapping[str, Tensor]) -> list[Cause]:
@@ -147,9 +148,16 @@ def _reordered(t: Tensor, dim: int, width: int, order: Tensor) -> Tensor:
 
 
 def _is_layout(order: Tensor) -> bool:
-    """Whether an order of rows may follow from sizes alone, and not from what stands in the rows."""
-    steps = order.diff() % len(order)
-    return len(steps.unique()) <= max(_STEPS, len(order) // 4)
+    """Whether an order of rows may follow from sizes alone: it goes on in few steps, and they change after as many rows
+    each. What stands in the rows decides otherwise: sorted by an expert, they are runs of any length.
+    """
+    steps = (order.diff() % len(order)).tolist()
+    starts = [0]
+    for row in range(2, len(order)):
+        if steps[row - 1] != steps[row - 2] and row - starts[-1] > 1:
+            starts.append(row)
+    few = len(set(steps)) <= max(_STEPS, len(order) // 4)
+    return few and (len(starts) <= 2 or math.gcd(*starts, len(order)) > 1)
 
 
 def _same_in_rows(rest: Tensor, true: Tensor) -> bool:

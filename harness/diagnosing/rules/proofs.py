@@ -152,11 +152,10 @@ def number(value: float) -> Tensor:
 
 
 def times(factor: float) -> str:
-    """A factor in words, with the digits that tell it from 1: "0.5 x", "(1 + 3.1e-06) x"."""
-    off = factor - 1
-    if abs(off) >= 1e-3:
-        return f"{factor:.4g} x"
-    return f"(1 {'+' if off > 0 else '-'} {abs(off):.2g}) x"
+    """A factor in words, with the digits that tell it from 1: "0.3333 x", "1.0000031 x"."""
+    off = abs(factor - 1)
+    digits = 4 - min(0, math.floor(math.log10(off))) if 0 < off < 0.1 else 4
+    return f"{factor:.{digits}g} x"
 
 
 def _is_count(x: Tensor, t: Tensor) -> bool:

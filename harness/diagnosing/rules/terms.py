@@ -88,7 +88,7 @@ def _of_term(evidence: Evidence, term: str, weight: float, near: float, predict:
         if math.isclose(weight, size, rel_tol=near):
             words = f"the {what} is in it {size} times, and {axis}={size}: every rank adds it before the sum"
             return claimed("bias_per_rank", words, *predict(size))
-    words = f"the {what} is in it {times(weight)[:-2]} times: a constant factor is wrong"
+    words = f"the {what} is in it {weight:.4g} times: a constant factor is wrong"
     return claimed("constant_factor", words, *predict(weight))
 
 
