@@ -20,6 +20,7 @@ from dataclasses import replace
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.group_checks import lists_text, strays
 from harness.diagnosing.by_numbers import by_numbers
+from harness.diagnosing.limits import within_limits
 from harness.diagnosing.rules.causes import Cause, reported
 from harness.diagnosing.rules.layouts import from_flaws
 from harness.diagnosing.rules.losses import from_parts, more_classes
@@ -103,9 +104,10 @@ def likely(
     call_first = call_first and by_call[0].id != "wrong_place"  # that changes no number
     numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
     said = (what_if(evidence, numbers) or more_classes(evidence, numbers[0], parted)) if numbers else []
-    said = said or (from_parts(evidence, numbers[0]) if numbers else []) or _from_located(evidence)
+    said = within_limits(evidence, said or (from_parts(evidence, numbers[0]) if numbers else []))
+    said = said or _from_located(evidence)
     if not said and not call_first:
-        said = by_numbers(evidence, numbers) if numbers else []
+        said = within_limits(evidence, by_numbers(evidence, numbers)) if numbers else []
     said = said or by_call
     usual = [reported(known, words, findings[check]) for check, (known, words) in _USUAL.items() if check in failed]
     return tuple(said or usual[:1])

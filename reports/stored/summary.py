@@ -159,7 +159,7 @@ def traffic(run: Run, *more: str) -> pd.DataFrame:
 def _agrees(lines: pd.DataFrame) -> pd.Series[str]:
     """Per line of the summary: do calls and bytes of every rank meet what is expected of that rank?
 
-    A run of an earlier version does not tell that of ranks that differ.
+    A run of an earlier version does not say that of ranks that differ.
     """
     missing = pd.Series(pd.NA, index=lines.index, dtype="Int64")
     apart, least = (lines.get(name, missing) for name in ("ranks_apart", "min_calls"))

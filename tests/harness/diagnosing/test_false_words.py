@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
+from harness.diagnosing import likely
 from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.diagnosis import explained
 from harness.diagnosing.rules.causes import Cause, claimed
@@ -112,6 +114,14 @@ def test_a_cause_that_its_numbers_contradict_cannot_be_made() -> None:
             Cause(id="summed_twice", words="it is 2 x the truth", proof=proof)
 
 
+def test_a_factor_that_leaves_more_than_its_check_allows_is_not_told() -> None:
+    """Twice the truth and one part in ten thousand more: float32 rounds no tensor so far off."""
+    name, more = "grad/layers.0.mlp.w2.bias", 1e-4 * drawn(6)
+    for extra, ids in ((0 * more, ["summed_twice"]), (more, [])):
+        found = seen({name: 2 * truth()[name] + extra})
+        assert [cause.id for cause in explained(found, examine(found)).causes] == ids
+
+
 NAMED = (
     "act/layers.0.mlp.w2",
     "act_grad/layers.0.mlp.w1",
@@ -193,3 +203,33 @@ def found_first(cause: Cause, found: Evidence) -> str:
     return next(
         n for n, t in found.merged.tensors.items() if t.shape == proof.value.shape and torch.equal(t, proof.value)
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({NAMED[0]: truth()[NAMED[0]] + drawn(2, 3, 6)}, "x the truth"),  # no factor explains noise
+        ({"grad/layers.0.mlp.w2.bias": truth()["grad/layers.0.mlp.w2.bias"] + drawn(6)}, "x the truth"),
+    ],
+)
+def test_the_property_fails_where_predictions_are_not_tested(
+    values: Values, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: every prediction is taken to hold, and to leave nothing."""
+    found = evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), case=case("mode=tp tp=2 seq=16"))
+    assert [cause for cause in explained(found, examine(found)).causes if words in cause.words] == []
+    monkeypatch.setattr(Explained, "holds", True)
+    monkeypatch.setattr(likely, "within_limits", lambda evidence, causes: [*causes])
+    (cause, *_) = explained(found, examine(found)).causes
+    assert words in cause.words
+    with pytest.raises(AssertionError):
+        contradicted(cause, found, values)
+
+
+def test_causes_are_made_in_one_place_that_tests_them() -> None:
+    """Rules claim or report; what numbers show is claimed, but for masks, layouts and losses that ranks take apart."""
+    rooms = Path(by_numbers.__code__.co_filename).parent
+    makes = {path.name for path in rooms.rglob("*.py") if re.search(r"(?<!Root)\bCause\(", path.read_text())}
+    reports = {path.name for path in (rooms / "rules").rglob("*.py") if re.search(r"\breported\(", path.read_text())}
+    assert makes == {"causes.py"}
+    assert reports == {"causes.py", "layouts.py", "losses.py", "masks.py"}
