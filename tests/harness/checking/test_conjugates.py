@@ -215,3 +215,18 @@ def test_what_needs_no_gradient_has_no_conjugate(made: Any, engine: Engine) -> N
 def test_a_missing_conjugate_is_told(made: Any, words: str, engine: Engine) -> None:
     (broken,) = broken_laws(ledger_of(engine, made))
     assert words in broken.message
+
+
+def planted(case: Any, device: torch.device) -> dict[str, Tensor]:
+    """A subject of two expert layers, the first of which lacks a conjugate."""
+    torch.manual_seed(1)
+    first = Experts(there_and_back, there_alone)
+    return trained(nn.Sequential(first, Experts(functional_autograd, there_and_back)))(case, device)
+
+
+def test_ranks_as_processes_tell_the_same(pool: Engine, engine: Engine) -> None:
+    ledgers = [execute(CASE, planted, one, text=str(CASE)).events for one in (pool, engine)]
+    asked = [[(event.phase, event.needs_gradient) for event in ledger] for ledger in ledgers]
+    assert asked[0] == asked[1]
+    (one,), (other,) = map(broken_laws, ledgers)
+    assert one.message == other.message
