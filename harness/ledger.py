@@ -61,7 +61,8 @@ class Call:
     `peer` is the group's root or the other end of a point-to-point call as a global rank, -1 when there is none.
     `device` is the type of device that the payload is on; where there is no payload, the host.
     `operator` is torch's name of an operator whose op is `other`: "c10d::shuffle_". `address` is where an all_gather or
-    a broadcast writes first in memory, 0 for other calls and where there is no memory.
+    a broadcast writes first in memory, 0 for other calls and where there is no memory. `needs_gradient`: autograd asks
+    for the gradient of what an all_to_all or a reduce_scatter sends; False where that is not certain, and of others.
     """
 
     op: str
@@ -76,6 +77,7 @@ class Call:
     device: str = "cpu"
     operator: str = ""
     address: int = 0
+    needs_gradient: bool = False
 
 
 class Observer(Protocol):
@@ -95,10 +97,11 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One call on one rank; all fields but the last three are the contract's columns of `ledger.csv`, in its order.
+    """One call on one rank; all fields but the last four are the contract's columns of `ledger.csv`, in its order.
 
     `group` holds the global ranks of the call's group; the file names the group by `axis`. `operator` is torch's name
     of what is `other`; only messages name it. `doubts` are sentences on what is not certain of its axis or step.
+    `needs_gradient` is that of its call.
     """
 
     case: str
@@ -125,9 +128,10 @@ class Event:
     group: tuple[int, ...]
     operator: str = ""
     doubts: tuple[str, ...] = ()
+    needs_gradient: bool = False
 
 
-_UNWRITTEN = {"group", "operator", "doubts"}
+_UNWRITTEN = {"group", "operator", "doubts", "needs_gradient"}
 COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Event) if f.name not in _UNWRITTEN)
 REPEATABLE = tuple(name for name in COLUMNS if name not in {"start_us", "duration_us", "caller"})
 """The columns that are equal in every run of a case, on every engine and in every release."""

@@ -2,10 +2,11 @@
 
 Members of a group issue the same sequence of collectives (op, reduce op, dtype; payload bytes too, but for all-to-alls
 and rooted calls, whose members may rightly differ), and in every group what is sent is received: the same number of
-messages and of bytes. Where a run goes backward, moves have their conjugates: over every axis as many all-to-alls of
-numbers go backward as forward, with the same bytes in all, and every reduce-scatter forward has an all-gather of as
-many bytes in the backward of its module. No more holds in general: a gathered tensor's gradient may be cut instead
-of reduce-scattered, and gradients of whole parameters are reduced at any time. Payloads are bytes.
+messages and of bytes. Where a run goes backward, what a module's forward moves has its conjugate when autograd asks for
+its gradient (`Event.needs_gradient`): over every axis as many all-to-alls of numbers go backward, with as many bytes in
+all, and every reduce-scatter has an all-gather of as many bytes in the backward of its module. No more all-to-alls go
+backward than go at all. No more holds in general: a gathered tensor's gradient may be cut instead of reduce-scattered,
+and gradients of whole parameters are reduced at any time. Payloads are bytes.
 """
 
 from __future__ import annotations
@@ -80,25 +81,41 @@ def _received(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -
 
 
 def _exchanged_back(events: Sequence[Event]) -> list[Broken]:
-    """All-to-alls of numbers: the gradient returns the way that the tensor came."""
+    """All-to-alls of numbers: the gradient returns the way that the tensor came, where one is asked for.
+
+    Calls outside of modules may be a forward too: their phase follows from what came next, and is no evidence.
+    """
     moved = [e for e in events if e.op == "all_to_all" and "float" in e.dtype and e.group_size > 1]
     broken = []
     for axis in dict.fromkeys(event.axis for event in moved):
-        there, back = ([e for e in moved if (e.axis, e.phase) == (axis, way)] for way in ("forward", "backward"))
-        if (len(there), _total(there)) != (len(back), _total(back)):
-            message = (
-                f"{len(there)} all-to-alls of {_total(there)} B over {axis} go forward and {len(back)} of "
-                f"{_total(back)} B backward: each must have its conjugate"
-            )
-            region = _lacking(there, back)
-            broken.append(Broken(message=message, ranks=(), phase="backward", region=region))
+        own = [e for e in moved if e.axis == axis]
+        back = [e for e in own if e.phase == "backward"]
+        may = [e for e in own if e.phase not in ("backward", "recompute")]
+        must = [e for e in may if _asked_for(e)]
+        for there, wrong in ((must, _fewer(back, must)), (may, _fewer(may, back))):
+            if wrong:
+                message = (
+                    f"{len(there)} all-to-alls of {_total(there)} B over {axis} go forward and {len(back)} of "
+                    f"{_total(back)} B backward: each must have its conjugate"
+                )
+                region = _lacking(there, back)
+                broken.append(Broken(message=message, ranks=(), phase="backward", region=region))
     return broken
+
+
+def _asked_for(event: Event) -> bool:
+    """Whether this is the forward of a module, and a gradient must come back."""
+    return event.phase == "forward" and event.needs_gradient
+
+
+def _fewer(some: Sequence[Event], others: Sequence[Event]) -> bool:
+    return len(some) < len(others) or _total(some) < _total(others)
 
 
 def _gathered_back(events: Sequence[Event]) -> list[Broken]:
     """A reduce-scatter forward cuts a sum: every term's gradient is the whole one, which must be gathered."""
     wide = [e for e in events if e.group_size > 1]
-    there = [e for e in wide if (e.phase, e.op) == ("forward", "reduce_scatter")]
+    there = [e for e in wide if e.op == "reduce_scatter" and _asked_for(e)]
     back = [e for e in wide if (e.phase, e.op) == ("backward", "all_gather")]
     lacking = Counter(map(_kind, there)) - Counter(map(_kind, back))
     broken = []

@@ -13,7 +13,7 @@ from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.ledger_checks import module_order
 from harness.diagnosing.first import First, first_place
 from harness.diagnosing.likely import likely
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import Cause, reported
 from harness.diagnosing.rules.places import place_of, timeline, wrong_ranks
 from harness.differences import Difference, differences
 from harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError
@@ -80,16 +80,14 @@ def diagnose(
 def ended(error: ShardproofError) -> Diagnosis:
     """What is known of a case that ended without an outcome."""
     if isinstance(error, Desynchronised):
+        known = "desynchronised"
         words = "the ranks issued different calls, or not as many: the line above says where each stood"
-        cause = Cause(id="desynchronised", words=words)
     elif isinstance(error, RankCrashed):
-        cause = Cause(
-            id="crashed", words="the subject ended the process of a rank: a crash in native code, or os._exit"
-        )
+        known, words = "crashed", "the subject ended the process of a rank: a crash in native code, or os._exit"
     elif isinstance(error, ProgramError):
-        cause = Cause(id="raised", words="the subject raised: the line above says where each rank stood")
+        known, words = "raised", "the subject raised: the line above says where each rank stood"
     else:
-        cause = Cause(id="machine", words="a rank that waits for ever, too little time, or a machine that failed")
+        known, words = "machine", "a rank that waits for ever, too little time, or a machine that failed"
     return Diagnosis(
         check="run",
         name="",
@@ -98,7 +96,7 @@ def ended(error: ShardproofError) -> Diagnosis:
         phase="",
         region="",
         first=First(),
-        causes=(cause,),
+        causes=(reported(known, words, error),),
     )
 
 

@@ -26,8 +26,8 @@ from harness.checking.evidence import Evidence
 from harness.checking.group_checks import strays
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.tolerance import is_state, kind_of
-from harness.diagnosing.rules.patterns import explains
 from harness.diagnosing.rules.places import blocks_of, place_of
+from harness.diagnosing.rules.proofs import explains
 from harness.differences import Difference
 from harness.engines.engine import Unwaited
 from harness.ledger import PHASES, Event

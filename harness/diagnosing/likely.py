@@ -20,7 +20,8 @@ from dataclasses import replace
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.group_checks import lists_text, strays
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.rules.causes import MEANT, Cause
+from harness.diagnosing.limits import within_limits
+from harness.diagnosing.rules.causes import MEANT, Cause, reported
 from harness.diagnosing.rules.layouts import from_flaws
 from harness.diagnosing.rules.losses import from_parts, more_classes
 from harness.diagnosing.rules.masks import from_masks
@@ -71,11 +72,11 @@ _USUAL: Mapping[str, tuple[str, str]] = {
 """What is usually behind a check that nothing else explains: check -> (cause, words)."""
 
 _COUNTED = {
-    "missing": Cause(id="missing_call", words="calls that this term counts are left out"),
-    "extra": Cause(id="extra_call", words="more calls than this term counts: done twice, or not needed"),
-    "wrong": Cause(id="wrong_payload", words="the calls that this term counts are of other sizes"),
+    "missing": ("missing_call", "calls that this term counts are left out"),
+    "extra": ("extra_call", "more calls than this term counts: done twice, or not needed"),
+    "wrong": ("wrong_payload", "the calls that this term counts are of other sizes"),
 }
-"""What it usually means when a term with fields left out does not hold: kind of the difference -> cause."""
+"""What it usually means when a term with fields left out does not hold: kind of the difference -> (cause, words)."""
 
 
 def likely(
@@ -94,7 +95,7 @@ def likely(
     if said := _from_groups(evidence):  # whatever else is wrong follows from a call over other ranks
         return tuple(said)
     failed = [check for check, finding in findings.items() if finding.verdict == FAIL]
-    by_check = [Cause(id=known, words=words) for check, (known, words) in _STATED.items() if check in failed]
+    by_check = [reported(known, words, findings[check]) for check, (known, words) in _STATED.items() if check in failed]
     by_call = [_blame(parted)] if parted else []
     if by_check and by_check[0].id == "not_waited" and parted and _waits_for_none(evidence, parted):
         return tuple(by_call)
@@ -103,20 +104,22 @@ def likely(
     if evidence.island:
         words = f"explained by rounding to {evidence.island}; the case is in {evidence.case.dtype}"
         words += f", and on one rank the subject does not round so; {MEANT}"
-        return (Cause(id="shorter_dtype", words=words),)
+        return (reported("shorter_dtype", words, evidence.island),)
     if said := from_masks(evidence, findings, wrong):
         return tuple(said)
     if evidence.drawn:
         words = f"{evidence.drawn}, so nothing behind it can agree: switch that off for the proof, or seed it by the "
-        return (Cause(id="other_numbers", words=f"{words}numbers of the samples (case.samples), on ranks and truth"),)
+        words += "numbers of the samples (case.samples), on ranks and truth"
+        return (reported("other_numbers", words, evidence.drawn),)
     call_first = call_first and by_call[0].id != "wrong_place"  # that changes no number
     numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
     said = (what_if(evidence, numbers) or more_classes(evidence, numbers[0], parted)) if numbers else []
-    said = said or (from_parts(evidence, numbers[0]) if numbers else []) or _from_located(evidence)
+    said = within_limits(evidence, said or (from_parts(evidence, numbers[0]) if numbers else []))
+    said = said or _from_located(evidence)
     if not said and not call_first:
-        said = by_numbers(evidence, numbers) if numbers else []
+        said = within_limits(evidence, by_numbers(evidence, numbers)) if numbers else []
     said = said or by_call
-    usual = [Cause(id=known, words=words) for check, (known, words) in _USUAL.items() if check in failed]
+    usual = [reported(known, words, findings[check]) for check, (known, words) in _USUAL.items() if check in failed]
     return tuple(said or usual[:1])
 
 
@@ -127,7 +130,7 @@ def _from_located(evidence: Evidence) -> list[Cause]:
         return []
     if found.summed:
         words = f"the ranks' values add up to the truth over {found.summed}: each holds one partial sum, never reduced"
-        return [Cause(id="not_summed", words=words)]
+        return [reported("not_summed", words, found)]
     name = f"{'act' if found.phase == 'forward' else 'act_grad'}/{found.module}"
     for value, truth in found.shown:
         merged = Merged(tensors={**evidence.merged.tensors, name: value}, flaws=evidence.merged.flaws)
@@ -152,7 +155,7 @@ def _from_groups(evidence: Evidence) -> list[Cause]:
     axis = found[0].axis
     seen = lists_text(event.group for event in found if event.axis == axis)
     words = f"calls named {axis} run over the ranks {seen}; the rank lists of axis {axis} are "
-    return [Cause(id="wrong_group", words=words + lists_text(evidence.axes[axis]))]
+    return [reported("wrong_group", words + lists_text(evidence.axes[axis]), found)]
 
 
 def _waits_for_none(evidence: Evidence, parted: Difference) -> bool:
@@ -165,12 +168,13 @@ def _blame(parted: Difference) -> Cause:
     """What a difference between ledger and expectation usually means."""
     line = parted.line
     if parted.counted:
-        return _COUNTED[parted.kind]
+        return reported(*_COUNTED[parted.kind], parted)
     if parted.kind == "missing":
         left = "each rank keeps its partial sum" if "reduce" in line.op else "ranks work on what they have alone"
-        return Cause(id="missing_call", words=f"the {line.op} over {line.axis} is left out: {left}")
+        return reported("missing_call", f"the {line.op} over {line.axis} is left out: {left}", parted)
     if parted.kind == "extra":
-        return Cause(id="extra_call", words=f"one {line.op} over {line.axis} too many: done twice, or not needed")
+        words = f"one {line.op} over {line.axis} too many: done twice, or not needed"
+        return reported("extra_call", words, parted)
     assert parted.expected and parted.found  # the third kind has both sides
     expected, found = parted.expected, parted.found
     changed = [field for field in EventKey.__slots__ if getattr(found, field) != getattr(expected, field)]
@@ -178,7 +182,7 @@ def _blame(parted: Difference) -> Cause:
     known = _changed(expected, found)
     averaged = f"averaged over {found.axis} where it must be summed"
     meaning = averaged if known == "averaged" else "the call is made otherwise"
-    return Cause(id=known, words=f"{meaning}: " + ", ".join(told))
+    return reported(known, f"{meaning}: " + ", ".join(told), parted)
 
 
 def _changed(expected: EventKey, found: EventKey) -> str:

@@ -12,7 +12,7 @@ from harness.checking.evidence import Finding
 from harness.checking.witness_checks import CHECK
 from harness.diagnosing.diagnosis import Diagnosis
 from harness.diagnosing.first import First
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import Cause, reported
 from harness.diagnosing.six_lines import place, repeat_command, where, written
 from harness.protocols import CaseLike
 from harness.witnesses.agreement import AGREES, CLOSED_FORM, NOT_ASKED, Agreement, Row
@@ -69,21 +69,21 @@ def in_six_lines(
 def _cause(case: CaseLike, broken: Sequence[Row], *, disturbed: bool) -> Cause:
     if disturbed:
         words = "a result that depends on timing or on memory that nobody wrote, or that watching itself changes"
-        return Cause(id="recording", words=words)
+        return reported("recording", words, disturbed)
     if not broken:
-        return Cause(id="not_parallel", words=f"no rank of {case.world_size} issues a collective here")
+        return reported("not_parallel", f"no rank of {case.world_size} issues a collective here", case)
     against, confirming = _sides(broken)
     if "recorder" in against:
         words = "on processes of their own the ranks issue other calls than on the engine that proved the case"
-        return Cause(id="session_differs", words=words)
+        return reported("session_differs", words, broken)
     if {"torch", CLOSED_FORM} <= against or (broken[0].recorded is None and "torch" in against):
         words = f"a call that passes by the recorder, or that it reads wrong: {_named(against)} knew of it without it"
-        return Cause(id="recorder_blind", words=words)
+        return reported("recorder_blind", words, broken)
     if CLOSED_FORM in against:
         words = "the program issues other calls than its closed form states"
-        return Cause(id="not_stated", words=f"{words}: {_named(('recorder', *confirming))} saw the same")
+        return reported("not_stated", f"{words}: {_named(('recorder', *confirming))} saw the same", broken)
     words = f"{_named(against)} alone tells it otherwise: lost, doubled or renamed by the tool, not by the program"
-    return Cause(id="witness_slip", words=words)
+    return reported("witness_slip", words, broken)
 
 
 def _sides(broken: Sequence[Row]) -> tuple[set[str], set[str]]:

@@ -15,7 +15,7 @@ _MOST = 8
 
 
 def lines(ranks: Sequence[RankStanding], found: Sequence[Parted]) -> Iterator[str]:
-    """The findings, the first one with the standing of its ranks; a sentence when no rank parted."""
+    """The findings, the first one with the standing of its ranks; a sentence when no rank is seen to part."""
     silent = max((one.silent_s for one in ranks), default=0.0)
     about = f", silent for {silent:g} s" if silent else ""
     yield f"{len(ranks)} ranks{about}"
@@ -25,7 +25,7 @@ def lines(ranks: Sequence[RankStanding], found: Sequence[Parted]) -> Iterator[st
     for one in [one for one in ranks if one.ended][:_MOST]:
         yield f"rank {one.rank}: {one.ended}"
     if not found:
-        yield "no rank parted: in every group all ranks issued the same calls, as far as the dumps reach back"
+        yield _no_difference(ranks, missing)
         return
     for place, finding in enumerate(found[:_MOST]):
         yield _finding(finding)
@@ -33,6 +33,19 @@ def lines(ranks: Sequence[RankStanding], found: Sequence[Parted]) -> Iterator[st
             yield from _standing(finding, ranks)
     if len(found) > _MOST:
         yield f"and {len(found) - _MOST} findings more"
+
+
+def _no_difference(ranks: Sequence[RankStanding], missing: Sequence[int]) -> str:
+    """What can be said when no rank is seen to part: of ranks that left their calls alone."""
+    unknown = sorted({*missing, *(one.rank for one in ranks if not one.last)})
+    known = [one.rank for one in ranks if one.last]
+    if not known:
+        return f"nothing to compare: {_named(unknown)} left no calls"
+    if unknown:
+        same = f"{_named(known)} issued the same calls in every group that they share" if len(known) > 1 else ""
+        apart = f"{_named(unknown)} left no calls, so that {'it' if len(unknown) == 1 else 'they'} may have parted"
+        return "; ".join(filter(None, (same, apart)))
+    return "no rank parted: in every group all ranks issued the same calls, as far as the dumps reach back"
 
 
 def _finding(found: Parted) -> str:

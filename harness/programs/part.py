@@ -1,6 +1,7 @@
 """One rank's part of the run folder, `ranks/<rank>/`, written as the program runs, so that a killed one leaves it.
 
-ledger.csv   the contract's columns; where a call_index comes twice, the later row holds: what followed settled it
+ledger.csv   the contract's columns, and needs_gradient (harness.ledger.Call); where a call_index comes twice, the later
+             row holds: what followed settled it
 steps.csv    step, start_us (its first forward), updated_us (its last optimizer step ended), microbatches
 groups.csv   axis, ranks: the groups in which this rank called, in the order in which they were first seen
 rank.json    rank, host, pid, clock (ranks of one clock have comparable times)
@@ -31,7 +32,8 @@ MODE = "program"
 """The mode of a recorded program in the ledger."""
 STEP_COLUMNS = ("step", "start_us", "updated_us", "microbatches")
 GROUP_COLUMNS = ("axis", "ranks")
-_ROW = operator.attrgetter(*COLUMNS)
+_COLUMNS = (*COLUMNS, "needs_gradient")
+_ROW = operator.attrgetter(*_COLUMNS)
 
 
 class Part:
@@ -41,7 +43,7 @@ class Part:
         self.path = folder / "ranks" / str(rank)
         self.path.mkdir(parents=True)
         self.replace("rank.json", {"rank": rank, **about})
-        self._ledger = self._table("ledger.csv", COLUMNS)
+        self._ledger = self._table("ledger.csv", _COLUMNS)
         self._steps = self._table("steps.csv", STEP_COLUMNS)
         self._groups = self._table("groups.csv", GROUP_COLUMNS)
         self._known: set[tuple[str, tuple[int, ...]]] = set()

@@ -229,4 +229,5 @@ def event_of(
         group=call.group,
         operator=call.operator,
         doubts=doubts,
+        needs_gradient=call.needs_gradient,
     )

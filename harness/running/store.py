@@ -24,14 +24,13 @@ from pathlib import Path
 from harness.checking.evidence import Verdict
 from harness.ledger import COLUMNS, Event
 from harness.run_folder import SCHEMA, link_latest, new_run_folder, safe_name, writing
-from harness.running.summary import COUNTS, SUMMARY_COLUMNS, SummaryRow
+from harness.running.summary import RANK_COLUMNS, SUMMARY_COLUMNS, SummaryRow
 
 __all__ = ["LARGEST_LEDGER", "Store", "file_of", "ledger_rows"]
 
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""
 _ROW = operator.attrgetter(*COLUMNS)
-_MIN_COLUMNS = tuple(f"min_{name}" for name in COUNTS)
 
 
 class Store:
@@ -116,20 +115,20 @@ class Store:
             file.write(text)
 
     def _add_summary(self, rows: Sequence[SummaryRow]) -> None:
-        if self._summary_columns == SUMMARY_COLUMNS and any(row.min_calls is not None for row in rows):
+        if self._summary_columns == SUMMARY_COLUMNS and any(row.uneven for row in rows):
             self._widen_summary()
         self._append("summary.csv", _csv([getattr(row, name) for name in self._summary_columns] for row in rows))
 
     def _widen_summary(self) -> None:
-        """Ranks differ for the first time: give all rows so far empty min_ columns."""
+        """Ranks differ for the first time: give all rows so far empty RANK_COLUMNS."""
         path = self.path / "summary.csv"
         with path.open(encoding="utf-8", newline="") as file:
             header, *rows = csv.reader(file)
         wide = path.with_suffix(".part")
-        blank = [""] * len(_MIN_COLUMNS)
-        wide.write_text(_csv([[*header, *_MIN_COLUMNS], *([*row, *blank] for row in rows)]), "utf-8", newline="")
+        blank = [""] * len(RANK_COLUMNS)
+        wide.write_text(_csv([[*header, *RANK_COLUMNS], *([*row, *blank] for row in rows)]), "utf-8", newline="")
         wide.replace(path)
-        self._summary_columns = (*SUMMARY_COLUMNS, *_MIN_COLUMNS)
+        self._summary_columns = (*SUMMARY_COLUMNS, *RANK_COLUMNS)
 
 
 def ledger_rows(events: Iterable[Event]) -> str:

@@ -1,8 +1,9 @@
 """The ledger of one case summed up beside its expectation: calls and bytes of one rank by phase, op and axis.
 
-A row holds the maximum over ranks; its `min_*` fields hold the minimum when ranks differ and are None otherwise. All
-counts are over the whole run of the case; payload and wire in bytes. `expected_*` is None without an expectation, and
-where its terms leave out what the row needs.
+A row holds the maximum over ranks; its `min_*` fields hold the minimum when ranks differ and are None otherwise.
+`ranks_apart` counts the ranks whose calls or bytes are not those expected of that rank. All counts are over the whole
+run of the case; payload and wire in bytes. `expected_*` and `ranks_apart` are None without an expectation, and where
+its terms leave out what the row needs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from harness.ledger import OPS, PHASES, Event
 from harness.protocols import Axes, TermLike
 from harness.terms import FIELDS, ClosedForm, Term, closed_forms
 
-__all__ = ["COUNTS", "SUMMARY_COLUMNS", "SummaryRow", "summarize"]
+__all__ = ["COUNTS", "RANK_COLUMNS", "SUMMARY_COLUMNS", "SummaryRow", "summarize"]
 
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
 SUMMARY_COLUMNS = (
@@ -25,7 +26,9 @@ SUMMARY_COLUMNS = (
     *COUNTS,
     *("expected_calls", "expected_payload_bytes"),
 )
-"""Columns of `summary.csv`; `min_` + each of COUNTS follow when ranks differ."""
+"""Columns of `summary.csv`."""
+RANK_COLUMNS = (*(f"min_{name}" for name in COUNTS), "ranks_apart")
+"""Columns that follow once ranks differ in a row, or part from what is expected of them."""
 
 _Key = tuple[str, str, str, int]
 """phase, op, axis, group size."""
@@ -50,6 +53,12 @@ class SummaryRow:
     min_calls: int | None = None
     min_payload_bytes: int | None = None
     min_wire_bytes: int | None = None
+    ranks_apart: int | None = None
+
+    @property
+    def uneven(self) -> bool:
+        """Whether it needs the RANK_COLUMNS."""
+        return self.min_calls is not None or bool(self.ranks_apart)
 
 
 def summarize(
@@ -72,16 +81,16 @@ def summarize(
         of_rank = counts.setdefault(key, [[0, 0, 0] for _ in places])[places[event.rank]]
         for place, amount in enumerate((1, event.payload_bytes, event.wire_bytes)):
             of_rank[place] += amount
-    forms = {id(form): _lines(form) for form in closed_forms(expectation or (), places, axes).values()}
+    forms = closed_forms(expectation or (), places, axes)
+    lines = {id(form): _lines(form) for form in forms.values()}
     alike = Counter(key[:3] for key in counts)
     rows = []
-    expected = {_KEY(term) for lines in forms.values() for term in lines if None not in _KEY(term)}
+    expected = {_KEY(term) for terms in lines.values() for term in terms if None not in _KEY(term)}
     for key in sorted(expected.union(counts), key=_order):
-        by_rank = counts.get(key, [[0, 0, 0]])
-        most, least = ([pick(column) for column in zip(*by_rank, strict=True)] for pick in (max, min))
-        sums = [_expected(key, lines, alone=alike[key[:3]] < 2) for lines in forms.values()]
-        calls, size = (None, None) if expectation is None else (_most(numbers) for numbers in zip(*sums, strict=True))
-        rows.append(_row(case, mode, key, most, least, (calls, size)))
+        by_rank = counts.get(key, [[0, 0, 0] for _ in places])
+        due = {form: _expected(key, terms, alone=alike[key[:3]] < 2) for form, terms in lines.items()}
+        stated = None if expectation is None else [due[id(forms[rank])] for rank in places]
+        rows.append(_row(case, mode, key, by_rank, stated))
     return rows
 
 
@@ -120,9 +129,19 @@ def _sum(numbers: Sequence[int | None]) -> int | None:
 
 
 def _row(
-    case: str, mode: str, key: _Key, most: list[int], least: list[int], expected: tuple[int | None, int | None]
+    case: str,
+    mode: str,
+    key: _Key,
+    by_rank: Sequence[Sequence[int]],
+    stated: Sequence[tuple[int | None, int | None]] | None,
 ) -> SummaryRow:
+    """One row, from calls, payload and wire bytes by rank beside the calls and payload bytes stated for each."""
     phase, op, axis, group_size = key
+    most, least = ([pick(column) for column in zip(*by_rank, strict=True)] for pick in (max, min))
+    calls, size = (None, None) if stated is None else (_most(numbers) for numbers in zip(*stated, strict=True))
+    apart = None
+    if stated is not None and calls is not None and size is not None:
+        apart = sum(tuple(mine[:2]) != due for mine, due in zip(by_rank, stated, strict=True))
     differ = most != least
     return SummaryRow(
         case=case,
@@ -134,11 +153,12 @@ def _row(
         calls=most[0],
         payload_bytes=most[1],
         wire_bytes=most[2],
-        expected_calls=expected[0],
-        expected_payload_bytes=expected[1],
+        expected_calls=calls,
+        expected_payload_bytes=size,
         min_calls=least[0] if differ else None,
         min_payload_bytes=least[1] if differ else None,
         min_wire_bytes=least[2] if differ else None,
+        ranks_apart=apart,
     )
 
 

@@ -238,7 +238,8 @@ def traffic_table(traffic: pd.DataFrame, title: str = "Calls and bytes beside th
             ("agrees", "agrees", mark),
         ),
         note="one rank; payload: what calls hand over, expected: the same by closed form, wire: what the rank sends "
-        "then (ring model); cases of one mode on as many ranks are added up; agrees: line by line in every case",
+        "then (ring model); cases of one mode on as many ranks are added up; agrees: every rank with its own "
+        "expectation, line by line in every case",
     )
 
 

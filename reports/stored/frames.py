@@ -29,7 +29,7 @@ _ORDER = {"phase": PHASES, "op": OPS, "axis": AXES}
 _KEYS = ("case", "mode", "phase", "op", "axis", "group_size")
 _COUNTS = ("calls", "payload_bytes", "wire_bytes")
 _EXPECTED = ("expected_calls", "expected_payload_bytes")
-_LEAST = tuple(f"min_{name}" for name in _COUNTS)
+_BY_RANK = (*(f"min_{name}" for name in _COUNTS), "ranks_apart")
 SUMMARY_COLUMNS = (*_KEYS, *_COUNTS, *_EXPECTED)
 _SUMMARY_TYPES = (
     dict.fromkeys(_KEYS[:-1], "str")
@@ -218,7 +218,7 @@ def _ledger(path: Path, notes: list[str]) -> pd.DataFrame:
 def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     summary = pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _SUMMARY_TYPES.items()})
     if path.is_file():
-        summary = csv_table(path, _SUMMARY_TYPES | dict.fromkeys(_LEAST, "Int64"), SUMMARY_COLUMNS, notes)
+        summary = csv_table(path, _SUMMARY_TYPES | dict.fromkeys(_BY_RANK, "Int64"), SUMMARY_COLUMNS, notes)
     rest = ledger[~ledger["case"].isin(summary["case"])]
     if rest.empty and path.is_file():
         return summary

@@ -141,8 +141,8 @@ def traffic(run: Run, *more: str) -> pd.DataFrame:
     """Calls and bytes by mode, ranks, phase, op and axis beside the expectation, all cases of both added up.
 
     mode, ranks, phase, op, axis (and `more` columns of the summary, as "case"), cases, calls, expected_calls,
-    payload_bytes, expected_payload_bytes, wire_bytes, agrees: "yes" when every case meets its expectation line by line,
-    "no", or "" where nothing is expected. Sums could hide two errors that cancel; `agrees` cannot.
+    payload_bytes, expected_payload_bytes, wire_bytes, agrees: "yes" when every rank of every case meets its own
+    expectation line by line, "no", or "" where none is stated. Sums could hide errors that cancel, `agrees` cannot.
     """
     keys = [*more, "mode", "ranks", "phase", "op", "axis"]
     ranks = run.summary["case"].map(dict(zip(run.cases["case"], run.cases["world_size"], strict=True)))
@@ -157,10 +157,13 @@ def traffic(run: Run, *more: str) -> pd.DataFrame:
 
 
 def _agrees(lines: pd.DataFrame) -> pd.Series[str]:
-    """Per line of the summary: do calls and bytes meet the expectation, on every rank?"""
-    same = lines["calls"].eq(lines["expected_calls"]) & lines["payload_bytes"].eq(lines["expected_payload_bytes"])
-    for name in ("calls", "payload_bytes"):
-        if f"min_{name}" in lines:
-            same &= lines[f"min_{name}"].isna() | lines[f"min_{name}"].eq(lines[name])
-    known = lines[list(_EXPECTED)].notna().all(axis=1)
+    """Per line of the summary: do calls and bytes of every rank meet what is expected of that rank?
+
+    A run of an earlier version does not say that of ranks that differ.
+    """
+    missing = pd.Series(pd.NA, index=lines.index, dtype="Int64")
+    apart, least = (lines.get(name, missing) for name in ("ranks_apart", "min_calls"))
+    alike = lines["calls"].eq(lines["expected_calls"]) & lines["payload_bytes"].eq(lines["expected_payload_bytes"])
+    same = apart.eq(0).where(apart.notna(), alike)
+    known = lines[list(_EXPECTED)].notna().all(axis=1) & (apart.notna() | least.isna())
     return same.fillna(False).map({True: "yes", False: "no"}).where(known, "").astype("str")

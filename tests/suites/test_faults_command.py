@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.diagnosing.diagnosis import ended
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import reported as made
 from harness.errors import MachineError, RequestError
 from harness.injecting.kill_matrix import COLUMNS, figures, killed_alone
 from harness.subject import cases_of, named
@@ -110,7 +110,7 @@ def test_of_held_back_mutants_totals_alone_are_told(tmp_path: Path, capsys: pyte
 )
 def test_a_cause_is_right_when_the_first_one_reported_is(reported: str, answer: str) -> None:
     mutant = dataclasses.replace(MUTANTS[0], cause="averaged|summed_twice")
-    causes = tuple(Cause(id=word, words="") for word in reported.split())
+    causes = tuple(made(word, "", "a call") for word in reported.split())
     diagnosis = dataclasses.replace(ended(MachineError("", ranks=(), positions=())), causes=causes)
     assert cause_told(mutant, diagnosis) == answer
     nothing_fits = dataclasses.replace(mutant, cause="")

@@ -1,15 +1,18 @@
 """Likely causes: the stable ids that tables and tests rely on, each with the words of one failure.
 
-An id says what kind of mistake numbers or ledger show; the words say it of this tensor, axis and group. Sources:
-the mechanisms of the bugs that real systems had (bugs.md, section 6).
+An id says what kind of mistake numbers or ledger show; the words say it of this tensor, axis and group. A cause carries
+what it predicts (`rules.proofs`), and cannot be made when the numbers contradict it: `claimed` is how rules make one.
+Sources: the mechanisms of the bugs that real systems had (bugs.md, section 6).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["CAUSES", "MEANT", "Cause"]
+from harness.diagnosing.rules.proofs import Proof, Seen
+
+__all__ = ["CAUSES", "MEANT", "Cause", "claimed", "reported"]
 
 MEANT = "where it is meant, subject.compute_dtype or subject.wire_dtype states it"
 """What stands behind a rounding."""
@@ -137,7 +140,8 @@ CAUSES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One likely cause of one failure. Raises ValueError for an id that CAUSES does not know.
+    """One likely cause of one failure. Raises ValueError for an id that CAUSES does not know, and for a cause that its
+    `proof` does not bear out, or that has none.
 
     `follows`: sizes of the case that a factor equals, so that a case with another one would show whether it comes from
     them.
@@ -145,8 +149,23 @@ class Cause:
 
     id: str
     words: str
+    proof: tuple[Proof, ...] = field(repr=False, compare=False)
     follows: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.id not in CAUSES:
             raise ValueError(f"cause id={self.id}: is not a known cause; legal: {' '.join(CAUSES)}")
+        if not self.proof or not all(proof.holds for proof in self.proof):
+            raise ValueError(f"cause id={self.id}: {self.words!r} must hold of the numbers that it speaks of")
+
+
+def claimed(known: str, words: str, *proof: Proof, follows: tuple[str, ...] = ()) -> list[Cause]:
+    """The cause of this id, when its predictions hold; nothing when the numbers contradict it."""
+    if not proof or not all(one.holds for one in proof):
+        return []
+    return [Cause(id=known, words=words, proof=proof, follows=follows)]
+
+
+def reported(known: str, words: str, what: object) -> Cause:
+    """The cause of this id that something else than numbers shows: a call, a flaw, a finding, an exception."""
+    return Cause(id=known, words=words, proof=(Seen(what=what),))

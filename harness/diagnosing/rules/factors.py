@@ -15,12 +15,14 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.measures.tolerance import kind_of
-from harness.diagnosing.rules.causes import Cause
-from harness.diagnosing.rules.patterns import SINGLE, explains, share_left
+from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.places import blocks_of
+from harness.diagnosing.rules.proofs import SINGLE, Explained, explains, share_left, times
 
-__all__ = ["Measure", "factor_of", "from_factor", "meaning_of"]
+__all__ = ["Measure", "Predict", "factor_of", "from_factor", "meaning_of"]
 
+Predict = Callable[[float], tuple[Explained, ...]]
+"""A factor -> what the tensors in question are when it is theirs."""
 Measure = Callable[[Evidence], float | None]
 """Evidence of another case -> the factor there of what is wrong here; None when it shows none."""
 _NEAR = 1e-6
@@ -43,6 +45,16 @@ class _Guess:
         return float(_counts(evidence).get(self.size, 1)) ** self.power
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A factor that wrong tensors show: `told` in words, `near` enough within this share, and what it predicts."""
+
+    factor: float
+    told: str
+    near: float
+    predict: Predict
+
+
 def factor_of(value: Tensor, truth: Tensor) -> float | None:
     """The number that the truth is multiplied by in `value`; None when no number explains it."""
     x, t = value.double(), truth.double()
@@ -57,16 +69,29 @@ def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
     factors = [factor_of(value, evidence.truth[name]) for name, value in values.items()]
     known = [factor for factor in factors if factor is not None]
     near = max((share_left(value) for value in values.values()), default=_NEAR)
-    if not known or len(known) < len(names) or not all(_equal(factor, known[0], near) for factor in known):
+    if not known or len(known) < len(names):
         return []
-    found, told = known[0], f"{'it is' if len(names) == 1 else 'all are'} {known[0]:.4g} x the truth"
-    causes = _decided(evidence, _guesses(evidence, names), found, told, near, lambda other: _there(other, names[0]))
+
+    def predict(factor: float) -> tuple[Explained, ...]:
+        truths = ((value, evidence.truth[name]) for name, value in values.items())
+        return tuple(Explained(value=value, truth=truth, guess=factor * truth.double()) for value, truth in truths)
+
+    told = f"{'it is' if len(names) == 1 else 'all are'} {times(known[0])} the truth"
+    found = _Found(factor=known[0], told=told, near=near, predict=predict)
+    causes = _decided(evidence, _guesses(evidence, names), found, lambda other: _there(other, names[0]))
     single = len(names) == 1 and evidence.truth[names[0]].numel() == 1  # any wrong number is a factor times the right
     return [] if single and [cause.id for cause in causes] == ["constant_factor"] and not causes[0].follows else causes
 
 
 def meaning_of(
-    evidence: Evidence, factor: float, told: str, near: float, measure: Measure, *, forward: bool = False
+    evidence: Evidence,
+    factor: float,
+    told: str,
+    near: float,
+    measure: Measure,
+    predict: Predict,
+    *,
+    forward: bool = False,
 ) -> list[Cause]:
     """What a factor means that some part of a wrong tensor has; `told` is what it multiplies, in words,
     `measure` finds it in another case. In forward no micro-batch knows of another one.
@@ -77,7 +102,7 @@ def meaning_of(
         guesses.append(_Guess(id="summed_twice", size=size, power=1, meaning=too_often))
         again = "averaged over it where it must be summed, or divided again"
         guesses.append(_Guess(id="averaged", size=size, power=-1, meaning=again))
-    return _decided(evidence, guesses, factor, told, near, measure)
+    return _decided(evidence, guesses, _Found(factor=factor, told=told, near=near, predict=predict), measure)
 
 
 def _there(other: Evidence, name: str) -> float | None:
@@ -93,32 +118,31 @@ def _equal(one: float, other: float, near: float) -> bool:
     return abs(one - other) <= near * abs(other)
 
 
-def _decided(
-    evidence: Evidence, guesses: Sequence[_Guess], found: float, told: str, near: float, measure: Measure
-) -> list[Cause]:
+def _decided(evidence: Evidence, guesses: Sequence[_Guess], found: _Found, measure: Measure) -> list[Cause]:
     """The guesses that this factor leaves, here and in other cases; else the sign, or a constant."""
-    fitting = [g for g in guesses if _counts(evidence).get(g.size, 1) > 1 and _equal(g.factor(evidence), found, near)]
+    factor, near = found.factor, found.near
+    fitting = [g for g in guesses if _counts(evidence).get(g.size, 1) > 1 and _equal(g.factor(evidence), factor, near)]
     seen = [(other, there) for other in evidence.others if (there := measure(other)) is not None]
     wide = max(near, SINGLE)
     left = [g for g in fitting if all(_equal(there, g.factor(other), wide) for other, there in seen)]
-    stays = all(_equal(there, found, wide) for _, there in seen)
+    stays = all(_equal(there, factor, wide) for _, there in seen)
     if seen and stays and left:  # sizes that no legal case changes are left, and a constant fits as well
         left = [g for g in left if _counts(evidence)[g.size] >= _LARGE]
         if not left:
             return []
     if left:
         shown = _shown(evidence, seen, {g.size for g in left})
-        return _of_guesses(evidence, left, told, shown)
+        return _of_guesses(evidence, left, found, shown)
     if fitting and seen and not stays:
         return []
-    if _equal(found, -1, near):
-        return [Cause(id="sign", words=f"{told}: the sign is wrong")]
+    if _equal(factor, -1, near):
+        return claimed("sign", f"{found.told}: the sign is wrong", *found.predict(-1.0))
     sizes = {g.size for g in fitting}
-    words = f"{told}: a constant factor is wrong{_shown(evidence, seen, sizes)}"
-    return [Cause(id="constant_factor", words=words, follows=tuple(sizes))]
+    words = f"{found.told}: a constant factor is wrong{_shown(evidence, seen, sizes)}"
+    return claimed("constant_factor", words, *found.predict(factor), follows=tuple(sizes))
 
 
-def _of_guesses(evidence: Evidence, left: Sequence[_Guess], told: str, shown: str) -> list[Cause]:
+def _of_guesses(evidence: Evidence, left: Sequence[_Guess], found: _Found, shown: str) -> list[Cause]:
     """The first power of an axis that is left with all axes of that size, then numbers of micro-batches or tokens."""
     causes = []
     first = next((g for g in left if g.id != "constant_factor"), None)
@@ -127,13 +151,15 @@ def _of_guesses(evidence: Evidence, left: Sequence[_Guess], told: str, shown: st
         causes.append((first, alike))
     counts = [g for g in left if g.id == "constant_factor"]
     causes += [(g, [g]) for g in counts[:1] if not (first and g.size == "tokens of the step")]
+    follows = tuple(dict.fromkeys(g.size for g in left))
+    told = (
+        (g, f"{found.told}, and {' or '.join(_label(evidence, one.size) for one in alike)}: {g.meaning}{shown}")
+        for g, alike in causes
+    )
     return [
-        Cause(
-            id=guess.id,
-            words=f"{told}, and {' or '.join(_label(evidence, g.size) for g in alike)}: {guess.meaning}{shown}",
-            follows=tuple(dict.fromkeys(g.size for g in left)),
-        )
-        for guess, alike in causes
+        cause
+        for g, words in told
+        for cause in claimed(g.id, words, *found.predict(g.factor(evidence)), follows=follows)
     ]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from harness.checking.evidence import Evidence, split_axes
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import Cause, reported
 from harness.diagnosing.rules.places import blocks_of
 from harness.outcome.blocks import Block
 
@@ -42,7 +42,7 @@ def _of_dtype(dtypes: set[torch.dtype]) -> Cause:
         words = "truth values where numbers belong: the result of a comparison, or a mask"
     else:
         words = "whole numbers where fractions belong: a cast, a count or an index in place of the value"
-    return Cause(id="other_dtype", words=words)
+    return reported("other_dtype", words, dtypes)
 
 
 def _of_shape(blocks: Sequence[Block], true: _Shape, axes: Mapping[str, int]) -> Cause:
@@ -52,7 +52,7 @@ def _of_shape(blocks: Sequence[Block], true: _Shape, axes: Mapping[str, int]) ->
         for dim in range(len(true)):
             if mine == (*true[:dim], true[dim] // size, *true[dim + 1 :]):
                 words = f"1 of {size} parts along dim {dim} ({axis}) told as the whole: return Shard(local, offsets, "
-                return Cause(id="part_as_whole", words=words + f"{true}) where a rank holds a part")
+                return reported("part_as_whole", words + f"{true}) where a rank holds a part", mine)
     if len(shapes) > 1:
         words = "a global_shape that ranks compute from what each holds: it is the dense model's on every rank"
     elif sorted(mine) == sorted(true):
@@ -63,4 +63,4 @@ def _of_shape(blocks: Sequence[Block], true: _Shape, axes: Mapping[str, int]) ->
         words = "rows or columns too many: padding that was not taken off, or parts gathered more than once"
     else:
         words = "rows or columns that are missing: cut off, or a part told as the whole"
-    return Cause(id="other_shape", words=words)
+    return reported("other_shape", words, mine)

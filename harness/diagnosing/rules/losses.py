@@ -9,9 +9,10 @@ import math
 
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.measures.tolerance import kind_of
-from harness.diagnosing.rules.causes import Cause
-from harness.diagnosing.rules.patterns import same, share_left
+from harness.diagnosing.rules.causes import Cause, claimed, reported
+from harness.diagnosing.rules.patterns import same
 from harness.diagnosing.rules.places import blocks_of
+from harness.diagnosing.rules.proofs import Explained
 from harness.differences import Difference
 
 __all__ = ["from_parts", "more_classes"]
@@ -29,14 +30,15 @@ def more_classes(evidence: Evidence, name: str, parted: Difference | None) -> li
         "logits that are gathered already were fed to the vocabulary-parallel loss, which counts every class on "
         "every rank"
     )
-    extra, near = float(value.double() - evidence.truth[name].double()), share_left(value)
+    truth = evidence.truth[name].double()
     for axis, size in split_axes(evidence.case).items():
-        if abs(extra - math.log(size)) <= near * math.log(size):
-            return [Cause(id="more_classes", words=f"it is the truth + ln({size}), and {axis}={size}: {gathered}")]
+        words = f"it is the truth + ln({size}), and {axis}={size}: {gathered}"
+        if said := claimed("more_classes", words, Explained(value=value, truth=truth, guess=truth + math.log(size))):
+            return said
     line = parted.line if parted and parted.kind == "extra" else None
     if line and line.phase == "loss" and line.reduce_op == "max" and _whole(evidence, name):
         words = f"a maximum over {line.axis} is taken of classes that every rank holds: {gathered}"
-        return [Cause(id="more_classes", words=words)]
+        return [reported("more_classes", words, line)]
     return []
 
 
@@ -69,4 +71,4 @@ def from_parts(evidence: Evidence, name: str) -> list[Cause]:
         "the logits are right and the loss differs between ranks: part of it (a sum, the mean of label smoothing) is "
         "taken over each rank's own part of the vocabulary"
     )
-    return [Cause(id="loss_by_parts", words=words)]
+    return [reported("loss_by_parts", words, classes)]

@@ -19,7 +19,7 @@ from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.mask_checks import KIND, flat, holders, same_samples
 from harness.checking.measures.exact_tests import ALARM, hypergeometric
 from harness.checking.measures.tolerance import kind_of
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import Cause, reported
 
 __all__ = ["from_masks"]
 
@@ -33,7 +33,8 @@ def from_masks(evidence: Evidence, findings: Mapping[str, Finding], wrong: Seque
     """
     found = findings.get("masks")
     if found is not None and found.verdict == FAIL and evidence.mask_draws and evidence.mask_draws.anew:
-        return [Cause(id="drawn_anew", words="recomputation did not begin with the random state of its forward")]
+        words = "recomputation did not begin with the random state of its forward"
+        return [reported("drawn_anew", words, evidence.mask_draws.anew)]
     first = next((name for name in wrong if kind_of(name) == KIND), "")
     if not first or not (evidence.torn or any(kind_of(name) == KIND for name in evidence.given)):
         return []
@@ -48,7 +49,7 @@ def _one_stream(evidence: Evidence, name: str) -> Iterator[Cause]:
         masks = [(flat(held[a]), flat(held[b])) for a, b in pairs if same_samples(held[a], held[b])]
         if masks and all(torch.equal(one, other) and _could_differ(one, other) for one, other in masks):
             words = f"{_ranks(groups[0])} hold different shards over {axis} and drop by one mask: they draw from one "
-            yield Cause(id="one_stream", words=f"{words}stream, or from streams of one seed")
+            yield reported("one_stream", f"{words}stream, or from streams of one seed", pairs)
 
 
 def _own_streams(evidence: Evidence, name: str) -> Iterator[Cause]:
@@ -63,7 +64,7 @@ def _own_streams(evidence: Evidence, name: str) -> Iterator[Cause]:
         if unlike and all(_independent(copies[0][1], mask) for _, mask in unlike):
             ranks = _ranks([copies[0][0], *(rank for rank, _ in unlike)])
             words = f"{ranks} hold the same tensor and drop by independent masks: each draws from a stream of its own, "
-            yield Cause(id="own_streams", words=f"{words}or from another place of it")
+            yield reported("own_streams", f"{words}or from another place of it", unlike)
 
 
 def _independent(one: Tensor, other: Tensor) -> bool:

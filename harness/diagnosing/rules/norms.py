@@ -10,16 +10,23 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.measures.tolerance import kind_of
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.places import blocks_of
+from harness.diagnosing.rules.proofs import Explained, number
 
 __all__ = ["from_norms"]
 
 CLOSE = 1e-3
 """Norms are taken for equal within this share of themselves; what many guesses may meet within its square."""
+LEFT = 1e-2
+"""Share of the error that a rule for norms may leave of it."""
 
 
 def from_norms(evidence: Evidence, name: str) -> list[Cause]:
@@ -30,33 +37,46 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
     value = evidence.merged.tensors.get(name)
     if value is None:
         return _own_norms(evidence, name)
-    if _norms_added(evidence, float(value)):
+    is_norm = partial(_norm, value, evidence.truth[name])
+    for added in _norms_added(evidence):
         words = "it is the sum of the norms of the ranks' parts: the root is taken before the sum of the squares"
-        return [Cause(id="norm_of_norms", words=words)]
-    for cause, other in _kinds(evidence, name):
-        if math.isclose(float(value), other, rel_tol=CLOSE**2):
-            return [cause]
+        if said := is_norm("norm_of_norms", words, added):
+            return said
+    for known, words, other in _kinds(evidence, name):
+        if said := is_norm(known, words, other):
+            return said
     whole = sum(square for n, square in squares.items() if _held_whole(evidence, n))
     split, found = sum(squares.values()) - whole, float(value) ** 2
-    if said := _counted_by_axis(evidence, found, whole, split):
-        return said
-    left_out = whole + split - found
+    for known, words, square in (*_counted_by_axis(evidence, whole, split), *_one_otherwise(squares, whole, split)):
+        if said := is_norm(known, words, math.sqrt(max(square, 0.0))):
+            return said
+    others = {f"{name} beyond the first rank's part": square for name, square in _beyond_first(evidence).items()}
+    missing = _several_left_out({**squares, **others}, whole + split - found, evidence.case.dtype)
+    words = f"it leaves out {', '.join(missing)}"
+    return is_norm("norm_counts_few", words, math.sqrt(whole + split - sum(missing.values()))) if missing else []
+
+
+def _norm(value: Tensor, truth: Tensor, known: str, words: str, guess: float) -> list[Cause]:
+    """The cause when the norm is this number."""
+    if not math.isclose(float(value), guess, rel_tol=CLOSE**2):
+        return []
+    return claimed(known, words, Explained(value=value, truth=truth, guess=number(guess).view_as(truth), left=LEFT))
+
+
+def _one_otherwise(squares: Mapping[str, float], whole: float, split: float) -> Iterator[tuple[str, str, float]]:
+    """Sums of squares in which one part is left out or counted twice: (cause, words, sum)."""
     for square, what in (
         (whole, "what every rank holds whole"),
         (split, "what is split over ranks"),
         *((square, name) for name, square in squares.items()),
     ):
-        if math.isclose(left_out, square, rel_tol=CLOSE**2):
-            return [Cause(id="norm_counts_few", words=f"it leaves out {what}")]
-    twice = next((n for n, square in squares.items() if math.isclose(-left_out, square, rel_tol=CLOSE**2)), "")
-    if twice:
-        return [Cause(id="norm_counts_replicas", words=f"it counts {twice} twice")]
-    others = {f"{name} beyond the first rank's part": square for name, square in _beyond_first(evidence).items()}
-    return _several_left_out({**squares, **others}, left_out, evidence.case.dtype)
+        yield "norm_counts_few", f"it leaves out {what}", whole + split - square
+    for name, square in squares.items():
+        yield "norm_counts_replicas", f"it counts {name} twice", whole + split + square
 
 
-def _kinds(evidence: Evidence, name: str) -> Iterator[tuple[Cause, float]]:
-    """What another rule would give for the norm of these gradients, and what that would mean."""
+def _kinds(evidence: Evidence, name: str) -> Iterator[tuple[str, str, float]]:
+    """What another rule would give for the norm of these gradients, and what that would mean: (cause, words, norm)."""
     gradients = [tensor.double().flatten() for n, tensor in evidence.truth.items() if kind_of(n) == "grad"]
     right, norms = float(evidence.truth[name]), [float(gradient.norm()) for gradient in gradients]
     for words, other in {
@@ -70,33 +90,31 @@ def _kinds(evidence: Evidence, name: str) -> Iterator[tuple[Cause, float]]:
         "it is the norm of the parameter with the largest one": max(norms),
         "it is the root of the mean of squares, not of their sum": right / math.sqrt(sum(map(len, gradients))),
     }.items():
-        yield Cause(id="norm_kind", words=words), other
-    yield (
-        Cause(id="norm_of_norms", words="it is the sum of the norms of all parameters, not of their squares"),
-        sum(norms),
-    )
+        yield "norm_kind", words, other
+    yield "norm_of_norms", "it is the sum of the norms of all parameters, not of their squares", sum(norms)
     largest = getattr(evidence.case, "clip", 0.0)
     if 0 < largest < right:
         words = f"it is clip={largest:g}: the norm of what clipping left, reported in place of the one before"
-        yield Cause(id="norm_after_clip", words=words), largest * right / (right + 1e-6)
-        yield Cause(id="norm_after_clip", words=words), largest
+        yield "norm_after_clip", words, largest * right / (right + 1e-6)
+        yield "norm_after_clip", words, largest
 
 
-def _counted_by_axis(evidence: Evidence, found: float, whole: float, split: float) -> list[Cause]:
-    """Whether squares are counted once a rank of an axis, or divided by its ranks: all of them, or one kind alone."""
+def _counted_by_axis(evidence: Evidence, whole: float, split: float) -> Iterator[tuple[str, str, float]]:
+    """Sums of squares that are counted once a rank of an axis, or divided by its ranks, all or one kind alone: (cause,
+    words, sum).
+    """
     all_of_it = "what every rank holds whole", "what is split over ranks", "everything"
     for axis, size in split_axes(evidence.case).items():
         counts = ((size, 1), (1, size), (size, size))
         for (of_whole, of_split), what in zip(counts, all_of_it, strict=True):
-            if math.isclose(found, whole * of_whole + split * of_split, rel_tol=CLOSE**2):
-                return [Cause(id="norm_counts_replicas", words=f"it counts {what} once a rank, {axis}={size}")]
-            if math.isclose(found, whole / of_whole + split / of_split, rel_tol=CLOSE**2):
-                return [Cause(id="norm_counts_few", words=f"it counts 1 of {size} ranks of {axis} in {what}")]
-    return []
+            words = f"it counts {what} once a rank, {axis}={size}"
+            yield "norm_counts_replicas", words, whole * of_whole + split * of_split
+            words = f"it counts 1 of {size} ranks of {axis} in {what}"
+            yield "norm_counts_few", words, whole / of_whole + split / of_split
 
 
-def _norms_added(evidence: Evidence, value: float) -> bool:
-    """Whether this is a sum of norms over the ranks of a group, what every rank holds whole counted by the first."""
+def _norms_added(evidence: Evidence) -> Iterator[float]:
+    """Sums of norms over the ranks of a group, what every rank holds whole counted by the first."""
     for groups in evidence.case.axes.values():
         ranks = groups[0] if groups else ()
         norms = []
@@ -105,9 +123,8 @@ def _norms_added(evidence: Evidence, value: float) -> bool:
             counted = [n for n in names if place == 0 or not _held_whole(evidence, n)]
             blocks = [block.local.double() for n in counted for block in evidence.outcomes[rank][n]]
             norms.append(math.sqrt(sum(float(block.square().sum()) for block in blocks)))
-        if len(norms) > 1 and math.isclose(sum(norms), value, rel_tol=CLOSE**2):
-            return True
-    return False
+        if len(norms) > 1:
+            yield sum(norms)
 
 
 def _beyond_first(evidence: Evidence) -> dict[str, float]:
@@ -121,19 +138,19 @@ def _beyond_first(evidence: Evidence) -> dict[str, float]:
     return found
 
 
-def _several_left_out(squares: Mapping[str, float], left_out: float, dtype: str) -> list[Cause]:
-    """The fewest kinds of parameters, each in all layers, whose squares are what is missing."""
+def _several_left_out(squares: Mapping[str, float], left_out: float, dtype: str) -> dict[str, float]:
+    """The fewest kinds of parameters, each in all layers, whose squares are what is missing, with these squares."""
     kinds: dict[str, float] = {}
     for name, square in squares.items():
         kind = re.sub(r"\.\d+\.", ".*.", name)
         kinds[kind] = kinds.get(kind, 0.0) + square
     if dtype != "float64" or left_out <= 0:  # so many sums that one of them comes near by chance
-        return []
+        return {}
     for count in range(1, 5):
         for some in itertools.combinations(kinds, count):
             if math.isclose(sum(kinds[kind] for kind in some), left_out, rel_tol=1e-9):
-                return [Cause(id="norm_counts_few", words=f"it leaves out {', '.join(some)}")]
-    return []
+                return {kind: kinds[kind] for kind in some}
+    return {}
 
 
 def _held_whole(evidence: Evidence, name: str) -> bool:
@@ -145,9 +162,14 @@ def _held_whole(evidence: Evidence, name: str) -> bool:
 
 def _own_norms(evidence: Evidence, name: str) -> list[Cause]:
     """Whether every rank's norm is that of its own parts alone."""
+    values, guesses = [], []
     for rank, by in blocks_of(evidence, name).items():
         mine = [b for n, parts in evidence.outcomes[rank].items() if kind_of(n) == "grad" for b in parts]
         square = sum(float(block.local.double().square().sum()) for block in mine)
-        if not math.isclose(float(by[0].local) ** 2, square, rel_tol=CLOSE):
-            return []
-    return [Cause(id="norm_counts_few", words="each rank's norm is that of its own parts: it was never summed")]
+        values.append(float(by[0].local))
+        guesses.append(math.sqrt(square))
+    if not all(math.isclose(x**2, y**2, rel_tol=CLOSE) for x, y in zip(values, guesses, strict=True)):
+        return []
+    value, guess = torch.tensor(values).double(), torch.tensor(guesses).double()
+    own = Explained(value=value, truth=evidence.truth[name].double().expand_as(value), guess=guess, left=LEFT)
+    return claimed("norm_counts_few", "each rank's norm is that of its own parts: it was never summed", own)

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import kind_of
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.places import blocks_of
+from harness.diagnosing.rules.proofs import Explained
 
 __all__ = ["from_offsets"]
 
 FURTHEST = 8
 """Offsets beyond this many elements are not looked for."""
-LEFT = 1e-6
-"""Share of the truth that may be left between elements that are taken for the same."""
+LEFT = 1e-4
+"""Share of the error that may be left between elements that are taken for the same."""
 DISTINCT = 1e-2
 """Share of the truth by which it must differ from its own neighbours, or any offset would fit."""
 LOOKED_AT = 8
@@ -32,12 +33,11 @@ def from_offsets(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     for name in names[:LOOKED_AT]:
         pairs = list(_pairs(evidence, name))
         for offset in (sign * places for places in range(1, FURTHEST + 1) for sign in (1, -1)):
-            if pairs and all(_slid(x, t, offset) for x, t in pairs):
-                late = "late" if offset > 0 else "early"
-                words = (
-                    f"its elements stand {abs(offset)} too {late} in flat memory: a buffer walked from another place"
-                )
-                return [Cause(id="flat_offset", words=words)]
+            late = "late" if offset > 0 else "early"
+            words = f"its elements stand {abs(offset)} too {late} in flat memory: a buffer walked from another place"
+            slid = [_slid(x, t, offset) for x, t in pairs]
+            if said := claimed("flat_offset", words, *(one for one in slid if one)) if all(slid) else []:
+                return said
     return []
 
 
@@ -49,12 +49,13 @@ def _pairs(evidence: Evidence, name: str) -> Iterator[tuple[Tensor, Tensor]]:
             yield block.local.double().flatten(), true.flatten()
 
 
-def _slid(x: Tensor, t: Tensor, offset: int) -> bool:
+def _slid(x: Tensor, t: Tensor, offset: int) -> Explained | None:
+    """The block as elements of the truth `offset` places on; None where it would hold of any offset."""
     if x.shape != t.shape or len(t) < 2 * FURTHEST:
-        return False
+        return None
     if offset < 0:
         x, t, offset = x.flip(0), t.flip(0), -offset
-    kept, moved = t[:-offset], x[offset:]
+    kept, here = t[:-offset], t[offset:]
     power = float(kept.norm())
-    distinct = float((t[offset:] - kept).norm()) > DISTINCT * power > 0
-    return distinct and float((moved - kept).norm()) <= LEFT * power
+    distinct = float((here - kept).norm()) > DISTINCT * power > 0
+    return Explained(value=x[offset:], truth=here, guess=kept, left=LEFT) if distinct else None

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.diagnosing.rules.causes import Cause
-from harness.diagnosing.rules.patterns import CLOSE, share_left
+from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.patterns import CLOSE
 from harness.diagnosing.rules.places import blocks_of, comparable
+from harness.diagnosing.rules.proofs import Explained, share_left
 from harness.outcome.blocks import Block
 
 __all__ = ["from_regions"]
@@ -30,14 +31,15 @@ def from_regions(evidence: Evidence, name: str) -> list[Cause]:
     truth = evidence.truth[name].double()
     for dim in range(truth.dim()):
         starts = sorted({block.region[dim][0] for _, block in blocks})
-        moved = [(rank, block, _elsewhere(block, truth, dim, starts)) for rank, block in blocks if _wrong(block, truth)]
-        if len(starts) > 1 and moved and all(start is not None for _, _, start in moved):
-            rank, block, start = moved[0]
+        wrong = [(rank, block) for rank, block in blocks if _wrong(block, truth)]
+        found = [there for _, block in wrong if (there := _elsewhere(block, truth, dim, starts))]
+        if len(starts) > 1 and wrong and len(found) == len(wrong):
+            (rank, block), (start, _) = wrong[0], found[0]
             words = (
                 f"along dim {dim} rank {rank} holds what lies at {start}, where {block.region[dim][0]} is meant: "
                 "another rank's part, or an offset that is left out"
             )
-            return [Cause(id="other_shard", words=words)]
+            return claimed("other_shard", words, *(held for _, held in found))
     return []
 
 
@@ -50,7 +52,7 @@ def _wrong(block: Block, truth: Tensor) -> bool:
     return float((block.local.double() - true).norm()) > share_left(block.local) * float(true.norm())
 
 
-def _elsewhere(block: Block, truth: Tensor, dim: int, starts: Sequence[int]) -> int | None:
+def _elsewhere(block: Block, truth: Tensor, dim: int, starts: Sequence[int]) -> tuple[int, Explained] | None:
     """Where along a dim the numbers of this block lie in truth, of these places; None when at none of them."""
     (own, end), cut = block.region[dim], [slice(a, b) for a, b in block.region]
     for start in starts:
@@ -59,9 +61,8 @@ def _elsewhere(block: Block, truth: Tensor, dim: int, starts: Sequence[int]) -> 
             continue
         cut[dim] = slice(start, start + size)
         there, here = truth[tuple(cut)], _at(block, truth).narrow(dim, 0, size)
-        power = float(there.norm())
-        distinct = float((there - here).norm()) > CLOSE * power > 0
-        mine = block.local.double().narrow(dim, 0, size)
-        if distinct and float((mine - there).norm()) <= share_left(block.local) * power:
-            return start
+        distinct = float((there - here).norm()) > CLOSE * float(there.norm()) > 0
+        held = Explained(value=block.local.narrow(dim, 0, size), truth=here, guess=there)
+        if distinct and held.holds:
+            return start, held
     return None

@@ -8,15 +8,16 @@ Tested on numbers: a fit that leaves an error shows nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import kind_of
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.places import blocks_of
+from harness.diagnosing.rules.proofs import Explained
 
 __all__ = ["from_counts", "from_losses", "from_shares"]
 
@@ -36,32 +37,39 @@ def from_shares(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     whole = [name for name in names if name in evidence.merged.tensors]
     tokens = evidence.shares["tokens"]
     if whole:
-        weights = _fitted(evidence, [(name, evidence.merged.tensors[name], ()) for name in whole])
-        cause = None if weights is None else _told(weights, tokens)
-        return [cause] if cause else []
+        fit = _fitted(evidence, [(name, evidence.merged.tensors[name], ()) for name in whole])
+        return [] if fit is None else _told(fit[0], tokens, fit[1])
     return _by_rank(evidence, names, tokens)
 
 
 def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[Cause]:
     """The same for gradients that differ between ranks: every rank's own is fitted."""
     weights: dict[int, Tensor] = {}
+    fits = []
     for rank in range(len(evidence.outcomes)):
         blocks = [(name, b.local, b.region) for name in names for b in blocks_of(evidence, name).get(rank, ())]
         found = _fitted(evidence, blocks)
         if found is None:
             return []
-        weights[rank] = found
+        weights[rank] = found[0]
+        fits.append(found[1])
+    fit = _together(fits)
     rows = {rank: _place_on(evidence, "dp", rank) for rank in weights}
     own = torch.stack([w.mean() * tokens[rows[rank]].sum() / tokens.sum() for rank, w in weights.items()])
     scales = torch.stack([w.mean() for w in weights.values()])
     if all(_alike(w.flatten()) for w in weights.values()) and _local(own, len(tokens)) and not _alike(scales):
         words = "every data rank divides by the tokens that it counted itself, not by those of all data ranks"
-        return [Cause(id="local_count", words=words)]
+        return claimed("local_count", words, fit)
     if len(tokens) > 1 and all(bool((_others(w, rows[rank]).abs() < CLOSE).all()) for rank, w in weights.items()):
         words = "each data rank's own micro-batches alone are in it: it was never summed over dp"
-        return [Cause(id="not_summed", words=words)]
-    cause = _told(weights[0], tokens)
-    return [cause] if cause else []
+        return claimed("not_summed", words, fit)
+    return _told(weights[0], tokens, fit)
+
+
+def _together(fits: Sequence[Explained]) -> Explained:
+    """What several ranks hold as one prediction: some of them may hold what is right."""
+    value, truth, guess = (torch.cat([getattr(fit, part) for fit in fits]) for part in ("value", "truth", "guess"))
+    return Explained(value=value, truth=truth, guess=guess, left=LEFT)
 
 
 def _others(weights: Tensor, row: int) -> Tensor:
@@ -76,8 +84,8 @@ Part = tuple[str, Tensor, tuple[tuple[int, int], ...]]
 """(name, values, their region in the full tensor; () for all of it)."""
 
 
-def _fitted(evidence: Evidence, parts: Sequence[Part]) -> Tensor | None:
-    """The weights [dp, micro] whose sum of shares these values are; None when they are no such sum."""
+def _fitted(evidence: Evidence, parts: Sequence[Part]) -> tuple[Tensor, Explained] | None:
+    """The weights [dp, micro] whose sum of shares these values are, and that sum; None when they are no such sum."""
     grid = evidence.shares["tokens"].shape
     rows, values, truths = [], [], []
     for name, value, region in parts:
@@ -91,8 +99,9 @@ def _fitted(evidence: Evidence, parts: Sequence[Part]) -> Tensor | None:
     if len(x) < 2 * shares.shape[1] or not bool(torch.isfinite(x).all()):
         return None
     weights = torch.linalg.lstsq(shares, x[:, None], driver="gelsd").solution[:, 0]
-    explained = float((shares @ weights - x).norm()) <= max(LEFT * float((x - t).norm()), 1e-9 * float(x.norm()))
-    return weights.unflatten(0, grid) if explained else None
+    guess = shares @ weights
+    explained = float((guess - x).norm()) <= max(LEFT * float((x - t).norm()), 1e-9 * float(x.norm()))
+    return (weights.unflatten(0, grid), Explained(value=x, truth=t, guess=guess, left=LEFT)) if explained else None
 
 
 def _alike(values: Tensor) -> bool:
@@ -104,27 +113,27 @@ def _local(shares: Tensor, count: int) -> bool:
     return any(bool(((shares - right).abs() <= CLOSE * right).all()) for right in (1.0, 1.0 / count))
 
 
-def _told(weights: Tensor, tokens: Tensor) -> Cause | None:
-    """What weights [dp, micro] other than 1 mean; None when all are alike, which is a factor's case."""
+def _told(weights: Tensor, tokens: Tensor, fit: Explained) -> list[Cause]:
+    """What weights [dp, micro] other than 1 mean; nothing when all are alike, which is a factor's case."""
     if _alike(weights.flatten()):
-        return None
+        return []
     if _local((weights * tokens / tokens.sum()).flatten(), tokens.numel()):
-        return Cause(id="local_count", words="every micro-batch is divided by its own tokens, not by those of the step")
+        return claimed("local_count", "every micro-batch is divided by its own tokens, not by those of the step", fit)
     if _local(weights.mean(1) * tokens.sum(1) / tokens.sum(), len(tokens)) and all(_alike(row) for row in weights):
         words = "every data rank divides by the tokens that it counted itself, not by those of all data ranks"
-        return Cause(id="local_count", words=words)
+        return claimed("local_count", words, fit)
     missing = weights.abs() < CLOSE
     if bool(missing.all(0).any()):
         lost = [str(m) for m in range(weights.shape[1]) if bool(missing[:, m].all())]
         words = f"micro-batch {', '.join(lost)} of {weights.shape[1]} is missing in it: overwritten, or added too late"
-        return Cause(id="micro_missing", words=words)
+        return claimed("micro_missing", words, fit)
     if bool(missing.all(1).any()):
         kept = [str(d) for d in range(weights.shape[0]) if not bool(missing[d].all())]
-        return Cause(id="not_summed", words=f"only data rank {', '.join(kept)} of {weights.shape[0]} is in it")
+        return claimed("not_summed", f"only data rank {', '.join(kept)} of {weights.shape[0]} is in it", fit)
     if bool(missing.any()):
-        return Cause(id="micro_missing", words="some micro-batches of some data ranks are missing in it")
+        return claimed("micro_missing", "some micro-batches of some data ranks are missing in it", fit)
     counted = ", ".join(f"{weight:.3g}" for weight in weights.flatten().tolist())
-    return Cause(id="unequal_shares", words=f"its micro-batches count {counted} times instead of once each")
+    return claimed("unequal_shares", f"its micro-batches count {counted} times instead of once each", fit)
 
 
 def from_losses(evidence: Evidence, name: str) -> list[Cause]:
@@ -150,9 +159,15 @@ def from_losses(evidence: Evidence, name: str) -> list[Cause]:
     right = float(evidence.truth[name])
     for known, words, by_row in rules:
         fits = all(math.isclose(value, float(by_row[row]), rel_tol=CLOSE**2) for row, value in found.items())
-        if found and fits and not all(math.isclose(float(x), right, rel_tol=CLOSE) for x in by_row):
-            return [Cause(id=known, words=f"the loss is {words}")]
+        if found and fits and (said := claimed(known, f"the loss is {words}", _by_row(found, right, by_row))):
+            return said
     return []
+
+
+def _by_row(found: Mapping[int, float], right: float, by_row: Tensor) -> Explained:
+    """One number of every data rank, where another one is right for all."""
+    value, guess = torch.tensor([*found.values()]).double(), by_row[[*found]].double()
+    return Explained(value=value, truth=torch.full_like(value, right), guess=guess, left=CLOSE)
 
 
 def from_counts(evidence: Evidence, name: str) -> list[Cause]:
@@ -175,12 +190,9 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
         all_of_them = float(math.prod(logits.shape[:-1]))
         words = "that of all tokens, whether masked or without a label"
         rules.append(("constant_factor", words, all_of_them * everyone))
-    right = float(evidence.truth[name])
-    fitting = {
-        known: words
-        for known, words, by_row in reversed(rules)
-        if found and right != float(by_row[0]) and all(value == float(by_row[row]) for row, value in found.items())
-    }
-    return [Cause(id=known, words=f"the number of tokens is {words}") for known, words in fitting.items()] * (
-        len(fitting) == 1
-    )
+    right, told = float(evidence.truth[name]), []
+    for known, words, by_row in rules:
+        exact = all(value == float(by_row[row]) for row, value in found.items())
+        told += claimed(known, f"the number of tokens is {words}", _by_row(found, right, by_row)) if exact else []
+    single = {cause.id: cause for cause in reversed(told)}
+    return [*single.values()] * (len(single) == 1)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.measures.tolerance import kind_of
-from harness.diagnosing.rules.causes import Cause
-from harness.diagnosing.rules.factors import meaning_of
-from harness.diagnosing.rules.patterns import explains, share_left
+from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.factors import Predict, meaning_of
+from harness.diagnosing.rules.proofs import Explained, explains, share_left, times
 
 __all__ = ["added", "from_terms"]
 
@@ -67,22 +67,29 @@ def _weighed(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
     if len(others) != 1:
         return []
     ((term, weight),) = others.items()
+    truth, terms = evidence.truth[name].double(), added(evidence, name)
+
+    def predict(factor: float) -> tuple[Explained]:
+        alone = terms[term] if term else truth - sum(terms.values())
+        return (Explained(value=value, truth=truth, guess=truth + (factor - 1) * alone),)
+
     if term:
-        return _of_term(evidence, term, weight, near)
-    told = f"without {' and '.join(filter(None, weights))} it is {weight:.4g} x the truth"
-    return meaning_of(evidence, weight, told, near, lambda other: _weights(other, name).get(""), forward=True)
+        return _of_term(evidence, term, weight, near, predict)
+    told = f"without {' and '.join(filter(None, weights))} it is {times(weight)} the truth"
+    return meaning_of(evidence, weight, told, near, lambda other: _weights(other, name).get(""), predict, forward=True)
 
 
-def _of_term(evidence: Evidence, term: str, weight: float, near: float) -> list[Cause]:
+def _of_term(evidence: Evidence, term: str, weight: float, near: float, predict: Predict) -> list[Cause]:
     what = "bias" if term.endswith(".bias") else term
     if abs(weight) <= near:
         known = "bias_missing" if what == "bias" else "term_missing"
-        return [Cause(id=known, words=f"the {what} is not in it: never added")]
+        return claimed(known, f"the {what} is not in it: never added", *predict(0.0))
     for axis, size in split_axes(evidence.case).items():
         if math.isclose(weight, size, rel_tol=near):
             words = f"the {what} is in it {size} times, and {axis}={size}: every rank adds it before the sum"
-            return [Cause(id="bias_per_rank", words=words)]
-    return [Cause(id="constant_factor", words=f"the {what} is in it {weight:.4g} times: a constant factor is wrong")]
+            return claimed("bias_per_rank", words, *predict(size))
+    words = f"the {what} is in it {weight:.4g} times: a constant factor is wrong"
+    return claimed("constant_factor", words, *predict(weight))
 
 
 def _missing(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
@@ -91,11 +98,12 @@ def _missing(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
     for other, term in evidence.truth.items():
         if kind_of(other) != kind or other == name or term.shape != truth.shape:
             continue
-        is_inside = other.startswith(f"{name}.")
-        if explains(truth - term.double(), value, truth):
-            words = f"it is the truth without {other}, which belongs to it: one term of a sum is missing"
-            return [Cause(id="term_missing", words=words)]
-        if (is_inside or kind == "act_grad") and explains(term.double(), value, truth):
-            words = f"it is {other} alone: the other term of a sum is missing"
-            return [Cause(id="term_missing", words=words)]
+        words = f"it is the truth without {other}, which belongs to it: one term of a sum is missing"
+        rest = Explained(value=value, truth=truth, guess=truth - term.double())
+        if said := claimed("term_missing", words, rest):
+            return said
+        words = f"it is {other} alone: the other term of a sum is missing"
+        alone = Explained(value=value, truth=truth, guess=term)
+        if (other.startswith(f"{name}.") or kind == "act_grad") and (said := claimed("term_missing", words, alone)):
+            return said
     return []

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import kind_of
-from harness.diagnosing.rules.causes import Cause
-from harness.diagnosing.rules.patterns import explains
+from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.proofs import Explained, explains
 
 __all__ = ["WHAT_IF", "what_if"]
 
@@ -92,14 +92,16 @@ def what_if(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     for key, other in evidence.alternatives.items():
         reading, _, name = key.partition("/")
         by_word.setdefault(reading.partition(".")[0], {}).setdefault(reading, {})[name] = other
-    found = []
+    found: list[Cause] = []
     for word, meaning in WHAT_IF.items():
         readings = by_word.get(word, {})
         if fitting := [reading for reading, told in readings.items() if _fits(evidence, told, wrong)]:
             words = f"it is what the dense model computes {meaning}"
             kinds = [kind for reading in fitting if (kind := reading.partition(".")[2])]
             named = f" ({' or '.join(kinds).replace('_', ' ')})" if kinds and word in _READ else ""
-            found.append(Cause(id=word, words=words + named))
+            told, name = readings[fitting[0]], wrong[0]
+            guess = Explained(value=evidence.merged.tensors[name], truth=evidence.truth[name], guess=told[name])
+            found += claimed(word, words + named, guess)
     return found if len(found) <= _ALTERNATIVES else []
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from harness.engines.calls.gradients import needs_gradient
 from harness.ledger import Call, shape_text
 
 __all__ = [
@@ -131,6 +132,7 @@ def call_of(
         peer=peer,
         device=payload[0].device.type if payload else "cpu",
         address=address_of(signature, payload),
+        needs_gradient=needs_gradient(signature.op, payload),
     )
 
 

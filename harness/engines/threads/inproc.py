@@ -51,6 +51,8 @@ __all__ = ["InprocEngine"]
 
 _SETTLE_S = 0.02
 """How long the other ranks may go on after a failure, so that the report shows where they wait."""
+_ALIKE_S = 1.0
+"""The same where it matters whether all of them raise alike."""
 
 
 class InprocEngine(RequestEngine):
@@ -121,7 +123,7 @@ class _Run:
         self.matcher = parts.matcher(request.world_size, self.scheduler, observer)
         self.raised: list[Raised] = []
         self.raised_first = False
-        self.hint = ""
+        self.others_ran = False
         self.values: list[Any] = [None] * request.world_size
 
     def results(self, enter: Enter) -> list[Any]:
@@ -139,7 +141,7 @@ class _Run:
 
         end = self.scheduler.drive(body)
         if end is RunEnd.HALTED:
-            self.scheduler.settle(_SETTLE_S)
+            self.scheduler.settle(_ALIKE_S if self.raised and self._hint(self.others_ran) else _SETTLE_S)
         cause = self._cause(end)
         if cause is None:
             return self.values
@@ -157,10 +159,13 @@ class _Run:
         if not self.raised and self.matcher.failure is None:
             self.raised_first = True
             others = [status for other, status in enumerate(self.scheduler.statuses) if other != rank]
-            ran = any(status is not RankStatus.NOT_STARTED for status in others)
-            self.hint = hint(error, others_ran=ran, per_rank=self.request.per_rank)
+            self.others_ran = any(status is not RankStatus.NOT_STARTED for status in others)
         self.raised.append(Raised(rank, error))
         self.scheduler.halt()
+
+    def _hint(self, shared: bool) -> str:
+        """What may help; `shared`: another rank may have left behind what the first one raised about."""
+        return hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
 
     def _cause(self, end: RunEnd) -> RootCause | None:
         failure = self.matcher.failure
@@ -190,7 +195,8 @@ class _Run:
         if cause.kind == postmortem.UNSERVED:
             return NotComputed(text, ranks=cause.ranks, positions=found)
         if self.raised_first:
-            return RankRaised(text + self.hint, ranks=cause.ranks, positions=found)
+            shared = self.others_ran and not postmortem.alike(self.raised, self.request.world_size)
+            return RankRaised(text + self._hint(shared), ranks=cause.ranks, positions=found)
         if isinstance(self.matcher.failure, Race):
             return Raced(text, ranks=cause.ranks, positions=found)
         if cause.kind:

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from harness.engines.calls.arithmetic import Disagreement, Operands, meet, perform
 from harness.engines.calls.callers import issued_at
+from harness.engines.calls.gradients import needs_gradient
 from harness.engines.calls.pending import (
     ANY,
     MAKES_GROUP,
@@ -216,7 +217,8 @@ class CollectiveMatcher:
         if len(payload) > 1:
             return call_of(*arguments)
         shape, address = payload[0].shape if payload else None, address_of(call.signature, payload)
-        key = (group, call.signature, shape, peer, call.is_async, address)
+        needed = needs_gradient(call.signature.op, payload)
+        key = (group, call.signature, shape, peer, call.is_async, address, needed)
         found = self._calls.get(key)
         if found is None:
             found = self._calls[key] = call_of(*arguments)

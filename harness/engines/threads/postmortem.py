@@ -16,7 +16,7 @@ from harness.engines.threads.own_threads import Stillness
 from harness.engines.threads.scheduler import RankStatus, Scheduler
 from harness.errors import Position, error_text
 
-__all__ = ["UNSERVED", "Raised", "of_guests", "of_raise", "of_time", "positions"]
+__all__ = ["UNSERVED", "Raised", "alike", "of_guests", "of_raise", "of_time", "positions"]
 
 
 _BLOCKED = (
@@ -60,6 +60,12 @@ def of_raise(raised: Sequence[Raised], world_size: int) -> RootCause:
     place = raised_at(first.error.__traceback__)
     text = f"rank {first.rank} of {world_size} raised {error_text(first.error)}" + (f", at {place}" if place else "")
     return RootCause(text, tuple(entry.rank for entry in raised))
+
+
+def alike(raised: Sequence[Raised], world_size: int) -> bool:
+    """Whether all ranks raised one exception at one line: none of them left behind what the others raised about."""
+    places = {(type(entry.error), raised_at(entry.error.__traceback__)) for entry in raised}
+    return len(raised) == world_size and len(places) == 1
 
 
 def of_time(scheduler: Scheduler, timeout_s: float) -> RootCause:

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import diagnose
-from harness.diagnosing.rules.causes import CAUSES, Cause
+from harness.diagnosing.rules.causes import CAUSES, reported
 from harness.diagnosing.rules.patterns import causes
 from harness.shard import Shard
 from tests.harness.toy_evidence import evidence, outcome_of, truth
@@ -67,7 +67,7 @@ def test_each_pattern_is_recognised_first(known: str, _: str, value: Tensor, wor
 
 def test_only_known_causes_are_told() -> None:
     with pytest.raises(ValueError, match="cause id=gremlins: is not a known cause; legal: nan zero "):
-        Cause(id="gremlins", words="")
+        reported("gremlins", "", "a call")
     assert {row[0] for row in PATTERNS} <= set(CAUSES)
 
 
@@ -150,7 +150,7 @@ def test_another_replica_tells_what_the_first_one_cannot() -> None:
 
 
 def test_stale_values_and_scalars() -> None:
-    now, before = torch.tensor(3.0), torch.tensor(5.0)
+    now, before = torch.tensor(3.25), torch.tensor(5.5)
     (stale,) = causes(before, now, {"tp": 2}, {"loss/0": before})
     assert stale.id == "stale" and stale.words.startswith("it equals loss/0 of the dense model: stale")
     assert causes(torch.tensor(3.3), now, {"tp": 2}, {"loss/0": before}) == []

@@ -163,7 +163,7 @@ def test_updates_that_are_next_to_nothing_are_told() -> None:
         return [cause.words for cause in from_updates(seen, [f"param/{name}"])]
 
     (words,) = told(start + update / 1024)
-    assert words == "the updates are 0.000977 x the right ones: gradients that are divided once more before the step"
+    assert words == "the updates are 0.0009766 x the right ones: gradients that are divided once more before the step"
     assert told(start + update / 2) == told(start - update / 1024) == told(start + drawn(8, 6, seed=8) / 1024) == []
 
 

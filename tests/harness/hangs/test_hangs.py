@@ -15,6 +15,7 @@ from hypothesis import settings
 from harness.errors import RequestError
 from harness.hangs.dumps import standings
 from harness.hangs.parting import Parted, parted
+from harness.hangs.standing import LastCall, RankStanding
 from harness.hangs.words import lines
 from tests.harness.programs.launched import LIMIT_S, forked
 
@@ -165,6 +166,34 @@ def test_a_message_that_was_never_sent_names_the_sender(tmp_path: Path) -> None:
 def test_a_healthy_job_has_no_finding(tmp_path: Path) -> None:
     found, _text = found_in(write_generated(tmp_path, WORLD, CALLS, "", 0, 0))
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        (
+            (0, 1),
+            "ranks 0 1 issued the same calls in every group that they share; rank 2 left no calls, so that it may",
+        ),
+        ((0,), "ranks 1 2 left no calls, so that they may have parted"),
+        ((), "nothing to compare: ranks 0 1 2 left no calls"),
+    ],
+)
+def test_a_rank_that_left_no_dump_may_have_parted(known: tuple[int, ...], told: str) -> None:
+    """It shares no group in which another rank waits, so that nothing shows what became of it."""
+    group = ("tp", (0, 1), "")
+    call = LastCall(("all_reduce", "sum"), ("forward", "", 0, 0), "tp", "m.py:5", 0, True)
+    ranks = [
+        RankStanding(rank=rank, world_size=3, source="", calls={group: {1: call}}, last={group: 1}, ended="at its end")
+        for rank in known
+    ]
+    text = (
+        "\n".join(lines(ranks, parted(ranks)))
+        if ranks
+        else "\n".join(lines([RankStanding(rank=0, world_size=3, source="")], []))
+    )
+    assert told in text
+    assert "no rank parted" not in text
 
 
 def test_many_ranks_are_compared_in_seconds(tmp_path: Path) -> None:

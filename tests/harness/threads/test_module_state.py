@@ -191,6 +191,22 @@ def test_an_exception_over_state_that_ranks_share_names_the_module_and_the_engin
     assert "--engine pool" not in caught.value.cause
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_an_exception_that_all_ranks_raise_alike_is_not_blamed_on_shared_state(module: Any, first: bool) -> None:
+    """All of them go on from one barrier, and fail on their own: on processes they would as well."""
+    exec(compile("def initialize():\n    raise ValueError('is already initialized')", __file__, "exec"), vars(module))
+
+    def program(rank: int) -> None:
+        dist.barrier()
+        if rank or first:
+            module.initialize()
+        dist.barrier()
+
+    with InprocEngine() as engine, pytest.raises(RankRaised, match="is already initialized") as caught:
+        engine.run(program, world_size=3)
+    assert ("--engine pool" in caught.value.cause) is not first
+
+
 def test_a_question_about_cuda_where_there_is_none_names_the_context_that_answers_it() -> None:
     with InprocEngine() as engine, pytest.raises(RankRaised, match="legal: subject.session = shardproof.cuda_on_cpu"):
         engine.run(lambda rank: torch.zeros(1, device="cuda"), world_size=2)

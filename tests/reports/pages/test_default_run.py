@@ -14,6 +14,7 @@ import pytest
 
 from reports.commands.cli import main
 from reports.stored.frames import load
+from reports.stored.summary import traffic
 from tests.project.test_readme import FIRST_SCREEN, table_rows
 from tests.reports.pages.page_figures import compared
 from tests.reports.pages.test_page_in_a_browser import CHROMIUM, SCHEMES, audited, browse, needs_axe
@@ -40,6 +41,10 @@ def test_the_readmes_table_is_what_a_run_prints(folder: Path, printed: io.String
     rows = table_rows(printed.getvalue())
     assert rows == table_rows("\n".join(FIRST_SCREEN))
     assert sum(int(row[2]) for row in rows) == len(load(folder).cases) == CASES
+
+
+def test_where_all_cases_pass_no_calls_are_told_to_differ_from_the_expectation(folder: Path) -> None:
+    assert set(traffic(load(folder))["agrees"]) == {"yes"}, "stages rightly differ: each has its own"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; apt-get install chromium")

@@ -121,9 +121,11 @@ def test_two_errors_that_cancel_in_the_sum_do_not_agree(run: Run) -> None:
     assert list(traffic["agrees"]) == ["no"]
 
 
-def test_ranks_that_differ_do_not_agree(run: Run) -> None:
-    lines = run.summary.assign(min_calls=run.summary["calls"] - 1)
-    assert set(summary.traffic(dataclasses.replace(run, summary=lines))["agrees"]) == {"no"}
+@pytest.mark.parametrize(("apart", "told"), [(0, "yes"), (1, "no"), (None, "")])
+def test_ranks_that_differ_agree_when_each_meets_its_own_expectation(run: Run, apart: int | None, told: str) -> None:
+    of_ranks = pd.array([apart] * len(run.summary), dtype="Int64")  # not known of runs of earlier versions
+    lines = run.summary.assign(min_calls=run.summary["calls"] - 1, ranks_apart=of_ranks)
+    assert set(summary.traffic(dataclasses.replace(run, summary=lines))["agrees"]) == {told}
 
 
 def test_cases_on_other_numbers_of_ranks_are_never_added_up(run: Run) -> None:

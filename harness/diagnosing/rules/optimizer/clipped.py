@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+from torch import Tensor
+
 from harness.checking.evidence import Evidence
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.factors import Predict
 from harness.diagnosing.rules.optimizer.moved import Moved, before_step, of_kind, times
-from harness.diagnosing.rules.patterns import explains
 from harness.diagnosing.rules.places import blocks_of
+from harness.diagnosing.rules.proofs import Explained
 
 __all__ = ["by_block", "by_element", "by_square"]
 
@@ -34,13 +38,13 @@ def by_element(evidence: Evidence, state: Moved, step: int) -> list[Cause]:
     factor, largest = float((got[seen] / right[seen]).max()), float(got.abs().max())
     guess = (factor * right).clamp(-largest, largest)
     limited = int(((factor * right).abs() > largest).sum())
-    if factor <= 0 or not 1 < limited < len(got) or not explains(guess, got, right):
+    if factor <= 0 or not 1 < limited < len(got):
         return []
     words = f"in step {step} no element moves further than {largest:.3g}: each is limited, and not their norm"
-    return [Cause(id="clipped_otherwise", words=words)]
+    return claimed("clipped_otherwise", words, Explained(value=got, truth=right, guess=guess))
 
 
-def by_square(evidence: Evidence, factor: float, told: str, step: int) -> list[Cause]:
+def by_square(evidence: Evidence, factor: float, told: str, step: int, predict: Predict) -> list[Cause]:
     """Whether a factor on all updates is that of clipping by the square of the norm."""
     largest, norm = getattr(evidence.case, "clip", 0.0), evidence.truth.get(f"grad_norm/{step}")
     if not largest or norm is None or factor <= 0:
@@ -49,7 +53,7 @@ def by_square(evidence: Evidence, factor: float, told: str, step: int) -> list[C
     if not math.isclose(used, float(norm) ** 2, rel_tol=APART) or math.isclose(float(norm), 1, rel_tol=APART):
         return []
     words = f"{told}: clipped by {used:.4g}, the square of the norm: its root is not taken"
-    return [Cause(id="clipped_otherwise", words=words)]
+    return claimed("clipped_otherwise", words, *predict(factor))
 
 
 def by_block(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Cause]:
@@ -57,6 +61,7 @@ def by_block(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Cause]
     if not getattr(evidence.case, "clip", 0.0):
         return []
     factors: dict[tuple[str, int], float] = {}
+    moved: list[tuple[Tensor, Tensor, Tensor]] = []
     for name, parameter in of_kind(evidence, wrong, "param", step):
         before = before_step(evidence, "param", step, parameter)
         for rank, blocks in blocks_of(evidence, name).items() if before is not None else ():
@@ -71,12 +76,14 @@ def by_block(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Cause]
                 if factor is None or factor <= 0:
                     return []
                 factors[parameter, rank] = factor
+                moved.append((got, right, factor * right))
     if not factors or _alike(factors.values()):
         return []
     each = "each rank's own" if _by(factors, 1) else "every tensor's own" if _by(factors, 0) else "of each rank's parts"
     low, high = min(factors.values()), max(factors.values())
     words = f"in step {step} factors are {each}, from {low:.3g} to {high:.3g}: clipped by other norms than that of all"
-    return [Cause(id="clipped_otherwise", words=words)]
+    value, truth, guess = map(torch.cat, zip(*moved, strict=True))
+    return claimed("clipped_otherwise", words, Explained(value=value, truth=truth, guess=guess, left=APART))
 
 
 def _by(factors: Mapping[tuple[str, int], float], place: int) -> bool:

@@ -16,10 +16,13 @@ from collections.abc import Sequence
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import kind_of
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.factors import Predict
 from harness.diagnosing.rules.optimizer.moved import Moved, fitted, moved, times
+from harness.diagnosing.rules.proofs import Explained
+from harness.diagnosing.rules.proofs import times as in_words
 
-__all__ = ["correction", "epsilon", "from_moments", "gradient_factor", "shares_kept"]
+__all__ = ["correction", "epsilon", "from_moments", "gradient_factor", "of_gradients", "shares_kept"]
 
 NEAR = 1e-4
 """Weights of a fit are equal within this."""
@@ -65,9 +68,11 @@ def from_moments(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Ca
     if kept is None:
         return []
     fits, betas = _fits(evidence, wrong, step), dict(zip(_KINDS, kept, strict=True))
+    states = {kind: state for kind in fits if (state := moved(evidence, wrong, kind, step))}
     if fits and step and all(_near(x, 1) and _near(y, -betas[kind]) for kind, (x, y) in fits.items()):
         words = f"in step {step} the moments are those of its gradient alone: they begin anew, their past is lost"
-        return [Cause(id="moments_reset", words=words)]
+        anew = (_sum(state, 1.0, -betas[kind]) for kind, state in states.items())
+        return claimed("moments_reset", words, *anew)
     if fits and gradient_factor(evidence, wrong, step) is None:
         others = {kind: 1 - x * (1 - betas[kind]) for kind, (x, _) in fits.items()}
         agree = (not step or _near(y, others[kind] - x * betas[kind]) for kind, (x, y) in fits.items())
@@ -75,8 +80,20 @@ def from_moments(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Ca
             told = (
                 f"the {_MEANS[kind]} keeps {b:.6g} of its past, not {betas[kind]:.6g}" for kind, b in others.items()
             )
-            return [Cause(id="other_beta", words=f"in step {step} {', '.join(told)}")]
+            sums = (_sum(state, *fits[kind]) for kind, state in states.items())
+            return claimed("other_beta", f"in step {step} {', '.join(told)}", *sums)
     return _decay_in_gradient(moved(evidence, wrong, "exp_avg", step), step)
+
+
+def _sum(state: Moved, x: float, y: float) -> Explained:
+    """A moment that is x times the right one and y times the one before."""
+    return Explained(value=state.value, truth=state.truth, guess=x * state.truth + y * state.before, left=LEFT)
+
+
+def of_gradients(evidence: Evidence, wrong: Sequence[str], step: int) -> Predict:
+    """What moments are whose gradients are multiplied by a factor."""
+    kept, mean = shares_kept(evidence), moved(evidence, wrong, "exp_avg", step)
+    return lambda factor: (_sum(mean, factor, kept[0] * (1 - factor)),) if kept and mean else ()
 
 
 def gradient_factor(evidence: Evidence, wrong: Sequence[str], step: int) -> float | None:
@@ -112,13 +129,14 @@ def _decay_in_gradient(mean: Moved | None, step: int) -> list[Cause]:
     """Whether the mean of gradients holds the parameters themselves."""
     parameters = mean.beside.get("parameter") if mean else None
     share = times(mean.value - mean.truth, parameters) if mean and parameters is not None else None
-    if share is None or share <= 0:
+    if mean is None or parameters is None or share is None or share <= 0:
         return []
     words = f"the mean of gradients of step {step} holds {share:.3g} x the parameters: weight decay goes through it"
-    return [Cause(id="decay_in_gradient", words=words)]
+    held = mean.truth + share * parameters
+    return claimed("decay_in_gradient", words, Explained(value=mean.value, truth=mean.truth, guess=held, left=LEFT))
 
 
-def correction(evidence: Evidence, factor: float, step: int) -> list[Cause]:
+def correction(evidence: Evidence, factor: float, step: int, predict: Predict) -> list[Cause]:
     """Whether a factor on what Adam makes of its moments is that of another number of steps, or of no correction."""
     kept = shares_kept(evidence)
     if kept is None:
@@ -137,8 +155,8 @@ def correction(evidence: Evidence, factor: float, step: int) -> list[Cause]:
     }
     for what, other in others.items():
         if math.isclose(factor, other / now, rel_tol=NEAR):
-            words = f"what step {step} makes of its moments is {factor:.4g} x the right: corrected as that {what}"
-            return [Cause(id="bias_correction", words=words)]
+            words = f"what step {step} makes of its moments is {in_words(factor)} the right: corrected as that {what}"
+            return claimed("bias_correction", words, *predict(other / now))
     return []
 
 
@@ -160,7 +178,8 @@ def epsilon(evidence: Evidence, state: Moved, step: int) -> list[Cause]:
     if not float(guess) > 0 or float((again - got).norm()) > LEFT * float((got - right).norm()):
         return []
     told = float(guess) / math.sqrt(1 - kept[1] ** (step + 1))
-    return [Cause(id="other_epsilon", words=f"the updates of step {step} are those of an epsilon of {told:.2g}")]
+    words = f"the updates of step {step} are those of an epsilon of {told:.2g}"
+    return claimed("other_epsilon", words, Explained(value=got, truth=right, guess=again, left=LEFT))
 
 
 def _near(one: float, other: float) -> bool:

@@ -16,18 +16,28 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import kind_of, step_of
-from harness.diagnosing.rules.causes import Cause
-from harness.diagnosing.rules.factors import Measure, meaning_of
+from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.factors import Measure, Predict, meaning_of
 from harness.diagnosing.rules.optimizer.clipped import by_block, by_element, by_square
-from harness.diagnosing.rules.optimizer.moments import correction, epsilon, from_moments, gradient_factor
+from harness.diagnosing.rules.optimizer.moments import (
+    correction,
+    epsilon,
+    from_moments,
+    gradient_factor,
+    of_gradients,
+)
 from harness.diagnosing.rules.optimizer.moved import Moved, before_step, fitted, moved, of_kind, times
 from harness.diagnosing.rules.places import blocks_of
+from harness.diagnosing.rules.proofs import Explained
+from harness.diagnosing.rules.proofs import times as in_words
 from harness.errors import ranks_text
 
 __all__ = ["from_states"]
 
 CLOSE = 1e-4
 """A factor is that of clipping within this share of itself."""
+LEFT = 1e-3
+"""Share of what is wrong in a step that its cause may leave of it."""
 LITTLE = 1e-2
 """An update by less than this share of the right one is next to nothing; more than this of the weights is no decay."""
 
@@ -39,7 +49,7 @@ def from_states(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     means = [moved(evidence, wrong, kind, step) for kind in ("exp_avg", "exp_avg_sq")]
     if mean := means[0] or means[1]:
         factor, measure = gradient_factor(evidence, wrong, step), partial(_of_gradients, mean.names)
-        said = _scaled(evidence, "gradients", step, factor, measure)
+        said = _scaled(evidence, "gradients", step, factor, measure, of_gradients(evidence, wrong, step))
         said = said or from_moments(evidence, wrong, step)
         return said or _not_zeroed(evidence, moved(evidence, wrong, "exp_avg", step), step)
     state, still = moved(evidence, wrong, "param", step), _still(evidence, wrong, step, last)
@@ -50,7 +60,8 @@ def from_states(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 
 def _updated(evidence: Evidence, wrong: Sequence[str], state: Moved, step: int) -> list[Cause]:
     """What is wrong in updates when all that went into them is right."""
-    said = _scaled(evidence, "updates", step, times(state.got, state.right), partial(_of_updates, state.names))
+    factor, measure = times(state.got, state.right), partial(_of_updates, state.names)
+    said = _scaled(evidence, "updates", step, factor, measure, lambda f: (_got(state, f * state.right),))
     said = said or _momentum(evidence, wrong, state, step) or _not_zeroed(evidence, state, step)
     fit = fitted(state.got, state.right, state.before)
     if not said and fit is not None:
@@ -60,17 +71,27 @@ def _updated(evidence: Evidence, wrong: Sequence[str], state: Moved, step: int) 
     )
 
 
+def _got(state: Moved, guess: Tensor) -> Explained:
+    """The updates that a cause predicts."""
+    return Explained(value=state.got, truth=state.right, guess=guess, left=LEFT)
+
+
 def _decayed(evidence: Evidence, state: Moved, step: int, factor: float, share: float) -> list[Cause]:
     """What updates mean that are a factor times the right ones and a share of the parameters before."""
     if math.isclose(factor, 1, rel_tol=CLOSE):
         known = "decay_missing" if share > 0 else "decay_added"
         meaning = "weight decay is left out" if share > 0 else "weight decay that does not belong there"
         words = f"what is wrong in step {step} is {share:.3g} x the parameters themselves: {meaning}"
-        return [Cause(id=known, words=words)] if abs(share) < LITTLE else []
+        held = _got(state, state.right + share * state.before)
+        return claimed(known, words, held) if abs(share) < LITTLE else []
     if not 0 < share / (factor - 1) < LITTLE:  # the decay that is right already
         return []
-    said = correction(evidence, factor, step) if "mean" in state.beside else []
-    return said or _scaled(evidence, "updates without their decay", step, factor, lambda other: None)
+
+    def predict(other: float) -> tuple[Explained]:
+        return (_got(state, other * state.right + share * state.before),)
+
+    said = correction(evidence, factor, step, predict) if "mean" in state.beside else []
+    return said or _scaled(evidence, "updates without their decay", step, factor, lambda other: None, predict)
 
 
 def _still(evidence: Evidence, wrong: Sequence[str], step: int, last: int) -> list[Cause]:
@@ -79,22 +100,24 @@ def _still(evidence: Evidence, wrong: Sequence[str], step: int, last: int) -> li
     befores = {name: before_step(evidence, "param", step, parameter) for name, parameter in names}
     tensors = evidence.merged.tensors
     known = [(n, p) for n, p in names if n in tensors and befores[n] is not None]
-    still = [p for n, p in known if (before := befores[n]) is not None and torch.equal(tensors[n], before)]
+    same = {n: before for n, _ in known if (before := befores[n]) is not None and torch.equal(tensors[n], before)}
+    still = [p for n, p in known if n in same]
+    stays = [Explained(value=tensors[n], truth=evidence.truth[n], guess=before) for n, before in same.items()]
     if not still:
         return _still_on_ranks(evidence, names, befores, step)
     if len(still) < len(known) or step == 0:
         named = "the parameters" if len(still) == len(known) else ", ".join(still[:3]) + " ..." * (len(still) > 3)
-        return [Cause(id="never_updated", words=f"{named}: as before step {step}")]
+        return claimed("never_updated", f"{named}: as before step {step}", *stays)
     when = "the last step" if step == last else f"step {step}"
     words = f"the parameters are as before {when}: it was not taken, or came after they were read"
-    return [Cause(id="step_missing", words=words)]
+    return claimed("step_missing", words, *stays)
 
 
 def _still_on_ranks(
     evidence: Evidence, names: Sequence[tuple[str, str]], befores: Mapping[str, Tensor | None], step: int
 ) -> list[Cause]:
     """Ranks on which every wrong parameter stays where it was, and nothing else is wrong anywhere."""
-    stays, moves = set[int](), set[int]()
+    stays, moves = dict[int, Explained](), set[int]()
     for name, _ in names:
         before, truth = befores[name], evidence.truth[name].double()
         for rank, blocks in blocks_of(evidence, name).items() if before is not None else ():
@@ -102,32 +125,34 @@ def _still_on_ranks(
                 cut = tuple(slice(a, b) for a, b in block.region)
                 value, then = block.local.double(), before.double()[cut] if before is not None else truth[cut]
                 if torch.equal(value, then) and not torch.equal(then, truth[cut]):
-                    stays.add(rank)
+                    stays[rank] = Explained(value=value, truth=truth[cut], guess=then)
                 elif float((value - truth[cut]).norm()) <= CLOSE * float((truth[cut] - then).norm()):
                     moves.add(rank)
                 else:
                     return []
-    if not stays or stays & moves:
+    if not stays or stays.keys() & moves:
         return []
     words = f"on rank{'s' * (len(stays) > 1)} {ranks_text(sorted(stays))} the parameters are as before step {step}"
-    return [Cause(id="never_updated", words=words)]
+    return claimed("never_updated", words, *stays.values())
 
 
-def _scaled(evidence: Evidence, what: str, step: int, factor: float | None, measure: Measure) -> list[Cause]:
+def _scaled(
+    evidence: Evidence, what: str, step: int, factor: float | None, measure: Measure, predict: Predict
+) -> list[Cause]:
     """What one factor on all wrong updates or gradients of a step means."""
     if factor is None:
         return []
-    told = f"the {what} of step {step} are {factor:.4g} x the right ones"
+    told = f"the {what} of step {step} are {in_words(factor)} the right ones"
     largest, norm = getattr(evidence.case, "clip", 0.0), evidence.truth.get(f"grad_norm/{step}")
     if largest and norm is not None and math.isclose(factor, max(1.0, float(norm) / largest), rel_tol=CLOSE):
-        return [Cause(id="unclipped", words=f"{told}: they are not clipped")]
-    if largest and norm is not None and math.isclose(factor * float(norm), largest, rel_tol=CLOSE):
-        return [Cause(id="clip_scales_up", words=f"{told}: a norm below the limit is scaled up to it")]
+        return claimed("unclipped", f"{told}: they are not clipped", *predict(factor))
+    if largest and norm is not None and factor > 1 and math.isclose(factor * float(norm), largest, rel_tol=CLOSE):
+        return claimed("clip_scales_up", f"{told}: a norm below the limit is scaled up to it", *predict(factor))
     if largest:  # any other factor may come from a norm or a limit that is another one
-        return by_square(evidence, factor, told, step)
-    said = meaning_of(evidence, factor, told, CLOSE, measure)
+        return by_square(evidence, factor, told, step, predict)
+    said = meaning_of(evidence, factor, told, CLOSE, measure, predict)
     if 0 < factor < LITTLE and all(cause.id == "constant_factor" for cause in said):
-        return [Cause(id="scaled_down", words=f"{told}: divided once more before the step")]
+        return claimed("scaled_down", f"{told}: divided once more before the step", *predict(factor))
     return said
 
 
@@ -154,7 +179,7 @@ def _momentum(evidence: Evidence, wrong: Sequence[str], state: Moved, step: int)
     if share is None or not 0 < share < 1:
         return []
     words = f"the updates of step {step} hold {share:.4g} x those of the step before: there is no momentum"
-    return [Cause(id="momentum_added", words=words)]
+    return claimed("momentum_added", words, _got(state, state.right + share * last))
 
 
 def _not_zeroed(evidence: Evidence, state: Moved | None, step: int) -> list[Cause]:
@@ -165,7 +190,10 @@ def _not_zeroed(evidence: Evidence, state: Moved | None, step: int) -> list[Caus
     if state is None or old is None:
         return []
     pairs = zip(state.apart(state.value - state.truth), state.apart(old), strict=True)
-    if any(times(gap, gradient) is None for gap, gradient in pairs):
+    shares = [(times(gap, gradient), gradient) for gap, gradient in pairs]
+    again = [share * gradient for share, gradient in shares if share is not None]
+    if len(again) < len(shares):
         return []
     words = f"step {step} holds the gradient of the first step once more: gradients are not set to zero in between"
-    return [Cause(id="not_zeroed", words=words)]
+    guess = state.truth + torch.cat(again)
+    return claimed("not_zeroed", words, Explained(value=state.value, truth=state.truth, guess=guess, left=LEFT))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.measures.tolerance import kind_of
-from harness.diagnosing.rules.causes import Cause
-from harness.diagnosing.rules.patterns import explains
+from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.proofs import Explained, times
 
 __all__ = ["from_start", "from_updates"]
 
@@ -33,20 +33,23 @@ def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     if not known:
         return []
     value = {n: evidence.merged.tensors[n].double() for n in known}
-    if all(explains(start, evidence.merged.tensors[n], evidence.truth[n]) for n, start in known.items()):
-        return [Cause(id="never_updated", words="the parameters are what they were before the first step")]
-    still = [
-        n for n, start in known.items() if torch.equal(value[n], start) and not torch.equal(start, _right(evidence, n))
-    ]
-    if still:
-        words = f"{', '.join(still[:3])}{' ...' if len(still) > 3 else ''}: as before the first step, others moved"
-        return [Cause(id="never_updated", words=words)]
+    first = {
+        n: Explained(value=evidence.merged.tensors[n], truth=evidence.truth[n], guess=start)
+        for n, start in known.items()
+    }
+    if said := claimed("never_updated", "the parameters are what they were before the first step", *first.values()):
+        return said
+    still = [n for n, start in known.items() if torch.equal(value[n], start) and first[n].holds]
+    words = f"{', '.join(still[:3])}{' ...' if len(still) > 3 else ''}: as before the first step, others moved"
+    if said := claimed("never_updated", words, *(first[n] for n in still)):
+        return said
     if loaded := _loaded(evidence, {n: (value[n], start) for n, start in known.items()}):
         return loaded
     old = {n: evidence.truth[n.replace("param/", "grad/", 1)].double() for n in known}
-    if evidence.case.steps > 1 and all(_along(value[n] - evidence.truth[n].double(), old[n]) for n in known):
-        words = "the update holds the gradient of the first step once more: gradients are not set to zero in between"
-        return [Cause(id="not_zeroed", words=words)]
+    words = "the update holds the gradient of the first step once more: gradients are not set to zero in between"
+    along = (_along(value[n], evidence.truth[n].double(), old[n]) for n in known)
+    if evidence.case.steps > 1 and (said := claimed("not_zeroed", words, *along)):
+        return said
     return _scaled_down(evidence, {n: value[n] - start for n, start in known.items()})
 
 
@@ -60,10 +63,6 @@ def from_start(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     )
 
 
-def _right(evidence: Evidence, name: str) -> Tensor:
-    return evidence.truth[name].double()
-
-
 def _loaded(evidence: Evidence, of_name: Mapping[str, tuple[Tensor, Tensor]]) -> list[Cause]:
     """Whether a weight began as another rank's part of itself: training moves it little, parts differ much."""
     for name, (value, start) in of_name.items():
@@ -71,12 +70,12 @@ def _loaded(evidence: Evidence, of_name: Mapping[str, tuple[Tensor, Tensor]]) ->
             for dim in (dim for dim in range(start.dim()) if start.shape[dim] % size == 0):
                 mine, theirs = value.chunk(size, dim), start.chunk(size, dim)
                 taken = [min(range(size), key=lambda j: float((x - theirs[j]).norm())) for x in mine]
-                error = float((value - start).norm())
-                left = float((value - torch.cat([theirs[j] for j in taken], dim)).norm())
-                if taken != list(range(size)) and left <= MOVED * error:
-                    told = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
-                    words = f"{name} began with the wrong parts of {size} along dim {dim} ({axis}): {told}"
-                    return [Cause(id="other_shard", words=words)]
+                told = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
+                words = f"{name} began with the wrong parts of {size} along dim {dim} ({axis}): {told}"
+                other = torch.cat([theirs[j] for j in taken], dim)
+                began = Explained(value=value, truth=start, guess=other, left=MOVED)
+                if said := claimed("other_shard", words, began):
+                    return said
     return []
 
 
@@ -90,12 +89,12 @@ def _scaled_down(evidence: Evidence, moved: Mapping[str, Tensor]) -> list[Cause]
     factor = float(x @ d) / float(d @ d) if bool(d.any()) else 0.0
     if not 0 < factor < LITTLE or float((x - factor * d).norm()) > LEFT * float(x.norm()):
         return []
-    words = f"the updates are {factor:.3g} x the right ones: gradients that are divided once more before the step"
-    return [Cause(id="scaled_down", words=words)]
+    words = f"the updates are {times(factor)} the right ones: gradients that are divided once more before the step"
+    return claimed("scaled_down", words, Explained(value=x, truth=d, guess=factor * d, left=LEFT))
 
 
-def _along(gap: Tensor, old: Tensor) -> bool:
-    """Whether what is wrong is some factor times an old gradient: which one depends on what sums it went through."""
-    a, b = gap.flatten(), old.flatten()
-    power = float(a.norm() * b.norm())
-    return power > 0 and abs(float(a @ b)) >= (1 - 1e-6) * power
+def _along(value: Tensor, truth: Tensor, old: Tensor) -> Explained:
+    """What is wrong as some factor times an old gradient: which one depends on what sums it went through."""
+    power = float(old.square().sum())
+    share = float(((value - truth) * old).sum()) / power if power else 0.0
+    return Explained(value=value, truth=truth, guess=truth + share * old, left=2e-3)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from harness.running import store as store_module
 from harness.running.environment import environment
 from harness.running.store import Store, ledger_rows
 from harness.running.summary import SUMMARY_COLUMNS, summarize
+from harness.terms import Term
 from reports.stored.frames import load
 from tests.harness.toy_evidence import TERMS, events, without
 
@@ -107,14 +109,34 @@ def test_the_summary_shows_lacking_surplus_and_uneven_events() -> None:
     assert (surplus.calls, surplus.expected_calls, surplus.min_calls) == (1, 0, 0)
 
 
+@pytest.mark.parametrize(("loss_of", "apart"), [({0: 4, 1: 2}, 0), ({0: 2, 1: 4}, 2), ({0: 4, 1: 4}, 1)])
+def test_every_rank_is_held_against_its_own_expectation(loss_of: dict[int, int], apart: int) -> None:
+    """Rank 0 is the last stage and takes twice as many losses; the largest and smallest numbers alone do not tell."""
+    form = [
+        Term(phase="loss", op="all_reduce", axis="tp", group_size=2, calls=2 * (2 - tp), at={"tp": tp}) for tp in (0, 1)
+    ]
+    issued = {
+        rank: [e for e in events() if (e.rank, e.phase) == (rank, "loss")][:calls] for rank, calls in loss_of.items()
+    }
+    (row,) = summarize(CASE, "tp", 2, [*issued[0], *issued[1]], form, (), {"tp": ((0, 1),)})
+    assert (row.expected_calls, row.ranks_apart, row.uneven) == (4, None, len(set(loss_of.values())) > 1)
+    form = [replace(term, payload_bytes=64) for term in form]
+    (row,) = summarize(CASE, "tp", 2, [*issued[0], *issued[1]], form, (), {"tp": ((0, 1),)})
+    assert (row.calls, row.expected_calls, row.ranks_apart, row.uneven) == (4, 4, apart, True)
+
+
 def test_min_columns_appear_when_ranks_differ_and_only_then(tmp_path: Path) -> None:
     store = opened(tmp_path)
     finished(store)
     assert tuple(table(store.path / "summary.csv")[0]) == SUMMARY_COLUMNS
     finished(store, tuple(event for event in events() if event.rank == 0 or event.phase != "forward"))
     rows = table(store.path / "summary.csv")
-    assert tuple(rows[0]) == (*SUMMARY_COLUMNS, "min_calls", "min_payload_bytes", "min_wire_bytes")
-    assert [row["min_calls"] for row in rows] == ["", "", "", "0", "", ""]
+    assert tuple(rows[0]) == (*SUMMARY_COLUMNS, "min_calls", "min_payload_bytes", "min_wire_bytes", "ranks_apart")
+    assert [(row["min_calls"], row["ranks_apart"]) for row in rows] == [("", "")] * 3 + [
+        ("0", "1"),
+        ("", "0"),
+        ("", "0"),
+    ]
     finished(store)
     assert len(table(store.path / "summary.csv")) == 9
 
@@ -194,6 +216,7 @@ def test_a_place_without_links_loses_the_link_and_says_so(tmp_path: Path) -> Non
 
 _WRITER = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tests.harness.running.stored.test_store import CASE, finished, opened
 store = opened(Path(sys.argv[1]))

@@ -1,0 +1,164 @@
+"""What a cause predicts of the tensors that it speaks of, and whether their numbers bear it out.
+
+A prediction holds when it accounts for what is wrong: next to nothing of the error is left, whatever the truth alone
+would leave. Tensors of one prediction have one shape; values of several ranks are put end to end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "DRIFT",
+    "SINGLE",
+    "Explained",
+    "Near",
+    "NotFinite",
+    "Proof",
+    "Rounded",
+    "Seen",
+    "explains",
+    "number",
+    "share_left",
+    "times",
+]
+
+SINGLE = 1e-4
+"""A single number comes near another one by chance, so it must come nearer."""
+_LEFT = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Share of the error that may be left when a pattern explains it; rounding leaves more in shorter dtypes."""
+_LEFT_IN_SHORT = 3e-2
+_COUNTED = 20
+"""A single whole number below this is another one by chance."""
+DRIFT = 64
+"""Replicas within this many machine epsilons of the truth differ in their last bits only."""
+_ROUNDINGS = 16
+"""A tensor that was rounded on its way is within this many epsilons of the shorter dtype of the truth."""
+FEWEST = 8
+"""So many numbers of a shorter dtype are none by chance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Explained:
+    """A wrong `value` is `guess`, and not the truth; `left` is the share of the error that may be left, by default what
+    rounding leaves in the value's dtype.
+    """
+
+    value: Tensor
+    truth: Tensor
+    guess: Tensor
+    left: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether next to nothing of the error is left."""
+        share = share_left(self.value) if self.left is None else self.left
+        x, t, guess = (tensor.double() for tensor in (self.value, self.truth, self.guess))
+        error, left = float((x - t).norm()), float((x - guess).norm())
+        if t.numel() == 1 and (left > SINGLE * abs(float(guess)) or _is_count(x, t)):
+            return False
+        return 0 < error < math.inf and left <= share * error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rounded:
+    """All numbers of a wrong `value`, unlike the truth's, are ones of the dtype `short`, and near the right ones:
+    roundings are nearly orthogonal to what is rounded, so that no factor is one.
+    """
+
+    value: Tensor
+    truth: Tensor
+    short: torch.dtype
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is so."""
+        x, t, eps = self.value.double(), self.truth.double(), torch.finfo(self.short).eps
+        if x.shape != t.shape or int((x != 0).sum()) < FEWEST or not bool(torch.isfinite(x).all()):
+            return False
+        if not self.value.is_floating_point() or eps <= torch.finfo(self.value.dtype).eps:
+            return False
+        held, needed = (bool((y.to(self.short).double() == y).all()) for y in (x, t))
+        error, power = (x - t).flatten(), float(t.norm())
+        along = abs(float(error @ t.flatten()))
+        return held and not needed and float(error.norm()) <= _ROUNDINGS * eps * power and along <= eps * power**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Near:
+    """Replicas that differ all are the truth but for their last bits."""
+
+    values: Sequence[Tensor]
+    truth: Tensor
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is so."""
+        limit = float(self.truth.double().abs().max()) if self.truth.numel() else 0.0
+        return limit > 0 and all(self._near(value, limit) for value in self.values)
+
+    def _near(self, value: Tensor, limit: float) -> bool:
+        allowed = min(DRIFT * torch.finfo(value.dtype).eps, SINGLE) if value.is_floating_point() else 0.0
+        same_shape = value.shape == self.truth.shape
+        return same_shape and float((value.double() - self.truth.double()).abs().max()) <= allowed * limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NotFinite:
+    """A `value` is NaN or infinite somewhere, and the truth nowhere."""
+
+    value: Tensor
+    truth: Tensor
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is so."""
+        return not bool(torch.isfinite(self.value).all()) and bool(torch.isfinite(self.truth).all())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seen:
+    """What shows a cause exactly, without a number: a call, a flaw of a layout, a check's finding, an exception."""
+
+    what: object
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is such a thing."""
+        return self.what is not None
+
+
+Proof = Explained | Rounded | Near | NotFinite | Seen
+
+
+def share_left(value: Tensor) -> float:
+    """The share of its error that an explanation of this value may leave, by its dtype."""
+    return _LEFT.get(value.dtype, _LEFT_IN_SHORT if value.is_floating_point() else _LEFT[torch.float64])
+
+
+def explains(guess: Tensor, value: Tensor, truth: Tensor) -> bool:
+    """Whether `guess` accounts for the wrong `value`: next to nothing of the error is left."""
+    return Explained(value=value, truth=truth, guess=guess).holds
+
+
+def number(value: float) -> Tensor:
+    """A number as a tensor, to be held against others."""
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def times(factor: float) -> str:
+    """A factor in words, with the digits that tell it from 1: "0.3333 x", "1.0000031 x"."""
+    off = abs(factor - 1)
+    digits = 4 - min(0, math.floor(math.log10(off))) if 0 < off < 0.1 else 4
+    return f"{factor:.{digits}g} x"
+
+
+def _is_count(x: Tensor, t: Tensor) -> bool:
+    """Whether these are small whole numbers: of steps, of ranks."""
+    a, b = float(x), float(t)
+    return a == round(a) and b == round(b) and max(abs(a), abs(b)) < _COUNTED if math.isfinite(a + b) else False

@@ -1,0 +1,232 @@
+"""The law of conjugate moves on plain torch: what autograd asks for must return, and nothing else has to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.distributed_c10d import _get_default_group
+from torch.utils.checkpoint import checkpoint
+
+from harness.checking.laws import broken_laws
+from harness.engines.engine import Engine
+from harness.engines.named import engine_named
+from harness.ledger import Event
+from harness.running.ranks.execution import execute
+from reference.case import Case
+
+CASE = Case.parse("mode=tp tp=2")
+
+
+def exchanged(x_BD: Tensor, *, copied: bool = True) -> Tensor:
+    """The rows of all ranks that are this one's, [B, D] to [B, D]."""
+    y_BD = torch.empty_like(x_BD)
+    dist.all_to_all_single(y_BD, x_BD.clone() if copied else x_BD)
+    return y_BD
+
+
+class Exchange(torch.autograd.Function):
+    """Rows to all ranks, [B, D] to [B, D], and their gradients back when there is a way `back`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BD: Tensor, back: bool) -> Tensor:
+        """[B, D] to [B, D]."""
+        ctx.back = back
+        return exchanged(x_BD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The same exchange."""
+        return exchanged(gradients[0]) if ctx.back else gradients[0], None
+
+
+class Summed(torch.autograd.Function):
+    """The sum over ranks, each its rows; its gradient is the whole one when it is `gathered`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BD: Tensor, gathered: bool) -> Tensor:
+        """[2 B, D] to [B, D]."""
+        ctx.gathered = gathered
+        y_BD = x_BD.new_empty(len(x_BD) // 2, x_BD.shape[1])
+        dist.reduce_scatter_tensor(y_BD, x_BD.contiguous())
+        return y_BD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """[B, D] to [2 B, D]."""
+        given = gradients[0].contiguous()
+        whole = given.new_empty(2 * len(given), given.shape[1])
+        if ctx.gathered:
+            dist.all_gather_into_tensor(whole, given)
+        return whole if ctx.gathered else torch.cat([given, given]), None
+
+
+class Returned(torch.autograd.Function):
+    """The planted bug: a gradient that is exchanged though its tensor was not, [B, D] to [B, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BD: Tensor) -> Tensor:
+        """Nothing."""
+        return x_BD.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """An exchange."""
+        return exchanged(gradients[0])
+
+
+class Experts(nn.Module):
+    """One expert a rank: `dispatch`, a linear, `combine`."""
+
+    def __init__(self, dispatch: Callable[[Tensor], Tensor], combine: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.expert = nn.Linear(4, 4)
+        self.dispatch, self.combine = dispatch, combine
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """[B, D] to [B, D]."""
+        return self.combine(self.expert(self.dispatch(x_BD)))
+
+
+def there_and_back(x_BD: Tensor) -> Tensor:
+    """An exchange with its conjugate."""
+    made: Tensor = Exchange.apply(x_BD, True)
+    return made
+
+
+def there_alone(x_BD: Tensor) -> Tensor:
+    """The planted bug: an exchange whose gradient stays where it is."""
+    made: Tensor = Exchange.apply(x_BD, False)
+    return made
+
+
+def counted(x_BD: Tensor) -> Tensor:
+    """Shares of tokens, which need no gradient, beside the tokens, which do."""
+    shares = exchanged(x_BD.detach().softmax(-1))
+    with torch.no_grad():
+        exchanged(x_BD, copied=False)
+    return there_and_back(x_BD) * shares.mean()
+
+
+def trained(layer: Callable[[Tensor], Tensor]) -> Callable[[Any, torch.device], dict[str, Tensor]]:
+    """A subject that takes one step of this layer on inputs, which need no gradient."""
+
+    def subject(case: Any, device: torch.device) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        loss = layer(torch.randn(4, 4, dtype=torch.float64).float()).square().mean()
+        loss.backward()
+        return {"loss/0": loss.detach()}
+
+    return subject
+
+
+def plain(combine: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Functional code: parameters and no module, so that nobody knows where its forward is."""
+
+    def layer(x_BD: Tensor) -> Tensor:
+        weight = torch.eye(4).requires_grad_()
+        return combine(there_and_back(x_BD) @ weight) @ weight
+
+    return layer
+
+
+def functional_autograd(x_BD: Tensor) -> Tensor:
+    """torch's own differentiable exchange."""
+    made: Tensor = functional.all_to_all_single_autograd(x_BD, [2, 2], [2, 2], _get_default_group())
+    return made
+
+
+def unseen(x_BD: Tensor) -> Tensor:
+    """The planted bug: an exchange without a Function, so that no gradient comes back."""
+    return exchanged(x_BD, copied=False) + x_BD
+
+
+def again(layer: nn.Module, reentrant: bool) -> Callable[[Tensor], Tensor]:
+    """A layer that is computed once more in backward, after another one."""
+    first = nn.Linear(4, 4)
+    return lambda x_BD: checkpoint(layer, first(x_BD), use_reentrant=reentrant)
+
+
+RIGHT: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "experts fed by inputs": lambda: Experts(there_and_back, there_and_back),
+    "several layers, the first fed by inputs": lambda: nn.Sequential(
+        Experts(there_and_back, there_and_back), Experts(counted, there_and_back)
+    ),
+    "torch's own exchange": lambda: Experts(functional_autograd, functional_autograd),
+    "functional code outside of modules": lambda: plain(there_and_back),
+    "torch's own exchange outside of modules": lambda: plain(functional_autograd),
+    "computed again": lambda: again(Experts(there_and_back, there_and_back), reentrant=False),
+    "computed again by a backward of its own": lambda: again(Experts(there_and_back, there_and_back), reentrant=True),
+    "a sum of inputs": lambda: Experts(lambda x: Summed.apply(x, False), lambda x: Summed.apply(x, True)),
+}
+WRONG: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
+    "an exchange": (
+        lambda: nn.Sequential(Experts(there_and_back, there_alone), Experts(there_and_back, there_and_back)),
+        "6 all-to-alls of 384 B over tp go forward and 4 of 256 B backward",
+    ),
+    "an exchange that autograd does not see": (
+        lambda: nn.Sequential(Experts(there_and_back, unseen), Experts(there_and_back, there_and_back)),
+        "6 all-to-alls of 384 B over tp go forward and 4 of 256 B backward",
+    ),
+    "an exchange that is computed again": (
+        lambda: again(Experts(there_alone, there_and_back), reentrant=False),
+        "4 all-to-alls of 256 B over tp go forward and 2 of 128 B backward",
+    ),
+    "an exchange too many": (
+        lambda: plain(lambda x_BD: Exchange.apply(x_BD, True) + Returned.apply(Returned.apply(x_BD))),
+        "4 all-to-alls of 256 B over tp go forward and 6 of 384 B backward",
+    ),
+    "a cut sum": (
+        lambda: nn.Sequential(
+            Experts(there_and_back, lambda x: Summed.apply(x, False)), Experts(there_and_back, there_and_back)
+        ),
+        "2 reduce_scatters of 64 B float32 over tp in forward of 0",
+    ),
+}
+
+
+def ledger_of(engine: Engine, made: Callable[[], Callable[[Tensor], Tensor]]) -> tuple[Event, ...]:
+    def subject(case: Any, device: torch.device) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        return trained(made())(case, device)
+
+    return execute(CASE, subject, engine, text=str(CASE)).events
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    with engine_named("inproc") as found:
+        yield found
+
+
+@pytest.mark.parametrize("made", RIGHT.values(), ids=RIGHT)
+def test_what_needs_no_gradient_has_no_conjugate(made: Any, engine: Engine) -> None:
+    events = ledger_of(engine, made)
+    assert {"all_to_all", "reduce_scatter"} & {event.op for event in events if event.phase != "backward"}
+    assert [broken.message for broken in broken_laws(events)] == []
+
+
+@pytest.mark.parametrize(("made", "words"), WRONG.values(), ids=WRONG)
+def test_a_missing_conjugate_is_told(made: Any, words: str, engine: Engine) -> None:
+    (broken,) = broken_laws(ledger_of(engine, made))
+    assert words in broken.message
+
+
+def planted(case: Any, device: torch.device) -> dict[str, Tensor]:
+    """A subject of two expert layers, the first of which lacks a conjugate."""
+    torch.manual_seed(1)
+    first = Experts(there_and_back, there_alone)
+    return trained(nn.Sequential(first, Experts(functional_autograd, there_and_back)))(case, device)
+
+
+def test_ranks_as_processes_tell_the_same(pool: Engine, engine: Engine) -> None:
+    ledgers = [execute(CASE, planted, one, text=str(CASE)).events for one in (pool, engine)]
+    asked = [[(event.phase, event.needs_gradient) for event in ledger] for ledger in ledgers]
+    assert asked[0] == asked[1]
+    (one,), (other,) = map(broken_laws, ledgers)
+    assert one.message == other.message

@@ -1,0 +1,235 @@
+"""No cause is told that its own numbers contradict: sentences that were, and random evidence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from harness.checking.checks import examine
+from harness.checking.evidence import Evidence
+from harness.diagnosing import likely
+from harness.diagnosing.by_numbers import by_numbers
+from harness.diagnosing.diagnosis import explained
+from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.optimizer.steps import from_states
+from harness.diagnosing.rules.patterns import causes, rounded
+from harness.diagnosing.rules.proofs import Explained, NotFinite, Rounded, times
+from tests.harness.diagnosing.test_optimizer_causes import CLIPS, GRADIENTS, NAMES, NORMS, START, seen_of
+from tests.harness.toy_evidence import case, evidence, outcome_of, truth
+
+ALONE = case("mode=tp tp=2 seq=16 micro=1 dtype=float32")
+Values = dict[str, Tensor]
+
+
+def seen(values: Values, true: Values | None = None, text: Any = ALONE) -> Evidence:
+    """Evidence of two ranks that return these values in float32, everything else right."""
+    known = {**truth(), **(true or {})}
+    short = {
+        name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in {**known, **values}.items()
+    }
+    return evidence(*(outcome_of(rank, short) for rank in range(2)), truth=known, case=text)
+
+
+def words_of(found: list[Cause]) -> list[str]:
+    return [cause.words for cause in found]
+
+
+def test_numbers_that_are_off_by_different_shares_have_no_factor() -> None:
+    """In float32 both factors print as 1, and are nearer to each other than to what rounding leaves of a number."""
+    values = {f"loss/{step}": truth()[f"loss/{step}"] * factor for step, factor in ((0, 1.0001), (1, 1.0003))}
+    assert by_numbers(seen(values), ["loss/0", "loss/1"]) == []
+
+
+def test_a_factor_near_1_is_told_with_the_digits_that_tell_it_from_1() -> None:
+    name = "act/layers.0.mlp.w2"
+    (told,) = words_of(by_numbers(seen({name: truth()[name] * 1.0002}), [name]))
+    assert told == "it is 1.0002 x the truth: a constant factor is wrong"
+    assert [times(f) for f in (2.0, 1 / 3, -1.0, 1 - 2e-7, 1.05)] == [
+        "2 x",
+        "0.3333 x",
+        "-1 x",
+        "0.9999998 x",
+        "1.05 x",
+    ]
+
+
+def test_a_count_of_steps_is_no_mean() -> None:
+    """Half as many steps as tp=2 would make of them: one small whole number is half of another by chance."""
+    name = "saved/step_after/1/layers.0.mlp.w2.bias"
+    assert by_numbers(seen({name: torch.tensor(1.0)}, {name: torch.tensor(2.0).double()}), [name]) == []
+
+
+def test_updates_that_are_clipped_once_more_are_not_scaled_up() -> None:
+    clipped = {name: 0.5 / float(NORMS[0]) * GRADIENTS[0][name] for name in NAMES}
+    true = {f"param/{name}": START[name] - 0.1 * clipped[name] for name in NAMES}
+    values = {f"param/{name}": START[name] - 0.1 * 0.5 / float(NORMS[0]) * clipped[name] for name in NAMES}
+    told = words_of(from_states(*seen_of(CLIPS + " steps=1", values, true)))
+    assert not [words for words in told if "scaled up" in words], told
+
+
+def test_half_of_a_tensor_is_not_rounded_to_a_shorter_dtype() -> None:
+    true = truth()["act/layers.0.mlp"].float()
+    short = true.bfloat16().float()
+    for factor in (0.5, 0.875, 2.0):
+        assert rounded(factor * short, true) == []
+    (told,) = words_of(rounded(short, true))
+    assert told == "all its numbers are ones of bfloat16: rounded to it on the way"
+
+
+def test_rows_that_are_routed_in_other_groups_are_no_wrong_layout() -> None:
+    """Tokens sorted by their expert, over all of them in truth and by data rank here."""
+    rows, expert = drawn(64, 4), drawn(64).mul(100).long() % 4
+    by_rank = torch.cat([expert[:32].argsort(stable=True), 32 + expert[32:].argsort(stable=True)])
+    (told,) = words_of(causes(rows[by_rank], rows[expert.argsort(stable=True)], {}, {}))
+    assert told == "along dim 0 it holds the right rows in another order: sorted or routed in other groups"
+    thirds = rows[:63].reshape(3, 21, 4).transpose(0, 1).reshape(63, 4)
+    (told,) = words_of(causes(thirds, rows[:63], {}, {}))
+    assert told == "along dim 0 it holds the right rows in another order: a wrong layout, reshape or gather dim"
+
+
+def test_rows_that_are_mostly_alike_have_no_order() -> None:
+    """Which expert a token goes to, as a row of one 1: any other routing with as many tokens is a permutation."""
+    one, other = (torch.eye(4).double()[drawn(64).roll(by).mul(100).long() % 4] for by in (0, 5))
+    assert causes(other, one, {}, {}) == []
+
+
+def drawn(*shape: int, seed: int = 7) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_a_cause_that_its_numbers_contradict_cannot_be_made() -> None:
+    true = drawn(8, 4)
+    double = Explained(value=true * 1.9, truth=true, guess=true * 2)
+    assert claimed("summed_twice", "it is 2 x the truth", double) == []
+    for proof in ((double,), ()):
+        with pytest.raises(ValueError, match="must hold of the numbers that it speaks of"):
+            Cause(id="summed_twice", words="it is 2 x the truth", proof=proof)
+
+
+def test_a_factor_that_leaves_more_than_its_check_allows_is_not_told() -> None:
+    """Twice the truth and one part in ten thousand more: float32 rounds no tensor so far off."""
+    name, more = "grad/layers.0.mlp.w2.bias", 1e-4 * drawn(6)
+    for extra, ids in ((0 * more, ["summed_twice"]), (more, [])):
+        found = seen({name: 2 * truth()[name] + extra})
+        assert [cause.id for cause in explained(found, examine(found)).causes] == ids
+
+
+NAMED = (
+    "act/layers.0.mlp.w2",
+    "act_grad/layers.0.mlp.w1",
+    "grad/layers.0.mlp.w1.weight",
+    "grad/layers.0.mlp.w2.bias",
+    "logits/0",
+)
+WRONGS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "a factor": lambda t, f: f * t,
+    "a factor and noise": lambda t, f: f * t + 1e-3 * drawn(*t.shape),
+    "half of it": lambda t, f: torch.cat([f * t[: len(t) // 2], t[len(t) // 2 :]]),
+    "other rows": lambda t, f: t[torch.randperm(len(t), generator=torch.Generator().manual_seed(int(1e3 * abs(f))))],
+    "shifted": lambda t, f: t.roll(len(t) // 2, 0),
+    "rounded": lambda t, f: t.bfloat16().to(t.dtype),
+    "rounded and scaled": lambda t, f: f * t.bfloat16().to(t.dtype),
+    "exchanged dims": lambda t, f: t.transpose(0, -1).reshape(t.shape),
+    "one vector more": lambda t, f: t + f * drawn(t.shape[-1]),
+    "zero": lambda t, f: 0 * t,
+    "not finite": lambda t, f: t / (t > 0),
+    "noise": lambda t, f: f * drawn(*t.shape),
+}
+FACTORS = st.one_of(
+    st.sampled_from([0.25, 0.5, 2.0, 4.0, -1.0, 3.0, 1 / 3, 1.0001, 0.999]),
+    st.floats(-3, 3).filter(lambda f: abs(f) > 1e-3),
+)
+
+
+@given(
+    st.lists(st.sampled_from(NAMED), min_size=1, max_size=3, unique=True),
+    st.sampled_from(sorted(WRONGS)),
+    st.lists(FACTORS, min_size=3, max_size=3),
+    st.sampled_from(["float64", "float32"]),
+    st.booleans(),
+)
+def test_no_cause_contradicts_the_numbers_of_random_evidence(
+    names: list[str], wrong: str, factors: list[float], dtype: str, alike: bool
+) -> None:
+    values = {n: WRONGS[wrong](truth()[n], factors[0 if alike else i]) for i, n in enumerate(names)}
+    text = case(f"mode=tp tp=2 seq=16 micro=1 dtype={dtype}")
+    known = truth()
+    made = (
+        {**known, **values}
+        if dtype == "float64"
+        else {n: t.float() if t.is_floating_point() else t for n, t in {**known, **values}.items()}
+    )
+    found = evidence(*(outcome_of(rank, made) for rank in range(2)), case=text)
+    for cause in explained(found, examine(found)).causes:
+        contradicted(cause, found, values)
+
+
+def contradicted(cause: Cause, found: Evidence, values: Values) -> None:
+    """Asserts that this cause speaks of tensors of the evidence, and that they are as its words and predictions say."""
+    true = [t.double().flatten() for t in found.truth.values() if t.is_floating_point()]
+    for proof in cause.proof:
+        if isinstance(proof, Explained):
+            error, left = (float((proof.value.double() - t.double()).norm()) for t in (proof.truth, proof.guess))
+            assert left <= 0.1 * error, cause.words
+            assert any(torch.equal(proof.truth.double().flatten(), t) for t in true) or "partial sum" in cause.words
+        if isinstance(proof, Rounded):
+            assert float((proof.value.double() - proof.truth.double()).norm()) <= 0.2 * float(proof.truth.norm())
+        if isinstance(proof, NotFinite):
+            assert not bool(torch.isfinite(proof.value).all()), cause.words
+    if factor := re.search(r"(it is|all are) (\S+) x the truth", cause.words):
+        number = float(factor[2])
+        assert number != 1, cause.words
+        spoken = values if factor[1] == "all are" else {found_first(cause, found): Tensor()}
+        for name in spoken:
+            x, t = found.merged.tensors[name].double(), found.truth[name].double()
+            assert float((x - number * t).norm()) <= 0.1 * float((x - t).norm()), cause.words
+        assert cause.id != "summed_twice" or abs(number) > 1, cause.words
+        assert cause.id != "averaged" or abs(number) < 1, cause.words
+        assert cause.id != "sign" or number == -1, cause.words
+
+
+def found_first(cause: Cause, found: Evidence) -> str:
+    """The tensor that a cause of one tensor speaks of."""
+    (proof,) = cause.proof
+    assert isinstance(proof, Explained)
+    return next(
+        n for n, t in found.merged.tensors.items() if t.shape == proof.value.shape and torch.equal(t, proof.value)
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({NAMED[0]: truth()[NAMED[0]] + drawn(2, 3, 6)}, "x the truth"),  # no factor explains noise
+        ({"grad/layers.0.mlp.w2.bias": truth()["grad/layers.0.mlp.w2.bias"] + drawn(6)}, "x the truth"),
+    ],
+)
+def test_the_property_fails_where_predictions_are_not_tested(
+    values: Values, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: every prediction is taken to hold, and to leave nothing."""
+    found = evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), case=case("mode=tp tp=2 seq=16"))
+    assert [cause for cause in explained(found, examine(found)).causes if words in cause.words] == []
+    monkeypatch.setattr(Explained, "holds", True)
+    monkeypatch.setattr(likely, "within_limits", lambda evidence, causes: [*causes])
+    (cause, *_) = explained(found, examine(found)).causes
+    assert words in cause.words
+    with pytest.raises(AssertionError):
+        contradicted(cause, found, values)
+
+
+def test_causes_are_made_in_one_place_that_tests_them() -> None:
+    """Rules claim or report; what numbers show is claimed, but for masks, layouts and losses that ranks take apart."""
+    rooms = Path(by_numbers.__code__.co_filename).parent
+    makes = {path.name for path in rooms.rglob("*.py") if re.search(r"(?<!Root)\bCause\(", path.read_text())}
+    reports = {path.name for path in (rooms / "rules").rglob("*.py") if re.search(r"\breported\(", path.read_text())}
+    assert makes == {"causes.py"}
+    assert reports == {"causes.py", "layouts.py", "losses.py", "masks.py"}
