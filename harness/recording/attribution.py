@@ -7,8 +7,8 @@ thread and the forward of every module spans a stretch of them.
 
 A call made outside of modules, optimizer and backward is loss when a model's forward was the last thing that happened.
 Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step; at the end metric after a
-step, grad_sync after a backward, data after nothing. What reduces several numbers after a backward is grad_sync, whatever
-follows: engines reduce between micro-batches too. Metric is also what a module without parameters does with
+step, grad_sync after a backward, data after nothing. What reduces several numbers after a backward is grad_sync even
+before a forward: engines reduce between micro-batches too. Metric is also what a module without parameters does with
 gradients off, once a forward with gradients on has been; an evaluation without gradients keeps its loss. Where no
 optimizer of torch.optim steps, what changed the parameters after a backward is a step (updates.Looks). After a step one
 reduced element is metric; what writes into a parameter's memory, and all_gathers of half the parameters' bytes or more,
@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
-
-from torch import nn
 
 from harness.ledger import EITHER_GATHER, NO_UPDATE
 from harness.recording.lanes import Frame, Lane, Site, Waiting, gathers, is_hop, is_scalar, phase_of, reduces, said
@@ -135,7 +133,7 @@ class Attribution:
         elif above is None or above.steps:
             counts = next(seen.module.parameters(), None) is not None
             self._compare(seen.look)
-            if counts and not self._is_part(seen.module):
+            if counts and (self._stepped_since or not self.paths.is_part(seen.module, self._counts)):
                 self._forward(seen)
             # A module without parameters has no phase of its own: its calls are settled like those around it.
             site = self._here("forward" if counts else "", self.paths.module(seen.module, ""))
@@ -144,13 +142,6 @@ class Attribution:
             site = Site(step, microbatch, phase, self.paths.module(seen.module, region))
         lane.frames.append(Frame(site, seen.task, counts))
         lane.mark(seen.number, site)
-
-    def _is_part(self, module: nn.Module) -> bool:
-        """Whether a module that is called outside of every other is part of the micro-batch that is going on: a module
-        inside of a model of this step, such as the head that a chunked loss calls for every chunk.
-        """
-        alone = any(key == id(module) for key, _ in self._counts)
-        return bool(self._counts) and not self._stepped_since and not alone and bool(self.paths.module(module, ""))
 
     def _forward(self, seen: Entered) -> None:
         """A model's forward begins: a new step after an optimizer step, the next micro-batch of this model."""
