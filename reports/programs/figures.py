@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from harness.checking.laws import broken_laws
+from harness.errors import ranks_text
 from harness.ledger import Event
 from reports.comparing.snapshot import span
 from reports.stored import parts
@@ -138,7 +139,7 @@ def findings(run: Run) -> list[str]:
     """Sentences worth knowing: broken laws, calls that move nothing, steps or micro-batches that differ."""
     if run.ledger.empty:
         return ["no call was recorded"]
-    return [*_laws(run), *_idle(run), *_unlike(run, "step"), *_unlike(run, "microbatch")]
+    return [*_laws(run), *_unwaited(run), *_idle(run), *_unlike(run, "step"), *_unlike(run, "microbatch")]
 
 
 def _laws(run: Run) -> Iterator[str]:
@@ -159,6 +160,17 @@ def _laws(run: Run) -> Iterator[str]:
         yield f"broken law: {one.message}"
     if len(broken) > 5:
         yield f"broken laws: {len(broken) - 5} more ({which})"
+
+
+def _unwaited(run: Run) -> Iterator[str]:
+    """Asynchronous calls whose handle was dropped before anything waited for it, by place."""
+    found: dict[tuple[str, str, str], dict[int, int]] = {}
+    for rank, end in parts.ends(run.path).items():
+        for op, axis, caller, number in end.get("unwaited") or ():
+            found.setdefault((op, axis, caller), {})[rank] = number
+    for (op, axis, caller), numbers in found.items():
+        calls = f"{max(numbers.values())} asynchronous {op} over {axis} at {caller or '?'}"
+        yield f"{calls}: never waited for, its handle was dropped (ranks {ranks_text(list(numbers))})"
 
 
 def events(run: Run) -> Iterator[Event]:
