@@ -135,7 +135,7 @@ def parallelism(evidence: Evidence) -> Finding | None:
     sharded = _sharded(evidence.outcomes)
     whole = f"{len(talked)} of {len(evidence.outcomes)} ranks talk over " + _mesh(split)
     share = split_share(evidence.outcomes)
-    told = "" if share is None else f"; {share}{SPLIT}"
+    told = f"; {share}{SPLIT}" if share else ""
     if _weight_axis(evidence.case) not in split:
         return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights{told}")
     if not sharded:

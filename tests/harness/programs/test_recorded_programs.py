@@ -132,8 +132,8 @@ def test_a_handle_that_nothing_waits_for_is_found_with_its_line(folder: Path) ->
 
 
 def test_it_ends_with_what_it_counted_and_the_next_command(folder: Path) -> None:
-    # Step 1: DDP's order of buckets, its gradients, two metrics; step 2: the latter two and a barrier. Before: three calls
-    # when DDP is made, and gradients and metrics of step 0.
+    # Step 1: DDP's order of buckets, its gradients, two metrics; step 2: gradients, metrics and a barrier. Before,
+    # three calls when DDP is made, and gradients and metrics of step 0.
     size = (20 + 4) + 2 * (4 * 2 * (5 * 5 + 5) + 2 * 4)
     counted = f"rank 0 of 2 recorded 2 steps and 9 calls, which handed over {size} bytes; next: shardproof show runs/"
     ended = "no call was recorded: the program ended in step 2, after 15 calls, and --steps 5:9 was asked for; next: "
