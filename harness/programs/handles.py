@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Hashable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -22,13 +21,16 @@ from harness.torch_internals.groups import waits_of_works
 
 __all__ = ["Handles", "is_given"]
 
+Place = tuple[str, str, str]
+"""Op, axis and caller of a call."""
+
 
 class Handles:
-    """While it is entered, `dropped` counts the works that were never waited for by what `follow` was told of them."""
+    """While it is entered, `dropped` counts the works that were never waited for by place."""
 
     def __init__(self) -> None:
-        self.dropped: Counter[Hashable] = Counter()
-        self._open: dict[int, tuple[Hashable, weakref.ref[Any]]] = {}
+        self.dropped: Counter[Place] = Counter()
+        self._open: dict[int, tuple[Place, weakref.ref[Any]]] = {}
         self._local = threading.local()
         self._waits = waits_of_works(self._waited)
 
@@ -38,10 +40,10 @@ class Handles:
     def __exit__(self, *how: Any) -> None:
         self._waits.__exit__(*how)
 
-    def follow(self, work: Any, what: Hashable) -> None:
+    def follow(self, work: Any, place: Place) -> None:
         """Follow a work that is about to be given to the program, in this thread."""
         self._local.newest = work  # nobody else holds it yet
-        self._open[id(work)] = what, weakref.ref(work, partial(self._gone, id(work)))
+        self._open[id(work)] = place, weakref.ref(work, partial(self._gone, id(work)))
 
     def given(self) -> None:
         """The program has what was followed last in this thread, or has dropped it."""

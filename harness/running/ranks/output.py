@@ -59,7 +59,7 @@ def shown_once() -> Iterator[None]:
     for handler in handlers:
         handler.setStream(out if handler.stream is out.under else err)
     try:
-        with redirect_stdout(out), redirect_stderr(err):  # type: ignore[type-var]
+        with redirect_stdout(out), redirect_stderr(err):
             yield
     finally:
         for handler in handlers:

@@ -221,7 +221,7 @@ def test_the_share_of_the_parameters_that_is_split_is_of_their_elements() -> Non
     def outcomes(*local: tuple[str, tuple[int, ...], bool]) -> list[dict[str, tuple[Block, ...]]]:
         ranks = []
         for rank in range(2):
-            held = {}
+            held: dict[str, tuple[Block, ...]] = {}
             for name, shape, split in local:
                 rows = shape[0] // 2 if split else shape[0]
                 part = torch.zeros(rows, *shape[1:])
