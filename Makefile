@@ -26,7 +26,7 @@ witnesses: $(READY)      ## every mode on 4 processes: recorder, torch profiler,
 	    $(shell $(BIN)/python -c "from reference.case.covering import plain_cases; from reference.case.modes import MODES; \
 	        print(*(chr(34) + str(plain_cases(mode)[2].but(steps=3)) + chr(34) for mode in MODES))")
 
-compat:                  ## torch 2.11 to 2.14 on Python 3.12, once on 3.11 and 3.13, each in .compat/; COMPAT_ARGS="--only 3.12:2.14"
+compat:                  ## torch 2.11 to 2.15 on Python 3.12, once on 3.11 and 3.13, each in .compat/; COMPAT_ARGS="--only 3.12:2.14"
 	$(PYTHON) -m bench.compat $(COMPAT_ARGS)
 
 $(READY): pyproject.toml constraints.txt

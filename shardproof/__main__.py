@@ -28,9 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for room in ROOMS:  # before the working directory is searched: a plain folder there hides an editable install
         import_module(room)
     status: int = import_module("reports.commands.cli").main(arguments)
-    if arguments is None:  # the process ends now: looking through all that is left for garbage takes half a second
-        gc.freeze()
+    if arguments is None and not _reports_leaks():
+        gc.freeze()  # the process ends now: looking through all that is left for garbage takes half a second
     return status
+
+
+def _reports_leaks() -> bool:
+    """Whether types of nanobind are loaded, such as triton's: at exit they print that they leaked unless collected."""
+    return any(type(kind).__module__ == "nanobind" for kind in object.__subclasses__())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,21 @@ from harness.outcome.blocks import Block
 from harness.outcome.merging import Flaw, Outcomes, differing, same_bits
 from harness.protocols import CaseLike
 
-__all__ = ["determinism", "layout", "parallelism", "recording", "replicas", "same_outcomes", "saved", "waits"]
+__all__ = [
+    "SPLIT",
+    "determinism",
+    "layout",
+    "parallelism",
+    "recording",
+    "replicas",
+    "same_outcomes",
+    "saved",
+    "split_share",
+    "waits",
+]
+
+SPLIT = " % of the parameters are split"
+"""What follows the share of the parameters that is split in the message of `parallelism`."""
 
 _COUNTS = ("steps", "step_after", "loss_scale")
 """Kinds of saved/ that are counts."""
@@ -120,15 +134,38 @@ def parallelism(evidence: Evidence) -> Finding | None:
         return Finding(verdict=FAIL, message=message, ranks=silent if talked else ())
     sharded = _sharded(evidence.outcomes)
     whole = f"{len(talked)} of {len(evidence.outcomes)} ranks talk over " + _mesh(split)
+    share = split_share(evidence.outcomes)
+    told = f"; {share}{SPLIT}" if share else ""
     if _weight_axis(evidence.case) not in split:
-        return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights")
+        return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights{told}")
     if not sharded:
         return Finding(verdict=PASS, message=whole, unchecked=("local shapes: every tensor was returned in full",))
     if not any(sharded.values()):
         message = f"every rank holds the full tensor of all {len(sharded)} shards in a mesh of " + _mesh(split)
         return Finding(verdict=FAIL, message=message, names=tuple(sharded))
     smaller = sum(sharded.values())
-    return Finding(verdict=PASS, message=f"{whole}; {smaller} of {len(sharded)} sharded tensors are smaller on a rank")
+    words = f"{smaller} of {len(sharded)} sharded tensors are smaller on a rank"
+    return Finding(verdict=PASS, message=f"{whole}; {words}{told}")
+
+
+def split_share(outcomes: Outcomes) -> int | None:
+    """How many of 100 elements of the parameters belong to one that some rank does not hold in full, rounded down but
+    not to 0. Parameters are those returned as param/, else as grad/; None where none of them is returned as a part.
+    """
+    for kind in ("param/", "grad/"):
+        names = dict.fromkeys(name for outcome in outcomes for name in outcome if name.startswith(kind))
+        held = {name: [list(outcome.get(name, ())) for outcome in outcomes] for name in names}
+        shapes = {name: part.global_shape for name, ranks in held.items() for parts in ranks for part in parts}
+        if shapes:
+            whole = all(part.whole for ranks in held.values() for parts in ranks for part in parts)
+            split = [name for name in shapes if any(_held(parts) < _numel(shapes[name]) for parts in held[name])]
+            share = sum(_numel(shapes[name]) for name in split) / max(1, sum(map(_numel, shapes.values())))
+            return None if whole else max(int(100 * share), int(bool(split)))
+    return None
+
+
+def _held(parts: Sequence[Block]) -> int:
+    return sum(part.local.numel() for part in parts)
 
 
 def _weight_axis(case: CaseLike) -> str:
@@ -188,8 +225,7 @@ def _sharded(outcomes: Outcomes) -> dict[str, bool]:
     for outcome in outcomes:
         for name, parts in outcome.items():
             if parts and not all(part.whole for part in parts):
-                held = sum(part.local.numel() for part in parts)
-                less = held < _numel(parts[0].global_shape)
+                less = _held(parts) < _numel(parts[0].global_shape)
                 smaller[name] = smaller.get(name, True) and less
     return smaller
 

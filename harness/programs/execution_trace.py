@@ -58,7 +58,9 @@ class TracedOperator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used:
-    """One call in order of issue: `unread`, no operator read its result; `repeated`, it gathers what is there."""
+    """One call in order of issue: `unread`, no operator read any part of its result; `repeated`, it gathers what is
+    there.
+    """
 
     op: str
     unread: bool
@@ -126,6 +128,7 @@ def used(nodes: Sequence[TracedOperator], settled: int = 0) -> list[Used]:
     calling = {node.parent for node in nodes if node.schema}
     open_: dict[int, list[tuple[int, int, _Range]]] = {}
     unread: set[int] = set()
+    known: set[int] = set()
     repeated: set[int] = set()
     changes: dict[int, int] = {}
     gathered: set[object] = set()
@@ -133,7 +136,7 @@ def used(nodes: Sequence[TracedOperator], settled: int = 0) -> list[Used]:
     for node in (node for node in nodes if node.schema):
         read, written, fresh = _effects(node, leaf=node.number not in calling)
         for part in read:
-            open_.pop(part.storage, None)
+            known |= {call for call, *_ in open_.pop(part.storage, ())}
         for part in (*written, *fresh):
             waiting = open_.get(part.storage, [])
             ends = node.name != _BY_BACKENDS
@@ -156,7 +159,7 @@ def used(nodes: Sequence[TracedOperator], settled: int = 0) -> list[Used]:
             changes[part.storage] = node.number
     unread |= {call for waiting in open_.values() for call, *_ in waiting if call < settled}
     return [
-        Used(op=op_of(node.name), unread=number in unread, repeated=number in repeated)
+        Used(op=op_of(node.name), unread=number in unread - known, repeated=number in repeated)
         for number, node in enumerate(calls)
     ]
 

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -25,15 +26,17 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from harness.engines.calls.callers import Caller
 from harness.engines.calls.operators import OperatorCall
 from harness.engines.interposer import Interposer
 from harness.ledger import Call
 from harness.programs.bounded import CarefulLooks
+from harness.programs.handles import Handles, is_given
 from harness.programs.kineto import Window
 from harness.programs.part import MODE, Part, shared_file
 from harness.programs.session import ProgramSession, boot_id
 from harness.programs.silence import Silence
-from harness.programs.stream import EventStream
+from harness.programs.stream import EventStream, PastCall
 from harness.recording.observations import read
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorded
@@ -79,6 +82,7 @@ class RankRecorder:
 
     def __init__(self, session: ProgramSession, of: Recorded, part: Part, origin_s: float) -> None:
         self._rank, self._case, self._part, self._on = of.rank, of.case, part, True
+        self._session, self._world_size = session, of.world_size
         self._failed = ""
         self._local = threading.local()
         self._window = Window(session, of.rank)
@@ -94,10 +98,12 @@ class RankRecorder:
         self._ranges = attached()
         self._draw = None if self._ranges is None else self._ranges.of(of.rank)
         self._watch = Watch(self._emits, looks=CarefulLooks, ends=self._ranges is not None)
+        self._handles = Handles()
         self._interposer = Interposer(self, log=self, let_go=self._let_go)
 
     def __enter__(self) -> Self:
         self._watch.__enter__()
+        self._handles.__enter__()
         self._interposer.__enter__()
         self._watch.lane(self._rank)
         return self
@@ -106,6 +112,7 @@ class RankRecorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._interposer.__exit__(kind, error, trace)
+        self._handles.__exit__(kind, error, trace)
         self._watch.__exit__(kind, error, trace)
 
     def start(self) -> None:
@@ -125,9 +132,22 @@ class RankRecorder:
     def entered(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
         self._local.issued = issued
+        self._local.given = is_given(issued, sys._getframe(2))
 
     def left(self) -> None:
         """The call entered last is complete."""
+
+    def follow(self, work: Any, outputs: Sequence[Any], waited: Callable[[], None]) -> Any:
+        """The same work, of the asynchronous call entered last; it is followed until it is waited for."""
+        del outputs, waited
+        try:
+            past: PastCall | None = self._local.past
+            if self._on and self._local.given and past is not None:
+                place = "" if past.caller is None else Caller(*past.caller).place
+                self._handles.follow(work, (past.issued.call.op, past.axis, place))
+        except Exception as problem:
+            self._let_go(problem)
+        return work
 
     def issued(self, _rank: int, call: Call) -> int:
         """The same call in the ledger's words; the ticket is its index on the rank, -1 when nothing is recorded."""
@@ -157,8 +177,9 @@ class RankRecorder:
         if not self._on:
             return
         try:
+            self._handles.given()
             issued, self._local.issued = getattr(self._local, "issued", None), None
-            self._stream.feed(plain, issued)
+            self._local.past = self._stream.feed(plain, issued)
             if self._draw is not None:
                 self._draw(read(plain))
         except Exception as problem:
@@ -187,11 +208,27 @@ class RankRecorder:
         self._silence.stop()
         try:
             self._window.close()
+            self._handles.close()
             self._stream.close()
             self._write_end()
+            if not self._rank:
+                sys.stderr.write(f"shardproof: {self._counted()}\n")
         except Exception as problem:
             self._let_go(problem)
         self._on = False
+
+    def _counted(self) -> str:
+        """What this rank recorded, and the command that shows it."""
+        stream, steps = self._stream, self._session.steps
+        if not stream.recorded and steps is not None and stream.calls:
+            reached = f"the program ended in step {stream.step}, after {stream.calls} calls"
+            asked = f"--steps {steps[0]}:{steps[1]}"
+            return f"no call was recorded: {reached}, and {asked} was asked for; next: --steps 0:{stream.step + 1}"
+        counts = f"{stream.steps} steps and {stream.recorded} calls, which handed over"
+        place = os.path.relpath(self._session.folder)
+        place = self._session.folder if place.startswith("..") else place
+        size = f"{stream.recorded_bytes:,} bytes"
+        return f"rank 0 of {self._world_size} recorded {counts} {size}; next: shardproof show {place}"
 
     def _write_end(self) -> None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -205,5 +242,6 @@ class RankRecorder:
                     "peak_host_bytes": usage.ru_maxrss * 1024,
                     "peak_device_bytes": on_device,
                     "failed": self._failed,
+                    "unwaited": [[*place, number] for place, number in self._handles.dropped.items()],
                 },
             )

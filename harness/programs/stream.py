@@ -69,7 +69,8 @@ class _Step:
 class EventStream:
     """`feed` takes observations in any thread; `on_event`, `on_step` get rows, `on_begin` the number of a new step.
 
-    `stirred` counts what was observed, `calls` the calls; `last` are the last calls, `doubts` what is not certain.
+    `stirred` counts what was observed, `calls` the calls, `recorded` those in steps that are recorded, `recorded_bytes`
+    what these handed over, `steps` such steps; `last` are the last calls, `doubts` what is not certain.
     """
 
     of: Recorded
@@ -80,6 +81,9 @@ class EventStream:
     origin_s: float = 0.0
     stirred: int = 0
     calls: int = 0
+    recorded: int = 0
+    recorded_bytes: int = 0
+    steps: int = 0
     last: deque[PastCall] = field(default_factory=lambda: deque(maxlen=LAST_CALLS))
     doubts: dict[str, None] = field(default_factory=dict)
     _attribution: BoundedAttribution = field(default_factory=BoundedAttribution)
@@ -90,14 +94,18 @@ class EventStream:
     _step: _Step = field(default_factory=_Step)
     _fed: int = 0
 
-    def feed(self, plain: tuple[Any, ...], issued: OperatorCall | None) -> None:
-        """Take an observation (harness.recording.observations.read); of a call also what its operator was given."""
+    def feed(self, plain: tuple[Any, ...], issued: OperatorCall | None) -> PastCall | None:
+        """Take an observation (harness.recording.observations.read); of a call also what its operator was given.
+
+        Returns a call whose step is recorded.
+        """
+        past = None
         with self._lock:
             self.stirred += 1
             seen, attribution = read(plain), self._attribution
             attribution.feed(seen)
             if isinstance(seen, Issued):
-                self._issued(seen, issued)
+                past = self._issued(seen, issued)
             else:
                 self._settled()
                 if isinstance(seen, Stepped):
@@ -109,6 +117,7 @@ class EventStream:
             if not self._fed % _OFTEN:
                 attribution.forget()
                 self._settled()
+        return past
 
     def completed(self, ticket: int) -> None:
         """The call has completed: its wait returned."""
@@ -127,6 +136,11 @@ class EventStream:
             if self._attribution.stepless:
                 self.doubts[NO_UPDATE] = None
             self._end_step()
+
+    @property
+    def step(self) -> int:
+        """The step that is going on."""
+        return self._step.number
 
     def incomplete(self) -> tuple[int, ...]:
         """The synchronous calls that have not completed, oldest first."""
@@ -148,32 +162,33 @@ class EventStream:
         step = self._step
         if step.started_s and self.session.covers(step.number):
             updated = round((step.updated_s - self.origin_s) * 1e6, 3) if step.updated_s else ""
+            self.steps += 1
             self.on_step((step.number, round((step.started_s - self.origin_s) * 1e6, 3), updated, step.microbatches))
 
-    def _issued(self, seen: Issued, issued: OperatorCall | None) -> None:
+    def _issued(self, seen: Issued, issued: OperatorCall | None) -> PastCall | None:
         self.calls += 1
         call = self._open[seen.ticket] = _Open(seen=seen)
-        if issued is not None:
-            self._remember(seen, issued)
+        past = None if issued is None else self._remembered(seen, issued)
         if seen.call.is_async or seen.call.op in _UNFOLLOWED:
             self._complete(seen.ticket, call)
+        return past if past is not None and self.session.covers(past.site.step) else None
 
-    def _remember(self, seen: Issued, issued: OperatorCall) -> None:
+    def _remembered(self, seen: Issued, issued: OperatorCall) -> PastCall:
         op, peer = issued.call.op, issued.call.peer
         counted = issued.group, issued.call.group, f"{op} {peer}" if op in MESSAGES else ""
         number = self._numbers[counted] = self._numbers.get(counted, 0) + 1
         site = self._attribution.sites[seen.ticket]
-        self.last.append(
-            PastCall(
-                issued=issued,
-                number=number,
-                ticket=seen.ticket,
-                site=site,
-                axis=self._axis(seen, site),
-                caller=seen.caller,
-                at_s=seen.started_s,
-            )
+        past = PastCall(
+            issued=issued,
+            number=number,
+            ticket=seen.ticket,
+            site=site,
+            axis=self._axis(seen, site),
+            caller=seen.caller,
+            at_s=seen.started_s,
         )
+        self.last.append(past)
+        return past
 
     def _complete(self, ticket: int, call: _Open) -> None:
         call.complete = True
@@ -204,6 +219,9 @@ class EventStream:
                 self.doubts[doubt] = None
         if site == call.written or not self.session.covers(site.step):
             return
+        if call.written is None:
+            self.recorded += 1
+            self.recorded_bytes += call.seen.call.payload_bytes
         call.written = site
         started_us = round((call.seen.started_s - self.origin_s) * 1e6, 3)
         axis = self._axis(call.seen, site)

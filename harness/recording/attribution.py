@@ -7,7 +7,8 @@ thread and the forward of every module spans a stretch of them.
 
 A call made outside of modules, optimizer and backward is loss when a model's forward was the last thing that happened.
 Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step; at the end metric after a
-step, grad_sync after a backward, data after nothing. Metric is also what a module without parameters does with
+step, grad_sync after a backward, data after nothing. What reduces several numbers after a backward is grad_sync even
+before a forward: engines reduce between micro-batches too. Metric is also what a module without parameters does with
 gradients off, once a forward with gradients on has been; an evaluation without gradients keeps its loss. Where no
 optimizer of torch.optim steps, what changed the parameters after a backward is a step (updates.Looks). After a step one
 reduced element is metric; what writes into a parameter's memory, and all_gathers of half the parameters' bytes or more,
@@ -132,7 +133,7 @@ class Attribution:
         elif above is None or above.steps:
             counts = next(seen.module.parameters(), None) is not None
             self._compare(seen.look)
-            if counts:
+            if counts and (self._stepped_since or not self.paths.is_part(seen.module, self._counts)):
                 self._forward(seen)
             # A module without parameters has no phase of its own: its calls are settled like those around it.
             site = self._here("forward" if counts else "", self.paths.module(seen.module, ""))
@@ -267,7 +268,7 @@ class Attribution:
     def _settle(self, by: str) -> None:
         """What follows has come, "" for the end: name the phase of what waited. Data belongs to the coming batch."""
         gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self.pending if gathers(waiting)}
-        if gathered and not 2 * sum(gathered.values()) >= self._memory.of(self.paths.models).parameter_bytes > 0:
+        if gathered and not self._memory.of(self.paths.models).mostly_in(sum(gathered.values())):
             gathered.clear()
         for waiting in self.pending:
             phase = phase_of(waiting, by, gathers_parameters=waiting.ticket in gathered)

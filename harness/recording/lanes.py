@@ -93,6 +93,8 @@ def phase_of(waiting: Waiting, by: str, *, gathers_parameters: bool) -> str:
         return "step"
     if waiting.since == "stepped" and by == "data" and is_scalar(waiting.call):
         return "metric"
+    if waiting.since == "backward" and by == "data" and reduces(waiting) and not is_scalar(waiting.call):
+        return "grad_sync" if "float" in waiting.call.dtype else by
     return by or {"backward": "grad_sync", "stepped": "metric"}.get(waiting.since, "data")
 
 

@@ -128,6 +128,14 @@ class Paths:
         """The module's path; `otherwise` (its caller's path) when no model holds it."""
         return self._of_module.get(id(module), otherwise)
 
+    def is_part(self, module: nn.Module, counted: Mapping[tuple[int, bool], int]) -> bool:
+        """Whether a module that no other encloses is part of the micro-batch that is going on: one inside of a model
+        that did not count by itself in this step, such as the head that a chunked loss calls for every chunk.
+        `counted`: the ids of the models that did, and whether gradients were on.
+        """
+        inside = bool(self._of_module.get(id(module)))
+        return inside and bool(counted) and all(model != id(module) for model, _ in counted)
+
     def parameter(self, parameter: Tensor | None) -> str:
         """Path of the module that owns the parameter; "" when none does."""
         return self._of_parameter.get(id(parameter), "")

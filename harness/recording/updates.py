@@ -126,6 +126,12 @@ class ParameterMemory:
         self._starts = sorted(held)
         self._ends = [start + held[start] for start in self._starts]
 
+    def mostly_in(self, gathered_bytes: int) -> bool:
+        """Whether gathers of so many bytes may be of parameters: half of them or more, or anything where they lie
+        elsewhere while nothing is computed with them (DeepSpeed's ZeRO-3).
+        """
+        return bool(self._models) and 2 * gathered_bytes >= self.parameter_bytes
+
     def holds(self, address: int) -> bool:
         """Whether a parameter's storage has this address, as far as that is known."""
         index = bisect_right(self._starts, address) - 1

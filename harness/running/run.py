@@ -24,6 +24,7 @@ from harness.running.environment import environment
 from harness.running.order import together
 from harness.running.proof import CaseResult, prove, with_traceback
 from harness.running.ranks.capacity import admit
+from harness.running.ranks.output import shown_once
 from harness.running.request import Request
 from harness.running.second_process import Proved, SecondProcess, prove_all, proved
 from harness.running.spare_process import Spare
@@ -135,15 +136,16 @@ def proving(request: Request) -> Iterator[Callable[[CaseLike], CaseResult]]:
 
         def prove_case(case: CaseLike) -> CaseResult:
             try:
-                return prove(
-                    case,
-                    request.subject,
-                    engine,
-                    device=request.device,
-                    timeout_s=request.timeout_s,
-                    options=request.options,
-                    truths=truths,
-                )
+                with shown_once():
+                    return prove(
+                        case,
+                        request.subject,
+                        engine,
+                        device=request.device,
+                        timeout_s=request.timeout_s,
+                        options=request.options,
+                        truths=truths,
+                    )
             except RequestError as problem:
                 if len(request.cases) == 1:
                     raise

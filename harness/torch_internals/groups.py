@@ -13,7 +13,16 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from harness.torch_internals.lookup import Probe, lacking
 
-__all__ = ["PROBES", "Pending", "answers_torch", "fake_group", "fake_store", "waited", "waits_of_fakes"]
+__all__ = [
+    "PROBES",
+    "Pending",
+    "answers_torch",
+    "fake_group",
+    "fake_store",
+    "waited",
+    "waits_of_fakes",
+    "waits_of_works",
+]
 
 _Class = TypeVar("_Class", bound=type)
 _internals: Any = torch._C._distributed_c10d
@@ -37,6 +46,8 @@ def answers_torch(kind: _Class) -> _Class:
     return kind
 
 
+_WAITS = ("wait", "synchronize", "block_current_stream", "get_future", "get_future_result")
+"""The methods of a work by which a program waits for it, or takes what it will wait for."""
 Pending = AsyncCollectiveTensor
 """The result of a functional collective under way. torch.distributed._functional_collectives.AsyncCollectiveTensor."""
 
@@ -94,6 +105,29 @@ def waits_of_fakes(waited_for: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         kind.wait = original
+
+
+@contextmanager
+def waits_of_works(waited_for: Callable[[int], None]) -> Iterator[None]:
+    """Within it `waited_for(id of the work)` is called before every wait for a work of a backend, and for what amounts
+    to one. Wraps methods of torch.distributed.Work, which has to be a class that can be changed.
+    """
+    originals = {name: getattr(dist.Work, name) for name in _WAITS if hasattr(dist.Work, name)}
+
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(work: Any, *args: Any, **words: Any) -> Any:
+            waited_for(id(work))
+            return original(work, *args, **words)
+
+        return wait
+
+    for name, original in originals.items():
+        setattr(dist.Work, name, wrapped(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist.Work, name, original)
 
 
 def _waits() -> bool:

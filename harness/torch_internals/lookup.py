@@ -12,7 +12,7 @@ from harness.errors import MachineError
 
 __all__ = ["TESTED", "Probe", "found", "lacking", "tested_span", "untested"]
 
-TESTED = ((2, 11), (2, 14))
+TESTED = ((2, 11), (2, 15))
 """First and last release of torch that `make compat` was run with; all between them as well."""
 
 
@@ -27,7 +27,7 @@ class Probe:
 
 
 def tested_span() -> str:
-    """The tested releases in words: "2.11 to 2.14"."""
+    """The tested releases in words: "2.11 to 2.15"."""
     first, last = (".".join(map(str, release)) for release in TESTED)
     return f"{first} to {last}"
 

@@ -30,7 +30,7 @@ __all__ = ["main"]
 ENGINES = ("inproc", "inproc-concurrent", "pool", "torchrun", "dry")
 DEVICES = ("cpu", "cuda")
 SUBJECT = "parallel.subject:subject"
-LIKE = ("mlp", "dtensor", "fsdp2", "hf", "megatron")
+LIKE = ("mlp", "dtensor", "fsdp2", "pipelining", "hf", "deepspeed", "megatron")
 CLUSTER = "8xH100-NVLink-IB400"
 _HANDLERS = {
     "run": "reports.commands.run:main",

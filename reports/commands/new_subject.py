@@ -21,11 +21,17 @@ LIKE: Mapping[str, str] = {
     "mlp": "an MLP split over tp by hand",
     "dtensor": "DTensor's parallel styles",
     "fsdp2": "fully_shard",
+    "pipelining": "stages of torch.distributed.pipelining",
     "hf": "a Hugging Face model under its own tp plan",
+    "deepspeed": "DeepSpeed's ZeRO",
     "megatron": "Megatron-Core's GPTModel",
 }
 """What can be written -> what it shows."""
-_NEEDS = {"hf": ("transformers", "transformers"), "megatron": ("megatron", "megatron-core")}
+_NEEDS = {
+    "hf": ("transformers", "transformers"),
+    "deepspeed": ("deepspeed", "deepspeed"),
+    "megatron": ("megatron", "megatron-core"),
+}
 """The package that a subject needs beside torch, as import and as pip know it."""
 _FOLDER = Path(__file__).resolve().parents[2] / "suites" / "subjects"
 

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from harness.checking.laws import broken_laws
+from harness.errors import ranks_text
 from harness.ledger import Event
 from reports.comparing.snapshot import span
 from reports.stored import parts
@@ -54,16 +55,18 @@ def median(calls: pd.Series[int], steps_in_all: int) -> float:
 
 
 def by_module(run: Run) -> pd.DataFrame:
-    """region, forward, backward and other calls, payload_bytes, wire_bytes of the rank that has most, most bytes first.
+    """region; forward, backward, send, recv and other calls, payload_bytes, wire_bytes of the rank that has most; most
+    bytes first. Messages between ranks count as send or recv in whatever phase they are.
 
     Layers that do the same are one row: their numbers are drawn together as "layers.*".
     """
     events = run.ledger
     ways = events["phase"].astype("str").where(events["phase"].isin(["forward", "backward"]), "other")
+    ways = ways.where(~events["op"].isin(_MESSAGES), events["op"].astype("str"))
     frame = events.assign(way=ways, folded=events["region"].str.replace(r"(?<=\.)\d+(?=\.|$)", "*", regex=True))
     one = frame.groupby(["folded", "rank"], observed=True)
     sums = one[["payload_bytes", "wire_bytes"]].sum()
-    for way in ("forward", "backward", "other"):
+    for way in ("forward", "backward", *_MESSAGES, "other"):
         sums[way] = frame[frame["way"] == way].groupby(["folded", "rank"], observed=True).size()
     sums = sums.fillna(0).astype("int64").groupby("folded", observed=True).max().reset_index()
     sums["layers"] = sums["folded"].map(frame.groupby("folded", observed=True)["region"].nunique())
@@ -83,9 +86,9 @@ def steps(run: Run) -> pd.DataFrame:
 
 
 def by_rank(run: Run) -> pd.DataFrame:
-    """rank, calls, async_calls (whose duration is not known), wire_bytes, exposed_us (inside calls that are waited for
-    at once), late_us and latest (median lateness behind the first rank of the group, share of calls in which it came
-    last; NaN where clocks differ), host_bytes and device_bytes (peaks of the process).
+    """rank, calls, send and recv (those among them), async_calls (whose duration is not known), wire_bytes, exposed_us
+    (inside calls that are waited for at once), late_us and latest (median lateness behind the first rank of the group,
+    share of calls in which it came last; NaN where clocks differ), host_bytes and device_bytes (peaks of the process).
     """
     events = run.ledger
     one = events.groupby("rank", observed=True)
@@ -95,6 +98,8 @@ def by_rank(run: Run) -> pd.DataFrame:
         wire_bytes=("wire_bytes", "sum"),
         exposed_us=("duration_us", "sum"),
     )
+    for op in _MESSAGES:
+        frame[op] = (events["op"] == op).groupby(events["rank"], observed=True).sum()
     late = _lateness(run)
     frame["late_us"] = late["late_us"].groupby(late["rank"]).median() if len(late) else float("nan")
     frame["latest"] = late["last"].groupby(late["rank"]).mean() if len(late) else float("nan")
@@ -134,7 +139,7 @@ def findings(run: Run) -> list[str]:
     """Sentences worth knowing: broken laws, calls that move nothing, steps or micro-batches that differ."""
     if run.ledger.empty:
         return ["no call was recorded"]
-    return [*_laws(run), *_idle(run), *_unlike(run, "step"), *_unlike(run, "microbatch")]
+    return [*_laws(run), *_unwaited(run), *_idle(run), *_unlike(run, "step"), *_unlike(run, "microbatch")]
 
 
 def _laws(run: Run) -> Iterator[str]:
@@ -155,6 +160,17 @@ def _laws(run: Run) -> Iterator[str]:
         yield f"broken law: {one.message}"
     if len(broken) > 5:
         yield f"broken laws: {len(broken) - 5} more ({which})"
+
+
+def _unwaited(run: Run) -> Iterator[str]:
+    """Asynchronous calls whose handle was dropped before anything waited for it, by place."""
+    found: dict[tuple[str, str, str], dict[int, int]] = {}
+    for rank, end in parts.ends(run.path).items():
+        for op, axis, caller, number in end.get("unwaited") or ():
+            found.setdefault((op, axis, caller), {})[rank] = number
+    for (op, axis, caller), numbers in found.items():
+        calls = f"{max(numbers.values())} asynchronous {op} over {axis} at {caller or '?'}"
+        yield f"{calls}: never waited for, its handle was dropped (ranks {ranks_text(list(numbers))})"
 
 
 def events(run: Run) -> Iterator[Event]:

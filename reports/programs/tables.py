@@ -149,6 +149,7 @@ def _modules(run: Run) -> Table:
             ("modules", "layers", count),
             ("forward", "forward", count),
             ("backward", "backward", count),
+            *_messages(frame),
             ("other", "other", count),
             ("payload MiB", "payload_bytes", mebibytes),
             ("wire MiB", "wire_bytes", mebibytes),
@@ -166,6 +167,7 @@ def _ranks(run: Run) -> Table:
         (
             ("rank", "rank", count),
             ("calls", "calls", count),
+            *_messages(frame),
             ("async", "async_calls", count),
             ("wire MiB", "wire_bytes", mebibytes),
             ("ms exposed", "exposed_us", milliseconds),
@@ -178,6 +180,11 @@ def _ranks(run: Run) -> Table:
         "median time behind the first rank of the group, over collectives; last: share of them in which it came last; "
         f"host and device: most memory of the process{clock}",
     )
+
+
+def _messages(frame: pd.DataFrame) -> tuple[tuple[str, str, Callable[[object], str]], ...]:
+    """The columns of sends and receives, where a program has such messages."""
+    return (("send", "send", count), ("recv", "recv", count)) if frame[["send", "recv"]].any(axis=None) else ()
 
 
 _NO_CLOCK = "; lateness is not known, since ranks are on machines with clocks of their own"

@@ -1,5 +1,5 @@
-"""What the checks of a run did not see, in a few notes: names not returned, limits of a lower precision, doubts on the
-ledger, groupings, the corpus, its rows.
+"""What bounds the verdicts of a run, in a few notes: how much is split, names not returned, lower precision,
+doubts on the ledger, groupings, the corpus, its rows.
 
 Every case's own list is in `verdicts.jsonl`; a note adds the cases up.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from harness.checking.exact_checks import SPLIT
 from reports.stored.frames import Run
 
 __all__ = ["unchecked_notes"]
@@ -18,14 +19,27 @@ _READING = "statements about the data hold; "
 _REPEATED = "it is repeated"
 _ROUNDED = "errors below those of "
 _DOUBTS = ("axis ", "step: ", "phase: ")
+_OURS = "parallel.subject:subject"
+"""Our own code, whose modes say what they split."""
 _MOST = 3
-"""Different amounts of tokens that a note lists."""
+"""Different amounts, of tokens or of what is split, that a note lists."""
 
 
 def unchecked_notes(run: Run) -> list[str]:
     """All notes, the most important first; only checks that passed have something to add."""
-    told = (_unreturned, _deviating, _rounded, _doubts, _regrouped, _read, _rows)
+    told = (_split, _unreturned, _deviating, _rounded, _doubts, _regrouped, _read, _rows)
     return [note for notes in told for note in notes(run)]
+
+
+def _split(run: Run) -> list[str]:
+    """The shares of a foreign subject's parameters that are split, the least first, and the cases that they hold in."""
+    if run.env.get("request", {}).get("subject") == _OURS:
+        return []
+    parts = [message.rpartition("; ")[2] for message, _ in _passed(run, "parallelism")]
+    shares = Counter(int(part.removesuffix(SPLIT)) for part in parts if part.endswith(SPLIT))
+    told = [f"{share} % ({_cases(shares[share])})" for share in sorted(shares)]
+    more = f"; more in other cases, up to {max(shares)} %" if len(told) > _MOST else ""
+    return [f"share of the parameters that is split: {'; '.join(told[:_MOST])}{more}"] if told else []
 
 
 def _unreturned(run: Run) -> list[str]:

@@ -6,20 +6,23 @@ transformers 5.
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, initialization
 from transformers.distributed import DistributedConfig
 
 
 def dense(case):  # the whole model; its weights follow from the seed alone, so they are the same everywhere
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 96, "head_dim": 8}
-    config = AutoConfig.for_model(case.kind, num_attention_heads=4, num_key_value_heads=2, **sizes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": case.tied}
+    config = AutoConfig.for_model(case.kind, **sizes)
+    with initialization.no_tie_weights():  # as from_pretrained does: embeddings are tied once they are split
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager")
     for seed, weight in enumerate(model.parameters(), 100 * case.seed):
         torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(seed))
     return model.to(getattr(torch, case.dtype))
 
 
 def train(case, model):
+    model.tie_weights(recompute_mapping=False)
     outcome, optimizer = {}, torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(case.steps):
         optimizer.zero_grad()
@@ -48,5 +51,5 @@ def subject(case, device):
 
 
 subject.truth, subject.cases = truth, ("tp=2", "tp=2 dtype=float32")  # what runs when no case is named
-subject.words = {"kind": "llama", "micro": 3}  # words of a case beside tp, steps, dtype, seed
+subject.words = {"kind": "llama", "micro": 3, "tied": False}  # words of a case beside tp, steps, dtype, seed
 subject.refuses = lambda case: "is split over tp alone" if case.world_size > case.tp else ""

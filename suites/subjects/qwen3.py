@@ -17,7 +17,7 @@ def accumulating(case, device):
 
 
 subject.truth = accumulating.truth = hf.truth
-subject.words = accumulating.words = {"kind": "qwen3", "micro": 1}
+subject.words = accumulating.words = {**hf.subject.words, "kind": "qwen3", "micro": 1}
 subject.cases, accumulating.cases = ("tp=2",), ("tp=2 micro=2",)
 subject.refuses = lambda case: (
     "is split over tp alone"

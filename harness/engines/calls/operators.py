@@ -1,6 +1,6 @@
 """The operators of c10d: the call that each issues, read from its arguments, in the ledger's words.
 
-Source: the schemas of the `c10d::` operators of torch 2.11 to 2.14. Group, root and peer are group ranks there. An
+Source: the schemas of the `c10d::` operators of torch 2.11 to 2.15. Group, root and peer are group ranks there. An
 operator that is not in OPERATORS is read from its schema alone: the group, and all its tensors as the payload.
 """
 

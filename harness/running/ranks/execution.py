@@ -24,6 +24,7 @@ from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
 from harness.recording.spans import RankSpan
 from harness.recording.stopwatch import stopwatch
+from harness.running.ranks.output import rank_output
 from harness.running.ranks.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
 from harness.subject import Unanswered, answered, called, kept_per_rank, named_axes, offers, session
 
@@ -75,8 +76,9 @@ class _Together:
 def _on_rank(rank: int, subject: Subject, case: CaseLike, device: torch.device, watcher: _Watcher | None) -> Localized:
     """The program of one rank."""
     if watcher is None:
-        return localize(called(subject, case, device))
-    with watcher.on_rank(rank):
+        with rank_output():
+            return localize(called(subject, case, device))
+    with rank_output(), watcher.on_rank(rank):
         outcome = called(subject, case, device)
     return localize(outcome)
 

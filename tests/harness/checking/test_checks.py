@@ -11,8 +11,9 @@ from torch import Tensor
 
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from harness.checking.exact_checks import split_share
 from harness.engines.engine import Unwaited
-from harness.outcome.blocks import localize
+from harness.outcome.blocks import Block, localize
 from harness.shard import Shard
 from reference.data.anchors import Facts
 from tests.harness.toy_evidence import case, events, evidence, named, outcome_of, truth
@@ -214,6 +215,27 @@ def test_where_wp_splits_the_weights_tp_does_not() -> None:
     assert "parallelism" in named(examine(evidence(whole, whole, case=case("mode=isp tp=2 wp=2"))), FAIL)
     finding = examine(evidence(whole, whole, case=case("mode=isp tp=2 wp=1")))["parallelism"]
     assert finding.verdict == PASS and finding.message.endswith("; no axis of it splits weights")
+
+
+def test_the_share_of_the_parameters_that_is_split_is_of_their_elements() -> None:
+    def outcomes(*local: tuple[str, tuple[int, ...], bool]) -> list[dict[str, tuple[Block, ...]]]:
+        ranks = []
+        for rank in range(2):
+            held: dict[str, tuple[Block, ...]] = {}
+            for name, shape, split in local:
+                rows = shape[0] // 2 if split else shape[0]
+                part = torch.zeros(rows, *shape[1:])
+                held[name] = (Block(local=part, offsets=(rank * rows if split else 0, 0), global_shape=shape),)
+            ranks.append(held)
+        return ranks
+
+    assert split_share(outcomes(("param/a", (4, 3), True), ("param/b", (4, 9), False))) == 25
+    assert split_share(outcomes(("grad/a", (4, 3), True), ("param/b", (4, 9), False))) == 0  # param/ is what counts
+    assert split_share(outcomes(("grad/head", (2, 1), True), ("grad/b", (40, 90), False))) == 1  # little is not nothing
+    stages = outcomes(("param/a", (4, 3), False))
+    assert split_share([stages[0], {}]) == 100  # a stage of a pipeline
+    whole = Block(local=torch.zeros(4, 3), offsets=(0, 0), global_shape=(4, 3), whole=True)
+    assert split_share([{"param/a": (whole,)}] * 2) is None  # nothing is known of what is returned in full
 
 
 def test_returning_only_full_tensors_leaves_local_shapes_unchecked() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from harness.cases import parse_cases
 from harness.checking.evidence import Verdict
+from harness.checking.exact_checks import SPLIT
 from harness.ledger import NO_UPDATE
 from harness.running.request import Request
 from harness.running.run import run
@@ -51,6 +52,16 @@ def test_what_is_not_certain_of_the_ledger_is_a_note(tmp_path: Path) -> None:
         "not certain: axis tp: its group has no description (2 cases)",
         f"not certain: {NO_UPDATE} (1 case)",
     ]
+
+
+def test_the_share_of_the_parameters_that_is_split_is_a_note_the_least_first(tmp_path: Path) -> None:
+    told = [
+        f"2 of 2 ranks talk over tp=2; 1 of 9 sharded tensors are smaller on a rank; {share}{SPLIT}"
+        for share in (99, 1, 99)
+    ]
+    assert notes(
+        tmp_path, *(("parallelism", one, (), "pass") for one in told), ("parallelism", "2 of 2", (), "pass")
+    ) == ["share of the parameters that is split: 1 % (1 case); 99 % (2 cases)"]
 
 
 def test_rows_are_named_by_the_most_frequent_list(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from harness.errors import MachineError
-from harness.programs.execution_trace import Used, flops, nodes_of, used
+from harness.programs.execution_trace import TracedOperator, Used, flops, nodes_of, used
 from tests.forked import started
 
 LOOPS, ROWS, WIDTH = 2, 3, 5
@@ -54,6 +55,26 @@ def test_unread_results_and_repeated_gathers_are_found_and_flops_counted(tmp_pat
     assert [one.repeated for one in used(nodes)[len(loop) :]] == [repeated for _, _, repeated in loop]
     assert not used(nodes)[len(loop)].unread  # nothing has happened to its memory, and the trace ends
     assert flops(nodes) == LOOPS * 2 * ROWS * WIDTH * 7
+
+
+def operator(number: int, name: str, schema: str, *inputs: object) -> TracedOperator:
+    """A leaf of the trace."""
+    words: dict[str, Any] = {"shapes": (), "types": (), "outputs": (), "out_shape": None}
+    return TracedOperator(number=number, parent=0, thread=1, name=name, schema=schema, inputs=inputs, **words)
+
+
+@pytest.mark.parametrize(("parts_read", "unread"), [((), True), ((1,), False), ((0, 1), False)])
+def test_a_result_of_which_a_part_is_read_is_read(parts_read: tuple[int, ...], unread: bool) -> None:
+    """A gather gives one tensor a rank; a rank that reads those of others alone has read it."""
+    parts = [[place, place + 10, 0, 6, 4, "cpu"] for place in range(2)]  # tensor, storage, offset, elements, bytes
+    nodes = [
+        operator(
+            1, "c10d::allgather_", "(Tensor[][] outputs, Tensor[] inputs) -> ()", [parts], [[9, 9, 0, 6, 4, "cpu"]]
+        )
+    ]
+    nodes += [operator(2, "aten::sum", "aten::sum(Tensor self) -> (Tensor)", parts[place]) for place in parts_read]
+    nodes += [operator(3, "aten::zero_", "aten::zero_(Tensor(a!) self) -> (Tensor(a!))", part) for part in parts]
+    assert [one.unread for one in used(nodes)] == [unread]
 
 
 def test_what_is_no_execution_trace_is_refused_in_one_sentence(tmp_path: Path) -> None:

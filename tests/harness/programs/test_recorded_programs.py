@@ -95,7 +95,9 @@ def test_the_reports_take_the_folder(recorded: tuple[Run, str]) -> None:
     text = page.render(run)
     assert "Recorded: training.py on 2 ranks" in text
     assert not compare(snapshot(run, "a"), snapshot(run, "b")).breaches
-    assert any("issue the same calls" in line for line in figures.findings(run))
+    told = figures.findings(run)
+    assert any("issue the same calls" in line for line in told)
+    assert not any("waited" in line for line in told)  # DDP waits in C++ for what it issues
 
 
 def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run, str]) -> None:
@@ -118,6 +120,28 @@ def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run
     assert (row["payload_bytes"], row["predicted_calls"]) == (4 * 2 * (5 * 5 + 5) + 4, 2.0)
     assert re.match(r"a step took [\d.e-]+ s, predicted [\d.e-]+ s on laptop: ", told)
     assert "Beside its case" in page.render(run)
+
+
+def test_a_handle_that_nothing_waits_for_is_found_with_its_line(folder: Path) -> None:
+    ranks = forked(folder, "training.py", "3", "dropped", record=["--steps", "1:3"])
+    assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
+    line = 1 + [place for place, text in enumerate(SCRIPT.read_text().splitlines()) if "async_op=True" in text][0]
+    (found,) = [one for one in figures.findings(load(folder / "runs" / "latest")) if "waited" in one]
+    call = f"2 asynchronous all_reduce over world at training.py:{line}"
+    assert found == f"{call}: never waited for, its handle was dropped (ranks 0 1)"
+
+
+def test_it_ends_with_what_it_counted_and_the_next_command(folder: Path) -> None:
+    # Step 1: DDP's order of buckets, its gradients, two metrics; step 2: gradients, metrics and a barrier. Before,
+    # three calls when DDP is made, and gradients and metrics of step 0.
+    size = (20 + 4) + 2 * (4 * 2 * (5 * 5 + 5) + 2 * 4)
+    counted = f"rank 0 of 2 recorded 2 steps and 9 calls, which handed over {size} bytes; next: shardproof show runs/"
+    ended = "no call was recorded: the program ended in step 2, after 15 calls, and --steps 5:9 was asked for; next: "
+    for steps, told in (("1:3", counted), ("5:9", f"{ended}--steps 0:3")):
+        ranks = forked(folder, "training.py", "3", record=["--steps", steps])
+        assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
+        assert ranks[0].err.splitlines()[-1].startswith(f"shardproof: {told}")
+        assert "shardproof:" not in ranks[1].err
 
 
 def test_an_added_call_is_a_breach_and_named_with_its_line(folder: Path, recorded: tuple[Run, str]) -> None:

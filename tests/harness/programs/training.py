@@ -1,9 +1,10 @@
 """A training script that knows nothing of us: DDP, two micro-batches a step, one of them local, and a mesh of two axes.
 
-    training.py STEPS [extra] [kill] [broken]
+    training.py STEPS [dropped] [extra] [kill] [broken]
 
-`extra`: one all_reduce more in a module's forward. `kill`: the last rank kills itself in the last step. `broken`: the
-recorder fails from then on.
+`dropped`: of three asynchronous calls a step one is waited for, one through its future, and one is not. `extra`: one
+all_reduce more in a module's forward. `kill`: the last rank kills itself in the last step. `broken`: the recorder fails
+from then on.
 """
 
 import os
@@ -48,6 +49,11 @@ def main() -> None:
             import harness.programs.stream  # noqa: PLC0415
 
             harness.programs.stream.event_of = None  # type: ignore[assignment, attr-defined]
+        if "dropped" in sys.argv:
+            works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]
+            works[0].wait()
+            works[1].get_future().wait()
+            del works
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()

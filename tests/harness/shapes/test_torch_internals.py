@@ -36,7 +36,13 @@ def test_a_name_that_torch_lacks_is_a_sentence_when_it_is_needed() -> None:
 
 @pytest.mark.parametrize(
     ("version", "words"),
-    [("2.11.0", ""), ("2.14.1+cu130", ""), ("2.10.1", "was not tested"), ("2.15.0a0+git1", "was not tested")],
+    [
+        ("2.11.0", ""),
+        ("2.14.1+cu130", ""),
+        ("2.10.1", "was not tested"),
+        ("2.15.0", ""),
+        ("2.16.0a0+git1", "was not tested"),
+    ],
 )
 def test_a_version_is_noted_when_it_was_not_tested(version: str, words: str) -> None:
     note = lookup.untested(version)

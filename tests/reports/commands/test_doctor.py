@@ -44,7 +44,7 @@ def test_a_machine_with_everything_misses_nothing() -> None:
     ("changed", "what", "words"),
     [
         ({"python": "3.10.9"}, "python", "too old: 3.11 or newer"),
-        ({"torch": "2.10.0"}, "torch", "was not tested: shardproof was tested with 2.11 to 2.14"),
+        ({"torch": "2.10.0"}, "torch", "was not tested: shardproof was tested with 2.11 to 2.15"),
         ({"lacking": ("threads used again: every rank gets a new thread",)}, "torch internals", "gets a new thread"),
         ({"backends": ("nccl",)}, "backend gloo", "the in-process engine does not need them"),
         ({"backends": ("gloo",)}, "backend nccl", "no process groups over nccl"),
@@ -62,7 +62,7 @@ def test_what_is_missing_is_told_with_what_follows(changed: dict[str, object], w
     assert words in table[what][2]
 
 
-@pytest.mark.parametrize("version", ["2.15.0a0+git1", "3.0.0"])
+@pytest.mark.parametrize("version", ["2.16.0a0+git1", "3.0.0"])
 def test_a_torch_that_was_not_tested_is_a_note(version: str) -> None:
     found, usable, follows = rows(dataclasses.replace(FULL, torch=version))["torch"]
     assert (found, usable) == (version, "yes")

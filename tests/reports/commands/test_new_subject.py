@@ -15,15 +15,17 @@ BROKEN = {
     "mlp": ("tp=2 dp=3", "dist.all_reduce(tensor, group=group)", "pass"),
     "dtensor": ("dp=2", "dist.all_reduce(tensor, group=group)", "pass"),
     "fsdp2": ("dp=2", "(case.micro * len(dp_ranks))", "(case.micro * case.dp)"),
-    "hf": ("tp=2", '"kind": "llama"', '"kind": "qwen3"'),
+    "pipelining": ("pp=2", "torch.stack(losses).mean()", "torch.stack(losses).sum()"),
+    "hf": ("tp=2 tied=true", '"kind": "llama"', '"kind": "qwen3"'),
+    "deepspeed": ("dp=2", "engine, step, micro, dp_rank)", "engine, step, micro, 0)"),
     "megatron": (
         "tp=2 dropout=0.1",
         "manual_seed(case.seed)\n    model",
         "manual_seed(case.seed, tp_rank=0)\n    model",
     ),
 }
-"""A case and a bug planted: gradients that are not summed over dp, averaged twice, a defect of transformers 5.23,
-equal masks for different heads."""
+"""A case and a bug planted: gradients that are not summed over dp, averaged twice, a loss summed over micro-batches, a
+defect of transformers 5.23, the same samples on every rank, equal masks for different heads."""
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -37,11 +39,12 @@ def test_the_command_line_knows_all_of_them() -> None:
     assert tuple(LIKE) == cli.LIKE
 
 
+@pytest.mark.filterwarnings("ignore")  # those of libraries
 @pytest.mark.parametrize("like", LIKE)
 def test_a_new_subject_runs_by_the_printed_command_and_fails_once_it_is_broken(
     like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if package := {"hf": "transformers", "megatron": "megatron.core"}.get(like):
+    if package := {"hf": "transformers", "deepspeed": "deepspeed", "megatron": "megatron.core"}.get(like):
         with warnings.catch_warnings(action="ignore"):  # its own, at import
             pytest.importorskip(package, reason="needs the extra `peers`")
     monkeypatch.chdir(tmp_path)

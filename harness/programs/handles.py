@@ -1,0 +1,71 @@
+"""Handles of asynchronous calls in a recorded program: those that the program drops before it has waited for them.
+
+The program keeps the works of its backend. They are followed by weak references, so that none lives longer than it
+would without us, and the methods of torch's class that amount to a wait are wrapped. Only works that Python code gets
+are followed: what C++ issues for itself (DDP's reducer, functional collectives) it waits for itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+from harness.engines.calls.operators import MESSAGES, OperatorCall
+from harness.torch_internals.groups import waits_of_works
+
+__all__ = ["Handles", "is_given"]
+
+Place = tuple[str, str, str]
+"""Op, axis and caller of a call."""
+
+
+class Handles:
+    """While it is entered, `dropped` counts the works that were never waited for by place."""
+
+    def __init__(self) -> None:
+        self.dropped: Counter[Place] = Counter()
+        self._open: dict[int, tuple[Place, weakref.ref[Any]]] = {}
+        self._local = threading.local()
+        self._waits = waits_of_works(self._waited)
+
+    def __enter__(self) -> None:
+        self._waits.__enter__()
+
+    def __exit__(self, *how: Any) -> None:
+        self._waits.__exit__(*how)
+
+    def follow(self, work: Any, place: Place) -> None:
+        """Follow a work that is about to be given to the program, in this thread."""
+        self._local.newest = work  # nobody else holds it yet
+        self._open[id(work)] = place, weakref.ref(work, partial(self._gone, id(work)))
+
+    def given(self) -> None:
+        """The program has what was followed last in this thread, or has dropped it."""
+        self._local.newest = None
+
+    def close(self) -> None:
+        """The program has ended: what it still holds it never waited for."""
+        self.given()
+        while self._open:
+            self.dropped[self._open.popitem()[1][0]] += 1
+
+    def _waited(self, work: int) -> None:
+        self._open.pop(work, None)
+
+    def _gone(self, work: int, _reference: object) -> None:
+        if (found := self._open.pop(work, None)) is not None:
+            self.dropped[found[0]] += 1
+
+
+def is_given(issued: OperatorCall, caller: FrameType | None) -> bool:
+    """Whether Python code gets the work of a call that was issued by the code of this frame: torch's own functions do,
+    but for messages on a GPU, which batch_isend_irecv waits for together.
+    """
+    from_python = caller is not None and caller.f_code.co_filename == distributed_c10d.__file__
+    return from_python and (issued.call.op not in MESSAGES or issued.call.device == "cpu")
