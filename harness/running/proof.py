@@ -275,4 +275,5 @@ def _verdict(
         worst=finding.worst,
         message=message,
         unchecked=finding.unchecked,
+        decided=finding.decided,
     )

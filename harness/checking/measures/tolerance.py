@@ -96,7 +96,8 @@ class Measured:
     """One tensor held against the truth: the measure that came closest to its limit, in ratios and in epsilons.
 
     `decidable` is False when the limits would admit the tensor times one of FACTORS too: staying within proves nothing.
-    `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked.
+    `zero` is True when the truth is zero but for rounding, and the limit below half of its kind's rms: no factor shows on
+    it, and any other value does. `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Measured:
     decidable: bool = True
     loose: int = 0
     elements: int = 0
+    zero: bool = False
 
     @property
     def right(self) -> bool:
@@ -122,6 +124,11 @@ class Measured:
     def wrong(self) -> bool:
         """Whether rounding cannot explain it. What overflows is neither right nor wrong."""
         return not self.right and not self.overflows
+
+    @property
+    def decided(self) -> bool:
+        """Whether the comparison tells right from wrong: it is wrong, or right within limits that admit no half of it."""
+        return self.wrong or (self.right and (self.decidable or self.zero))
 
     @property
     def ratio(self) -> float:
@@ -255,6 +262,7 @@ def measure(
         decidable=_decidable(dtype, value, true, least, own, slack, allowed),
         loose=0 if slack is None else _loose(slack, dtype, allowed.peak * max(true.rms, least)),
         elements=truth.numel(),
+        zero=true.rms < ZERO_SHARE * least and allowed.frobenius < CEILING,
     )
 
 
