@@ -1,5 +1,5 @@
-"""What the checks of a run did not see, in a few notes: names not returned, limits of a lower precision, doubts on the
-ledger, groupings, the corpus, its rows.
+"""What the checks of a run did not see, in a few notes: names not returned or not decided, limits of a lower precision,
+doubts on the ledger, groupings, the corpus, its rows.
 
 Every case's own list is in `verdicts.jsonl`; a note adds the cases up.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from reports.stored.decided import undecided_notes
 from reports.stored.frames import Run
 
 __all__ = ["unchecked_notes"]
@@ -22,8 +23,16 @@ _MOST = 3
 
 
 def unchecked_notes(run: Run) -> list[str]:
-    """All notes, the most important first; only checks that passed have something to add."""
-    return [*_unreturned(run), *_rounded(run), *_doubts(run), *_regrouped(run), *_read(run), *_rows(run)]
+    """All notes, the most important first; but for undecided tensors only checks that passed have something to add."""
+    return [
+        *undecided_notes(run),
+        *_unreturned(run),
+        *_rounded(run),
+        *_doubts(run),
+        *_regrouped(run),
+        *_read(run),
+        *_rows(run),
+    ]
 
 
 def _unreturned(run: Run) -> list[str]:

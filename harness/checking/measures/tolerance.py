@@ -96,8 +96,8 @@ class Measured:
     """One tensor held against the truth: the measure that came closest to its limit, in ratios and in epsilons.
 
     `decidable` is False when the limits would admit the tensor times one of FACTORS too: staying within proves nothing.
-    `zero` is True when the truth is zero but for rounding, and the limit below half of its kind's rms: no factor shows on
-    it, and any other value does. `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked.
+    `zero` is True when the truth is zero but for rounding: no factor shows on it, any other value does.
+    `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Measured:
 
     @property
     def decided(self) -> bool:
-        """Whether the comparison tells right from wrong: it is wrong, or right within limits that admit no half of it."""
+        """Whether right is told from wrong: beyond its limits, or within limits that admit no half of it."""
         return self.wrong or (self.right and (self.decidable or self.zero))
 
     @property
