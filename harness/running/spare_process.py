@@ -35,6 +35,14 @@ class Spare:
             )
         self.connection = Connection(ours.detach())
 
+    def wait(self) -> int:
+        """Its exit status, or minus the number of the signal that ended it."""
+        return self.process.wait()
+
+    def kill(self) -> None:
+        """End it, whatever it is doing."""
+        self.process.kill()
+
     def close(self) -> None:
         """End it, whatever it is doing; a second time does nothing."""
         self.connection.close()
