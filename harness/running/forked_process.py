@@ -78,14 +78,9 @@ class ForkedProcess:
     def stood(self) -> str:
         """Where it was when it crashed, in the user's code, innermost first; "" where nothing is known."""
         self._stacks.seek(0)
-        text = (
-            self._stacks.read()
-            .decode("utf-8", "replace")
-            .rpartition(_CURRENT)[2]
-            .partition("\n\n")[0]
-            .partition(_OURS)[0]
-        )
-        frames = [frame for frame in _FRAME.finditer(text) if is_user(frame["file"])]
+        crash = self._stacks.read().decode("utf-8", "replace").rpartition(_CURRENT)[2]
+        stack = crash.partition("\n\n")[0].partition(_OURS)[0]
+        frames = [frame for frame in _FRAME.finditer(stack) if is_user(frame["file"])]
         told = [f"{shortened(frame['file'])}:{frame['line']} in {frame['function']}" for frame in frames[:_FRAMES]]
         return ", called from ".join(told)
 

@@ -57,10 +57,11 @@ class Sharing:
         try:
             while kept < len(self.cases):
                 self._give()
+                here = bool(self._mine and self.prove_here)
                 if self._mine and self.prove_here:
                     number = self._mine.popleft()
                     self._finished[number] = self.prove_here(number)
-                self._collect(patient=not self._mine)
+                self._collect(patient=not here)
                 with interrupted_after():
                     while kept in self._finished:
                         kept += 1
@@ -78,15 +79,18 @@ class Sharing:
         """Hand out what waits."""
         if self.prove_here and not self._mine and self._waiting:
             self._mine = self._waiting.popleft()
-        held = _HELD if self.prove_here and len(self._waiting) > _HELD else _HELD_AT_LAST
         for process in self.processes:
-            while self._waiting and len(process.asked) < held:
+            while self._waiting and len(process.asked) < self._held():
                 for number in self._waiting.popleft():
                     process.ask(number, self.cases[number])
 
+    def _held(self) -> int:
+        """How many cases another process holds while so many groups wait."""
+        return _HELD if self.prove_here and len(self._waiting) > _HELD else _HELD_AT_LAST
+
     def _collect(self, *, patient: bool) -> None:
         """Take what others have finished; `patient`: wait for it a moment."""
-        if patient and self.processes and not self._finished:
+        if patient and self.processes:
             wait([process.connection for process in self.processes if process.asked], _LISTEN_S)
         for process in list(self.processes):
             for number, answer in process.answers().items():
