@@ -5,6 +5,7 @@ and takes no other along. In processes of their own, for a pytest session cannot
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -67,8 +68,8 @@ def test_a_case_that_ends_its_process_is_named_and_the_others_are_proved(tmp_pat
     assert "killed by SIGSEGV, at my_subject.py:9 in subject; all ranks are threads of one process" in crash
     assert "--engine pool tells which rank it was" in crash
     assert "its process ended with exit status 3" in done.stdout
-    assert "the dense model did not finish: killed by SIGSEGV, at my_subject.py:27 in truth" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("6 cases: 3 pass, 2 fail, 1 unknown, 0 skip; all ")
+    assert re.search(r"the dense model did not finish: killed by SIGSEGV, at my_subject.py:\d+ in truth", done.stdout)
+    assert done.stdout.splitlines()[-1].startswith("6 cases: 3 pass, 2 fail, 1 unknown, 0 skip; ")
 
 
 def test_a_truth_in_native_code_that_never_ends_is_ended_from_outside(tmp_path: Path) -> None:
