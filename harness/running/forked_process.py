@@ -6,6 +6,7 @@ process has started no threads (`forkable`), initialised no device, and run no a
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -36,6 +37,8 @@ _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+
 _CURRENT = "Current thread"
 _OURS = "in serve_forked"
 _FRAMES = 3
+_PR_SET_PDEATHSIG = 1
+"""By prctl(2)."""
 
 
 class ForkedProcess:
@@ -98,6 +101,7 @@ def _served(serve: Callable[[Connection], object], connection: Connection, stack
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the first process, which ends this one
+        _end_with_parent()
         sys.stdout, sys.stderr = _reopened(sys.stdout), _reopened(sys.stderr)
         faulthandler.enable(stacks)
         torch.ones((), requires_grad=True).backward()
@@ -110,6 +114,12 @@ def _served(serve: Callable[[Connection], object], connection: Connection, stack
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _end_with_parent() -> None:
+    """Have Linux end this process with the one that forked it, also amid a case; elsewhere it ends with its case."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _reopened(stream: TextIO) -> TextIO:

@@ -72,5 +72,5 @@ class Endless:
 
 def test_a_truth_that_never_ends_is_unknown_in_the_time_of_a_run() -> None:
     subject = NamedSubject(name="my:subject", call=Endless())
-    result = prove(Case.parse(ONE), subject, LoopEngine(), timeout_s=0.2)  # type: ignore[arg-type]
+    result = prove(Case.parse(ONE), subject, LoopEngine(), timeout_s=0.2)
     assert result.verdict == "unknown" and result.machine.startswith("time limit of 0.2 s: the dense model is at work")

@@ -11,8 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 SMALL = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1"
 SUBJECT = """
 import ctypes, os, signal
@@ -28,10 +26,7 @@ def subject(case, device):
     if case.seed == 13 and not Path("killed").exists():
         Path("killed").write_text("")
         os.kill(os.getpid(), signal.SIGKILL)
-    outcome = right(case, device)
-    if case.seed == 20:
-        outcome["loss/0"] = 2 * outcome["loss/0"]
-    return outcome
+    return right(case, device)
 
 def truth(case, device):
     if case.seed == 14:
@@ -46,7 +41,10 @@ subject.truth = truth
 """
 
 
-def ran(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], dict[str, dict[str, str]]]:
+Ran = tuple[subprocess.CompletedProcess[str], dict[str, dict[str, str]]]
+
+
+def ran(folder: Path, *words: str) -> Ran:
     """What a command of its own process printed, and the verdicts of its run by case and check."""
     (folder / "my_subject.py").write_text(SUBJECT)
     command = [sys.executable, "-m", "shardproof", "run", "--subject", "my_subject:subject", *words]
@@ -54,12 +52,13 @@ def ran(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], di
     found: dict[str, dict[str, str]] = {}
     for line in (folder / "runs/latest/verdicts.jsonl").read_text().splitlines():
         row = json.loads(line)
-        found.setdefault(row["case"].rpartition("seed=")[2] if "seed=" in row["case"] else "0", {})[row["check"]] = row
-    return done, {seed: {check: row["verdict"] for check, row in rows.items()} for seed, rows in found.items()}
+        found.setdefault(row["case"].rpartition("seed=")[2], {})[row["check"]] = row["verdict"]
+    return done, found
 
 
 def test_a_case_that_ends_its_process_is_named_and_the_others_are_proved(tmp_path: Path) -> None:
-    done, verdicts = ran(tmp_path, *(f"{SMALL} seed={seed}" for seed in (1, 11, 12, 13, 15, 2)))
+    too_large = f"{SMALL} hidden=262144 ffn=1048576 layers=96 seed=3"
+    done, verdicts = ran(tmp_path, *(f"{SMALL} seed={seed}" for seed in (1, 11, 12, 13, 15, 2)), too_large)
     assert (verdicts["11"], verdicts["12"], verdicts["15"]) == ({"run": "fail"}, {"run": "fail"}, {"run": "unknown"})
     for seed in ("1", "2", "13"):
         assert set(verdicts[seed].values()) == {"pass"}, "13 was killed from outside, and passes when it is tried again"
@@ -69,7 +68,8 @@ def test_a_case_that_ends_its_process_is_named_and_the_others_are_proved(tmp_pat
     assert "--engine pool tells which rank it was" in crash
     assert "its process ended with exit status 3" in done.stdout
     assert re.search(r"the dense model did not finish: killed by SIGSEGV, at my_subject.py:\d+ in truth", done.stdout)
-    assert done.stdout.splitlines()[-1].startswith("6 cases: 3 pass, 2 fail, 1 unknown, 0 skip; ")
+    assert done.stdout.splitlines()[-1].startswith("7 cases: 3 pass, 2 fail, 1 unknown, 1 skip; ")
+    assert verdicts["3"] == {"truth": "skip"} and "and this machine has" in done.stdout
 
 
 def test_a_truth_in_native_code_that_never_ends_is_ended_from_outside(tmp_path: Path) -> None:
@@ -78,18 +78,3 @@ def test_a_truth_in_native_code_that_never_ends_is_ended_from_outside(tmp_path: 
     assert verdicts["14"] == {"run": "unknown"} and set(verdicts["1"].values()) == {"pass"}
     assert "time limit of 15 s: the dense model did not end, and could not be interrupted" in done.stdout
     assert done.returncode == 3 and time.monotonic() - begin_s < 200
-
-
-def test_a_case_that_this_machine_cannot_hold_is_skipped_with_the_reason(tmp_path: Path) -> None:
-    done, verdicts = ran(tmp_path, f"{SMALL} hidden=262144 ffn=1048576 layers=96 seed=1", f"{SMALL} seed=2")
-    assert set(verdicts["2"].values()) == {"pass"} and verdicts["1"] == {"truth": "skip"}
-    assert "and this machine has" in done.stdout and done.returncode == 2
-
-
-@pytest.mark.parametrize("more", [(), ("--fail-fast",)])
-def test_fail_fast_ends_a_run_after_the_first_case_that_does_not_pass(tmp_path: Path, more: tuple[str, ...]) -> None:
-    done, verdicts = ran(tmp_path, *(f"{SMALL} seed={seed}" for seed in (1, 20, 2)), *more)
-    assert list(verdicts) == (["1", "20"] if more else ["1", "20", "2"])
-    counts = "1 pass, 1 fail, 0 unknown, 0 skip, 1 not run" if more else "2 pass, 1 fail, 0 unknown, 0 skip"
-    assert done.returncode == 1 and done.stdout.splitlines()[-1].startswith(f"3 cases: {counts};")
-    assert ("note: --fail-fast: 1 of 3 cases were not run" in done.stdout) == bool(more)
