@@ -31,6 +31,7 @@ __all__ = ["ForkedProcess", "forkable", "forked"]
 
 _FIT_S = 30.0
 """How long the new process may take to try its autograd."""
+_LOOK_S = 0.002
 _LEAVE_S = 5.0
 """How long a process without work may take to end by itself."""
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
@@ -60,17 +61,17 @@ class ForkedProcess:
         self.connection = Connection(ours.detach())
         self._code: int | None = None
 
-    def wait(self, limit_s: float | None = None) -> int | None:
+    def wait(self, limit_s: float) -> int | None:
         """Its exit status, or minus the number of the signal that ended it; None when it is still there after that."""
-        end_s = None if limit_s is None else time.monotonic() + limit_s
+        end_s = time.monotonic() + limit_s
         while self._code is None:
-            pid, status = os.waitpid(self.pid, 0 if end_s is None else os.WNOHANG)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self._code = os.waitstatus_to_exitcode(status)
-            elif end_s is not None and time.monotonic() > end_s:
+            elif time.monotonic() > end_s:
                 break
             else:
-                time.sleep(0.002)
+                time.sleep(_LOOK_S)
         return self._code
 
     def kill(self) -> None:
@@ -92,7 +93,7 @@ class ForkedProcess:
         self.connection.close()
         if self.wait(_LEAVE_S) is None:
             self.kill()
-            self.wait()
+            self.wait(_LEAVE_S)
         self._stacks.close()
 
 

@@ -38,6 +38,8 @@ _LEAST_GRACE_S, _MOST_GRACE_S = 3.0, 20.0
 """How much longer than its time limit a part of a case may take before its process is ended: as long again, in these
 bounds.
 """
+_LEAVE_S = 5.0
+"""How long a process that has closed its connection may take to end."""
 _PARTS = 10
 """Checks and diagnoses end by themselves; this many time limits without a word are none of theirs."""
 _BEGINS = "case"
@@ -103,7 +105,10 @@ class ProvingProcess:
         return (1 if self._part in BOUNDED else _PARTS) * self._limit_s + grace_s
 
     def _ended(self, error: ShardproofError | None = None) -> None:
-        code = self._process.wait()
+        code = self._process.wait(_LEAVE_S)
+        if code is None:
+            self._process.kill()
+            code = self._process.wait(_LEAVE_S)
         end = process_end(-signal.SIGKILL if code is None else code)
         self.note = f"a process that proves cases ended ({end.words})"
         if self._part:

@@ -93,8 +93,9 @@ class Sharing:
         if patient and self.processes:
             wait([process.connection for process in self.processes if process.asked], _LISTEN_S)
         for process in list(self.processes):
-            for number, answer in process.answers().items():
-                self._take(number, answer)
+            answers = process.answers()
+            for number in sorted(answers, key=lambda number: not isinstance(answers[number], Proved)):
+                self._take(number, answers[number])
             if process.note:
                 self._replace(process)
 

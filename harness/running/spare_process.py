@@ -35,9 +35,12 @@ class Spare:
             )
         self.connection = Connection(ours.detach())
 
-    def wait(self) -> int:
-        """Its exit status, or minus the number of the signal that ended it."""
-        return self.process.wait()
+    def wait(self, limit_s: float) -> int | None:
+        """Its exit status, or minus the number of the signal that ended it; None when it is still there after that."""
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
 
     def kill(self) -> None:
         """End it, whatever it is doing."""
