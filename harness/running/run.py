@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
     claimed(subject)
     results: list[_Tally] = []
     by_text = {case_text(case): case for case in cases}
-    with _processes(request, spare) as (others, start), _here(request, start) as prove_case:
+    with _processes(request, spare) as (others, start), nullcontext() if start else proving(request) as prove_case:
         store = Store(request.out, subject.name, environment(request.command, _words(request)))
 
         def prove_here(number: int) -> Proved:
@@ -200,16 +200,6 @@ def _processes(request: Request, spare: Spare | None) -> Iterator[tuple[list[Pro
         first = start() if isolated else None
         ours += [first] if first else []
         yield ours, start if first else None
-
-
-@contextmanager
-def _here(request: Request, start: _Start | None) -> Iterator[Callable[[CaseLike], CaseResult] | None]:
-    """What proves cases in this process; None where other processes prove all of them."""
-    if start:
-        yield None
-        return
-    with proving(request) as prove_case:
-        yield prove_case
 
 
 def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Witnesses | None:

@@ -217,8 +217,7 @@ def _compared(headline: pd.DataFrame) -> str:
 
 
 def _pairs(left: pd.Series, other: pd.Series, write: Callable[[object], str], between: str = " / ") -> list[str]:
-    pairs = zip(left.astype("object"), other.astype("object"), strict=True)
-    texts = [(write(a), write(b)) for a, b in pairs]
+    texts = [(write(a), write(b)) for a, b in zip(left.astype("object"), other.astype("object"), strict=True)]
     return [NOTHING if a == b == NOTHING else f"{a}{between}{b}" for a, b in texts]
 
 
