@@ -85,8 +85,13 @@ def _compare(evidence: Evidence, belongs: Callable[[str], bool]) -> Finding | No
 def _counted(measured: Sequence[Measured], unchecked: Sequence[str], kinds: Collection[str]) -> dict[str, Decided]:
     """How many tensors are decided, and of how many, by kind of name; kinds that nobody returned are left out."""
     of = Counter(kind_of(name) for name in (*(m.name for m in measured), *unchecked))
-    decided = Counter(kind_of(m.name) for m in measured if m.decided)
+    decided = Counter(kind_of(m.name) for m in measured if _decided(m))
     return {kind: (decided[kind], count) for kind, count in of.items() if kind in kinds}
+
+
+def _decided(measured: Measured) -> bool:
+    """Whether right is told from wrong: beyond its limits, or within limits that admit no half of it."""
+    return measured.wrong or (measured.right and (measured.decidable or measured.zero))
 
 
 def _with_each_kind(finding: Finding, counts: Mapping[str, Decided], measured: Sequence[Measured]) -> Finding:
@@ -162,8 +167,8 @@ def _overflowed(evidence: Evidence, name: str) -> bool:
 def _judged(measured: list[Measured], unchecked: list[str]) -> Finding:
     wrong = tuple(m for m in measured if m.wrong)
     overflowing = [m.name for m in measured if m.overflows]
-    lost = [m.name for m in measured if m.right and not m.decided] + overflowing
-    proved = [m for m in measured if m.right and m.decided]
+    lost = [m.name for m in measured if m.right and not _decided(m)] + overflowing
+    proved = [m for m in measured if m.right and _decided(m)]
     unseen = tuple(unchecked + lost + [_loose(m) for m in proved if m.loose])
     if wrong:
         first = worst_of(wrong)

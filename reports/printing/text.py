@@ -63,7 +63,7 @@ def show_table(table: Table, stream: TextIO) -> None:
 
 
 def _drawn(table: Table, columns: Sequence[int], width: int) -> RichTable:
-    """These columns of a table in so many characters: what the narrowest leave over goes to who needs least of it."""
+    """These columns of a table in `width` characters: what is left over goes first to the columns that need least."""
     drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     needs = {column: _widest(table, column) - _narrowest(table, column) for column in columns}
     left = width - sum(_narrowest(table, column) + _GAP for column in columns)
@@ -81,7 +81,7 @@ def _drawn(table: Table, columns: Sequence[int], width: int) -> RichTable:
 
 def _bands(table: Table, width: int) -> list[list[int]]:
     """All columns, in bands below each other that are no wider than the terminal; each begins with the first column, or
-    the first two where one alone does not tell the rows apart.
+    the first two where rows share their first cell.
     """
     narrowest = [_narrowest(table, column) + _GAP for column in range(len(table.headers))]
     if sum(narrowest) <= width:

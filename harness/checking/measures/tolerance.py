@@ -126,11 +126,6 @@ class Measured:
         return not self.right and not self.overflows
 
     @property
-    def decided(self) -> bool:
-        """Whether right is told from wrong: beyond its limits, or within limits that admit no half of it."""
-        return self.wrong or (self.right and (self.decidable or self.zero))
-
-    @property
     def ratio(self) -> float:
         """Error in units of what is allowed: at most 1 when right."""
         return ratio(self.error, self.allowed)
