@@ -99,7 +99,9 @@ class Trial:
     def computed(
         self, name: Function, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any
     ) -> Mapping[str, Tensor]:
-        """The same, computed anew and timed as this part. Raises RequestError when the reference cannot compute it."""
+        """The same, computed anew and timed as this part. Raises RequestError when the reference cannot compute it, and
+        MachineError when it takes too long or too much memory.
+        """
         function: Any = resolve(name) if isinstance(name, str) else name
         if self.given:
             words["given"] = self.given
