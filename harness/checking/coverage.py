@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Evidence, Finding
 from harness.checking.measures.tolerance import kind_of
 
 __all__ = ["ON_PURPOSE", "coverage"]
@@ -30,6 +31,7 @@ def coverage(evidence: Evidence) -> Finding:
     declared = {name for name in missing if _matched(name, evidence.declared)}
     unchecked = tuple(f"{name}{ON_PURPOSE}" if name in declared else name for name in missing)
     strange = tuple(sorted(returned - set(evidence.truth)))
+    decided = _unreturned(evidence, missing)
     if evidence.torn:
         message = "nothing is compared: what the ranks drew does not make one tensor that a dense model can be given"
         return Finding(verdict=UNKNOWN, message=message, unchecked=tuple(sorted(returned)))
@@ -37,7 +39,7 @@ def coverage(evidence: Evidence) -> Finding:
         got = f"it returned {', '.join(strange[:_NAMED])}" if strange else "it returned nothing"
         known = ", ".join(list(evidence.truth)[:3])
         message = f"nothing checkable: {got}; the truth has {len(evidence.truth)} names, such as {known}"
-        return Finding(verdict=FAIL, message=message, unchecked=unchecked + strange, names=strange)
+        return Finding(verdict=FAIL, message=message, unchecked=unchecked + strange, names=strange, decided=decided)
     named = {name for outcome in evidence.outcomes for name in outcome}
     strange = tuple(name for name in strange if name in named)  # a captured module of its own is nobody's slip
     undeclared = [name for name in missing if name not in declared]
@@ -53,7 +55,15 @@ def coverage(evidence: Evidence) -> Finding:
         verdict=UNKNOWN if problems else PASS,
         message="; ".join([message, *notes, *problems, *_idle(evidence)]),
         unchecked=unchecked + strange,
+        decided=decided,
     )
+
+
+def _unreturned(evidence: Evidence, missing: Sequence[str]) -> dict[str, Decided]:
+    """By kind of which the subject returned nothing: no tensor is decided, of so many. Other checks count the rest."""
+    kinds = {kind_of(name) for name in evidence.returned}
+    found = Counter(kind_of(name) for name in missing if name not in evidence.given)
+    return {kind: (0, count) for kind, count in found.items() if kind not in kinds}
 
 
 def _matched(name: str, patterns: Sequence[str]) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "PASS",
     "SKIP",
     "UNKNOWN",
+    "Decided",
     "Evidence",
     "Finding",
     "Located",
@@ -37,6 +38,8 @@ __all__ = [
 
 PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
 """`skip` is the word of a case that the subject does not claim; no check ever answers it."""
+Decided = tuple[int, int]
+"""How many tensors of a kind were decided (found right or wrong), and how many the kind has."""
 
 
 _OF_BACKWARD = frozenset({"act_grad", "grad", "grad_norm"})
@@ -225,6 +228,7 @@ class Worst:
 class Finding:
     """What one check found: the answer, one line of words, and what it could not look at.
 
+    `decided`: kind of name ("grad") -> how many tensors were found right or wrong, and of how many.
     `wrong` are the tensors beyond their limit; `where` says phase and module when the check knows them (ledger checks);
     `ranks` are the ranks that are wrong, empty when it is all of them or unknown.
     """
@@ -238,6 +242,7 @@ class Finding:
     ranks: tuple[int, ...] = ()
     phase: str = ""
     region: str = ""
+    decided: Mapping[str, Decided] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +255,7 @@ class Verdict:
     worst: Worst | None
     message: str
     unchecked: tuple[str, ...] = ()
+    decided: Mapping[str, Decided] = field(default_factory=dict)
 
 
 def gathered(

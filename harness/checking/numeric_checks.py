@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Evidence, Finding, Worst
 from harness.checking.measures.small_tensors import measured_together
 from harness.checking.measures.stated_deviations import STATED
 from harness.checking.measures.summation import OVER_TOKENS, error_of_sums, tokens_of
 from harness.checking.measures.tolerance import LEAP, Measured, epsilon, kind_of, kind_rms, measure, step_of
 
-__all__ = ["NUMERIC_KINDS", "held", "numeric", "summed", "worst_of"]
+__all__ = ["KIND_WORDS", "NUMERIC_KINDS", "called", "held", "numeric", "summed", "worst_of"]
 
 NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
     "initial_values": ("init",),
@@ -29,9 +30,22 @@ NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
     "saved": ("saved",),
 }
 """Check -> the kinds of names it compares, in the order in which training computes them."""
+KIND_WORDS: dict[str, str] = {
+    "act": "activations",
+    "act_grad": "activation gradients",
+    "grad": "gradients",
+    "grad_norm": "gradient norms",
+    "param": "parameters",
+    "param_after": "parameters",
+    "exp_avg_after": "optimizer states",
+    "exp_avg_sq_after": "optimizer states",
+}
+"""Kind of name -> the kind of tensors in words, where that is another word than the name's."""
 _REST = "forward"
 """The check that compares every other kind of name too: what a dense model of a subject's own returns beside these."""
 _OVERFLOWS = "is not finite, and not in the dense model in this dtype either (legal: a smaller lr, or fewer steps)"
+_ROUNDING = "rounding alone explains any error"
+_UNMERGED = "none of them could be merged or is known to the truth"
 _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 _EQUAL = 1e-6
 """By this share two errors may differ and be equal but for rounding."""
@@ -66,8 +80,42 @@ def _compare(evidence: Evidence, belongs: Callable[[str], bool]) -> Finding | No
     quick = _together(evidence, known, kinds_rms)
     measured = [quick.get(name) or held(evidence, name, kinds_rms.get(kind_of(name), 0.0)) for name in known]
     found = evidence.deviates.apart(measured)
-    finding = _judged(found.judged, unchecked + found.unchecked)
-    return replace(finding, message="; ".join([finding.message, *found.told]))
+    unseen = unchecked + found.unchecked
+    counts = _counted(found.judged, unseen, {kind_of(name) for name in returned})
+    finding = _with_each_kind(_judged(found.judged, unseen), counts, found.judged)
+    return replace(finding, message="; ".join([finding.message, *found.told]), decided=counts)
+
+
+def _counted(measured: Sequence[Measured], unchecked: Sequence[str], kinds: Collection[str]) -> dict[str, Decided]:
+    """How many tensors are decided, and of how many, by kind of name; kinds that nobody returned are left out."""
+    of = Counter(kind_of(name) for name in (*(m.name for m in measured), *unchecked))
+    decided = Counter(kind_of(m.name) for m in measured if _decided(m))
+    return {kind: (decided[kind], count) for kind, count in of.items() if kind in kinds}
+
+
+def _decided(measured: Measured) -> bool:
+    """Whether right is told from wrong: beyond its limits, or within limits that admit no half of it."""
+    return measured.wrong or (measured.right and (measured.decidable or measured.zero))
+
+
+def _with_each_kind(finding: Finding, counts: Mapping[str, Decided], measured: Sequence[Measured]) -> Finding:
+    """The finding, unknown instead of passed where a kind that was returned has no tensor that is decided."""
+    totals: Counter[str] = Counter()
+    for kind, (decided, _) in counts.items():
+        totals[called(kind)] += decided
+    empty = [kind for kind, decided in totals.items() if not decided]
+    if finding.verdict != PASS or not empty:
+        return finding
+    names = [name for name in finding.unchecked if called(kind_of(name)) == empty[0]]
+    lost = any(m.right and called(kind_of(m.name)) == empty[0] for m in measured)
+    message = f"no tensor of the {empty[0]} could be compared: {_why(names, lost=lost)}; first: {names[0]}"
+    return replace(finding, verdict=UNKNOWN, message=message, worst=None)
+
+
+def _why(unchecked: Sequence[str], *, lost: bool) -> str:
+    """Why no tensor of a kind is decided; `lost`: rounding explains what one of them holds."""
+    deviating = "every one deviates as stated" if any(STATED in name for name in unchecked) else _UNMERGED
+    return _ROUNDING if lost else deviating
 
 
 def _together(evidence: Evidence, names: list[str], kinds: Mapping[str, float]) -> dict[str, Measured]:
@@ -148,8 +196,8 @@ def _overflowed(evidence: Evidence, name: str) -> bool:
 def _judged(measured: Sequence[Measured], unchecked: list[str]) -> Finding:
     wrong = tuple(m for m in measured if m.wrong)
     overflowing = [m.name for m in measured if m.overflows]
-    lost = [m.name for m in measured if m.right and not m.decidable] + overflowing
-    proved = [m for m in measured if m.right and m.decidable]
+    lost = [m.name for m in measured if m.right and not _decided(m)] + overflowing
+    proved = [m for m in measured if m.right and _decided(m)]
     unseen = tuple(unchecked + lost + [_loose(m) for m in proved if m.loose])
     if wrong:
         first = worst_of(wrong)
@@ -164,12 +212,16 @@ def _judged(measured: Sequence[Measured], unchecked: list[str]) -> Finding:
     if overflowing:
         return Finding(verdict=UNKNOWN, message=f"{overflowing[0]} {_OVERFLOWS}", unchecked=unseen)
     if not proved:
-        why = "rounding alone explains any error" if lost else "none of them could be merged or is known to the truth"
-        why = "every one deviates as stated" if not lost and any(STATED in name for name in unchecked) else why
+        why = _why(unchecked, lost=bool(lost))
         return Finding(verdict=UNKNOWN, message=f"no tensor of this kind could be compared: {why}", unchecked=unseen)
     closest = worst_of(proved)
     message = f"{len(proved)} tensors agree; {closest.name} came closest to its limit"
     return Finding(verdict=PASS, message=message, worst=_worst(closest), unchecked=unseen)
+
+
+def called(kind: str) -> str:
+    """A kind of name in words: "gradients" of "grad", "loss" of "loss"."""
+    return KIND_WORDS.get(kind, kind)
 
 
 def _loose(measured: Measured) -> str:

@@ -6,7 +6,7 @@ seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -22,9 +22,9 @@ from harness.diagnosing.six_lines import NO_OUTCOME, crash, tell
 from harness.diagnosing.tracebacks import whole
 from harness.engines.engine import Engine
 from harness.engines.shapes.dry import DryEngine
-from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError
+from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError
 from harness.ledger import Event
-from harness.protocols import CaseLike, Subject, TermLike
+from harness.protocols import CaseLike, Subject, TermLike, case_text
 from harness.running.judging import judged
 from harness.running.locating.drawn import with_drawn_numbers
 from harness.running.locating.wrong_module import with_wrong_module
@@ -49,7 +49,7 @@ from harness.subject import (
 from harness.torch_internals.compiler import leave_unloaded
 from harness.torch_internals.memory import give_back
 
-__all__ = ["NEED_WATCHING", "CaseResult", "prove", "with_traceback"]
+__all__ = ["NEED_WATCHING", "CaseResult", "ended_by", "prove", "with_traceback"]
 
 _UNDECIDED = (NoNumbers, NotComputed)
 """Programs that an engine could not run to their end, and that may well be right."""
@@ -111,11 +111,12 @@ def prove(
     timeout_s: float = 60.0,
     options: str = "",
     truths: Truths | None = None,
+    heard: Callable[[str], object] = str,
 ) -> CaseResult:
     """Run and check one case on a subject, named or given. `options`: further words of the command that repeats it.
 
     `reference` replaces the subject's own truth, or the decoder where it has none. `truths`: what the dense model
-    computed for the case before, on this device and with this reference.
+    computed for the case before, on this device and with this reference. `heard` is called with every part of the case.
 
     Raises RequestError when there is no such subject, the case has too many ranks for this machine, or the dense model
     cannot compute it (unreadable data); whatever the subject does wrong is a failed verdict.
@@ -130,6 +131,7 @@ def prove(
         device=device,
         timeout_s=timeout_s,
         truths=truths or Truths(),
+        heard=heard,
     )
     try:
         verdict, reason = SKIP, refusal(case, trial.subject)
@@ -150,7 +152,7 @@ def prove(
     try:
         return _proved(trial, checks, options)
     except (ProgramError, MachineError) as error:
-        return _ended(trial, error, options)
+        return replace(ended_by(trial.case, trial.subject.name, error, options), seconds=trial.seconds)
     finally:
         torch.set_num_threads(threads)
 
@@ -229,22 +231,22 @@ def _result(
     )
 
 
-def _ended(trial: Trial, error: ProgramError | MachineError, options: str) -> CaseResult:
+def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> CaseResult:
     """The result of a case without an outcome: a program that failed, or a machine."""
+    text = case_text(case)
     machine = str(error) if isinstance(error, MachineError) else ""
     undecided = bool(machine) or isinstance(error, _UNDECIDED)
     verdict = Verdict(
-        case=trial.text,
+        case=text,
         check="run",
         verdict=UNKNOWN if undecided else FAIL,
         worst=None,
-        message=error.cause if isinstance(error, _UNDECIDED) else crash(trial.case, trial.subject.name, error, options),
+        message=error.cause if isinstance(error, _UNDECIDED) else crash(case, subject, error, options),
     )
     return CaseResult(
-        case=trial.case,
-        text=trial.text,
+        case=case,
+        text=text,
         verdicts=(verdict,),
-        seconds=trial.seconds,
         machine=machine,
         traceback=whole(error),
         diagnoses={"run": ended(error)},
@@ -288,4 +290,5 @@ def _verdict(
         worst=finding.worst,
         message=message,
         unchecked=finding.unchecked,
+        decided=finding.decided,
     )

@@ -22,7 +22,9 @@ class Request:
 
     `profile` names the tools under which every case is run once more as a witness of its ledger: torch, nsys. They
     watch `profile_steps` of that run, None for all. With 2 `processes` a second one proves cases beside this one, where
-    ranks are threads; a case comes to the same in both.
+    ranks are threads; a case comes to the same in both. `isolated`: no case is proved in this process, where it can be
+    forked, so that one which ends its process ends no other. `fail_fast`: the first case that neither passes nor is
+    skipped is the last.
     """
 
     cases: tuple[CaseLike, ...]
@@ -36,6 +38,8 @@ class Request:
     profile: tuple[str, ...] = ()
     profile_steps: range | None = None
     processes: int = 1
+    isolated: bool = False
+    fail_fast: bool = False
 
     @property
     def options(self) -> str:

@@ -8,25 +8,29 @@ model cannot compute one of the cases) or every case was skipped, 3 the machine 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.checking.evidence import FAIL, SKIP, UNKNOWN, Verdict
+from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Verdict
 from harness.diagnosing.errors_by_place import ERROR_COLUMNS
 from harness.engines.named import engine_named
-from harness.errors import RequestError
+from harness.errors import RequestError, ShardproofError
 from harness.protocols import CaseLike, case_text
 from harness.recording.spans import SPAN_COLUMNS, span_row
 from harness.running.environment import environment
+from harness.running.forked_process import forked
 from harness.running.order import together
-from harness.running.proof import CaseResult, prove, with_traceback
-from harness.running.ranks.capacity import admit
+from harness.running.proof import CaseResult, ended_by, prove, with_traceback
+from harness.running.proved import Proved, proved
+from harness.running.ranks.capacity import admit, admitted
 from harness.running.ranks.output import shown_once
 from harness.running.request import Request
-from harness.running.second_process import Proved, SecondProcess, prove_all, proved
+from harness.running.second_process import ProvingProcess, serve_forked
+from harness.running.sharing import Sharing
 from harness.running.spare_process import Spare
 from harness.running.store import Store
 from harness.running.truth.kept import Truths
@@ -47,6 +51,7 @@ _AT_ONCE = (
     "inproc-concurrent: its ranks share the global random streams, the default dtype and the state of modules; what "
     "fails here and passes with --engine inproc depends on one of them"
 )
+_Start = Callable[[], ProvingProcess | None]
 _REFUSED = "truth"
 """The check of a case that the dense model cannot compute, among others that it can."""
 Progress = Callable[[int, int, CaseLike, str], object]
@@ -77,33 +82,40 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
 
     `spare` is the second process, if it was started before.
 
-    Raises RequestError before anything runs when there is no case, or when a case is too large for this machine, or
-    when the subject's claims, the engine or the folder are wrong. Where the dense model cannot compute one case of
-    several (it diverges, its data cannot be read) the others are still proved.
+    Raises RequestError before anything runs when there is no case, or when all are too large for this machine, or when
+    the subject's claims, the engine or the folder are wrong. Where the dense model cannot compute one case of
+    several (it diverges, its data cannot be read, it needs too much memory) the others are still proved.
     """
     cases, subject = request.cases, request.subject
     if not cases:
         raise RequestError("cases=(): at least one case is needed; legal: mode=tp tp=2")
-    admit(cases, request.engine)
+    admitted(cases, request.engine)
     claimed(subject)
     results: list[_Tally] = []
     by_text = {case_text(case): case for case in cases}
-    with proving(request) as prove_case, _beside(request, spare) as second:
+    with _processes(request, spare) as (others, start), nullcontext() if start else proving(request) as prove_case:
         store = Store(request.out, subject.name, environment(request.command, _words(request)))
 
         def prove_here(number: int) -> Proved:
+            assert prove_case is not None
             return proved(_witnessed(prove_case(cases[number]), subject, seen, store))
 
-        def keep(found: Proved) -> None:
+        def ended(number: int, error: ShardproofError) -> Proved:
+            return proved(ended_by(cases[number], subject.name, error, request.options))
+
+        def keep(found: Proved) -> bool:
             result = replace(found, verdicts=with_traceback(found.verdicts, found.text, found.traceback, store))
             _keep(store, result)
             results.append(_Tally(verdicts=result.verdicts, verdict=result.verdict, machine=result.machine))
             on_progress(len(results), len(cases), by_text[result.text], result.verdict)
+            return not request.fail_fast or result.verdict in (PASS, SKIP)
 
         try:
             store.plan(_planned(case, subject) for case in cases)
             seen = _witnesses(request, cases, store)
-            prove_all(cases, prove_here, keep, second, together(cases))
+            prove = prove_here if prove_case else None
+            sharing = Sharing(cases=cases, keep=keep, prove_here=prove, processes=others, ended=ended, start=start)
+            sharing.prove_all(together(cases))
         finally:
             store.close()
     if request.page is not None:
@@ -118,17 +130,23 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
             *([_DRY] if request.engine == "dry" else _truth_note(subject)),
             *([_AT_ONCE] if request.engine == "inproc-concurrent" and _exit_status(results) == 1 else []),
             *(seen.notes if seen else ()),
-            *([second.note] if second and second.note else []),
+            *sharing.notes,
+            *_not_run(request, len(results)),
         ),
     )
 
 
-@contextmanager
-def proving(request: Request) -> Iterator[Callable[[CaseLike], CaseResult]]:
-    """What proves one case after another as the request says, in both processes.
+def _not_run(request: Request, done: int) -> list[str]:
+    left = len(request.cases) - done
+    return [f"--fail-fast: {left} of {len(request.cases)} cases were not run"] if left else []
 
-    One of several that the dense model cannot compute is skipped, so that the others are kept; one alone raises
-    RequestError.
+
+@contextmanager
+def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[Callable[[CaseLike], CaseResult]]:
+    """What proves one case after another as the request says, in every process; `heard` is called with their parts.
+
+    One of several that the dense model cannot compute, or this machine cannot hold, is skipped, so that the others are
+    kept; one alone raises RequestError.
     """
     truths = Truths()
     keep_freed_memory()
@@ -136,6 +154,8 @@ def proving(request: Request) -> Iterator[Callable[[CaseLike], CaseResult]]:
 
         def prove_case(case: CaseLike) -> CaseResult:
             try:
+                if len(request.cases) > 1:
+                    admit([case], request.engine)
                 with shown_once():
                     return prove(
                         case,
@@ -145,6 +165,7 @@ def proving(request: Request) -> Iterator[Callable[[CaseLike], CaseResult]]:
                         timeout_s=request.timeout_s,
                         options=request.options,
                         truths=truths,
+                        heard=heard,
                     )
             except RequestError as problem:
                 if len(request.cases) == 1:
@@ -161,13 +182,26 @@ def _refused(case: CaseLike, why: str) -> CaseResult:
 
 
 @contextmanager
-def _beside(request: Request, spare: Spare | None) -> Iterator[SecondProcess | None]:
-    """The second process of a request, when it may have one: an engine whose ranks are threads, and no profiler."""
-    if request.processes < 2 or request.engine != "inproc" or request.profile:
-        yield None
-        return
-    with closing(SecondProcess(replace(request, page=None), spare)) as second:
-        yield second
+def _processes(request: Request, spare: Spare | None) -> Iterator[tuple[list[ProvingProcess], _Start | None]]:
+    """The other processes of a request, and what starts one in the place of one that ended; None where this process
+    proves cases too. They are forked, but for one beside it: where autograd was used, it does not survive a fork.
+    """
+    sent, ours = replace(request, page=None), list[ProvingProcess]()
+    several = request.processes > 1 and request.engine == "inproc" and not request.profile
+    isolated = request.isolated and request.engine != "torchrun" and not request.profile
+
+    def start() -> ProvingProcess | None:
+        process = forked(lambda connection: serve_forked(connection, sent))
+        return None if process is None else ProvingProcess(process, request)
+
+    with ExitStack() as closing:
+        closing.callback(lambda: [*map(ProvingProcess.close, ours)])
+        if several:
+            second = spare or Spare()
+            ours.append(ProvingProcess(second, request, first=(sys.path, sent)))
+        first = start() if isolated else None
+        ours += [first] if first else []
+        yield ours, start if first else None
 
 
 def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Witnesses | None:

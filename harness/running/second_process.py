@@ -1,8 +1,9 @@
-"""A second process that proves cases beside this one: what is independent takes half the time on two cores.
+"""Other processes that prove cases, beside this one or in its place.
 
-It holds few cases at a time, so that both processes end together: those that are one case to the dense model, and some
-to go on with. A case that it could not finish, whatever stopped it, is proved here. Nothing but verdicts,
-lines of the ledger and sizes is sent back. It ends with the socket, so with the process that started it.
+Beside: what is independent takes half the time on two cores. In its place: a case that ends its process (a crash in
+native code, memory that runs out), or that hangs in native code, ends neither this process nor other cases; it is told
+as what it is, and a new process goes on. Nothing but verdicts, lines of the ledger and sizes is sent back. A process
+ends with its socket, so with the one that started it.
 """
 
 from __future__ import annotations
@@ -11,189 +12,152 @@ import gc
 import itertools
 import signal
 import sys
+import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeAlias
 
-from harness.checking.evidence import Verdict
-from harness.diagnosing.errors_by_place import error_rows
+from harness.engines.processes.exit_status import process_end
+from harness.errors import MachineError, RankCrashed, RankDied, ShardproofError, TimeLimit
 from harness.protocols import CaseLike
-from harness.recording.spans import RankSpan
 from harness.resolve import resolve
-from harness.running.interrupts import interrupted_after
-from harness.running.proof import CaseResult
+from harness.running.forked_process import ForkedProcess
+from harness.running.proved import Proved, proved
+from harness.running.request import Request
 from harness.running.spare_process import Spare
-from harness.running.store import ledger_rows
-from harness.running.summary import SummaryRow, summarize
+from harness.running.trials.trial import BOUNDED, PARTS, too_long
 
-__all__ = ["COLLECTED_AFTER", "Proved", "SecondProcess", "proved", "prove_all", "serve"]
+__all__ = ["COLLECTED_AFTER", "Answer", "ProvingProcess", "serve", "serve_forked"]
 
 COLLECTED_AFTER = (5_000, 20, 10)
 """Python looks for garbage after so many new objects (gc.set_threshold): its default of 700 costs a proof 4 %."""
-_HELD, _HELD_AT_LAST = 4, 2
-"""Of fewer cases the second process is given more: one in work and some to go on with while this one is at a long case.
-At last, when as many groups wait, it gets no more than one to go on with, so that both end together.
+_LEAST_GRACE_S, _MOST_GRACE_S = 3.0, 20.0
+"""How much longer than its time limit a part of a case may take before its process is ended: as long again, in these
+bounds.
 """
+_LEAVE_S = 5.0
+"""How long a process that has closed its connection may take to end."""
+_PARTS = 10
+"""Checks and diagnoses end by themselves; this many time limits without a word are none of theirs."""
+_BEGINS = "case"
+"""The part of a case before its first run."""
+_IN_PROCESS = "inproc", "inproc-concurrent"
+_THREADS = "; all ranks are threads of one process: --engine pool tells which rank it was"
 _PROVING = "harness.running.run:proving"
+Answer: TypeAlias = "Proved | Exception"
+"""What is stored of a case, or what was raised."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proved:
-    """What is stored of a proved case. `ledger`: its lines of ledger.csv. `ran`: the ranks of `saved_bytes` when they
-    are not all. `errors` are rows of errors.csv for a case that failed, `unplaced` says why there are none.
+class ProvingProcess:
+    """This process's end of another one that proves cases. `asked` are the numbers of the cases that it has, the first
+    one in work; `note` says how it ended, once it has.
     """
 
-    text: str
-    verdicts: tuple[Verdict, ...]
-    verdict: str
-    machine: bool
-    seconds: Mapping[str, float]
-    ledger: str
-    rows: tuple[SummaryRow, ...]
-    saved_bytes: tuple[int, ...]
-    ran: tuple[int, ...]
-    errors: tuple[Sequence[object], ...] = ()
-    unplaced: str = ""
-    traceback: str = ""
-    spans: tuple[RankSpan, ...] = ()
-
-
-def proved(result: CaseResult) -> Proved:
-    """The part of a result that is stored."""
-    case, evidence = result.case, result.evidence
-    ran, axes = (tuple(evidence.ran), evidence.axes) if evidence else ((), case.axes)
-    rows = summarize(result.text, case.mode, case.world_size, result.events, result.expectation, ran, axes)
-    errors: tuple[Sequence[object], ...] = ()
-    unplaced = ""
-    if evidence and result.diagnosis:
-        try:
-            errors = tuple(error_rows(evidence, result.text, result.diagnosis.first))
-        except Exception as problem:  # a strange tensor, which the verdicts report; the run goes on
-            unplaced = f"{type(problem).__name__}: {problem}"
-    return Proved(
-        text=result.text,
-        verdicts=result.verdicts,
-        verdict=result.verdict,
-        machine=bool(result.machine),
-        seconds=dict(result.seconds),
-        ledger=ledger_rows(result.events),
-        rows=tuple(rows),
-        saved_bytes=tuple(evidence.saved_bytes) if evidence else (),
-        ran=ran,
-        errors=errors,
-        unplaced=unplaced,
-        traceback=result.traceback,
-        spans=evidence.spans if evidence else (),
-    )
-
-
-class SecondProcess:
-    """Its end in this process; a context manager. `asked` are the numbers of the cases that it has."""
-
-    def __init__(self, request: object, spare: Spare | None = None) -> None:
-        """Have it prove cases of this request; one is started unless there is a spare one."""
-        self._spare = spare or Spare()
-        with suppress(OSError):  # it is gone: `answers` finds out
-            self._spare.connection.send(sys.path)
-            self._spare.connection.send(request)
+    def __init__(self, process: Spare | ForkedProcess, request: Request, first: Sequence[object] = ()) -> None:
+        """Use this one for a request; `first` is what it must be sent before any case."""
+        self._process = process
+        self._limit_s, self._hint = request.timeout_s, _THREADS if request.engine in _IN_PROCESS else ""
+        self._part, self._since_s = "", 0.0
         self.asked: deque[int] = deque()
         self.note = ""
+        self.error: ShardproofError | None = None
+        with suppress(OSError):  # it is gone: `answers` finds out
+            for what in first:
+                self.connection.send(what)
+
+    @property
+    def connection(self) -> Connection:
+        """What has data when there is an answer."""
+        return self._process.connection
 
     def ask(self, number: int, case: CaseLike) -> None:
         """Have this case proved."""
         self.asked.append(number)
         with suppress(OSError):  # it is gone: `answers` finds out
-            self._spare.connection.send(case)
+            self.connection.send(case)
 
-    def answers(self, *, wait: bool) -> dict[int, Proved | None]:
-        """What it finished since the last call, None for what it could not; `wait` for one answer at least."""
-        found: dict[int, Proved | None] = {}
+    def answers(self) -> dict[int, Answer]:
+        """What it finished since the last call. When it has ended, or must be ended, `note` says so and `error` is that
+        of the case that it was proving; None when it was proving none.
+        """
+        found: dict[int, Answer] = {}
         try:
-            while self.asked and self._spare.connection.poll(None if wait and not found else 0):
-                answer = self._spare.connection.recv()
-                found[self.asked.popleft()] = answer
+            while self.asked and self.connection.poll():
+                answer = self.connection.recv()
+                if isinstance(answer, str):
+                    self._part, self._since_s = answer, time.monotonic()
+                else:
+                    found[self.asked.popleft()], self._part = answer, ""
         except (EOFError, OSError):
-            status = self._spare.process.wait()
-            how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            self.note = f"the second process ended ({how}): its cases were proved in the first"
-            found |= dict.fromkeys(self.asked)
-            self.asked.clear()
+            self._ended()
+            return found
+        if self.asked and self._part and time.monotonic() > self._since_s + self._allowed_s():
+            self._process.kill()
+            self._ended(TimeLimit(too_long(self._part, self._limit_s), ranks=(), positions=()))
         return found
 
+    def _allowed_s(self) -> float:
+        """How long this part of a case may go on without a word: what ends by itself in time is never ended."""
+        grace_s = min(max(self._limit_s, _LEAST_GRACE_S), _MOST_GRACE_S)
+        return (1 if self._part in BOUNDED else _PARTS) * self._limit_s + grace_s
+
+    def _ended(self, error: ShardproofError | None = None) -> None:
+        code = self._process.wait(_LEAVE_S)
+        if code is None:
+            self._process.kill()
+            code = self._process.wait(_LEAVE_S)
+        end = process_end(-signal.SIGKILL if code is None else code)
+        self.note = f"a process that proves cases ended ({end.words})"
+        if self._part:
+            stood = self._process.stood() if isinstance(self._process, ForkedProcess) else ""
+            words = f"{end.words}{f', at {stood}' if stood else ''}"
+            self.error = error or _error(self._part, words, self._hint, by_program=end.by_program)
+
     def close(self) -> None:
-        """End it, whatever it is doing."""
-        self._spare.close()
+        """End it, at once when it is at work."""
+        if self.asked and isinstance(self._process, ForkedProcess):
+            self._process.kill()
+        self._process.close()
 
 
-def prove_all(
-    cases: Sequence[CaseLike],
-    prove_here: Callable[[int], Proved],
-    keep: Callable[[Proved], object],
-    second: SecondProcess | None = None,
-    together: Sequence[Sequence[int]] = (),
-) -> None:
-    """Prove every case, here and in the second process; `keep` gets the results in the order of the cases.
-
-    `together`: the numbers of all cases in groups, each of which one process proves. When something is raised here,
-    what both have finished is kept before it is raised further.
-    """
-    waiting = deque(map(deque, together or [[number] for number in range(len(cases))]))
-    mine, finished, kept = deque[int](), dict[int, Proved](), 0
-    try:
-        while kept < len(cases):
-            if not mine and waiting:
-                mine = waiting.popleft()
-            while second and not second.note and waiting and len(second.asked) < _held(len(waiting)):
-                for number in waiting.popleft():
-                    second.ask(number, cases[number])
-            if mine:
-                number = mine.popleft()
-                finished[number] = prove_here(number)
-            for number, answer in (second.answers(wait=not mine and not waiting) if second else {}).items():
-                if answer is None:
-                    mine.append(number)
-                else:
-                    finished[number] = answer
-            with interrupted_after():
-                while kept in finished:
-                    keep(finished.pop(kept))
-                    kept += 1
-    except BaseException:
-        answers = second.answers(wait=False) if second else {}
-        finished |= {number: answer for number, answer in answers.items() if answer}
-        with interrupted_after():
-            for number in sorted(finished):
-                keep(finished[number])
-        raise
-
-
-def _held(waiting: int) -> int:
-    """How many cases the second process holds while so many groups wait."""
-    return _HELD if waiting > _HELD else _HELD_AT_LAST
+def _error(part: str, words: str, hint: str, *, by_program: bool) -> ShardproofError:
+    """What is told of a case that ended its process in this part."""
+    if not by_program:
+        return RankDied(words, ranks=(), positions=())
+    if part in PARTS:
+        return MachineError(f"{PARTS[part]} did not finish: {words}", ranks=(), positions=())
+    return RankCrashed(f"{words}{hint}", ranks=(), positions=())
 
 
 def serve(descriptor: int) -> None:
-    """The second process: prove the cases that come until the first process has ended."""
+    """A fresh process beside the first: prove the cases that come until that has ended."""
     connection = Connection(descriptor)
-    proving: Any = resolve(_PROVING)
     gc.enable()  # imports, which make no garbage, were done without
     gc.set_threshold(*COLLECTED_AFTER)
-    with suppress(EOFError, OSError), proving(_received(connection)) as prove_case:
+    with suppress(EOFError, OSError):
+        sys.path[:] = connection.recv()  # modules that the request names are looked for where the first process looks
+        serve_forked(connection, connection.recv())
+
+
+def serve_forked(connection: Connection, request: Request) -> None:
+    """Prove the cases of a request that come until the first process has ended."""
+    proving: Any = resolve(_PROVING)
+    with suppress(EOFError, OSError), proving(request, connection.send) as prove_case:
         for number in itertools.count():
             case = connection.recv()
-            try:
-                answer = proved(prove_case(case))
-            except Exception:  # raised once more, and told, where the case is proved again
-                answer = None
-            connection.send(answer)
+            connection.send(_BEGINS)
+            connection.send(_answer(prove_case, case))
             if not number:
                 gc.freeze()  # what is loaded now stays: collections between cases need not look through it
 
 
-def _received(connection: Connection) -> Any:
-    """The request; modules that it names are looked for where the first process looks."""
-    sys.path[:] = connection.recv()
-    return connection.recv()
+def _answer(prove_case: Callable[[CaseLike], Any], case: CaseLike) -> Answer:
+    try:
+        return proved(prove_case(case))
+    except ShardproofError as problem:
+        return problem
+    except Exception as problem:
+        return RuntimeError(f"{type(problem).__name__}: {problem}\n{traceback.format_exc()}")

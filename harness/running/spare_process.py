@@ -35,6 +35,17 @@ class Spare:
             )
         self.connection = Connection(ours.detach())
 
+    def wait(self, limit_s: float) -> int | None:
+        """Its exit status, or minus the number of the signal that ended it; None when it is still there after that."""
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        """End it, whatever it is doing."""
+        self.process.kill()
+
     def close(self) -> None:
         """End it, whatever it is doing; a second time does nothing."""
         self.connection.close()

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from harness.errors import RequestError, error_text
+from harness.errors import MachineError, RequestError, error_text
 from harness.protocols import CaseLike, Subject, Value
 from harness.resolve import resolve
 
@@ -80,10 +80,12 @@ def called(subject: Subject, case: CaseLike, device: torch.device) -> Mapping[st
 
 
 def answered(question: str, ask: Callable[[], T]) -> T:
-    """What `ask` gets from the subject. Raises Unanswered for whatever its code raises, sys.exit too."""
+    """What `ask` gets from the subject. Raises Unanswered for whatever its code raises, sys.exit too, and MachineError
+    as it is: its time was over.
+    """
     try:
         return ask()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, MachineError):
         raise
     except BaseException as problem:
         raise Unanswered(f"subject.{question} failed: {error_text(problem)}{_where(problem)}") from problem

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.torch_internals.lookup import Probe
 
-__all__ = ["PROBES", "generator_address", "give_back", "keep_freed_memory", "storage_id", "tight_heap"]
+__all__ = ["PROBES", "generator_address", "give_back", "keep_freed_memory", "out_of_memory", "storage_id", "tight_heap"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt, by malloc.h."""
@@ -66,6 +66,11 @@ def give_back(held: Iterable[Tensor]) -> None:
     if sum(tensor.nbytes for tensor in held) > _LARGE_BYTES:
         gc.collect()
         _glibc("malloc_trim", 0)
+
+
+def out_of_memory(problem: BaseException) -> bool:
+    """Whether an exception says that there is no memory; torch's allocator of the CPU raises a plain RuntimeError."""
+    return isinstance(problem, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(problem)
 
 
 def _glibc(name: str, *words: int) -> None:

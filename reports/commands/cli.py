@@ -52,7 +52,7 @@ _HANDLERS = {
     "help": "reports.commands.word_help:main",
 }
 _TRUTH = "a dense model to compare with; alone: the subject itself on one rank (its attribute truth, or our decoder)"
-_TIMEOUT = "how long a run of a case may take (60); every case is run up to three times"
+_TIMEOUT = "how long a run of a case may take, and its dense model (60); every case is run up to three times"
 _WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
 
 
@@ -85,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _WRONG_REQUEST
     module, _, function = _HANDLERS[parsed.command].partition(":")
     parsed.spare = _spare(parsed)
+    parsed.isolated = arguments is None  # the process is ours: nobody has used autograd in it
     try:
         # Imported only now: torch and pandas take seconds, and neither `--help` nor a wrong word waits for them.
         with _uncollected():
@@ -217,6 +218,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--preset-experiment", metavar="NAME", help="repeat a published run: gpt3-857m-tp4")
     run.add_argument("--emit-repro", metavar="FILE", help="the first failure, shrunk, as a script of its own")
     run.add_argument("--timeout", default="60", metavar="SECONDS", help=_TIMEOUT)
+    run.add_argument("--fail-fast", action="store_true", help="stop after the first case that does not pass")
     run.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
     run.add_argument(
         "--json", action="store_true", help="the result as one JSON object on stdout, and nothing else there"

@@ -1,4 +1,4 @@
-"""`shardproof run --emit-repro FILE`: the first failing case, shrunk and written as a script that stands alone."""
+"""`shardproof run --emit-repro FILE`: the simplest failing case, shrunk and written as a script that stands alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness.checking.evidence import FAIL
 from harness.engines.named import engine_named
-from harness.protocols import case_text
+from harness.protocols import CaseLike, case_text
 from harness.running.request import Request
 from harness.running.run import RunResult
 from reports.options.script_file import writing
@@ -26,8 +26,9 @@ def write_script(result: RunResult, request: Request, file: str) -> str:
     if not failed:
         return f"{file} was not written: no case failed"
     with engine_named("inproc") as engine:
-        first = next(case for case in request.cases if case_text(case) in failed)
-        text = emit(first, request.subject, engine)
+        text = emit(
+            min((case for case in request.cases if case_text(case) in failed), key=_simplicity), request.subject, engine
+        )
     if text is None:
         return (
             f"{file} was not written: no returned tensor is wrong and the subject finishes, so a script shows nothing"
@@ -35,3 +36,11 @@ def write_script(result: RunResult, request: Request, file: str) -> str:
     with writing(file):
         Path(file).write_text(text, encoding="utf-8")
     return f"{file} repeats {shown_name(text) or 'how the subject ends'}: run it with python {file}"
+
+
+def _simplicity(case: CaseLike) -> tuple[float, ...]:
+    """The order in which failures are shown."""
+    from reports.stored.bugs import simplicity  # noqa: PLC0415  (loads pandas)
+
+    words = {name: getattr(case, name) for name in ("dtype", "world_size", "steps", "micro")}
+    return simplicity({**words, "case": case_text(case)})

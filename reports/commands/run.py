@@ -24,6 +24,7 @@ from harness.engines.processes.launched.torchrun import dismiss, serve, serves
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
+from harness.running.forked_process import forkable
 from harness.running.order import arranged
 from harness.running.request import Request
 from harness.running.run import RunResult, run
@@ -91,6 +92,7 @@ def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
 
 
 def _run(request: Request, spare: Spare | None) -> RunResult:
+    request = dataclasses.replace(request, isolated=request.isolated and forkable(request.device))
     latest = request.out / "latest"
     before = latest.resolve()
     try:

@@ -18,10 +18,10 @@ from harness.running.run import RunResult
 from reports.comparing import breakeven
 from reports.pages import page
 from reports.printing import tables, witnesses
-from reports.printing.text import append_step_summary, show_message, show_table
+from reports.printing.text import STYLES, append_step_summary, show_message, show_report, show_table
 from reports.programs import tables as programs
 from reports.stored import stages, summary
-from reports.stored.bugs import bugs
+from reports.stored.bugs import bugs, simplest_first
 from reports.stored.frames import Run, load
 from reports.stored.parts import recorded
 from reports.stored.unchecked import unchecked_notes
@@ -74,6 +74,7 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
         show_message(f"note: {note}", sys.stdout, style="yellow")
     page_words = "report.html opens offline; " if (result.path / "report.html").exists() else ""
     show_message(f"{result.path}  ({page_words}`shardproof show` prints all tables)", sys.stdout)
+    _show_tally(run, sys.stdout)
 
 
 def _as_json(result: RunResult, run: Run, rows: pd.DataFrame, notes: Sequence[str]) -> dict[str, object]:
@@ -82,6 +83,7 @@ def _as_json(result: RunResult, run: Run, rows: pd.DataFrame, notes: Sequence[st
     return {
         "exit_status": result.exit_status,
         "run": str(result.path),
+        "tally": summary.tally(summary.headline(run), run.verdicts),
         "cases": _rows(rows),
         "failures": _rows(told[["case", "check", "verdict", "message"]]),
         "notes": list(notes),
@@ -118,6 +120,13 @@ def show_run(run: Run, stream: TextIO) -> None:
     show_failures(run, stream)
     for note in (*unchecked_notes(run), *run.notes):
         show_message(f"note: {note}", stream, style="yellow")
+    _show_tally(run, stream)
+
+
+def _show_tally(run: Run, stream: TextIO) -> None:
+    """The last line: how many cases passed, failed, are unknown, were skipped; how many tensors are decided."""
+    headline = summary.headline(run)
+    show_message(summary.tally(headline, run.verdicts), stream, style=f"bold {STYLES[summary.overall(headline)]}")
 
 
 def _show_program(run: Run, stream: TextIO) -> None:
@@ -131,15 +140,15 @@ def _show_program(run: Run, stream: TextIO) -> None:
 
 
 def show_failures(run: Run, stream: TextIO) -> None:
-    """Six lines for every first place of failures, with the count of what else fails from there on; then a reason for
-    every check that was skipped or could not be decided.
+    """Six lines for every first place of failures, the simplest case first, with the checks that fail from there on;
+    then a reason for every check that was skipped or could not be decided.
     """
-    for bug in bugs(run.verdicts):
-        follows = f"{bug.follows}\n" if bug.follows else ""
-        show_message(f"fail: {bug.case}\n{bug.message}\n{follows}", stream)
+    for bug in bugs(simplest_first(run)):
+        show_report("fail", f"fail: {bug.case}", [*bug.message.splitlines(), *filter(None, [bug.follows])], stream)
     for verdict in summary.worst_first(run.verdicts).to_dict("records"):
         if verdict["verdict"] not in ("pass", "fail"):
-            show_message(f"{_told(verdict)}: {verdict['case']}\n{verdict['message']}\n", stream)
+            head = f"{_told(verdict)}: {verdict['case']}"
+            show_report(str(verdict["verdict"]), head, str(verdict["message"]).splitlines(), stream)
 
 
 def _told(verdict: dict[Hashable, Any]) -> str:

@@ -23,7 +23,7 @@ from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read as read_cluster
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
-from harness.running.ranks.capacity import admit
+from harness.running.ranks.capacity import admitted
 from harness.running.request import Request, seconds
 from harness.subject import (
     NamedSubject,
@@ -158,8 +158,7 @@ def requested(arguments: argparse.Namespace) -> Request:
             raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
         cases = given or _defaults(arguments, subject)
         steps = profiled_steps(arguments, cases)
-        admit(cases, arguments.engine)
-        _read_first(cases)
+        _read_first(admitted(cases, arguments.engine))
     return Request(
         cases=cases,
         subject=subject,
@@ -171,6 +170,8 @@ def requested(arguments: argparse.Namespace) -> Request:
         profile=profiled_tools(arguments),
         profile_steps=steps,
         processes=1 if arguments.cases else min(2, os.cpu_count() or 1),
+        isolated=getattr(arguments, "isolated", False),
+        fail_fast=arguments.fail_fast,
     )
 
 

@@ -38,6 +38,7 @@ class CaseBars:
     saved: Markup
     saved_mib: str
     error: str
+    decided: str
     begins: bool
     """Whether this is the first line of so many ranks."""
 
@@ -71,6 +72,7 @@ def lines(run: Run) -> tuple[tuple[CaseBars, ...], str]:
                 saved=_bar([("saved", kept, _SAVED)], fullest, "saved MiB"),
                 saved_mib=mebibytes(row["saved_bytes"]),
                 error=_pair(row["worst_error"], row["worst_allowed"]),
+                decided="-" if pd.isna(row["tensors"]) else f"{count(row['decided'])} of {count(row['tensors'])}",
                 begins=bool(made) and (made[-1].ranks, made[-1].verdict) != (ranks, row["verdict"]),
             )
         )

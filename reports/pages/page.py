@@ -27,6 +27,7 @@ from reports.printing import tables, witnesses
 from reports.printing.tables import Table, mebibytes
 from reports.programs import tables as programs
 from reports.stored import spread, stages, summary
+from reports.stored.bugs import simplest_first
 from reports.stored.files import csv_table
 from reports.stored.frames import Run
 from reports.stored.parts import recorded
@@ -89,6 +90,7 @@ def _parts(run: Run) -> dict[str, object]:
     """What the template shows, by its names for it."""
     headline = summary.headline(run)
     verdicts = summary.worst_first(run.verdicts)
+    failed = simplest_first(run)
     lines, shared = bars.lines(run)
     used = set(run.summary["phase"])
     program = recorded(run.path)
@@ -97,14 +99,14 @@ def _parts(run: Run) -> dict[str, object]:
         "program": programs.overview(run) if program else None,
         "findings": programs.findings(run) if program else [],
         "overall": summary.overall(headline),
-        "tally": _tally(headline),
+        "tally": summary.tally(headline, run.verdicts),
         "worst": int((headline["verdict"] == summary.overall(headline)).sum()),
         "against": tables.headline_table(headline).title,
         "about": _about(run.env),
         "lines": lines,
         "shared": shared,
         "phases": [(phase, colour) for phase, colour in bars.PHASE_COLOURS.items() if phase in used],
-        "failures": spread.groups(verdicts[verdicts["verdict"] == "fail"], run.path),
+        "failures": spread.groups(failed[failed["verdict"] == "fail"], run.path),
         "open": _open(verdicts),
         "most_messages": _MOST_MESSAGES,
         "turns": run.env.get("request", {}).get("engine") == _TURNS,
@@ -124,13 +126,6 @@ def _parts(run: Run) -> dict[str, object]:
         "verdicts": tables.verdict_table(verdicts),
         "environment": _environment(run.env),
     }
-
-
-def _tally(headline: pd.DataFrame) -> str:
-    """ "17 pass, 1 fail"."""
-    counts = headline["verdict"].value_counts()
-    words = sorted(counts.index, key=summary.badness)
-    return ", ".join(f"{counts[word]} {word}" for word in words) or "no case"
 
 
 def _about(env: dict[str, Any]) -> str:

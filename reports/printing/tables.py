@@ -140,6 +140,7 @@ def headline_table(headline: pd.DataFrame) -> Table:
         own_words=words,
         both_calls=_pairs(headline["forward_calls"], headline["backward_calls"], count),
         both_errors=_pairs(headline["worst_error"], headline["worst_allowed"], small),
+        tensors_decided=_pairs(headline["decided"], headline["tensors"], count, " of "),
     )
     return table(
         _compared(headline),
@@ -152,11 +153,13 @@ def headline_table(headline: pd.DataFrame) -> Table:
             ("expected", "expected_payload_bytes", mebibytes),
             ("saved", "saved_bytes", mebibytes),
             ("max error / allowed", "both_errors", pair),
+            ("decided", "tensors_decided", pair),
             ("verdict", "verdict", str),
             ("case", "own_words", mark),
         ),
         note="calls and MiB (payload): one rank, the whole run; saved: the most MiB that autograd held on a rank; "
-        "error: the check that came closest to its limit" + (f"; every case: {shared}" if shared else ""),
+        "error: the check that came closest to its limit; decided: tensors found right or wrong"
+        + (f"; every case: {shared}" if shared else ""),
     )
 
 
@@ -213,10 +216,9 @@ def _compared(headline: pd.DataFrame) -> str:
     return "Every case against its expected ledger" if known else "Every case"
 
 
-def _pairs(left: pd.Series, other: pd.Series, write: Callable[[object], str]) -> list[str]:
-    pairs = zip(left.astype("object"), other.astype("object"), strict=True)
-    texts = [(write(a), write(b)) for a, b in pairs]
-    return [NOTHING if a == b == NOTHING else f"{a} / {b}" for a, b in texts]
+def _pairs(left: pd.Series, other: pd.Series, write: Callable[[object], str], between: str = " / ") -> list[str]:
+    texts = [(write(a), write(b)) for a, b in zip(left.astype("object"), other.astype("object"), strict=True)]
+    return [NOTHING if a == b == NOTHING else f"{a}{between}{b}" for a, b in texts]
 
 
 def traffic_table(traffic: pd.DataFrame, title: str = "Calls and bytes beside the expectation") -> Table:

@@ -6,9 +6,11 @@ GITHUB_STEP_SUMMARY names a file, the headline table is appended there as markdo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Literal, Protocol, TextIO
 
 from rich import box
@@ -20,15 +22,30 @@ from rich.table import Table as RichTable
 if TYPE_CHECKING:
     from reports.printing.tables import Table  # loads pandas, which a message and a line of progress do not need
 
-__all__ = ["Progress", "Ticker", "append_step_summary", "markdown", "plain", "show_message", "show_table", "ticking"]
+__all__ = [
+    "STYLES",
+    "Progress",
+    "Ticker",
+    "append_step_summary",
+    "markdown",
+    "plain",
+    "show_message",
+    "show_report",
+    "show_table",
+    "ticking",
+]
 
 _LONGEST = 24
 """Characters that stay in one line of the terminal however narrow it is."""
+_GAP = 2
+"""Characters between two columns of a terminal."""
 _LINE = 119
 """Characters of a line of progress at most; the whole text of a case stands in the run folder."""
 _BESIDE_BAR = 60
 """Characters of a case beside the bar in a terminal."""
-_STYLES = {"pass": "green", "yes": "green", "fail": "bold red", "no": "bold red", "unknown": "yellow", "skip": "dim"}
+_LABEL = re.compile(r"[a-z ]{4,8}: +")
+"""What begins a line of a failure's report: "what:   "."""
+STYLES = {"pass": "green", "yes": "green", "fail": "bold red", "no": "bold red", "unknown": "yellow", "skip": "dim"}
 
 
 def show_table(table: Table, stream: TextIO) -> None:
@@ -37,21 +54,45 @@ def show_table(table: Table, stream: TextIO) -> None:
         stream.write(plain(table) + "\n")
         return
     console = Console(file=stream, highlight=False)
-    drawn = RichTable(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for column, header in enumerate(table.headers):
-        justify: Literal["left", "right"] = "right" if column in table.numbers else "left"
-        drawn.add_column(header, justify=justify, min_width=_narrowest(table, column), overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*(_styled(cell) for cell in row))
     console.print(table.title, style="bold", markup=False)
-    # Too narrow a terminal folds the lines itself; rich would cut cells off.
-    console.print(drawn, crop=False, no_wrap=True)
+    for columns in _bands(table, console.width):
+        # A terminal narrower than two columns folds the lines itself; rich would cut cells off.
+        console.print(_drawn(table, columns, console.width), crop=False, no_wrap=True)
     console.print(table.note, style="dim", markup=False)
     console.print()
+
+
+def _drawn(table: Table, columns: Sequence[int], width: int) -> RichTable:
+    """These columns of a table in `width` characters: what is left over goes first to the columns that need least."""
+    drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    needs = {column: _widest(table, column) - _narrowest(table, column) for column in columns}
+    left = width - sum(_narrowest(table, column) + _GAP for column in columns)
+    for column in sorted(columns, key=needs.__getitem__):
+        needs[column] = min(needs[column], max(left, 0))
+        left -= needs[column]
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column in table.numbers else "left"
+        size = _narrowest(table, column) + needs[column]
+        drawn.add_column(table.headers[column], justify=justify, width=size, overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(_styled(row[column]) for column in columns))
+    return drawn
+
+
+def _bands(table: Table, width: int) -> list[list[int]]:
+    """All columns, in bands below each other that are no wider than the terminal; each begins with the first column, or
+    the first two where rows share their first cell.
+    """
+    narrowest = [_narrowest(table, column) + _GAP for column in range(len(table.headers))]
+    if sum(narrowest) <= width:
+        return [list(range(len(narrowest)))]
+    keys = [0] if len({row[0] for row in table.rows}) == len(table.rows) else [0, 1]
+    bands = [[*keys]]
+    for column in range(len(keys), len(narrowest)):
+        if len(bands[-1]) > len(keys) and sum(narrowest[each] for each in (*bands[-1], column)) > width:
+            bands.append([*keys])
+        bands[-1].append(column)
+    return bands
 
 
 def _narrowest(table: Table, column: int) -> int:
@@ -62,8 +103,13 @@ def _narrowest(table: Table, column: int) -> int:
     return max(headers + [min(len(text), _LONGEST) for text in whole])
 
 
+def _widest(table: Table, column: int) -> int:
+    """Width in which no text of a column is folded."""
+    return max(map(len, (table.headers[column], *(row[column] for row in table.rows))))
+
+
 def _styled(cell: str) -> str:
-    style = _STYLES.get(cell)
+    style = STYLES.get(cell)
     return f"[{style}]{cell}[/]" if style else escape(cell)
 
 
@@ -113,6 +159,28 @@ def show_message(message: str, stream: TextIO, style: str = "") -> None:
         Console(file=stream, highlight=False, soft_wrap=True).print(escape(message), style=style or None)
     else:
         stream.write(message + "\n")
+
+
+def show_report(verdict: str, head: str, lines: Sequence[str], stream: TextIO) -> None:
+    """Print a failure or what else is no pass: its head, then its lines, "label: words" mostly, and an empty one.
+
+    In a terminal the head has its verdict's colour, and a line that is too long goes on below its words. A command to
+    repeat is not folded, so that it can be copied.
+    """
+    if not stream.isatty():
+        stream.write("\n".join([head, *lines, "", ""]))
+        return
+    console = Console(file=stream, highlight=False, soft_wrap=True)
+    console.print(escape(head), style=STYLES.get(verdict))
+    for line in lines:
+        label = found.group() if (found := _LABEL.match(line)) else ""
+        if label.startswith("repeat") or not line.strip():
+            folded = line
+        else:
+            width, indent = max(console.width, 2 * _LONGEST), " " * len(label)
+            folded = fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+        console.print(f"[bold]{escape(label)}[/]{escape(folded[len(label) :])}" if label else escape(folded))
+    console.print()
 
 
 class Ticker(Protocol):

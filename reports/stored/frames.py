@@ -55,7 +55,8 @@ class Run:
     ledger    the contract's columns; one row an event
     summary   calls and bytes of one rank by case, mode, phase, op, axis, group_size, beside the expectation (NA: none)
     verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message, unchecked (names,
-              joined by "; "), mode; one row a check, and an unknown "run" where a killed run lost some of a case
+              joined by "; "), decided ("grad 8/23; loss 2/2": 8 of 23 gradients are decided), mode; one row a check,
+              and an unknown "run" where a killed run lost some of a case
     timings   case, part, seconds, mode; one row a part of a case
     memory    case, rank, saved_bytes: the most that autograd held for backward; empty when it was not measured
     spans     case, rank, step, kind ("F", "B", or the op of an asynchronous call), micro, chunk, start_us, end_us,
@@ -169,6 +170,7 @@ def _verdicts(path: Path, notes: list[str]) -> pd.DataFrame:
                 "worst_epsilons": _number(worst.get("epsilons", worst.get("in epsilons"))),
                 "message": str(row.get("message") or ""),
                 "unchecked": "; ".join(map(str, row.get("unchecked") or ())),
+                "decided": _decided(path, row.get("decided") or {}),
             }
         )
     text, number = pd.Series(dtype="str"), pd.Series(dtype="float64")
@@ -176,8 +178,19 @@ def _verdicts(path: Path, notes: list[str]) -> pd.DataFrame:
     empty |= {n: number for n in ("worst_error", "worst_allowed", "worst_epsilons")} | {
         "message": text,
         "unchecked": text,
+        "decided": text,
     }
     return pd.DataFrame(rows) if rows else pd.DataFrame(empty)
+
+
+def _decided(path: Path, counts: object) -> str:
+    """Kinds of names with how many of how many tensors are decided; "" in folders of older releases."""
+    if not isinstance(counts, dict):
+        raise RunFolderError(f"{path}: `decided` must be an object, kind: [decided, tensors]")
+    try:
+        return "; ".join(f"{kind} {int(decided)}/{int(tensors)}" for kind, (decided, tensors) in counts.items())
+    except (TypeError, ValueError) as error:
+        raise RunFolderError(f"{path}: `decided` must be an object, kind: [decided, tensors] ({error})") from error
 
 
 def _torn(lines: Sequence[dict[str, Any]], notes: list[str], *, cut: bool) -> list[dict[str, Any]]:

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 
 import pandas as pd
 
+from reports.stored.decided import by_case, decided_words
 from reports.stored.frames import Run, in_order
 
-__all__ = ["apart", "grouped", "headline", "overall", "traffic", "worst_first"]
+__all__ = ["apart", "grouped", "headline", "overall", "tally", "traffic", "worst_first"]
 
 RANKING = ("pass", "skip", "unknown", "fail")
 """Verdicts from good to bad; a case is as good as its worst check."""
@@ -46,11 +47,11 @@ def headline(run: Run) -> pd.DataFrame:
     mode, ranks, case (its whole text), words (of it, without mode and data), forward_calls, backward_calls,
     payload_bytes, expected_payload_bytes (NA without expectation), saved_bytes (of the fullest rank; NA when not
     measured), worst_error and worst_allowed (of the check that came closest to its limit; NaN when nothing was
-    measured), verdict.
+    measured), decided and tensors (how many were found right or wrong, of how many; NA when not counted), verdict.
     """
     lines = run.summary.groupby("case", sort=False)
     worst = worst_first(run.verdicts).drop_duplicates("case").set_index("case")["verdict"]
-    closest = _closest(run.verdicts)
+    closest, decided = _closest(run.verdicts), by_case(run.verdicts)
     case = run.cases["case"]
     columns = {
         "mode": run.cases["mode"],
@@ -64,9 +65,24 @@ def headline(run: Run) -> pd.DataFrame:
         "saved_bytes": case.map(run.memory.groupby("case")["saved_bytes"].max()).astype("Int64"),
         "worst_error": case.map(closest["worst_error"]).astype("float64"),
         "worst_allowed": case.map(closest["worst_allowed"]).astype("float64"),
+        "decided": case.map(decided["decided"]).astype("Int64"),
+        "tensors": case.map(decided["tensors"]).astype("Int64"),
         "verdict": case.map(lambda text: worst.get(text, "unknown")).astype("str"),
     }
     return in_order(pd.DataFrame(columns)).sort_values(["mode", "ranks"], kind="stable", ignore_index=True)
+
+
+def tally(headline: pd.DataFrame, verdicts: pd.DataFrame) -> str:
+    """The run in one line, from `headline`: cases by verdict, those that did not run, and how many tensors are decided.
+
+    "3 cases: 2 pass, 1 fail, 0 unknown, 0 skip; all 129 tensors decided".
+    """
+    ran = headline[headline["case"].isin(verdicts["case"])]
+    counts = ran["verdict"].value_counts()
+    told = [f"{int(counts.get(word, 0))} {word}" for word in ("pass", "fail", "unknown", "skip")]
+    told += [f"{len(headline) - len(ran)} not run"] if len(ran) < len(headline) else []
+    parts = [f"{len(headline)} case{'s' if len(headline) != 1 else ''}: {', '.join(told)}", decided_words(verdicts)]
+    return "; ".join(filter(None, parts))
 
 
 def grouped(headline: pd.DataFrame) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""What bounds the verdicts of a run, in a few notes: how much is split, names not returned, lower precision,
+"""What bounds the verdicts of a run, in a few notes: what is split, not returned or not decided, lower precision,
 doubts on the ledger, groupings, the corpus, its rows.
 
 Every case's own list is in `verdicts.jsonl`; a note adds the cases up.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from harness.checking.exact_checks import SPLIT
+from reports.stored.decided import undecided_notes
 from reports.stored.frames import Run
 
 __all__ = ["unchecked_notes"]
@@ -26,8 +27,8 @@ _MOST = 3
 
 
 def unchecked_notes(run: Run) -> list[str]:
-    """All notes, the most important first; only checks that passed have something to add."""
-    told = (_split, _unreturned, _deviating, _rounded, _doubts, _regrouped, _read, _rows)
+    """All notes, the most important first; but for undecided tensors only checks that passed have something to add."""
+    told = (undecided_notes, _split, _unreturned, _deviating, _rounded, _doubts, _regrouped, _read, _rows)
     return [note for notes in told for note in notes(run)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from reports.stored import summary
 from reports.stored.frames import load
 from tests.reports import sample_run
 
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
 TABLE = Table(
     title="A title",
     headers=("word", "number"),
@@ -74,6 +76,41 @@ def test_a_narrow_terminal_folds_long_texts_and_no_verdict(monkeypatch: pytest.M
         word in "".join(lines) for word in ("verdict", "tp-sp", "0.031")
     )
     assert stream.getvalue().count("a=1") == 30
+
+
+def test_a_table_that_is_too_wide_goes_on_below_in_bands_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    headers = ("mode", "ranks", *(f"number {place}" for place in range(12)))
+    rows = tuple(("tp", str(ranks), *(f"{ranks}{place:08}" for place in range(12))) for ranks in (2, 4))
+    stream = Terminal()
+    text.show_table(Table(title="t", headers=headers, rows=rows, numbers=frozenset(range(1, 14))), stream)
+    lines = [line.rstrip() for line in ANSI.sub("", stream.getvalue()).splitlines()]
+    assert max(map(len, lines)) <= 60
+    assert all(cell in stream.getvalue() for row in rows for cell in row)
+    begun = [line.split()[:2] for line in lines if line.startswith("tp ")]
+    assert begun == [["tp", "2"], ["tp", "4"]] * (len(begun) // 2), "every band says what its rows are"
+
+
+def test_a_failure_goes_on_below_its_words_in_a_terminal_and_has_the_colour_of_its_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = ["what:   " + "long words [red] " * 9, "causes: short", "repeat: " + "shardproof run " * 9, "and so on"]
+    stream = Terminal()
+    text.show_report("fail", "fail: mode=tp", lines, stream)
+    told = stream.getvalue()
+    assert "\x1b[1;31mfail: mode=tp" in told and told.count("[red]") == 9
+    plain = ANSI.sub("", told).splitlines()
+    assert plain[1].startswith("what:   long words [red] long") and max(map(len, plain[1:5])) <= 60
+    assert plain[2].startswith("        ") and plain[2].strip().split()[0] in ("long", "words", "[red]")
+    assert lines[2].strip() in [line.rstrip() for line in plain], "a command is one line, to be copied"
+    pipe = io.StringIO()
+    text.show_report("fail", "fail: mode=tp", lines, pipe)
+    assert pipe.getvalue() == "\n".join(["fail: mode=tp", *lines, "", ""])
 
 
 def test_no_terminal_is_too_narrow_for_a_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

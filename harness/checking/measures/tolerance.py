@@ -101,6 +101,7 @@ class Measured:
     """One tensor held against the truth: the measure that came closest to its limit, in ratios and in epsilons.
 
     `decidable` is False when the limits would admit the tensor times one of FACTORS too: staying within proves nothing.
+    `zero` is True when the truth is zero but for rounding: no factor shows on it, any other value does.
     `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked.
     """
 
@@ -112,6 +113,7 @@ class Measured:
     decidable: bool = True
     loose: int = 0
     elements: int = 0
+    zero: bool = False
 
     @property
     def right(self) -> bool:
@@ -223,6 +225,7 @@ def measure(
         decidable=_decidable(dtype, value, true, least, own, slack, allowed),
         loose=0 if slack is None else _loose(slack, dtype, allowed.peak * max(true.rms, least)),
         elements=truth.numel(),
+        zero=true.rms < ZERO_SHARE * least and allowed.frobenius < CEILING,
     )
 
 

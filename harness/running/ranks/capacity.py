@@ -14,7 +14,7 @@ from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
 
-__all__ = ["CULPRIT", "FIRST_BATCH", "PARTS", "admit", "admit_ranks", "memory_bytes"]
+__all__ = ["CULPRIT", "FIRST_BATCH", "PARTS", "admit", "admit_ranks", "admitted", "memory_bytes"]
 
 PARTS, FIRST_BATCH, CULPRIT = (f"reference.training.size:{name}" for name in ("parts", "first_batch", "culprit"))
 
@@ -55,6 +55,20 @@ def admit(cases: Iterable[CaseLike], engine: str, limit_bytes: int | None = None
             raise RequestError(
                 f"case {case_text(case)!r}: {word}{rule}, and this machine has {_gib(limit)}; legal: {legal}"
             )
+
+
+def admitted(cases: Iterable[CaseLike], engine: str) -> tuple[CaseLike, ...]:
+    """The cases that this machine can hold. Raises RequestError for the first one when it can hold none."""
+    found, first = [], None
+    for case in cases:
+        try:
+            admit([case], engine)
+            found.append(case)
+        except RequestError as problem:
+            first = first or problem
+    if first and not found:
+        raise first
+    return tuple(found)
 
 
 def admit_ranks(case: CaseLike, engine: str) -> None:

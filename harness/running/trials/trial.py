@@ -15,17 +15,24 @@ import torch
 from torch import Tensor
 
 from harness.engines.engine import Engine
-from harness.errors import RequestError, error_text
+from harness.errors import MachineError, RequestError, error_text
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike, case_text
 from harness.resolve import resolve
+from harness.running.truth.in_time import in_time
 from harness.running.truth.kept import Truths
 from harness.running.truth.reference import REFERENCE, Function, Reference
 from harness.subject import NamedSubject, Unanswered, orders, stated
-from harness.torch_internals.memory import tight_heap
+from harness.torch_internals.memory import out_of_memory, tight_heap
 
-__all__ = ["Asked", "Trial", "asked", "expectation_of", "facts_of", "orders_of"]
+__all__ = ["BOUNDED", "PARTS", "Asked", "Trial", "asked", "expectation_of", "facts_of", "orders_of", "too_long"]
 
 T = TypeVar("T")
+PARTS: Mapping[str, str] = {"truth": "the dense model", "control": "a control run of the dense model"}
+"""What computes in these parts of a case, in words."""
+BOUNDED = frozenset({*PARTS, "recorded", "plain", "again"})
+"""Parts of a case that end by themselves within its time limit, unless native code keeps the process busy."""
+_BETWEEN = "checks"
+"""The part of a case between and around the others."""
 Asked = tuple[Function, tuple[tuple[str, int], ...]]
 """A function of the reference and the words that it was given."""
 
@@ -37,7 +44,7 @@ class Trial:
     `problems`: what the subject could not answer (expectation, activations) -> why.
     `given` fills up with what of the subject's outcome its truth must be given (see Reference.given).
     `known` and `facts` fill up with what the reference computed; trials of one case may share them, and trials of cases
-    that are alike to the dense model its `truths`.
+    that are alike to the dense model its `truths`. `heard` is called with every part of the case as it begins.
     """
 
     case: CaseLike
@@ -51,6 +58,7 @@ class Trial:
     known: dict[Asked, Mapping[str, Tensor]] = field(default_factory=dict)
     facts: dict[str, FactsLike] = field(default_factory=dict)
     truths: Truths = field(default_factory=Truths)
+    heard: Callable[[str], object] = str
     given: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -62,9 +70,11 @@ class Trial:
     def timed(self, part: str) -> Iterator[None]:
         """Note how long the body takes, also when it raises."""
         start_s = time.perf_counter()
+        self.heard(part)
         try:
             yield
         finally:
+            self.heard(_BETWEEN)
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start_s
 
     def dense(self, name: Function, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
@@ -89,16 +99,29 @@ class Trial:
     def computed(
         self, name: Function, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any
     ) -> Mapping[str, Tensor]:
-        """The same, computed anew and timed as this part. Raises RequestError when the reference cannot compute it."""
+        """The same, computed anew and timed as this part. Raises RequestError when the reference cannot compute it, and
+        MachineError when it takes too long or too much memory.
+        """
         function: Any = resolve(name) if isinstance(name, str) else name
         if self.given:
             words["given"] = self.given
         try:
-            with self.timed(part), tight_heap():
+            with self.timed(part), tight_heap(), in_time(self.timeout_s, PARTS.get(part, PARTS["truth"])):
                 outcome: Mapping[str, Tensor] = function(case or self.case, torch.device(self.device), **words)
         except (ValueError, OSError) as problem:
             raise RequestError(f"case {self.text!r}: the dense model cannot compute it: {problem}") from problem
+        except (MemoryError, RuntimeError) as problem:
+            if not out_of_memory(problem):
+                raise
+            cause = f"{PARTS['truth']} needs more memory than there is: {error_text(problem)}"
+            raise MachineError(cause, ranks=(), positions=()) from problem
         return {key: tensor.detach().cpu() for key, tensor in outcome.items()}
+
+
+def too_long(part: str, limit_s: float) -> str:
+    """What is said of a part of a case that had to be ended from outside."""
+    what = PARTS.get(part, f"the part {part!r} of the case")
+    return f"time limit of {limit_s:g} s: {what} did not end, and could not be interrupted; legal: a larger --timeout"
 
 
 def facts_of(trial: Trial) -> FactsLike | None:

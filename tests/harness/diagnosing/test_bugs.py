@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pandas as pd
 import pytest
 
 from harness.checking.evidence import Verdict
 from harness.diagnosing.six_lines import site
-from reports.stored.bugs import bugs
+from harness.running.store import Store
+from reports.stored import spread
+from reports.stored.bugs import bugs, simplest_first
+from reports.stored.frames import load
 from suites.session.prover import Prover
 
 
@@ -43,9 +48,43 @@ def test_failures_are_grouped_by_first_place() -> None:
     ]
     first, second = bugs(pd.DataFrame(rows, columns=["case", "check", "verdict", "message"]))
     assert (first.case, first.check, first.message) == ("mode=tp tp=2", "forward", six(head))
-    assert first.follows == "and 2 more checks in 2 cases fail from the same first place on"
-    assert second.follows == "and 1 more check in 1 case fails from the same first place on"
+    assert first.follows == "and update, forward fail from the same first place on in 2 cases"
+    assert second.follows == "and forward fails from the same first place on in 1 case"
+    more = [*rows, ("mode=tp tp=8", "update", "fail", six(head, "update"))]
+    named, _ = bugs(pd.DataFrame(more, columns=["case", "check", "verdict", "message"]))
+    assert named.follows == "and update (2 cases), forward fail from the same first place on in 3 cases"
     assert bugs(pd.DataFrame(rows[:1], columns=["case", "check", "verdict", "message"]))[0].follows == ""
+
+
+def test_the_simplest_case_is_shown_first(tmp_path: Path) -> None:
+    head, inner = "backward of head in step 0: act_grad/head", "forward of layers.0 in step 0: act/layers.0"
+    cases = {
+        "mode=isp tp=2 dtype=bfloat16": ("bfloat16", 2, head),
+        "mode=isp tp=8": ("float64", 8, inner),
+        "mode=tp dtype=float32": ("float32", 2, head),
+        "mode=tp tp=4": ("float64", 4, head),
+        "mode=tp tp=4 steps=3": ("float64", 4, head),
+    }
+    store = Store(tmp_path, "my:subject", {})
+    store.plan(
+        {
+            "case": case,
+            "mode": "tp",
+            "world_size": ranks,
+            "dtype": dtype,
+            "micro": 2,
+            "steps": 3 if "steps" in case else 2,
+        }
+        for case, (dtype, ranks, _) in cases.items()
+    )
+    for case, (_, _, first) in cases.items():
+        found = Verdict(case=case, check="forward", verdict="fail", worst=None, message=six(first))
+        store.add(case, "", (), (found,), {})
+    store.close()
+    run = load(store.path)
+    simplest = ["mode=tp tp=4", "mode=isp tp=8"]
+    assert [bug.case for bug in bugs(simplest_first(run))] == simplest
+    assert [group.case for group in spread.groups(simplest_first(run), run.path)] == simplest
 
 
 def test_a_place_that_another_test_reported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

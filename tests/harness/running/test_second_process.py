@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from harness.cases import parse_cases
+from harness.running.proved import Proved
 from harness.running.request import Request
 from harness.running.run import RunResult, run
-from harness.running.second_process import Proved, prove_all
+from harness.running.sharing import Sharing
 from harness.subject import named
 from reference.case import Case
 from reference.training import subject as dense
@@ -65,7 +67,8 @@ def test_a_second_process_that_dies_costs_no_case_and_one_sentence(
     monkeypatch.setenv(FIRST, str(os.getpid()))
     result, order = ran(tmp_path, "mortal", 2)
     assert (result.exit_status, len(order)) == (0, len(CASES))
-    assert result.notes == ("the second process ended (killed by SIGKILL): its cases were proved in the first",)
+    ended = "killed by SIGKILL, as the system does when memory runs out"
+    assert result.notes == (f"a process that proves cases ended ({ended}): its cases were proved in the first",)
 
 
 def test_what_was_finished_is_kept_when_the_first_is_interrupted() -> None:
@@ -77,7 +80,7 @@ def test_what_was_finished_is_kept_when_the_first_is_interrupted() -> None:
         return answer(str(number))
 
     with pytest.raises(KeyboardInterrupt):
-        prove_all(list("abcdef"), interrupted, lambda result: kept.append(result.text), second)  # type: ignore[arg-type]
+        sharing("abcdef", interrupted, kept, second).prove_all()
     assert kept == ["0", "b", "c", "e", "f"], "all but the one that was being proved"
 
 
@@ -88,9 +91,19 @@ def test_cases_that_stand_together_are_proved_by_one_process() -> None:
         here.append(number)
         return answer("abcdefg"[number])
 
-    prove_all(list("abcdefg"), prove_here, lambda result: kept.append(result.text), second, [[0, 1, 2], [3, 4], [5, 6]])  # type: ignore[arg-type]
+    sharing("abcdefg", prove_here, kept, second).prove_all([[0, 1, 2], [3, 4], [5, 6]])
     assert kept == list("abcdefg")
     assert here == [0, 1, 2], "the second had the others, and was given more whenever it held one case or none"
+
+
+def sharing(cases: str, prove_here: Callable[[int], Proved], kept: list[str], second: Answering) -> Sharing:
+    """Cases that are letters, shared with a process that answers at once."""
+
+    def keep(result: Proved) -> bool:
+        kept.append(result.text)
+        return True
+
+    return Sharing(cases=list(cases), keep=keep, prove_here=prove_here, processes=[second])  # type: ignore[arg-type,list-item]
 
 
 def answer(text: str) -> Proved:
@@ -106,6 +119,7 @@ class Answering:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.error = None
         self.texts: dict[int, str] = {}
 
     def ask(self, number: int, text: str) -> None:
@@ -113,8 +127,8 @@ class Answering:
         self.asked.append(number)
         self.texts[number] = text
 
-    def answers(self, *, wait: bool) -> dict[int, Proved | None]:
+    def answers(self) -> dict[int, Proved]:
         """All that it was asked."""
-        found: dict[int, Proved | None] = {number: answer(self.texts[number]) for number in self.asked}
+        found = {number: answer(self.texts[number]) for number in self.asked}
         self.asked.clear()
         return found

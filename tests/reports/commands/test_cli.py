@@ -31,6 +31,13 @@ def interrupting(case: Case, device: torch.device) -> Mapping[str, Tensor]:
     return right(case, device)
 
 
+def wrong_with_seed_1(case: Case, device: torch.device) -> Mapping[str, Tensor]:
+    """The dense model; another loss with seed 1."""
+    outcome = dict(right(case, device))
+    outcome["loss/0"] = (1 + (case.seed == 1)) * outcome["loss/0"]
+    return outcome
+
+
 @pytest.fixture
 def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
     return command_line(tmp_path, monkeypatch, capsys)
@@ -42,6 +49,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 # What a run says and leaves
+
+
+def test_fail_fast_ends_a_run_after_the_first_case_that_does_not_pass(shardproof: CommandLine) -> None:
+    words = [f"{ONE} seed={seed}" for seed in range(3)]
+    for more, counts in (
+        ((), "2 pass, 1 fail, 0 unknown, 0 skip"),
+        (("--fail-fast",), "1 pass, 1 fail, 0 unknown, 0 skip, 1 not run"),
+    ):
+        status, out, _ = shardproof("run", *words, "--subject", f"{__name__}:wrong_with_seed_1", *more)
+        assert status == 1 and out.splitlines()[-1].startswith(f"3 cases: {counts};")
+        assert ("note: --fail-fast: 1 of 3 cases were not run" in out) == bool(more)
 
 
 def test_a_right_subject_ends_with_zero_one_table_and_a_complete_folder(shardproof: CommandLine) -> None:

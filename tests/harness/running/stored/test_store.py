@@ -39,7 +39,8 @@ def opened(out: Path, subject: str = "parallel.subject:subject") -> Store:
 def finished(store: Store, ledger: Any = None, verdict: str = "pass") -> None:
     ledger = events() if ledger is None else ledger
     worst = Worst(name="loss/0", error=float("inf"), allowed=1e-9, epsilons=float("nan"))
-    verdicts = [Verdict(case=CASE, check="forward", verdict=verdict, worst=worst, message="a\nb", unchecked=("x",))]
+    told = {"check": "forward", "message": "a\nb", "unchecked": ("x",), "decided": {"loss": (1, 1)}}
+    verdicts = [Verdict(case=CASE, verdict=verdict, worst=worst, **told)]  # type: ignore[arg-type]
     store.add(
         CASE, ledger_rows(ledger), summarize(CASE, "tp", 2, ledger, TERMS), verdicts, {"truth": 0.25, "recorded": 1.5}
     )
@@ -72,6 +73,7 @@ def test_a_run_folder_holds_the_contracts_files_and_columns(tmp_path: Path) -> N
         "worst": {"name": "loss/0", "error": "inf", "allowed": 1e-9, "epsilons": "nan"},
         "message": "a\nb",
         "unchecked": ["x"],
+        "decided": {"loss": [1, 1]},
         "of": 1,
     }
     assert table(store.path / "timings.csv")[1] == {"case": CASE, "part": "recorded", "seconds": "1.500000"}

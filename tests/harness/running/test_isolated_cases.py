@@ -1,0 +1,80 @@
+"""A list of cases on the command line: one that ends its process, hangs in native code or is too large is told as that,
+and takes no other along. In processes of their own, for a pytest session cannot be forked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SMALL = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1"
+SUBJECT = """
+import ctypes, os, signal
+from pathlib import Path
+from parallel.subject import subject as right
+from reference.training.subject import truth as dense
+
+def subject(case, device):
+    if case.seed == 11:
+        ctypes.string_at(0)
+    if case.seed == 12:
+        os._exit(3)
+    if case.seed == 13 and not Path("killed").exists():
+        Path("killed").write_text("")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return right(case, device)
+
+def truth(case, device):
+    if case.seed == 14:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # as if native code never came back
+        while True:
+            pass
+    if case.seed == 15:
+        ctypes.string_at(0)
+    return dense(case, device)
+
+subject.truth = truth
+"""
+
+
+Ran = tuple[subprocess.CompletedProcess[str], dict[str, dict[str, str]]]
+
+
+def ran(folder: Path, *words: str) -> Ran:
+    """What a command of its own process printed, and the verdicts of its run by case and check."""
+    (folder / "my_subject.py").write_text(SUBJECT)
+    command = [sys.executable, "-m", "shardproof", "run", "--subject", "my_subject:subject", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    found: dict[str, dict[str, str]] = {}
+    for line in (folder / "runs/latest/verdicts.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row["case"].rpartition("seed=")[2], {})[row["check"]] = row["verdict"]
+    return done, found
+
+
+def test_a_case_that_ends_its_process_is_named_and_the_others_are_proved(tmp_path: Path) -> None:
+    too_large = f"{SMALL} hidden=262144 ffn=1048576 layers=96 seed=3"
+    done, verdicts = ran(tmp_path, *(f"{SMALL} seed={seed}" for seed in (1, 11, 12, 13, 15, 2)), too_large)
+    assert (verdicts["11"], verdicts["12"], verdicts["15"]) == ({"run": "fail"}, {"run": "fail"}, {"run": "unknown"})
+    for seed in ("1", "2", "13"):
+        assert set(verdicts[seed].values()) == {"pass"}, "13 was killed from outside, and passes when it is tried again"
+    assert done.returncode == 1
+    crash = next(block for block in done.stdout.split("\n\n") if "seed=11" in block.splitlines()[0])
+    assert "killed by SIGSEGV, at my_subject.py:9 in subject; all ranks are threads of one process" in crash
+    assert "--engine pool tells which rank it was" in crash
+    assert "its process ended with exit status 3" in done.stdout
+    assert re.search(r"the dense model did not finish: killed by SIGSEGV, at my_subject.py:\d+ in truth", done.stdout)
+    assert done.stdout.splitlines()[-1].startswith("7 cases: 3 pass, 2 fail, 1 unknown, 1 skip; ")
+    assert verdicts["3"] == {"truth": "skip"} and "and this machine has" in done.stdout
+
+
+def test_a_truth_in_native_code_that_never_ends_is_ended_from_outside(tmp_path: Path) -> None:
+    begin_s = time.monotonic()
+    done, verdicts = ran(tmp_path, f"{SMALL} seed=14", f"{SMALL} seed=1", "--timeout", "15")
+    assert verdicts["14"] == {"run": "unknown"} and set(verdicts["1"].values()) == {"pass"}
+    assert "time limit of 15 s: the dense model did not end, and could not be interrupted" in done.stdout
+    assert done.returncode == 3 and time.monotonic() - begin_s < 200
