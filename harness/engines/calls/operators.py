@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from harness.engines.calls.arguments import WrongArgument
 from harness.engines.calls.signature import REDUCE_OPS, Signature, call_of, dtype_text, shapes_of
 from harness.ledger import OTHER, Call
 from harness.torch_internals.operators import arguments_of
@@ -111,13 +112,20 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
             dtype_text(payload),
             shapes,
         )
-        peer = ranks[arguments[peer_at]] if peer_at >= 0 else -1
+        peer = _rank_of(arguments[peer_at], ranks, op) if peer_at >= 0 else -1
         call = call_of(signature, payload, ranks, group.group_desc, peer, is_async)
         tag = arguments[tag_at] if tag_at >= 0 else 0
         sends, expects = exchanged(arguments, len(ranks)) if op == "all_to_all" else ((), ())
         return OperatorCall(ranks[group.rank()], call, signature, group.group_name, tag, sends, expects)
 
     return read
+
+
+def _rank_of(member: int, ranks: Sequence[int], op: str) -> int:
+    """The global rank of a member. Raises WrongArgument outside of the group: gloo would read beside its ranks."""
+    if not 0 <= member < len(ranks):
+        raise WrongArgument(f"{op} rank {member}: must be a rank of the group, 0 to {len(ranks) - 1}; legal: 0")
+    return ranks[member]
 
 
 def _free_of_rows(form: str, payload: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
@@ -128,9 +136,13 @@ def _free_of_rows(form: str, payload: Sequence[Tensor]) -> tuple[tuple[int, ...]
 def _rows_exchanged(arguments: Sequence[Any], size: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """all_to_all_single, (output, input, group, output rows, input rows): the rows sent and expected."""
     output, source, _, expects, sends = arguments[:5]
-    if not sends or not expects:  # equal shares; a dim that they do not divide is the rank's own error
-        sends, expects = [source.shape[0] // size] * size, [output.shape[0] // size] * size
-    return tuple(sends), tuple(expects)
+    same = not sends and not expects and output.numel() == source.numel()  # of the numbers, whatever the shapes
+    return tuple(sends) or _even(source, size), tuple(expects) or _even(source if same else output, size)
+
+
+def _even(tensor: Tensor, size: int) -> tuple[int, ...]:
+    """Equal shares; a dim that they do not divide is the rank's own error, and so is a tensor without dims."""
+    return (tensor.shape[0] // size,) * size if tensor.dim() else ()
 
 
 def _shapes_exchanged(arguments: Sequence[Any], size: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

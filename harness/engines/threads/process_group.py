@@ -1,7 +1,7 @@
 """The process group of the in-process engine: one object a rank and group, handed to unmodified torch code.
 
 Each method turns torch's arguments into a RankCall and issues it. Sizes that one rank alone can check are checked
-here, with a ValueError in its own code, as gloo and NCCL do. Both generations of method names are defined
+here, with a WrongArgument in its own code, as gloo and NCCL do. Both generations of method names are defined
 (`answers_torch`): torch 2.11 and 2.12 call others than 2.13.
 """
 
@@ -18,7 +18,17 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from harness.engines.calls import arithmetic
-from harness.engines.calls.arguments import checked, counted, reduction, root_of, rows_of, sized
+from harness.engines.calls.arguments import (
+    WrongArgument,
+    checked,
+    counted,
+    form_of,
+    of_one_dtype,
+    reduction,
+    root_of,
+    rows_of,
+    sized,
+)
 from harness.engines.calls.arithmetic import Combine, Operands
 from harness.engines.calls.pending import ANY, RankGroup
 from harness.engines.calls.signature import Signature, dtype_text, shapes_of, signature_of
@@ -93,31 +103,31 @@ class InprocGroup(_TorchGroup):
 
     # collectives
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> dist.Work:
         """all_reduce, also coalesced and functional."""
-        outputs = checked(tensors)
-        reduce_op, inputs = reduction(opts, outputs)
-        signature = signature_of("all_reduce", outputs, reduce_op=reduce_op)
+        outputs = checked(tensors, layout="dense")
+        reduce_op, inputs = reduction(op or opts, outputs)
+        signature = signature_of("all_reduce", outputs, form=form_of(outputs), reduce_op=reduce_op)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.all_reduce, outputs, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> dist.Work:
         """reduce: only the root's tensor changes."""
-        outputs = checked(tensors)
-        reduce_op, inputs = reduction(opts, outputs)
-        signature = signature_of("reduce", outputs, form="single", reduce_op=reduce_op, root=root_of(opts))
+        outputs, root = checked(tensors, layout="dense"), root_of("reduce", opts, self.size())
+        reduce_op, inputs = reduction(getattr(opts, "reduceOp", op), outputs)
+        signature = signature_of("reduce", outputs, form=form_of(outputs), reduce_op=reduce_op, root=root)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce, outputs, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """broadcast."""
-        outputs = checked(tensors)
-        signature = signature_of("broadcast", outputs, root=root_of(opts))
+        outputs, root = checked(tensors, layout="dense"), root_of("broadcast", opts, self.size())
+        signature = signature_of("broadcast", outputs, form=form_of(outputs), root=root)
         return self._issue(signature, Operands(outputs, outputs), arithmetic.broadcast, outputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """all_gather_single, coalesced; functional calls come here with one tensor."""
-        outputs, inputs = checked(outputs), checked(inputs)
+        outputs, inputs = checked(outputs, layout="any"), checked(inputs, layout="any")
         for output, shard in zip(outputs, inputs, strict=True):
             sized("all_gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
         signature = signature_of("all_gather", inputs)
@@ -131,8 +141,7 @@ class InprocGroup(_TorchGroup):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """all_gather into a list; its tensors may differ in size."""
-        gathered = checked(outputs if isinstance(outputs[0], Tensor) else outputs[0])
-        inputs = checked(inputs)
+        gathered, inputs = checked(_listed(outputs), layout="any"), checked(inputs, layout="any")
         counted("all_gather", "output list", gathered, self.size())
         sized("all_gather", "output", gathered[self._member], inputs[0].numel(), "this rank's input")
         signature = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
@@ -140,16 +149,16 @@ class InprocGroup(_TorchGroup):
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """all_gather_coalesced: one list of outputs for each rank."""
-        inputs = checked(inputs)
+        inputs = checked(inputs, layout="any")
         counted("all_gather", "list of output lists", output_lists, self.size())
-        gathered = checked([tensor for outputs in output_lists for tensor in outputs])
+        gathered = checked([tensor for outputs in output_lists for tensor in outputs], layout="any")
         counted("all_gather", "output lists together", gathered, self.size() * len(inputs))
         signature = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
         return self._issue(signature, Operands(gathered, inputs), arithmetic.all_gather_lists, gathered, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """reduce_scatter_single, coalesced; functional calls come here with one tensor."""
-        outputs, fulls = checked(outputs), checked(inputs)
+        outputs, fulls = checked(outputs, layout="any"), checked(inputs, layout="any")
         for output, full in zip(outputs, fulls, strict=True):
             sized("reduce_scatter", "input", full, output.numel() * self.size(), "the output times the group's size")
         reduce_op, inputs = reduction(opts, fulls)
@@ -162,13 +171,15 @@ class InprocGroup(_TorchGroup):
         """reduce_scatter_single (reduce_scatter_tensor)."""
         return self.reduce_scatter_single_coalesced((output,), (full,), opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> dist.Work:
         """reduce_scatter from a list; its tensors may differ in size."""
         outputs = checked(outputs)
-        parts = checked(inputs if isinstance(inputs[0], Tensor) else inputs[0])
+        parts = checked(_listed(inputs))
         counted("reduce_scatter", "input list", parts, self.size())
         sized("reduce_scatter", "output", outputs[0], parts[self._member].numel(), "the input for this rank")
-        reduce_op, inputs = reduction(opts, parts)
+        reduce_op, inputs = reduction(op or opts, parts)
         signature = signature_of("reduce_scatter", parts, form="list", reduce_op=reduce_op)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce_scatter_lists, parts, opts)
 
@@ -177,6 +188,8 @@ class InprocGroup(_TorchGroup):
     ) -> dist.Work:
         """all_to_all_single, even or uneven along dim 0."""
         outputs, inputs = checked([output]), checked([source])
+        if not len(output_rows or ()) and not len(input_rows or ()) and output.numel() == source.numel():
+            output = outputs[0] = outputs[0].view(source.shape)  # equal shares of the numbers, whatever the shapes
         rows = rows_of("output", output, output_rows, self.size()), rows_of("input", source, input_rows, self.size())
         signature = Signature("all_to_all", "single", "", -1, dtype_text(inputs), (tuple(source.shape[1:]),))
         return self._issue(signature, Operands(outputs, inputs, *rows), arithmetic.all_to_all_single, inputs, opts)
@@ -185,7 +198,7 @@ class InprocGroup(_TorchGroup):
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """all_to_all of lists."""
-        outputs, inputs = checked(outputs), checked(inputs)
+        outputs, inputs = checked(outputs, layout="any"), checked(inputs, layout="any")
         counted("all_to_all", "output list", outputs, self.size())
         counted("all_to_all", "input list", inputs, self.size())
         signature = Signature("all_to_all", "list", "", -1, dtype_text(inputs), ())
@@ -193,8 +206,8 @@ class InprocGroup(_TorchGroup):
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """gather to the root."""
-        inputs, root = checked(inputs), root_of(opts)
-        gathered = checked(outputs[0]) if root == self._member else []
+        inputs, root = checked(inputs, layout="any"), root_of("gather", opts, self.size())
+        gathered = checked(_listed(outputs), layout="any") if root == self._member else []
         if root == self._member:
             counted("gather", "gather_list", gathered, self.size())
         signature = signature_of("gather", inputs, form="single", root=root)
@@ -202,7 +215,7 @@ class InprocGroup(_TorchGroup):
 
     def gather_single(self, output: Tensor, shard: Tensor, opts: Any = None, timeout: Any = None) -> dist.Work:
         """gather_single (gather_into_tensor): the root's output holds the inputs of all ranks, one after the other."""
-        inputs, root = checked([shard]), root_of(opts)
+        inputs, root = checked([shard]), root_of("gather", opts, self.size())
         gathered: list[Tensor] = []
         if root == self._member:
             sized("gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
@@ -212,10 +225,11 @@ class InprocGroup(_TorchGroup):
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """scatter from the root."""
-        outputs, root = checked(outputs), root_of(opts)
-        parts = checked(inputs[0]) if root == self._member else []
+        outputs, root = checked(outputs), root_of("scatter", opts, self.size())
+        parts = checked(_listed(inputs)) if root == self._member else []
         if root == self._member:
             counted("scatter", "scatter_list", parts, self.size())
+            sized("scatter", "output", outputs[0], parts[root].numel(), "its part")
         signature = signature_of("scatter", outputs, form="single", root=root)
         return self._issue(signature, Operands(outputs, parts), arithmetic.scatter, outputs, opts)
 
@@ -261,6 +275,7 @@ class InprocGroup(_TorchGroup):
         self, signature: Signature, operands: Operands, combine: Combine, payload: Sequence[Tensor], opts: Any
     ) -> dist.Work:
         """Issue a collective, and wait for it unless it is asynchronous."""
+        of_one_dtype(signature.op, operands.outputs, operands.inputs)
         is_async = getattr(opts, "asyncOp", True)
         call = RankCall(self._group, self._member, signature, operands, combine, payload, is_async)
         self._matcher.issue(call)
@@ -271,6 +286,8 @@ class InprocGroup(_TorchGroup):
 
     def _post(self, op: str, tensors: Any, peer: int, tag: int) -> Work:
         (tensor,) = checked(tensors)
+        if peer != ANY and not 0 <= peer < self.size():
+            raise WrongArgument(f"{op} peer {peer}: must be a rank of the group, 0 to {self.size() - 1}; legal: 0")
         caller = sys._getframe(3)  # dist.send is dist.isend and a wait
         is_async = not (caller.f_code.co_name == op and caller.f_globals is vars(c10d))
         signature = signature_of(op, (tensor,))
@@ -286,3 +303,8 @@ class InprocGroup(_TorchGroup):
         if self._batch is not None:
             self._batch.append(work)
         return work
+
+
+def _listed(given: Any) -> Any:
+    """The tensors of a list, or of the one list in a list: torch's functions pass this, its methods take that."""
+    return given[0] if len(given) == 1 and not isinstance(given[0], Tensor) else given

@@ -125,6 +125,7 @@ def _new_group(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any,
     mine, given = _mine(), arguments.arguments
     if mine is None or str(given["backend"]) == "fake":
         return original(*arguments.args, **arguments.kwargs)
+    _require_known(str(given["backend"] or ""))
     ranks, name, tag = tuple(given["global_ranks_in_group"]), given["group_name"], given.get("pg_tag") or ""
     if tag and (known := group_of_ranks(tag, ranks)):
         return known, mine.pg_map[known][1]
@@ -134,6 +135,13 @@ def _new_group(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any,
         return dist.GroupMember.NON_GROUP_MEMBER, None
     made = _make(mine, name, ranks, given.get("group_desc") or "undefined", tag)
     return made, mine.pg_map[made][1]
+
+
+def _require_known(backend: str) -> None:
+    """Raises AssertionError, as torch does, for a name that is no backend's; "cpu:gloo,cuda:nccl" names two."""
+    for part in filter(None, backend.split(",")):
+        if (name := part.rpartition(":")[2].lower()) not in dist.Backend.backend_list:
+            raise AssertionError(f"Unknown backend type {name}; legal: {_BACKEND}")
 
 
 def _init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
