@@ -15,7 +15,20 @@ from torch import Tensor
 from harness.engines.calls.signature import REDUCE_OPS
 from harness.torch_internals.groups import Pending, waited
 
-__all__ = ["WrongArgument", "checked", "counted", "form_of", "of_one_dtype", "reduction", "root_of", "rows_of", "sized"]
+__all__ = [
+    "WrongArgument",
+    "as_real",
+    "checked",
+    "counted",
+    "exchanged",
+    "form_of",
+    "listed",
+    "member_of",
+    "of_one_dtype",
+    "reduction",
+    "root_of",
+    "sized",
+]
 
 _ANY_DTYPE = ("sum", "max", "min", "product")
 _CARRIED = frozenset(
@@ -51,6 +64,12 @@ def checked(tensors: Any, *, layout: str = "contiguous") -> list[Tensor]:
                 "refuses it and gloo takes what lies beside it in memory; legal: tensor.contiguous()"
             )
     return plain
+
+
+def as_real(tensors: Any) -> list[Tensor]:
+    """Complex tensors as pairs of real numbers, all others as they are."""
+    plain = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in plain]
 
 
 def form_of(tensors: Sequence[Tensor]) -> str:
@@ -103,19 +122,31 @@ def reduction(opts: Any, tensors: list[Tensor]) -> tuple[str, Sequence[Tensor]]:
 
 def root_of(op: str, opts: Any, size: int) -> int:
     """The root's group rank, from torch's options or as given. Raises WrongArgument outside of the group."""
-    root = int(getattr(opts, "rootRank", opts or 0))
-    if not 0 <= root < size:
-        raise WrongArgument(f"{op} root {root}: must be a rank of the group, 0 to {size - 1}; legal: 0")
-    return root
+    return member_of(f"{op} root", int(getattr(opts, "rootRank", opts or 0)), size)
 
 
-def rows_of(which: str, tensor: Tensor, rows: Any, size: int) -> list[int]:
-    """Rows of dim 0 for every peer: as given, else equal shares.
+def member_of(what: str, member: int, size: int) -> int:
+    """A group rank. Raises WrongArgument for one that the group does not have."""
+    if not 0 <= member < size:
+        raise WrongArgument(f"{what} {member}: must be a rank of the group, 0 to {size - 1}; legal: 0")
+    return member
 
-    Given are numbers of any kind that torch takes: of Python, of numpy, tensors of one element. Raises TypeError for
-    what is none, WrongArgument for numbers that do not divide the rows.
+
+def exchanged(
+    output: Tensor, source: Tensor, output_rows: Any, input_rows: Any, size: int
+) -> tuple[Tensor, list[int], list[int]]:
+    """What an all_to_all_single writes to, and the rows of dim 0 for every peer: as given, else equal shares.
+
+    Without sizes the shares are of the numbers, whatever the shapes. Raises TypeError for sizes that are no numbers,
+    WrongArgument for wrong numbers.
     """
-    counts = _numbers(f"{which}_split_sizes", rows)
+    expects, sends = _numbers("output_split_sizes", output_rows), _numbers("input_split_sizes", input_rows)
+    if not expects and not sends and output.numel() == source.numel():
+        output = output.view(source.shape)
+    return output, _rows_of("output", output, expects, size), _rows_of("input", source, sends, size)
+
+
+def _rows_of(which: str, tensor: Tensor, counts: list[int], size: int) -> list[int]:
     if not tensor.dim():
         raise WrongArgument(f"all_to_all {which} of one number: must have a dim of rows; legal: {which}.view(1)")
     total = tensor.shape[0]
@@ -131,12 +162,20 @@ def rows_of(which: str, tensor: Tensor, rows: Any, size: int) -> list[int]:
 
 
 def _numbers(name: str, given: Any) -> list[int]:
-    """Whole numbers from a sequence of them, [] for None; floats, text and one tensor are none, as for torch."""
+    """Whole numbers, from a sequence of any kind that torch takes: of Python, of numpy, tensors of one element.
+
+    [] for None. Raises TypeError for what is none to torch either: floats, text, one tensor of several.
+    """
     if given is None:
         return []
     if isinstance(given, Tensor | str | bytes) or any(isinstance(one, float | str | bytes) for one in given):
         raise TypeError(f"{name}={given!r}: must be a sequence of whole numbers; legal: [1, 1]")
     return [int(one) for one in given]
+
+
+def listed(given: Any) -> Any:
+    """The tensors of a list, or of the one list in a list: torch's functions pass this, its methods take that."""
+    return given[0] if len(given) == 1 and not isinstance(given[0], Tensor) else given
 
 
 def sized(op: str, which: str, tensor: Tensor, numel: int, rule: str) -> None:

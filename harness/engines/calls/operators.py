@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from harness.engines.calls.arguments import WrongArgument
+from harness.engines.calls.arguments import member_of
 from harness.engines.calls.signature import REDUCE_OPS, Signature, call_of, dtype_text, shapes_of
 from harness.ledger import OTHER, Call
 from harness.torch_internals.operators import arguments_of
@@ -89,6 +89,7 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
     agree_at, tag_at = places.get(described.agree, -1), places.get("tag", -1)
     group_at, reduce_at, async_at = places["process_group"], places.get("reduce_op", -1), places.get("async_op", -1)
 
+    peer_name = f"{op} {'root' if rooted else 'peer'}"
     exchanged = _shapes_exchanged if described.form == "list" else _rows_exchanged
 
     def read(arguments: Sequence[Any]) -> OperatorCall:
@@ -112,20 +113,13 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
             dtype_text(payload),
             shapes,
         )
-        peer = _rank_of(arguments[peer_at], ranks, op) if peer_at >= 0 else -1
+        peer = ranks[member_of(peer_name, arguments[peer_at], len(ranks))] if peer_at >= 0 else -1
         call = call_of(signature, payload, ranks, group.group_desc, peer, is_async)
         tag = arguments[tag_at] if tag_at >= 0 else 0
         sends, expects = exchanged(arguments, len(ranks)) if op == "all_to_all" else ((), ())
         return OperatorCall(ranks[group.rank()], call, signature, group.group_name, tag, sends, expects)
 
     return read
-
-
-def _rank_of(member: int, ranks: Sequence[int], op: str) -> int:
-    """The global rank of a member. Raises WrongArgument outside of the group: gloo would read beside its ranks."""
-    if not 0 <= member < len(ranks):
-        raise WrongArgument(f"{op} rank {member}: must be a rank of the group, 0 to {len(ranks) - 1}; legal: 0")
-    return ranks[member]
 
 
 def _free_of_rows(form: str, payload: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:

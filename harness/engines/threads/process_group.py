@@ -19,94 +19,49 @@ from torch.distributed import distributed_c10d as c10d
 
 from harness.engines.calls import arithmetic
 from harness.engines.calls.arguments import (
-    WrongArgument,
+    as_real,
     checked,
     counted,
+    exchanged,
     form_of,
+    listed,
+    member_of,
     of_one_dtype,
     reduction,
     root_of,
-    rows_of,
     sized,
 )
 from harness.engines.calls.arithmetic import Combine, Operands
 from harness.engines.calls.pending import ANY, RankGroup
-from harness.engines.calls.signature import Signature, dtype_text, shapes_of, signature_of
+from harness.engines.calls.signature import (
+    Signature,
+    dtype_text,
+    shapes_of,
+    signature_of,
+)
+from harness.engines.threads.group_facts import GroupFacts
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.work import COMPLETE, BatchedWorks, RankCall, Work
 from harness.torch_internals.groups import answers_torch
 
 __all__ = ["InprocGroup"]
 
-_TorchGroup: Any = dist.ProcessGroup
-"""Untyped on purpose: torch's stubs declare overloads that no Python subclass can match."""
-
 
 @answers_torch
-class InprocGroup(_TorchGroup):
+class InprocGroup(GroupFacts):
     """Rank `member` of a group. Asynchronous calls return a Work, synchronous ones when they are complete."""
 
     def __init__(self, matcher: CollectiveMatcher, group: RankGroup, member: int, name: str) -> None:
-        super().__init__(member, len(group.ranks))
+        super().__init__(group, member, name)
         self._matcher = matcher
-        self._group = group
-        self._member = member
         self._batch: list[Work] | None = None
-        self.splits = 0
-        self._name = name
-
-    # what torch reads of a group
-
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return self._member
-
-    def size(self) -> int:
-        """Ranks in the group."""
-        return len(self._group.ranks)
-
-    @property
-    def group_name(self) -> str:
-        """The name under which operators find the group."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """What the user called the group."""
-        return self._group.description
-
-    def getGroupName(self) -> str:
-        """`group_name`, for C++."""
-        return self._name
-
-    def getGroupDesc(self) -> str:
-        """`group_desc`, for C++."""
-        return self._group.description
-
-    def getBackendName(self) -> str:
-        """Not a name of C++, which would look for that backend's object. dist.get_backend returns gloo."""
-        return "inproc"
-
-    def get_backend(self, device: torch.device) -> InprocGroup:
-        """The group itself, which has no backend of torch and coalesces no messages."""
-        return self
-
-    def get_group_store(self) -> Any:
-        """The group's key-value store, in this process."""
-        return self._group.store
-
-    def shutdown(self) -> None:
-        """Nothing to release: the group ends with the run."""
-
-    def abort(self) -> None:
-        """The same as `shutdown`."""
 
     # collectives
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> dist.Work:
         """all_reduce, also coalesced and functional."""
         outputs = checked(tensors, layout="dense")
-        reduce_op, inputs = reduction(op or opts, outputs)
+        reduce_op, inputs = reduction(opts if op is None else op, outputs)
         signature = signature_of("all_reduce", outputs, form=form_of(outputs), reduce_op=reduce_op)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.all_reduce, outputs, opts)
 
@@ -141,7 +96,7 @@ class InprocGroup(_TorchGroup):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """all_gather into a list; its tensors may differ in size."""
-        gathered, inputs = checked(_listed(outputs), layout="any"), checked(inputs, layout="any")
+        gathered, inputs = checked(listed(outputs), layout="any"), checked(inputs, layout="any")
         counted("all_gather", "output list", gathered, self.size())
         sized("all_gather", "output", gathered[self._member], inputs[0].numel(), "this rank's input")
         signature = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
@@ -158,7 +113,7 @@ class InprocGroup(_TorchGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """reduce_scatter_single, coalesced; functional calls come here with one tensor."""
-        outputs, fulls = checked(outputs, layout="any"), checked(inputs, layout="any")
+        outputs, fulls = checked(as_real(outputs), layout="any"), checked(as_real(inputs), layout="any")
         for output, full in zip(outputs, fulls, strict=True):
             sized("reduce_scatter", "input", full, output.numel() * self.size(), "the output times the group's size")
         reduce_op, inputs = reduction(opts, fulls)
@@ -175,11 +130,10 @@ class InprocGroup(_TorchGroup):
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> dist.Work:
         """reduce_scatter from a list; its tensors may differ in size."""
-        outputs = checked(outputs)
-        parts = checked(_listed(inputs))
+        outputs, parts = checked(as_real(outputs)), checked(as_real(listed(inputs)))
         counted("reduce_scatter", "input list", parts, self.size())
         sized("reduce_scatter", "output", outputs[0], parts[self._member].numel(), "the input for this rank")
-        reduce_op, inputs = reduction(op or opts, parts)
+        reduce_op, inputs = reduction(opts if op is None else op, parts)
         signature = signature_of("reduce_scatter", parts, form="list", reduce_op=reduce_op)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce_scatter_lists, parts, opts)
 
@@ -188,9 +142,7 @@ class InprocGroup(_TorchGroup):
     ) -> dist.Work:
         """all_to_all_single, even or uneven along dim 0."""
         outputs, inputs = checked([output]), checked([source])
-        if not len(output_rows or ()) and not len(input_rows or ()) and output.numel() == source.numel():
-            output = outputs[0] = outputs[0].view(source.shape)  # equal shares of the numbers, whatever the shapes
-        rows = rows_of("output", output, output_rows, self.size()), rows_of("input", source, input_rows, self.size())
+        outputs[0], *rows = exchanged(outputs[0], inputs[0], output_rows, input_rows, self.size())
         signature = Signature("all_to_all", "single", "", -1, dtype_text(inputs), (tuple(source.shape[1:]),))
         return self._issue(signature, Operands(outputs, inputs, *rows), arithmetic.all_to_all_single, inputs, opts)
 
@@ -207,7 +159,7 @@ class InprocGroup(_TorchGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """gather to the root."""
         inputs, root = checked(inputs, layout="any"), root_of("gather", opts, self.size())
-        gathered = checked(_listed(outputs), layout="any") if root == self._member else []
+        gathered = checked(listed(outputs), layout="any") if root == self._member else []
         if root == self._member:
             counted("gather", "gather_list", gathered, self.size())
         signature = signature_of("gather", inputs, form="single", root=root)
@@ -226,7 +178,7 @@ class InprocGroup(_TorchGroup):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """scatter from the root."""
         outputs, root = checked(outputs), root_of("scatter", opts, self.size())
-        parts = checked(_listed(inputs)) if root == self._member else []
+        parts = checked(listed(inputs)) if root == self._member else []
         if root == self._member:
             counted("scatter", "scatter_list", parts, self.size())
             sized("scatter", "output", outputs[0], parts[root].numel(), "its part")
@@ -248,11 +200,11 @@ class InprocGroup(_TorchGroup):
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Work:
         """send, isend."""
-        return self._post("send", tensors, peer, tag)
+        return self._post("send", tensors, member_of("send peer", peer, self.size()), tag)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Work:
         """recv, irecv from one rank."""
-        return self._post("recv", tensors, peer, tag)
+        return self._post("recv", tensors, member_of("recv peer", peer, self.size()), tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         """recv, irecv from the first rank that sends."""
@@ -286,8 +238,6 @@ class InprocGroup(_TorchGroup):
 
     def _post(self, op: str, tensors: Any, peer: int, tag: int) -> Work:
         (tensor,) = checked(tensors)
-        if peer != ANY and not 0 <= peer < self.size():
-            raise WrongArgument(f"{op} peer {peer}: must be a rank of the group, 0 to {self.size() - 1}; legal: 0")
         caller = sys._getframe(3)  # dist.send is dist.isend and a wait
         is_async = not (caller.f_code.co_name == op and caller.f_globals is vars(c10d))
         signature = signature_of(op, (tensor,))
@@ -303,8 +253,3 @@ class InprocGroup(_TorchGroup):
         if self._batch is not None:
             self._batch.append(work)
         return work
-
-
-def _listed(given: Any) -> Any:
-    """The tensors of a list, or of the one list in a list: torch's functions pass this, its methods take that."""
-    return given[0] if len(given) == 1 and not isinstance(given[0], Tensor) else given

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tests.harness.threads.torch_calls.listed import CALLS, Call, filled, own
+from tests.harness.threads.torch_calls.listed import CALLS, Call, dist, filled, own
 
 __all__ = ["NOT_ON_GLOO", "WRONG_ON_GLOO", "Beyond"]
 
@@ -94,9 +93,7 @@ NOT_ON_GLOO = {
         on_gloo="all_to_all takes tensors of one size",
     ),
     "float8 moved": Beyond(
-        call=_moved_float8,
-        right=lambda r, n: torch.cat([own(i, 2) for i in range(n)]),
-        on_gloo="Invalid scalar type",
+        call=_moved_float8, right=lambda r, n: torch.cat([own(i, 2) for i in range(n)]), on_gloo="Invalid scalar type"
     ),
     "split_group": Beyond(
         call=lambda r, n: dist.get_process_group_ranks(dist.split_group(dist.group.WORLD, [[0, 1], [2, 3]])),

@@ -1,4 +1,4 @@
-"""Collectives on tensors: dtypes, reductions, layouts, sizes, asynchronous and coalesced forms."""
+"""Collectives that move tensors: dtypes, layouts, sizes, asynchronous and coalesced forms."""
 
 from __future__ import annotations
 
@@ -6,123 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.harness.threads.torch_calls.listed import filled, listed, own
-
-DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-"""int16 is carried by no backend: every call with it raises."""
-
-
-def each(dtypes: Any, call: Any) -> dict[str, Any]:
-    """What the call makes of every dtype, or that it raises."""
-    found = {}
-    for dtype in dtypes:
-        try:
-            found[str(dtype)] = call(dtype)
-        except (RuntimeError, ValueError):
-            found[str(dtype)] = "raised"
-    return found
-
-
-def reduced(rank: int, op: Any, dtypes: Any = DTYPES) -> dict[str, Any]:
-    def call(dtype: torch.dtype) -> torch.Tensor:
-        tensor = own(rank, 3, 2, dtype=dtype)
-        dist.all_reduce(tensor, op)
-        return tensor
-
-    return each(dtypes, call)
-
-
-@listed
-def all_reduce_sum(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.SUM)
-
-
-@listed
-def all_reduce_product(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.PRODUCT, [d for d in DTYPES if d not in (torch.float16, torch.bfloat16)])
-
-
-@listed
-def all_reduce_max(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.MAX)
-
-
-@listed
-def all_reduce_min(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.MIN)
-
-
-@listed
-def all_reduce_avg(rank: int, size: int) -> Any:
-    return reduced(
-        rank, dist.ReduceOp.AVG, [d for d in DTYPES if d.is_floating_point or d in (torch.bool, torch.complex64)]
-    )
-
-
-@listed
-def all_reduce_band(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.BAND)
-
-
-@listed
-def all_reduce_bor(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.BOR)
-
-
-@listed
-def all_reduce_bxor(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.BXOR)
-
-
-@listed
-def all_reduce_old_names(rank: int, size: int) -> Any:
-    tensor, other = own(rank, 2), own(rank, 2)
-    dist.all_reduce(tensor, op=dist.reduce_op.SUM)
-    dist.all_reduce(other, op=dist.ReduceOp.RedOpType.MAX)
-    return tensor, other
-
-
-@listed
-def all_reduce_in_every_form(rank: int, size: int) -> Any:
-    tensors = [own(rank + 10 * i, 2) for i in range(5)]
-    dist.all_reduce(tensors[0], dist.ReduceOp.MAX, None, False)
-    dist.all_reduce(tensor=tensors[1], group=dist.group.WORLD)
-    work = dist.all_reduce(tensors[2], async_op=True)
-    done = work.wait()
-    again = dist.all_reduce(tensors[3], group=dist.GroupMember.WORLD, async_op=True)
-    again.wait(timeout=torch.distributed.default_pg_timeout)
-    scalar = torch.tensor(float(rank))
-    none = dist.all_reduce(scalar)
-    return tensors, done, work.is_completed(), work.is_success(), work.result(), again.is_completed(), scalar, none
-
-
-@listed
-def all_reduce_of_what_needs_gradients(rank: int, size: int) -> Any:
-    leaf = own(rank, 3).requires_grad_()
-    with torch.no_grad():
-        dist.all_reduce(leaf)
-    inner = own(rank, 3).requires_grad_() * 2
-    dist.all_reduce(inner.detach())
-    parameter = torch.nn.Parameter(own(rank, 3))
-    dist.all_reduce(parameter.data)
-    dist.broadcast(torch.nn.Parameter(own(rank, 2)), 0)
-    return leaf, inner, parameter, leaf.requires_grad, leaf.is_leaf
+from tests.harness.threads.torch_calls.listed import DTYPES, dist, each, filled, listed, own
 
 
 @listed
@@ -134,13 +20,6 @@ def empty_tensors(rank: int, size: int) -> Any:
     dist.all_gather_into_tensor(gathered, filled(0, 3))
     dist.reduce(none, 0)
     return none, gathered
-
-
-@listed
-def empty_reduce_scatter(rank: int, size: int) -> Any:
-    out = filled(0)
-    dist.reduce_scatter_tensor(out, filled(0))
-    return out
 
 
 @listed
@@ -168,8 +47,8 @@ def strided_all_gather_of_lists(rank: int, size: int) -> Any:
 
 @listed
 def dense_tensors_of_other_orders(rank: int, size: int) -> Any:
-    turned, channels = own(rank, 3, 2).t(), own(rank, 2, 3, 2, 2).to(memory_format=torch.channels_last)
-    total, several = own(rank, 3, 2, 2).permute(2, 0, 1), [own(rank, 3, 2).t(), own(rank, 2)]
+    turned, channels = (own(rank, 3, 2).t(), own(rank, 2, 3, 2, 2).to(memory_format=torch.channels_last))
+    total, several = (own(rank, 3, 2, 2).permute(2, 0, 1), [own(rank, 3, 2).t(), own(rank, 2)])
     dist.all_reduce(turned)
     dist.all_reduce(channels)
     dist.reduce(total, 0)
@@ -180,7 +59,7 @@ def dense_tensors_of_other_orders(rank: int, size: int) -> Any:
 @listed
 def strided_tensors_that_are_copied(rank: int, size: int) -> Any:
     turned = own(rank, 3, 2).t()
-    joined, part, outs = filled(3, 2 * size).t(), filled(3, 2).t(), [filled(3, 2).t() for _ in range(size)]
+    joined, part, outs = (filled(3, 2 * size).t(), filled(3, 2).t(), [filled(3, 2).t() for _ in range(size)])
     dist.all_gather_into_tensor(joined, turned)
     dist.reduce_scatter_tensor(part, own(rank, 3, 2 * size).t())
     dist.all_to_all(outs, [own(rank + i, 3, 2).t() for i in range(size)])
@@ -193,7 +72,7 @@ def strided_tensors_that_are_copied(rank: int, size: int) -> Any:
 
 @listed
 def outputs_that_hold_the_input(rank: int, size: int) -> Any:
-    outs, joined, full = [filled(3) for _ in range(size)], filled(3 * size), own(rank, 3 * size)
+    outs, joined, full = ([filled(3) for _ in range(size)], filled(3 * size), own(rank, 3 * size))
     outs[rank].copy_(own(rank, 3))
     dist.all_gather(outs, outs[rank])
     joined.chunk(size)[rank].copy_(own(rank, 3))
@@ -203,24 +82,9 @@ def outputs_that_hold_the_input(rank: int, size: int) -> Any:
 
 
 @listed
-def tensors_of_inference_mode(rank: int, size: int) -> Any:
-    with torch.inference_mode():
-        made, late = own(rank, 3), own(rank, 2)
-    dist.all_reduce(made)
-    with torch.inference_mode():
-        dist.broadcast(late, 1)
-    return made.tolist(), late.tolist()
-
-
-@listed
-def float8_sums(rank: int, size: int) -> Any:
-    dist.all_reduce(own(rank, 3).to(torch.float8_e4m3fn).view(torch.uint8).view(torch.float8_e4m3fn))
-
-
-@listed
 def facts_of_a_work(rank: int, size: int) -> Any:
     work = dist.all_reduce(own(rank, 2), async_op=True)
-    return work.wait(), work.exception(), work.is_success(), work.synchronize(), work.source_rank()
+    return (work.wait(), work.exception(), work.is_success(), work.synchronize(), work.source_rank())
 
 
 @listed
@@ -242,7 +106,7 @@ def all_gather_into_columns(rank: int, size: int) -> Any:
 @listed
 def all_gather_in_every_form(rank: int, size: int) -> Any:
     def call(dtype: torch.dtype) -> Any:
-        outs, joined, late = [filled(2, dtype=dtype) for _ in range(size)], *(filled(2 * size, dtype=dtype),) * 2
+        outs, joined, late = ([filled(2, dtype=dtype) for _ in range(size)], *(filled(2 * size, dtype=dtype),) * 2)
         dist.all_gather(outs, own(rank, 2, dtype=dtype))
         dist.all_gather_into_tensor(joined, own(rank, 2, dtype=dtype))
         dist.all_gather_into_tensor(output_tensor=late, input_tensor=own(rank, 2, dtype=dtype), async_op=True).wait()
@@ -267,46 +131,8 @@ def all_gather_base(rank: int, size: int) -> Any:
 
 
 @listed
-def reduce_scatter_in_every_form(rank: int, size: int) -> Any:
-    def call(dtype: torch.dtype) -> Any:
-        parts = [own(rank + 10 * i, 2, dtype=dtype) for i in range(size)]
-        out, joined, late = [filled(2, dtype=dtype) for _ in range(3)]
-        dist.reduce_scatter(out, parts)
-        dist.reduce_scatter_tensor(joined, torch.cat(parts))
-        dist.reduce_scatter_tensor(output=late, input=torch.cat(parts), op=dist.ReduceOp.SUM, async_op=True).wait()
-        return out, joined, late
-
-    return each((torch.float64, torch.float32, torch.int64, torch.complex64), call)
-
-
-@listed
-def reduce_scatter_ops(rank: int, size: int) -> Any:
-    ops = (dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.AVG)
-    outs = [filled(2) for _ in ops]
-    for op, out in zip(ops, outs, strict=True):
-        dist.reduce_scatter_tensor(out, own(rank, 2 * size), op)
-    out = filled(2)
-    dist.reduce_scatter(out, [own(rank + i, 2) for i in range(size)], dist.ReduceOp.MAX)
-    return outs, out
-
-
-@listed
-def reduce_scatter_of_a_tuple(rank: int, size: int) -> Any:
-    out = filled(2)
-    dist.reduce_scatter(out, tuple(own(rank + i, 2) for i in range(size)))
-    return out
-
-
-@listed
-def reduce_scatter_of_uneven_lists(rank: int, size: int) -> Any:
-    out = filled(rank + 1)
-    dist.reduce_scatter(out, [own(rank, i + 1) for i in range(size)])
-    return out
-
-
-@listed
 def rooted_calls_for_every_root(rank: int, size: int) -> Any:
-    found = []
+    found: list[Any] = []
     for root in range(size):
         spread, total, part = own(rank, 3), own(rank, 3), filled(2)
         dist.broadcast(spread, root)
@@ -328,7 +154,7 @@ def rooted_calls_with_empty_lists(rank: int, size: int) -> Any:
 
 @listed
 def rooted_calls_by_group_rank(rank: int, size: int) -> Any:
-    group, found = dist.new_group([1, 3]), [filled(2) for _ in range(4)]
+    group, found = dist.new_group([1, 3]), list[Any]()
     if rank in (1, 3):
         spread, total, part = own(rank, 2), own(rank, 2), filled(2)
         dist.broadcast(spread, group=group, group_src=1)
@@ -344,7 +170,7 @@ def rooted_calls_by_group_rank(rank: int, size: int) -> Any:
 @listed
 def scatter_and_gather_dtypes(rank: int, size: int) -> Any:
     def call(dtype: torch.dtype) -> Any:
-        part, outs = filled(2, dtype=dtype), [filled(2, dtype=dtype) for _ in range(size)] if rank == 1 else None
+        part, outs = (filled(2, dtype=dtype), [filled(2, dtype=dtype) for _ in range(size)] if rank == 1 else None)
         dist.scatter(part, [own(i, 2, dtype=dtype) for i in range(size)] if rank == 1 else None, src=1)
         dist.gather(own(rank, 2, dtype=dtype), outs, dst=1)
         spread = own(rank, 2, dtype=dtype)
@@ -352,33 +178,6 @@ def scatter_and_gather_dtypes(rank: int, size: int) -> Any:
         return part, spread, outs
 
     return each(DTYPES, call)
-
-
-@listed
-def all_reduce_coalesced(rank: int, size: int) -> Any:
-    tensors = [own(rank, 2), own(rank, 3, 2), own(rank, 1, dtype=torch.float64)]
-    dist.all_reduce_coalesced(tensors, dist.ReduceOp.MAX)
-    again = [own(rank, 2), own(rank, 1)]
-    dist.all_reduce_coalesced(again, async_op=True).wait()
-    single = own(rank, 2)
-    dist.all_reduce_coalesced(single)
-    return tensors, again, single
-
-
-@listed
-def coalescing_manager(rank: int, size: int) -> Any:
-    tensors = [own(rank, 2), own(rank, 3)]
-    with _coalescing_manager():
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-    late = [own(rank, 2), own(rank, 3)]
-    with _coalescing_manager(group=dist.group.WORLD, async_ops=True) as manager:
-        for tensor in late:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    manager.wait()
-    with _coalescing_manager():
-        pass
-    return tensors, late
 
 
 @listed

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from tests.harness.threads.torch_calls.collectives import DTYPES, each
-from tests.harness.threads.torch_calls.listed import filled, listed, own
+from tests.harness.threads.torch_calls.listed import DTYPES, dist, each, filled, listed, own
 
 
 def rows(sender: int, receiver: int) -> int:
@@ -20,7 +18,7 @@ def rows(sender: int, receiver: int) -> int:
 
 def exchanged(rank: int, size: int, kind: Callable[[Sequence[int]], Any]) -> torch.Tensor:
     """An uneven exchange whose split sizes are of one kind."""
-    sends, expects = [rows(rank, other) for other in range(size)], [rows(other, rank) for other in range(size)]
+    sends, expects = ([rows(rank, other) for other in range(size)], [rows(other, rank) for other in range(size)])
     out = filled(sum(expects), 2)
     dist.all_to_all_single(out, own(rank, sum(sends), 2), kind(expects), kind(sends))
     return out

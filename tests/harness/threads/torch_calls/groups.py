@@ -6,10 +6,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.harness.threads.torch_calls.listed import filled, listed, own
+from tests.harness.threads.torch_calls.listed import dist, filled, listed, own
 
 
 def summed(group: Any) -> float:
@@ -26,7 +25,7 @@ def facts_of_the_world(rank: int, size: int) -> Any:
         dist.get_process_group_ranks(None), dist.get_process_group_ranks(world), dist.is_initialized(),
         dist.get_global_rank(world, 2), dist.get_group_rank(world, 3), world.rank(), world.size(), world.group_name,
         world.group_desc, dist.get_backend_config(), dist.get_pg_count() >= 1, dist.get_node_local_rank(),
-        [str(device) for device in world._device_types], world.bound_device_id, world._has_hooks(),
+        sorted(str(device) for device in world._device_types), world.bound_device_id, world._has_hooks(),
         dist.distributed_c10d._get_pg_default_device().type, dist.distributed_c10d._get_object_coll_device(),
     )  # fmt: skip
 
@@ -82,7 +81,7 @@ def subgroups(rank: int, size: int) -> Any:
     mine, all_of_them = dist.new_subgroups(2)
     other, _ = dist.new_subgroups(group_size=size // 2, timeout=timedelta(seconds=60), group_desc="halves")
     listed_, more = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-    return [summed(group) for group in (mine, other, listed_)], len(all_of_them), len(more)
+    return ([summed(group) for group in (mine, other, listed_)], len(all_of_them), len(more))
 
 
 @listed
@@ -100,7 +99,7 @@ def group_ranks_and_back(rank: int, size: int) -> Any:
 def rank_lists_of_meshes(rank: int, size: int) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     flat = mesh["dp", "tp"]._flatten("all")
-    groups = mesh.get_group("dp"), mesh["tp"].get_group(), flat.get_group(), *mesh.get_all_groups()
+    groups = (mesh.get_group("dp"), mesh["tp"].get_group(), flat.get_group(), *mesh.get_all_groups())
     return [(dist.get_process_group_ranks(group), group.group_desc, summed(group)) for group in groups]
 
 

@@ -8,14 +8,33 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed
 from torch import Tensor
 
-__all__ = ["CALLS", "Call", "attempt", "filled", "listed", "own", "plain"]
+__all__ = ["CALLS", "DTYPES", "Call", "attempt", "dist", "each", "filled", "listed", "own", "plain"]
 
+dist: Any = torch.distributed
+"""Untyped on purpose: the list hands torch what its stubs do not know, too."""
 Call = Callable[[int, int], Any]
 _KINDS = (TypeError, ValueError, RuntimeError, LookupError, AssertionError)
 CALLS: dict[str, Call] = {}
 """Name -> a function of (rank, ranks) that makes calls and returns what it got."""
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+"""int16 is carried by no backend: every call with it raises."""
 
 
 def listed(call: Call) -> Call:
@@ -52,9 +71,20 @@ def attempt(rank: int, size: int, names: Sequence[str]) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Tensors as (dtype, shape, numbers), in any nesting."""
     if isinstance(value, Tensor):
-        return str(value.dtype), tuple(value.shape), value.detach().resolve_conj().tolist()
+        return (str(value.dtype), tuple(value.shape), value.detach().resolve_conj().tolist())
     if isinstance(value, Mapping):
         return {key: plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
     return value.item() if isinstance(value, np.generic) else value
+
+
+def each(dtypes: Any, call: Any) -> dict[str, Any]:
+    """What the call makes of every dtype, or that it raises."""
+    found = {}
+    for dtype in dtypes:
+        try:
+            found[str(dtype)] = call(dtype)
+        except (RuntimeError, ValueError):
+            found[str(dtype)] = "raised"
+    return found

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch.distributed import _functional_collectives as functional
 
-from tests.harness.threads.torch_calls.listed import filled, listed, own
+from tests.harness.threads.torch_calls.listed import dist, filled, listed, own
 
 
 @listed
 def sends_and_receives(rank: int, size: int) -> Any:
-    after, before, out, other = (rank + 1) % size, (rank - 1) % size, filled(2), filled(2)
+    after, before, out, other = ((rank + 1) % size, (rank - 1) % size, filled(2), filled(2))
     if rank % 2:
         source = dist.recv(out, before)
         dist.send(own(rank, 2), after)
@@ -22,7 +21,7 @@ def sends_and_receives(rank: int, size: int) -> Any:
         dist.send(own(rank, 2), dst=after, group=None, tag=0)
         source = dist.recv(tensor=out, src=before, group=dist.group.WORLD)
     works = [dist.isend(own(rank, 2), after, tag=7), dist.irecv(other, before, tag=7)]
-    return out, source, [work.wait() for work in works], [work.is_completed() for work in works], other
+    return (out, source, [work.wait() for work in works], [work.is_completed() for work in works], other)
 
 
 @listed
@@ -88,11 +87,11 @@ def messages_from_anybody(rank: int, size: int) -> Any:
 
 @listed
 def objects(rank: int, size: int) -> Any:
-    mine, everyone, gathered = {"rank": rank, "text": "x" * rank}, [None] * size, [None] * size if rank == 1 else None
+    mine, everyone, gathered = ({"rank": rank, "text": "x" * rank}, [None] * size, [None] * size if rank == 1 else None)
     dist.all_gather_object(everyone, mine)
     dist.all_gather_object(object_list=everyone, obj=mine, group=dist.group.WORLD)
     dist.gather_object(mine, gathered, 1)
-    spread, placed, part, parts = [mine, rank], [mine], [None], [f"part {i}" for i in range(size)]
+    spread, placed, part, parts = ([mine, rank], [mine], [None], [f"part {i}" for i in range(size)])
     dist.broadcast_object_list(spread, 2)
     dist.broadcast_object_list(placed, src=0, group=None, device=torch.device("cpu"))
     dist.scatter_object_list(part, parts if rank == 3 else None, 3)
@@ -104,7 +103,7 @@ def objects(rank: int, size: int) -> Any:
 def objects_by_group_rank(rank: int, size: int) -> Any:
     group, found = dist.new_group([3, 1]), []
     if rank in (1, 3):
-        everyone, gathered, spread, part = [None] * 2, [None] * 2 if rank == 3 else None, [rank], [None]
+        everyone, gathered, spread, part = ([None] * 2, [None] * 2 if rank == 3 else None, [rank], [None])
         dist.all_gather_object(everyone, rank, group)
         dist.gather_object(rank, gathered, group=group, group_dst=dist.get_group_rank(group, 3))
         dist.broadcast_object_list(spread, group=group, group_src=1)
@@ -120,7 +119,7 @@ def object_messages(rank: int, size: int) -> Any:
         dist.send_object_list([{"a": 1}, "b"], 2)
         dist.send_object_list([3, 4], dst=2, device=torch.device("cpu"))
     if rank == 2:
-        source = dist.recv_object_list(out, 0), list(out), dist.recv_object_list(out, src=0, device="cpu")
+        source = (dist.recv_object_list(out, 0), list(out), dist.recv_object_list(out, src=0, device="cpu"))
     return out, source
 
 
@@ -146,7 +145,7 @@ def functional_collectives(rank: int, size: int) -> Any:
 
 @listed
 def functional_exchange_of_uneven_rows(rank: int, size: int) -> Any:
-    sends, expects = [(rank + i) % 3 for i in range(size)], [(i + rank) % 3 for i in range(size)]
+    sends, expects = ([(rank + i) % 3 for i in range(size)], [(i + rank) % 3 for i in range(size)])
     return functional.all_to_all_single(own(rank, sum(sends), 2), expects, sends, dist.group.WORLD) + 0
 
 
@@ -173,7 +172,7 @@ def differentiable_collectives(rank: int, size: int) -> Any:
 
 @listed
 def methods_of_a_group(rank: int, size: int) -> Any:
-    group, tensor, spread, joined = dist.group.WORLD, own(rank, 2), own(rank, 2), filled(2 * size)
+    group, tensor, spread, joined = (dist.group.WORLD, own(rank, 2), own(rank, 2), filled(2 * size))
     outs, part, out = [filled(2) for _ in range(size)], filled(2), filled(2)
     group.allreduce([tensor]).wait()
     group.allreduce(tensor, dist.ReduceOp.MAX).wait()
@@ -192,7 +191,7 @@ def methods_of_a_group(rank: int, size: int) -> Any:
     group.barrier().wait()
     group.barrier(dist.BarrierOptions()).wait()
     group.monitored_barrier()
-    return tensor, spread, outs, joined, part, out, most, (total, mean) if rank == 1 else None
+    return (tensor, spread, outs, joined, part, out, most, (total, mean) if rank == 1 else None)
 
 
 @listed

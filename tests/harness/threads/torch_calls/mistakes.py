@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
-from tests.harness.threads.torch_calls.listed import CALLS, filled, own
+from tests.harness.threads.torch_calls.listed import CALLS, dist, filled, own
 
 
 def _mistake(name: str, make: Any) -> None:

@@ -12,6 +12,7 @@ from tests.harness.threads.torch_calls import (  # noqa: F401
     groups,
     messages,
     mistakes,
+    reductions,
 )
 from tests.harness.threads.torch_calls.listed import attempt
 
