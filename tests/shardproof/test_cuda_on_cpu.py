@@ -22,7 +22,7 @@ from tests import ROOT
 
 def _names() -> list[dict[str, Any]]:
     """All that it may change; torch imports modules of its own when they are needed."""
-    owners: tuple[Any, ...] = (torch, Tensor, nn.Module, torch.cuda, torch.cuda.random, torch.cuda.nvtx, dist)
+    owners: tuple[Any, ...] = (torch, Tensor, nn.Module, torch.cuda, torch.cuda.random, torch.cuda.nvtx)
     return [{name: x for name, x in vars(owner).items() if not isinstance(x, ModuleType)} for owner in owners]
 
 
@@ -127,14 +127,14 @@ def test_the_compiler_may_be_imported_within_and_has_its_own_rules_afterwards() 
 
 def test_types_by_which_libraries_decide_are_those_of_cuda() -> None:
     """Megatron-Core's optimizer takes 'torch.cuda.FloatTensor' and refuses all others; types are taken, too."""
-    plain = torch.ones(2)
+    plain, cuda = torch.ones(2), vars(torch.cuda)
     with shardproof.cuda_on_cpu():
         kinds = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half", torch.int64: "Long"}
         for dtype, kind in kinds.items():
             assert torch.ones(2, dtype=dtype).type() == f"torch.cuda.{kind}Tensor"
         assert nn.Parameter(plain).type() == "torch.cuda.FloatTensor"
         assert torch.ones(2, device="meta").type() == "torch.FloatTensor"
-        for wanted in ("torch.cuda.HalfTensor", "torch.HalfTensor", torch.float16, torch.cuda.HalfTensor):
+        for wanted in ("torch.cuda.HalfTensor", "torch.HalfTensor", torch.float16, cuda["HalfTensor"]):
             assert plain.type(wanted).dtype == torch.float16 and plain.type(dtype=wanted).device.type == "cpu"
     assert plain.type() == "torch.FloatTensor"
 
@@ -146,5 +146,7 @@ def test_split_sizes_that_a_gpu_would_give_as_numbers_may_be_a_tensor() -> None:
         dist.all_to_all_single(out, torch.arange(3.0) + 10 * rank, output_split_sizes=sizes, input_split_sizes=sizes)
         return out
 
+    before = dist.all_to_all_single
     with shardproof.cuda_on_cpu(), InprocEngine() as engine:
         assert [out.tolist() for out in engine.run(program, world_size=2)] == [[0.0, 10.0, 11.0], [1.0, 2.0, 12.0]]
+    assert dist.all_to_all_single is before
