@@ -26,6 +26,7 @@ from harness.running.proof import CaseResult, prove, with_traceback
 from harness.running.ranks.capacity import admit
 from harness.running.request import Request
 from harness.running.second_process import Proved, SecondProcess, prove_all, proved
+from harness.running.shared_state import OnProcesses
 from harness.running.spare_process import Spare
 from harness.running.store import Store
 from harness.running.truth.kept import Truths
@@ -129,13 +130,13 @@ def proving(request: Request) -> Iterator[Callable[[CaseLike], CaseResult]]:
     One of several that the dense model cannot compute is skipped, so that the others are kept; one alone raises
     RequestError.
     """
-    truths = Truths()
+    truths, on_processes = Truths(), OnProcesses(request)
     keep_freed_memory()
     with engine_named(request.engine) as engine:
 
         def prove_case(case: CaseLike) -> CaseResult:
             try:
-                return prove(
+                result = prove(
                     case,
                     request.subject,
                     engine,
@@ -144,6 +145,7 @@ def proving(request: Request) -> Iterator[Callable[[CaseLike], CaseResult]]:
                     options=request.options,
                     truths=truths,
                 )
+                return on_processes.of(result)
             except RequestError as problem:
                 if len(request.cases) == 1:
                     raise

@@ -133,7 +133,7 @@ def test_types_by_which_libraries_decide_are_those_of_cuda() -> None:
         for dtype, kind in kinds.items():
             assert torch.ones(2, dtype=dtype).type() == f"torch.cuda.{kind}Tensor"
         assert nn.Parameter(plain).type() == "torch.cuda.FloatTensor"
-        assert torch.ones(2, device="meta").type() == "torch.FloatTensor"
+        assert torch.ones(2, device="meta").type() == "torch.meta.FloatTensor"
         for wanted in ("torch.cuda.HalfTensor", "torch.HalfTensor", torch.float16, cuda["HalfTensor"]):
             assert plain.type(wanted).dtype == torch.float16 and plain.type(dtype=wanted).device.type == "cpu"
     assert plain.type() == "torch.FloatTensor"
