@@ -31,7 +31,10 @@ from harness.protocols import CaseLike
 from harness.running.proof import prove
 from harness.subject import NamedSubject, kept_per_rank
 
-__all__ = ["keepers", "searching"]
+__all__ = ["LOSS_PARALLEL", "keepers", "searching"]
+
+LOSS_PARALLEL = "torch.distributed.tensor.parallel.loss"
+"""The module of torch's loss_parallel, which changes DTensor for the process: the first rank to leave it ends it."""
 
 _STORES = dis.opmap["STORE_GLOBAL"]
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict, deque)
@@ -187,11 +190,13 @@ def _module_of(value: Any) -> str:
 
 
 def _is_foreign(name: str) -> bool:
-    return name.partition(".")[0] not in _NOT_FOREIGN
+    return name == LOSS_PARALLEL or name.partition(".")[0] not in _NOT_FOREIGN
 
 
 def _keeps(module: ModuleType) -> bool:
     """Whether a module may keep state: a guess, of which the tries keep what is needed."""
+    if module.__name__ == LOSS_PARALLEL:
+        return True
     names = [name for name in vars(module) if not name.startswith("__") and not name.isupper()]
     if any(type(vars(module)[name]) in _CONTAINERS for name in names):
         return True

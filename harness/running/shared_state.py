@@ -18,8 +18,8 @@ from harness.engines.processes.forked.pool import PoolEngine
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike
 from harness.running.proof import CaseResult, prove
-from harness.running.shared_modules import keepers, searching
-from harness.subject import NamedSubject, kept_per_rank
+from harness.running.shared_modules import LOSS_PARALLEL, keepers, searching
+from harness.subject import NamedSubject, kept_per_rank, offers
 
 __all__ = ["OnProcesses"]
 
@@ -58,7 +58,8 @@ class OnProcesses:
         with suppress(ShardproofError), searching(result.case, subject, limit_s=limit_s) as needed:
             if self._passes(result.case, limit_s):
                 modules = needed()
-                return _told(result, (*kept_per_rank(subject.call), *modules) if modules else ())
+                per_rank = (*kept_per_rank(subject.call), *modules) if modules else ()
+                return _told(result, _legal(per_rank, LOSS_PARALLEL in _keepers(subject)))
         return result  # what cannot be found out leaves the failure as it is
 
     def _may_share(self, result: CaseResult) -> bool:
@@ -66,8 +67,7 @@ class OnProcesses:
         asked, subject = self._request, self._request.subject
         if result.verdict != FAIL or result.machine or result.case.world_size == 1 or asked.engine != "inproc":
             return False
-        foreign = bool(subject.address) and subject.address.partition(".")[0] != _OURS
-        return foreign and bool(keepers(subject.address) or "tensor/parallel/loss.py" in result.traceback)
+        return bool(subject.address) and subject.address.partition(".")[0] != _OURS and bool(_keepers(subject))
 
     def _passes(self, case: CaseLike, limit_s: float) -> bool:
         with PoolEngine() as pool:
@@ -75,11 +75,23 @@ class OnProcesses:
         return there.evidence is not None and there.verdict != FAIL
 
 
-def _told(result: CaseResult, modules: tuple[str, ...]) -> CaseResult:
+def _keepers(subject: NamedSubject) -> tuple[str, ...]:
+    """The modules that keep state; what a session enters for all ranks is none of theirs."""
+    return tuple(
+        name for name in keepers(subject.address) if name != LOSS_PARALLEL or not offers(subject.call, "session")
+    )
+
+
+def _legal(per_rank: tuple[str, ...], in_loss_parallel: bool) -> str:
+    """What helps: the modules with which the case passed; a context that only a session can enter once; processes."""
+    if per_rank:
+        return f"subject.per_rank = {per_rank!r}, with which it passes here too"
+    session = "subject.session = torch.distributed.tensor.parallel.loss_parallel in place of each rank's own, or "
+    return f"{session if in_loss_parallel else ''}--engine pool"
+
+
+def _told(result: CaseResult, legal: str) -> CaseResult:
     """The result with the cause that was found, before all others."""
-    legal = f"subject.per_rank = {modules!r}, with which it passes here too" if modules else "--engine pool"
-    if not modules and "tensor/parallel/loss.py" in result.traceback:
-        legal += ", or subject.session = loss_parallel, a context around all ranks"
     words = f"ranks share state here because they are threads: with --engine pool this case passes; legal: {legal}"
     verdicts = tuple(
         replace(one, message=_CAUSES.sub(lambda _: f"causes: {words}", _MAYBE.sub("", one.message)))

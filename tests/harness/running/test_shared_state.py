@@ -71,6 +71,17 @@ def test_a_case_that_passes_on_processes_names_the_modules_that_per_rank_needs(n
 
 
 @pytest.mark.slow
+def test_a_context_that_changes_torch_for_the_process_belongs_in_the_session(asked: list[str]) -> None:
+    subject = named("tests.harness.running.subjects.own_loss_parallel:subject")
+    case = Vocabulary.of({"micro": 1}).parse("tp=2")
+    with proving(Request(cases=(case,), subject=subject)) as prove:
+        result = prove(case)
+    assert result.verdict == FAIL and asked == ["asked"]
+    (line,) = causes(result)
+    assert "with --engine pool this case passes; legal: subject.session = torch.distributed.tensor.parallel" in line
+
+
+@pytest.mark.slow
 def test_what_is_wrong_on_processes_too_keeps_its_own_cause_and_is_asked_once_a_run(asked: list[str]) -> None:
     first, second = results("wrong", 2)
     assert asked == ["asked"] and first.verdict == second.verdict == FAIL
