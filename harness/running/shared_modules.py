@@ -212,7 +212,8 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
         if getattr(value, "__module__", "") != module.__name__:
             continue
         parts = list(vars(value).values()) if isinstance(value, type) else [value]
-        yield from (found for part in parts if isinstance(found := getattr(part, "__func__", part), FunctionType))
+        plain = [part.__func__ if isinstance(part, staticmethod | classmethod) else part for part in parts]
+        yield from (part for part in plain if isinstance(part, FunctionType))
 
 
 def _codes(module: ModuleType) -> Iterator[CodeType]:

@@ -164,7 +164,8 @@ def _place(value: Any, modules: Sequence[str]) -> Namespace | None:
 def _methods(value: Any, modules: Sequence[str]) -> list[FunctionType]:
     """The functions of a class of these modules."""
     parts = vars(value).values() if isinstance(value, type) and value.__module__ in modules else ()
-    return [found for part in parts if isinstance(found := getattr(part, "__func__", part), FunctionType)]
+    plain = [part.__func__ if isinstance(part, staticmethod | classmethod) else part for part in parts]
+    return [part for part in plain if isinstance(part, FunctionType)]
 
 
 def _has_own_defaults(value: Any, modules: Sequence[str]) -> bool:
