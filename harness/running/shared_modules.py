@@ -212,7 +212,7 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
         if getattr(value, "__module__", "") != module.__name__:
             continue
         parts = list(vars(value).values()) if isinstance(value, type) else [value]
-        plain = [part.__func__ if isinstance(part, staticmethod | classmethod) else part for part in parts]
+        plain = [part.__wrapped__ if isinstance(part, staticmethod | classmethod) else part for part in parts]
         yield from (part for part in plain if isinstance(part, FunctionType))
 
 

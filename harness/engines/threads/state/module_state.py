@@ -164,7 +164,7 @@ def _place(value: Any, modules: Sequence[str]) -> Namespace | None:
 def _methods(value: Any, modules: Sequence[str]) -> list[FunctionType]:
     """The functions of a class of these modules."""
     parts = vars(value).values() if isinstance(value, type) and value.__module__ in modules else ()
-    plain = [part.__func__ if isinstance(part, staticmethod | classmethod) else part for part in parts]
+    plain = [part.__wrapped__ if isinstance(part, staticmethod | classmethod) else part for part in parts]
     return [part for part in plain if isinstance(part, FunctionType)]
 
 
