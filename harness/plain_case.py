@@ -15,11 +15,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["AXES", "COMMON", "PlainCase", "Vocabulary", "Word", "WordError"]
+__all__ = ["AXES", "COMMON", "EXPERT_AXES", "PlainCase", "Vocabulary", "Word", "WordError"]
 
 Word: TypeAlias = "int | float | bool | str"
 AXES = ("tp", "cp", "dp", "pp")
 """Mesh axes, fastest first, as in Megatron; ranks of one tp group are neighbours. Each is 1 unless the case says."""
+EXPERT_AXES = ("etp", "ep")
+"""Axes that a case has where `subject.words` names them: how expert layers lie on the ranks of tp, cp and dp.
+
+Ranks of one etp group are neighbours, then ep, then `edp`, the ranks that hold the same experts, then pp, as in
+Megatron-Core and torchtitan. Without the word, etp is tp (as in Megatron-Core) and ep is 1.
+"""
 COMMON: Mapping[str, tuple[Word, ...]] = {
     "steps": (2,),
     "micro": (2,),
@@ -27,7 +33,7 @@ COMMON: Mapping[str, tuple[Word, ...]] = {
     "seed": (0,),
 }
 """Words that every case has: the default first, then other legal values where only some are legal."""
-_AT_LEAST: Mapping[str, int] = {**dict.fromkeys(AXES, 1), "steps": 1, "micro": 1, "seed": 0}
+_AT_LEAST: Mapping[str, int] = {**dict.fromkeys((*AXES, *EXPERT_AXES), 1), "steps": 1, "micro": 1, "seed": 0}
 
 
 class WordError(ValueError):
@@ -60,6 +66,10 @@ class Vocabulary:
             if not isinstance(key, str) or not key.isidentifier() or len(kinds) != 1 or not kinds <= _KINDS:
                 rule = "a word is a name, its values are numbers, booleans or text of one type"
                 raise TypeError(f"words[{key!r}]={value!r}: {rule}; legal: {legal}")
+            if key in EXPERT_AXES and kinds != {int}:
+                raise TypeError(
+                    f"words[{key!r}]={value!r}: the ranks of an axis are a whole number; legal: {{{key!r}: 1}}"
+                )
             if key not in (*AXES, *COMMON, "mode") and hasattr(PlainCase, key):
                 raise TypeError(f"words[{key!r}]: every case has an attribute of this name; legal: another word")
             if any(not str(one) or any(sign in str(one) for sign in " \t\n=") for one in values):
@@ -84,7 +94,9 @@ class Vocabulary:
             if key in _AT_LEAST and value < _AT_LEAST[key]:  # type: ignore[operator]
                 raise WordError(key, value, f"must be at least {_AT_LEAST[key]}", f"{key}={_AT_LEAST[key]}")
         values = {key: said.get(key, legal[0]) for key, legal in self.words}
-        return PlainCase(vocabulary=self, values=tuple(values.items()))
+        made = PlainCase(vocabulary=self, values=tuple(values.items()))
+        made.require_expert_axes()
+        return made
 
     def _read(self, key: str, text: str) -> Word:
         known = dict(self.words)
@@ -123,7 +135,7 @@ class PlainCase:
         values = dict(self.values)
         if "mode" in values:
             return str(values["mode"])
-        return "+".join(axis for axis in sorted(AXES) if values[axis] != 1) or "one"
+        return "+".join(axis for axis in sorted((*AXES, *EXPERT_AXES)) if values.get(axis, 1) != 1) or "one"
 
     @property
     def steps(self) -> int:
@@ -147,33 +159,60 @@ class PlainCase:
 
     @property
     def world_size(self) -> int:
-        """Ranks: the product of all axes."""
-        return math.prod(self.axis_sizes.values())
+        """Ranks: the product of all axes but those of experts, which lie on the same ranks."""
+        return math.prod(self._dense_sizes.values())
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Mesh axis -> ranks in each of its groups, fastest axis first."""
-        values = dict(self.values)
-        return {axis: int(values[axis]) for axis in AXES}
+        """Mesh axis -> ranks in each of its groups, fastest axis first; then those of experts, where it has any."""
+        return {**self._dense_sizes, **self._expert_sizes}
 
     @property
     def axes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Mesh axis -> the rank lists of its groups."""
-        lists, stride = {}, 1
-        for axis, size in self.axis_sizes.items():
+        lists = {}
+        for axis, (stride, size) in self._strides.items():
             firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
             lists[axis] = tuple(tuple(range(first, first + stride * size, stride)) for first in firsts)
-            stride *= size
         return lists
 
     def axis_rank(self, axis: str, rank: int) -> int:
         """The place of a global rank in its group along an axis. Raises KeyError for an unknown axis."""
-        stride = 1
-        for name, size in self.axis_sizes.items():
-            if name == axis:
-                return rank // stride % size
-            stride *= size
-        raise KeyError(axis)
+        stride, size = self._strides[axis]
+        return rank // stride % size
+
+    @property
+    def _dense_sizes(self) -> dict[str, int]:
+        values = dict(self.values)
+        return {axis: int(values[axis]) for axis in AXES}
+
+    @property
+    def _expert_sizes(self) -> dict[str, int]:
+        """etp, ep and edp, fastest first; {} without a word for them."""
+        values, dense = dict(self.values), self._dense_sizes
+        if not set(EXPERT_AXES) & values.keys():
+            return {}
+        sizes = {"etp": int(values.get("etp", dense["tp"])), "ep": int(values.get("ep", 1))}
+        return {**sizes, "edp": dense["tp"] * dense["cp"] * dense["dp"] // math.prod(sizes.values())}
+
+    @property
+    def _strides(self) -> dict[str, tuple[int, int]]:
+        """Mesh axis -> the distance of neighbours in a group, and the group's size."""
+        found = {}
+        for sizes in (self._dense_sizes, self._expert_sizes):
+            stride = 1
+            for axis, size in sizes.items():
+                found[axis] = stride, size
+                stride *= size
+        return found
+
+    def require_expert_axes(self) -> None:
+        """Raises WordError where experts do not lie evenly on the ranks of a stage."""
+        stage = self.world_size // self._dense_sizes["pp"]
+        for axis, size in self._expert_sizes.items():
+            if axis != "edp" and stage % size:
+                raise WordError(axis, size, f"must divide tp * cp * dp, {stage}", f"{axis}=1")
+            stage //= size or 1
 
     def samples(self, step: int, micro: int, dp_rank: int, batch: int) -> range:
         """The numbers of the samples in a micro-batch of `batch` samples on a data rank; no number occurs twice.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 
 from torch import Tensor, nn
 
@@ -19,48 +20,65 @@ _BY_TORCH = re.compile(r"|undefined|default_pg|mesh_default|mesh_dim_\d+|.*:spli
 """Descriptions that torch gives by default."""
 _WORLD = ("default_pg", "mesh_default")
 """torch's own names for the group of all ranks: the only axis of the case that has them all is no guess."""
-_FILLERS = frozenset({"parallel", "group", "gloo", "ag", "and", "with"})
+_FILLERS = frozenset({"parallel", "group", "gloo", "ag", "and", "with", "partial"})
 _SPELT = {
+    "intra distributed optimizer instance": "intra tp cp dp pp",
+    "expert tensor model pipeline": "etp ep pp",
+    "expert tensor model": "etp ep",
+    "expert tensor": "etp",
+    "expert model": "ep",
+    "expert data": "edp",
+    "tensor model": "tp",
+    "pipeline model": "pp",
+    "expert": "ep",
+    "experts": "ep",
     "tensor": "tp",
-    "tensor_model": "tp",
     "data": "dp",
     "context": "cp",
     "pipeline": "pp",
-    "pipeline_model": "pp",
     "pipe": "pp",
     "stage": "pp",
-    "MODEL_PARALLEL_GROUP": "tp_pp",
-    "data_cp": "dp_cp",
-    "tensor_data": "tp_dp",
-    "tensor_data_cp": "tp_dp_cp",
-    "tensor_context": "tp_cp",
-    "expert": "ep",
-    "experts": "ep",
-    "expert_model": "ep",
-    "expert_data": "edp",
-    "expert_tensor": "etp",
-    "expert_tensor_model": "etp_ep",
-    "expert_tensor_model_pipeline": "etp_ep_pp",
-    "efsdp": "edp",
+    "model": "tp pp",
     "embd": "embedding",
-    "embedding": "embedding",
-    "position_embedding": "position_embedding",
+    "batch": "dp",
+    "loss mesh": "dp cp",
+    "loss": "dp cp",
+    "fsdp": "dp shard cp",
+    "efsdp": "edp",
 }
-"""Words of Megatron-Core (parallel_state.initialize_model_parallel), without fillers, and of torchtitan's meshes."""
-_KNOWN = frozenset(_SPELT.values()) | {"wp", "wdp"}
+"""Words of Megatron-Core (parallel_state.initialize_model_parallel), without fillers, and of torchtitan's meshes
+(distributed.parallel_dims) -> the axes that they stand for. What stands for more words comes first."""
+_KNOWN = frozenset("tp pp dp cp ep etp edp wp wdp embedding".split())
 
 
 def group_word(group_desc: str) -> str:
     """The name that a description gives its group, "" for the words that torch gives to every group by itself.
 
-    DeviceMesh's "mesh_dp_shard" is "dp_shard"; Megatron-Core's "DATA_PARALLEL_GROUP_WITH_CP" is "dp_cp".
+    It is the names of the axes, joined by _: DeviceMesh's "mesh_dp_shard" is "dp_shard", torchtitan's "mesh_batch" is
+    "dp", Megatron-Core's "DATA_PARALLEL_GROUP_WITH_CP" is "dp_cp". A description in other words stays as it is.
     """
     if _BY_TORCH.fullmatch(group_desc):
         return ""
-    if (said := group_desc.removeprefix("mesh_")) in _SPELT:
-        return _SPELT[said]
-    parts = [part for part in said.lower().split("_") if part not in _FILLERS]
-    return _SPELT.get("_".join(parts), said)
+    said = group_desc.removeprefix("mesh_")
+    words = [word for word in said.lower().split("_") if word not in _FILLERS]
+    axes = _axes_in(words)
+    understood = said.isupper() or all(axis in _KNOWN for axis in axes if axis in words)
+    return "_".join(axes) if understood and _KNOWN.intersection(axes) else said
+
+
+def _axes_in(words: list[str]) -> list[str]:
+    """The words, in which those that _SPELT has are the axes that they stand for."""
+    axes: list[str] = []
+    at = 0
+    while at < len(words):
+        for length in range(len(words) - at, 0, -1):
+            if meant := _SPELT.get(" ".join(words[at : at + length])):
+                axes += meant.split()
+                break
+        else:
+            axes.append(words[at])
+        at += length
+    return axes
 
 
 def axis_name(
@@ -69,21 +87,20 @@ def axis_name(
     """The axis of a group of global ranks, and what is not certain of it: "" where nothing is.
 
     First what the program called the group ("tp", DeviceMesh's "mesh_tp", Megatron-Core's names) when the case has such
-    an axis, or when it is a known word for something else ("ep", "dp_cp"); of joint words ("dp_shard", "dp_cp") the one
-    axis that has the same ranks. Then the one axis of several ranks that has this rank list; then an unknown word as it
-    is; then "world" when the group holds every rank; else the rank list, "0,2".
+    an axis, or when it is a known word for something else ("ep", "dp_cp"); of joint words ("dp_shard", "dp_cp") those
+    axes that together have the same ranks. Then the one axis of several ranks that has this rank list; then an unknown
+    word as it is; then "world" when the group holds every rank; else the rank list, "0,2".
     """
     said, ranks = group_word(group_desc), tuple(sorted(group))
     if said in axes:
         return said, ""
     split = axes if len(ranks) > 1 else {}
-    having = [axis for axis, lists in split.items() if any(tuple(sorted(ranks_)) == ranks for ranks_ in lists)]
     joint = said.split("_") if said else []
-    meant = [axis for axis in having if axis in joint]
-    if len(meant) == 1:
-        return meant[0], ""
-    if said in _KNOWN or set(joint) & axes.keys():
+    if meant := _together(ranks, [axis for axis in joint if axis in split], axes):
+        return meant, ""
+    if set(joint) & (_KNOWN | axes.keys()):
         return said, ""
+    having = [axis for axis, lists in split.items() if any(tuple(sorted(ranks_)) == ranks for ranks_ in lists)]
     if len(having) == 1 and group_desc in _WORLD:
         return having[0], ""
     if len(having) == 1:
@@ -92,6 +109,24 @@ def axis_name(
     if said:
         return said, ""
     return "world" if len(ranks) == world_size else ",".join(map(str, group)), ""
+
+
+def _together(ranks: tuple[int, ...], named: list[str], axes: Mapping[str, tuple[tuple[int, ...], ...]]) -> str:
+    """The fewest of these axes whose groups, joined, have the ranks, as "dp_cp"; "" where none do or more than one."""
+    for count in range(1, len(named) + 1):
+        found = [some for some in combinations(named, count) if _joined(ranks[0], some, axes) == set(ranks)]
+        if found:
+            return "_".join(found[0]) if len(found) == 1 else ""
+    return ""
+
+
+def _joined(rank: int, some: tuple[str, ...], axes: Mapping[str, tuple[tuple[int, ...], ...]]) -> set[int]:
+    """The ranks that are together with this one in a list of these axes, or by way of others."""
+    joined, before = {rank}, 0
+    while len(joined) > before:
+        before = len(joined)
+        joined.update(*(ranks for axis in some for ranks in axes[axis] if not joined.isdisjoint(ranks)))
+    return joined
 
 
 class Paths:

@@ -30,6 +30,7 @@ from harness.running.ranks.capacity import admit, admitted
 from harness.running.ranks.output import shown_once
 from harness.running.request import Request
 from harness.running.second_process import ProvingProcess, serve_forked
+from harness.running.shared_state import OnProcesses
 from harness.running.sharing import Sharing
 from harness.running.spare_process import Spare
 from harness.running.store import Store
@@ -148,7 +149,7 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
     One of several that the dense model cannot compute, or this machine cannot hold, is skipped, so that the others are
     kept; one alone raises RequestError.
     """
-    truths = Truths()
+    truths, on_processes = Truths(), OnProcesses(request)
     keep_freed_memory()
     with engine_named(request.engine) as engine:
 
@@ -157,7 +158,7 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
                 if len(request.cases) > 1:
                     admit([case], request.engine)
                 with shown_once():
-                    return prove(
+                    result = prove(
                         case,
                         request.subject,
                         engine,
@@ -167,6 +168,7 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
                         truths=truths,
                         heard=heard,
                     )
+                return on_processes.of(result)
             except RequestError as problem:
                 if len(request.cases) == 1:
                     raise

@@ -4,8 +4,10 @@
 
 There is one device, number 0, which is the CPU: `device="cuda"`, `.cuda()` and `.to("cuda")` stay where they are, its
 random stream is the CPU's, streams and events are always done, ranges of nvtx are dropped. A tensor is no
-copy after `.cuda()`, and `tensor.is_cuda` is False. Names that were imported from torch before (`from torch import
-zeros`) are not reached, nor is torch.Generator("cuda"). A device mesh is to be made for "cpu".
+copy after `.cuda()`; `tensor.type()` is "torch.cuda.FloatTensor" or its like, but `tensor.is_cuda` is False. So split
+sizes that code fetches from a GPU as numbers may reach all_to_all_single as the tensor that they are here. Names that
+were imported from torch before (`from torch import zeros`) are not reached, nor is torch.Generator("cuda"). A device
+mesh is to be made for "cpu".
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["cuda_on_cpu"]
@@ -136,6 +139,9 @@ class _Answers:
         self._set(torch.nn.Module, "to", _moved_here(torch.nn.Module.to))
         self._set(torch.nn.Module, "cuda", _itself())
         self._set(Tensor, "pin_memory", _itself())
+        self._set(Tensor, "type", _typed_as_of_cuda(Tensor.type))
+        for owner in (dist, dist.distributed_c10d):
+            self._set(owner, "all_to_all_single", _with_splits_as_numbers(owner.all_to_all_single))
         self._set(Tensor, "record_stream", _always(None))
         was_available = torch.cuda.is_available
         self._set(torch.cuda, "is_available", lambda: self._available > 0 or was_available())
@@ -197,6 +203,43 @@ def _moved_here(to: Callable[..., Any]) -> Callable[..., Any]:
         return to(owner, *map(_here, args[:1]), *args[1:], **words)
 
     return moved
+
+
+def _typed_as_of_cuda(of_torch: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensor.type, by which libraries decide: a CPU tensor's is that of CUDA, and a type of CUDA is one of the CPU."""
+
+    @functools.wraps(of_torch)
+    def typed(tensor: Tensor, dtype: Any = None, *args: Any, **words: Any) -> Any:
+        if dtype is None:
+            said = of_torch(tensor)
+            return said.replace("torch.", "torch.cuda.", 1) if tensor.device.type == "cpu" else said
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.")
+        elif getattr(dtype, "__module__", "") == "torch.cuda":
+            dtype = getattr(torch, dtype.__name__)
+        return of_torch(tensor, dtype, *args, **words)
+
+    return typed
+
+
+def _with_splits_as_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """all_to_all_single, whose split sizes may be one tensor."""
+
+    def numbers(sizes: Any) -> Any:
+        return sizes.tolist() if isinstance(sizes, Tensor) else sizes
+
+    @functools.wraps(exchange)
+    def exchanged(
+        output: Tensor,
+        input: Tensor,  # noqa: A002  (torch's name)
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **words: Any,
+    ) -> Any:
+        return exchange(output, input, numbers(output_split_sizes), numbers(input_split_sizes), *args, **words)
+
+    return exchanged
 
 
 def _itself() -> Callable[..., Any]:

@@ -34,8 +34,10 @@ _PRIVATE_NAMES = {
     "end_coalescing": "_end_coalescing",
     "source_rank": "_source_rank",
     "get_backend": "_get_backend",
+    "device_types": "_device_types",
+    "has_hooks": "_has_hooks",
 }
-"""Method -> the name under which torch calls it too: the flat ones up to 2.12, the others always."""
+"""Method or property -> the name under which torch calls it too: the flat ones up to 2.12, the others always."""
 
 
 def answers_torch(kind: _Class) -> _Class:
@@ -154,7 +156,8 @@ PROBES = (
     ),
     Probe(
         feature="groups that answer torch",
-        names="_allgather_base _reduce_scatter_base _start_coalescing _end_coalescing _source_rank _get_backend",
+        names="_allgather_base _reduce_scatter_base _start_coalescing _end_coalescing _source_rank _get_backend "
+        "_device_types _has_hooks",
         otherwise="flat collectives, batched messages or any-source receives fail in the in-process engine",
         works=_calls_by_private_names,
     ),

@@ -23,7 +23,7 @@ from reports.stored.files import RunFolderError, csv_table, environment_of, json
 
 __all__ = ["AXES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
 
-AXES = ("tp", "wp", "cp", "cp_inner", "cp_outer", "dp", "dp_cp", "wdp", "ep", "pp", "world")
+AXES = ("tp", "wp", "cp", "cp_inner", "cp_outer", "dp", "dp_cp", "wdp", "etp", "ep", "edp", "pp", "world")
 _ORDER = {"phase": PHASES, "op": OPS, "axis": AXES}
 
 _KEYS = ("case", "mode", "phase", "op", "axis", "group_size")

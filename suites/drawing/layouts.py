@@ -10,7 +10,7 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
-from harness.plain_case import AXES, PlainCase
+from harness.plain_case import AXES, EXPERT_AXES, PlainCase
 from harness.protocols import CaseLike
 from harness.subject import NamedSubject, claims, own_cases, refusal
 
@@ -37,7 +37,7 @@ def elsewhere(case: CaseLike, subject: NamedSubject, worlds: tuple[int, ...], ch
 
 def _named(subject: NamedSubject, chosen: Random) -> dict[str, Any]:
     one = chosen.choice(own_cases(subject) or ())
-    return {axis: getattr(one, axis) for axis in AXES}
+    return {axis: getattr(one, axis) for axis in (*AXES, *EXPERT_AXES) if hasattr(one, axis)}
 
 
 def _drawn(case: CaseLike, subject: NamedSubject, samples: int, chosen: Random) -> dict[str, Any]:

@@ -123,3 +123,30 @@ def test_the_compiler_may_be_imported_within_and_has_its_own_rules_afterwards() 
     command = [sys.executable, "-c", f"import {__name__} as tests; tests._compiler_imported_within()"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_types_by_which_libraries_decide_are_those_of_cuda() -> None:
+    """Megatron-Core's optimizer takes 'torch.cuda.FloatTensor' and refuses all others; types are taken, too."""
+    plain, cuda = torch.ones(2), vars(torch.cuda)
+    with shardproof.cuda_on_cpu():
+        kinds = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half", torch.int64: "Long"}
+        for dtype, kind in kinds.items():
+            assert torch.ones(2, dtype=dtype).type() == f"torch.cuda.{kind}Tensor"
+        assert nn.Parameter(plain).type() == "torch.cuda.FloatTensor"
+        assert torch.ones(2, device="meta").type() == "torch.meta.FloatTensor"
+        for wanted in ("torch.cuda.HalfTensor", "torch.HalfTensor", torch.float16, cuda["HalfTensor"]):
+            assert plain.type(wanted).dtype == torch.float16 and plain.type(dtype=wanted).device.type == "cpu"
+    assert plain.type() == "torch.FloatTensor"
+
+
+def test_split_sizes_that_a_gpu_would_give_as_numbers_may_be_a_tensor() -> None:
+    def program(rank: int) -> Tensor:
+        sizes = torch.tensor([1, 2] if rank == 0 else [2, 1])
+        out = torch.empty(3)
+        dist.all_to_all_single(out, torch.arange(3.0) + 10 * rank, output_split_sizes=sizes, input_split_sizes=sizes)
+        return out
+
+    before = dist.all_to_all_single
+    with shardproof.cuda_on_cpu(), InprocEngine() as engine:
+        assert [out.tolist() for out in engine.run(program, world_size=2)] == [[0.0, 10.0, 11.0], [1.0, 2.0, 12.0]]
+    assert dist.all_to_all_single is before

@@ -133,6 +133,7 @@ CAUSES: Mapping[str, str] = {
     "raised": "the subject raised",
     "crashed": "the subject ended the process of a rank",
     "desynchronised": "ranks issued different calls",
+    "shared_state": "ranks that are threads share the state of modules: the case passes on processes",
     "machine": "the machine failed or the time was up",
 }
 """Id -> what it stands for, whatever the tensor."""

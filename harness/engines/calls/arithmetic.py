@@ -77,6 +77,10 @@ _REDUCERS: dict[str, tuple[_Reducer, _Reducer]] = {
 
 def perform(combine: Combine, members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """Run one collective, unseen by autograd and by the modes of the calling thread. Raises Disagreement."""
+    if any(member.outputs and member.outputs[0].is_inference() for member in members):
+        with torch.inference_mode():  # nobody else may write such tensors
+            combine(members, reduce_op, root)
+        return
     with below_autograd():
         if modes_are_on():
             with past_modes():
@@ -109,7 +113,8 @@ def all_gather(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """outputs[i] = the inputs[i] of all ranks, one after the other."""
     for i in range(len(members[0].inputs)):
         full = torch.cat([member.inputs[i].reshape(-1) for member in members])
-        _put_all([member.outputs[i].view(-1) for member in members], full)
+        outputs = [member.outputs[i] for member in members]
+        _put_each(outputs, [full.view(output.shape) for output in outputs])
 
 
 def all_gather_lists(members: Sequence[Operands], reduce_op: str, root: int) -> None:
@@ -121,8 +126,9 @@ def all_gather_lists(members: Sequence[Operands], reduce_op: str, root: int) -> 
 def reduce_scatter(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """outputs[i] of rank r = part r of the reduction of all inputs[i]."""
     for i in range(len(members[0].inputs)):
-        parts = _reduced([member.inputs[i] for member in members], reduce_op).reshape(len(members), -1)
-        _put_each([member.outputs[i].view(-1) for member in members], parts.unbind())
+        parts = _reduced([member.inputs[i] for member in members], reduce_op).reshape(-1).chunk(len(members))
+        outputs = [member.outputs[i] for member in members]
+        _put_each(outputs, [part.view(output.shape) for part, output in zip(parts, outputs, strict=True)])
 
 
 def reduce_scatter_lists(members: Sequence[Operands], reduce_op: str, root: int) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from harness.engines.calls.arguments import member_of
 from harness.engines.calls.signature import REDUCE_OPS, Signature, call_of, dtype_text, shapes_of
 from harness.ledger import OTHER, Call
 from harness.torch_internals.operators import arguments_of
@@ -88,6 +89,7 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
     agree_at, tag_at = places.get(described.agree, -1), places.get("tag", -1)
     group_at, reduce_at, async_at = places["process_group"], places.get("reduce_op", -1), places.get("async_op", -1)
 
+    peer_name = f"{op} {'root' if rooted else 'peer'}"
     exchanged = _shapes_exchanged if described.form == "list" else _rows_exchanged
 
     def read(arguments: Sequence[Any]) -> OperatorCall:
@@ -111,7 +113,7 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
             dtype_text(payload),
             shapes,
         )
-        peer = ranks[arguments[peer_at]] if peer_at >= 0 else -1
+        peer = ranks[member_of(peer_name, arguments[peer_at], len(ranks))] if peer_at >= 0 else -1
         call = call_of(signature, payload, ranks, group.group_desc, peer, is_async)
         tag = arguments[tag_at] if tag_at >= 0 else 0
         sends, expects = exchanged(arguments, len(ranks)) if op == "all_to_all" else ((), ())
@@ -128,9 +130,13 @@ def _free_of_rows(form: str, payload: Sequence[Tensor]) -> tuple[tuple[int, ...]
 def _rows_exchanged(arguments: Sequence[Any], size: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """all_to_all_single, (output, input, group, output rows, input rows): the rows sent and expected."""
     output, source, _, expects, sends = arguments[:5]
-    if not sends or not expects:  # equal shares; a dim that they do not divide is the rank's own error
-        sends, expects = [source.shape[0] // size] * size, [output.shape[0] // size] * size
-    return tuple(sends), tuple(expects)
+    same = not sends and not expects and output.numel() == source.numel()  # of the numbers, whatever the shapes
+    return tuple(sends) or _even(source, size), tuple(expects) or _even(source if same else output, size)
+
+
+def _even(tensor: Tensor, size: int) -> tuple[int, ...]:
+    """Equal shares; a dim that they do not divide is the rank's own error, and so is a tensor without dims."""
+    return (tensor.shape[0] // size,) * size if tensor.dim() else ()
 
 
 def _shapes_exchanged(arguments: Sequence[Any], size: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -35,9 +35,10 @@ class PendingCollective:
 
     `signature` is that of the first rank that issued it. By group rank: `operands` (None until the rank has issued the
     call) and `differing` (the signatures that differ from the first). `waiters` are the ranks that wait for it.
+    `error` is why it could not be computed.
     """
 
-    __slots__ = ("differing", "done", "missing", "operands", "signature", "waiters")
+    __slots__ = ("differing", "done", "error", "missing", "operands", "signature", "waiters")
 
     def __init__(self, signature: Signature, size: int) -> None:
         self.signature = signature
@@ -46,6 +47,7 @@ class PendingCollective:
         self.differing: dict[int, Signature] = {}
         self.waiters: list[int] = []
         self.done = False
+        self.error: Exception | None = None
 
 
 class PendingMessage:
@@ -55,6 +57,7 @@ class PendingMessage:
     """
 
     __slots__ = ("done", "member", "number", "peer", "signature", "tag", "tensor", "waiters")
+    error = None
 
     def __init__(self, member: int, number: int, peer: int, tag: int, signature: Signature, tensor: Tensor) -> None:
         self.member, self.number, self.peer, self.tag = member, number, peer, tag

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from harness.engines.calls.callers import raised_at
 from harness.engines.engine import Program
+from harness.engines.rank_environment import environment_of, in_environment
 from harness.errors import error_text
 from harness.torch_internals.redirect import redirected
 
@@ -73,23 +74,17 @@ def run_rank(
 @contextmanager
 def world(rank: int, world_size: int, store: Any, timeout_s: float, local_rank: int | None = None) -> Iterator[None]:
     """torch.distributed initialised as this rank, on one thread; nothing of it is left afterwards."""
-    local = {"RANK": rank, "WORLD_SIZE": world_size}
-    local |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size} if local_rank is None else {"LOCAL_RANK": local_rank}
-    before = {name: os.environ.get(name) for name in local}
-    os.environ.update({name: str(value) for name, value in local.items()})
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout_s + _SLACK_S)
-    dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=limit)
-    try:
-        with redirected(c10d.init_process_group, _Adoption(rank, world_size)):
-            yield
-    finally:
-        if dist.is_initialized():  # the program may have destroyed it
-            with suppress(RuntimeError):  # connections that a dead peer has left broken
-                dist.destroy_process_group()
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
+    with in_environment(environment_of(rank, world_size, os.environ, local_rank)):
+        dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=limit)
+        try:
+            with redirected(c10d.init_process_group, _Adoption(rank, world_size)):
+                yield
+        finally:
+            if dist.is_initialized():  # the program may have destroyed it
+                with suppress(RuntimeError):  # connections that a dead peer has left broken
+                    dist.destroy_process_group()
 
 
 class _Adoption:

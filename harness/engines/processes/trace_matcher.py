@@ -193,9 +193,15 @@ class TraceMatcher:
         mine.done = other.done = True
 
     def _compare_sizes(self, group: RankGroup, number: int, matched: list[TracedCall], at_s: float) -> None:
-        """All ranks have issued an all_to_all: compare what they send and expect in pairs."""
+        """All ranks have issued an all_to_all: compare what they send and expect in pairs.
+
+        A rank that does not say one size for every rank is refused by its own backend.
+        """
         calls = {group.ranks.index(call.rank): call.recorded for call in matched}
-        for receiver in range(len(group.ranks)):
+        size = len(group.ranks)
+        if any(len(sizes) != size for call in calls.values() for sizes in (call.sends, call.expects)):
+            return
+        for receiver in range(size):
             for sender, expected in enumerate(calls[receiver].expects):
                 sent = calls[sender].sends[receiver]
                 if sent != expected:

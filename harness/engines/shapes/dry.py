@@ -11,6 +11,7 @@ Source: torch's backend "fake" (harness.torch_internals.groups); engines.md 5e.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from harness.engines.calls.callers import raised_at
 from harness.engines.engine import Program, RequestEngine, RunRequest
 from harness.engines.interposer import Interposer
+from harness.engines.rank_environment import environment_of, in_environment
 from harness.engines.threads.rank_threads import RankThread
 from harness.engines.threads.state.module_state import own_state
 from harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
@@ -146,7 +148,8 @@ def _ended(thread: RankThread, timeout_s: float) -> bool:
 def _in_world(request: RunRequest, rank: int) -> Any:
     """Run the program as this rank; random streams, modules, torch.distributed and the excepthook are restored."""
     hook = sys.excepthook
-    with own_state(request.per_rank), torch.random.fork_rng(devices=()):
+    words = environment_of(rank, request.world_size, os.environ)
+    with own_state(request.per_rank), torch.random.fork_rng(devices=()), in_environment(words):
         torch.manual_seed(request.seed)
         dist.init_process_group("fake", rank=rank, world_size=request.world_size, store=fake_store())
         try:

@@ -4,11 +4,11 @@ Unmodified code that uses torch.distributed runs as it would on W processes: col
 asynchronous and coalesced, objects, point to point, groups, DeviceMesh, DTensor, FSDP2, DDP. Results and errors do not
 depend on the machine's load; a rank that deviates from the others ends the run in milliseconds.
 
-What ranks share because they share the process: the environment (RANK and WORLD_SIZE are not per rank: use
-torch.distributed.get_rank), the working folder, CUDA's current device and generators, and the state of modules (their
-globals, class attributes and singletons) that `per_rank` does not name. A rank that blocks until another rank acts in
-another way than by a call (a store's wait, a lock, a queue) keeps its turn and runs into the time limit. Threads that a
-rank starts are in its world; of one rank's threads one at a time is in a call.
+What ranks share because they share the process: the working folder, CUDA's current device and generators, what C code
+reads of the environment, and the state of modules (their globals, class attributes and singletons) that `per_rank` does
+not name. A rank that blocks until another rank acts in another way than by a call (a store's wait, a lock, a queue)
+keeps its turn and runs into the time limit. Threads that a rank starts are in its world; of one rank's threads one at a
+time is in a call.
 """
 
 from __future__ import annotations

@@ -140,7 +140,10 @@ class CollectiveMatcher:
             self.scheduler.wake(waiter)
 
     def wait(self, call: RankCall) -> None:
-        """Let other ranks run until a call is complete. Raises Aborted when the run ends before."""
+        """Let other ranks run until a call is complete.
+
+        Raises RuntimeError for a call that could not be computed, Aborted when the run ends before.
+        """
         event, rank = call.event, call.rank
         while not event.done:
             self.waiting[rank] = call
@@ -149,6 +152,8 @@ class CollectiveMatcher:
         self.waiting[rank] = None
         if not call.waited:
             self.close(call)
+        if event.error is not None:
+            raise RuntimeError(f"{call.signature.op}: {event.error}") from event.error
 
     def close(self, call: RankCall) -> None:
         """The first wait of a call has returned."""
@@ -196,6 +201,8 @@ class CollectiveMatcher:
         except Disagreement as sizes:
             ranks = tuple(group.ranks[member] for member in sizes.ranks)
             self._park(call, Mismatch(group, call.number, signature, ranks=ranks, words=str(sizes).format(*ranks)))
+        except Exception as problem:  # what torch cannot compute is an error of every rank, as on a real backend
+            collective.error = problem
         collective.done = True
         del group.collectives[call.number]
         collective.operands.clear()

@@ -1,7 +1,7 @@
 """The process group of the in-process engine: one object a rank and group, handed to unmodified torch code.
 
 Each method turns torch's arguments into a RankCall and issues it. Sizes that one rank alone can check are checked
-here, with a ValueError in its own code, as gloo and NCCL do. Both generations of method names are defined
+here, with a WrongArgument in its own code, as gloo and NCCL do. Both generations of method names are defined
 (`answers_torch`): torch 2.11 and 2.12 call others than 2.13.
 """
 
@@ -18,106 +18,71 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from harness.engines.calls import arithmetic
-from harness.engines.calls.arguments import checked, counted, reduction, root_of, rows_of, sized
+from harness.engines.calls.arguments import (
+    as_real,
+    checked,
+    counted,
+    exchanged,
+    form_of,
+    listed,
+    member_of,
+    of_one_dtype,
+    reduction,
+    root_of,
+    sized,
+)
 from harness.engines.calls.arithmetic import Combine, Operands
 from harness.engines.calls.pending import ANY, RankGroup
-from harness.engines.calls.signature import Signature, dtype_text, shapes_of, signature_of
+from harness.engines.calls.signature import (
+    Signature,
+    dtype_text,
+    shapes_of,
+    signature_of,
+)
+from harness.engines.threads.group_facts import GroupFacts
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.work import COMPLETE, BatchedWorks, RankCall, Work
 from harness.torch_internals.groups import answers_torch
 
 __all__ = ["InprocGroup"]
 
-_TorchGroup: Any = dist.ProcessGroup
-"""Untyped on purpose: torch's stubs declare overloads that no Python subclass can match."""
-
 
 @answers_torch
-class InprocGroup(_TorchGroup):
+class InprocGroup(GroupFacts):
     """Rank `member` of a group. Asynchronous calls return a Work, synchronous ones when they are complete."""
 
     def __init__(self, matcher: CollectiveMatcher, group: RankGroup, member: int, name: str) -> None:
-        super().__init__(member, len(group.ranks))
+        super().__init__(group, member, name)
         self._matcher = matcher
-        self._group = group
-        self._member = member
         self._batch: list[Work] | None = None
-        self.splits = 0
-        self._name = name
-
-    # what torch reads of a group
-
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return self._member
-
-    def size(self) -> int:
-        """Ranks in the group."""
-        return len(self._group.ranks)
-
-    @property
-    def group_name(self) -> str:
-        """The name under which operators find the group."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """What the user called the group."""
-        return self._group.description
-
-    def getGroupName(self) -> str:
-        """`group_name`, for C++."""
-        return self._name
-
-    def getGroupDesc(self) -> str:
-        """`group_desc`, for C++."""
-        return self._group.description
-
-    def getBackendName(self) -> str:
-        """Not a name of C++, which would look for that backend's object. dist.get_backend returns gloo."""
-        return "inproc"
-
-    def get_backend(self, device: torch.device) -> InprocGroup:
-        """The group itself, which has no backend of torch and coalesces no messages."""
-        return self
-
-    def get_group_store(self) -> Any:
-        """The group's key-value store, in this process."""
-        return self._group.store
-
-    def shutdown(self) -> None:
-        """Nothing to release: the group ends with the run."""
-
-    def abort(self) -> None:
-        """The same as `shutdown`."""
 
     # collectives
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> dist.Work:
         """all_reduce, also coalesced and functional."""
-        outputs = checked(tensors)
-        reduce_op, inputs = reduction(opts, outputs)
-        signature = signature_of("all_reduce", outputs, reduce_op=reduce_op)
+        outputs = checked(tensors, layout="dense")
+        reduce_op, inputs = reduction(opts if op is None else op, outputs)
+        signature = signature_of("all_reduce", outputs, form=form_of(outputs), reduce_op=reduce_op)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.all_reduce, outputs, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> dist.Work:
         """reduce: only the root's tensor changes."""
-        outputs = checked(tensors)
-        reduce_op, inputs = reduction(opts, outputs)
-        signature = signature_of("reduce", outputs, form="single", reduce_op=reduce_op, root=root_of(opts))
+        outputs, root = checked(tensors, layout="dense"), root_of("reduce", opts, self.size())
+        reduce_op, inputs = reduction(getattr(opts, "reduceOp", op), outputs)
+        signature = signature_of("reduce", outputs, form=form_of(outputs), reduce_op=reduce_op, root=root)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce, outputs, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """broadcast."""
-        outputs = checked(tensors)
-        signature = signature_of("broadcast", outputs, root=root_of(opts))
+        outputs, root = checked(tensors, layout="dense"), root_of("broadcast", opts, self.size())
+        signature = signature_of("broadcast", outputs, form=form_of(outputs), root=root)
         return self._issue(signature, Operands(outputs, outputs), arithmetic.broadcast, outputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """all_gather_single, coalesced; functional calls come here with one tensor."""
-        outputs, inputs = checked(outputs), checked(inputs)
+        outputs, inputs = checked(outputs, layout="any"), checked(inputs, layout="any")
         for output, shard in zip(outputs, inputs, strict=True):
             sized("all_gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
         signature = signature_of("all_gather", inputs)
@@ -131,8 +96,7 @@ class InprocGroup(_TorchGroup):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """all_gather into a list; its tensors may differ in size."""
-        gathered = checked(outputs if isinstance(outputs[0], Tensor) else outputs[0])
-        inputs = checked(inputs)
+        gathered, inputs = checked(listed(outputs), layout="any"), checked(inputs, layout="any")
         counted("all_gather", "output list", gathered, self.size())
         sized("all_gather", "output", gathered[self._member], inputs[0].numel(), "this rank's input")
         signature = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
@@ -140,16 +104,16 @@ class InprocGroup(_TorchGroup):
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """all_gather_coalesced: one list of outputs for each rank."""
-        inputs = checked(inputs)
+        inputs = checked(inputs, layout="any")
         counted("all_gather", "list of output lists", output_lists, self.size())
-        gathered = checked([tensor for outputs in output_lists for tensor in outputs])
+        gathered = checked([tensor for outputs in output_lists for tensor in outputs], layout="any")
         counted("all_gather", "output lists together", gathered, self.size() * len(inputs))
         signature = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
         return self._issue(signature, Operands(gathered, inputs), arithmetic.all_gather_lists, gathered, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """reduce_scatter_single, coalesced; functional calls come here with one tensor."""
-        outputs, fulls = checked(outputs), checked(inputs)
+        outputs, fulls = checked(as_real(outputs), layout="any"), checked(as_real(inputs), layout="any")
         for output, full in zip(outputs, fulls, strict=True):
             sized("reduce_scatter", "input", full, output.numel() * self.size(), "the output times the group's size")
         reduce_op, inputs = reduction(opts, fulls)
@@ -162,13 +126,14 @@ class InprocGroup(_TorchGroup):
         """reduce_scatter_single (reduce_scatter_tensor)."""
         return self.reduce_scatter_single_coalesced((output,), (full,), opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> dist.Work:
         """reduce_scatter from a list; its tensors may differ in size."""
-        outputs = checked(outputs)
-        parts = checked(inputs if isinstance(inputs[0], Tensor) else inputs[0])
+        outputs, parts = checked(as_real(outputs)), checked(as_real(listed(inputs)))
         counted("reduce_scatter", "input list", parts, self.size())
         sized("reduce_scatter", "output", outputs[0], parts[self._member].numel(), "the input for this rank")
-        reduce_op, inputs = reduction(opts, parts)
+        reduce_op, inputs = reduction(opts if op is None else op, parts)
         signature = signature_of("reduce_scatter", parts, form="list", reduce_op=reduce_op)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce_scatter_lists, parts, opts)
 
@@ -177,7 +142,7 @@ class InprocGroup(_TorchGroup):
     ) -> dist.Work:
         """all_to_all_single, even or uneven along dim 0."""
         outputs, inputs = checked([output]), checked([source])
-        rows = rows_of("output", output, output_rows, self.size()), rows_of("input", source, input_rows, self.size())
+        outputs[0], *rows = exchanged(outputs[0], inputs[0], output_rows, input_rows, self.size())
         signature = Signature("all_to_all", "single", "", -1, dtype_text(inputs), (tuple(source.shape[1:]),))
         return self._issue(signature, Operands(outputs, inputs, *rows), arithmetic.all_to_all_single, inputs, opts)
 
@@ -185,7 +150,7 @@ class InprocGroup(_TorchGroup):
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """all_to_all of lists."""
-        outputs, inputs = checked(outputs), checked(inputs)
+        outputs, inputs = checked(outputs, layout="any"), checked(inputs, layout="any")
         counted("all_to_all", "output list", outputs, self.size())
         counted("all_to_all", "input list", inputs, self.size())
         signature = Signature("all_to_all", "list", "", -1, dtype_text(inputs), ())
@@ -193,8 +158,8 @@ class InprocGroup(_TorchGroup):
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """gather to the root."""
-        inputs, root = checked(inputs), root_of(opts)
-        gathered = checked(outputs[0]) if root == self._member else []
+        inputs, root = checked(inputs, layout="any"), root_of("gather", opts, self.size())
+        gathered = checked(listed(outputs), layout="any") if root == self._member else []
         if root == self._member:
             counted("gather", "gather_list", gathered, self.size())
         signature = signature_of("gather", inputs, form="single", root=root)
@@ -202,7 +167,7 @@ class InprocGroup(_TorchGroup):
 
     def gather_single(self, output: Tensor, shard: Tensor, opts: Any = None, timeout: Any = None) -> dist.Work:
         """gather_single (gather_into_tensor): the root's output holds the inputs of all ranks, one after the other."""
-        inputs, root = checked([shard]), root_of(opts)
+        inputs, root = checked([shard]), root_of("gather", opts, self.size())
         gathered: list[Tensor] = []
         if root == self._member:
             sized("gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
@@ -212,10 +177,11 @@ class InprocGroup(_TorchGroup):
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """scatter from the root."""
-        outputs, root = checked(outputs), root_of(opts)
-        parts = checked(inputs[0]) if root == self._member else []
+        outputs, root = checked(outputs), root_of("scatter", opts, self.size())
+        parts = checked(listed(inputs)) if root == self._member else []
         if root == self._member:
             counted("scatter", "scatter_list", parts, self.size())
+            sized("scatter", "output", outputs[0], parts[root].numel(), "its part")
         signature = signature_of("scatter", outputs, form="single", root=root)
         return self._issue(signature, Operands(outputs, parts), arithmetic.scatter, outputs, opts)
 
@@ -234,11 +200,11 @@ class InprocGroup(_TorchGroup):
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Work:
         """send, isend."""
-        return self._post("send", tensors, peer, tag)
+        return self._post("send", tensors, member_of("send peer", peer, self.size()), tag)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Work:
         """recv, irecv from one rank."""
-        return self._post("recv", tensors, peer, tag)
+        return self._post("recv", tensors, member_of("recv peer", peer, self.size()), tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         """recv, irecv from the first rank that sends."""
@@ -261,6 +227,7 @@ class InprocGroup(_TorchGroup):
         self, signature: Signature, operands: Operands, combine: Combine, payload: Sequence[Tensor], opts: Any
     ) -> dist.Work:
         """Issue a collective, and wait for it unless it is asynchronous."""
+        of_one_dtype(signature.op, operands.outputs, operands.inputs)
         is_async = getattr(opts, "asyncOp", True)
         call = RankCall(self._group, self._member, signature, operands, combine, payload, is_async)
         self._matcher.issue(call)

@@ -5,14 +5,14 @@ redirected for them: init_process_group (the world exists: it is handed out when
 maker of groups below new_group. The first two are redirected inside torch's own wrappers, so a name that user code
 imported earlier is redirected as well.
 
-RANK, WORLD_SIZE and the like are environment variables of the one process: they are the same for all ranks and not read
-here.
+os.environ is every rank's own too, with the words that a launcher would give it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,9 +22,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from harness.engines.rank_environment import environment_of
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.own_threads import followed
 from harness.engines.threads.process_group import InprocGroup
+from harness.engines.threads.state.environ import OwnWords, environ_by_rank
 from harness.torch_internals.meshes import kept_apart
 from harness.torch_internals.redirect import redirected
 from harness.torch_internals.world import (
@@ -55,6 +57,7 @@ class _Rank(Tables):
     rank: int
     world_size: int
     store: Any
+    environ: OwnWords
     life: int = 0
     adopted: bool = False
 
@@ -72,11 +75,14 @@ def installed() -> Iterator[Enter]:
         undo.enter_context(groups_made_by(_new_group))
         undo.enter_context(kept_apart(_rank_of_thread))
         undo.enter_context(followed(_hand_back))
+        undo.enter_context(environ_by_rank(_environ_of_thread))
         yield functools.partial(_enter, ranks, dist.HashStore())
 
 
 def _enter(ranks: dict[int, Any], store: Any, matcher: CollectiveMatcher, rank: int, world_size: int) -> None:
-    ranks[get_ident()] = mine = _Rank(matcher=matcher, rank=rank, world_size=world_size, store=store)
+    environ: OwnWords = dict(environment_of(rank, world_size, os.environ))
+    mine = _Rank(matcher=matcher, rank=rank, world_size=world_size, store=store, environ=environ)
+    ranks[get_ident()] = mine
     _make_default(mine)
 
 
@@ -92,6 +98,11 @@ def _mine() -> _Rank | None:
 def _rank_of_thread() -> int | None:
     mine = _mine()
     return None if mine is None else mine.rank
+
+
+def _environ_of_thread() -> OwnWords | None:
+    mine = _mine()
+    return None if mine is None else mine.environ
 
 
 def _make_default(mine: _Rank) -> None:
@@ -132,8 +143,16 @@ def _new_group(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any,
         mine.matcher.agree_on_group(mine.rank, mine.life, int(name), ranks)
     if mine.rank not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER, None
+    _require_known(str(given["backend"] or ""))
     made = _make(mine, name, ranks, given.get("group_desc") or "undefined", tag)
     return made, mine.pg_map[made][1]
+
+
+def _require_known(backend: str) -> None:
+    """Raises AssertionError, as torch does, for a name that is no backend's; "cpu:gloo,cuda:nccl" names two."""
+    for part in filter(None, backend.split(",")):
+        if (name := part.rpartition(":")[2].lower()) not in dist.Backend.backend_list:
+            raise AssertionError(f"Unknown backend type {name}; legal: {_BACKEND}")
 
 
 def _init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -123,11 +123,9 @@ class Work(dist.Work):
         return future
 
     def source_rank(self) -> int:
-        """The group rank of the sender, of a receive that is complete. Raises RuntimeError for other calls."""
-        event, op = self._call.event, self._call.signature.op
-        if not isinstance(event, PendingMessage) or op != "recv":
-            raise RuntimeError(f"source_rank: only a receive has a source, this is {op}")
-        return event.peer
+        """The group rank of the sender, of a receive that is complete; -1 for other calls."""
+        event = self._call.event
+        return event.peer if isinstance(event, PendingMessage) and self._call.signature.op == "recv" else -1
 
 
 class _CompleteWork(dist.Work):

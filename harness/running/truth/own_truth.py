@@ -23,7 +23,7 @@ from harness.engines.engine import Engine
 from harness.errors import ProgramError, RequestError
 from harness.outcome.blocks import localize
 from harness.outcome.merging import merge
-from harness.plain_case import AXES, PlainCase
+from harness.plain_case import AXES, EXPERT_AXES, PlainCase
 from harness.protocols import CaseLike, Subject, Value, case_text, unsaved
 from harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
 from harness.running.ranks.execution import execute
@@ -162,7 +162,7 @@ def one_rank(case: CaseLike, subject: NamedSubject) -> CaseLike:
     Raises RequestError where no such case can be.
     """
     micro = case.micro * getattr(case, "dp", 1)
-    axes = (*AXES, "wp") if hasattr(case, "wp") else AXES
+    axes = (*AXES, *(axis for axis in ("wp", *EXPERT_AXES) if hasattr(case, axis)))
     try:
         return case.but(**dict.fromkeys(axes, 1), micro=micro)
     except ValueError as problem:

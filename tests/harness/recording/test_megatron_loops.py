@@ -132,7 +132,7 @@ def test_the_1f1b_schedule_and_the_distributed_optimizer() -> None:
     update = [
         ("reduce_scatter", "grad_sync", "dp"),
         ("all_reduce", "grad_sync", "embedding"),
-        ("all_reduce", "grad_sync", "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),  # the norm
+        ("all_reduce", "grad_sync", "dp_pp"),  # the norm, over all ranks of an optimizer
         ("all_gather", "step", "dp"),
     ]
     turns = [("send", 0), *[(op, m + (op == "send")) for m in range(MICRO) for op in ("send", "recv")]]

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from bench import workload
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import COLUMNS, Call, Event
-from harness.recording.naming import axis_name
 from harness.recording.recorder import Recorder
 from parallel.subject import subject
 from reference.case import Case
@@ -90,71 +89,6 @@ def test_times_are_microseconds_since_the_recorder_was_entered() -> None:
     assert long.duration_us >= 10_000 > short.duration_us > 0
     assert never.duration_us == 0
     assert [event.call_index for event in (long, short, never)] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("group", "desc", "name"),
-    [
-        ((0, 1), "tp", "tp"),
-        ((0, 2), "mesh_dp", "dp"),
-        ((2, 3), "undefined", "tp"),
-        ((3, 1), "undefined", "dp"),
-        ((0, 1, 2, 3), "default_pg", "world"),
-        ((0, 3), "undefined", "0,3"),
-        ((2,), "undefined", "2"),
-        ((2,), "pp", "pp"),
-    ],
-)
-def test_a_group_is_named_by_its_axis(group: tuple[int, ...], desc: str, name: str) -> None:
-    assert axis_name(group, desc, AXES, 4)[0] == name
-
-
-@pytest.mark.parametrize(
-    ("group", "desc", "name"),
-    [
-        ((0, 1), "TENSOR_MODEL_PARALLEL_GROUP", "tp"),
-        ((0, 2), "TENSOR_MODEL_PARALLEL_GROUP", "tp"),  # the check of groups compares the ranks
-        ((0, 1), "EXPERT_MODEL_PARALLEL_GROUP", "ep"),
-        ((0, 1), "mesh_ep", "ep"),
-        ((0, 2), "EXPERT_DATA_PARALLEL_GROUP", "edp"),
-        ((0, 2), "EXPERT_DATA_PARALLEL_GROUP_GLOO", "edp"),
-        ((0, 2), "DATA_PARALLEL_GROUP_WITH_CP", "dp"),
-        ((0, 1), "DATA_PARALLEL_GROUP_WITH_CP", "dp_cp"),
-        ((0, 1), "mesh_dp_shard", "dp_shard"),
-        ((0, 2), "mesh_dp_shard", "dp"),
-        ((0, 1), "MODEL_PARALLEL_GROUP", "tp"),
-        ((0, 1, 2, 3), "MODEL_PARALLEL_GROUP", "tp_pp"),
-        ((0, 1), "PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
-        ((0, 3), "EMBEDDING_GROUP", "embedding"),
-        ((0, 3), "mesh_stages", "stages"),
-    ],
-)
-def test_a_known_description_names_the_axis_whatever_axes_have_the_same_ranks(
-    group: tuple[int, ...], desc: str, name: str
-) -> None:
-    assert axis_name(group, desc, AXES, 4) == (name, "")
-
-
-@pytest.mark.parametrize(
-    ("desc", "why"), [("undefined", "its group has no description"), ("mesh_lanes", "is described as 'mesh_lanes'")]
-)
-def test_an_axis_that_the_ranks_alone_name_is_a_doubt(desc: str, why: str) -> None:
-    name, doubt = axis_name((0, 1), desc, AXES, 4)
-    assert name == "tp"
-    assert doubt.startswith("axis tp: ")
-    assert why in doubt
-
-
-def test_the_group_of_all_ranks_is_no_guess_where_one_axis_has_them_all() -> None:
-    assert axis_name((0, 1), "default_pg", {"dp": ((0, 1),), "tp": ((0,), (1,))}, 2) == ("dp", "")
-    assert axis_name((0, 1), "undefined", {"dp": ((0, 1),)}, 2)[1] != ""
-
-
-def test_a_rank_list_that_two_axes_share_names_none_of_them() -> None:
-    shared = {"tp": ((0, 1),), "wp": ((0, 1),)}
-    assert axis_name((0, 1), "default_pg", shared, 2) == ("world", "")
-    assert axis_name((0, 1), "wp", shared, 2) == axis_name((0, 1), "mesh_wp", shared, 2) == ("wp", "")
-    assert axis_name((0, 1), "", shared, 4) == ("0,1", "")
 
 
 def test_bytes_are_those_of_the_view_and_not_of_its_storage() -> None:

@@ -56,6 +56,20 @@ HELD = (Holder(),)
 def first_rank():
     return RANK
 
+def noted(what, into=[], *, count=True):
+    into.append(what)
+    return list(into)
+
+class Notes:
+    def noted(self, what, into={}):
+        into[what] = True
+        return sorted(into)
+
+    @staticmethod
+    def listed(what, into=[]):
+        into.append(what)
+        return list(into)
+
 def counted():
     counted.calls += 1
 counted.calls = 0
@@ -119,6 +133,22 @@ def test_every_rank_starts_from_the_callers_state_and_keeps_its_own(module: Any,
         assert end[:6] == (rank, [rank], True, [rank], {rank: [rank]}, 1)
         assert (*end[6:10], end[11], end[12], end[13]) == (*names, False, held, None)
         assert list(end[10]) == [rank]
+
+
+def test_what_calls_leave_in_defaults_is_one_set_a_rank(module: Any) -> None:
+    """DeepSpeed's functions keep groups and settings there."""
+
+    def program(rank: int) -> tuple[Any, ...]:
+        m: Any = sys.modules[MODULE]
+        first = m.noted(rank), m.Notes().noted(rank), m.Notes.listed(rank)
+        dist.barrier()
+        return *first, m.noted(rank + 10), m.Notes().noted(rank + 10), m.Notes.listed(rank + 10)
+
+    with InprocEngine() as engine:
+        for _ in range(2):
+            found = engine.run(program, world_size=3, per_rank=(MODULE,))
+            assert found == [tuple([[rank]] * 3 + [[rank, rank + 10]] * 3) for rank in range(3)]
+    assert module.noted("after") == ["after"] and module.Notes.listed("after") == ["after"]
 
 
 def test_the_callers_state_is_restored_when_a_rank_raises(module: Any) -> None:

@@ -1,9 +1,10 @@
 """The state that modules keep for a process, as places which every rank can have for itself.
 
 Of each named module: its globals, the attributes of its classes, and, found from these and in turn, the attributes of
-instances (singletons) and of functions. Lists, dicts, sets and deques in them are copied for each rank, once where
-several names hold one; caches of functools are new for each rank. Everything else is shared: tensors, classes of other
-modules, instances of classes of Python's library or torch, and names that other modules imported from the named ones.
+instances (singletons) and of functions, and the defaults of arguments that can be changed. Lists, dicts, sets and
+deques in them are copied for each rank, once where several names hold one; caches of functools are new for each rank.
+Everything else is shared: tensors, classes of other modules, instances of classes of Python's library or torch, and
+names that other modules imported from the named ones.
 """
 
 from __future__ import annotations
@@ -79,6 +80,21 @@ class _Class:
             type.__delattr__(self._owner, name)
 
 
+class _Defaults:
+    """The defaults of a function's arguments, in which a call can leave something for the next."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._function = function
+
+    def read(self) -> Names:
+        """See Namespace."""
+        return {str(place): value for place, value in enumerate(self._function.__defaults__ or ())}
+
+    def write(self, names: Names) -> None:
+        """See Namespace."""
+        self._function.__defaults__ = tuple(names.values())
+
+
 def namespaces_of(names: Sequence[str]) -> tuple[Namespace, ...]:
     """The places of these modules as they are now. Raises RequestError for one that cannot be imported."""
     modules = [_imported(name) for name in names]
@@ -94,9 +110,13 @@ def namespaces_of(names: Sequence[str]) -> tuple[Namespace, ...]:
             waiting += value
         elif isinstance(value, Mapping):
             waiting += value.values()
-        elif (place := _place(value, names)) is not None:
-            found.setdefault(id(value), place)
-            waiting += place.read().values()
+        else:
+            waiting += _methods(value, names)
+            if _has_own_defaults(value, names):
+                found[id(value.__defaults__)] = _Defaults(value)
+            if (place := _place(value, names)) is not None:
+                found.setdefault(id(value), place)
+                waiting += place.read().values()
     return tuple(found.values())
 
 
@@ -139,6 +159,19 @@ def _place(value: Any, modules: Sequence[str]) -> Namespace | None:
         return None
     attributes = getattr(value, "__dict__", None)
     return _Dict(attributes) if type(attributes) is dict else None
+
+
+def _methods(value: Any, modules: Sequence[str]) -> list[FunctionType]:
+    """The functions of a class of these modules."""
+    parts = vars(value).values() if isinstance(value, type) and value.__module__ in modules else ()
+    plain = [part.__wrapped__ if isinstance(part, staticmethod | classmethod) else part for part in parts]
+    return [part for part in plain if isinstance(part, FunctionType)]
+
+
+def _has_own_defaults(value: Any, modules: Sequence[str]) -> bool:
+    """Whether it is a function of these modules with a default that can be changed."""
+    own = isinstance(value, FunctionType) and value.__module__ in modules
+    return own and any(type(default) in _COPIED for default in value.__defaults__ or ())
 
 
 def _is_data(name: str, value: Any) -> bool:

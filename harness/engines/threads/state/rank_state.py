@@ -2,7 +2,7 @@
 
 Random streams (torch's CPU generator, Python's `random`, numpy's global stream), the default dtype, and the state of
 modules that the request names (`module_state`). Swapping is sound only because one rank runs at a time. Not swapped, so
-shared by ranks: the environment (RANK, WORLD_SIZE), the working folder, CUDA generators, the state of other modules.
+shared by ranks: the working folder, CUDA generators, the state of other modules. The environment is asked by thread.
 """
 
 from __future__ import annotations

@@ -1,0 +1,43 @@
+"""The environment that a launcher gives every rank: the same words in every engine.
+
+torchrun's RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and LOCAL_SIZE, the ranks of a
+machine as DeepSpeed's launcher says it. Source: torch.distributed.run, deepspeed.launcher.launch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+__all__ = ["environment_of", "in_environment"]
+
+_MEET_AT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""Where torchrun's ranks meet on one machine. The engines' ranks have met: nothing listens there."""
+
+
+def environment_of(
+    rank: int, world_size: int, given: Mapping[str, str], local_rank: int | None = None
+) -> dict[str, str]:
+    """The words of one rank; what they do not say of a cluster is as `given`.
+
+    `local_rank` is the rank's number on its machine; None: all ranks are on this one.
+    """
+    meet_at = {word: given.get(word, value) for word, value in _MEET_AT.items()}
+    own = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    local_size = str(world_size) if local_rank is None else given.get("LOCAL_WORLD_SIZE", given.get("LOCAL_SIZE", ""))
+    sizes = {"LOCAL_WORLD_SIZE": local_size, "LOCAL_SIZE": local_size} if local_size else {}
+    return {**own, "LOCAL_RANK": str(rank if local_rank is None else local_rank), **sizes, **meet_at}
+
+
+@contextmanager
+def in_environment(words: Mapping[str, str]) -> Iterator[None]:
+    """Within it the process has these words of environment; afterwards what it had."""
+    before = {word: os.environ.get(word) for word in words}
+    os.environ.update(words)
+    try:
+        yield
+    finally:
+        for word, value in before.items():
+            os.environ.pop(word, None)
+            os.environ.update({} if value is None else {word: value})

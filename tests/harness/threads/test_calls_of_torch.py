@@ -1,0 +1,78 @@
+"""Every engine takes the arguments that torch takes: one list of calls, made on gloo and in process.
+
+`torch_calls` holds the list. Where gloo lacks a call, or gives a wrong result without a word, `beyond_gloo` says so
+and is held to it here: a later gloo that can do it fails a test.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.threads.concurrent import ConcurrentEngine
+from harness.engines.threads.inproc import InprocEngine
+from tests.harness.threads.torch_calls.beyond_gloo import NOT_ON_GLOO, WRONG_ON_GLOO
+from tests.harness.threads.torch_calls.listed import CALLS, plain
+from tests.harness.threads.torch_calls.program import on_rank
+
+RANKS = 4
+NAMES = tuple(name for name in CALLS if not name.startswith("beyond gloo"))
+BEYOND = {**NOT_ON_GLOO, **WRONG_ON_GLOO}
+
+
+@pytest.fixture(scope="module")
+def on_gloo(pool: PoolEngine) -> list[dict[str, Any]]:
+    """What every rank got of every call on gloo."""
+    return pool.run(on_rank, RANKS, NAMES, world_size=RANKS)
+
+
+@pytest.mark.parametrize("engine", [InprocEngine, ConcurrentEngine])
+def test_threads_give_what_gloo_gives_and_raise_where_it_raises(engine: Any, on_gloo: list[dict[str, Any]]) -> None:
+    """An error in threads can be caught by every kind by which gloo's can be."""
+    with engine() as made:
+        in_process = made.run(on_rank, RANKS, NAMES, world_size=RANKS)
+    assert len(NAMES) > 120
+    different = {
+        name
+        for name in NAMES
+        for there, here in zip(on_gloo, in_process, strict=True)
+        if here[name] != there[name] and not _raises_the_same(there[name], here[name])
+    }
+    assert different == set()
+
+
+def _raises_the_same(there: Any, here: Any) -> bool:
+    return isinstance(there, frozenset) and isinstance(here, frozenset) and there <= here
+
+
+def test_every_call_of_the_list_sends_something_or_is_a_mistake(on_gloo: list[dict[str, Any]]) -> None:
+    """The list itself is sound: what is on it as right is no error on gloo, but for what no backend carries."""
+    raised = {name for name in NAMES if any(isinstance(found[name], frozenset) for found in on_gloo)}
+    no_mistakes = {name for name in raised if not name.startswith("mistake")}
+    assert no_mistakes == {
+        "splits_as_one_tensor", "splits_as_floats", "splits_as_numpy_floats", "splits_as_text", "splits_as_sets",
+        "all_gather_tuples", "reduce_scatter_of_a_tuple", "lists_as_tuples", "float8_sums",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_ON_GLOO)
+def test_what_gloo_lacks_is_computed_as_by_nccl(name: str, pool: PoolEngine) -> None:
+    call, entry = f"beyond gloo: {name}", NOT_ON_GLOO[name]
+    with InprocEngine() as engine:
+        found = [ranks[call] for ranks in engine.run(on_rank, RANKS, (call,), world_size=RANKS)]
+    assert found == [plain(entry.right(rank, RANKS)) for rank in range(RANKS)]
+    assert all(isinstance(ranks[call], frozenset) for ranks in pool.run(on_rank, RANKS, (call,), world_size=RANKS))
+
+
+@pytest.mark.parametrize("name", WRONG_ON_GLOO)
+def test_what_gloo_computes_wrong_is_refused(name: str, pool: PoolEngine) -> None:
+    call, entry = f"beyond gloo: {name}", WRONG_ON_GLOO[name]
+    with InprocEngine() as engine:
+        assert all(
+            isinstance(ranks[call], frozenset) for ranks in engine.run(on_rank, RANKS, (call,), world_size=RANKS)
+        )
+    on_gloo = [ranks[call] for ranks in pool.run(on_rank, RANKS, (call,), world_size=RANKS)]
+    assert not any(isinstance(found, frozenset) for found in on_gloo)
+    assert on_gloo != [plain(entry.right(rank, RANKS)) for rank in range(RANKS)]

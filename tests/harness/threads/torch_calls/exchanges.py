@@ -1,0 +1,180 @@
+"""all_to_all in both forms, with split sizes of every kind that torch takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.harness.threads.torch_calls.listed import DTYPES, dist, each, filled, listed, own
+
+
+def rows(sender: int, receiver: int) -> int:
+    """Rows that one rank sends to another: none for some."""
+    return (sender + 2 * receiver) % 3
+
+
+def exchanged(rank: int, size: int, kind: Callable[[Sequence[int]], Any]) -> torch.Tensor:
+    """An uneven exchange whose split sizes are of one kind."""
+    sends, expects = ([rows(rank, other) for other in range(size)], [rows(other, rank) for other in range(size)])
+    out = filled(sum(expects), 2)
+    dist.all_to_all_single(out, own(rank, sum(sends), 2), kind(expects), kind(sends))
+    return out
+
+
+@listed
+def splits_as_lists(rank: int, size: int) -> Any:
+    return exchanged(rank, size, list)
+
+
+@listed
+def splits_as_tuples(rank: int, size: int) -> Any:
+    return exchanged(rank, size, tuple)
+
+
+@listed
+def splits_as_numpy_arrays(rank: int, size: int) -> Any:
+    return exchanged(rank, size, np.array)
+
+
+@listed
+def splits_as_numpy_integers(rank: int, size: int) -> Any:
+    return exchanged(rank, size, lambda counts: [np.int32(count) for count in counts])
+
+
+@listed
+def splits_as_tensors_of_one_number(rank: int, size: int) -> Any:
+    return exchanged(rank, size, lambda counts: [torch.tensor(count) for count in counts])
+
+
+@listed
+def splits_as_one_tensor(rank: int, size: int) -> Any:
+    return exchanged(rank, size, torch.tensor)
+
+
+@listed
+def splits_as_sizes(rank: int, size: int) -> Any:
+    return exchanged(rank, size, torch.Size)
+
+
+@listed
+def splits_as_ranges(rank: int, size: int) -> Any:
+    out = filled(sum(rank for _ in range(size)), 1)
+    dist.all_to_all_single(out, own(rank, sum(range(size)), 1), [rank] * size, range(size))
+    return out
+
+
+@listed
+def splits_as_floats(rank: int, size: int) -> Any:
+    return exchanged(rank, size, lambda counts: [float(count) for count in counts])
+
+
+@listed
+def splits_as_numpy_floats(rank: int, size: int) -> Any:
+    return exchanged(rank, size, lambda counts: np.array(counts, dtype=np.float64))
+
+
+@listed
+def splits_as_float_tensors(rank: int, size: int) -> Any:
+    return exchanged(rank, size, lambda counts: [torch.tensor(float(count)) for count in counts])
+
+
+@listed
+def splits_as_truths(rank: int, size: int) -> Any:
+    out = filled(size)
+    dist.all_to_all_single(out, own(rank, size), [True] * size, [np.bool_(True)] * size)
+    return out
+
+
+@listed
+def splits_as_text(rank: int, size: int) -> Any:
+    return exchanged(rank, size, lambda counts: "".join(map(str, counts)))
+
+
+@listed
+def splits_as_sets(rank: int, size: int) -> Any:
+    out = filled(size)
+    dist.all_to_all_single(out, own(rank, size), {1}, {1})
+    return out
+
+
+@listed
+def splits_empty_or_none(rank: int, size: int) -> Any:
+    outs = [filled(2 * size, 3) for _ in range(4)]
+    dist.all_to_all_single(outs[0], own(rank, 2 * size, 3))
+    dist.all_to_all_single(outs[1], own(rank, 2 * size, 3), None, None)
+    dist.all_to_all_single(outs[2], own(rank, 2 * size, 3), [], [])
+    work = dist.all_to_all_single(output=outs[3], input=own(rank, 2 * size, 3), async_op=True)
+    work.wait()
+    return outs
+
+
+@listed
+def splits_on_one_side(rank: int, size: int) -> Any:
+    outs = [filled(2 * size) for _ in range(2)]
+    dist.all_to_all_single(outs[0], own(rank, 2 * size), output_split_sizes=[2] * size)
+    dist.all_to_all_single(outs[1], own(rank, 2 * size), input_split_sizes=np.array([2] * size))
+    return outs
+
+
+@listed
+def splits_of_nothing(rank: int, size: int) -> Any:
+    none, one = filled(0, 3), filled(1 if rank == 1 else 0, 3)
+    dist.all_to_all_single(none, filled(0, 3), [0] * size, [0] * size)
+    dist.all_to_all_single(filled(0, 3), filled(0, 3))
+    dist.all_to_all_single(
+        one,
+        own(rank, int(rank == 2), 3),
+        [int(rank == 1 and i == 2) for i in range(size)],
+        [int(rank == 2 and i == 1) for i in range(size)],
+    )
+    return none, one
+
+
+@listed
+def splits_into_another_shape(rank: int, size: int) -> Any:
+    out = filled(size, 2)
+    dist.all_to_all_single(out, own(rank, 2 * size))
+    return out
+
+
+@listed
+def exchange_dtypes(rank: int, size: int) -> Any:
+    def call(dtype: torch.dtype) -> Any:
+        out = filled(size, dtype=dtype)
+        dist.all_to_all_single(out, own(rank, size, dtype=dtype))
+        return out
+
+    return each(DTYPES, call)
+
+
+@listed
+def lists_of_equal_sizes(rank: int, size: int) -> Any:
+    again = [filled(2) for _ in range(size)]
+    dist.all_to_all(
+        output_tensor_list=again, input_tensor_list=[own(rank + i, 2) for i in range(size)], async_op=True
+    ).wait()
+    return again
+
+
+@listed
+def lists_of_views(rank: int, size: int) -> Any:
+    out = filled(2 * size, 3)
+    dist.all_to_all(list(out.chunk(size)), list(own(rank, 2 * size, 3).chunk(size)))
+    return out
+
+
+@listed
+def lists_as_tuples(rank: int, size: int) -> Any:
+    out = filled(2 * size)
+    dist.all_to_all(out.chunk(size), own(rank, 2 * size).chunk(size))
+    return out
+
+
+@listed
+def lists_of_columns(rank: int, size: int) -> Any:
+    out = [filled(3) for _ in range(size)]
+    dist.all_to_all(out, list(own(rank, 3, size).unbind(1)))
+    return out

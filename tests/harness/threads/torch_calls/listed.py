@@ -1,0 +1,90 @@
+"""The list of calls, filled by the modules beside this one, and the program that makes them on a rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from torch import Tensor
+
+__all__ = ["CALLS", "DTYPES", "Call", "attempt", "dist", "each", "filled", "listed", "own", "plain"]
+
+dist: Any = torch.distributed
+"""Untyped on purpose: the list hands torch what its stubs do not know, too."""
+Call = Callable[[int, int], Any]
+_KINDS = (TypeError, ValueError, RuntimeError, LookupError, AssertionError)
+CALLS: dict[str, Call] = {}
+"""Name -> a function of (rank, ranks) that makes calls and returns what it got."""
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+"""int16 is carried by no backend: every call with it raises."""
+
+
+def listed(call: Call) -> Call:
+    """A decorator: the function is on the list under its name."""
+    assert call.__name__ not in CALLS
+    CALLS[call.__name__] = call
+    return call
+
+
+def own(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A rank's input: small whole numbers, different on every rank and in every place."""
+    drawn = torch.randint(1, 6, shape, generator=torch.Generator().manual_seed(100 + rank))
+    return drawn.to(dtype) * (1 + 2j) if dtype.is_complex else drawn.to(dtype)
+
+
+def filled(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A tensor to be overwritten."""
+    return torch.full(shape, 77, dtype=dtype) if dtype is not torch.bool else torch.zeros(shape, dtype=dtype)
+
+
+def attempt(rank: int, size: int, names: Sequence[str]) -> dict[str, Any]:
+    """What each call returned, in plain Python; an exception as a set of the kinds that a program can catch it by."""
+    found: dict[str, Any] = {}
+    for name in names:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found[name] = plain(CALLS[name](rank, size))
+            except Exception as error:
+                found[name] = frozenset(kind for kind in _KINDS if isinstance(error, kind))
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Tensors as (dtype, shape, numbers), in any nesting."""
+    if isinstance(value, Tensor):
+        return (str(value.dtype), tuple(value.shape), value.detach().resolve_conj().tolist())
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def each(dtypes: Any, call: Any) -> dict[str, Any]:
+    """What the call makes of every dtype, or that it raises."""
+    found = {}
+    for dtype in dtypes:
+        try:
+            found[str(dtype)] = call(dtype)
+        except (RuntimeError, ValueError):
+            found[str(dtype)] = "raised"
+    return found
