@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from shardproof.options import add_ini_values, add_options, are_added, given, option_value
-from shardproof.rooms import HOME, ShadowedError, check, foreign
+from shardproof.rooms import HOME, ShadowedError, foreign, lead
 
 __all__ = ["ENGINE_OPENED", "SUITES", "names_suites"]
 
@@ -36,6 +36,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     config: Any = pluginmanager.get_plugin("pytestconfig")
     if _named(config) and (not foreign("suites") or _wanted(config)):
         add_options(parser)
+        try:  # before pytest imports the user's conftest, whose packages may have the names of ours
+            lead()
+        except ShadowedError as problem:
+            raise pytest.UsageError(str(problem)) from problem
 
 
 def _named(config: pytest.Config) -> bool:
@@ -63,10 +67,6 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """
     if not are_added(config):
         return None
-    try:
-        check()
-    except ShadowedError as problem:
-        raise pytest.UsageError(str(problem)) from problem
     if option_value(config, "engine") != "torchrun":
         return None
     if config.getoption("numprocesses", None):

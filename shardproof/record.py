@@ -14,11 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.errors import RequestError, ShardproofError
-from harness.programs.launch import environment_of, python_command, replace_by
-from harness.programs.options import add_options, request_of
-from harness.programs.session import shared_session
-from shardproof.rooms import ShadowedError, check
+from shardproof.rooms import lead
+
+lead()  # before the first import of ours: `python -m` looks into the working directory first
+
+from harness.errors import RequestError, ShardproofError  # noqa: E402
+from harness.programs.launch import environment_of, python_command, replace_by  # noqa: E402
+from harness.programs.options import add_options, request_of  # noqa: E402
+from harness.programs.session import shared_session  # noqa: E402
 
 __all__ = ["main"]
 
@@ -38,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="the script and its arguments")
     parsed = parser.parse_args(arguments)
     try:
-        check()
         program = _program(parsed)
         options = request_of(parsed, wraps=False)
         name = program[1] if parsed.module else Path(program[0]).stem
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if made:
             print(f"shardproof: recording into {os.path.relpath(session.folder)}", file=sys.stderr)
         replace_by(python_command(program), environment_of(session, os.environ))
-    except (ShardproofError, ShadowedError) as problem:
+    except ShardproofError as problem:
         print(f"shardproof: {problem}", file=sys.stderr)
         return _WRONG_REQUEST
 

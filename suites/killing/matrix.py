@@ -19,6 +19,7 @@ from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.errors import RankDied, RequestError
 from harness.faults import Fault, faults_of
+from harness.interpreter import spawned
 from harness.protocols import CaseLike, case_text
 from harness.running.ranks.capacity import admit
 from harness.running.ranks.execution import execute
@@ -188,7 +189,7 @@ def kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: int = 
         return
     # Spawned, not forked: a fork would copy locks that the threads of an engine hold.
     context = get_context("spawn")
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,))
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=spawned(_one_thread))
     try:
         for done in as_completed([pool.submit(_in_a_process, plan, subject) for plan in plans]):
             yield from done.result()
@@ -197,6 +198,10 @@ def kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: int = 
         raise RankDied(cause, ranks=(), positions=()) from problem
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 def _in_a_process(plan: KillPlan, subject: NamedSubject) -> list[Killed]:
