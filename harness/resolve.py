@@ -15,6 +15,10 @@ from harness.errors import RequestError, error_text
 
 __all__ = ["resolve"]
 
+_EMPTY = "it defines nothing; legal: subject(case, device) in it, as `shardproof new-subject FILE` writes"
+    "it defines nothing; legal: a callable subject(case, device) in it, such as `shardproof new-subject FILE` writes"
+)
+
 
 def resolve(name: str) -> object:
     """The object that "package.module:object" names; "a.b:c.d" reaches an attribute of c.
@@ -48,7 +52,7 @@ def _alternative(found: object, part: str, module_name: str) -> str:
         if not isinstance(value, ModuleType) and getattr(value, "__module__", module_name) == module_name
     ]
     close = difflib.get_close_matches(part, own, n=1, cutoff=0.0)
-    return f"legal: {module_name}:{close[0]}" if close else "it has no public name at all"
+    return f"legal: {module_name}:{close[0]}" if close else _EMPTY
 
 
 def _module(name: str, module_name: str) -> ModuleType:

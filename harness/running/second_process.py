@@ -20,6 +20,7 @@ from typing import Any
 
 from harness.checking.evidence import Verdict
 from harness.diagnosing.errors_by_place import error_rows
+from harness.errors import RequestError
 from harness.protocols import CaseLike
 from harness.recording.spans import RankSpan
 from harness.resolve import resolve
@@ -114,14 +115,20 @@ class SecondProcess:
         try:
             while self.asked and self._spare.connection.poll(None if wait and not found else 0):
                 answer = self._spare.connection.recv()
+                if isinstance(answer, str):
+                    self._ended(answer, found)
+                    break
                 found[self.asked.popleft()] = answer
         except (EOFError, OSError):
             status = self._spare.process.wait()
             how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            self.note = f"the second process ended ({how}): its cases were proved in the first"
-            found |= dict.fromkeys(self.asked)
-            self.asked.clear()
+            self._ended(how, found)
         return found
+
+    def _ended(self, how: str, found: dict[int, Proved | None]) -> None:
+        self.note = f"the second process ended ({how}): its cases were proved in the first"
+        found |= dict.fromkeys(self.asked)
+        self.asked.clear()
 
     def close(self) -> None:
         """End it, whatever it is doing."""
@@ -181,7 +188,12 @@ def serve(descriptor: int) -> None:
     proving: Any = resolve(_PROVING)
     gc.enable()  # imports, which make no garbage, were done without
     gc.set_threshold(*COLLECTED_AFTER)
-    with suppress(EOFError, OSError), proving(_received(connection)) as prove_case:
+    try:
+        request = _received(connection)
+    except RequestError as problem:  # what the first process could import
+        connection.send(str(problem))
+        return
+    with suppress(EOFError, OSError), proving(request) as prove_case:
         for number in itertools.count():
             case = connection.recv()
             try:
@@ -194,6 +206,6 @@ def serve(descriptor: int) -> None:
 
 
 def _received(connection: Connection) -> Any:
-    """The request; modules that it names are looked for where the first process looks."""
+    """The request; modules that it names are looked for where the first process looks. Raises RequestError."""
     sys.path[:] = connection.recv()
     return connection.recv()

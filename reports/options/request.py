@@ -24,7 +24,7 @@ from harness.predicting.clusters import read as read_cluster
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
 from harness.running.ranks.capacity import admit
-from harness.running.request import Request, seconds
+from harness.running.request import Request, check_saved, seconds
 from harness.subject import (
     NamedSubject,
     Unanswered,
@@ -41,6 +41,7 @@ from reports.comparing.limits import limits
 from reports.comparing.sides import check_name, side_folder
 from reports.options import experiment
 from reports.options.profiling import profiled_steps, profiled_tools
+from reports.options.quoting import note_unquoted
 from reports.options.script_file import check_target
 from reports.stored.files import run_folder
 
@@ -89,6 +90,7 @@ def _check_compare(arguments: argparse.Namespace) -> None:
 
 
 def _check_faults(arguments: argparse.Namespace) -> None:
+    note_unquoted(arguments.cases)
     seconds(arguments.timeout, "timeout")
     arguments.subject = named(arguments.subject, arguments.truth or "")
     truth_of(arguments.subject)
@@ -96,6 +98,7 @@ def _check_faults(arguments: argparse.Namespace) -> None:
 
 def _check_predict(arguments: argparse.Namespace) -> None:
     """The words of a text alone, which may stand for several cases; which of these can be is found with the subject."""
+    note_unquoted(arguments.cases)
     read_cluster(arguments.cluster, PRESETS)
     if arguments.world is not None and arguments.world < 1:
         raise RequestError(f"world={arguments.world}: must be at least 1; legal: --world 8")
@@ -179,6 +182,7 @@ def _options_checked(arguments: argparse.Namespace) -> None:
     if arguments.emit_repro is not None:
         check_target(arguments.emit_repro)
     experiment.complete(arguments)
+    note_unquoted(arguments.cases)
     seconds(arguments.timeout, "timeout")
     profiled_tools(arguments)
     _check_choice(arguments)
@@ -198,6 +202,7 @@ def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -
     if arguments.data is not None:
         cases = tuple(_with_data(case, arguments.data) for case in cases)
     profiled_steps(arguments, cases)
+    check_saved(cases)
     return cases
 
 
