@@ -16,8 +16,6 @@ from harness.errors import RequestError, error_text
 __all__ = ["resolve"]
 
 _EMPTY = "it defines nothing; legal: subject(case, device) in it, as `shardproof new-subject FILE` writes"
-    "it defines nothing; legal: a callable subject(case, device) in it, such as `shardproof new-subject FILE` writes"
-)
 
 
 def resolve(name: str) -> object:
