@@ -9,8 +9,10 @@ The script runs as if Python had been given it. `shardproof record -- COMMAND` r
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from shardproof.rooms import lead
 
 lead()  # before the first import of ours: `python -m` looks into the working directory first
 
-from harness.errors import RequestError, ShardproofError  # noqa: E402
+from harness.errors import RequestError, ShardproofError, error_text  # noqa: E402
 from harness.programs.launch import environment_of, python_command, replace_by  # noqa: E402
 from harness.programs.options import add_options, request_of  # noqa: E402
 from harness.programs.session import shared_session  # noqa: E402
@@ -57,7 +59,24 @@ def _program(parsed: argparse.Namespace) -> list[str]:
     program = parsed.program if parsed.module is None else ["-m", *parsed.module]
     if not program or program == ["-m"]:
         raise RequestError("program: is missing; legal: python -m shardproof.record train.py")
+    _check(program)
     return list(program)
+
+
+def _check(program: Sequence[str]) -> None:
+    """Raise RequestError for a program that Python cannot begin: every rank would print that, and nothing is recorded."""
+    legal = "legal: python -m shardproof.record train.py"
+    if program[0] == "-m":
+        package = program[1].partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            raise RequestError(f"program={program[1]}: there is no module {package!r}; {legal}")
+    elif not Path(program[0]).is_dir() and not zipfile.is_zipfile(program[0]):
+        try:
+            compile(Path(program[0]).read_bytes(), program[0], "exec", dont_inherit=True)
+        except OSError as problem:
+            raise RequestError(f"program={program[0]}: cannot be opened ({problem.strerror}); {legal}") from problem
+        except (SyntaxError, ValueError) as problem:
+            raise RequestError(f"program={program[0]}: {error_text(problem)}; {legal}") from problem
 
 
 if __name__ == "__main__":

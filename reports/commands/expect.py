@@ -60,16 +60,23 @@ def _chosen(run: Run, text: str) -> str:
             return cases[0]
         raise RequestError(f"run {run.path}: has {len(cases)} cases, so name one; legal: {_quoted(cases)}")
     said = dict(word.partition("=")[::2] for word in text.split())
-    for case, words in zip(cases, run.cases.get("words", [None] * len(cases)), strict=True):
-        if _means(said, case, words if isinstance(words, dict) else {}):
+    words = run.cases["words"] if "words" in run.cases else [None] * len(cases)
+    of_ours = [case for case, own in zip(cases, words, strict=True) if not isinstance(own, dict)]
+    for case, own in zip(cases, words, strict=True):
+        if _means(said, case, own if isinstance(own, dict) else {}):
             return case
-    try:
-        meant = case_text(read_case(text))
-    except RequestError:
-        meant = text
-    if meant in cases:
-        return meant
+    for case in of_ours:
+        if _canonical(case) == _canonical(text):
+            return case
     raise RequestError(f"case {text!r}: is not in run {run.path}; legal: {_quoted(cases)}")
+
+
+def _canonical(text: str) -> str:
+    """The text of the case of our decoder that is written so; any other text as it is."""
+    try:
+        return case_text(read_case(text))
+    except RequestError:
+        return text
 
 
 def _means(said: Mapping[str, str], case: str, words: Mapping[str, Any]) -> bool:

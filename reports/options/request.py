@@ -66,6 +66,7 @@ def read(arguments: argparse.Namespace) -> Request | None:
 
     Raises RequestError for a wrong option.
     """
+    note_unquoted(getattr(arguments, "cases", ()))
     if arguments.command == "run":
         return None if arguments.engine == LAUNCHED else requested(arguments)
     if rule := _CHECKS.get(arguments.command):
@@ -75,7 +76,7 @@ def read(arguments: argparse.Namespace) -> Request | None:
 
 
 def _check_run_folder(arguments: argparse.Namespace) -> None:
-    run_folder(arguments.run)
+    run_folder(arguments.run, matrix=arguments.command in ("show", "page"))
 
 
 def _check_compare(arguments: argparse.Namespace) -> None:
@@ -83,14 +84,13 @@ def _check_compare(arguments: argparse.Namespace) -> None:
     if arguments.save_baseline is not None:
         check_name(arguments.save_baseline)
     if arguments.new is None:
-        run_folder(arguments.base)
+        run_folder(arguments.base, matrix=False)
     else:
         for name in (arguments.base, arguments.new):
             side_folder(name, arguments.baselines)
 
 
 def _check_faults(arguments: argparse.Namespace) -> None:
-    note_unquoted(arguments.cases)
     seconds(arguments.timeout, "timeout")
     arguments.subject = named(arguments.subject, arguments.truth or "")
     truth_of(arguments.subject)
@@ -98,7 +98,6 @@ def _check_faults(arguments: argparse.Namespace) -> None:
 
 def _check_predict(arguments: argparse.Namespace) -> None:
     """The words of a text alone, which may stand for several cases; which of these can be is found with the subject."""
-    note_unquoted(arguments.cases)
     read_cluster(arguments.cluster, PRESETS)
     if arguments.world is not None and arguments.world < 1:
         raise RequestError(f"world={arguments.world}: must be at least 1; legal: --world 8")
@@ -182,7 +181,6 @@ def _options_checked(arguments: argparse.Namespace) -> None:
     if arguments.emit_repro is not None:
         check_target(arguments.emit_repro)
     experiment.complete(arguments)
-    note_unquoted(arguments.cases)
     seconds(arguments.timeout, "timeout")
     profiled_tools(arguments)
     _check_choice(arguments)
