@@ -64,7 +64,7 @@ def _program(parsed: argparse.Namespace) -> list[str]:
 
 
 def _check(program: Sequence[str]) -> None:
-    """Raise RequestError for a program that Python cannot begin: every rank would print that, and nothing is recorded."""
+    """Raise RequestError for a program that Python cannot begin: nothing of it would be recorded."""
     legal = "legal: python -m shardproof.record train.py"
     if program[0] == "-m":
         package = program[1].partition(".")[0]

@@ -37,6 +37,10 @@ _STATED: Mapping[str, tuple[str, str]] = {
         "data_path",
         "the code that reads the data, which the dense model and the ranks have in common",
     ),
+    "coverage": (
+        "uncheckable",
+        "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns nothing",
+    ),
     "merge": (
         "layout",
         "offsets of another rank, a padded or transposed shard, or a rank that leaves its part out",
@@ -53,10 +57,6 @@ _STATED: Mapping[str, tuple[str, str]] = {
 }
 """Checks that are a cause by themselves and come before any number: check -> (cause, words)."""
 _USUAL: Mapping[str, tuple[str, str]] = {
-    "coverage": (
-        "uncheckable",
-        "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns nothing",
-    ),
     "overlap": ("exposed", "the call is awaited where it is issued, or is no longer asynchronous"),
     "recording": (
         "recording",

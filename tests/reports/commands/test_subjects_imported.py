@@ -93,6 +93,16 @@ def test_own_words_without_cases_run_the_cases_that_are_given(tmp_path: Path) ->
     assert done.returncode == 2 and rule in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("case", ["tp=1", "tp=2"])
+def test_a_subject_that_returns_nothing_is_told_once(tmp_path: Path, case: str) -> None:
+    (tmp_path / "mine.py").write_text("def subject(case, device):\n    return {}\n")
+    done = shardproof(tmp_path, "-m", "shardproof", "run", f"{case} layers=1 seq=8", "--subject", "mine:subject")
+    assert done.returncode == 1 and done.stdout.count("fail: ") == 1, done.stdout
+    told = done.stdout.partition("fail: ")[2]
+    assert "what:   nothing checkable: it returned nothing; the truth has" in told
+    assert "causes: names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject" in told
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
