@@ -62,8 +62,8 @@ def seconds(text: str, word: str) -> float:
 
 def check_saved(cases: Iterable[CaseLike]) -> None:
     """Raise RequestError for the first case whose folder for checkpoints cannot be written; leave no new one."""
-    words = {str(case.save): case for case in cases if not isinstance(case, PlainCase) and getattr(case, "save", "")}
-    for word in words:
+    saved = {str(getattr(case, "save", "")) for case in cases if not isinstance(case, PlainCase)}
+    for word in sorted(saved - {""}):
         folder = Path(word)
         fresh = [one for one in (folder, *folder.parents) if not one.exists()]
         try:

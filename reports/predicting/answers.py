@@ -41,8 +41,9 @@ def _reason(row: Mapping[str, Any], first: Mapping[str, Any], cluster: Cluster) 
     if slower < _LEAST:
         return "as fast"
     shares = {part: (mine[part] - best[part]) / whole for part in mine}
-    parts = sorted(shares.items(), key=lambda share: -abs(share[1]))
-    return f"{slower:.1%} slower: " + ", ".join(f"{part} {by:+.1%}" for part, by in parts if abs(by) >= _LEAST)
+    largest = sorted(shares, key=lambda part: -abs(shares[part]))
+    told = [f"{part} {shares[part]:+.1%}" for part in largest if abs(shares[part]) >= _LEAST]
+    return f"{slower:.1%} slower: {', '.join(told)}"
 
 
 def _seconds(row: Mapping[str, Any]) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pandas as pd
 
@@ -23,7 +24,8 @@ def together(told: Sequence[Prediction]) -> Prediction:
     short = {text: " ".join(word for word in text.split() if word not in shared) or text for text in texts}
     rows = pd.concat([one.rows.assign(words=[short[case] for case in one.rows["case"]]) for one in told])
     rows = rows.drop_duplicates("case", ignore_index=True)
-    rows = rows.iloc[sorted(range(len(rows)), key=lambda number: _place(rows.iloc[number]))].reset_index(drop=True)
+    places = [_place(row) for row in rows.to_dict("records")]
+    rows = rows.iloc[sorted(range(len(rows)), key=places.__getitem__)].reset_index(drop=True)
     rows = rows.assign(lost=reasons(rows, told[0].cluster))
     phases = [one.phases.replace({"words": _renamed(one, short)}) for one in told]
     first = told[0]
@@ -48,7 +50,7 @@ def _renamed(one: Prediction, short: dict[str, str]) -> dict[str, str]:
     return {str(row["words"]): short[str(row["case"])] for row in one.rows.to_dict("records")}
 
 
-def _place(row: pd.Series) -> tuple[int, float]:
+def _place(row: Mapping[Hashable, Any]) -> tuple[int, float]:
     """As in one prediction: what fits by its speed, what does not by what it needs, what cannot be."""
     if row["legal"] != "yes":
         return 2, 0.0
