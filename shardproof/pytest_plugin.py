@@ -31,7 +31,10 @@ ENGINE_OPENED = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Our words of the ini file; our options only where the suites are named, for others may have a `--device` too."""
+    """Our words of the ini file; our options only where the suites are named, for others may have a `--device` too.
+
+    Raises UsageError where a package with the name of one of ours has been imported before.
+    """
     add_ini_values(parser)
     config: Any = pluginmanager.get_plugin("pytestconfig")
     if _named(config) and (not foreign("suites") or _wanted(config)):

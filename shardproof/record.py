@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="the script and its arguments")
     parsed = parser.parse_args(arguments)
     try:
-        program = _program(parsed)
         options = request_of(parsed, wraps=False)
+        program = _program(parsed)
         name = program[1] if parsed.module else Path(program[0]).stem
         session, made = shared_session(parsed.out, name, program, os.environ, options)
         if made:

@@ -1,7 +1,7 @@
 """`shardproof doctor`: what this machine offers, what would be skipped here, and why.
 
 `inspect` looks, `judge` turns what it saw into rows; nothing is started and nothing is changed. Whatever is missing or
-broken is a row: every package is imported where it is asked for, and what that raises is told.
+broken is a row: a package is imported where its row is made, and the row holds what the import raises.
 """
 
 from __future__ import annotations
