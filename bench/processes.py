@@ -16,6 +16,7 @@ from torch.multiprocessing.spawn import spawn
 
 from bench.workload import Passed, Sizes, data, dense, rank_program, shard, weights
 from harness.engines.engine import Engine
+from harness.interpreter import spawned
 
 __all__ = ["pooled_example", "spawned_example"]
 
@@ -60,7 +61,7 @@ def spawned_example(world_size: int, seed: int, allowed: float) -> float:
     with tempfile.TemporaryDirectory() as folder:
         start_s = time.perf_counter()
         arguments = (world_size, f"{folder}/store", seed, allowed)
-        ranks = spawn(_spawned, args=arguments, nprocs=world_size, join=False)
+        ranks = spawn(spawned(_spawned), args=arguments, nprocs=world_size, join=False)
         try:
             while not ranks.join(timeout=1.0):
                 if time.perf_counter() - start_s > LIMIT_S:

@@ -33,6 +33,9 @@ COMMON: Mapping[str, tuple[Word, ...]] = {
     "seed": (0,),
 }
 """Words that every case has: the default first, then other legal values where only some are legal."""
+_AT_MOST: Mapping[str, int] = {**dict.fromkeys((*AXES, *EXPERT_AXES, "steps", "micro"), 2**31 - 1), "seed": 2**64 - 1}
+_LARGEST = 2**63 - 1
+"""Of a subject's own whole numbers, either sign: what an element of a tensor of integers can be."""
 _AT_LEAST: Mapping[str, int] = {**dict.fromkeys((*AXES, *EXPERT_AXES), 1), "steps": 1, "micro": 1, "seed": 0}
 
 
@@ -93,6 +96,9 @@ class Vocabulary:
                 raise WordError(key, value, "is none of its values", "|".join(map(_written, known[key])))
             if key in _AT_LEAST and value < _AT_LEAST[key]:  # type: ignore[operator]
                 raise WordError(key, value, f"must be at least {_AT_LEAST[key]}", f"{key}={_AT_LEAST[key]}")
+            most = _AT_MOST.get(key, _LARGEST)
+            if type(value) is int and abs(value) > most:
+                raise WordError(key, value, f"must be at most {most}", f"{key}={most}")
         values = {key: said.get(key, legal[0]) for key, legal in self.words}
         made = PlainCase(vocabulary=self, values=tuple(values.items()))
         made.require_expert_axes()

@@ -15,6 +15,8 @@ from harness.errors import RequestError, error_text
 
 __all__ = ["resolve"]
 
+_EMPTY = "it defines nothing; legal: subject(case, device) in it, as `shardproof new-subject FILE` writes"
+
 
 def resolve(name: str) -> object:
     """The object that "package.module:object" names; "a.b:c.d" reaches an attribute of c.
@@ -28,6 +30,8 @@ def resolve(name: str) -> object:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     found: object = _module(name, module_name)
+    if not hasattr(found, path.partition(".")[0]):  # a module of the user may have the name of one of ours
+        found = _elsewhere(module_name)
     for part in path.split("."):
         if not hasattr(found, part):
             raise RequestError(
@@ -46,14 +50,19 @@ def _alternative(found: object, part: str, module_name: str) -> str:
         if not isinstance(value, ModuleType) and getattr(value, "__module__", module_name) == module_name
     ]
     close = difflib.get_close_matches(part, own, n=1, cutoff=0.0)
-    return f"legal: {module_name}:{close[0]}" if close else "it has no public name at all"
+    return f"legal: {module_name}:{close[0]}" if close else _EMPTY
 
 
 def _module(name: str, module_name: str) -> ModuleType:
     try:
-        return importlib.import_module(module_name)
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as problem:
+            if not _lacks(problem, module_name):
+                raise
+        return _elsewhere(module_name)
     except ModuleNotFoundError as problem:
-        if problem.name and (module_name == problem.name or module_name.startswith(problem.name + ".")):
+        if _lacks(problem, module_name):
             where = "the working directory and the installed packages"
             raise RequestError(f"name {name!r}: there is no module {problem.name!r} in {where}") from problem
         raise RequestError(f"name {name!r}: {module_name} fails on import: {problem}") from problem
@@ -61,3 +70,15 @@ def _module(name: str, module_name: str) -> ModuleType:
         raise
     except BaseException as problem:  # whatever a user's module raises while it is imported, sys.exit too
         raise RequestError(f"name {name!r}: {module_name} fails on import: {error_text(problem)}") from problem
+
+
+def _lacks(problem: ModuleNotFoundError, module_name: str) -> bool:
+    """Whether it is this module that is missing, or a package of it."""
+    missing = str(problem.name).rpartition("beside_shardproof.")[2]
+    return module_name == missing or module_name.startswith(f"{missing}.")
+
+
+def _elsewhere(module_name: str) -> ModuleType:
+    """The module as the user's own statement `import` finds it: `shardproof.rooms` tells it from ours by the caller."""
+    found: ModuleType = __import__(module_name, {}, {}, ("__name__",))
+    return found

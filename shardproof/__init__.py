@@ -19,7 +19,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from shardproof.rooms import check
+from shardproof.rooms import lead
 
 if TYPE_CHECKING:
     from harness.errors import RequestError, ShardproofError
@@ -91,16 +91,19 @@ _PLACES = {
     "watch": "harness.programs.watching:watch",
 }
 """Name -> where it is; the imports above say the same to type checkers, and a test compares the two."""
+_NEEDED = {"reports": ("reports", "harness"), "shardproof": ("harness", "reference", "parallel")}
+"""Room of a name -> the rooms that it imports, where they are more than that one."""
 
 
 if not TYPE_CHECKING:  # which would find every name here
 
     def __getattr__(name: str) -> object:
-        """Import a name when it is first used. Raises ImportError when another package stands in the place of ours."""
+        """Import a name when it is first used. Raises ImportError where another package is in the place of ours."""
         if name not in _PLACES:
             raise AttributeError(f"module 'shardproof' has no attribute {name!r}; it has {', '.join(__all__)}")
-        check()
         module, _, attribute = _PLACES[name].partition(":")
+        room = module.partition(".")[0]
+        lead(*_NEEDED.get(room, (room,)))
         found = globals()[name] = getattr(import_module(module), attribute)
         return found
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from shardproof.rooms import ROOMS, ShadowedError, check
+from shardproof.rooms import ShadowedError, lead
 
 __all__ = ["main"]
 
@@ -18,15 +17,13 @@ _WRONG_REQUEST = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of these words (default: the process's own) and return its exit status.
 
-    Subjects are searched in the working directory first, so packages there may take the place of ours: status 2.
+    Packages of the user may have the names of ours: `lead` keeps them apart.
     """
     try:
-        check(os.getcwd())
+        lead()
     except ShadowedError as problem:
         print(f"shardproof: {problem}", file=sys.stderr)
         return _WRONG_REQUEST
-    for room in ROOMS:  # before the working directory is searched: a plain folder there hides an editable install
-        import_module(room)
     status: int = import_module("reports.commands.cli").main(arguments)
     if arguments is None and not _reports_leaks():
         gc.freeze()  # the process ends now: looking through all that is left for garbage takes half a second

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from shardproof.options import add_ini_values, add_options, are_added, given, option_value
-from shardproof.rooms import HOME, ShadowedError, check, foreign
+from shardproof.rooms import HOME, ShadowedError, foreign, lead
 
 __all__ = ["ENGINE_OPENED", "SUITES", "names_suites"]
 
@@ -31,11 +31,18 @@ ENGINE_OPENED = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Our words of the ini file; our options only where the suites are named, for others may have a `--device` too."""
+    """Our words of the ini file; our options only where the suites are named, for others may have a `--device` too.
+
+    Raises UsageError where a package with the name of one of ours has been imported before.
+    """
     add_ini_values(parser)
     config: Any = pluginmanager.get_plugin("pytestconfig")
     if _named(config) and (not foreign("suites") or _wanted(config)):
         add_options(parser)
+        try:  # before pytest imports the user's conftest, whose packages may have the names of ours
+            lead()
+        except ShadowedError as problem:
+            raise pytest.UsageError(str(problem)) from problem
 
 
 def _named(config: pytest.Config) -> bool:
@@ -63,10 +70,6 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """
     if not are_added(config):
         return None
-    try:
-        check()
-    except ShadowedError as problem:
-        raise pytest.UsageError(str(problem)) from problem
     if option_value(config, "engine") != "torchrun":
         return None
     if config.getoption("numprocesses", None):

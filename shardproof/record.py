@@ -9,16 +9,21 @@ The script runs as if Python had been given it. `shardproof record -- COMMAND` r
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.errors import RequestError, ShardproofError
-from harness.programs.launch import environment_of, python_command, replace_by
-from harness.programs.options import add_options, request_of
-from harness.programs.session import shared_session
-from shardproof.rooms import ShadowedError, check
+from shardproof.rooms import lead
+
+lead()  # before the first import of ours: `python -m` looks into the working directory first
+
+from harness.errors import RequestError, ShardproofError, error_text  # noqa: E402
+from harness.programs.launch import environment_of, python_command, replace_by  # noqa: E402
+from harness.programs.options import add_options, request_of  # noqa: E402
+from harness.programs.session import shared_session  # noqa: E402
 
 __all__ = ["main"]
 
@@ -38,15 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="the script and its arguments")
     parsed = parser.parse_args(arguments)
     try:
-        check()
-        program = _program(parsed)
         options = request_of(parsed, wraps=False)
+        program = _program(parsed)
         name = program[1] if parsed.module else Path(program[0]).stem
         session, made = shared_session(parsed.out, name, program, os.environ, options)
         if made:
             print(f"shardproof: recording into {os.path.relpath(session.folder)}", file=sys.stderr)
         replace_by(python_command(program), environment_of(session, os.environ))
-    except (ShardproofError, ShadowedError) as problem:
+    except ShardproofError as problem:
         print(f"shardproof: {problem}", file=sys.stderr)
         return _WRONG_REQUEST
 
@@ -55,7 +59,24 @@ def _program(parsed: argparse.Namespace) -> list[str]:
     program = parsed.program if parsed.module is None else ["-m", *parsed.module]
     if not program or program == ["-m"]:
         raise RequestError("program: is missing; legal: python -m shardproof.record train.py")
+    _check(program)
     return list(program)
+
+
+def _check(program: Sequence[str]) -> None:
+    """Raise RequestError for a program that Python cannot begin: nothing of it would be recorded."""
+    legal = "legal: python -m shardproof.record train.py"
+    if program[0] == "-m":
+        package = program[1].partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            raise RequestError(f"program={program[1]}: there is no module {package!r}; {legal}")
+    elif not Path(program[0]).is_dir() and not zipfile.is_zipfile(program[0]):
+        try:
+            compile(Path(program[0]).read_bytes(), program[0], "exec", dont_inherit=True)
+        except OSError as problem:
+            raise RequestError(f"program={program[0]}: cannot be opened ({problem.strerror}); {legal}") from problem
+        except (SyntaxError, ValueError) as problem:
+            raise RequestError(f"program={program[0]}: {error_text(problem)}; {legal}") from problem
 
 
 if __name__ == "__main__":

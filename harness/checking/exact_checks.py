@@ -122,7 +122,7 @@ def parallelism(evidence: Evidence) -> Finding | None:
     Guards against a split that splits nothing: every number is right then, and nothing is parallel (ColossalAI #5903).
     """
     split = split_axes(evidence.case)
-    if not split:
+    if not split or not (evidence.events or any(evidence.outcomes)):  # nothing at all came: coverage says so
         return None
     talked = {event.rank for event in evidence.events if event.group_size > 1 and event.op != "barrier"}
     silent = tuple(rank for rank in range(len(evidence.outcomes)) if rank not in talked)

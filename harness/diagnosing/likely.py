@@ -43,6 +43,10 @@ _STATED: Mapping[str, tuple[str, str]] = {
         "its weights, or other numbers, are drawn in the case's dtype, where the same seed gives others: draw them in "
         "float64 and round them, torch.randn(..., dtype=torch.float64).to(dtype)",
     ),
+    "coverage": (
+        "uncheckable",
+        "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns nothing",
+    ),
     "merge": (
         "layout",
         "offsets of another rank, a padded or transposed shard, or a rank that leaves its part out",
@@ -59,10 +63,6 @@ _STATED: Mapping[str, tuple[str, str]] = {
 }
 """Checks that are a cause by themselves and come before any number: check -> (cause, words)."""
 _USUAL: Mapping[str, tuple[str, str]] = {
-    "coverage": (
-        "uncheckable",
-        "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns nothing",
-    ),
     "overlap": ("exposed", "the call is awaited where it is issued, or is no longer asynchronous"),
     "recording": (
         "recording",

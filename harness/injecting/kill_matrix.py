@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
@@ -81,6 +81,19 @@ class Kill:
         if self.held_back:
             words |= {"name": "held-back", "stands_for": "", "phase": "", "region": ""}
         return tuple(words[column] for column in COLUMNS)
+
+    @classmethod
+    def of(cls, cells: Mapping[str, str]) -> Kill:
+        """The row of these cells by column; why an equivalent is one, or a row has no verdict, is not among them."""
+        words = {name: cells[name] for name in ("name", "kind", "stands_for", "mode", "phase", "region")}
+        words |= {name: cells[name] for name in ("region_right", "cause_right", "cause_told")}
+        return cls(
+            **words,
+            killed_by=tuple(cells["killed_by"].split()),
+            equivalent=cells["equivalent"] if cells["equivalent"] == YES else "",
+            seconds=float(cells["seconds"]),
+            held_back=cells["held_back"] == YES,
+        )
 
 
 COLUMNS: tuple[str, ...] = (

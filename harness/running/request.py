@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import RequestError
+from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
 from harness.subject import NamedSubject
 
-__all__ = ["Request", "seconds"]
+__all__ = ["Request", "check_saved", "seconds"]
 
 _WEEK_S = 604800.0
 
@@ -59,3 +62,23 @@ def seconds(text: str, word: str) -> float:
         rule = f"must be a number of seconds above 0 and at most {_WEEK_S:.0f}"
         raise RequestError(f"{word}={text}: {rule}; legal: --{word} 60")
     return found
+
+
+def check_saved(cases: Iterable[CaseLike]) -> None:
+    """Raise RequestError for the first case whose folder for checkpoints cannot be written; leave no new one."""
+    saved = {str(getattr(case, "save", "")) for case in cases if not isinstance(case, PlainCase)}
+    for word in sorted(saved - {""}):
+        folder = Path(word)
+        fresh = [one for one in (folder, *folder.parents) if not one.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as problem:
+            reason = "it is a file" if folder.exists() and not folder.is_dir() else problem.strerror or str(problem)
+            legal = "a folder with write permission, such as save=checkpoint"
+            raise RequestError(f"save={word}: cannot be written ({reason}); legal: {legal}") from problem
+        finally:
+            for one in fresh:
+                with suppress(OSError):
+                    one.rmdir()

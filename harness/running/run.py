@@ -19,6 +19,7 @@ from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Verdict
 from harness.diagnosing.errors_by_place import ERROR_COLUMNS
 from harness.engines.named import engine_named
 from harness.errors import RequestError, ShardproofError
+from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, case_text
 from harness.recording.spans import SPAN_COLUMNS, span_row
 from harness.running.environment import environment
@@ -28,7 +29,7 @@ from harness.running.proof import CaseResult, ended_by, prove, with_traceback
 from harness.running.proved import Proved, proved
 from harness.running.ranks.capacity import admit, admitted
 from harness.running.ranks.output import shown_once
-from harness.running.request import Request
+from harness.running.request import Request, check_saved
 from harness.running.second_process import ProvingProcess, serve_forked
 from harness.running.shared_state import OnProcesses
 from harness.running.sharing import Sharing
@@ -90,6 +91,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
     cases, subject = request.cases, request.subject
     if not cases:
         raise RequestError("cases=(): at least one case is needed; legal: mode=tp tp=2")
+    check_saved(cases)
     admitted(cases, request.engine)
     claimed(subject)
     results: list[_Tally] = []
@@ -261,6 +263,7 @@ def _planned(case: CaseLike, subject: NamedSubject) -> dict[str, object]:
     """The row of `cases.jsonl`: the text and what reports need of it without parsing, of a pipeline its bubble too."""
     row: dict[str, object] = {"case": case_text(case), "mode": case.mode, "world_size": case.world_size}
     row |= {"dtype": case.dtype, "micro": case.micro, "steps": case.steps}
+    row |= {"words": case.words()} if isinstance(case, PlainCase) else {}  # nobody else can read its text
     if len(case.axes.get("pp", ((0,),))[0]) > 1:
         with suppress(Unanswered):  # only pages show it
             row |= answered("pipeline", lambda: _bubble(case, subject))

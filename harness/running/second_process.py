@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 from harness.engines.processes.exit_status import process_end
-from harness.errors import MachineError, RankCrashed, RankDied, ShardproofError, TimeLimit
+from harness.errors import MachineError, RankCrashed, RankDied, RequestError, ShardproofError, TimeLimit
 from harness.protocols import CaseLike
 from harness.resolve import resolve
 from harness.running.forked_process import ForkedProcess
@@ -89,6 +89,9 @@ class ProvingProcess:
                 answer = self.connection.recv()
                 if isinstance(answer, str):
                     self._part, self._since_s = answer, time.monotonic()
+                elif not self._part:  # before any case: it has no such subject
+                    self.note = f"a process that proves cases ended ({answer})"
+                    return found
                 else:
                     found[self.asked.popleft()], self._part = answer, ""
         except (EOFError, OSError):
@@ -139,7 +142,12 @@ def serve(descriptor: int) -> None:
     gc.set_threshold(*COLLECTED_AFTER)
     with suppress(EOFError, OSError):
         sys.path[:] = connection.recv()  # modules that the request names are looked for where the first process looks
-        serve_forked(connection, connection.recv())
+        try:
+            request = connection.recv()
+        except RequestError as problem:  # what the first process could import
+            connection.send(problem)
+            return
+        serve_forked(connection, request)
 
 
 def serve_forked(connection: Connection, request: Request) -> None:

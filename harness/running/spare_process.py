@@ -1,7 +1,7 @@
 """A second interpreter, started before the first has loaded torch: both load at the same time.
 
 It is a fresh one and no fork, for autograd does not survive one. It ends with the socket, so with the process that
-started it. This module imports neither torch nor a room of ours.
+started it. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from multiprocessing.connection import Connection
+
+from harness.interpreter import command
 
 __all__ = ["Spare"]
 
-_MAIN = "harness.running.second_process"
-_BOOT = f"import gc, sys; gc.disable(); sys.path[:] = {{path!r}}; from {_MAIN} import serve; serve({{descriptor}})"
+_MAIN = "harness.running.second_process:serve"
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 
 
@@ -27,7 +27,7 @@ class Spare:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT.format(path=sys.path, descriptor=theirs.fileno())],
+                command(_MAIN, theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # a terminal's Ctrl-C is for the first process, which ends this one

@@ -46,16 +46,14 @@ def cases_of(texts: Iterable[str], subject: NamedSubject) -> tuple[CaseLike, ...
 
 
 def own_cases(subject: NamedSubject) -> tuple[CaseLike, ...] | None:
-    """The cases that the subject names in its attribute `cases`, None without it.
-
-    Raises RequestError for what is no tuple of cases, and for a subject of own words that names no cases.
+    """The cases that the subject names in its attribute `cases`, None without it. Raises RequestError for what is no
+    tuple of cases, and for one without a case.
     """
     texts = words_of(subject, "cases", "('tp=2 dp=3',)")
-    if texts is None and vocabulary(subject) is None:
+    if texts is None:
         return None
     if not texts:
-        rule = "has words of its own, so it must name its default cases"
-        raise RequestError(f"subject={subject.name}: {rule}; legal: cases = ('tp=2 dp=3',)")
+        raise RequestError(f"subject={subject.name}: cases=() names none; legal: cases = ('tp=2 dp=3',)")
     return cases_of(texts, subject)
 
 

@@ -54,8 +54,11 @@ def claims(subject: NamedSubject) -> Claims:
     Raises RequestError for what is no tuple of words, or when no case can have any of them.
     """
     if vocabulary(subject) is not None:
-        own = tuple(dict.fromkeys(case.mode for case in own_cases(subject) or ()))
-        return Claims(subject=subject.name, modes=own, own=True)
+        own = own_cases(subject)
+        if own is None:  # nobody else knows which of its words to run
+            rule = "has words of its own, so a case must be given, or named in its attribute cases"
+            raise RequestError(f"subject={subject.name}: {rule}; legal: cases = ('tp=2 dp=3',)")
+        return Claims(subject=subject.name, modes=tuple(dict.fromkeys(case.mode for case in own)), own=True)
     known = known_modes()
     said = claimed(subject)
     if said is None:

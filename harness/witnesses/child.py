@@ -1,4 +1,6 @@
-"""The process of a profiling session: `python -m harness.witnesses.child FOLDER` runs the cases of FOLDER/job.pickle.
+"""The process of a profiling session: it runs the cases of FOLDER/job.pickle.
+
+    python -m shardproof.child harness.witnesses.child FOLDER
 
 It stands between the command and the ranks so that a tool can be put around it. Ranks are spawned, one set of processes
 for all cases of a world size, and end in good order: a tool loses what a killed process saw last. Every rank leaves
@@ -8,7 +10,6 @@ FOLDER/<case>/rank<r>.pickle, a `RankResult`. Exit status 0 when every rank came
 from __future__ import annotations
 
 import pickle
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch import multiprocessing
 from torch.distributed import FileStore, PrefixStore
 
 from harness.engines.processes.rank_program import run_rank
+from harness.interpreter import spawned
 from harness.protocols import CaseLike
 from harness.witnesses.measured import Measurement, measure
 from harness.witnesses.session import SessionRequest
@@ -26,8 +28,9 @@ START_S = 60.0
 """The processes of the ranks start and import: a busy machine takes its time."""
 
 
-def main(folder: Path) -> int:
-    """Run the job; 1 when a rank did not come to its end in time."""
+def main(word: str) -> int:
+    """Run the job of this folder; 1 when a rank did not come to its end in time."""
+    folder = Path(word)
     left = folder / "job.pickle"
     job: SessionRequest = pickle.loads(left.read_bytes())
     left.unlink()
@@ -39,9 +42,8 @@ def main(folder: Path) -> int:
     for world_size, indices in by_world.items():
         limit_s = time.monotonic() + START_S + job.timeout_s * len(indices)
         chosen = [(index, job.cases[index]) for index in indices]
-        ranks = [
-            start.Process(target=_rank, args=(rank, world_size, folder, job, chosen)) for rank in range(world_size)
-        ]
+        target, words = spawned(_rank), (world_size, folder, job, chosen)
+        ranks = [start.Process(target=target, args=(rank, *words)) for rank in range(world_size)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -79,7 +81,3 @@ def _rank(rank: int, world_size: int, folder: Path, job: SessionRequest, cases: 
             timeout_s=job.timeout_s,
         )
         (folder / str(index) / f"rank{rank}.pickle").write_bytes(pickle.dumps(end))
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

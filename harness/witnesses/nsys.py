@@ -40,7 +40,7 @@ def command(nsys: str, report: Path, program: Sequence[str], *, device: str = "c
 
 def on_gpus() -> str:
     """What `--device cuda --profile nsys` runs on a node with GPUs, where kernels are in the timeline too."""
-    program = ["python", "-m", "harness.witnesses.child", "FOLDER"]
+    program = ["python", "-m", "shardproof.child", "harness.witnesses.child", "FOLDER"]
     return f"on a GPU node the session is: {shlex.join(command('nsys', Path(REPORT), program, device='cuda'))}"
 
 

@@ -76,7 +76,7 @@ def hold(job: SessionRequest, folder: Path) -> dict[str, Session]:
         (folder / str(index)).mkdir(exist_ok=True)
     (folder / "job.pickle").write_bytes(pickle.dumps(job))
     texts = [case_text(case) for case in job.cases]
-    program = [sys.executable, "-m", "harness.witnesses.child", str(folder)]
+    program = [sys.executable, "-m", "shardproof.child", "harness.witnesses.child", str(folder)]
     worlds = len({case.world_size for case in job.cases})
     limit_s = LIMIT_S * (1 + worlds) + job.timeout_s * len(job.cases)
     if job.tool == "nsys":

@@ -14,7 +14,7 @@ from parallel.slicing.errors import SliceError
 from parallel.slicing.families import FAMILIES, Family
 from parallel.slicing.heads import SPARE, Heads
 from reference.case.presets import PRESETS, mlp_width
-from reference.case.rules import read
+from reference.case.rules import LARGEST_SIZE, read
 from reference.case.words import Meaning, described, word
 from reference.errors import CaseError
 
@@ -70,6 +70,9 @@ class Sliced:
         for key in ("hidden", "head_dim", "ffn", "vocab", "positions", "tp", "grain"):
             if getattr(self, key) < 1:
                 raise SliceError(key, getattr(self, key), "must be at least 1", f"{key}=1")
+        for key in (field.name for field in dataclasses.fields(self) if field.type == "int"):
+            if getattr(self, key) > LARGEST_SIZE:
+                raise SliceError(key, getattr(self, key), f"must be at most {LARGEST_SIZE}", f"{key}={LARGEST_SIZE}")
         if self.path == "container" and self.family not in CONTAINERS:
             raise SliceError("path", self.path, f"has no container of family={self.family}", "path=autotp")
         if self.path == "container" and self.spare != "refuse":

@@ -20,7 +20,7 @@ from reference.case.variants import VARIANTS, lack
 from reference.errors import CaseError
 from reference.groups import RankOrder
 
-__all__ = ["check", "check_word", "legal_words", "read", "write"]
+__all__ = ["LARGEST_SIZE", "check", "check_word", "legal_words", "read", "write"]
 
 _WORDS: dict[str, tuple[str, ...]] = {
     "cp_comm": METHODS,
@@ -50,6 +50,8 @@ _SIZES = "tp dp pp cp cp_inner wp chunks layers hidden heads kv_heads ffn vocab 
 _EMBEDDINGS = {"whole": "leaves it whole", "vocab": "splits the vocabulary"}
 """What a mode does with the token table that has one form of it alone."""
 
+LARGEST_SIZE = 2**31 - 1
+"""Of every whole number but the seed: what torch and numpy take as a size everywhere."""
 LARGEST_SEED = 2**64 - 1
 
 
@@ -73,6 +75,9 @@ def _domains(v: Mapping[str, Any]) -> Iterator[Problem]:
     for key in _SIZES:
         if v[key] < 1:
             yield key, "must be at least 1", f"{key}=1"
+    for key, value in v.items():
+        if type(value) is int and value > LARGEST_SIZE and key != "seed":
+            yield key, f"must be at most {LARGEST_SIZE}", f"{key}={LARGEST_SIZE}"
     if v["seed"] < 0:
         yield "seed", "must not be negative", "seed=0"
     if v["seed"] > LARGEST_SEED:

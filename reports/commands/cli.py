@@ -171,12 +171,12 @@ def _parser() -> argparse.ArgumentParser:
     expect.description = "Print the calls that a run recorded as Python: a function expected(case) of shardproof.Terms."
     expect.epilog = "example: shardproof expect runs/latest --short"
     expect.add_argument("run", metavar="RUN", help="run folder, such as runs/latest")
-    expect.add_argument("case", nargs="?", metavar="CASE", help="the case, where the run has several")
+    expect.add_argument("case", nargs="*", metavar="CASE", help="the case, where the run has several")
     expect.add_argument("--short", action="store_true", help="one term for all calls of an op over an axis")
     names = add("names", help="the names, shapes and dtypes that a subject may return in a case")
     names.description = "Compute the truth of a case and print its names, by kind and in the order of computation."
     names.epilog = 'example: shardproof names "mode=tp tp=2 layers=1"'
-    names.add_argument("case", metavar="CASE", help="key=value words in quotes (help case)")
+    names.add_argument("case", nargs="+", metavar="CASE", help="one case, key=value words (help case)")
     names.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"whose truth and words ({SUBJECT})")
     names.add_argument("--truth", metavar="M:O|alone", help=_TRUTH)
     new = add("new-subject", help="write a subject that runs, to start from")

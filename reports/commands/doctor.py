@@ -1,6 +1,7 @@
 """`shardproof doctor`: what this machine offers, what would be skipped here, and why.
 
-`inspect` looks, `judge` turns what it saw into rows; nothing is started and nothing is changed.
+`inspect` looks, `judge` turns what it saw into rows; nothing is started and nothing is changed. Whatever is missing or
+broken is a row: a package is imported where its row is made, and the row holds what the import raises.
 """
 
 from __future__ import annotations
@@ -10,22 +11,19 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib import metadata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module, metadata
+from typing import Any, TypeVar
 
-import nvtx
-import torch
-import torch.distributed as dist
+from harness.errors import error_text
 
-from harness.torch_internals.lookup import TESTED, tested_span, untested
-from harness.torch_internals.probes import PROBES, failing
-from reports.printing.tables import Table
-from reports.printing.text import show_table
+__all__ = ["Judgement", "Machine", "inspect", "judge", "main"]
 
-__all__ = ["Machine", "inspect", "judge", "main"]
-
+T = TypeVar("T")
 OLDEST_PYTHON = (3, 11)
+NEEDED = ("numpy", "pandas", "rich", "matplotlib", "hypothesis", "pytest")
+"""What shardproof imports beside torch and nvtx."""
 PEERS = {
     "transformers": "skipped: tests that compare with Hugging Face models (extra `peers`)",
     "megatron-core": "skipped: tests that compare with Megatron-Core (extra `peers`)",
@@ -48,7 +46,10 @@ Row = tuple[str, str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was seen: versions as text, "" for what is not installed; features of ours that this torch lacks."""
+    """What was seen: versions as text, "" for what is not installed; features of ours that this torch lacks.
+
+    `problems`: what could not be looked at -> the error. `probes` and `torch_note` are of this torch.
+    """
 
     python: str
     torch: str
@@ -60,57 +61,129 @@ class Machine:
     nsys: str
     peers: dict[str, str]
     cores: int
+    probes: int = 0
+    torch_note: str = ""
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The rows of the table, and the line below it."""
+
+    rows: tuple[Row, ...]
+    note: str
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; exit status 0, for a machine without a GPU is no error."""
     del arguments  # every command takes them; this one has none
-    show_table(judge(inspect()), sys.stdout)
+    words = {"title": "This machine", "headers": ("what", "found", "usable", "what follows")}
+    judged = judge(inspect())
+    try:  # tables need pandas, and terminals rich: what may be what is missing
+        tables, text = import_module("reports.printing.tables"), import_module("reports.printing.text")
+        text.show_table(tables.Table(**words, rows=judged.rows, note=judged.note), sys.stdout)
+    except (Exception, SystemExit):
+        print("\n".join([*("  ".join(row).rstrip() for row in judged.rows), judged.note]))
     return 0
 
 
 def inspect() -> Machine:
     """Look at this machine."""
-    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()} if dist.is_available() else {}
+    problems: dict[str, str] = {}
+
+    def seen(what: str, ask: Callable[[], T], otherwise: T) -> T:
+        try:
+            return ask()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as problem:  # whatever a broken package raises when it is imported, sys.exit too
+            problems.setdefault(what, error_text(problem))
+            return otherwise
+
+    for name in NEEDED:
+        seen(name, lambda name=name: import_module(name), None)  # type: ignore[misc]
+    version = seen("torch", lambda: str(import_module("torch").__version__), "")
     return Machine(
         python=platform.python_version(),
-        torch=torch.__version__,
-        lacking=tuple(f"{probe.feature}: {probe.otherwise}" for probe in failing()),
+        torch=version,
+        torch_note=seen("torch", lambda: _torch_note(version), "") if version else "",
+        lacking=seen("torch internals", _lacking, ()) if version else (),
+        probes=seen("torch internals", _probes, 0) if version else 0,
         nvtx=_version("nvtx"),
-        # Without a tool attached, nvtx hands out a domain that does nothing.
-        nvtx_listener=type(nvtx.get_domain("shardproof")).__name__ != "DummyDomain",
-        backends=tuple(name for name, there in available.items() if there),
-        gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
+        nvtx_listener=seen("nvtx", _listens, False),
+        backends=seen("torch.distributed", _backends, ()) if version else (),
+        gpus=seen("GPU", _gpus, ()) if version else (),
         nsys=shutil.which("nsys") or "",
         peers={name: _version(name) for name in PEERS},
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        problems=problems,
     )
+
+
+def _torch_note(version: str) -> str:
+    lookup = import_module("harness.torch_internals.lookup")
+    if _release(version) < lookup.TESTED[0]:
+        return f"too old: {lookup.untested(version)}"
+    return str(lookup.untested(version)) or f"tested with {lookup.tested_span()}"
+
+
+def _probes() -> int:
+    return len(import_module("harness.torch_internals.probes").PROBES)
+
+
+def _lacking() -> tuple[str, ...]:
+    failing = import_module("harness.torch_internals.probes").failing()
+    return tuple(f"{probe.feature}: {probe.otherwise}" for probe in failing)
+
+
+def _listens() -> bool:
+    """Whether a tool listens: without one, nvtx hands out a domain that does nothing."""
+    nvtx: Any = import_module("nvtx")
+    return type(nvtx.get_domain("shardproof")).__name__ != "DummyDomain"
+
+
+def _backends() -> tuple[str, ...]:
+    dist: Any = import_module("torch.distributed")
+    if not dist.is_available():
+        return ()
+    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return tuple(name for name, there in available.items() if there)
+
+
+def _gpus() -> tuple[str, ...]:
+    cuda: Any = import_module("torch").cuda
+    return tuple(cuda.get_device_name(number) for number in range(cuda.device_count()))
 
 
 def _version(package: str) -> str:
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
+        return str(metadata.version(package))
+    except Exception:  # not installed, or installed in part: without its metadata
         return ""
 
 
-def judge(machine: Machine) -> Table:
+def judge(machine: Machine) -> Judgement:
     """One row for each thing that matters: is it there, and what follows."""
     rows = (*_base(machine), *_devices(machine), *_tools(machine))
     missing = sum(there == "no" for _, _, there, _ in rows)
-    note = f"{missing} of {len(rows)} are not here; of these, `shardproof run` needs python and torch only, and no GPU"
-    return Table(title="This machine", headers=("what", "found", "usable", "what follows"), rows=rows, note=note)
+    note = f"{missing} of {len(rows)} are not here; `shardproof run` needs python, torch, nvtx and packages, and no GPU"
+    return Judgement(rows=rows, note=note)
 
 
 def _base(machine: Machine) -> Iterator[Row]:
     python = _release(machine.python) >= OLDEST_PYTHON
     oldest = ".".join(map(str, OLDEST_PYTHON))
     yield "python", machine.python, _word(python), "" if python else f"too old: {oldest} or newer is needed"
-    there, note = _release(machine.torch) >= TESTED[0], untested(machine.torch)
-    yield "torch", machine.torch, _word(there), note or f"tested with {tested_span()}"
-    lack = "; ".join(machine.lacking)
-    works = f"all {len(PROBES)} features that use private names of torch work here"
-    yield "torch internals", "some missing" if lack else "all there", _word(not lack), lack or works
+    broken = machine.problems.get("torch", "")
+    usable = bool(machine.torch) and not broken and not machine.torch_note.startswith("too old")
+    yield "torch", machine.torch or "-", _word(usable), f"cannot be used: {broken}" if broken else machine.torch_note
+    lack = machine.problems.get("torch internals", "") or "; ".join(machine.lacking)
+    works = f"all {machine.probes} features that use private names of torch work here"
+    if usable:
+        yield "torch internals", "some missing" if lack else "all there", _word(not lack), lack or works
+    lost = {name: machine.problems[name] for name in NEEDED if name in machine.problems}
+    told = "; ".join(f"{name}: {problem}" for name, problem in lost.items())
+    yield "packages", "some missing" if lost else "all there", _word(not lost), told or ", ".join(NEEDED)
     yield "cores", str(machine.cores), "yes", "one is enough: the ranks of the in-process engine take turns"
 
 
@@ -118,15 +191,18 @@ def _devices(machine: Machine) -> Iterator[Row]:
     for backend, offer in POOL.items():
         there = backend in machine.backends
         lack = f"no process groups over {backend}; the in-process engine does not need them"
+        lack = machine.problems.get("torch.distributed", lack)
         yield f"backend {backend}", backend if there else "-", _word(there), offer if there else lack
     gpus = ", ".join(machine.gpus)
     lack = "--device cuda is refused, tests marked `gpu` are skipped; everything else runs on the CPU"
-    yield "GPU", gpus or "none", _word(bool(gpus)), "" if gpus else lack
+    yield "GPU", gpus or "none", _word(bool(gpus)), "" if gpus else machine.problems.get("GPU", lack)
 
 
 def _tools(machine: Machine) -> Iterator[Row]:
     listens = "a tool listens: every run shows there" if machine.nvtx_listener else "no tool listens: ranges go nowhere"
-    yield "nvtx", machine.nvtx or "-", _word(bool(machine.nvtx)), listens
+    broken = machine.problems.get("nvtx", "")
+    there = bool(machine.nvtx) and not broken
+    yield "nvtx", machine.nvtx or "-", _word(there), f"cannot be used: {broken}" if broken else listens
     yield "nsys", machine.nsys or "-", _word(bool(machine.nsys)), _PROFILED if machine.nsys else _UNPROFILED
     for name, lack in PEERS.items():
         version = machine.peers[name]
@@ -137,7 +213,7 @@ def _word(there: bool) -> str:
     return "yes" if there else "no"
 
 
-def _release(version: str) -> tuple[int, int]:
-    """(2, 13) of "2.13.0+cpu"."""
-    major, minor = version.split(".")[:2]
-    return int(major), int("".join(c for c in minor if c.isdigit()))
+def _release(version: str) -> tuple[int, ...]:
+    """(2, 13) of "2.13.0+cpu"; 0 for what is no number."""
+    digits = ("".join(char for char in part if char.isdigit()) for part in version.split(".")[:2])
+    return tuple(int(part or 0) for part in digits)

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from harness.checking.checks import CHECKS
 from harness.injecting.kill_matrix import COLUMNS, Figures, Kill, figures, killed_alone
@@ -28,8 +28,9 @@ from harness.running.store import Store
 from harness.subject import cases_of, named
 from reports.printing.tables import Table
 from reports.printing.text import append_step_summary, show_message, show_table, ticking
+from reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
 
-__all__ = ["check_table", "figure_table", "figure_tables", "main", "matrix_table", "unmissed_table"]
+__all__ = ["check_table", "figure_table", "figure_tables", "main", "matrix_table", "show_matrix", "unmissed_table"]
 
 KILLING = "suites.killing.matrix"
 _PROCESSES = 2
@@ -129,6 +130,30 @@ def _tell(found: Sequence[Any], folder: Path, as_json: bool) -> None:
         elif row.machine:
             show_message(f"no verdict: {row.name} in mode={row.mode}: {row.machine}", sys.stdout, style="bold yellow")
     show_message(f"{folder / 'kill_matrix.csv'}  (kills.jsonl beside it: cases, first places, proofs)", sys.stdout)
+
+
+def show_matrix(folder: Path, stream: TextIO) -> None:
+    """Print what `shardproof faults` wrote into a folder. Raises RunFolderError for a file that it did not write."""
+    notes: list[str] = []
+    env = environment_of(folder, notes)
+    frame = csv_table(folder / MATRIX, dict.fromkeys(COLUMNS, "str"), COLUMNS, notes)
+    try:
+        rows = [Kill.of({str(key): str(cell) for key, cell in row.items()}) for row in frame.to_dict("records")]
+    except ValueError as problem:
+        raise RunFolderError(f"{folder / MATRIX}: seconds must be a number ({problem})") from problem
+    words = env.get("request", {})
+    planned, subject = words.get("rows", len(rows)), words.get("subject", "a subject")
+    said = f"what `shardproof faults` found: {len(rows)} of {planned} bugs planted in {subject}"
+    show_message(f"{said}; no run of cases, so no verdict on it\n", stream)
+    open_rows = [row for row in rows if not row.held_back]
+    apart = (matrix_table(open_rows), check_table(killed_alone(rows, tuple(CHECKS)))) if open_rows else ()
+    for shown in (*apart, *figure_tables(rows)):
+        show_table(shown, stream)
+    for row in open_rows:
+        if row.survived:
+            show_message(f"not killed: {row.name} in mode={row.mode} ({row.stands_for})", stream, style="bold red")
+    for note in notes:
+        show_message(f"note: {note}", stream, style="yellow")
 
 
 def matrix_table(rows: Sequence[Kill]) -> Table:

@@ -54,7 +54,7 @@ be, or subject.unchecked declares those that are left out. Shapes are those of t
 def main(arguments: argparse.Namespace) -> int:
     """Print the names of the truth of a case. Exit status 0; raises RequestError when it cannot be computed."""
     subject = named(arguments.subject, arguments.truth or "")
-    case = case_of(arguments.case, subject)
+    case = case_of(" ".join(arguments.case), subject)
     admit((case,), "inproc")
     found = tables(names(case, subject))
     show_message(f"{subject.name} is compared with {compared_with(truth_of(subject))}.\n{RULE}\n", sys.stdout)

@@ -25,6 +25,8 @@ from harness.predicting.clusters import read
 from harness.predicting.figures import DEPTHS, Forecast
 from harness.subject import named
 from reports.predicting import pipelines
+from reports.predicting.answers import step_words
+from reports.predicting.merging import together
 from reports.predicting.prediction import Prediction, figure, predict
 from reports.printing import tables
 from reports.printing.tables import Table
@@ -46,6 +48,8 @@ ASSUMPTIONS = (
     "memory: all that the program's tensors hold; allocator, contexts and libraries come on top. Where the case says "
     "no optimizer=, gradients, masters and moments are by Megatron-LM's formula for AdamW (dist_optimizer.md), split "
     "over data ranks as zero= says (zero=1: 6 + 12/d bytes a parameter); where it does, they are the program's own",
+    "names: FSDP (ZeRO-3, FSDP2) is zero=3, with parameters kept after the forward zero=2, HSDP with shard=; "
+    "Megatron's distributed optimizer is zero=1; mode=isp gathers weights for each use too",
     "gradients travel in the dtype of the case, as in the ledger; with grad_dtype=float32 in twice those bytes",
     f"deep models: memory, and times where cases are compared, are the straight line through {DEPTHS[0]} and "
     f"{DEPTHS[1]} layers",
@@ -69,10 +73,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([_as_json(one) for one in told], indent=2, allow_nan=False))
     else:
-        for one in told:
-            show_message(f"{one.fastest}\n", sys.stdout, style="bold")
-            for table in _tables(one):
-                show_table(table, sys.stdout)
+        one = together(told) if len(told) > 1 else told[0]
+        show_message(f"{one.fastest}\n", sys.stdout, style="bold")
+        for table in [*_tables(one), *(own for text in told if text is not one for own in _own(text))]:
+            show_table(table, sys.stdout)
         show_message(
             "\n".join(["", f"cluster: {cluster.note or 'from a file'}", *ASSUMPTIONS]), sys.stdout, style="dim"
         )
@@ -97,15 +101,20 @@ _DETAILED = 8
 
 def _tables(one: Prediction) -> list[Table]:
     """The answer's table first, then where memory and time go; the break-even of modes where there are several."""
-    rows = one.rows.assign(told=one.rows["ledger"].where(one.rows["ledger"] != "", one.rows["reason"]))
+    told = one.rows["ledger"].where(one.rows["ledger"] != "", one.rows["reason"])
+    rows = one.rows.assign(told=told)
     legal = rows[rows["legal"] == "yes"]
     shown = one.phases[one.phases["words"].isin(legal["words"].head(_DETAILED))]
+    return [_answer(one, rows), *_own(one), _memory(legal), _times(legal), _phases(shown)]
+
+
+def _own(one: Prediction) -> list[Table]:
+    """What belongs to one text: what would make it fit, its stages, the break-even of its modes, what is beside."""
     changes = [_changes(one.changes)] if len(one.changes) else []
     more = [tables.break_even_table(one.crossings)] if len(one.crossings) else []
     columns: dict[str, tuple[str, Callable[[object], str]]] = {"what": ("what", str), "how much": ("how much", str)}
     beside = [_table("Beside", one.beside, columns, _BESIDE)] if len(one.beside) else []
-    stages = _stages(one) if len(one.stages) else []
-    return [_answer(one, rows), *changes, *stages, _memory(legal), _times(legal), _phases(shown), *more, *beside]
+    return [*changes, *(_stages(one) if len(one.stages) else []), *more, *beside]
 
 
 _BESIDE = (
@@ -126,9 +135,11 @@ def _answer(one: Prediction, rows: pd.DataFrame) -> Table:
             "GPUs": ("ranks", tables.count),
             "step s": ("step_s", _seconds),
             "needs GiB": ("peak_bytes", _gibibytes),
+            **({"why not first": ("lost", str)} if any(rows["lost"]) else {}),
             "ledger, or why not": ("told", str),
         },
-        f"fastest first, what does not fit by its memory; {states}; ledger: that of the dry run beside the closed form",
+        f"{step_words(rows)}{states}; fastest first, what does not fit by its memory; why not first: time of a GPU for "
+        "a token beside the first one's; ledger: that of the dry run beside the closed form",
     )
 
 

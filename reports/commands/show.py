@@ -15,6 +15,7 @@ import pandas as pd
 
 from harness.errors import RequestError
 from harness.running.run import RunResult
+from reports.commands.faults import show_matrix
 from reports.comparing import breakeven
 from reports.pages import page
 from reports.printing import tables, witnesses
@@ -22,6 +23,7 @@ from reports.printing.text import STYLES, append_step_summary, show_message, sho
 from reports.programs import tables as programs
 from reports.stored import stages, summary
 from reports.stored.bugs import bugs, simplest_first
+from reports.stored.files import is_matrix, run_folder
 from reports.stored.frames import Run, load
 from reports.stored.parts import recorded
 from reports.stored.unchecked import unchecked_notes
@@ -30,8 +32,11 @@ __all__ = ["load", "main", "page_main", "show_failures", "show_result", "show_ru
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the tables of a run; exit status 0 when it could be read, whatever its verdicts."""
-    show_run(load(arguments.run), sys.stdout)
+    """Print the tables of a run, or of a kill matrix; exit status 0 when it could be read, whatever its verdicts."""
+    if is_matrix(folder := run_folder(arguments.run)):
+        show_matrix(folder, sys.stdout)
+    else:
+        show_run(load(arguments.run), sys.stdout)
     return 0
 
 

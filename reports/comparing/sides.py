@@ -28,7 +28,7 @@ def side_folder(name: str, folder: str = FOLDER) -> Path:
     if kept:
         return path
     if there:
-        return run_folder(path)
+        return run_folder(path, matrix=False)
     known = sorted(found.parent.name for found in Path(folder).glob(f"*/{MARK}"))
     legal = f"a run folder, as runs/latest, or a baseline of {folder}: {', '.join(known) or 'none is there yet'}"
     raise RunFolderError(f"run {shown(name)}: no such run folder and no baseline of this name; legal: {legal}")

@@ -24,7 +24,7 @@ from harness.predicting.clusters import read as read_cluster
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
 from harness.running.ranks.capacity import admitted
-from harness.running.request import Request, seconds
+from harness.running.request import Request, check_saved, seconds
 from harness.subject import (
     NamedSubject,
     Unanswered,
@@ -41,6 +41,7 @@ from reports.comparing.limits import limits
 from reports.comparing.sides import check_name, side_folder
 from reports.options import experiment
 from reports.options.profiling import profiled_steps, profiled_tools
+from reports.options.quoting import note_unquoted
 from reports.options.script_file import check_target
 from reports.stored.files import run_folder
 
@@ -65,6 +66,7 @@ def read(arguments: argparse.Namespace) -> Request | None:
 
     Raises RequestError for a wrong option.
     """
+    note_unquoted(getattr(arguments, "cases", ()))
     if arguments.command == "run":
         return None if arguments.engine == LAUNCHED else requested(arguments)
     if rule := _CHECKS.get(arguments.command):
@@ -74,7 +76,7 @@ def read(arguments: argparse.Namespace) -> Request | None:
 
 
 def _check_run_folder(arguments: argparse.Namespace) -> None:
-    run_folder(arguments.run)
+    run_folder(arguments.run, matrix=arguments.command in ("show", "page"))
 
 
 def _check_compare(arguments: argparse.Namespace) -> None:
@@ -82,7 +84,7 @@ def _check_compare(arguments: argparse.Namespace) -> None:
     if arguments.save_baseline is not None:
         check_name(arguments.save_baseline)
     if arguments.new is None:
-        run_folder(arguments.base)
+        run_folder(arguments.base, matrix=False)
     else:
         for name in (arguments.base, arguments.new):
             side_folder(name, arguments.baselines)
@@ -199,6 +201,7 @@ def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -
     if arguments.data is not None:
         cases = tuple(_with_data(case, arguments.data) for case in cases)
     profiled_steps(arguments, cases)
+    check_saved(cases)
     return cases
 
 

@@ -20,23 +20,26 @@ from harness.protocols import Subject
 from harness.subject import named
 from reports.comparing import breakeven
 from reports.predicting import fitting, pipelines
+from reports.predicting.answers import reasons
 from reports.predicting.planning import DTYPE, Candidate, candidates, growth, stated_words
 from reports.predicting.suggesting import estimates
 
-__all__ = ["Prediction", "figure", "predict"]
+__all__ = ["Prediction", "answer", "figure", "predict"]
 
 _GIB = 2**30
 _SUGGESTED = 3
 """Layouts that are forecast, of all those that were estimated."""
-_WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes")
+_SIZES = ("seq", "batch", "micro")
+_WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes", *_SIZES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What is predicted of one text: `fastest` is the answer in words, `rows` a candidate each, fastest first.
 
-    Rows that fit come before rows that do not, and those before cases that cannot be; columns: `_row`. `phases`:
-    seconds by candidate and phase. `changes`: what would make it fit where nothing does (reports.fitting), else empty.
+    Rows that fit come before rows that do not, and those before cases that cannot be; columns: `_row`, and `lost`,
+    why it is not the first. `phases`: seconds by candidate and phase. `changes`: what would make it fit where nothing
+    does (reports.fitting), else empty.
     `states`: bytes kept of every parameter where they are by formula, "" where the program's own were measured.
     `stages`: the stages of the pipeline of the first row that has one (reports.predicting.pipelines), `pipeline` its
     forecast.
@@ -83,6 +86,7 @@ def predict(
         tick(number + 1, len(found), candidate.text, "" if candidate.case else "illegal")
     made.sort(key=_place)
     rows = _frame([_row(candidate, one) for candidate, one in made])
+    rows = rows.assign(lost=reasons(rows, cluster))
     legal = [one for _, one in made if one is not None]
     staged = next((one for one in legal if one.stages), None)
     changes = pd.DataFrame()
@@ -97,7 +101,7 @@ def predict(
         cluster=cluster,
         rows=rows,
         phases=_phases(made),
-        fastest=_fastest(rows, changes, cluster),
+        fastest=answer(rows, changes, cluster),
         changes=changes,
         states=_states(made),
         crossings=pd.concat(crossings, ignore_index=True) if crossings else pd.DataFrame(),
@@ -178,6 +182,8 @@ def _row(candidate: Candidate, one: Forecast | None) -> dict[str, object]:
         row[f"{name}_bytes"] = getattr(memory, name) if memory else None
     for name in ("calls", "payload_bytes", "wire_bytes"):
         row[name] = getattr(sent, name) if sent else None
+    sizes = {name: getattr(one.case, name, None) if one else None for name in _SIZES}
+    row |= {name: size if type(size) is int else None for name, size in sizes.items()}
     return row | {"fits": ("yes" if one.fits else "no") if one else "", "ledger": one.ledger if one else ""}
 
 
@@ -191,7 +197,7 @@ def _phases(made: Iterable[tuple[Candidate, Forecast | None]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["words", "phase", "exposed_s", "hidden_s"])
 
 
-def _fastest(rows: pd.DataFrame, changes: pd.DataFrame, cluster: Cluster) -> str:
+def answer(rows: pd.DataFrame, changes: pd.DataFrame, cluster: Cluster) -> str:
     """The answer: the fastest legal candidate that fits, by tokens a second and rank, for meshes may differ in data;
     where nothing fits, what would.
     """

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
+    "MATRIX",
     "RunFolderError",
     "csv_table",
     "environment_of",
+    "is_matrix",
     "json_lines",
     "json_object",
     "looking",
@@ -31,6 +33,8 @@ __all__ = [
 ]
 
 _ENVIRONMENT = "env.json"
+MATRIX = "kill_matrix.csv"
+"""What `shardproof faults` writes into its folder."""
 
 
 class RunFolderError(RequestError):
@@ -54,8 +58,10 @@ def looking(name: str | Path) -> Iterator[None]:
         raise RunFolderError(f"run {shown(name)}: cannot be looked at ({reason}); legal: {legal}") from problem
 
 
-def run_folder(name: str | Path) -> Path:
-    """The path of a run folder that this release reads. Raises RunFolderError when there is none or a later one."""
+def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
+    """The path of a run folder that this release reads. Raises RunFolderError when there is none or a later one, and
+    without `matrix` for a folder that has a kill matrix in place of cases.
+    """
     path = Path(name)
     with looking(path):
         there, known = path.is_dir(), any((path / file).is_file() for file in (_ENVIRONMENT, "cases.jsonl"))
@@ -67,8 +73,16 @@ def run_folder(name: str | Path) -> Path:
         raise RunFolderError(f"run {shown(path)}: {why}; legal: a program that does")
     if not known:
         raise RunFolderError(f"run {shown(path)}: neither env.json nor cases.jsonl in it, so it is no run folder")
+    if not matrix and is_matrix(path):
+        what = "holds what `shardproof faults` found, bugs planted and the checks that noticed, and no run of cases"
+        raise RunFolderError(f"run {shown(path)}: {what}; legal: shardproof show {shown(path)}")
     environment_of(path, [])
     return path
+
+
+def is_matrix(folder: Path) -> bool:
+    """Whether `shardproof faults` wrote this folder, which has no cases of its own."""
+    return (folder / MATRIX).is_file() and not (folder / "cases.jsonl").is_file()
 
 
 def environment_of(run: Path, notes: list[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ source is not ours to change, gets the faults. `quick` takes one mode a mutant, 
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +20,7 @@ from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.errors import RankDied, RequestError
 from harness.faults import Fault, faults_of
+from harness.interpreter import spawned
 from harness.protocols import CaseLike, case_text
 from harness.running.ranks.capacity import admit
 from harness.running.ranks.execution import execute
@@ -188,9 +190,10 @@ def kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: int = 
         return
     # Spawned, not forked: a fork would copy locks that the threads of an engine hold.
     context = get_context("spawn")
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,))
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=spawned(_one_thread))
+    sent = pickle.dumps(subject)  # read where an error is caught: not by the pool itself, which would break
     try:
-        for done in as_completed([pool.submit(_in_a_process, plan, subject) for plan in plans]):
+        for done in as_completed([pool.submit(_in_a_process, plan, sent) for plan in plans]):
             yield from done.result()
     except BrokenProcessPool as problem:
         cause = f"a process of the kill matrix ended by force: {problem}"
@@ -199,7 +202,12 @@ def kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: int = 
         pool.shutdown(cancel_futures=True)
 
 
-def _in_a_process(plan: KillPlan, subject: NamedSubject) -> list[Killed]:
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _in_a_process(plan: KillPlan, sent: bytes) -> list[Killed]:
+    subject: NamedSubject = pickle.loads(sent)
     with engine_named("inproc") as engine:
         return _killed(plan, subject, engine)
 

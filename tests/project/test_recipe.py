@@ -10,9 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import sysconfig
-import venv
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,28 +19,13 @@ import pytest
 import yaml
 
 from tests import ROOT
+from tests.project.installed import LONGEST_S, ROOMS, fresh_environment
 
-ROOMS = ("bench", "harness", "parallel", "reference", "reports", "shardproof", "suites")
 PAGE, RECIPE = ROOT / "docs" / "ci.md", ROOT / "docs" / "shardproof.yml"
 FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or losses'"
 """One example of a few properties, without workers: what is tested here is the recipe."""
-LONGEST_S = 400
 ADAMW_REFUSED = "case.world_size != 2 or case.optimizer == 'adamw'"
 """The condition for what the page's subject refuses, with one of its two default cases in it."""
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of what it is made of."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    words = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *words, "-w", out, source], check=True, timeout=LONGEST_S)
-    (found,) = out.iterdir()
-    return found
 
 
 def test_the_wheel_holds_every_file_of_every_room(wheel: Path) -> None:
@@ -83,23 +65,6 @@ def job(folder: Path, variables: dict[str, str], environment: Path) -> Job:
     path = os.pathsep.join([str(environment / "bin"), os.environ["PATH"]])
     steps = {step["name"]: step["run"] for step in recipe["jobs"]["prove"]["steps"] if "run" in step}
     return Job(folder=folder, env=inherited | plain | words | {"PATH": path}, steps=steps)
-
-
-def fresh_environment(folder: Path) -> Path:
-    """A virtual environment with pip and all that is installed here, but for shardproof.
-
-    Hypothesis reads the constants of every module outside of a `site-packages`: of torch, half a minute.
-    """
-    venv.create(folder, symlinks=True)
-    seen = folder / "seen" / "site-packages"
-    seen.mkdir(parents=True)
-    for place in dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")):
-        for path in Path(place).iterdir():
-            if "shardproof" not in path.name:
-                (seen / path.name).symlink_to(path)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    (folder / "lib" / version / "site-packages" / "seen.pth").write_text(f"{seen}\n")
-    return folder
 
 
 def written_by_the_reader(folder: Path) -> None:

@@ -1,9 +1,8 @@
-"""A user's packages with the names of our folders: unharmed by the plugin; one sentence where ours are used."""
+"""A user's packages with the names of our folders: theirs for them and ours for us, or one sentence."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,39 +63,125 @@ def test_an_unrelated_session_notices_nothing(folder: Path) -> None:
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_suites_in_the_place_of_others_are_one_sentence(folder: Path) -> None:
-    (folder / "conftest.py").unlink()
-    for name in ("reports", "parallel"):
-        shutil.rmtree(folder / name)
-    words = ("-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "suites", "--subject", "mine:subject")
-    done = python(folder, *words)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
-    assert done.stderr.strip().startswith(f"ERROR: package suites: {folder}/suites is found before {rooms.HOME}/suites")
-    assert done.stderr.strip().count("\n") == 0
+SUBJECT = """
+import sys
+import torch, torch.distributed as dist
+import parallel.mine, harness.errors, reports.mine as mine
+from parallel import deeper
+from bench import alone  # a folder without __init__.py
+
+words = {"width": 4}
+
+def subject(case, device):
+    from reference.mine import OWNER
+    assert {OWNER, parallel.mine.OWNER, harness.errors.OWNER, mine.OWNER, deeper.OWNER, alone.OWNER} == {"me"}
+    local = torch.ones((), dtype=torch.float64) / dist.get_world_size()
+    dist.all_reduce(local)
+    return {"loss/0": local}
+
+subject.words, subject.truth, subject.cases = words, "alone", ("tp=2 steps=1",)
+"""
 
 
-@pytest.mark.parametrize("words", [("show",), ("run", "mode=tp tp=2", "--subject", "mine:subject"), ("help", "case")])
-def test_a_command_in_the_place_of_others_is_one_sentence(tmp_path: Path, words: tuple[str, ...]) -> None:
-    package(tmp_path / "parallel")
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """A user's folder with a package of every name of ours, one of them without `__init__.py`, and a subject."""
+    for name in ("reference", "parallel", "harness", "reports", "suites"):
+        package(tmp_path / name)
+    (tmp_path / "harness" / "errors.py").write_text("OWNER = 'me'\n")
+    (tmp_path / "parallel" / "deeper.py").write_text("from parallel.mine import OWNER\n")
+    (tmp_path / "parallel" / "named.py").write_text("from my_subject import subject\n")
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "alone.py").write_text("from .other import OWNER\n")
+    (tmp_path / "bench" / "other.py").write_text("OWNER = 'me'\n")
+    (tmp_path / "my_subject.py").write_text(SUBJECT)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "engine"), [("my_subject", "pool"), ("parallel.named", "inproc")])
+def test_a_subject_imports_its_packages_and_we_ours(beside: Path, name: str, engine: str) -> None:
+    done = python(beside, "-m", "shardproof", "run", "--subject", f"{name}:subject", "--engine", engine)
+    assert done.returncode == 0 and " pass " in done.stdout, done.stdout + done.stderr
+
+
+def test_the_suites_are_ours_beside_others(beside: Path) -> None:
+    (beside / "conftest.py").write_text("import parallel.mine\nassert parallel.mine.OWNER == 'me'\n")
+    words = ("--hypothesis-profile", "one-case", "--subject", "my_subject:subject")
+    done = python(beside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "suites.test_forward", *words)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("words", [("doctor",), ("run", "mode=tp tp=2 layers=1 seq=8", "--out", "."), ("help", "case")])
+def test_a_command_runs_beside_others(beside: Path, words: tuple[str, ...]) -> None:
     command = "import sys; sys.path.remove(''); from shardproof.__main__ import main; sys.exit(main())"
-    for started in (("-m", "shardproof"), ("-c", command)):
-        done = python(tmp_path, *started, *words)
-        assert done.returncode == 2 and done.stdout == "", done.stdout + done.stderr
-        first = f"shardproof: package parallel: {tmp_path}/parallel is found before {rooms.HOME}/parallel, which"
-        assert done.stderr.startswith(first) and done.stderr.count("\n") == 1
+    done = python(beside, "-c", command, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_session_of_witnesses_runs_beside_others(beside: Path) -> None:
+    done = python(beside, "-m", "shardproof", "run", "mode=tp tp=2 layers=1 seq=8", "--profile", "torch")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_launched_ranks_run_beside_others(beside: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardproof")
+    words = ("run", "tp=2 steps=1", "--subject", "my_subject:subject", "--engine", "torchrun")
+    done = python(beside, *launcher, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+PROGRAM = """
+import {first}
+import torch.distributed as dist
+dist.init_process_group("gloo", rank=0, world_size=1, init_method="file://{store}")
+import harness.errors, parallel.mine
+assert parallel.mine.OWNER == harness.errors.OWNER == "me" and parallel.__name__ == "parallel"
+dist.barrier()
+"""
+
+
+def test_a_recorded_program_imports_its_packages(beside: Path) -> None:
+    (beside / "train.py").write_text(PROGRAM.format(first="reports.mine", store=beside / "store"))
+    for recorder in (("shardproof.record",), ("shardproof", "record", "--", sys.executable)):
+        done = python(beside, "-m", *recorder, "train.py")
+        assert done.returncode == 0 and "not recorded" not in done.stderr, done.stdout + done.stderr
+        (beside / "store").unlink(missing_ok=True)
+        assert "train.py" in python(beside, "-m", "shardproof", "show").stdout
+
+
+def test_a_recorded_program_that_has_the_recorders_name_runs_on_with_one_sentence(beside: Path) -> None:
+    (beside / "train.py").write_text(PROGRAM.format(first="harness.mine", store=beside / "store"))
+    done = python(beside, "-m", "shardproof.record", "train.py")
+    assert done.returncode == 0
+    sentence = f"this process is not recorded: ShadowedError: package harness: {beside}/harness has been imported, and"
+    assert sentence in done.stderr and done.stderr.count("\n") == 2
+
+
+def test_a_module_imported_by_a_function_is_one_sentence(beside: Path) -> None:
+    (beside / "by_function.py").write_text("import importlib\nimportlib.import_module('parallel.mine')\n")
+    done = python(beside, "-m", "shardproof", "run", "--subject", "by_function:subject")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"'parallel.mine' in {rooms.HOME / 'parallel'}, and {beside / 'parallel'} stands beside it" in done.stderr
+
+
+def test_names_of_ours_are_found_beside_others(beside: Path) -> None:
+    program = "import shardproof, parallel.mine; print(shardproof.Case().tp, shardproof.Shard, parallel.__name__)"
+    done = python(beside, "-c", program)
+    assert done.stdout == "2 <class 'harness.shard.Shard'> parallel\n", done.stderr
 
 
 def test_a_name_in_the_place_of_others_is_an_import_error(tmp_path: Path) -> None:
     package(tmp_path / "reference")
-    done = python(tmp_path, "-c", "import shardproof\ntry: shardproof.Case\nexcept ImportError as e: print(e)")
-    assert done.stdout.startswith(f"package reference: {tmp_path}/reference is found before {rooms.HOME}/reference")
+    done = python(
+        tmp_path, "-c", "import reference, shardproof\ntry: shardproof.Case\nexcept ImportError as e: print(e)"
+    )
+    assert done.stdout.startswith(f"package reference: {tmp_path}/reference has been imported, and shardproof needs")
 
 
 def test_a_folder_without_python_is_no_package(tmp_path: Path) -> None:
     for name in rooms.ROOMS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "of-march.html").touch()
-    rooms.check(str(tmp_path))
     done = python(tmp_path, "-m", "shardproof", "help", "case")
     assert done.returncode == 0, done.stderr
 

@@ -44,6 +44,25 @@ def matrix(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def test_show_says_what_the_folder_is_and_others_how_to_see_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["faults", "--out", str(tmp_path)])
+    capsys.readouterr()
+    folder = str(tmp_path / "latest")
+    assert main(["show", folder]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("what `shardproof faults` found: 4 of 4 bugs planted in parallel.subject:subject; no run of")
+    assert "killed, of those that are no equivalents" in told and "not killed: c in mode=tp (B-01)" in told
+    for command in ("trace", "expect", "compare"):
+        assert main([command, folder]) == 2
+        told = capsys.readouterr().err
+        assert "holds what `shardproof faults` found" in told and f"legal: shardproof show {folder}" in told
+    (tmp_path / "latest" / "kill_matrix.csv").write_text("name,kind\na,mutant\n")
+    assert main(["show", folder]) == 2
+    assert "the column stands_for is missing" in capsys.readouterr().err
+
+
 def test_the_columns_are_the_contracts() -> None:
     assert " ".join(COLUMNS) == CONTRACT
 

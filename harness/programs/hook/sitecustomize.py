@@ -7,6 +7,7 @@ error; the program runs on without being recorded.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -43,6 +44,7 @@ def _arm(module: ModuleType) -> None:
     try:
         if _HOME not in sys.path:
             sys.path.append(_HOME)  # behind the program's own: it must not find others than without us
+        importlib.import_module("shardproof.rooms").lead("harness")
         from harness.programs.arming import arm  # noqa: PLC0415  (only a process that communicates pays for it)
 
         arm(module)

@@ -113,4 +113,4 @@ def test_commands_trace_ranges_on_a_cpu_and_a_capture_range_on_a_gpu() -> None:
     assert here[-1] == "program"
     there = on_gpus()
     assert "--trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop" in there
-    assert there.endswith("python -m harness.witnesses.child FOLDER")
+    assert there.endswith("python -m shardproof.child harness.witnesses.child FOLDER")

@@ -39,6 +39,8 @@ BROKEN = {
     "steps=0": "must be at least 1",
     "micro=0": "must be at least 1",
     "seed=-1": "must not be negative",
+    f"steps={'9' * 64}": "must be at most 2147483647",
+    "bucket=2147483648": "must be at most 2147483647",
     "heads=6 kv_heads=2": "must divide hidden=64",
     "hidden=100 positions=rope": "must divide hidden=100",
     "heads=8 kv_heads=6": "must divide heads=8",

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from reports.commands import cli, doctor
 from reports.commands.doctor import Machine
+from shardproof.rooms import HOME
 
 FULL = Machine(
     python="3.12.1",
@@ -22,6 +27,8 @@ FULL = Machine(
     nsys="/usr/bin/nsys",
     peers={"transformers": "5.0", "megatron-core": "0.16", "deepspeed": "0.18"},
     cores=8,
+    probes=20,
+    torch_note="tested with 2.11 to 2.14",
 )
 
 
@@ -37,14 +44,18 @@ def test_a_machine_with_everything_misses_nothing() -> None:
     assert "a tool listens" in table["nvtx"][2]
     assert table["backend gloo"][2].startswith("--engine pool runs ranks as processes")
     assert table["backend nccl"][2] == "--engine pool --device cuda does so with a GPU a rank"
-    assert doctor.judge(FULL).note.startswith("0 of 12")
+    assert doctor.judge(FULL).note.startswith("0 of 13")
 
 
 @pytest.mark.parametrize(
     ("changed", "what", "words"),
     [
         ({"python": "3.10.9"}, "python", "too old: 3.11 or newer"),
-        ({"torch": "2.10.0"}, "torch", "was not tested: shardproof was tested with 2.11 to 2.15"),
+        (
+            {"torch_note": doctor._torch_note("2.10.0")},
+            "torch",
+            "was not tested: shardproof was tested with 2.11 to 2.15",
+        ),
         ({"lacking": ("threads used again: every rank gets a new thread",)}, "torch internals", "gets a new thread"),
         ({"backends": ("nccl",)}, "backend gloo", "the in-process engine does not need them"),
         ({"backends": ("gloo",)}, "backend nccl", "no process groups over nccl"),
@@ -64,7 +75,9 @@ def test_what_is_missing_is_told_with_what_follows(changed: dict[str, object], w
 
 @pytest.mark.parametrize("version", ["2.16.0a0+git1", "3.0.0"])
 def test_a_torch_that_was_not_tested_is_a_note(version: str) -> None:
-    found, usable, follows = rows(dataclasses.replace(FULL, torch=version))["torch"]
+    found, usable, follows = rows(dataclasses.replace(FULL, torch=version, torch_note=doctor._torch_note(version)))[
+        "torch"
+    ]
     assert (found, usable) == (version, "yes")
     assert "was not tested" in follows and "anything may differ" in follows
 
@@ -79,3 +92,41 @@ def test_the_command_describes_this_machine(capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr().out
     assert platform.python_version() in printed
     assert torch.__version__ in printed
+
+
+BROKEN = {
+    "missing": "raise ModuleNotFoundError(f'No module named {__name__!r}', name=__name__)",
+    "broken": "raise RuntimeError('built for another numpy')",
+    "leaving": "import sys; sys.exit('no licence')",
+    "in part": "__version__ = '2.13.0'",
+}
+
+
+@pytest.mark.parametrize(
+    ("lost", "how", "row", "told"),
+    [
+        (("torch",), "missing", "torch", "No module named 'torch'"),
+        (("torch",), "in part", "torch internals", "ImportError: cannot import name 'Tensor' from"),
+        (("nvtx",), "broken", "nvtx", "cannot be used: RuntimeError: built for another numpy"),
+        (doctor.NEEDED, "missing", "packages", "pandas: ModuleNotFoundError: No module named 'pandas'"),
+        (doctor.NEEDED, "leaving", "packages", "rich: SystemExit: no licence"),
+    ],
+)
+def test_whatever_is_missing_is_a_row_and_no_traceback(
+    tmp_path: Path, lost: tuple[str, ...], how: str, row: str, told: str
+) -> None:
+    for name in lost:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(BROKEN[how])
+    done = subprocess.run(
+        [sys.executable, "-m", "shardproof", "doctor"],
+        env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{HOME}", "PATH": "/nowhere"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"{row}  "))
+    assert " no " in line and told in line

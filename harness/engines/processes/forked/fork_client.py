@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,13 +18,13 @@ from dataclasses import dataclass, field
 from harness.engines.processes.flight_recorder import Recording, anonymous_file
 from harness.engines.processes.forked.framing import FramedSocket
 from harness.errors import MachineError
+from harness.interpreter import command
 
 __all__ = ["ForkServer", "ForkedProcess"]
 
 _START_S = 120.0
 _ANSWER_S = 30.0
-_MAIN = "harness.engines.processes.forked.fork_server"
-_BOOT = f"import sys; sys.path[:] = {{path!r}}; from {_MAIN} import main; main({{descriptor}})"
+_MAIN = "harness.engines.processes.forked.fork_server:main"
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Unless the environment has another level: torch warns with a native stack of a store whose driver was killed."""
@@ -61,10 +60,9 @@ class ForkServer:
     def __init__(self, hash_seed: int) -> None:
         self.hash_seed = hash_seed
         ours, theirs = socket.socketpair()
-        boot = _BOOT.format(path=sys.path, descriptor=theirs.fileno())
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", boot],
+                command(_MAIN, theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=_QUIET | dict(os.environ) | _ONE_THREAD | {"PYTHONHASHSEED": str(hash_seed)},

@@ -49,6 +49,7 @@ def main(descriptor: int) -> None:
     module, _, function = _WORKER.partition(":")
     serve = getattr(importlib.import_module(module), function)
     gc.freeze()  # what is loaded now is shared by all workers and never scanned again
+    gc.enable()  # imports, which make no garbage, were done without
     _Server(control, driver, serve).run()
 
 

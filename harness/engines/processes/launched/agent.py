@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 from harness.engines.processes.launched.environment import Launched
+from harness.interpreter import spawned
 
 __all__ = ["DIED", "END", "KILL", "LEAVE", "RUN", "ANSWERED", "START", "WHERE", "relay"]
 
@@ -43,7 +44,7 @@ class _Child:
     def start(cls, life: Life, place: Launched) -> _Child:
         context = get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=life, args=(theirs, place), name=f"rank {place.rank}", daemon=True)
+        process = context.Process(target=spawned(life), args=(theirs, place), name=f"rank {place.rank}", daemon=True)
         process.start()
         theirs.close()  # so that a dead child shows as the end of its pipe
         return cls(process, ours)

@@ -1,0 +1,58 @@
+"""An installed shardproof, from a wheel or editable, in a folder with packages and folders of our names."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.project.installed import LONGEST_S, ROOMS, WORDS, copied, fresh_environment
+
+SUBJECT = """
+import torch, torch.distributed as dist
+from parallel.mine import OWNER
+
+def subject(case, device):
+    local = torch.ones((), dtype=torch.float64) / dist.get_world_size()
+    dist.all_reduce(local)
+    return {"loss/0": local if OWNER == "me" else None}
+
+subject.words, subject.truth, subject.cases = {"width": 4}, "alone", ("tp=2 steps=1",)
+"""
+RUN = ("run", "--subject", "mine:subject")
+PYTEST = ("-q", "-p", "no:cacheprovider", "--hypothesis-profile=one-case", "--subject=mine:subject", "--pyargs")
+COMMANDS = (
+    ("shardproof", *RUN),
+    ("shardproof", *RUN, "--engine", "pool"),
+    ("python", "-m", "shardproof", *RUN),
+    ("python", "-c", "import sys, pytest; del sys.path[0]; pytest.console_main()", *PYTEST, "suites.test_forward"),
+    ("python", "-m", "pytest", *PYTEST, "suites.test_forward"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
+def test_folders_of_our_names_do_not_stop_it(wheel: Path, tmp_path: Path, editable: bool) -> None:
+    environment = fresh_environment(tmp_path / "environment")
+    (tmp_path / "source").mkdir()
+    what = ["-e", str(copied(tmp_path / "source"))] if editable else [str(wheel)]
+    pip = [str(environment / "bin" / "python"), "-m", "pip", "install", *WORDS, *what]
+    subprocess.run(pip, check=True, timeout=LONGEST_S)
+    folder = tmp_path / "project"
+    for room in {*ROOMS} - {"shardproof"}:
+        (folder / room).mkdir(parents=True)  # no package, but for one: notes, tables, pictures
+    (folder / "parallel" / "__init__.py").touch()
+    (folder / "parallel" / "mine.py").write_text("OWNER = 'me'\n")
+    (folder / "mine.py").write_text(SUBJECT)
+    for words in COMMANDS:
+        done = subprocess.run(
+            [environment / "bin" / words[0], *words[1:]],
+            cwd=folder,
+            env={"PATH": str(environment / "bin"), "HOME": str(tmp_path)},  # no path of this checkout
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LONGEST_S,
+        )
+        assert done.returncode == 0, (words, done.stdout[-2000:] + done.stderr[-2000:])
