@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from harness.errors import RequestError
 from harness.protocols import CaseLike, case_text
 from harness.recording.spans import SPAN_COLUMNS, span_row
 from harness.running.environment import environment
+from harness.running.experiments import Failed, examined
 from harness.running.order import together
 from harness.running.proof import CaseResult, prove, with_traceback
 from harness.running.ranks.capacity import admit
@@ -46,6 +48,8 @@ _AT_ONCE = (
     "inproc-concurrent: its ranks share the global random streams, the default dtype and the state of modules; what "
     "fails here and passes with --engine inproc depends on one of them"
 )
+_EXPERIMENTS = ("inproc", "pool", "dry")
+"""Engines on which other cases than those of the request can be run."""
 _REFUSED = "truth"
 """The check of a case that the dense model cannot compute, among others that it can."""
 Progress = Callable[[int, int, CaseLike, str], object]
@@ -66,6 +70,7 @@ class RunResult:
 class _Tally:
     """What is remembered of a stored case."""
 
+    case: CaseLike
     verdicts: tuple[Verdict, ...]
     verdict: str
     machine: bool
@@ -96,13 +101,17 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
         def keep(found: Proved) -> None:
             result = replace(found, verdicts=with_traceback(found.verdicts, found.text, found.traceback, store))
             _keep(store, result)
-            results.append(_Tally(verdicts=result.verdicts, verdict=result.verdict, machine=result.machine))
-            on_progress(len(results), len(cases), by_text[result.text], result.verdict)
+            case = by_text[result.text]
+            tally = _Tally(case=case, verdicts=result.verdicts, verdict=result.verdict, machine=result.machine)
+            results.append(tally)
+            on_progress(len(results), len(cases), case, result.verdict)
 
         try:
             store.plan(_planned(case, subject) for case in cases)
             seen = _witnesses(request, cases, store)
             prove_all(cases, prove_here, keep, second, together(cases))
+            if request.engine in _EXPERIMENTS:
+                results = _with_experiments(results, subject, partial(prove_case, explain=False), store)
         finally:
             store.close()
     if request.page is not None:
@@ -123,8 +132,8 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
 
 
 @contextmanager
-def proving(request: Request) -> Iterator[Callable[[CaseLike], CaseResult]]:
-    """What proves one case after another as the request says, in both processes.
+def proving(request: Request) -> Iterator[Callable[..., CaseResult]]:
+    """What proves one case after another as the request says, in both processes; `how` are other words of `prove`.
 
     One of several that the dense model cannot compute is skipped, so that the others are kept; one alone raises
     RequestError.
@@ -133,23 +142,27 @@ def proving(request: Request) -> Iterator[Callable[[CaseLike], CaseResult]]:
     keep_freed_memory()
     with engine_named(request.engine) as engine:
 
-        def prove_case(case: CaseLike) -> CaseResult:
+        def prove_case(case: CaseLike, **how: Any) -> CaseResult:
+            usual = {"timeout_s": request.timeout_s, "options": request.options, "truths": truths}
             try:
-                return prove(
-                    case,
-                    request.subject,
-                    engine,
-                    device=request.device,
-                    timeout_s=request.timeout_s,
-                    options=request.options,
-                    truths=truths,
-                )
+                return prove(case, request.subject, engine, device=request.device, **{**usual, **how})
             except RequestError as problem:
-                if len(request.cases) == 1:
+                if len(request.cases) == 1 or how:
                     raise
                 return _refused(case, str(problem))
 
         yield prove_case
+
+
+def _with_experiments(
+    results: Sequence[_Tally], subject: NamedSubject, prove_case: Callable[..., CaseResult], store: Store
+) -> list[_Tally]:
+    """The results with the line `when:` of failed ones, stored."""
+    failures = [Failed(case=one.case, verdicts=one.verdicts) for one in results if one.verdict == FAIL]
+    found = examined(failures, subject, prove_case)
+    if found:
+        store.amend(found)
+    return [replace(one, verdicts=found.get(case_text(one.case), one.verdicts)) for one in results]
 
 
 def _refused(case: CaseLike, why: str) -> CaseResult:

@@ -17,7 +17,7 @@ knows no modes: which there are is read from the case's own list, by name. `harn
 """
 
 from harness.subject.call import NamedSubject, Unanswered, answered, called, named, offers, session
-from harness.subject.cases import case_of, cases_of, draws, own_cases, vocabulary
+from harness.subject.cases import case_of, cases_of, domains_of, draws, own_cases, vocabulary
 from harness.subject.claims import Claims, claimed, claims, kept_per_rank, left_out, refusal
 from harness.subject.stated import deviations, named_axes, orders, stated
 from harness.subject.truth import ALONE, DenseModel, truth_of
@@ -35,6 +35,7 @@ __all__ = [
     "claimed",
     "claims",
     "deviations",
+    "domains_of",
     "draws",
     "kept_per_rank",
     "left_out",
