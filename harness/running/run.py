@@ -38,6 +38,7 @@ from harness.torch_internals.lookup import untested
 from harness.torch_internals.memory import keep_freed_memory
 
 __all__ = [
+    "INTERRUPTED",
     "Progress",
     "RunResult",
     "run",
@@ -50,6 +51,9 @@ _AT_ONCE = (
 )
 _EXPERIMENTS = ("inproc", "pool", "dry")
 """Engines on which other cases than those of the request can be run."""
+_STOPPED = "interrupted while the words that failures need were looked for: their lines `when:` are missing"
+INTERRUPTED = 130
+"""The exit status after a Ctrl-C."""
 _REFUSED = "truth"
 """The check of a case that the dense model cannot compute, among others that it can."""
 Progress = Callable[[int, int, CaseLike, str], object]
@@ -111,7 +115,8 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
             seen = _witnesses(request, cases, store)
             prove_all(cases, prove_here, keep, second, together(cases))
             if request.engine in _EXPERIMENTS:
-                results = _with_experiments(results, subject, partial(prove_case, explain=False), store)
+                with _until_interrupted(store):
+                    results = _with_experiments(results, subject, partial(prove_case, explain=False), store)
         finally:
             store.close()
     if request.page is not None:
@@ -119,7 +124,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
     return RunResult(
         path=store.path,
         verdicts=tuple(verdict for result in results for verdict in result.verdicts),
-        exit_status=_exit_status(results),
+        exit_status=INTERRUPTED if _STOPPED in store.notes else _exit_status(results),
         notes=(
             *store.notes,
             *filter(None, [untested()]),
@@ -152,6 +157,15 @@ def proving(request: Request) -> Iterator[Callable[..., CaseResult]]:
                 return _refused(case, str(problem))
 
         yield prove_case
+
+
+@contextmanager
+def _until_interrupted(store: Store) -> Iterator[None]:
+    """Experiments, which a Ctrl-C ends: every verdict is there, so the run is reported whole."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        store.notes.append(_STOPPED)
 
 
 def _with_experiments(
