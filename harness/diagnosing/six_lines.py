@@ -1,4 +1,6 @@
-"""A diagnosis in six lines: what, where, how much, first place, likely causes, how to repeat it.
+"""A diagnosis in six lines: what, where, how much, first place, likely causes, how to repeat it; and when it fails.
+
+The line `when:`, which words of the case the failure needs, comes of experiments at the end of `shardproof run`.
 
 Errors are ratios and multiples of the machine epsilon of the run dtype.
 """
@@ -8,8 +10,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from harness.checking.evidence import Evidence, Finding
+from harness.checking.evidence import FAIL, Evidence, Finding, Verdict
 from harness.checking.measures.tolerance import ABSOLUTE, EXACT, epsilon
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
 from harness.diagnosing.first import First
@@ -18,7 +21,19 @@ from harness.errors import MachineError, ShardproofError
 from harness.ledger import PHASES
 from harness.protocols import CaseLike, case_text
 
-__all__ = ["NO_OUTCOME", "crash", "explain", "place", "repeat_command", "site", "tell", "where", "written"]
+__all__ = [
+    "NO_OUTCOME",
+    "crash",
+    "explain",
+    "line_of",
+    "place",
+    "repeat_command",
+    "site",
+    "tell",
+    "where",
+    "with_when",
+    "written",
+]
 
 LAUNCHED = "torchrun --nproc-per-node {} -m shardproof"
 """What stands for `shardproof` where every rank is launched."""
@@ -68,6 +83,14 @@ def crash(case: CaseLike, subject: str, error: ShardproofError, options: str = "
         "repeat": repeat_command(case, subject, options),
     }
     return written(lines)
+
+
+def with_when(verdict: Verdict, words: str) -> Verdict:
+    """A failed verdict with the line `when:` before the one that repeats it; any other as it is."""
+    before, repeat, after = verdict.message.partition("\nrepeat: ")
+    if verdict.verdict != FAIL or not repeat:
+        return verdict
+    return replace(verdict, message=f"{before}\n{written({'when': words})}{repeat}{after}")
 
 
 def written(lines: Mapping[str, str]) -> str:
@@ -139,6 +162,11 @@ def site(message: str) -> str:
     "backward of layers.3.mlp.w1 in step 0: act_grad/..." is "backward of layers.*.mlp.w1". Numbers are left out of
     what has no such place (a subject that raised).
     """
-    lines = {label: text.strip() for label, _, text in (line.partition(":") for line in message.splitlines())}
-    found = _PLACE.match(lines.get("first", ""))
-    return _NUMBER.sub("*", found.group() if found else lines.get("what", message))
+    found = _PLACE.match(line_of(message, "first"))
+    return _NUMBER.sub("*", found.group() if found else line_of(message, "what") or message)
+
+
+def line_of(message: str, label: str) -> str:
+    """The text of one line of a failure by its label, "" where there is none."""
+    lines = (line.partition(":") for line in message.splitlines())
+    return next((text.strip() for name, _, text in lines if name == label), "")

@@ -71,14 +71,16 @@ class Failure:
     name: str
 
 
-def emit(case: CaseLike, subject: str | NamedSubject, engine: Engine) -> str | None:
+def emit(case: CaseLike, subject: str | NamedSubject, engine: Engine, when: str = "") -> str | None:
     """The script of the smallest failing case found from this one; None when there is nothing that a script can show.
+
+    `when`: the words of the case that its failure needs, as its line `when:` says.
 
     Raises RequestError when there is no such subject.
     """
     given = named(subject)
     failure = shrunk(case, given, engine)
-    return None if failure is None else _script(failure, given.name)
+    return None if failure is None else _script(failure, given.name, when)
 
 
 def shown_name(script: str) -> str:
@@ -140,7 +142,7 @@ def _wrong(evidence: Evidence) -> list[str]:
     return [name for name in known if name in torn or not held(evidence, name, rms.get(kind_of(name), 0.0)).right]
 
 
-def _script(failure: Failure, subject: str) -> str:
+def _script(failure: Failure, subject: str, when: str) -> str:
     """The text of the script: what it is, the body, the facts."""
     case = failure.result.case
     own = subject.split(".", maxsplit=1)[0].split(":", maxsplit=1)[0] in OWN and not isinstance(case, PlainCase)
@@ -163,7 +165,7 @@ def _script(failure: Failure, subject: str) -> str:
     source = inspect.getsource(repro_script)
     body = source[source.index("from __future__") :]
     written = pprint.pformat(facts, width=116, sort_dicts=False)
-    return f"{_header(failure, subject)}\n{body}{_FACTS}{written}{_MAIN}"
+    return f"{_header(failure, subject, when)}\n{body}{_FACTS}{written}{_MAIN}"
 
 
 def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
@@ -208,7 +210,7 @@ def _is_data(value: object) -> bool:
     return value is None or type(value) in (int, float, bool, str)
 
 
-def _header(failure: Failure, subject: str) -> str:
+def _header(failure: Failure, subject: str, when: str) -> str:
     result = failure.result
     diagnosis = result.diagnosis
     causes = "; ".join(cause.words for cause in diagnosis.causes) if diagnosis else ""
@@ -219,7 +221,7 @@ def _header(failure: Failure, subject: str) -> str:
     torchrun --nproc-per-node {result.case.world_size} FILE     the same, started by torchrun
 
 Run it where the module of the subject can be imported. Exit status: 1 reproduced, 0 not, 2 nothing can be said.
-Likely causes: {causes or "none known"}.
+Likely causes: {causes or "none known"}.{f"{chr(10)}When: {when}." if when else ""}
 Found by shardproof; the whole of it: {repeat_command(result.case, subject)}
 
 What it cannot show: calls that are right in number and wrong in kind, races, and whatever gloo does not do (AVG).

@@ -112,8 +112,11 @@ def prove(
     options: str = "",
     truths: Truths | None = None,
     heard: Callable[[str], object] = str,
+    explain: bool = True,
 ) -> CaseResult:
     """Run and check one case on a subject, named or given. `options`: further words of the command that repeats it.
+
+    Without `explain` a failure is not diagnosed, and takes no further runs.
 
     `reference` replaces the subject's own truth, or the decoder where it has none. `truths`: what the dense model
     computed for the case before, on this device and with this reference. `heard` is called with every part of the case.
@@ -150,7 +153,7 @@ def prove(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on small tensors more threads only wait for each other, above all beside other work
     try:
-        return _proved(trial, checks, options)
+        return _proved(trial, checks, options, explain=explain)
     except (ProgramError, MachineError) as error:
         return replace(ended_by(trial.case, trial.subject.name, error, options), seconds=trial.seconds)
     finally:
@@ -166,7 +169,7 @@ def with_traceback(verdicts: tuple[Verdict, ...], case: str, traceback: str, sto
     return tuple(replace(one, message=one.message.replace(NO_OUTCOME, where)) for one in verdicts)
 
 
-def _proved(trial: Trial, checks: Mapping[str, Check], options: str) -> CaseResult:
+def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain: bool) -> CaseResult:
     if isinstance(trial.engine, DryEngine):
         evidence = dry_evidence(trial, trial.engine)
         with trial.timed("checks"):
@@ -179,6 +182,9 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str) -> CaseResu
         evidence = regrouped(trial, evidence)
     with trial.timed("checks"):
         evidence, findings = judged(trial, evidence, checks)
+    if not explain:
+        verdicts = (_verdict(trial.text, evidence, found, None, check, "", "") for check, found in findings.items())
+        return CaseResult(case=trial.case, text=trial.text, verdicts=tuple(verdicts), evidence=evidence)
     context = findings
     if any(finding.verdict == FAIL for finding in findings.values()):
         if not looking:  # the first wrong place is told by activations

@@ -23,6 +23,7 @@ from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, case_text
 from harness.recording.spans import SPAN_COLUMNS, span_row
 from harness.running.environment import environment
+from harness.running.experiments import STOPPED, Failed, examined, until_interrupted
 from harness.running.forked_process import forked
 from harness.running.order import together
 from harness.running.proof import CaseResult, ended_by, prove, with_traceback
@@ -43,6 +44,7 @@ from harness.torch_internals.lookup import untested
 from harness.torch_internals.memory import keep_freed_memory
 
 __all__ = [
+    "INTERRUPTED",
     "Progress",
     "RunResult",
     "run",
@@ -54,6 +56,8 @@ _AT_ONCE = (
     "fails here and passes with --engine inproc depends on one of them"
 )
 _Start = Callable[[], ProvingProcess | None]
+INTERRUPTED = 130
+"""The exit status after a Ctrl-C."""
 _REFUSED = "truth"
 """The check of a case that the dense model cannot compute, among others that it can."""
 Progress = Callable[[int, int, CaseLike, str], object]
@@ -70,10 +74,11 @@ class RunResult:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Tally:
     """What is remembered of a stored case."""
 
+    case: CaseLike
     verdicts: tuple[Verdict, ...]
     verdict: str
     machine: bool
@@ -95,6 +100,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
     admitted(cases, request.engine)
     claimed(subject)
     results: list[_Tally] = []
+    sent, amended = replace(request, page=None), dict[str, tuple[Verdict, ...]]()
     by_text = {case_text(case): case for case in cases}
     with _processes(request, spare) as (others, start), nullcontext() if start else proving(request) as prove_case:
         store = Store(request.out, subject.name, environment(request.command, _words(request)))
@@ -109,8 +115,9 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
         def keep(found: Proved) -> bool:
             result = replace(found, verdicts=with_traceback(found.verdicts, found.text, found.traceback, store))
             _keep(store, result)
-            results.append(_Tally(verdicts=result.verdicts, verdict=result.verdict, machine=result.machine))
-            on_progress(len(results), len(cases), by_text[result.text], result.verdict)
+            case = by_text[result.text]
+            results.append(_Tally(case, result.verdicts, result.verdict, result.machine))
+            on_progress(len(results), len(cases), case, result.verdict)
             return not request.fail_fast or result.verdict in (PASS, SKIP)
 
         try:
@@ -119,14 +126,19 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
             prove = prove_here if prove_case else None
             sharing = Sharing(cases=cases, keep=keep, prove_here=prove, processes=others, ended=ended, start=start)
             sharing.prove_all(together(cases))
+            failures = [Failed(case=one.case, verdicts=one.verdicts) for one in results if one.verdict == FAIL]
+            with until_interrupted(store.notes):
+                for found in examined(failures, sent, proving, apart=start is not None):
+                    store.amend(found)
+                    amended |= found
         finally:
             store.close()
     if request.page is not None:
         request.page(store.path)
     return RunResult(
         path=store.path,
-        verdicts=tuple(verdict for result in results for verdict in result.verdicts),
-        exit_status=_exit_status(results),
+        verdicts=tuple(v for result in results for v in amended.get(case_text(result.case), result.verdicts)),
+        exit_status=INTERRUPTED if STOPPED in store.notes else _exit_status(results),
         notes=(
             *store.notes,
             *filter(None, [untested()]),
@@ -145,8 +157,9 @@ def _not_run(request: Request, done: int) -> list[str]:
 
 
 @contextmanager
-def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[Callable[[CaseLike], CaseResult]]:
-    """What proves one case after another as the request says, in every process; `heard` is called with their parts.
+def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[Callable[..., CaseResult]]:
+    """What proves one case after another as the request says, in every process; `heard` is called with their parts,
+    further words are those of `prove`.
 
     One of several that the dense model cannot compute, or this machine cannot hold, is skipped, so that the others are
     kept; one alone raises RequestError.
@@ -155,24 +168,17 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
     keep_freed_memory()
     with engine_named(request.engine) as engine:
 
-        def prove_case(case: CaseLike) -> CaseResult:
+        def prove_case(case: CaseLike, **how: Any) -> CaseResult:
+            usual: dict[str, Any] = {"device": request.device, "timeout_s": request.timeout_s, "heard": heard}
+            usual |= {"options": request.options, "truths": truths}
             try:
                 if len(request.cases) > 1:
                     admit([case], request.engine)
                 with shown_once():
-                    result = prove(
-                        case,
-                        request.subject,
-                        engine,
-                        device=request.device,
-                        timeout_s=request.timeout_s,
-                        options=request.options,
-                        truths=truths,
-                        heard=heard,
-                    )
-                return on_processes.of(result)
+                    result = prove(case, request.subject, engine, **{**usual, **how})
+                return result if how else on_processes.of(result)
             except RequestError as problem:
-                if len(request.cases) == 1:
+                if len(request.cases) == 1 or how:
                     raise
                 return _refused(case, str(problem))
 

@@ -79,8 +79,18 @@ class Store:
                     for rank, saved in zip(ran or range(len(saved_bytes)), saved_bytes, strict=False)
                 ),
             )
-            rows = ({**dataclasses.asdict(verdict), "of": len(verdicts)} for verdict in verdicts)
-            self._append("verdicts.jsonl", "".join(json.dumps(_plain(row)) + "\n" for row in rows))
+            self._append("verdicts.jsonl", _rows(verdicts))
+
+    def amend(self, verdicts: Mapping[str, Sequence[Verdict]]) -> None:
+        """Store these verdicts, by the text of their case, in place of those that were stored for it."""
+        path = self.path / "verdicts.jsonl"
+        with writing(self.path):
+            kept = (
+                line for line in path.read_text("utf-8").splitlines(True) if json.loads(line)["case"] not in verdicts
+            )
+            changed = path.with_suffix(".part")
+            changed.write_text("".join(kept) + "".join(map(_rows, verdicts.values())), "utf-8", newline="")
+            changed.replace(path)
 
     def extend(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Append rows to a table that not every run has; its first rows make the file."""
@@ -139,6 +149,12 @@ def ledger_rows(events: Iterable[Event]) -> str:
 def file_of(case: str, ending: str) -> str:
     """The file of a case: its text as far as it can stand in a name, and a digest where texts look alike."""
     return f"{safe_name(case)[:60]}-{hashlib.sha256(case.encode()).hexdigest()[:6]}.{ending}"
+
+
+def _rows(verdicts: Sequence[Verdict]) -> str:
+    """The verdicts of one case as lines of verdicts.jsonl."""
+    rows = ({**dataclasses.asdict(verdict), "of": len(verdicts)} for verdict in verdicts)
+    return "".join(json.dumps(_plain(row)) + "\n" for row in rows)
 
 
 def _csv(rows: Iterable[Sequence[object]]) -> str:

@@ -20,7 +20,7 @@ knows no modes: which there are is read from the case's own list, by name. `harn
 
 from harness.subject.by_design import Deviation, deviating, lower_dtypes
 from harness.subject.call import NamedSubject, Unanswered, answered, called, named, offers, session
-from harness.subject.cases import case_of, cases_of, draws, own_cases, vocabulary
+from harness.subject.cases import case_of, cases_of, domains_of, draws, own_cases, vocabulary
 from harness.subject.claims import Claims, claimed, claims, kept_per_rank, left_out, refusal
 from harness.subject.stated import deviations, named_axes, orders, stated
 from harness.subject.truth import ALONE, DenseModel, truth_of
@@ -40,6 +40,7 @@ __all__ = [
     "claims",
     "deviating",
     "deviations",
+    "domains_of",
     "draws",
     "kept_per_rank",
     "left_out",

@@ -7,11 +7,14 @@ from typing import Any
 
 from harness.cases import read_case
 from harness.errors import RequestError
-from harness.plain_case import Vocabulary
+from harness.plain_case import AXES, PlainCase, Vocabulary
 from harness.protocols import CaseLike
+from harness.resolve import resolve
 from harness.subject.call import NamedSubject, answered, words_of
 
-__all__ = ["case_of", "cases_of", "draws", "own_cases", "vocabulary"]
+__all__ = ["case_of", "cases_of", "domains_of", "draws", "own_cases", "vocabulary"]
+
+DOMAINS = "reference.case.domains:domains"
 
 
 def vocabulary(subject: NamedSubject) -> Vocabulary | None:
@@ -55,6 +58,26 @@ def own_cases(subject: NamedSubject) -> tuple[CaseLike, ...] | None:
     if not texts:
         raise RequestError(f"subject={subject.name}: cases=() names none; legal: cases = ('tp=2 dp=3',)")
     return cases_of(texts, subject)
+
+
+def domains_of(case: CaseLike, subject: NamedSubject) -> dict[str, tuple[Any, ...]]:
+    """Every word of a case that has several values, with these, the plainest first.
+
+    A number of a subject's own words has the values of its default and of the cases that the subject names; of an axis
+    and of steps and micro-batches 1 is the plainest.
+    """
+    if not isinstance(case, PlainCase):
+        ours: Any = resolve(DOMAINS)
+        return dict(ours())
+    named = [one for one in own_cases(subject) or () if isinstance(one, PlainCase)]
+    found: dict[str, tuple[Any, ...]] = {}
+    for word, legal in case.vocabulary.words:
+        fewest = (1,) if word in (*AXES, "steps", "micro") else ()
+        flags = (False, True) if isinstance(legal[0], bool) else ()
+        values = dict.fromkeys((*fewest, *legal, *flags, *(getattr(one, word) for one in named), getattr(case, word)))
+        if word != "seed" and len(values) > 1:
+            found[word] = tuple(values)
+    return found
 
 
 def draws(subject: NamedSubject) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.checking.evidence import FAIL
+from harness.diagnosing.six_lines import line_of
 from harness.engines.named import engine_named
 from harness.protocols import CaseLike, case_text
 from harness.running.request import Request
@@ -22,13 +23,12 @@ def write_script(result: RunResult, request: Request, file: str) -> str:
     """
     from harness.reproducing.repro import emit, shown_name  # noqa: PLC0415  (imports DTensor: half a second)
 
-    failed = {verdict.case for verdict in result.verdicts if verdict.verdict == FAIL}
+    failed = {verdict.case: line_of(verdict.message, "when") for verdict in result.verdicts if verdict.verdict == FAIL}
     if not failed:
         return f"{file} was not written: no case failed"
     with engine_named("inproc") as engine:
-        text = emit(
-            min((case for case in request.cases if case_text(case) in failed), key=_simplicity), request.subject, engine
-        )
+        first = min((case for case in request.cases if case_text(case) in failed), key=_simplicity)
+        text = emit(first, request.subject, engine, failed[case_text(first)])
     if text is None:
         return (
             f"{file} was not written: no returned tensor is wrong and the subject finishes, so a script shows nothing"

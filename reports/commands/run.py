@@ -27,7 +27,7 @@ from harness.resolve import resolve
 from harness.running.forked_process import forkable
 from harness.running.order import arranged
 from harness.running.request import Request
-from harness.running.run import RunResult, run
+from harness.running.run import INTERRUPTED, RunResult, run
 from harness.running.second_process import COLLECTED_AFTER
 from harness.running.spare_process import Spare
 from harness.subject import NamedSubject, claims, offers, own_cases
@@ -38,7 +38,6 @@ from reports.printing.text import show_message, show_table, ticking
 
 __all__ = ["bench_main", "main", "progress_text"]
 
-INTERRUPTED = 130
 _SHOW = "reports.commands.show"
 _TIMELINE = "reports.commands.experiment_table:timeline"
 BENCH = "bench.performance:main"
@@ -62,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
     with chdir("."):  # a subject may go elsewhere; all paths are meant from here
         result = _run(request, arguments.spare)
     result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)
-    if arguments.emit_repro is not None and result.exit_status != INTERRUPTED:
+    if arguments.emit_repro is not None:
         result = _with_script(result, request, arguments.emit_repro)
     show: Any = import_module(_SHOW)
     finished, interrupted = stored(result.path.resolve()), result.exit_status == INTERRUPTED
@@ -123,6 +122,8 @@ def progress_text(case: CaseLike) -> str:
 def _with_script(result: RunResult, request: Request, file: str) -> RunResult:
     """The result with a note on the script of --emit-repro; what hinders a script takes no verdict along."""
     try:
+        if result.exit_status == INTERRUPTED:
+            raise KeyboardInterrupt
         with _unhindered():
             note = write_script(result, request, file)
     except ShardproofError as problem:

@@ -53,11 +53,13 @@ def test_the_cases_finished_before_are_stored_and_printed(tmp_path: Path) -> Non
     assert load(tmp_path / "runs" / "latest").verdicts["case"].nunique() == 1
 
 
-def test_a_run_is_reported_whole_when_its_script_is_interrupted(tmp_path: Path) -> None:
+def test_a_run_is_reported_whole_when_its_experiments_are_interrupted(tmp_path: Path) -> None:
+    """And no script is looked for then."""
     command = [*_RUN, "tests.harness.running.stored.interrupted:slow_shrink", TWO_LAYERS, "--emit-repro", "repro.py"]
     status, out, err = interrupted(tmp_path, main, command)
     assert status == 130 and "Traceback" not in err
-    assert "\nwhat:" in out and "note: repro.py was not written: interrupted" in out
+    assert "\nwhat:" in out and "\nwhen:" not in out and "their lines `when:` are missing" in out
+    assert "note: repro.py was not written: interrupted" in out
     assert (tmp_path / "runs" / "latest" / "report.html").exists() and not (tmp_path / "repro.py").exists()
 
 

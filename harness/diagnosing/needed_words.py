@@ -1,0 +1,223 @@
+"""Which words of a case a failure needs, found by experiment: the case is run again with words changed.
+
+A word is needed when the failure is gone with another value of it, all other words as they are; where a rule of the
+case language makes others change with it, when none of these needs fewer others. Words are changed many
+at once, and in halves where the failure is gone, so that n words of which k are needed take about 2 k log2(n / k) runs.
+First the case becomes as plain as the failure allows: every word gets its plainest value. Then each word takes another
+one. No rule about any bug enters. Source: delta debugging (Zeller and Hildebrandt 2002, "Simplifying and Isolating
+Failure-Inducing Input").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from harness.protocols import CaseLike
+
+__all__ = ["Fails", "Needed", "NeededWords", "OutOfTime", "needed_words"]
+
+Fails = Callable[[CaseLike], "bool | None"]
+"""Whether a case fails; None where it cannot be run or decided. Raises OutOfTime when the budget is spent."""
+Change = tuple[str, Any]
+"""A word and the value that it gets."""
+
+
+_LISTED = 12
+"""How many words a line names that were not tried."""
+
+
+_REPAIRS = 4
+"""How many further words an illegal change takes along."""
+
+
+class OutOfTime(Exception):
+    """No further case can be run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needed:
+    """One word that the failure needs: the values with which the case fails, its own first, and is right."""
+
+    word: str
+    fails: tuple[Any, ...]
+    right: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeededWords:
+    """What the experiments on one failure show. `case` is the plainest that fails.
+
+    `without`: words of which no change made the case right. `untried`: words for which there was no time.
+    """
+
+    case: CaseLike
+    needed: tuple[Needed, ...]
+    without: tuple[str, ...]
+    untried: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The line of a failure: "only with packed=true and cp=2; right with packed=false, with cp=1"."""
+        more = f" and {len(self.untried) - _LISTED} more" if len(self.untried) > _LISTED else ""
+        untried = f" (no time was left to try {', '.join(self.untried[:_LISTED])}{more})" if self.untried else ""
+        if not self.needed:
+            ranks = ", with one rank too" if self.case.world_size == 1 else ""
+            return f"other values of {len(self.without)} words change nothing{ranks}{untried}"
+        fails = " and ".join(_said(one.word, one.fails) for one in self.needed)
+        right = ", ".join(f"with {_said(one.word, one.right)}" for one in self.needed)
+        return f"only with {fails}; right {right}{untried}"
+
+
+def needed_words(case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fails) -> NeededWords:
+    """The words that the failure of this case needs, as far as `fails` has time.
+
+    `domains`: word -> the values that it may take, the plainest first. A number is tried with plainer values alone.
+    """
+    search = _Search(case, domains, fails)
+    with suppress(OutOfTime):
+        search.simplify([(word, values[0]) for word, values in domains.items() if getattr(case, word) != values[0]])
+        left = {word for word, values in domains.items() if getattr(search.case, word) != values[0]}
+        search.decide(alone=left | {"mode"})
+    return search.result()
+
+
+class _Search:
+    """The experiments on one case; `case` is the plainest that still fails."""
+
+    def __init__(self, case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fails) -> None:
+        self.case = case
+        self._domains = domains
+        self._fails = fails
+        self._known: dict[str, bool | None] = {}
+        self._right: dict[str, list[Any]] = {}
+        self._wrong: dict[str, list[Any]] = {}
+        self._along: dict[str, set[str]] = {}
+        """Word -> those that had to change with it."""
+        self._tried: set[str] = set()
+
+    def simplify(self, changes: Sequence[Change]) -> None:
+        """Make each of these changes with which the case still fails."""
+        other, made = self._changed(changes)
+        if made and self._failing(other):
+            self.case = other
+        elif len(made) > 1:
+            half = len(made) // 2
+            self.simplify(made[:half])
+            self.simplify(made[half:])
+
+    def decide(self, alone: Collection[str]) -> None:
+        """Find the words that are needed: those of `alone` one by one, all others many at once."""
+        words = [word for word in self._domains if self._others(word)]
+        for word in words:
+            if word in alone:
+                self._decide_one(word)
+        self._decide_many([(word, self._others(word)[0]) for word in words if word not in alone])
+
+    def _decide_many(self, changes: Sequence[Change]) -> None:
+        """Find those of these changes without which the case fails."""
+        other, made = self._changed(changes)
+        if len(made) > 1 and self._failing(other):
+            self._tried |= {word for word, _ in made}
+        elif len(made) > 1:
+            half = len(made) // 2
+            self._decide_many(made[:half])
+            self._decide_many(made[half:])
+        elif made:
+            self._decide_one(made[0][0])
+        left = [change for change in changes if change not in made]
+        if made and left:  # changes that were illegal beside others
+            self._decide_many(left)
+        elif left:  # illegal one by one: other words follow
+            for word, _ in left:
+                self._decide_one(word)
+
+    def _decide_one(self, word: str) -> None:
+        """Try every other value of a word."""
+        for value in self._others(word):
+            with suppress(ValueError, TypeError):  # no legal case
+                other = self._with(self.case, word, value)
+                if (found := self._failing(other)) is not None:
+                    (self._wrong if found else self._right).setdefault(word, []).append(value)
+                    self._along[word] = self._along.get(word, set()) | self._differing(other) - {word}
+        self._tried.add(word)
+
+    def _failing(self, case: CaseLike) -> bool | None:
+        text = str(case)
+        if text not in self._known:
+            self._known[text] = self._fails(case) if case.world_size <= self.case.world_size else None
+        return self._known[text]
+
+    def _changed(self, changes: Sequence[Change]) -> tuple[CaseLike, list[Change]]:
+        """The case with as many of these changes as are legal together, and those."""
+        case, made = self.case, list[Change]()
+        left, before = list(changes), None
+        while left != before:  # what was illegal may be legal beside the others
+            before, left = left, []
+            for word, value in before:
+                try:
+                    case = self._with(case, word, value)
+                except (ValueError, TypeError):
+                    left.append((word, value))
+                else:
+                    made.append((word, value))
+        return case, made
+
+    def _with(self, case: CaseLike, word: str, value: Any) -> CaseLike:
+        """The case with another value of this word alone; where that is illegal, what breaks a rule becomes plain too.
+
+        Raises what a case raises that is still illegal then.
+        """
+        changed: Any = dataclasses.replace
+        words = {word: value}
+        for _ in range(_REPAIRS):
+            try:
+                found: CaseLike = changed(case, **words)
+                return found
+            except (ValueError, TypeError) as problem:
+                key = getattr(problem, "key", "")
+                if key in words or key not in self._domains:
+                    changed = type(case).but  # other words follow; and the only way where words are no fields
+                else:
+                    words[key] = self._domains[key][0]
+        return case.but(**words)
+
+    def _implied(self, word: str) -> bool:
+        """Whether a word that changed with this one is right with fewer others changed: the case needs that word."""
+        along = self._along[word]
+        return any(other in self._right and len(self._along[other]) < len(along) for other in along)
+
+    def _differing(self, other: CaseLike) -> set[str]:
+        return {word for word in self._domains if getattr(other, word) != getattr(self.case, word)}
+
+    def _others(self, word: str) -> tuple[Any, ...]:
+        mine, values = getattr(self.case, word), self._domains[word]
+        if isinstance(mine, int | float) and not isinstance(mine, bool) and mine in values:
+            values = values[: values.index(mine)]
+        return tuple(value for value in values if value != mine)
+
+    def result(self) -> NeededWords:
+        """What is known now."""
+        words = [word for word in self._domains if self._others(word)]
+        needed = [word for word in words if word in self._right and not self._implied(word)]
+        return NeededWords(
+            case=self.case,
+            needed=tuple(
+                Needed(
+                    word=word,
+                    fails=(getattr(self.case, word), *self._wrong.get(word, ())),
+                    right=tuple(self._right[word]),
+                )
+                for word in needed
+            ),
+            without=tuple(word for word in words if word in self._tried and word not in self._right),
+            untried=tuple(word for word in words if word not in self._tried),
+        )
+
+
+def _said(word: str, values: Sequence[Any]) -> str:
+    """The word with these values as a case writes them: "recompute=none|full"."""
+    return f"{word}=" + "|".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)

@@ -1,0 +1,155 @@
+"""The line `when:` of failed cases: which words of a case its failure needs, found by running it with words changed.
+
+Failures that first show at one place count as one. The simplest case of each is examined, simplest failures first,
+for FAILURE_S seconds at most, and RUN_S seconds in all.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from io import StringIO
+from multiprocessing.connection import Connection
+from typing import Any
+
+from harness.checking.checks import CHECKS, LAWS, Check
+from harness.checking.evidence import FAIL, PASS, Verdict
+from harness.diagnosing.needed_words import OutOfTime, needed_words
+from harness.diagnosing.six_lines import site, with_when
+from harness.errors import ShardproofError
+from harness.protocols import CaseLike, case_text
+from harness.running.forked_process import forked
+from harness.running.proof import NEED_WATCHING, CaseResult
+from harness.running.request import Request
+from harness.subject import NamedSubject, domains_of
+
+__all__ = ["FAILURE_S", "RUN_S", "STOPPED", "Failed", "examined", "until_interrupted"]
+
+FAILURE_S, RUN_S = 10.0, 30.0
+_GRACE_S = 10.0
+"""How much longer a case of an experiment may take, that began in time."""
+ENGINES = ("inproc", "pool", "dry")
+"""Engines on which other cases than those of the request can be run."""
+STOPPED = "interrupted while the words that failures need were looked for: their lines `when:` are missing"
+Proves = Callable[..., CaseResult]
+"""Proves a case with these `checks` within `timeout_s`, without explaining what fails."""
+Proving = Callable[[Request], AbstractContextManager[Proves]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A failed case and its verdicts."""
+
+    case: CaseLike
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def first(self) -> Verdict:
+        """The first failed verdict."""
+        return next(verdict for verdict in self.verdicts if verdict.verdict == FAIL)
+
+    @property
+    def size(self) -> tuple[object, ...]:
+        """What orders failures, the simplest first: float64, few ranks, few words."""
+        text = case_text(self.case)
+        return self.case.dtype != "float64", self.case.world_size, len(text.split()), text
+
+
+def examined(
+    failures: Sequence[Failed], request: Request, proving: Proving, *, apart: bool
+) -> Iterator[dict[str, tuple[Verdict, ...]]]:
+    """The verdicts of failed cases with the line `when:`, by the text of the case, those of one place at a time.
+
+    `apart`: in a process of its own, which a case of an experiment may end without taking anything along.
+    """
+    if not failures or request.engine not in ENGINES:
+        return
+    if not apart:
+        yield from _examined(failures, request, proving)
+        return
+    process = forked(lambda connection: _sent(connection, _examined(failures, request, proving)))
+    end_s = time.monotonic() + RUN_S + _GRACE_S
+    try:
+        while process and process.connection.poll(max(end_s - time.monotonic(), 0)):
+            yield process.connection.recv()
+    except (EOFError, OSError):  # all is sent, or a case ended the process
+        pass
+    finally:
+        if process:
+            process.kill()
+            process.close()
+
+
+@contextmanager
+def until_interrupted(notes: list[str]) -> Iterator[None]:
+    """Experiments, which a Ctrl-C ends: every verdict is there, so the run is reported whole, with a note."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        notes.append(STOPPED)
+
+
+def _sent(connection: Connection, found: Iterable[object]) -> None:
+    for each in found:
+        connection.send(each)
+
+
+def _examined(
+    failures: Sequence[Failed], request: Request, proving: Proving
+) -> Iterator[dict[str, tuple[Verdict, ...]]]:
+    groups: dict[str, list[Failed]] = {}
+    for failed in sorted(failures, key=lambda failed: failed.size):
+        groups.setdefault(site(failed.first.message), []).append(failed)
+    end_s = time.monotonic() + RUN_S
+    with proving(request) as prove_case, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        for group in groups.values():
+            limit_s = min(end_s, time.monotonic() + FAILURE_S)
+            words = _words(group[0], request.subject, partial(prove_case, explain=False), limit_s)
+            on = f" (tried on {case_text(group[0].case)!r})"
+            yield {
+                case_text(failed.case): tuple(
+                    with_when(verdict, words + ("" if failed is group[0] else on)) for verdict in failed.verdicts
+                )
+                for failed in group
+            }
+
+
+def _words(failed: Failed, subject: NamedSubject, prove: Proves, end_s: float) -> str:
+    """What the words are that the failure of this case needs."""
+    with tempfile.TemporaryDirectory() as folder:
+        fails = _Fails(failed, prove, end_s, {"save": f"{folder}/save"} if getattr(failed.case, "save", "") else {})
+        return needed_words(failed.case, domains_of(failed.case, subject), fails).text
+
+
+class _Fails:
+    """Whether a case fails as another one did, until `end_s`; None where that cannot be said."""
+
+    def __init__(self, failed: Failed, prove: Proves, end_s: float, words: Mapping[str, Any]) -> None:
+        self._ended = failed.first.check == "run"
+        self._checks = _checks([verdict.check for verdict in failed.verdicts if verdict.verdict == FAIL])
+        self._prove, self._end_s, self._words = prove, end_s, words
+
+    def __call__(self, case: CaseLike) -> bool | None:
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0:
+            raise OutOfTime
+        try:
+            kept = {word: value for word, value in self._words.items() if getattr(case, word)}
+            result = self._prove(case.but(**kept) if kept else case, checks=self._checks, timeout_s=left_s)
+        except (ShardproofError, ValueError):
+            return None
+        failed = [verdict.check for verdict in result.verdicts if verdict.verdict == FAIL]
+        if failed:
+            return True if self._ended or "run" not in failed else None
+        return False if result.verdict == PASS else None
+
+
+def _checks(failed: Sequence[str]) -> Mapping[str, Check]:
+    """The checks that one run decides; all of them where none of these has failed."""
+    every = {**CHECKS, **LAWS}
+    once = {name: check for name, check in CHECKS.items() if name not in NEED_WATCHING}
+    return once if {*failed} & {*once, "run"} else every

@@ -1,0 +1,118 @@
+"""Experiments on a failing case find exactly the words that its failure needs, in few runs, and say what they left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.diagnosing.needed_words import NeededWords, OutOfTime, needed_words
+from harness.plain_case import PlainCase, Vocabulary
+from reference.case import Case
+from reference.case.domains import domains
+
+WORDS = {f"w{number}": ("off", "on", "other") for number in range(30)}
+VOCABULARY = Vocabulary.of(WORDS)
+
+
+def searched(case: Any, of: Any, fails: Callable[[Any], bool | None], most: int = 1000) -> tuple[NeededWords, int]:
+    """What is found, and in how many runs."""
+    runs: list[Any] = []
+
+    def counted(other: Any) -> bool | None:
+        if len(runs) == most:
+            raise OutOfTime
+        runs.append(other)
+        return fails(other)
+
+    return needed_words(case, of, counted), len(runs)
+
+
+@given(st.sets(st.sampled_from(sorted(WORDS)), max_size=4), st.sets(st.sampled_from(sorted(WORDS)), max_size=12))
+def test_exactly_the_words_of_a_conjunction_are_found(needed: set[str], further: set[str]) -> None:
+    case = VOCABULARY.case(dict.fromkeys(needed | further, "on"))
+    found, runs = searched(case, WORDS, lambda other: all(getattr(other, word) == "on" for word in needed))
+    assert {one.word for one in found.needed} == needed
+    assert all((one.fails, one.right) == (("on",), ("off", "other")) for one in found.needed)
+    assert not found.untried
+    assert runs <= 4 + 14 * len(needed), "halves, and not one run a word"
+
+
+@given(st.sets(st.sampled_from(sorted(WORDS)), min_size=1, max_size=3))
+def test_a_failure_that_needs_plain_values_is_found_too(needed: set[str]) -> None:
+    found, _ = searched(VOCABULARY.case({}), WORDS, lambda other: all(getattr(other, word) == "off" for word in needed))
+    assert {one.word for one in found.needed} == needed
+
+
+def test_what_fails_with_every_value_says_so() -> None:
+    found, _ = searched(VOCABULARY.case({"tp": 2}), {**WORDS, "tp": (1, 2)}, lambda other: True)
+    assert found.text == "other values of 30 words change nothing, with one rank too"
+
+
+def test_values_that_fail_alike_are_listed_with_those_that_are_right() -> None:
+    case = VOCABULARY.case({"w3": "on", "tp": 2})
+    found, _ = searched(case, {**WORDS, "tp": (1, 2)}, lambda other: other.w3 != "off" and other.tp == 2)
+    assert found.text == "only with w3=on|other and tp=2; right with w3=off, with tp=1"
+
+
+def test_words_without_time_are_named() -> None:
+    case = VOCABULARY.case({"w3": "on", "w7": "on"})
+
+    def fails(other: Any) -> bool:
+        return bool(other.w3 == other.w7 == "on")
+
+    _, runs = searched(case, WORDS, fails)
+    found, _ = searched(case, WORDS, fails, most=runs - 1)
+    assert {one.word for one in found.needed} == {"w3", "w7"}
+    assert set(found.untried) == set(WORDS) - {"w3", "w7"}
+    assert "no time was left to try w" in found.text and " more)" in found.text
+
+
+def test_a_case_that_cannot_be_decided_proves_nothing() -> None:
+    found, _ = searched(VOCABULARY.case({"w3": "on"}), WORDS, lambda other: True if other.w3 == "on" else None)
+    assert found.needed == ()
+
+
+def test_no_experiment_has_more_ranks_than_the_failing_case() -> None:
+    seen: list[PlainCase] = []
+
+    def fails(case: PlainCase) -> bool:
+        seen.append(case)
+        return True
+
+    searched(VOCABULARY.case({}), {"dp": (1, 2), **WORDS}, fails)
+    assert {case.world_size for case in seen} == {1}
+
+
+@pytest.mark.parametrize(
+    ("text", "fails", "words"),
+    [
+        ("cp=2 cp_comm=gather seq=48 bias=false", lambda case: case.cp > 1 and case.cp_comm == "gather", "cp_comm"),
+        (
+            "family=llama vocab=508 packed=true dp=2 recompute=full recompute_method=block zero=1",
+            lambda case: case.packed and case.recompute == "full",
+            "packed recompute",
+        ),
+        ("mode=tp-sp kv_heads=4", lambda case: case.mode != "tp" and case.bias, "mode bias"),
+        ("dp=4 zero=3 shard=2 no_sync=true", lambda case: case.shard == 2, "shard"),
+        ("mode=isp tp=2 pp=2 layers=4 schedule=interleaved chunks=2", lambda case: case.chunks > 1, "schedule"),
+    ],
+)
+def test_words_of_our_cases_that_others_follow(text: str, fails: Callable[[Any], bool], words: str) -> None:
+    """Illegal changes are made beside the words that follow, so that rules of the case language hide nothing."""
+    found, _ = searched(Case.parse(text), domains(), fails)
+    assert set(words.split()) == {one.word for one in found.needed}
+    assert fails(found.case)
+    for one in found.needed:
+        assert one.right, one.word
+
+
+def test_every_word_of_a_list_or_a_flag_has_its_values() -> None:
+    """A new word is changed by experiments without an entry anywhere; a new number needs one."""
+    of = domains()
+    assert of["packed"] == (False, True) and of["recompute"] == ("none", "selective", "full")
+    assert of["dtype"][0] == "float64" and of["load"] == ("",)
+    assert set(Case.read_words("tp=2")) <= set(of)
