@@ -90,7 +90,7 @@ def test_beside_a_truth_of_zeros_it_is_told_what_was_found(dtype: str) -> None:
     found = measure("aux/0", zeros + 0.25, zeros, dtype=dtype)
     assert (found.measure, found.error, found.allowed, found.wrong) == (ABSOLUTE, 0.25, 0.0, True)
     rounded = measure("aux/0", zeros + 5e-9, zeros, dtype=dtype, controls=[zeros + 1e-9, zeros])
-    assert (rounded.allowed, rounded.right) == (pytest.approx(6e-9), True)
+    assert rounded.allowed == pytest.approx(6e-9) and rounded.right
     assert not measure("aux/0", zeros + 7e-9, zeros, dtype=dtype, controls=[zeros + 1e-9]).right
     lost = measure("aux/0", zeros + math.nan, zeros, dtype=dtype)
     assert (lost.error, lost.wrong) == (math.inf, True)

@@ -50,7 +50,7 @@ def summed(x: Tensor) -> Tensor:
 def law(subject: Any, text: str) -> Any:
     given = named(subject)
     with InprocEngine() as engine:
-        (verdict,) = prove(case_of(text, given), given, engine, checks=LAWS).verdicts
+        (verdict,) = prove(case_of(text, given), given, engine, checks={"regrouping": LAWS["regrouping"]}).verdicts
     return verdict
 
 
