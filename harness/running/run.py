@@ -43,12 +43,7 @@ from harness.subject import NamedSubject, Unanswered, answered, claimed, refusal
 from harness.torch_internals.lookup import untested
 from harness.torch_internals.memory import keep_freed_memory
 
-__all__ = [
-    "INTERRUPTED",
-    "Progress",
-    "RunResult",
-    "run",
-]
+__all__ = ["INTERRUPTED", "Progress", "RunResult", "run"]
 
 _DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
 _AT_ONCE = (
@@ -56,8 +51,7 @@ _AT_ONCE = (
     "fails here and passes with --engine inproc depends on one of them"
 )
 _Start = Callable[[], ProvingProcess | None]
-INTERRUPTED = 130
-"""The exit status after a Ctrl-C."""
+INTERRUPTED = 130  # the exit status after a Ctrl-C
 _REFUSED = "truth"
 """The check of a case that the dense model cannot compute, among others that it can."""
 Progress = Callable[[int, int, CaseLike, str], object]
@@ -100,7 +94,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
     admitted(cases, request.engine)
     claimed(subject)
     results: list[_Tally] = []
-    sent, amended = replace(request, page=None), dict[str, tuple[Verdict, ...]]()
+    amended: dict[str, tuple[Verdict, ...]] = {}
     by_text = {case_text(case): case for case in cases}
     with _processes(request, spare) as (others, start), nullcontext() if start else proving(request) as prove_case:
         store = Store(request.out, subject.name, environment(request.command, _words(request)))
@@ -115,9 +109,8 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
         def keep(found: Proved) -> bool:
             result = replace(found, verdicts=with_traceback(found.verdicts, found.text, found.traceback, store))
             _keep(store, result)
-            case = by_text[result.text]
-            results.append(_Tally(case, result.verdicts, result.verdict, result.machine))
-            on_progress(len(results), len(cases), case, result.verdict)
+            results.append(_Tally(by_text[result.text], result.verdicts, result.verdict, result.machine))
+            on_progress(len(results), len(cases), by_text[result.text], result.verdict)
             return not request.fail_fast or result.verdict in (PASS, SKIP)
 
         try:
@@ -128,7 +121,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
             sharing.prove_all(together(cases))
             failures = [Failed(case=one.case, verdicts=one.verdicts) for one in results if one.verdict == FAIL]
             with until_interrupted(store.notes):
-                for found in examined(failures, sent, proving, apart=start is not None):
+                for found in examined(failures, request, proving, apart=start is not None):
                     store.amend(found)
                     amended |= found
         finally:
