@@ -29,14 +29,15 @@ def resolve(name: str) -> object:
         raise RequestError(f"name {name!r}: must be written module:object; legal: parallel.subject:subject")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    found: object = _module(name, module_name)
-    if not hasattr(found, path.partition(".")[0]):  # a module of the user may have the name of one of ours
-        found = _elsewhere(module_name)
+    module = _module(name, module_name)
+    found: object = module
     for part in path.split("."):
         if not hasattr(found, part):
-            raise RequestError(
-                f"name {name!r}: {module_name} has no {part!r}; {_alternative(found, part, module_name)}"
-            )
+            if found is module:  # a module of the user may have the name of one of ours
+                found = _elsewhere(module_name)
+            if not hasattr(found, part):
+                alternative = _alternative(found, part, module_name)
+                raise RequestError(f"name {name!r}: {module_name} has no {part!r}; {alternative}")
         found = getattr(found, part)
     return found
 

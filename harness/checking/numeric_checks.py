@@ -50,6 +50,7 @@ _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 _EQUAL = 1e-6
 """By this share two errors may differ and be equal but for rounding."""
 _KNOWN = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
+_NAMED = frozenset(KIND_WORDS.get(kind, kind) for kind in _KNOWN)
 
 
 def numeric(check: str) -> Callable[[Evidence], Finding | None]:
@@ -103,7 +104,7 @@ def _with_each_kind(finding: Finding, counts: Mapping[str, Decided], measured: S
     totals: Counter[str] = Counter()
     for kind, (decided, _) in counts.items():
         totals[called(kind)] += decided
-    empty = [kind for kind, decided in totals.items() if not decided]
+    empty = [kind for kind, decided in totals.items() if not decided and kind in _NAMED]
     if finding.verdict != PASS or not empty:
         return finding
     names = [name for name in finding.unchecked if called(kind_of(name)) == empty[0]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -32,13 +33,13 @@ class Handles:
         self.dropped: Counter[Place] = Counter()
         self._open: dict[int, tuple[Place, weakref.ref[Any]]] = {}
         self._local = threading.local()
-        self._waits = waits_of_works(self._waited)
+        self._entered = ExitStack()
 
     def __enter__(self) -> None:
-        self._waits.__enter__()
+        self._entered.enter_context(waits_of_works(self._waited))
 
     def __exit__(self, *how: Any) -> None:
-        self._waits.__exit__(*how)
+        self._entered.close()
 
     def follow(self, work: Any, place: Place) -> None:
         """Follow a work that is about to be given to the program, in this thread."""

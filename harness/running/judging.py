@@ -12,7 +12,7 @@ In lower precision every step is compared from the subject's own state at once. 
 rounding may explain is called wrong before more control runs were made.
 
 What is beyond these limits is judged again where the case computes or sends in a lower precision
-(harness.running.lower_precision).
+(harness.running.trials.lower_precision).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harness.checking.checks import CHECKS, LAWS, Check, examine
 from harness.checking.evidence import Evidence, Finding
 from harness.checking.measures.tolerance import CONTROL_FACTOR, distance
 from harness.checking.numeric_checks import NUMERIC_KINDS
-from harness.running.lower_precision import Found, as_found, as_stated, in_first_step, stated, wrong_of
+from harness.running.trials.lower_precision import Found, as_found, as_stated, in_first_step, stated, wrong_of
 from harness.running.trials.one_function import with_first_forward
 from harness.running.trials.rounding import control_run, controlled, doubtful, measured_apart, stepwise
 from harness.running.trials.trial import Trial

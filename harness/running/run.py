@@ -24,8 +24,9 @@ from harness.protocols import CaseLike, case_text
 from harness.recording.spans import SPAN_COLUMNS, span_row
 from harness.running.environment import environment
 from harness.running.experiments import STOPPED, Failed, examined, until_interrupted
-from harness.running.forked_process import forked
 from harness.running.order import together
+from harness.running.processes.forked_process import forked
+from harness.running.processes.spare_process import Spare
 from harness.running.proof import CaseResult, ended_by, prove, with_traceback
 from harness.running.proved import Proved, proved
 from harness.running.ranks.capacity import admit, admitted
@@ -34,7 +35,6 @@ from harness.running.request import Request, check_saved
 from harness.running.second_process import ProvingProcess, serve_forked
 from harness.running.shared_state import OnProcesses
 from harness.running.sharing import Sharing
-from harness.running.spare_process import Spare
 from harness.running.store import Store
 from harness.running.truth.kept import Truths
 from harness.running.truth.own_truth import compared_with
@@ -292,5 +292,5 @@ def _exit_status(results: Sequence[_Tally]) -> int:
         return 1
     if any(result.machine for result in results):
         return 3
-    refused = any(verdict.check == _REFUSED for result in results for verdict in result.verdicts)
+    refused = any((v.check, v.verdict) == (_REFUSED, SKIP) for result in results for v in result.verdicts)
     return 2 if refused or all(result.verdict == SKIP for result in results) else 0

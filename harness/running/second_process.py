@@ -24,10 +24,10 @@ from harness.engines.processes.exit_status import process_end
 from harness.errors import MachineError, RankCrashed, RankDied, RequestError, ShardproofError, TimeLimit
 from harness.protocols import CaseLike
 from harness.resolve import resolve
-from harness.running.forked_process import ForkedProcess
+from harness.running.processes.forked_process import ForkedProcess
+from harness.running.processes.spare_process import Spare
 from harness.running.proved import Proved, proved
 from harness.running.request import Request
-from harness.running.spare_process import Spare
 from harness.running.trials.trial import BOUNDED, PARTS, too_long
 
 __all__ = ["COLLECTED_AFTER", "Answer", "ProvingProcess", "serve", "serve_forked"]

@@ -9,7 +9,7 @@ from multiprocessing.connection import wait
 
 from harness.errors import MachineError, RankDied, ShardproofError
 from harness.protocols import CaseLike
-from harness.running.interrupts import interrupted_after
+from harness.running.processes.interrupts import interrupted_after
 from harness.running.proved import Proved
 from harness.running.second_process import Answer, ProvingProcess
 
@@ -114,13 +114,15 @@ class Sharing:
         process.close()
         lost = deque(process.asked)
         self._idle_ends += 0 if process.error else 1
+        if self.prove_here or (lost and not process.error):
+            where = "the first" if self.prove_here else "another one"
+            self.notes.append(f"{process.note}: its cases were proved in {where}")
         if process.error and self.ended and not self._once_more(lost[0], process.error):
             number = lost.popleft()
             self._finished[number] = self.ended(number, process.error)
         if lost:
             self._waiting.appendleft(lost)
         if self.prove_here:
-            self.notes.append(f"{process.note}: its cases were proved in the first")
             return
         if self.start and self._idle_ends < _STARTS and (new := self.start()):
             self.processes.append(new)

@@ -212,7 +212,11 @@ def _typed_as_of_cuda(of_torch: Callable[..., Any]) -> Callable[..., Any]:
     def typed(tensor: Tensor, dtype: Any = None, *args: Any, **words: Any) -> Any:
         if dtype is None:
             said = of_torch(tensor)
-            return said.replace("torch.", "torch.cuda.", 1) if tensor.device.type == "cpu" else said
+            return (
+                said.replace("torch.", "torch.cuda.", 1)
+                if tensor.device.type == "cpu" and ".cuda." not in said
+                else said
+            )
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.")
         elif getattr(dtype, "__module__", "") == "torch.cuda":

@@ -21,7 +21,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from harness.errors import ShardproofError
-from harness.running.spare_process import Spare
+from harness.running.processes.spare_process import Spare
 from reports.options.tensor_words import add_checkpoint, add_slice
 from reports.programs.words import add_hang, add_record
 

@@ -24,12 +24,12 @@ from harness.engines.processes.launched.torchrun import dismiss, serve, serves
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
-from harness.running.forked_process import forkable
 from harness.running.order import arranged
+from harness.running.processes.forked_process import forkable
+from harness.running.processes.spare_process import Spare
 from harness.running.request import Request
 from harness.running.run import INTERRUPTED, RunResult, run
 from harness.running.second_process import COLLECTED_AFTER
-from harness.running.spare_process import Spare
 from harness.subject import NamedSubject, claims, offers, own_cases
 from reports.commands.repro import write_script
 from reports.options.experiment import real_size

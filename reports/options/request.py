@@ -47,10 +47,9 @@ from reports.stored.files import run_folder
 
 __all__ = ["LAUNCHED", "default_cases", "read", "requested"]
 
-OURS = "parallel.subject:subject"
-"""The subject of our own: its cases are checked before it is imported."""
+OURS = "parallel.subject:subject"  # its cases are checked before it is imported
 LAUNCHED = "torchrun"
-"""The engine whose ranks were launched with us: every one of them runs this command, and rank 0 alone does the work."""
+"""The engine whose ranks were launched with us: all run this command, and rank 0 alone does the work."""
 FIRST_BATCH = "reference.data.batches:micro_batch"
 DATA_STATUS = "reference.data.files:status"
 VARIANT_WORDS = "reference.case.variants:words"
@@ -239,7 +238,7 @@ def default_cases(subject: NamedSubject, modes: str, *, deep: bool = False) -> t
         modes_chosen = claims(subject).chosen(modes)
         return tuple(case for case in own if case.mode in modes_chosen)
     if not deep and not offers(subject.call, "refuses"):
-        plain: Callable[[str], Iterable[CaseLike]] = resolve(PLAIN_CASES)  # type: ignore[assignment]
+        plain: Any = resolve(PLAIN_CASES)
         return tuple(case for mode in claims(subject).chosen(modes) for case in plain(mode))
     cases_of: Callable[..., Iterable[CaseLike]] = resolve(COVERING_CASES)  # type: ignore[assignment]
 

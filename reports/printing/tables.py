@@ -35,8 +35,7 @@ __all__ = [
 ]
 
 NOTHING = "-"
-_MOST_CASES = 24
-"""Rows of cases that are read at one glance."""
+_MOST_CASES = 24  # rows that are read at one glance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,8 @@ def judged(kind: str, name: str, value: Tensor, truth: Tensor, dtype: str, token
     name = f"{kind}/{name}"
     known = {name: truth, "tokens/0": torch.tensor(tokens)}
     case, merged = SimpleNamespace(dtype=dtype, steps=1, micro=1), SimpleNamespace(tensors={name: value})
-    bare = SimpleNamespace(case=case, merged=merged, truth=known, controls=(), precision="", far={}, kinks=(), slack={})
+    stated = {"dtype": dtype, "dtype_of": lambda _: dtype, "lower": None, "beyond": frozenset()}
+    bare = SimpleNamespace(case=case, merged=merged, truth=known, controls=(), far={}, kinks=(), slack={}, **stated)
     return held(cast(Evidence, bare), name, 0.0)
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Event
@@ -39,16 +38,6 @@ with warnings.catch_warnings():
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 STATE = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")
 STEPS, MICRO, SEQ = 2, 3, 8
-
-
-class CudaNames(TorchFunctionMode):
-    """`Tensor.type` names CUDA, without which the distributed optimizer refuses a parameter."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The function's own result."""
-        found = function(*args, **(kwargs or {}))
-        own = function is Tensor.type and isinstance(found, str) and "cuda" not in found
-        return found.replace("torch.", "torch.cuda.") if own else found
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +70,7 @@ def ran(program: Callable[[], object], world_size: int, **axes: tuple[tuple[int,
     """The events of all ranks."""
 
     def on_rank(rank: int) -> None:
-        with CudaNames(), recorder.on_rank(rank):
+        with recorder.on_rank(rank):
             program()
 
     with InprocEngine() as engine, Recorder("", "", world_size, axes) as recorder:

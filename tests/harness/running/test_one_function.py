@@ -50,6 +50,8 @@ class Seeded(Drawn):
 
 def told(engine: InprocEngine, subject: Network, case: str, truth: str = "") -> dict[str, Any]:
     result = shardproof.prove(case, subject, engine, truth=truth)
+    first = result.diagnosis
+    assert first is None or first.check != "truth" or [cause.id for cause in first.causes] == ["other_model"]
     return {verdict.check: verdict for verdict in result.verdicts if verdict.verdict != "pass"}
 
 

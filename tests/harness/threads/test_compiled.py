@@ -98,4 +98,4 @@ def test_a_model_compiled_in_place_makes_micro_batches() -> None:
             model(input_BD()).sum().backward()
             voice.say()
 
-    assert told(record(program)) == [(0, 1, "data", ""), (0, 1, "grad_sync", "")]
+    assert told(record(program)) == [(0, 0, "grad_sync", ""), (0, 1, "grad_sync", "")]

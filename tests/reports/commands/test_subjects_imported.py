@@ -81,7 +81,10 @@ def test_a_second_process_that_cannot_import_it_is_a_note(tmp_path: Path) -> Non
     (tmp_path / "broken.py").write_text(program)
     done = shardproof(tmp_path, "-m", "shardproof", "run", "--subject", "broken:subject")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert "note: the second process ended (name 'broken:subject': broken fails on import: No module" in done.stdout
+    assert (
+        "note: a process that proves cases ended (name 'broken:subject': broken fails on import: No module"
+        in done.stdout
+    )
 
 
 def test_own_words_without_cases_run_the_cases_that_are_given(tmp_path: Path) -> None:
