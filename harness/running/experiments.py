@@ -1,7 +1,7 @@
 """The line `when:` of failed cases: which words of a case its failure needs, found by running it with words changed.
 
 Failures that first show at one place count as one. The simplest case of each is examined, simplest failures first,
-for FAILURE_S seconds at most, and RUN_S seconds in all.
+for `Request.when_s` seconds at most, and three times as long in all.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from harness.running.proof import NEED_WATCHING, CaseResult
 from harness.running.request import Request
 from harness.subject import NamedSubject, domains_of
 
-__all__ = ["FAILURE_S", "RUN_S", "STOPPED", "Failed", "examined", "until_interrupted"]
+__all__ = ["STOPPED", "Failed", "examined", "until_interrupted"]
 
-FAILURE_S, RUN_S = 10.0, 30.0
+_IN_ALL = 3
+"""How many failures may take their whole time."""
 _GRACE_S = 10.0
 """How much longer a case of an experiment may take, that began in time."""
 ENGINES = ("inproc", "pool", "dry")
@@ -66,13 +67,13 @@ def examined(
 
     `apart`: in a process of its own, which a case of an experiment may end without taking anything along.
     """
-    if not failures or request.engine not in ENGINES:
+    if not failures or not request.when_s or request.engine not in ENGINES:
         return
     if not apart:
         yield from _examined(failures, request, proving)
         return
     process = forked(lambda connection: _sent(connection, _examined(failures, request, proving)))
-    end_s = time.monotonic() + RUN_S + _GRACE_S
+    end_s = time.monotonic() + _IN_ALL * request.when_s + _GRACE_S
     try:
         while process and process.connection.poll(max(end_s - time.monotonic(), 0)):
             yield process.connection.recv()
@@ -104,10 +105,10 @@ def _examined(
     groups: dict[str, list[Failed]] = {}
     for failed in sorted(failures, key=lambda failed: failed.size):
         groups.setdefault(site(failed.first.message), []).append(failed)
-    end_s = time.monotonic() + RUN_S
+    end_s = time.monotonic() + _IN_ALL * request.when_s
     with proving(request) as prove_case, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         for group in groups.values():
-            limit_s = min(end_s, time.monotonic() + FAILURE_S)
+            limit_s = min(end_s, time.monotonic() + request.when_s)
             words = _words(group[0], request.subject, partial(prove_case, explain=False), limit_s)
             on = f" (tried on {case_text(group[0].case)!r})"
             yield {

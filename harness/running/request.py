@@ -27,7 +27,8 @@ class Request:
     watch `profile_steps` of that run, None for all. With 2 `processes` a second one proves cases beside this one, where
     ranks are threads; a case comes to the same in both. `isolated`: no case is proved in this process, where it can be
     forked, so that one which ends its process ends no other. `fail_fast`: the first case that neither passes nor is
-    skipped is the last.
+    skipped is the last. `when_s`: how long the words that a failure needs are looked for, three times that in all; 0:
+    not at all.
     """
 
     cases: tuple[CaseLike, ...]
@@ -43,6 +44,7 @@ class Request:
     processes: int = 1
     isolated: bool = False
     fail_fast: bool = False
+    when_s: float = 0.0
 
     @property
     def options(self) -> str:
@@ -52,15 +54,17 @@ class Request:
         return " ".join(f"{word} {value}" for word, (value, usual) in words.items() if value != usual)
 
 
-def seconds(text: str, word: str) -> float:
-    """The seconds of an option called `word`. Raises RequestError for what is no number above 0 and at most a week."""
+def seconds(text: str, word: str, legal: str = "60") -> float:
+    """The seconds of an option called `word`. Raises RequestError for what is no number above 0 and at most a week; 0 is
+    one where `legal` is.
+    """
     try:
         found = float(text)
     except ValueError:
         found = math.nan
-    if not 0 < found <= _WEEK_S:
-        rule = f"must be a number of seconds above 0 and at most {_WEEK_S:.0f}"
-        raise RequestError(f"{word}={text}: {rule}; legal: --{word} 60")
+    if not (0 < found <= _WEEK_S or found == float(legal) == 0):
+        rule = f"must be a number of seconds {'from' if legal == '0' else 'above'} 0 and at most {_WEEK_S:.0f}"
+        raise RequestError(f"{word}={text}: {rule}; legal: --{word} {legal}")
     return found
 
 

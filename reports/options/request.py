@@ -173,6 +173,7 @@ def requested(arguments: argparse.Namespace) -> Request:
         processes=1 if arguments.cases else min(2, os.cpu_count() or 1),
         isolated=getattr(arguments, "isolated", False),
         fail_fast=arguments.fail_fast,
+        when_s=seconds(arguments.when, "when", "0"),
     )
 
 
@@ -182,6 +183,7 @@ def _options_checked(arguments: argparse.Namespace) -> None:
         check_target(arguments.emit_repro)
     experiment.complete(arguments)
     seconds(arguments.timeout, "timeout")
+    seconds(arguments.when, "when", "0")
     profiled_tools(arguments)
     _check_choice(arguments)
     if arguments.data is not None:

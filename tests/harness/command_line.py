@@ -25,9 +25,10 @@ class CommandLine:
         self._capsys = capsys
 
     def __call__(self, *words: str) -> Printed:
-        """One command."""
+        """One command; a run looks for no line `when:`, which takes seconds, unless it is asked to."""
         self._capsys.readouterr()
-        status = cli.main(words)
+        quick = ("--when", "0") if words[:1] == ("run",) and "--when" not in words else ()
+        status = cli.main([*words, *quick])
         printed = self._capsys.readouterr()
         return status, printed.out, printed.err
 

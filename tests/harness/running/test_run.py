@@ -58,13 +58,13 @@ def test_a_right_subject_passes_and_its_folder_is_complete(start: Start) -> None
     assert stored.env["request"]["engine"] == "inproc"
 
 
-def test_a_wrong_gradient_fails_with_seven_lines_and_status_one(start: Start) -> None:
+def test_a_wrong_gradient_fails_with_six_lines_and_status_one(start: Start) -> None:
     result = start("wrong")
     assert result.exit_status == 1
     (failed,) = [verdict for verdict in result.verdicts if verdict.verdict == "fail"]
     assert failed.check == "parameter_gradients"
     lines = failed.message.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["what", "where", "error", "first", "causes", "when", "repeat"]
+    assert [line.partition(":")[0] for line in lines] == ["what", "where", "error", "first", "causes", "repeat"]
     assert lines[-1] == f'repeat: shardproof run "{Case.parse(ONE)}" --subject {TOY}wrong'
 
 

@@ -63,7 +63,7 @@ def test_a_new_subject_runs_by_the_printed_command_and_fails_once_it_is_broken(
     case, right, wrong = BROKEN[like]
     assert text.count(right) == 1
     Path(f"broken_{like}.py").write_text(text.replace(right, wrong))
-    status, out, _ = run(capsys, "run", case, "--subject", f"broken_{like}:subject")
+    status, out, _ = run(capsys, "run", case, "--subject", f"broken_{like}:subject", "--when", "0")
     assert status == 1 and "\nwhat:   " in out
 
 

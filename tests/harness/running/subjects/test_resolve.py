@@ -46,7 +46,7 @@ def test_the_name_offered_is_the_modules_own_and_not_one_it_imports(
     (tmp_path / "my_empty_subject.py").write_text("")
     with pytest.raises(RequestError, match="has no 'torc'; legal: my_importing_subject:train"):
         resolve("my_importing_subject:torc")
-    with pytest.raises(RequestError, match="has no 'subject'; it has no public name at all"):
+    with pytest.raises(RequestError, match="has no 'subject'; it defines nothing; legal: subject"):
         resolve("my_empty_subject:subject")
 
 
