@@ -55,8 +55,9 @@ class Request:
 
 
 def seconds(text: str, word: str, legal: str = "60") -> float:
-    """The seconds of an option called `word`. Raises RequestError for what is no number above 0 and at most a week; 0 is
-    one where `legal` is.
+    """The seconds of an option called `word`. Raises RequestError for what is no number above 0 and at most a week.
+
+    Where the `legal` value is 0, 0 is one.
     """
     try:
         found = float(text)

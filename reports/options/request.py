@@ -55,8 +55,7 @@ DATA_STATUS = "reference.data.files:status"
 VARIANT_WORDS = "reference.case.variants:words"
 COVERING_CASES = "reference.case.covering:covering_cases"
 PLAIN_CASES = "reference.case.covering:plain_cases"
-_DECODER = ("variant", "data", "deep", "preset_experiment")
-"""Options of `shardproof run` that need the case language of our decoder."""
+_DECODER = ("variant", "data", "deep", "preset_experiment")  # options that need the case language of our decoder
 SLICE_WORDS = "parallel.slicing.words:Sliced"
 
 
@@ -183,7 +182,6 @@ def _options_checked(arguments: argparse.Namespace) -> None:
         check_target(arguments.emit_repro)
     experiment.complete(arguments)
     seconds(arguments.timeout, "timeout")
-    seconds(arguments.when, "when", "0")
     profiled_tools(arguments)
     _check_choice(arguments)
     if arguments.data is not None:
