@@ -74,7 +74,7 @@ def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measu
         if first and not exact:
             yield _rounded(evidence, name, other[name], evidence.dtype_of(name), sizes.get(kind, 0.0))
         elif first or (kind in _LATER and exact):
-            found = measure(name, other[name], tensor, dtype="float64")
+            found = measure(name, other[name], tensor, dtype="float64", kind=sizes.get(kind, 0.0))
             if first or found.error > FLOAT64_CEILING:
                 yield found
 

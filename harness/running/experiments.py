@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
@@ -25,9 +25,10 @@ from harness.protocols import CaseLike, case_text
 from harness.running.processes.forked_process import forked
 from harness.running.proof import NEED_WATCHING, CaseResult
 from harness.running.request import Request
+from harness.running.store import Store
 from harness.subject import NamedSubject, domains_of
 
-__all__ = ["STOPPED", "Failed", "examined", "until_interrupted"]
+__all__ = ["STOPPED", "Failed", "look_for_words"]
 
 _IN_ALL = 3
 """How many failures may take their whole time."""
@@ -60,13 +61,28 @@ class Failed:
         return self.case.dtype != "float64", self.case.world_size, len(text.split()), text
 
 
-def examined(
+def look_for_words(
+    failures: Sequence[Failed], request: Request, proving: Proving, store: Store, *, apart: bool
+) -> dict[str, tuple[Verdict, ...]]:
+    """The verdicts of failed cases by the text of the case, with the line `when:`, as they are stored now.
+
+    `apart`: found in a process of its own, which a case of an experiment may end without taking anything along. After a
+    Ctrl-C those that were found; a note of the store says so.
+    """
+    told: dict[str, tuple[Verdict, ...]] = {}
+    try:
+        for found in _each(failures, request, proving, apart=apart):
+            store.amend(found)
+            told |= found
+    except KeyboardInterrupt:
+        store.notes.append(STOPPED)
+    return told
+
+
+def _each(
     failures: Sequence[Failed], request: Request, proving: Proving, *, apart: bool
 ) -> Iterator[dict[str, tuple[Verdict, ...]]]:
-    """The verdicts of failed cases with the line `when:`, by the text of the case, those of one place at a time.
-
-    `apart`: in a process of its own, which a case of an experiment may end without taking anything along.
-    """
+    """The same, those of one place at a time."""
     if not failures or not request.when_s or request.engine not in ENGINES:
         return
     if not apart:
@@ -83,15 +99,6 @@ def examined(
         if process:
             process.kill()
             process.close()
-
-
-@contextmanager
-def until_interrupted(notes: list[str]) -> Iterator[None]:
-    """Experiments, which a Ctrl-C ends: every verdict is there, so the run is reported whole, with a note."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        notes.append(STOPPED)
 
 
 def _sent(connection: Connection, found: Iterable[object]) -> None:

@@ -23,7 +23,7 @@ from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, case_text
 from harness.recording.spans import SPAN_COLUMNS, span_row
 from harness.running.environment import environment
-from harness.running.experiments import STOPPED, Failed, examined, until_interrupted
+from harness.running.experiments import STOPPED, Failed, look_for_words
 from harness.running.order import together
 from harness.running.processes.forked_process import forked
 from harness.running.processes.spare_process import Spare
@@ -94,7 +94,6 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
     admitted(cases, request.engine)
     claimed(subject)
     results: list[_Tally] = []
-    amended: dict[str, tuple[Verdict, ...]] = {}
     by_text = {case_text(case): case for case in cases}
     with _processes(request, spare) as (others, start), nullcontext() if start else proving(request) as prove_case:
         store = Store(request.out, subject.name, environment(request.command, _words(request)))
@@ -120,10 +119,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
             sharing = Sharing(cases=cases, keep=keep, prove_here=prove, processes=others, ended=ended, start=start)
             sharing.prove_all(together(cases))
             failures = [Failed(case=one.case, verdicts=one.verdicts) for one in results if one.verdict == FAIL]
-            with until_interrupted(store.notes):
-                for found in examined(failures, request, proving, apart=start is not None):
-                    store.amend(found)
-                    amended |= found
+            amended = look_for_words(failures, request, proving, store, apart=start is not None)
         finally:
             store.close()
     if request.page is not None:

@@ -118,8 +118,8 @@ def test_a_defect_of_transformers_is_found_in_its_module_by_one_command_and_repr
     if script and request.config.getoption("hypothesis_profile", None) != "deep":
         pytest.skip("20 CPU seconds: --hypothesis-profile deep")
     monkeypatch.chdir(tmp_path)
-    command = ["run", "tp=2 micro=2", "--subject", "suites.subjects.qwen3:accumulating", "--when", "0"]
-    assert cli.main([*command, *(["--emit-repro", script] if script else [])]) == 1
+    command = ["run", "tp=2 micro=2", "--subject", "suites.subjects.qwen3:accumulating"]
+    assert cli.main([*command, "--when", "0", *(["--emit-repro", script] if script else [])]) == 1
     out = capsys.readouterr().out
     assert "\nfirst:  grad_sync of model.layers.0.self_attn.k_norm in step 0: grad/" in out
     repeat = next(line.partition("repeat: ")[2] for line in out.splitlines() if line.startswith("repeat: "))

@@ -73,6 +73,13 @@ def test_a_loss_that_is_averaged_wrongly_breaks_it(mean: Loss, said: str) -> Non
     assert "what:   loss/0 with dp=1 micro=6 is " in verdict.message and len(verdict.message.splitlines()) == 6
 
 
+def test_what_rounding_leaves_of_a_gradient_of_zero_keeps_it() -> None:
+    """A softmax does not see the bias of a norm of keys: its gradient is rounding in every grouping."""
+    words = "hidden=8 heads=2 ffn=6 vocab=389 tied=false qk_norm=true fuse_qkv=false seq=8 micro=3 steps=1 lr=0.1"
+    verdict = law(decoder, f"mode=mtp activation=swiglu fuse_mlp=true {words}")
+    assert (verdict.verdict, verdict.message) == ("pass", "the same step as with dp=3 micro=1, dp=1 micro=3 cp=2 pp=2")
+
+
 def test_a_gradient_that_is_not_divided_by_the_micro_batches_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert law(own_words.subject, "tp=2 dp=3").verdict == "pass"
     monkeypatch.setattr(own_words, "loss_of", lambda case, y: y.square().sum() / (own_words.ROWS * case.dp))
