@@ -82,7 +82,7 @@ def look_for_words(
 def _each(
     failures: Sequence[Failed], request: Request, proving: Proving, *, apart: bool
 ) -> Iterator[dict[str, tuple[Verdict, ...]]]:
-    """The same, those of one place at a time."""
+    """Yield the verdicts with their line, those of the failures of one place at a time."""
     if not failures or not request.when_s or request.engine not in ENGINES:
         return
     if not apart:

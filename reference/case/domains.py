@@ -1,6 +1,6 @@
 """The domain of every word of a case: the values that stand for all that it can have, the plainest first.
 
-Default cases, drawn cases and experiments on a failing case choose from these.
+Experiments on a failing case choose from these (harness.running.experiments).
 """
 
 from __future__ import annotations
