@@ -6,6 +6,7 @@ What their words are and which of them go together stands in `reference.case.mod
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from parallel.context.scheme import with_context
 from parallel.data_parallel.parity import with_parity
@@ -36,7 +37,12 @@ COMPOSED: dict[str, Callable[[Strategy, Case], Strategy]] = {
 
 def strategy_of(case: Case) -> Strategy:
     """What the schemes of this case decide together: its mode, then each of the others."""
-    strategy = MODES[case.mode]
+    return _composed(MODES[case.mode], case)
+
+
+@lru_cache(maxsize=16)
+def _composed(strategy: Strategy, case: Case) -> Strategy:
+    """Composed once a case: it is asked for with every tensor."""
     for composed in COMPOSED.values():
         strategy = composed(strategy, case)
     return strategy

@@ -1,6 +1,7 @@
 """In which order cases are proved, and which of them by one process: those that are one case to the dense model.
 
-What the dense model computed for one of them serves all, when they follow each other in one process.
+What the dense model computed for one of them serves all, when they follow each other in one process. A case that loads
+what another one saves follows it too.
 """
 
 from __future__ import annotations
@@ -14,12 +15,36 @@ from harness.protocols import CaseLike
 from harness.resolve import resolve
 from harness.running.truth.reference import REFERENCE
 
-__all__ = ["arranged", "together"]
+__all__ = ["arranged", "together", "unsaved"]
 
 
 def together(cases: Sequence[CaseLike]) -> list[list[int]]:
-    """The numbers of the cases, those in one list that follow each other and are one case to the dense model."""
-    return [list(numbers) for _, numbers in groupby(range(len(cases)), key=lambda number: _alike(cases[number]))]
+    """The numbers of the cases, those in one list that follow each other and are one case to the dense model, or of
+    which one loads what another one before it saves.
+    """
+    groups = [list(numbers) for _, numbers in groupby(range(len(cases)), key=lambda number: _alike(cases[number]))]
+    found: list[list[int]] = []
+    saving: dict[str, list[int]] = {}
+    for group in groups:
+        earlier = next((saving[word] for number in group if (word := _folder(cases[number], "load")) in saving), None)
+        if earlier is None:
+            found.append(group)
+        else:
+            earlier += group
+        home = group if earlier is None else earlier
+        saving |= {word: home for number in group if (word := _folder(cases[number], "save"))}
+    return found
+
+
+def unsaved(cases: Sequence[CaseLike]) -> list[CaseLike]:
+    """The cases that load nothing which another one of them will have saved: what they read is there now."""
+    saved = {_folder(case, "save") for case in cases} - {""}
+    return [case for case in cases if _folder(case, "load") not in saved]
+
+
+def _folder(case: CaseLike, word: str) -> str:
+    """The folder that a case saves to or loads from, "" for none."""
+    return "" if isinstance(case, PlainCase) else str(getattr(case, word, ""))
 
 
 def arranged(cases: Iterable[CaseLike]) -> tuple[CaseLike, ...]:
@@ -27,8 +52,11 @@ def arranged(cases: Iterable[CaseLike]) -> tuple[CaseLike, ...]:
     that take such groups in turn then end at nearly the same time.
     """
     groups: dict[CaseLike, list[CaseLike]] = {}
+    saving: dict[str, CaseLike] = {}
     for case in cases:
-        groups.setdefault(_alike(case), []).append(case)
+        alike = saving.get(_folder(case, "load"), _alike(case))
+        groups.setdefault(alike, []).append(case)
+        saving |= {word: alike for word in [_folder(case, "save")] if word}
     return tuple(
         chain(*sorted(groups.values(), key=lambda group: -sum(case.world_size * case.steps for case in group)))
     )

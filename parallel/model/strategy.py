@@ -64,7 +64,7 @@ class Parts:
     saved_over: Axis | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strategy:
     """One way to split the work.
 

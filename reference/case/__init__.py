@@ -5,7 +5,9 @@ words         what each word means and its legal values
 rules         which values are legal, alone and together
 presets       named models, the families' defaults, sizes that follow other sizes
 variants      known deviations of real systems, and which cases can show each
-covering      the cases that run when none is given (designs: the tables they start from)
+domains       the values that stand for all that a word can have
+default_cases the cases that run when none is given; default_cases.txt has their lines
+repair        changes words until a case is legal
 """
 
 from reference.case.case import Case

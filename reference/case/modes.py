@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reference.case.designs import AUTOTP, GATHERED, INTERNEVO, MEGATRON, SCHEMES, WEIGHTS_SPLIT, WHOLE
-
 __all__ = ["MODES", "Mode", "mode_of", "whose"]
 
 
@@ -30,9 +28,6 @@ class Mode:
     stages          its layers may be the stages of a pipeline (pp=)
     measures        has the metric of its system
     presets         words of its plain cases, the model of its own system first
-    design          the first default cases (`reference.case.designs`)
-    brief           default cases that are written out, in place of a list of pairs
-    spread          default cases behind either, with the words of other schemes (`reference.case.schemes`)
     """
 
     system: str
@@ -46,9 +41,6 @@ class Mode:
     stages: bool = False
     measures: bool = False
     presets: tuple[Mapping[str, str], ...] = ({"preset": "tiny-gpt"}, {"preset": "tiny-internlm2"})
-    design: tuple[str, ...] = ()
-    brief: tuple[str, ...] = ()
-    spread: tuple[str, ...] = ()
 
     @property
     def gathers_weights(self) -> bool:
@@ -64,8 +56,6 @@ def _megatron(*, sequence: bool) -> Mode:
         broadcasts=True,
         data_parallel=True,
         stages=True,
-        design=MEGATRON,
-        spread=SCHEMES if sequence else (*SCHEMES, *WHOLE),
     )
 
 
@@ -77,8 +67,6 @@ def _internevo(**more: Any) -> Mode:
         "stages": True,
         "data_parallel": True,
         "presets": presets,
-        "design": INTERNEVO,
-        "spread": SCHEMES,
     }
     return Mode(**{**plain, **more})
 
@@ -86,15 +74,13 @@ def _internevo(**more: Any) -> Mode:
 MODES: dict[str, Mode] = {
     "tp": _megatron(sequence=False),
     "tp-sp": _megatron(sequence=True),
-    "mtp": _internevo(spread=(*SCHEMES, *WHOLE)),
+    "mtp": _internevo(),
     "msp": _internevo(sequence=True),
     "fsp": _internevo(sequence=True),
     "isp": _internevo(
         heads=("exchange", "local", "gather"),
         sequence=True,
         weight_axis="wp",
-        spread=GATHERED,
-        design=WEIGHTS_SPLIT,
     ),
     "autotp": Mode(
         system="DeepSpeed",
@@ -102,7 +88,6 @@ MODES: dict[str, Mode] = {
         embeddings=("whole",),
         uneven=True,
         presets=({"family": "opt"}, {"family": "llama"}),
-        brief=AUTOTP,
     ),
 }
 """Value of `mode=` -> what it is."""

@@ -24,6 +24,7 @@ from harness.predicting.clusters import read as read_cluster
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
 from harness.running.ranks.capacity import admitted
+from harness.running.order import unsaved
 from harness.running.request import Request, check_saved, seconds
 from harness.subject import (
     NamedSubject,
@@ -53,8 +54,8 @@ LAUNCHED = "torchrun"
 FIRST_BATCH = "reference.data.batches:micro_batch"
 DATA_STATUS = "reference.data.files:status"
 VARIANT_WORDS = "reference.case.variants:words"
-COVERING_CASES = "reference.case.covering:covering_cases"
-PLAIN_CASES = "reference.case.covering:plain_cases"
+DEFAULT_CASES = "reference.case.default_cases:default_cases"
+PLAIN_CASES = "reference.case.default_cases:plain_cases"
 _DECODER = ("variant", "data", "deep", "preset_experiment")  # options that need the case language of our decoder
 SLICE_WORDS = "parallel.slicing.words:Sliced"
 
@@ -158,7 +159,7 @@ def requested(arguments: argparse.Namespace) -> Request:
             raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
         cases = given or _defaults(arguments, subject)
         steps = profiled_steps(arguments, cases)
-        _read_first(admitted(cases, arguments.engine))
+        _read_first(unsaved(admitted(cases, arguments.engine)))
     return Request(
         cases=cases,
         subject=subject,
@@ -218,7 +219,8 @@ def _check_choice(arguments: argparse.Namespace) -> None:
 
 
 def _defaults(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[CaseLike, ...]:
-    cases = default_cases(subject, arguments.modes, deep=arguments.deep)
+    folder = str(Path(arguments.out, "checkpoint-of-default-cases"))
+    cases = default_cases(subject, arguments.modes, deep=arguments.deep, checkpoint=folder)
     if arguments.variant is not None:  # one case of a mode shows it, or none
         cases = tuple({case.mode: case for case in reversed(cases)}.values())[::-1]
         cases = _as_variant(cases, arguments.variant, given=False)
@@ -227,12 +229,14 @@ def _defaults(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[Cas
     return cases
 
 
-def default_cases(subject: NamedSubject, modes: str, *, deep: bool = False) -> tuple[CaseLike, ...]:
-    """The cases that the subject names itself; else those that cover the words of the case language. In either case of
-    the chosen modes ("all" or "a,b") that are claimed.
+def default_cases(
+    subject: NamedSubject, modes: str, *, deep: bool = False, checkpoint: str = ""
+) -> tuple[CaseLike, ...]:
+    """The cases that the subject names itself; else those that hold every pair of values of two words. In either case
+    of the chosen modes ("all" or "a,b") that are claimed.
 
-    `deep`: every pair of values of two words; otherwise every pair that is no default. What the subject refuses is left
-    out as far as it leaves anything. A subject without `refuses` has not stated which words it knows: plain cases.
+    `deep`: all of them in every mode. What the subject refuses is left out as far as it leaves anything. A subject
+    without `refuses` has not stated which words it knows: plain cases. `checkpoint` is a folder to save to.
     """
     if not deep and (own := own_cases(subject)) is not None:
         modes_chosen = claims(subject).chosen(modes)
@@ -240,7 +244,7 @@ def default_cases(subject: NamedSubject, modes: str, *, deep: bool = False) -> t
     if not deep and not offers(subject.call, "refuses"):
         plain: Any = resolve(PLAIN_CASES)
         return tuple(case for mode in claims(subject).chosen(modes) for case in plain(mode))
-    cases_of: Callable[..., Iterable[CaseLike]] = resolve(COVERING_CASES)  # type: ignore[assignment]
+    cases_of: Callable[..., tuple[CaseLike, ...]] = resolve(DEFAULT_CASES)  # type: ignore[assignment]
 
     def refuses(case: CaseLike) -> str:
         try:
@@ -248,7 +252,7 @@ def default_cases(subject: NamedSubject, modes: str, *, deep: bool = False) -> t
         except Unanswered:  # the case itself is to run into it: its verdict reports it
             return ""
 
-    return tuple(case for mode in claims(subject).chosen(modes) for case in cases_of(mode, refuses, deep=deep))
+    return cases_of(claims(subject).chosen(modes), refuses, deep=deep, checkpoint=checkpoint)
 
 
 def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> tuple[CaseLike, ...]:

@@ -21,6 +21,8 @@ HIDDEN = (256, 1024, 2048)
 """Or the largest hidden size."""
 _LONGEST = 512
 """Tokens of the longest sequence that is made of a short one: scores grow with the square."""
+_PACKED = 2048
+"""Tokens of the longest row of packs, which is one sequence to the dense model: 12 heads have scores of 400 MB."""
 _STEPS = 2
 _INNER = 4096
 """The largest number of inner features of an MLP."""
@@ -43,7 +45,9 @@ def _long(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
     longest = max(_LONGEST // case.seq, 1)
     times = draw(st.sampled_from([times for times in (1, 4, 16, 64) if times <= longest]), label="longer")
     now = case.seq * times * case.micro * case.dp
-    return {"seq": case.seq * times, "batch": max(draw(st.sampled_from(TOKENS), label="tokens") // now, 1)}
+    batch = draw(st.sampled_from(TOKENS), label="tokens") // now
+    most = _PACKED // (case.seq * times) if case.packed else batch
+    return {"seq": case.seq * times, "batch": max(min(batch, most), 1)}
 
 
 @st.composite

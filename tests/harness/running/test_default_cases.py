@@ -12,8 +12,7 @@ from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
 from harness.subject import named
 from reference.case import Case
-from reference.case.covering import covering_cases
-from reference.case.modes import MODES
+from reference.case.default_cases import default_cases
 from suites.mutants.catalogue import MUTANTS
 from suites.mutants.held_back import HELD_BACK
 from suites.mutants.mutant import Change, Mutant, everywhere, holds
@@ -54,7 +53,7 @@ NEEDING_WORDS = (
 
 @pytest.mark.parametrize(("words", "where", "mutant"), NEEDING_WORDS, ids=lambda value: getattr(value, "name", value))
 def test_a_bug_that_needs_a_word_is_killed(words: str, where: str, mutant: Mutant) -> None:
-    plain, *cases = covering_cases(where)
+    plain, *cases = default_cases([where])
     assert not holds(words, plain)
     case = next(case for case in cases if holds(words, case) and mutant.shows(case))
     assert _failing(mutant, case)
@@ -69,5 +68,5 @@ def _failing(mutant: Mutant, case: Case) -> list[str]:
 
 
 def test_every_known_mutant_finds_a_default_case_that_can_show_it() -> None:
-    cases = [case for mode in MODES for case in covering_cases(mode)]
+    cases = default_cases()
     assert [name for name, mutant in KNOWN.items() if not any(map(mutant.shows, cases))] == []

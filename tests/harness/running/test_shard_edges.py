@@ -11,7 +11,7 @@ from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
 from harness.subject import named
 from reference.case import Case
-from reference.case.covering import covering_cases
+from reference.case.default_cases import default_cases
 from suites.mutants.catalogue import MUTANTS
 from suites.mutants.mutant import Mutant
 
@@ -30,7 +30,7 @@ def test_a_range_one_row_off_fails_a_default_case(place: int, mutant: Mutant) ->
     """In one mode each, another one for every mutant; `shardproof faults` plants them in all. Without a bug these cases
     pass: tests/reports/pages/test_default_run.py.
     """
-    shown = [case for case in (covering_cases(mode)[0] for mode in mutant.modes) if mutant.shows(case)]
+    shown = [case for case in (default_cases([mode])[0] for mode in mutant.modes) if mutant.shows(case)]
     case = shown[place % len(shown)]
     with mutant.subject() as wrong:
         assert verdict(case, wrong) == FAIL, case

@@ -14,7 +14,7 @@ from harness.subject import named
 from parallel import registry
 from parallel.subject import subject
 from reference.case import Case, modes
-from reference.case.covering import covering_cases
+from reference.case.default_cases import default_cases
 from reports.commands import cli
 from suites.killing.matrix import disturbed
 from suites.mutants.mutant import OURS
@@ -54,7 +54,7 @@ def test_faults_and_default_cases() -> None:
         plans = disturbed(named(subject), "toy", engine, quick=False)
     targets = [fault.target for plan in plans for fault in plan.faults]
     assert any(target.phase == "grad_sync" and target.axis == "tp" for target in targets)
-    assert "toy" in subject.modes and len(covering_cases("toy")) > 5
+    assert "toy" in subject.modes and len(default_cases(["toy"])) > 5
 
 
 @pytest.mark.usefixtures("loaded")

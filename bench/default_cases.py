@@ -1,0 +1,316 @@
+"""Finds the default cases: as little to run as a search finds that holds every legal pair of values of two words.
+
+    python -m bench.default_cases --seconds 1200
+
+The values are those of `reference.case.domains`, on meshes of up to 8 ranks. The everyday recipes are there whatever
+they hold. A case for a missing pair is a known one with both values, changed as the rules propose
+(`reference.case.repair`), and then in single words as long as that holds more (AETG: Cohen et al., IEEE TSE 23, 1997).
+After that a few cases at a time are taken out and found anew; what costs less is kept. The list is written to
+`reference/case/default_cases.txt`, from which another call goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, combinations, islice
+from typing import Any
+
+from reference.case import Case, CaseError
+from reference.case.default_cases import FILE, NUMBERS, RANKS, line_of, lines, paired_domains
+from reference.case.modes import MODES
+from reference.case.repair import Problem, Words, problem_of, repaired, words_of
+
+_SOURCES, _BUILT = 6, 2
+"""In how many cases a missing pair is looked for, and of how many of these the best is taken."""
+FEW = 4
+"""Where a pair is possible on so many ranks of which tp or wp splits something, it must be in a case that does so."""
+_SEEDS = 8
+_TAKEN_OUT = 6
+"""So many cases at most are found anew at a time."""
+_WAYS = ({}, {"pp": 2, "layers": 4, "schedule": "interleaved", "chunks": 2, "group": 3})
+_WAYS += ({"cp": 4, "cp_comm": "alltoall-ring", "cp_inner": 2, "seq": 24}, {"dtype": "float16", "master": "float32", "scaler": "static", "loss_scale": 8.0})  # type: ignore[assignment]
+"""Where the search begins in every mode and family: words that need several others."""
+
+
+def starts() -> list[Words]:
+    """Legal cases of every mode to begin with."""
+    found = []
+    for mode in MODES:
+        for words in ({**way, "family": family} for way in _WAYS for family in ("gpt", "llama")):
+            with suppress(CaseError):
+                found.append(words_of(Case.of(**{**NUMBERS, "layers": 1, "steps": 1, "tp": 1, "mode": mode, **words})))
+    return found
+
+
+def cost(words: Words) -> float:
+    """About how long a case takes: measured over ranks, layers, steps and dtypes."""
+    ranks = words["tp"] * words["dp"] * words["pp"] * words["cp"]
+    deeper = 1 + 0.15 * (words["layers"] - 1) + 0.2 * words["packed"] + 0.2 * (words["dtype"] != "float64")
+    return (0.12 + 0.075 * ranks) * words["steps"] ** 0.8 * deeper
+
+
+class Search:
+    """Finds cases for pairs. `possible[a]` are the levels that some legal case has together with level a, as bits;
+    `anywhere[a]` those for which the case need not split anything.
+    """
+
+    def __init__(self, kept: Sequence[Words], seed: int) -> None:
+        self.kept, self.random = list(kept), random.Random(seed)
+        self.domains = paired_domains()
+        self.levels = [(word, value) for word, values in self.domains.items() for value in values]
+        self.number = {level: number for number, level in enumerate(self.levels)}
+        self.known: dict[tuple[Any, ...], Problem] = {}
+        self.seeds: list[list[Words]] = []
+        self.possible = [0] * len(self.levels)
+        self.anywhere = [0] * len(self.levels)
+        self.lost: set[tuple[int, int]] = set()
+
+    def problem(self, words: Words) -> Problem:
+        """What is against a case: a rule, or that it has one rank or too many."""
+        key = tuple(words.values())
+        if key not in self.known:
+            self.known[key] = problem_of(words) or ("" if 2 <= ranks(words) <= RANKS else "ranks")
+        return self.known[key]
+
+    def narrow(self, words: Words) -> Problem:
+        """The same for a case that splits something over few ranks."""
+        return self.problem(words) or ("" if splits(words) and ranks(words) <= FEW else "few")
+
+    def repaired(self, words: Words, fixed: Words, *, search: bool = False) -> Words | None:
+        """A legal case with the words of `fixed`, near these words."""
+        return repaired(words, fixed, self.domains, self.problem, search=search)
+
+    def begin(self) -> None:
+        """Find out which pairs are possible, and which of them on few ranks that split something."""
+        begin = starts()
+        for level in self.levels:
+            fixed = dict([level])
+            ways = (self.repaired(start, fixed) for start in begin)
+            searched = (self.repaired(start, fixed, search=True) for start in begin)
+            guessed = (self.enabled(start, fixed) for start in begin)
+            near = list(islice(filter(None, ways), _SEEDS))
+            self.seeds.append(near or list(islice(filter(None, chain(searched, guessed)), _SEEDS)))
+        for a, b in combinations(range(len(self.levels)), 2):
+            if self.levels[a][0] == self.levels[b][0] or not (self.seeds[a] and self.seeds[b]):
+                continue
+            fixed = dict((self.levels[a], self.levels[b]))
+            sources = self.sources((a, b))
+            if self.first(sources, fixed, self.narrow):
+                self.possible[a] |= 1 << b
+                self.possible[b] |= 1 << a
+            elif self.first(sources, fixed, self.problem):
+                for bits in (self.possible, self.anywhere):
+                    bits[a] |= 1 << b
+                    bits[b] |= 1 << a
+
+    def sources(self, pair: tuple[int, int]) -> list[Words]:
+        """Known cases with one of two levels, or with both and with what these need."""
+        seeds = [self.seeds[number] for number in pair]
+        both = ({**words, **self.differing(other)} for words, other in zip(*seeds, strict=False))
+        return [*both, *(words for some in seeds for words in some)]
+
+    def first(self, sources: Sequence[Words], fixed: Words, problem: Callable[[Words], Problem]) -> Words | None:
+        """The first case with these words that is found near the sources."""
+        ruled = (repaired(words, fixed, self.domains, problem) for words in sources)
+        searched = (repaired(words, fixed, self.domains, problem, search=True) for words in sources[:_SOURCES])
+        return next(filter(None, chain(ruled, searched)), None)
+
+    def enabled(self, words: Words, fixed: Words) -> Words | None:
+        """The case with these words fixed; where rules alone do not lead there, with one more word guessed."""
+        found = self.repaired(words, fixed, search=True)
+        before = _key(self.problem({**words, **fixed}))
+        for word, values in () if found else self.domains.items():
+            for value in values if word not in fixed and not found else ():
+                guess = {**fixed, word: value}
+                if _key(self.problem({**words, **guess})) != before:
+                    found = self.repaired(words, guess, search=True)
+        return found
+
+    def held(self, words: Words) -> tuple[list[int], int]:
+        """The levels of a case, and the same as bits."""
+        numbers = [self.number[level] for word in self.domains if (level := (word, words[word])) in self.number]
+        return numbers, sum(1 << number for number in numbers)
+
+    def missing(self, found: Sequence[Words]) -> list[int]:
+        """For every level the others that no case has together with it, as bits."""
+        missing = list(self.possible)
+        for words in found:
+            self.cover(missing, words)
+        return missing
+
+    def cover(self, missing: list[int], words: Words) -> None:
+        """Nothing of this case is missing."""
+        numbers, bits = self.held(words)
+        for number in numbers:
+            missing[number] &= ~(bits if splits(words) else bits & self.anywhere[number])
+
+    def gain(self, missing: list[int], words: Words) -> int:
+        """How many missing pairs a case holds, each counted twice."""
+        numbers, bits = self.held(words)
+        if splits(words):
+            return sum((missing[number] & bits).bit_count() for number in numbers)
+        return sum((missing[number] & bits & self.anywhere[number]).bit_count() for number in numbers)
+
+    def completed(self, found: list[Words]) -> list[Words]:
+        """More cases, until no possible pair is missing."""
+        missing = self.missing([*self.kept, *found])
+        while any(missing):
+            pair = self.wanted(missing)
+            words = self.built(pair, found, missing)
+            if words and self.gain(missing, words):
+                self.cover(missing, words)
+                found.append(words)
+            else:
+                self.lost.add(pair)
+                for one, other in (pair, pair[::-1]):
+                    missing[one] &= ~(1 << other)
+        return found
+
+    def wanted(self, missing: list[int]) -> tuple[int, int]:
+        """A missing pair: of a level that lacks many, mostly."""
+        lacks = [bits.bit_count() * self.random.uniform(0.7, 1.0) for bits in missing]
+        first = max(range(len(lacks)), key=lacks.__getitem__)
+        others = [number for number in range(len(lacks)) if missing[first] >> number & 1]
+        return first, max(others, key=lacks.__getitem__)
+
+    def built(self, pair: tuple[int, int], found: Sequence[Words], missing: list[int]) -> Words | None:
+        """A legal case with this pair that holds much else that is missing, None when none is found."""
+        fixed = dict(self.levels[number] for number in pair)
+        near = [words for words in found if any(words[word] == value for word, value in fixed.items())]
+        self.random.shuffle(near)
+        sources = [*near[:3], *self.sources(pair)]
+        anywhere = self.anywhere[pair[0]] >> pair[1] & 1
+        ruled = (self.repaired(words, fixed) for words in sources)
+        searched = (self.repaired(words, fixed, search=True) for words in sources[:_SOURCES])
+        narrow = (repaired(words, fixed, self.domains, self.narrow, search=True) for words in sources)
+        legal = (words for words in chain(ruled, searched, narrow) if words and (anywhere or splits(words)))
+        improved = [self.improved(words, fixed, missing) for words in islice(legal, _BUILT)]
+        return max(improved, key=lambda words: self.gain(missing, words) / cost(words), default=None)
+
+    def differing(self, words: Words) -> Words:
+        """What a seed has that the start nearest to it has not: its level, and words that it needs."""
+        start = min(starts_once(), key=lambda start: sum(start[word] != words[word] for word in words))
+        return {word: value for word, value in words.items() if value != start[word]}
+
+    def improved(self, words: Words, fixed: Collection[str], missing: list[int]) -> Words:
+        """The case with single words changed, as long as it holds more that is missing for what it costs."""
+        worth = self.gain(missing, words) / cost(words)
+        again = True
+        while again:
+            again = False
+            order = [word for word in self.domains if word not in fixed]
+            self.random.shuffle(order)
+            for word in order:
+                for value in self.domains[word]:
+                    if words[word] == value:
+                        continue
+                    other = self.repaired(words, {**{key: words[key] for key in fixed}, word: value})
+                    if other and (more := self.gain(missing, other) / cost(other)) > worth:
+                        words, worth, again = other, more, True
+        return words
+
+    def without_idle(self, found: list[Words]) -> list[Words]:
+        """The cases without those that hold nothing alone, the dearest left out first."""
+        for words in sorted(found, key=cost, reverse=True):
+            others = [one for one in found if one is not words]
+            missing = self.missing([*self.kept, *others])
+            if not self.gain(missing, words):
+                found = others
+        return found
+
+    def cheaper(self, found: list[Words]) -> list[Words]:
+        """The list with a few cases found anew, or as it was."""
+        out = self.random.sample(range(len(found)), self.random.randint(2, _TAKEN_OUT))
+        rest = [words for number, words in enumerate(found) if number not in out]
+        new = self.without_idle(self.completed(list(rest)))
+        if any(self.missing([*self.kept, *new])):
+            return found
+        return new if total(new) <= total(found) + 1e-9 else found
+
+
+def splits(words: Words) -> bool:
+    """Does the mode of a case split anything?"""
+    return bool(words["tp"] > 1 or words["wp"] > 1)
+
+
+def ranks(words: Words) -> int:
+    """The size of its mesh."""
+    return int(words["tp"] * words["dp"] * words["pp"] * words["cp"])
+
+
+def total(found: Sequence[Words]) -> float:
+    return sum(map(cost, found))
+
+
+def _key(problem: Problem) -> tuple[str, str]:
+    return (problem.key, problem.rule) if isinstance(problem, CaseError) else ("", problem)
+
+_STARTS: list[Words] = []
+def starts_once() -> list[Words]:
+    if not _STARTS: _STARTS.extend(starts())
+    return _STARTS
+
+
+def shortest(words: Words) -> Words:
+    """The case with one step and as few layers as it may have."""
+    ways = ({**words, "steps": 1, "layers": layers, "micro": NUMBERS["micro"]} for layers in range(1, words["layers"]))
+    return next((way for way in ways if not problem_of(way)), {**words, "steps": 1})
+
+
+def finished(found: Sequence[Words], domains: Mapping[str, Sequence[Any]]) -> list[Words]:
+    """The cases with micro-batches that are no axis of the mesh, and with two steps and layers where a value would be
+    in no such case otherwise.
+    """
+    cases = [_other_micro(words) for words in found]
+    missing = {(word, words[word]) for words in cases for word in domains}
+    twice: dict[int, Words] = {}
+    while missing:
+        longer = {number: _twice(words) for number, words in enumerate(cases) if number not in twice}
+        worth = {n: len(missing & {(w, words[w]) for w in domains}) / cost(words) for n, words in longer.items()}
+        best = max(worth, key=lambda number: worth[number])
+        twice[best] = longer[best]
+        missing -= {(word, longer[best][word]) for word in domains}
+    return [twice.get(number, words) for number, words in enumerate(cases)]
+
+
+def _other_micro(words: Words) -> Words:
+    sizes = {words[axis] for axis in ("tp", "dp", "pp", "cp", "wp")}
+    ways = ({**words, "micro": micro} for micro in (3, 2, 5, 7) if micro not in sizes)
+    return next(way for way in ways if not problem_of(way))
+
+
+def _twice(words: Words) -> Words:
+    ways = ({**words, "steps": 2, "layers": layers} for layers in range(max(2, words["layers"]), 9))
+    return next((way for way in ways if not problem_of(way)), {**words, "steps": 2})
+
+
+def main() -> int:
+    """Search for so many seconds, and write the list down."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600, help="how long to search")
+    parser.add_argument("--seed", type=int, default=0, help="another seed goes other ways")
+    asked = parser.parse_args()
+    end = time.monotonic() + asked.seconds
+    kept, before = ([words_of(case) for case in lines()[section]] for section in ("recipes", "pairs"))
+    search = Search(kept, asked.seed)
+    search.begin()
+    found = search.without_idle(search.completed([shortest(words) for words in before]))
+    while time.monotonic() < end:
+        found = search.cheaper(found)
+        print(f"\r{len(found)} cases, cost {total(found):.2f}", end="", flush=True)
+    _write(finished(found, search.domains))
+    return 0
+
+
+def _write(found: Sequence[Words]) -> None:
+    by_hand = FILE.read_text(encoding="utf-8").partition("\npairs:\n")[0]
+    new = sorted(line_of(Case(**words)) for words in found)
+    FILE.write_text("\n".join([by_hand, "pairs:", *new, ""]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

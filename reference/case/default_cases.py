@@ -1,0 +1,198 @@
+"""The cases that run when none is given: a plain one of each mode, everyday recipes, and every pair of values.
+
+`default_cases.txt` has the lines. Its pairs are all that a legal case on at most 8 ranks can hold of two words, with
+the values of `reference.case.domains`; `python -m bench.default_cases` finds them, a test enumerates the pairs. For
+other modes, and for a subject that refuses words, the lines are changed as the rules propose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from reference.case.case import Case, CaseError
+from reference.case.domains import domains
+from reference.case.modes import MODES
+from reference.case.repair import Problem, Words, problem_of, repaired, words_of
+from reference.case.rules import write
+
+__all__ = ["FILE", "FIXED", "NUMBERS", "RANKS", "default_cases", "line_of", "lines", "paired_domains", "plain_cases"]
+
+FILE = Path(__file__).with_suffix(".txt")
+RANKS = 8
+NUMBERS: Mapping[str, int | float] = {
+    "hidden": 48,
+    "heads": 12,
+    "ffn": 28,
+    "vocab": 268,
+    "seq": 20,
+    "batch": 5,
+    "micro": 3,
+    "lr": 0.1,
+    "seed": 1,
+}
+"""What the lines leave out. No size is another one, and each has an odd part on 4 ranks."""
+FIXED: Mapping[str, str] = {
+    "data": "is the option --data",
+    "load": "names a folder: a recipe",
+    "save": "names a folder: a recipe",
+    "layers": "as few as the case needs, more in cases of two steps",
+    "steps": "1, but for cases that hold every value in two steps",
+    **{word: "a size of all cases" for word in NUMBERS},
+}
+"""Words of which no pairs are wanted, and why."""
+CHECKPOINT = "CHECKPOINT"
+"""Stands for a folder in the lines that save to one and load from it."""
+Refuses = Callable[[Case], str]
+Level = tuple[str, Any]
+
+
+def paired_domains() -> dict[str, tuple[Any, ...]]:
+    """The words whose pairs are wanted, each with its values."""
+    return {word: values for word, values in domains().items() if word not in FIXED}
+
+
+@lru_cache(maxsize=1)
+def lines() -> Mapping[str, tuple[Case, ...]]:
+    """The stored cases of every section: recipes, pairs. A line has the words that are not those of NUMBERS."""
+    found: dict[str, list[Case]] = {}
+    for line in FILE.read_text(encoding="utf-8").splitlines():
+        text = line.partition("#")[0].strip()
+        if text.endswith(":"):
+            section = found.setdefault(text[:-1], [])
+        elif text:
+            section.append(Case.of(**{**NUMBERS, **Case.read_words(text)}))
+    return {name: tuple(cases) for name, cases in found.items()}
+
+
+def line_of(case: Case) -> str:
+    """The line of a case: its words that are not those of NUMBERS."""
+    shared = {f"{word}={write(value)}" for word, value in NUMBERS.items()}
+    return " ".join(word for word in str(case).split() if word not in shared)
+
+
+def plain_cases(mode: str) -> tuple[Case, ...]:
+    """Cases of a mode on 2 and 4 ranks with no word that an implementation must have been written for."""
+    case = _plain(mode)[0]
+    return case, case.but(dp=2), case.but(tp=4, kv_heads=4)
+
+
+def _plain(mode: str) -> list[Case]:
+    """Cases of this mode with few words, the model of its own system first: Megatron's, InternEvo's, OPT."""
+    return [Case.of(**words, mode=mode, micro=NUMBERS["micro"]) for words in MODES[mode].presets]
+
+
+def default_cases(
+    modes: Sequence[str] = tuple(MODES),
+    refuses: Refuses = lambda case: "",
+    *,
+    deep: bool = False,
+    checkpoint: str = "",
+) -> tuple[Case, ...]:
+    """The default cases of these modes: a plain one of each, recipes, and those that hold every pair.
+
+    `refuses` is a subject's reason against a case, "" for none: the stored cases are changed until it takes them.
+    `deep`: every stored case in every one of the modes, with two layers and two steps. `checkpoint` is the folder of
+    the recipes that save and load, which are left out without one.
+    """
+    plain = [min(_plain(mode), key=lambda case: bool(refuses(case))) for mode in modes]
+    stored = [case for section in lines().values() for case in section if not case.save and not case.load]
+    moved = [] if deep else [case.but(**_folders(case, checkpoint)) for case in _checkpoints() if checkpoint]
+    if any(case.mode not in modes or refuses(case) for case in moved):
+        moved = []
+    if not deep and {*modes} == {*MODES} and not any(map(refuses, stored)):
+        return (*plain, *moved, *stored)
+    changes = _Changes(modes, refuses, plain)
+    twice = {"steps": 2, "layers": 2} if deep else {}
+    places = [(case, mode) for case in stored for mode in modes] if deep else zip(stored, _modes_of(stored, modes))
+    found = dict.fromkeys(filter(None, (changes.made(case, {"mode": mode, **twice}) for case, mode in places)))
+    return (*plain, *moved, *(found if deep else _needed(found)))
+
+
+def _checkpoints() -> list[Case]:
+    """The recipes that save, and those that load what these saved."""
+    return [case for case in lines()["recipes"] if case.save or case.load]
+
+
+def _folders(case: Case, checkpoint: str) -> dict[str, str]:
+    return {word: checkpoint for word in ("save", "load") if getattr(case, word)}
+
+
+def _modes_of(cases: Sequence[Case], modes: Sequence[str]) -> Iterator[str]:
+    """The mode of every case: its own, or one of the others in turn."""
+    others = cycle(modes)
+    return (case.mode if case.mode in modes else next(others) for case in cases)
+
+
+class _Changes:
+    """Changes cases until a subject takes them."""
+
+    def __init__(self, modes: Sequence[str], refuses: Refuses, plain: Sequence[Case]) -> None:
+        self._modes, self._refuses = modes, refuses
+        self._domains = domains()
+        base = words_of(plain[0])
+        small = {**base, **NUMBERS}
+        self._sizes = {word: base[word] for word in NUMBERS} if self._problem(small) and not self._problem(base) else {}
+        self._plain = {**base, **NUMBERS, **self._sizes, "layers": 1, "steps": 1}
+        self._refused = {
+            (word, value) for word, values in self._domains.items() for value in values if self._refused_alone(word, value)
+        }
+
+    def _problem(self, words: Words) -> Problem:
+        """The rule that a case breaks, or the reason against it."""
+
+        def reason(case: Case) -> str:
+            if case.mode not in self._modes or not 2 <= case.world_size <= RANKS:
+                return "another mode or mesh"
+            return self._refuses(case)
+
+        return problem_of(words, reason)
+
+    def _refused_alone(self, word: str, value: Any) -> bool:
+        """Does the subject refuse a plain case with this value?"""
+        legal = repaired(self._plain, {word: value}, self._domains)
+        return bool(legal and self._refuses(Case(**legal)))
+
+    def made(self, case: Case, fixed: Words) -> Case | None:
+        """The case with these words, and with others changed until it is taken; None where that is not found."""
+        words = {**words_of(case), **self._sizes}
+        found = repaired(words, fixed, self._domains, self._problem)
+        if not found:
+            known = {word: self._plain[word] for word, value in words.items() if (word, value) in self._refused}
+            found = repaired({**words, **known}, fixed, self._domains, self._problem, search=True)
+        return Case(**found) if found else None
+
+
+def _needed(cases: Iterable[Case]) -> list[Case]:
+    """Few of these cases that hold all pairs that they hold together: the next one has the most more for its ranks."""
+    varied = paired_domains()
+    numbers: dict[Level, int] = {}
+    levels = {
+        case: [numbers.setdefault((word, getattr(case, word)), len(numbers)) for word in varied] for case in cases
+    }
+    bits = {case: sum(1 << number for number in held) for case, held in levels.items()}
+    missing = [0] * len(numbers)
+    for case, held in levels.items():
+        for number in held:
+            missing[number] |= bits[case]
+
+    def more(case: Case) -> float:
+        return sum((missing[number] & bits[case]).bit_count() for number in levels[case]) / (2 + case.world_size)
+
+    found: list[Case] = []
+    left = [(-more(case), number, case) for number, case in enumerate(levels)]
+    heapify(left)
+    while left:  # what a case has more than those found only shrinks: only the first one is counted again
+        _, number, case = heappop(left)
+        now = more(case)
+        if left and now < -left[0][0]:
+            heappush(left, (-now, number, case))
+        elif now:
+            found.append(case)
+            for level in levels[case]:
+                missing[level] &= ~bits[case]
+    return found

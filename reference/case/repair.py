@@ -1,0 +1,81 @@
+"""Changes words of a case until it is legal, as the rules that it breaks propose."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from reference.case.case import Case, CaseError
+from reference.case.rules import write
+
+__all__ = ["Words", "problem_of", "repaired", "words_of"]
+
+Words = dict[str, Any]
+"""Word -> its value, of a whole case."""
+Problem = CaseError | str
+_REPAIRS = 8
+"""How many words may be changed before a case is given up."""
+_SIZES = frozenset({"seq", "vocab", "hidden", "layers"})
+"""Words that take any number that a rule proposes; others take those of their domain."""
+
+
+def words_of(case: Case) -> Words:
+    """Every word of a case with its value."""
+    return {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
+
+
+def problem_of(words: Mapping[str, Any], refuses: Callable[[Case], str] = lambda case: "") -> Problem:
+    """The first rule that these words break, or the reason of `refuses`; "" for a case that is taken."""
+    try:
+        return refuses(Case(**words))
+    except CaseError as problem:
+        return problem
+
+
+def repaired(
+    words: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    domains: Mapping[str, Sequence[Any]],
+    problem_in: Callable[[Words], Problem] = problem_of,
+    *,
+    search: bool = False,
+) -> Words | None:
+    """The words of a taken case with those of `fixed`, and others of `words` changed as broken rules propose.
+
+    `search`: where a rule proposes nothing, the first change of one word that makes the case legal. `problem_in` is
+    what makes a case illegal, "" for nothing. None when no such case is found.
+    """
+    changed = {**words, **fixed}
+    for _ in range(_REPAIRS):
+        problem = problem_in(changed)
+        if not problem:
+            return changed
+        change = _proposed(problem, fixed, domains)
+        if not change and search:
+            change = _first_legal(changed, fixed, domains, problem_in)
+        if not change:
+            return None
+        changed |= change
+    return None
+
+
+def _proposed(problem: Problem, fixed: Mapping[str, Any], domains: Mapping[str, Sequence[Any]]) -> Words:
+    """The legal value that a rule names, none where its word is fixed or cannot have it."""
+    if not isinstance(problem, CaseError) or problem.key in fixed:
+        return {}
+    key, legal = problem.key, problem.legal.removeprefix(f"{problem.key}=")
+    for value in domains.get(key, ()):
+        if write(value) in legal.split("|"):
+            return {key: value}
+    return {key: int(legal)} if key in _SIZES and legal.isdigit() else {}
+
+
+def _first_legal(
+    words: Words,
+    fixed: Mapping[str, Any],
+    domains: Mapping[str, Sequence[Any]],
+    problem_in: Callable[[Words], Problem],
+) -> Words:
+    changes = ({word: value} for word, values in domains.items() if word not in fixed for value in values)
+    return next((change for change in changes if not problem_in({**words, **change})), {})

@@ -1,0 +1,163 @@
+"""The default cases: which pairs of values they hold, found out from other legal cases than their own search's."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Collection, Iterable, Iterator
+from functools import lru_cache
+from itertools import combinations
+
+import pytest
+
+from reference.case import Case, CaseError
+from reference.case.default_cases import FIXED, NUMBERS, RANKS, default_cases, line_of, lines, paired_domains
+from reference.case.domains import domains
+from reference.case.modes import MODES
+from reference.case.repair import repaired, words_of
+
+Level = tuple[str, object]
+Pair = frozenset[Level]
+FEW = 4
+
+
+def levels(case: Case) -> list[Level]:
+    return [(word, getattr(case, word)) for word in paired_domains()]
+
+
+def pairs(case: Case) -> Iterator[Pair]:
+    return map(frozenset, combinations(levels(case), 2))
+
+
+def splits(case: Case) -> bool:
+    return case.tp > 1 or case.wp > 1
+
+
+def missing(cases: Collection[Case], others: Iterable[Case]) -> set[Pair]:
+    """The pairs of other cases that none of these holds; where the other one splits something over few ranks, none that
+    splits anything.
+    """
+    anywhere = {pair for case in cases for pair in pairs(case)}
+    split = {pair for case in cases if splits(case) for pair in pairs(case)}
+    found = set()
+    for case in others:
+        held = split if splits(case) and case.world_size <= FEW else anywhere
+        found |= {pair for pair in pairs(case) if pair not in held and case.world_size <= RANKS}
+    return found
+
+
+@lru_cache
+def changed(count: int, modes: tuple[str, ...] = tuple(MODES)) -> tuple[Case, ...]:
+    """Legal cases: each is one before it with a few random words at random values."""
+    source, values = random.Random(0), paired_domains() | {"mode": modes}
+    found = list(default_cases(modes))
+    while len(found) < count:
+        fixed = {word: source.choice(values[word]) for word in source.sample(sorted(values), source.randint(1, 3))}
+        words = repaired(words_of(source.choice(found)), fixed, values)
+        if words and 2 <= (case := Case(**words)).world_size <= RANKS:
+            found.append(case)
+    return tuple(found)
+
+
+def test_every_legal_pair_of_values_is_in_a_default_case() -> None:
+    """Every pair of the domains that no case has is tried in twenty of them, with what the rules propose."""
+    cases, source, varied = default_cases(), random.Random(1), paired_domains()
+    held = {pair for case in cases for pair in pairs(case)}
+    every = [(word, value) for word, values in varied.items() for value in values]
+    pairs_of = [(a, b) for a, b in combinations(every, 2) if a[0] != b[0]]
+    assert len(pairs_of) > 10_000 and len(held) > 9_000
+    legal = []
+    for pair in pairs_of:
+        near = source.sample(cases, 20 if frozenset(pair) not in held else 2)
+        found = filter(None, (repaired(words_of(case), dict(pair), varied) for case in near))
+        legal += [case for words in found if 2 <= (case := Case(**words)).world_size <= RANKS]
+    assert len(legal) > 10_000
+    assert missing(cases, legal) == set(), "python -m bench.default_cases --seconds 600 finds cases for new words"
+
+
+def test_every_pair_of_random_cases_is_in_a_default_case() -> None:
+    cases = default_cases()
+    assert missing(cases, changed(4000)) == set()
+    fewer = [case for case in cases if case.zero != 3 or not case.packed]
+    assert {("zero", 3), ("packed", True)} in missing(fewer, changed(4000)), "a pair that is not there is missed"
+
+
+def test_every_value_is_in_a_case_of_two_steps_and_layers() -> None:
+    cases = default_cases()
+    twice = {level for case in cases if case.steps == 2 and case.layers > 1 for level in levels(case)}
+    assert {level for case in cases for level in levels(case)} - twice == set()
+    assert sum(case.steps == 1 for case in cases) > len(cases) / 2
+
+
+def test_the_cases_can_show_a_bug() -> None:
+    cases = [case for section in lines().values() for case in section]
+    assert len({*cases}) == len(cases) and {case.mode for case in cases} == {*MODES}
+    for case in cases:
+        axes = {case.tp, case.dp, case.pp, case.cp, case.wp}
+        assert 2 <= case.world_size <= RANKS
+        assert {word for word in NUMBERS if getattr(case, word) != NUMBERS[word]} <= {"seq", "micro"}
+        assert not {case.micro, case.batch} & axes or case.micro in axes and case.group == 3, case
+        sizes = (case.hidden, case.heads, case.ffn, case.vocab, case.seq, case.batch, case.micro, case.head_dim)
+        assert len({*sizes}) == len(sizes), case
+    assert {case.world_size for case in cases} >= {2, 3, 4, 8}
+    assert any(case.padded_vocab // case.tp * (case.tp - 1) >= case.vocab for case in cases), "a rank of padding alone"
+
+
+def test_words_without_pairs_have_their_reason() -> None:
+    assert FIXED.keys() & domains().keys() | paired_domains().keys() == domains().keys()
+    unnamed = {field.name for field in dataclasses.fields(Case)} - {*domains(), *FIXED}
+    assert unnamed == {"preset", "variant"}
+    assert {case.load for case in lines()["recipes"]} == {case.save for case in lines()["recipes"]} == {"", "CHECKPOINT"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_mode_has_every_pair_that_it_can_have(mode: str) -> None:
+    plain, *cases = default_cases([mode])
+    assert {case.mode for case in cases} == {mode} and plain.world_size == 2 and len(cases) < 100
+    held = {pair for case in (plain, *cases) for pair in pairs(case)}
+    possible = {pair for case in changed(4000) if case.mode == mode for pair in pairs(case)}
+    assert len(possible - held) < 0.02 * len(possible)
+
+
+def test_deep_takes_every_case_in_every_mode_twice_as_long() -> None:
+    plain, *cases = default_cases(["msp"], deep=True)
+    stored = [case for section in lines().values() for case in section]
+    assert len(cases) > 0.8 * len(stored)
+    assert {case.mode for case in cases} == {"msp"} and {case.steps for case in cases} == {2}
+
+
+def test_what_a_subject_refuses_is_left_out_and_the_rest_is_there() -> None:
+    def refuses(case: Case) -> str:
+        return "no packs, no learned positions" if case.packed or case.positions == "learned" else ""
+
+    cases = default_cases(["msp"], refuses)
+    assert not any(refuses(case) for case in cases[1:]) and len(cases) > 40
+    taken = [case for case in changed(4000) if case.mode == "msp" and not refuses(case)]
+    possible = {pair for case in taken for pair in pairs(case)}
+    held = {pair for case in cases for pair in pairs(case)}
+    assert len(possible - held) < 0.03 * len(possible)
+    assert len(default_cases(["tp"], lambda case: "never")) == 1, "its skip says why"
+    built_for_8_heads = default_cases(["tp"], lambda case: "" if case.heads == 8 else "8 heads only")
+    assert {case.heads for case in built_for_8_heads} == {8} and len(built_for_8_heads) > 40
+
+
+def test_a_checkpoint_is_saved_at_one_layout_and_loaded_at_another() -> None:
+    saves, loads = (case for case in default_cases(checkpoint="ck") if case.save or case.load)
+    assert saves.save == loads.load == "ck" and (saves.mode, saves.dp) != (loads.mode, loads.dp)
+    assert not any(case.save or case.load for case in default_cases())
+    assert not any(case.save or case.load for case in default_cases(["tp"], checkpoint="ck")), "needs both modes"
+
+
+def test_the_list_is_the_same_every_time_and_every_line_is_read_as_it_was_written() -> None:
+    assert default_cases(["isp"]) == default_cases(["isp"])
+    for case in (case for section in lines().values() for case in section):
+        assert Case.of(**{**NUMBERS, **Case.read_words(line_of(case))}) == case
+
+
+def test_a_repair_changes_words_as_rules_propose_and_nothing_that_is_fixed() -> None:
+    words = words_of(Case.parse("mode=tp tp=2"))
+    found = repaired(words, {"packed": True}, domains())
+    assert found and {word for word in words if found[word] != words[word]} == {"packed", "delivery", "positions"}
+    assert repaired(words, {"packed": True, "delivery": "tensors"}, domains()) is None
+    with pytest.raises(CaseError):
+        Case(**{**words, "packed": True, "delivery": "tensors"})
