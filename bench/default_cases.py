@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain, combinations, islice
 from typing import Any
 
@@ -26,8 +27,16 @@ from reference.case.repair import Problem, Words, problem_of, repaired, words_of
 
 _SOURCES, _BUILT = 6, 2
 """In how many cases a missing pair is looked for, and of how many of these the best is taken."""
-FEW = 4
-"""Where a pair is possible on so many ranks of which tp or wp splits something, it must be in a case that does so."""
+Needs = tuple[bool, bool]
+NEEDS: tuple[Needs, ...] = ((True, True), (True, False), (False, True), (False, False))
+"""What the case of a pair must have, the first of these that is possible: tp or wp splits something; its dtype is one
+of SHARP.
+"""
+FEW, SHARP = 4, ("float64", "float32")
+"""The first is asked for where so many ranks will do."""
+_CHEAPER = tuple((word, 1) for word in ("tp", "dp", "pp", "cp")) + (("packed", False), ("dtype", "float64"), ("micro", 1))
+"""What makes a case cost less."""
+_KNOWN = 20
 _SEEDS = 8
 _TAKEN_OUT = 6
 """So many cases at most are found anew at a time."""
@@ -49,13 +58,13 @@ def starts() -> list[Words]:
 def cost(words: Words) -> float:
     """About how long a case takes: measured over ranks, layers, steps and dtypes."""
     ranks = words["tp"] * words["dp"] * words["pp"] * words["cp"]
-    deeper = 1 + 0.15 * (words["layers"] - 1) + 0.2 * words["packed"] + 0.2 * (words["dtype"] != "float64")
+    deeper = (0.4 + 0.2 * words["micro"]) * (1 + 0.15 * (words["layers"] - 1) + 0.2 * words["packed"] + 0.2 * (words["dtype"] != "float64"))
     return (0.12 + 0.075 * ranks) * words["steps"] ** 0.8 * deeper
 
 
 class Search:
-    """Finds cases for pairs. `possible[a]` are the levels that some legal case has together with level a, as bits;
-    `anywhere[a]` those for which the case need not split anything.
+    """Finds cases for pairs. `wanted_in[needs][a]` are the levels, as bits, whose pair with level a must be in a case
+    that has at least this: whether it splits something, whether it is sharp.
     """
 
     def __init__(self, kept: Sequence[Words], seed: int) -> None:
@@ -65,8 +74,8 @@ class Search:
         self.number = {level: number for number, level in enumerate(self.levels)}
         self.known: dict[tuple[Any, ...], Problem] = {}
         self.seeds: list[list[Words]] = []
-        self.possible = [0] * len(self.levels)
-        self.anywhere = [0] * len(self.levels)
+        self.wanted_in = {needs: [0] * len(self.levels) for needs in NEEDS}
+        self.counted: dict[Needs, list[int]] = {}
         self.lost: set[tuple[int, int]] = set()
 
     def problem(self, words: Words) -> Problem:
@@ -76,16 +85,17 @@ class Search:
             self.known[key] = problem_of(words) or ("" if 2 <= ranks(words) <= RANKS else "ranks")
         return self.known[key]
 
-    def narrow(self, words: Words) -> Problem:
-        """The same for a case that splits something over few ranks."""
-        return self.problem(words) or ("" if splits(words) and ranks(words) <= FEW else "few")
+    def unfit(self, words: Words, needs: Needs) -> Problem:
+        """The same where a case must have this; one that splits something must do so over few ranks."""
+        fits = all(has or not need for has, need in zip(has_of(words), needs, strict=True))
+        return self.problem(words) or ("" if fits and not (needs[0] and ranks(words) > FEW) else "unfit")
 
     def repaired(self, words: Words, fixed: Words, *, search: bool = False) -> Words | None:
         """A legal case with the words of `fixed`, near these words."""
         return repaired(words, fixed, self.domains, self.problem, search=search)
 
-    def begin(self) -> None:
-        """Find out which pairs are possible, and which of them on few ranks that split something."""
+    def begin(self, known: Sequence[Words]) -> None:
+        """Find out which pairs are possible, and which of them on few ranks that split something, near known cases."""
         begin = starts()
         for level in self.levels:
             fixed = dict([level])
@@ -98,20 +108,21 @@ class Search:
             if self.levels[a][0] == self.levels[b][0] or not (self.seeds[a] and self.seeds[b]):
                 continue
             fixed = dict((self.levels[a], self.levels[b]))
-            sources = self.sources((a, b))
-            if self.first(sources, fixed, self.narrow):
-                self.possible[a] |= 1 << b
-                self.possible[b] |= 1 << a
-            elif self.first(sources, fixed, self.problem):
-                for bits in (self.possible, self.anywhere):
-                    bits[a] |= 1 << b
-                    bits[b] |= 1 << a
+            sources = [*self.sources((a, b)), *self.random.sample(known, min(_KNOWN, len(known)))]
+            for needs in NEEDS:
+                if self.first(sources, fixed, partial(self.unfit, needs=needs)):
+                    self.wanted_in[needs][a] |= 1 << b
+                    self.wanted_in[needs][b] |= 1 << a
+                    break
+        for has in NEEDS:
+            least = [needs for needs in NEEDS if all(h or not n for h, n in zip(has, needs, strict=True))]
+            self.counted[has] = [sum(self.wanted_in[n][a] for n in least) for a in range(len(self.levels))]
 
     def sources(self, pair: tuple[int, int]) -> list[Words]:
         """Known cases with one of two levels, or with both and with what these need."""
         seeds = [self.seeds[number] for number in pair]
         both = ({**words, **self.differing(other)} for words, other in zip(*seeds, strict=False))
-        return [*both, *(words for some in seeds for words in some)]
+        return [*both, *chain(*seeds)]
 
     def first(self, sources: Sequence[Words], fixed: Words, problem: Callable[[Words], Problem]) -> Words | None:
         """The first case with these words that is found near the sources."""
@@ -137,23 +148,21 @@ class Search:
 
     def missing(self, found: Sequence[Words]) -> list[int]:
         """For every level the others that no case has together with it, as bits."""
-        missing = list(self.possible)
+        missing = list(self.counted[NEEDS[0]])
         for words in found:
             self.cover(missing, words)
         return missing
 
     def cover(self, missing: list[int], words: Words) -> None:
         """Nothing of this case is missing."""
-        numbers, bits = self.held(words)
+        (numbers, bits), counted = self.held(words), self.counted[has_of(words)]
         for number in numbers:
-            missing[number] &= ~(bits if splits(words) else bits & self.anywhere[number])
+            missing[number] &= ~(bits & counted[number])
 
     def gain(self, missing: list[int], words: Words) -> int:
         """How many missing pairs a case holds, each counted twice."""
-        numbers, bits = self.held(words)
-        if splits(words):
-            return sum((missing[number] & bits).bit_count() for number in numbers)
-        return sum((missing[number] & bits & self.anywhere[number]).bit_count() for number in numbers)
+        (numbers, bits), counted = self.held(words), self.counted[has_of(words)]
+        return sum((missing[number] & bits & counted[number]).bit_count() for number in numbers)
 
     def completed(self, found: list[Words]) -> list[Words]:
         """More cases, until no possible pair is missing."""
@@ -183,11 +192,12 @@ class Search:
         near = [words for words in found if any(words[word] == value for word, value in fixed.items())]
         self.random.shuffle(near)
         sources = [*near[:3], *self.sources(pair)]
-        anywhere = self.anywhere[pair[0]] >> pair[1] & 1
+        needs = next(needs for needs in NEEDS if self.wanted_in[needs][pair[0]] >> pair[1] & 1)
         ruled = (self.repaired(words, fixed) for words in sources)
         searched = (self.repaired(words, fixed, search=True) for words in sources[:_SOURCES])
-        narrow = (repaired(words, fixed, self.domains, self.narrow, search=True) for words in sources)
-        legal = (words for words in chain(ruled, searched, narrow) if words and (anywhere or splits(words)))
+        fit = partial(self.unfit, needs=needs)
+        fitted = (repaired(words, fixed, self.domains, fit, search=True) for words in sources)
+        legal = (words for words in chain(ruled, searched, fitted) if words and not fit(words))
         improved = [self.improved(words, fixed, missing) for words in islice(legal, _BUILT)]
         return max(improved, key=lambda words: self.gain(missing, words) / cost(words), default=None)
 
@@ -202,12 +212,11 @@ class Search:
         again = True
         while again:
             again = False
-            order = [word for word in self.domains if word not in fixed]
+            wanted = [level for level, bits in zip(self.levels, missing, strict=True) if bits]
+            order = [(word, value) for word, value in (*wanted, *_CHEAPER) if word not in fixed]
             self.random.shuffle(order)
-            for word in order:
-                for value in self.domains[word]:
-                    if words[word] == value:
-                        continue
+            for word, value in order:
+                if words[word] != value:
                     other = self.repaired(words, {**{key: words[key] for key in fixed}, word: value})
                     if other and (more := self.gain(missing, other) / cost(other)) > worth:
                         words, worth, again = other, more, True
@@ -215,16 +224,29 @@ class Search:
 
     def without_idle(self, found: list[Words]) -> list[Words]:
         """The cases without those that hold nothing alone, the dearest left out first."""
-        for words in sorted(found, key=cost, reverse=True):
-            others = [one for one in found if one is not words]
-            missing = self.missing([*self.kept, *others])
-            if not self.gain(missing, words):
-                found = others
+        while idle := [words for words, alone in zip(found, self.alone(found), strict=True) if not alone]:
+            dearest = max(idle, key=cost)
+            found = [words for words in found if words is not dearest]
         return found
+
+    def alone(self, found: Sequence[Words]) -> list[int]:
+        """How many pairs every case holds alone."""
+        begin = self.missing(self.kept)
+        once, twice = list(begin), [0] * len(self.levels)
+        for words in found:
+            (numbers, bits), counted = self.held(words), self.counted[has_of(words)]
+            for number in numbers:
+                now = bits & counted[number]
+                twice[number] |= now & ~once[number] & begin[number]
+                once[number] &= ~now
+        lone = [wanted & ~again for wanted, again in zip(begin, twice, strict=True)]
+        return [self.gain(lone, words) for words in found]
 
     def cheaper(self, found: list[Words]) -> list[Words]:
         """The list with a few cases found anew, or as it was."""
-        out = self.random.sample(range(len(found)), self.random.randint(2, _TAKEN_OUT))
+        alone = self.alone(found)
+        few = sorted(range(len(found)), key=lambda number: alone[number] * self.random.uniform(0.5, 2) / cost(found[number]))
+        out = few[: self.random.randint(2, _TAKEN_OUT)]
         rest = [words for number, words in enumerate(found) if number not in out]
         new = self.without_idle(self.completed(list(rest)))
         if any(self.missing([*self.kept, *new])):
@@ -232,9 +254,9 @@ class Search:
         return new if total(new) <= total(found) + 1e-9 else found
 
 
-def splits(words: Words) -> bool:
-    """Does the mode of a case split anything?"""
-    return bool(words["tp"] > 1 or words["wp"] > 1)
+def has_of(words: Words) -> Needs:
+    """Does the mode of a case split anything, and does its dtype show small errors?"""
+    return words["tp"] > 1 or words["wp"] > 1, words["dtype"] in SHARP
 
 
 def ranks(words: Words) -> int:
@@ -257,7 +279,7 @@ def starts_once() -> list[Words]:
 
 def shortest(words: Words) -> Words:
     """The case with one step and as few layers as it may have."""
-    ways = ({**words, "steps": 1, "layers": layers, "micro": NUMBERS["micro"]} for layers in range(1, words["layers"]))
+    ways = ({**words, "steps": 1, "layers": layers} for layers in range(1, words["layers"]))
     return next((way for way in ways if not problem_of(way)), {**words, "steps": 1})
 
 
@@ -278,9 +300,9 @@ def finished(found: Sequence[Words], domains: Mapping[str, Sequence[Any]]) -> li
 
 
 def _other_micro(words: Words) -> Words:
-    sizes = {words[axis] for axis in ("tp", "dp", "pp", "cp", "wp")}
-    ways = ({**words, "micro": micro} for micro in (3, 2, 5, 7) if micro not in sizes)
-    return next(way for way in ways if not problem_of(way))
+    sizes = {words[axis] for axis in ("tp", "dp", "pp", "cp", "wp")} - {1}
+    ways = ({**words, "micro": micro} for micro in (words["micro"], 2, 5) if micro not in sizes)
+    return next((way for way in ways if not problem_of(way)), words)
 
 
 def _twice(words: Words) -> Words:
@@ -297,11 +319,13 @@ def main() -> int:
     end = time.monotonic() + asked.seconds
     kept, before = ([words_of(case) for case in lines()[section]] for section in ("recipes", "pairs"))
     search = Search(kept, asked.seed)
-    search.begin()
+    search.begin([*kept, *before])
+    print({n: sum(b.bit_count() for b in w)//2 for n,w in search.wanted_in.items()}, flush=True)
     found = search.without_idle(search.completed([shortest(words) for words in before]))
+    tries = 0
     while time.monotonic() < end:
         found = search.cheaper(found)
-        print(f"\r{len(found)} cases, cost {total(found):.2f}", end="", flush=True)
+        tries += 1; print(f"\r{len(found)} cases, cost {total(found):.2f} {tries}", end="", flush=True)
     _write(finished(found, search.domains))
     return 0
 

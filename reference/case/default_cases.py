@@ -31,7 +31,6 @@ NUMBERS: Mapping[str, int | float] = {
     "vocab": 268,
     "seq": 20,
     "batch": 5,
-    "micro": 3,
     "lr": 0.1,
     "seed": 1,
 }
@@ -71,8 +70,8 @@ def lines() -> Mapping[str, tuple[Case, ...]]:
 
 def line_of(case: Case) -> str:
     """The line of a case: its words that are not those of NUMBERS."""
-    shared = {f"{word}={write(value)}" for word, value in NUMBERS.items()}
-    return " ".join(word for word in str(case).split() if word not in shared)
+    own = [word for word in str(case).split() if word.partition("=")[0] not in NUMBERS]
+    return " ".join([*own, *(f"{word}={write(value)}" for word in NUMBERS if (value := getattr(case, word)) != NUMBERS[word])])
 
 
 def plain_cases(mode: str) -> tuple[Case, ...]:
@@ -83,7 +82,7 @@ def plain_cases(mode: str) -> tuple[Case, ...]:
 
 def _plain(mode: str) -> list[Case]:
     """Cases of this mode with few words, the model of its own system first: Megatron's, InternEvo's, OPT."""
-    return [Case.of(**words, mode=mode, micro=NUMBERS["micro"]) for words in MODES[mode].presets]
+    return [Case.of(**words, mode=mode, micro=3) for words in MODES[mode].presets]
 
 
 def default_cases(

@@ -22,7 +22,7 @@ FEW = 4
 
 
 def levels(case: Case) -> list[Level]:
-    return [(word, getattr(case, word)) for word in paired_domains()]
+    return [(word, value) for word, values in paired_domains().items() if (value := getattr(case, word)) in values]
 
 
 def pairs(case: Case) -> Iterator[Pair]:
