@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -33,6 +34,13 @@ THROUGHOUT = 0.9
 
 def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     """What the first wrong tensors look like. Logits of a later step follow from the parameters before them."""
+    said = _by_kind(evidence, wrong)
+    if kind_of(wrong[0]) == "init":
+        return [replace(cause, words=f"initial values, before any step: {cause.words}") for cause in said]
+    return said
+
+
+def _by_kind(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     first, kind = wrong[0], kind_of(wrong[0])
     if kind in ("logits", "loss", "grad_norm") and not first.endswith("/0") and evidence.states is None:
         return from_updates(evidence, _parameters(wrong))
@@ -117,7 +125,8 @@ def _of_values(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
     value = evidence.merged.tensors[first]
     said = from_factor(evidence, known) or rounded(value, truth) or from_terms(evidence, first)
     said = said or from_offsets(evidence, known) or _of_places(evidence, first, value, truth)
-    return said or from_regions(evidence, first) or _one_shard(evidence, first)
+    said = said or from_regions(evidence, first) or _one_shard(evidence, first)
+    return said or [cause for cause in from_factor(evidence, known[:1]) if cause.follows]
 
 
 def _of_places(evidence: Evidence, name: str, value: Tensor, truth: Tensor) -> list[Cause]:
@@ -151,7 +160,7 @@ def _in_part(evidence: Evidence, name: str, ranks: set[int]) -> Explained:
     for rank in ranks:
         for block in blocks_of(evidence, name)[rank]:
             guess[tuple(slice(a, b) for a, b in block.region)] = block.local.double()
-    return Explained(value=value, truth=truth, guess=guess, left=1 - THROUGHOUT)
+    return Explained(value=value, truth=truth, guess=guess)
 
 
 def _throughout(evidence: Evidence, name: str, rank: int) -> bool:

@@ -26,6 +26,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.group_checks import strays
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.tolerance import is_state, kind_of
+from harness.diagnosing.beside import between, ranks_in_words
 from harness.diagnosing.rules.places import blocks_of, place_of
 from harness.diagnosing.rules.proofs import explains
 from harness.differences import Difference
@@ -42,6 +43,7 @@ class First:
     `name` is the first wrong tensor, "" when only the ledger shows it; `event` is the first event that parts from the
     expectation, "" when none does. `phase` and `region` are those of the earlier of the two; `step` is -1 when that is
     the event, which may be missing in every step. `note`: how the module was found, "" when a layout was declared.
+    `beside`: the ranks that are wrong and those that are right, and between which modules it lies, as far as known.
     """
 
     phase: str = ""
@@ -50,6 +52,7 @@ class First:
     name: str = ""
     event: str = ""
     note: str = ""
+    beside: tuple[str, ...] = ()
 
 
 def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | None) -> First:
@@ -133,7 +136,8 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     elif kind == "param" or is_state(name):
         others = {place_of(other, 1).module for other in wrong}
         region = region if len(others) == 1 else ""
-    return First(phase=phase, region=region, step=step, name=name)
+    beside = (ranks_in_words(evidence, name, wrong), between(evidence, name, wrong))
+    return First(phase=phase, region=region, step=step, name=name, beside=tuple(filter(None, beside)))
 
 
 def _read_again(evidence: Evidence, name: str) -> bool:

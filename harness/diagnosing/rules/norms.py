@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -25,7 +25,9 @@ __all__ = ["from_norms"]
 
 CLOSE = 1e-3
 """Norms are taken for equal within this share of themselves; what many guesses may meet within its square."""
-LEFT = 1e-2
+EXACT = 1e-9
+"""The same in float64."""
+LEFT = 1e-3
 """Share of the error that a rule for norms may leave of it."""
 
 
@@ -45,34 +47,63 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
     for known, words, other in _kinds(evidence, name):
         if said := is_norm(known, words, other):
             return said
-    whole = sum(square for n, square in squares.items() if _held_whole(evidence, n))
-    split, found = sum(squares.values()) - whole, float(value) ** 2
-    for known, words, square in (*_counted_by_axis(evidence, whole, split), *_one_otherwise(squares, whole, split)):
+    for known, words, square in _counted_otherwise(evidence, squares):
         if said := is_norm(known, words, math.sqrt(max(square, 0.0))):
             return said
+    total = sum(squares.values())
     others = {f"{name} beyond the first rank's part": square for name, square in _beyond_first(evidence).items()}
-    missing = _several_left_out({**squares, **others}, whole + split - found, evidence.case.dtype)
+    missing = _several_left_out({**squares, **others}, total - float(value) ** 2, evidence.case.dtype)
     words = f"it leaves out {', '.join(missing)}"
-    return is_norm("norm_counts_few", words, math.sqrt(whole + split - sum(missing.values()))) if missing else []
+    return is_norm("norm_counts_few", words, math.sqrt(total - sum(missing.values()))) if missing else []
 
 
 def _norm(value: Tensor, truth: Tensor, known: str, words: str, guess: float) -> list[Cause]:
     """The cause when the norm is this number."""
-    if not math.isclose(float(value), guess, rel_tol=CLOSE**2):
+    if not math.isclose(float(value), guess, rel_tol=EXACT if value.dtype == torch.float64 else CLOSE**2):
         return []
     return claimed(known, words, Explained(value=value, truth=truth, guess=number(guess).view_as(truth), left=LEFT))
 
 
-def _one_otherwise(squares: Mapping[str, float], whole: float, split: float) -> Iterator[tuple[str, str, float]]:
-    """Sums of squares in which one part is left out or counted twice: (cause, words, sum)."""
-    for square, what in (
-        (whole, "what every rank holds whole"),
-        (split, "what is split over ranks"),
-        *((square, name) for name, square in squares.items()),
-    ):
-        yield "norm_counts_few", f"it leaves out {what}", whole + split - square
-    for name, square in squares.items():
-        yield "norm_counts_replicas", f"it counts {name} twice", whole + split + square
+def _counted_otherwise(evidence: Evidence, squares: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
+    """Sums of squares in which one group of gradients is left out, counted once a rank of an axis, divided by these
+    ranks, or counted twice: (cause, words, sum).
+    """
+    total = sum(squares.values())
+    sizes = {**split_axes(evidence.case), "all ranks": evidence.case.world_size}
+    for what, names in _groups(evidence, [*squares]).items():
+        square = sum(squares[name] for name in names)
+        for axis, size in sizes.items():
+            words = f"it counts {what} once a rank, {axis}={size}"
+            yield "norm_counts_replicas", words, total + (size - 1) * square
+            words = f"it counts 1 of {size} ranks of {axis} in {what}"
+            yield "norm_counts_few", words.replace("ranks of all ranks", "ranks"), total + (1 / size - 1) * square
+        if len(names) < len(squares):
+            yield "norm_counts_few", f"it leaves out {what}", total - square
+            yield "norm_counts_replicas", f"it counts {what} twice", total + square
+
+
+def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:
+    """Gradients that code may count alike, in words: by who holds what of them, one by one, by kind, by dims."""
+    whole = {name for name in names if _held_whole(evidence, name)}
+    found = {
+        "what every rank holds whole": whole,
+        "what is split over ranks": {*names} - whole,
+        "everything": {*names},
+    }
+    for axis in split_axes(evidence.case):
+        lists = evidence.axes.get(axis, ((),))
+        alike = {name for name in names if all(_alike(evidence, name, ranks) for ranks in lists)}
+        found[f"what ranks of {axis} hold alike"], found[f"what is split over {axis}"] = alike, {*names} - alike
+        for place in range(len(lists[0])):
+            holds = {rank for ranks in lists for rank in ranks[place : place + 1]}
+            found[f"what {axis} rank {place} alone holds"] = {n for n in names if {*blocks_of(evidence, n)} <= holds}
+    found |= {name: {name} for name in names}
+    for name in names:
+        found.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(name)
+    vectors = {name for name in names if evidence.truth[name].dim() < 2}
+    found |= {"every vector (norms and biases)": vectors, "every matrix": {*names} - vectors}
+    first = {frozenset(group): what for what, group in reversed(found.items()) if group}
+    return {what: group for group, what in reversed(first.items())}
 
 
 def _kinds(evidence: Evidence, name: str) -> Iterator[tuple[str, str, float]]:
@@ -97,20 +128,6 @@ def _kinds(evidence: Evidence, name: str) -> Iterator[tuple[str, str, float]]:
         words = f"it is clip={largest:g}: the norm of what clipping left, reported in place of the one before"
         yield "norm_after_clip", words, largest * right / (right + 1e-6)
         yield "norm_after_clip", words, largest
-
-
-def _counted_by_axis(evidence: Evidence, whole: float, split: float) -> Iterator[tuple[str, str, float]]:
-    """Sums of squares that are counted once a rank of an axis, or divided by its ranks, all or one kind alone: (cause,
-    words, sum).
-    """
-    all_of_it = "what every rank holds whole", "what is split over ranks", "everything"
-    for axis, size in split_axes(evidence.case).items():
-        counts = ((size, 1), (1, size), (size, size))
-        for (of_whole, of_split), what in zip(counts, all_of_it, strict=True):
-            words = f"it counts {what} once a rank, {axis}={size}"
-            yield "norm_counts_replicas", words, whole * of_whole + split * of_split
-            words = f"it counts 1 of {size} ranks of {axis} in {what}"
-            yield "norm_counts_few", words, whole / of_whole + split / of_split
 
 
 def _norms_added(evidence: Evidence) -> Iterator[float]:
@@ -151,6 +168,12 @@ def _several_left_out(squares: Mapping[str, float], left_out: float, dtype: str)
             if math.isclose(sum(kinds[kind] for kind in some), left_out, rel_tol=1e-9):
                 return {kind: kinds[kind] for kind in some}
     return {}
+
+
+def _alike(evidence: Evidence, name: str, ranks: Sequence[int]) -> bool:
+    """Whether these ranks, as far as they hold it, hold the same part of a tensor."""
+    blocks = blocks_of(evidence, name)
+    return len({tuple(block.region for block in blocks[rank]) for rank in ranks if rank in blocks}) <= 1
 
 
 def _held_whole(evidence: Evidence, name: str) -> bool:

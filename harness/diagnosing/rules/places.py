@@ -10,10 +10,11 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import is_state, kind_of, step_of
+from harness.diagnosing.rules.proofs import share_left
 from harness.outcome.blocks import Block
 from harness.outcome.merging import Outcomes
 
-__all__ = ["Place", "blocks_of", "comparable", "place_of", "timeline", "wrong_ranks"]
+__all__ = ["Place", "blocks_of", "comparable", "place_of", "ranks_apart", "timeline", "wrong_ranks"]
 
 _PHASES = {
     "init": "forward",
@@ -91,6 +92,26 @@ def wrong_ranks(evidence: Evidence, name: str) -> tuple[int, ...]:
     limit = 1e-3 * max(finite, default=0.0) if len(finite) == len(gaps) else max(finite, default=0.0)
     wrong = tuple(rank for rank, gap in gaps.items() if gap > limit)
     return wrong if len(wrong) < len(evidence.outcomes) else ()
+
+
+def ranks_apart(evidence: Evidence, names: Sequence[str]) -> tuple[set[int], set[int]]:
+    """Ranks that hold one of these names wrong, and those that hold all of theirs right, as far as rounding shows.
+
+    Ranks that hold none of them are in neither; both are empty where a tensor cannot be held against the truth.
+    """
+    bad, held = set[int](), set[int]()
+    for name in names:
+        truth = evidence.truth.get(name)
+        if truth is None or not truth.is_floating_point() or not comparable(evidence, name):
+            return set(), set()
+        for rank, blocks in blocks_of(evidence, name).items():
+            if any(block.reduce_op for block in blocks):
+                return set(), set()
+            limits = (share_left(block.local) * float(truth.double().abs().max()) for block in blocks)
+            held.add(rank)
+            if any(_gap(block, truth) > limit for block, limit in zip(blocks, limits, strict=True)):
+                bad.add(rank)
+    return bad, held - bad
 
 
 def _gap(block: Block, truth: Tensor) -> float:
