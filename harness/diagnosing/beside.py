@@ -49,7 +49,7 @@ def _place(axes: Axes, axis: str, rank: int) -> int:
 
 
 def _told(axes: Sequence[str], places: Collection[tuple[int, ...]]) -> str:
-    """Coordinates in words: "cp rank 1", "cp ranks 0-2", "tp rank 0 of dp rank 1"; several of two axes are "others"."""
+    """Coordinates in words: "cp rank 1", "cp ranks 0 1", "tp rank 0 of dp rank 1"; several of two axes are "others"."""
     if len(axes) > 1:
         return (
             " of ".join(f"{a} rank {i}" for a, i in zip(axes, *places, strict=True)) if len(places) == 1 else "others"

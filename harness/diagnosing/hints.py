@@ -17,6 +17,7 @@ from harness.diagnosing.rules.optimizer.moved import moved, times
 from harness.diagnosing.rules.places import blocks_of, comparable
 from harness.diagnosing.rules.proofs import share_left
 from harness.diagnosing.rules.proofs import times as in_words
+from harness.errors import ranks_text
 
 __all__ = ["hint"]
 
@@ -35,13 +36,16 @@ def _of_start(evidence: Evidence, first: First) -> Iterator[str]:
     """Initial values: returned ones, or those of the first wrong module, which training moved by less than they err."""
     if kind_of(first.name) == "init":
         yield "initial values: parameters as built differ from the truth, before any step"
+    values = evidence.merged.tensors
     for name in evidence.truth if kind_of(first.name) == "act" else ():
-        start, value = evidence.shares.get(name.replace("param/", "start/", 1)), evidence.merged.tensors.get(name)
-        if start is None or value is None or not name.startswith(f"param/{first.region}."):
+        start, gradient = (evidence.shares.get(name.replace("param/", "start/", 1)), name.replace("param/", "grad/", 1))
+        if start is None or not name.startswith(f"param/{first.region}.") or not {name, gradient} <= {*values}:
             continue
-        error = float((value.double() - evidence.truth[name].double()).norm())
-        if error > MOVED * max(float((t.double() - start.double()).norm()) for t in (evidence.truth[name], value)):
-            yield f"initial values: {name} is off by more than {MOVED:g} times what all steps move it by"
+        gradients = [float(of[gradient].double().norm()) for of in (values, evidence.truth)]
+        more = max(1.0, gradients[0] / gradients[1]) if gradients[1] else math.inf  # a wrong gradient moves it further
+        moved_by = more * float((evidence.truth[name].double() - start.double()).norm())
+        if float((values[name].double() - evidence.truth[name].double()).norm()) > MOVED * moved_by:
+            yield f"initial values: {name} is off by more than {MOVED:g} times what training moves it by"
 
 
 def _of_factor(evidence: Evidence, name: str) -> Iterator[str]:
@@ -64,7 +68,7 @@ def _of_factor(evidence: Evidence, name: str) -> Iterator[str]:
             wrong.add(rank)
     alike = factors and math.isclose(min(factors), max(factors), rel_tol=near)
     if alike and (sizes := sizes_of(evidence, factors[0], near)):
-        where = f"on ranks {', '.join(map(str, sorted(wrong)))} " if right - wrong else ""
+        where = f"on rank{'s' * (len(wrong) > 1)} {ranks_text(sorted(wrong))} " if right - wrong else ""
         few = ", one number only" if truth.numel() == 1 else ""
         yield f"{where}{name} is {in_words(factors[0])} the truth, which is {sizes}{few}"
 

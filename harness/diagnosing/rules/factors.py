@@ -91,10 +91,11 @@ def sizes_of(evidence: Evidence, factor: float, near: float = _NEAR) -> str:
     known = [size for size in (*_sizes(evidence), "micro") if _counts(evidence)[size] > 1]
     powers = [(size, words, _counts(evidence)[size] ** power) for power, words in _POWERS.items() for size in known]
     alone = [(words.format(_label(evidence, size)), number) for size, words, number in powers]
+    plain = alone[: 2 * len(known)]  # sizes and shares
     pairs = [
         (f"{a} x {b}".replace(" x 1 /", " /"), x * y)
-        for (a, x), (b, y) in itertools.combinations(alone, 2)
-        if a.rpartition(" ")[2] != b.rpartition(" ")[2] and x * y != 1
+        for (a, x), (b, y) in itertools.combinations(plain, 2)
+        if x * y != 1
     ]
     for found, close in ((alone, near), (pairs, min(near, SINGLE))):  # so many pairs that one is near by chance
         if fitting := [label for label, other in found if _equal(abs(factor), other, close)]:
