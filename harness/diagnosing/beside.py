@@ -75,8 +75,9 @@ def between(evidence: Evidence, name: str, wrong: Collection[str]) -> str:
     right = all(f"{kind}/{other}" in values and f"{kind}/{other}" not in wrong for other in passed)
     if not passed or not right or (kind == "act" and module != last) or not _are_matrices(evidence, module, last):
         return ""
-    core = _CORES.get(around.rpartition(".")[2], f"code of {around}")
-    return f"between {one}, which is right, and {module}: {core}, or {itself.rpartition('.')[2]} itself"
+    core = _CORES.get(around.rpartition(".")[2], "code of its own")
+    one, module, itself = (name.rpartition(".")[2] for name in (one, module, itself))
+    return f"between {one}, which is right, and {module} of {around}: {core}, or {itself} itself"
 
 
 def _are_matrices(evidence: Evidence, *modules: str) -> bool:

@@ -58,9 +58,9 @@ def after(*names: str) -> tuple[str, ...]:
 
 def test_code_between_two_linears_is_told_by_both() -> None:
     core = "the activation function, or w2 itself"
-    assert after(W2) == (f"between layers.0.mlp.w1, which is right, and layers.0.mlp.w2: {core}",)
+    assert after(W2) == (f"between w1, which is right, and w2 of layers.0.mlp: {core}",)
     back = "act_grad/layers.0.mlp.w1"
-    assert after(back) == (f"between layers.0.mlp.w2, which is right, and layers.0.mlp.w1: {core}",)
+    assert after(back) == (f"between w2, which is right, and w1 of layers.0.mlp: {core}",)
     assert after(W1) == ()  # the first of them
     assert after("act/head") == ()  # what stands before it has no parent in common
     assert after("act_grad/layers.0.mlp.w2") == ()  # whoever uses what the last one returned
