@@ -16,7 +16,7 @@ from harness.diagnosing.rules.places import ranks_apart
 from harness.errors import ranks_text
 from harness.protocols import Axes
 
-__all__ = ["between", "ranks_in_words"]
+__all__ = ["are_matrices", "between", "ranks_in_words"]
 
 _CORES: Mapping[str, str] = {"attention": "the attention core", "mlp": "the activation function"}
 """Last word of a module -> what its own code computes between two linears."""
@@ -73,13 +73,14 @@ def between(evidence: Evidence, name: str, wrong: Collection[str]) -> str:
     one, itself, passed = (line[at - 1], module, line[:at]) if kind == "act" else (last, last, line[at + 1 :])
     values = evidence.merged.tensors
     right = all(f"{kind}/{other}" in values and f"{kind}/{other}" not in wrong for other in passed)
-    if not passed or not right or (kind == "act" and module != last) or not _are_matrices(evidence, module, last):
+    if not passed or not right or (kind == "act" and module != last) or not are_matrices(evidence, module, last):
         return ""
     core = _CORES.get(around.rpartition(".")[2], "code of its own")
     one, module, itself = (name.rpartition(".")[2] for name in (one, module, itself))
     return f"between {one}, which is right, and {module} of {around}: {core}, or {itself} itself"
 
 
-def _are_matrices(evidence: Evidence, *modules: str) -> bool:
+def are_matrices(evidence: Evidence, *modules: str) -> bool:
+    """Whether these modules are linears: what one returns goes through code of the module around it to another."""
     weights = (evidence.truth.get(f"grad/{module}.weight") for module in modules)
     return all(weight is not None and weight.dim() > 1 for weight in weights)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import is_state, kind_of, step_of
+from harness.checking.measures.tolerance import kind_of
 from harness.diagnosing.first import First
 from harness.diagnosing.rules.factors import sizes_of
 from harness.diagnosing.rules.optimizer.moved import moved, times
@@ -29,7 +29,9 @@ def hint(evidence: Evidence, first: First, wrong: Sequence[str]) -> str:
     """All that is known, "" when it is nothing. `wrong` are all wrong names in the order of training."""
     if not first.name or first.event or evidence.located is not None or not comparable(evidence, first.name):
         return ""
-    return "; ".join([*_of_start(evidence, first), *_of_factor(evidence, first.name), *_of_update(evidence, wrong)])
+    return "; ".join(
+        [*_of_start(evidence, first), *_of_factor(evidence, first.name), *_of_update(evidence, first, wrong)]
+    )
 
 
 def _of_start(evidence: Evidence, first: First) -> Iterator[str]:
@@ -73,13 +75,12 @@ def _of_factor(evidence: Evidence, name: str) -> Iterator[str]:
         yield f"{where}{name} is {in_words(factors[0])} the truth, which is {sizes}{few}"
 
 
-def _of_update(evidence: Evidence, wrong: Sequence[str]) -> Iterator[str]:
+def _of_update(evidence: Evidence, first: First, wrong: Sequence[str]) -> Iterator[str]:
     """Where to look when an update is the first that is wrong, and by what factor it is off."""
-    name = wrong[0]
-    known = [other for other in evidence.merged.tensors if kind_of(other) in ("grad", "grad_norm")]
-    if not (is_state(name) or kind_of(name) == "param") or not known or {*known} & {*wrong}:
+    step = max(first.step, 0)
+    known = {name for name in evidence.merged.tensors if kind_of(name) == "grad" and not step} | {f"grad_norm/{step}"}
+    if first.phase != "step" or not known & {*evidence.merged.tensors} or known & {*wrong}:
         return
-    step = evidence.case.steps - 1 if kind_of(name) == "param" else step_of(name)
     state = moved(evidence, wrong, "param", step)
     factor = times(state.got, state.right) if state else None
     told = "" if factor is None else f" (the updates of step {step} are {in_words(factor)} the right ones)"

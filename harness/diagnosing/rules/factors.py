@@ -9,7 +9,7 @@ named: numbers of one case alone cannot choose between them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,14 +35,8 @@ UNDECIDED = " (a constant factor would look the same)"
 """Behind a factor that is a size of the case, where no case of another size decides."""
 _COUNTED = 20
 """A single whole number below this is a multiple of another one by chance."""
-_POWERS: Mapping[float, str] = {
-    1: "{}",
-    -1: "1 / {}",
-    2: "the square of {}",
-    0.5: "the root of {}",
-    -2: "1 / the square of {}",
-    -0.5: "1 / the root of {}",
-}
+_WHAT = {1: "", 2: "the square of ", 0.5: "the root of "}
+_POWERS = {sign * power: f"{'1 / ' * (sign < 0)}{what}{{}}" for sign in (1, -1) for power, what in _WHAT.items()}
 """Powers of a size that a factor may be, in words."""
 
 
@@ -91,12 +85,9 @@ def sizes_of(evidence: Evidence, factor: float, near: float = _NEAR) -> str:
     known = [size for size in (*_sizes(evidence), "micro") if _counts(evidence)[size] > 1]
     powers = [(size, words, _counts(evidence)[size] ** power) for power, words in _POWERS.items() for size in known]
     alone = [(words.format(_label(evidence, size)), number) for size, words, number in powers]
-    plain = alone[: 2 * len(known)]  # sizes and shares
-    pairs = [
-        (f"{a} x {b}".replace(" x 1 /", " /"), x * y)
-        for (a, x), (b, y) in itertools.combinations(plain, 2)
-        if x * y != 1
-    ]
+    plain = [(words, number) for words, number in alone if " of " not in words]
+    both = itertools.combinations(plain, 2)
+    pairs = [(f"{a} x {b}".replace(" x 1 /", " /"), x * y) for (a, x), (b, y) in both if x * y != 1]
     for found, close in ((alone, near), (pairs, min(near, SINGLE))):  # so many pairs that one is near by chance
         if fitting := [label for label, other in found if _equal(abs(factor), other, close)]:
             return ("minus " if factor < 0 else "") + " or ".join(fitting[:2])

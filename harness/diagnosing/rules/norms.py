@@ -18,7 +18,7 @@ from torch import Tensor
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.measures.tolerance import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.places import blocks_of
+from harness.diagnosing.rules.places import blocks_of, held_whole
 from harness.diagnosing.rules.proofs import Explained, number
 
 __all__ = ["from_norms"]
@@ -84,7 +84,7 @@ def _counted_otherwise(evidence: Evidence, squares: Mapping[str, float]) -> Iter
 
 def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:
     """Gradients that code may count alike, in words: by who holds what of them, one by one, by kind, by dims."""
-    whole = {name for name in names if _held_whole(evidence, name)}
+    whole = {name for name in names if held_whole(evidence, name)}
     found = {
         "what every rank holds whole": whole,
         "what is split over ranks": {*names} - whole,
@@ -137,7 +137,7 @@ def _norms_added(evidence: Evidence) -> Iterator[float]:
         norms = []
         for place, rank in enumerate(ranks):
             names = [n for n in evidence.outcomes[rank] if kind_of(n) == "grad"]
-            counted = [n for n in names if place == 0 or not _held_whole(evidence, n)]
+            counted = [n for n in names if place == 0 or not held_whole(evidence, n)]
             blocks = [block.local.double() for n in counted for block in evidence.outcomes[rank][n]]
             norms.append(math.sqrt(sum(float(block.square().sum()) for block in blocks)))
         if len(norms) > 1:
@@ -149,7 +149,7 @@ def _beyond_first(evidence: Evidence) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in evidence.truth:
         first = blocks_of(evidence, name).get(0, ()) if kind_of(name) == "grad" else ()
-        if first and not _held_whole(evidence, name):
+        if first and not held_whole(evidence, name):
             mine = sum(float(block.local.double().square().sum()) for block in first)
             found[name] = float(evidence.truth[name].double().square().sum()) - mine
     return found
@@ -174,13 +174,6 @@ def _alike(evidence: Evidence, name: str, ranks: Sequence[int]) -> bool:
     """Whether these ranks, as far as they hold it, hold the same part of a tensor."""
     blocks = blocks_of(evidence, name)
     return len({tuple(block.region for block in blocks[rank]) for rank in ranks if rank in blocks}) <= 1
-
-
-def _held_whole(evidence: Evidence, name: str) -> bool:
-    return all(
-        sum(part.local.numel() for part in parts) == math.prod(parts[0].global_shape)
-        for parts in blocks_of(evidence, name).values()
-    )
 
 
 def _own_norms(evidence: Evidence, name: str) -> list[Cause]:

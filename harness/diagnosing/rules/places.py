@@ -14,7 +14,7 @@ from harness.diagnosing.rules.proofs import share_left
 from harness.outcome.blocks import Block
 from harness.outcome.merging import Outcomes
 
-__all__ = ["Place", "blocks_of", "comparable", "place_of", "ranks_apart", "timeline", "wrong_ranks"]
+__all__ = ["Place", "blocks_of", "comparable", "held_whole", "place_of", "ranks_apart", "timeline", "wrong_ranks"]
 
 _PHASES = {
     "init": "forward",
@@ -121,6 +121,14 @@ def _gap(block: Block, truth: Tensor) -> float:
     true = truth[tuple(slice(a, b) for a, b in block.region)]
     gap = float((block.local.double() - true.double()).abs().max())
     return math.inf if math.isnan(gap) else gap
+
+
+def held_whole(evidence: Evidence, name: str) -> bool:
+    """Whether every rank that holds this tensor holds all of it."""
+    return all(
+        sum(part.local.numel() for part in parts) == math.prod(parts[0].global_shape)
+        for parts in blocks_of(evidence, name).values()
+    )
 
 
 def comparable(evidence: Evidence, name: str) -> bool:

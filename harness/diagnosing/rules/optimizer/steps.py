@@ -165,11 +165,8 @@ def _scaled(
         return claimed("scaled_down", f"{told}: divided once more before the step", *predict(factor))
     if what == "gradients":
         return said
-    return [replace(one, words=f"{one.words}, such as the learning rate") if _is_constant(one) else one for one in said]
-
-
-def _is_constant(cause: Cause) -> bool:
-    return cause.id == "constant_factor" and not cause.follows
+    rate = ", such as the learning rate"
+    return [replace(one, words=one.words + rate * (one.id == "constant_factor" and not one.follows)) for one in said]
 
 
 def _of_gradients(names: Sequence[str], other: Evidence) -> float | None:
