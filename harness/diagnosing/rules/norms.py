@@ -73,7 +73,8 @@ def _counted_otherwise(evidence: Evidence, squares: Mapping[str, float]) -> Iter
     for what, names in _groups(evidence, [*squares]).items():
         square = sum(squares[name] for name in names)
         for axis, size in sizes.items():
-            words = f"it counts {what} once a rank, {axis}={size}"
+            often = f"{size} times, and {axis}={size}" if what.startswith("grad/") else f"once a rank, {axis}={size}"
+            words = f"it counts {what} {often}"  # of one parameter it may be as many uses as well
             yield "norm_counts_replicas", words, total + (size - 1) * square
             words = f"it counts 1 of {size} ranks of {axis} in {what}"
             yield "norm_counts_few", words.replace("ranks of all ranks", "ranks"), total + (1 / size - 1) * square
