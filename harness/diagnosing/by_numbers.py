@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
@@ -33,6 +35,13 @@ THROUGHOUT = 0.9
 
 def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     """What the first wrong tensors look like. Logits of a later step follow from the parameters before them."""
+    said = _by_kind(evidence, wrong)
+    if kind_of(wrong[0]) == "init":
+        return [replace(cause, words=f"initial values, before any step: {cause.words}") for cause in said]
+    return said
+
+
+def _by_kind(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     first, kind = wrong[0], kind_of(wrong[0])
     if kind in ("logits", "loss", "grad_norm") and not first.endswith("/0") and evidence.states is None:
         return from_updates(evidence, _parameters(wrong))
@@ -113,11 +122,21 @@ def _of_values(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
     known = [name for name in names if name in evidence.merged.tensors]
     if not known:
         return []
-    first, truth = known[0], evidence.truth[known[0]]
+    evidence, first, truth = _as_judged(evidence, known), known[0], evidence.truth[known[0]]
     value = evidence.merged.tensors[first]
     said = from_factor(evidence, known) or rounded(value, truth) or from_terms(evidence, first)
     said = said or from_offsets(evidence, known) or _of_places(evidence, first, value, truth)
-    return said or from_regions(evidence, first) or _one_shard(evidence, first)
+    said = said or from_regions(evidence, first) or _one_shard(evidence, first)
+    return said or [cause for cause in from_factor(evidence, known[:1]) if cause.follows]
+
+
+def _as_judged(evidence: Evidence, names: Sequence[str]) -> Evidence:
+    """The evidence with these tensors in the dtype whose limits hold for them, where they are kept in a wider one."""
+    dtypes = {name: getattr(torch, evidence.dtype_of(name)) for name in names}
+    tensors = {name: evidence.merged.tensors[name] for name in names if evidence.truth[name].is_floating_point()}
+    wider = {n: t.to(dtypes[n]) for n, t in tensors.items() if torch.finfo(t.dtype).eps < torch.finfo(dtypes[n]).eps}
+    merged = replace(evidence.merged, tensors={**evidence.merged.tensors, **wider})
+    return replace(evidence, merged=merged) if wider else evidence
 
 
 def _of_places(evidence: Evidence, name: str, value: Tensor, truth: Tensor) -> list[Cause]:
@@ -151,7 +170,7 @@ def _in_part(evidence: Evidence, name: str, ranks: set[int]) -> Explained:
     for rank in ranks:
         for block in blocks_of(evidence, name)[rank]:
             guess[tuple(slice(a, b) for a, b in block.region)] = block.local.double()
-    return Explained(value=value, truth=truth, guess=guess, left=1 - THROUGHOUT)
+    return Explained(value=value, truth=truth, guess=guess)
 
 
 def _throughout(evidence: Evidence, name: str, rank: int) -> bool:

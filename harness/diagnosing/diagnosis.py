@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.ledger_checks import module_order
 from harness.diagnosing.first import First, first_place
+from harness.diagnosing.hints import hint
 from harness.diagnosing.likely import likely
 from harness.diagnosing.rules.causes import Cause, reported
 from harness.diagnosing.rules.places import place_of, timeline, wrong_ranks
@@ -25,7 +26,7 @@ __all__ = ["Diagnosis", "Explanation", "First", "diagnose", "ended", "explained"
 class Diagnosis:
     """One failed check explained. `name` is the tensor or event in question, `ranks` are empty when it is all of them.
 
-    `step` is -1 when it is unknown.
+    `step` is -1 when it is unknown. `hint` is what else is known where no cause fits.
     """
 
     check: str
@@ -36,14 +37,19 @@ class Diagnosis:
     region: str
     first: First
     causes: tuple[Cause, ...]
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What all failed checks of a case share: the first place where it went wrong, and what is likely behind it."""
+    """What all failed checks of a case share: the first place where it went wrong, and what is likely behind it.
+
+    `hint` is what else is known where no cause fits.
+    """
 
     first: First
     causes: tuple[Cause, ...]
+    hint: str = ""
 
 
 def explained(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanation:
@@ -53,7 +59,8 @@ def explained(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanatio
     parted = _first_difference(evidence) if failed else None
     first = first_place(evidence, wrong, parted)
     call_first = parted is not None and first.step < 0
-    return Explanation(first=first, causes=likely(evidence, findings, wrong, parted, call_first=call_first))
+    causes = likely(evidence, findings, wrong, parted, call_first=call_first)
+    return Explanation(first=first, causes=causes, hint="" if causes else hint(evidence, first, wrong))
 
 
 def diagnose(
@@ -74,6 +81,7 @@ def diagnose(
         region=finding.region or (place.module if place else ""),
         first=first if first.phase or first.event else First(phase=finding.phase, region=finding.region),
         causes=shared.causes,
+        hint=shared.hint,
     )
 
 

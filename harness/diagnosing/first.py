@@ -18,7 +18,6 @@ An event that parts from the expectation in the same phase or an earlier one com
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +25,8 @@ from harness.checking.evidence import Evidence
 from harness.checking.group_checks import strays
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.tolerance import is_state, kind_of
-from harness.diagnosing.rules.places import blocks_of, place_of
+from harness.diagnosing.beside import are_matrices, between, ranks_in_words
+from harness.diagnosing.rules.places import held_whole, place_of
 from harness.diagnosing.rules.proofs import explains
 from harness.differences import Difference
 from harness.engines.engine import Unwaited
@@ -42,6 +42,7 @@ class First:
     `name` is the first wrong tensor, "" when only the ledger shows it; `event` is the first event that parts from the
     expectation, "" when none does. `phase` and `region` are those of the earlier of the two; `step` is -1 when that is
     the event, which may be missing in every step. `note`: how the module was found, "" when a layout was declared.
+    `beside`: the ranks that are wrong and those that are right, and between which modules it lies, as far as known.
     """
 
     phase: str = ""
@@ -50,6 +51,7 @@ class First:
     name: str = ""
     event: str = ""
     note: str = ""
+    beside: tuple[str, ...] = ()
 
 
 def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | None) -> First:
@@ -133,7 +135,8 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     elif kind == "param" or is_state(name):
         others = {place_of(other, 1).module for other in wrong}
         region = region if len(others) == 1 else ""
-    return First(phase=phase, region=region, step=step, name=name)
+    beside = (ranks_in_words(evidence, name, wrong), between(evidence, name, wrong))
+    return First(phase=phase, region=region, step=step, name=name, beside=tuple(filter(None, beside)))
 
 
 def _read_again(evidence: Evidence, name: str) -> bool:
@@ -158,20 +161,15 @@ def _user_of(evidence: Evidence, module: str) -> str:
     siblings = following.rpartition(".")[0] == around and around in order
     is_block = any(name.startswith(f"{module}.") for name in order)
     is_weighted = f"grad/{module}.weight" in evidence.truth and f"grad/{following}.weight" in evidence.truth
-    between = is_block or (is_weighted and _both_matrices(evidence, module, following))
+    between = is_block or (is_weighted and are_matrices(evidence, module, following))
     return around if siblings and between else following
-
-
-def _both_matrices(evidence: Evidence, *modules: str) -> bool:
-    """Two linears inside one module: what one returns goes through code of that module to the other."""
-    return all(evidence.truth[f"grad/{module}.weight"].dim() > 1 for module in modules)
 
 
 def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str]:
     """Phase and module of wrong parameter gradients whose activation gradients are all right."""
     bad = [name for name in wrong if kind_of(name) == "grad"]
     known = [name for name in evidence.returned if kind_of(name) == "grad"]
-    whole = {name for name in known if _whole(evidence, name)}
+    whole = {name for name in known if held_whole(evidence, name)}
     torn = {flaw.name for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"}
     synced_alike = set(bad) <= whole < set(known) and (len({place_of(name, 1).module for name in bad}) > 1)
     if len(bad) == len(known) > 1 or synced_alike or bad[0] in torn:
@@ -201,11 +199,3 @@ def _everywhere(evidence: Evidence, name: str) -> bool:
         return False
     wrong = (value.double() - truth.double()).abs() > 1e-6 * truth.double().abs().max()
     return bool(wrong.flatten(1).any(1).all())
-
-
-def _whole(evidence: Evidence, name: str) -> bool:
-    """Whether every rank that holds this tensor holds all of it."""
-    return all(
-        sum(part.local.numel() for part in parts) == math.prod(parts[0].global_shape)
-        for parts in blocks_of(evidence, name).values()
-    )

@@ -22,6 +22,7 @@ from harness.checking.group_checks import lists_text, strays
 from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.limits import within_limits
 from harness.diagnosing.rules.causes import MEANT, Cause, reported
+from harness.diagnosing.rules.factors import UNDECIDED
 from harness.diagnosing.rules.layouts import from_flaws
 from harness.diagnosing.rules.losses import from_parts, more_classes
 from harness.diagnosing.rules.masks import from_masks
@@ -144,7 +145,7 @@ def _undecided(cause: Cause) -> Cause:
     """A factor that equals a size of the case: cases of other sizes are not searched for their first wrong module."""
     if not cause.follows:
         return cause
-    return replace(cause, words=f"{cause.words} (a constant factor would look the same)", follows=())
+    return replace(cause, words=f"{cause.words}{UNDECIDED}", follows=())
 
 
 def _from_groups(evidence: Evidence) -> list[Cause]:

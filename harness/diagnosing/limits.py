@@ -1,12 +1,16 @@
-"""Whether a cause leaves no more of a wrong tensor than its check allows: the last word before it is told."""
+"""Whether a cause leaves no more of a wrong tensor than its check allows: the last word before it is told.
+
+The first merged tensor that a cause speaks of decides: what comes after it was computed from wrong values. A prediction
+that states how much it may leave (`Explained.left`) is one of a rule with a limit of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import kind_of, kind_rms
+from harness.checking.measures.tolerance import kind_of, kind_rms, own_share
 from harness.checking.numeric_checks import held
 from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.proofs import Explained
@@ -16,20 +20,25 @@ __all__ = ["within_limits"]
 
 
 def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
-    """Those of these causes whose predictions of merged tensors are as near as the truth would have to be."""
-    return [cause for cause in causes if all(_allowed(evidence, p) for p in cause.proof if isinstance(p, Explained))]
+    """Those of these causes whose first prediction of a merged tensor is as near as the truth would have to be."""
+    names = {id(tensor): name for name, tensor in evidence.merged.tensors.items()}
+    return [cause for cause in causes if _allowed(evidence, names, cause)]
 
 
-def _allowed(evidence: Evidence, proof: Explained) -> bool:
-    """Whether the tensor would pass with what the prediction leaves of it as its error."""
-    tensors = evidence.merged.tensors
-    name = next((name for name, tensor in tensors.items() if tensor is proof.value), "")
-    if not name:
-        return True  # of one rank's part, or of a step's movement: its rule has a limit of its own
+def _allowed(evidence: Evidence, names: Mapping[int, str], cause: Cause) -> bool:
+    """Whether the tensor would pass with what the prediction leaves of it as its error.
+
+    True for causes of one rank's part, of a step's movement, or of where the truth is 0 and has no size to measure by.
+    """
+    spoken = (p for p in cause.proof if isinstance(p, Explained) and p.left is None and id(p.value) in names)
+    proof = next(spoken, None)
+    if proof is None or not bool(proof.truth.any()):
+        return True
+    name, tensors = names[id(proof.value)], evidence.merged.tensors
     truth, guess = evidence.truth[name].double(), proof.guess.double()
-    size = float(truth.norm())
-    scale = max(1.0, float(guess.norm()) / size) if size else 1.0
-    corrected = truth + (proof.value.double() - guess) / scale
+    left = proof.value.double() - guess
+    left = left.where(left.abs() > own_share(evidence.dtype_of(name)) * guess.abs(), 0.0)
+    corrected = truth + left / max(1.0, float(guess.norm() / truth.norm()))
     merged = Merged(tensors={**tensors, name: corrected.to(proof.value.dtype)}, flaws=evidence.merged.flaws)
     alike = {other: tensor for other, tensor in evidence.truth.items() if kind_of(other) == kind_of(name)}
     return held(replace(evidence, merged=merged), name, kind_rms(alike).get(kind_of(name), 0.0)).right

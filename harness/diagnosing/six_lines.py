@@ -63,7 +63,7 @@ def tell(diagnosis: Diagnosis, finding: Finding, evidence: Evidence, subject: st
         "where": where(diagnosis, evidence.case, named=bool(finding.names)),
         "error": _how_much(evidence, finding, diagnosis.check),
         "first": _first(diagnosis.first) or finding.message,
-        "causes": "; ".join(cause.words for cause in diagnosis.causes) or NO_CAUSE,
+        "causes": "; ".join(cause.words for cause in diagnosis.causes) or diagnosis.hint or NO_CAUSE,
         "repeat": repeat_command(evidence.case, subject, options),
     }
     return written(lines)
@@ -141,7 +141,7 @@ def _how_much(evidence: Evidence, finding: Finding, check: str) -> str:
 
 def _first(first: First) -> str:
     """The place and what shows it: "backward of head in step 0: act_grad/final_norm; in the ledger: ..."."""
-    shown = [first.name] if first.name else []
+    shown = [first.name, *first.beside] if first.name else []
     if first.note:
         shown.append(f"{first.note} (no layout was declared)")
     if first.event:

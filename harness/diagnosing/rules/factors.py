@@ -8,9 +8,11 @@ named: numbers of one case alone cannot choose between them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
@@ -19,7 +21,7 @@ from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import SINGLE, Explained, explains, share_left, times
 
-__all__ = ["Measure", "Predict", "factor_of", "from_factor", "meaning_of"]
+__all__ = ["Measure", "Predict", "factor_of", "from_factor", "meaning_of", "UNDECIDED", "sizes_of"]
 
 Predict = Callable[[float], tuple[Explained, ...]]
 """A factor -> what the tensors in question are when it is theirs."""
@@ -29,6 +31,13 @@ _NEAR = 1e-6
 """A factor is a size within this share of it, or within what rounding leaves of the error."""
 _LARGE = 3
 """From this size on a factor that equals it is no constant by chance."""
+UNDECIDED = " (a constant factor would look the same)"
+"""Behind a factor that is a size of the case, where no case of another size decides."""
+_COUNTED = 20
+"""A single whole number below this is a multiple of another one by chance."""
+_WHAT = {1: "", 2: "the square of ", 0.5: "the root of "}
+_POWERS = {sign * power: f"{'1 / ' * (sign < 0)}{what}{{}}" for sign in (1, -1) for power, what in _WHAT.items()}
+"""Powers of a size that a factor may be, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +69,29 @@ def factor_of(value: Tensor, truth: Tensor) -> float | None:
     x, t = value.double(), truth.double()
     power = float((t * t).sum())
     factor = float((x * t).sum()) / power if power else 0.0
-    return factor if factor and explains(factor * t, value, truth) else None
+    return factor if factor and not _is_count(x, t) and explains(factor * t, value, truth) else None
+
+
+def _is_count(x: Tensor, t: Tensor) -> bool:
+    """Whether these are small whole numbers: of steps, of ranks."""
+    both = torch.stack([x.flatten(), t.flatten()])
+    return t.numel() == 1 and bool((both == both.round()).all()) and float(both.abs().max()) < _COUNTED
+
+
+def sizes_of(evidence: Evidence, factor: float, near: float = _NEAR) -> str:
+    """Which sizes of the case this factor is in words, the fewest that fit: "the root of tp=2", "dp=2 / micro=4";
+    "" when it is none.
+    """
+    known = [size for size in (*_sizes(evidence), "micro") if _counts(evidence)[size] > 1]
+    powers = [(size, words, _counts(evidence)[size] ** power) for power, words in _POWERS.items() for size in known]
+    alone = [(words.format(_label(evidence, size)), number) for size, words, number in powers]
+    plain = [(words, number) for words, number in alone if " of " not in words]
+    both = itertools.combinations(plain, 2)
+    pairs = [(f"{a} x {b}".replace(" x 1 /", " /"), x * y) for (a, x), (b, y) in both if x * y != 1]
+    for found, close in ((alone, near), (pairs, min(near, SINGLE))):  # so many pairs that one is near by chance
+        if fitting := [label for label, other in found if _equal(abs(factor), other, close)]:
+            return ("minus " if factor < 0 else "") + " or ".join(fitting[:2])
+    return ""
 
 
 def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
@@ -74,12 +105,13 @@ def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
 
     def predict(factor: float) -> tuple[Explained, ...]:
         truths = ((value, evidence.truth[name]) for name, value in values.items())
-        return tuple(Explained(value=value, truth=truth, guess=factor * truth.double()) for value, truth in truths)
+        shared = factor if single else known[0]  # a factor that equals a size is told of as near as it is
+        return tuple(Explained(value=value, truth=truth, guess=shared * truth.double()) for value, truth in truths)
 
+    single = len(names) == 1 and evidence.truth[names[0]].numel() == 1  # any wrong number is a factor times the right
     told = f"{'it is' if len(names) == 1 else 'all are'} {times(known[0])} the truth"
     found = _Found(factor=known[0], told=told, near=near, predict=predict)
     causes = _decided(evidence, _guesses(evidence, names), found, lambda other: _there(other, names[0]))
-    single = len(names) == 1 and evidence.truth[names[0]].numel() == 1  # any wrong number is a factor times the right
     return [] if single and [cause.id for cause in causes] == ["constant_factor"] and not causes[0].follows else causes
 
 
@@ -127,18 +159,19 @@ def _decided(evidence: Evidence, guesses: Sequence[_Guess], found: _Found, measu
     left = [g for g in fitting if all(_equal(there, g.factor(other), wide) for other, there in seen)]
     stays = all(_equal(there, factor, wide) for _, there in seen)
     if seen and stays and left:  # sizes that no legal case changes are left, and a constant fits as well
-        left = [g for g in left if _counts(evidence)[g.size] >= _LARGE]
-        if not left:
-            return []
+        large = [g for g in left if _counts(evidence)[g.size] >= _LARGE]
+        alike = "" if large else UNDECIDED
+        return _of_guesses(evidence, large or left, found, alike)
     if left:
-        shown = _shown(evidence, seen, {g.size for g in left})
-        return _of_guesses(evidence, left, found, shown)
+        return _of_guesses(evidence, left, found, _shown(evidence, seen, {g.size for g in left}))
     if fitting and seen and not stays:
         return []
     if _equal(factor, -1, near):
         return claimed("sign", f"{found.told}: the sign is wrong", *found.predict(-1.0))
     sizes = {g.size for g in fitting}
-    words = f"{found.told}: a constant factor is wrong{_shown(evidence, seen, sizes)}"
+    sized = "" if seen or _equal(factor, -1, near) else sizes_of(evidence, factor, near)
+    what = f", which is {sized}: a factor of it, or a constant one," if sized else ": a constant factor"
+    words = f"{found.told}{what} is wrong{_shown(evidence, seen, sizes)}"
     return claimed("constant_factor", words, *found.predict(factor), follows=tuple(sizes))
 
 

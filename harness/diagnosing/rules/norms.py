@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -18,14 +18,16 @@ from torch import Tensor
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.measures.tolerance import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.places import blocks_of
+from harness.diagnosing.rules.places import blocks_of, held_whole
 from harness.diagnosing.rules.proofs import Explained, number
 
 __all__ = ["from_norms"]
 
 CLOSE = 1e-3
 """Norms are taken for equal within this share of themselves; what many guesses may meet within its square."""
-LEFT = 1e-2
+EXACT = 1e-9
+"""The same in float64."""
+LEFT = 1e-3
 """Share of the error that a rule for norms may leave of it."""
 
 
@@ -45,34 +47,64 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
     for known, words, other in _kinds(evidence, name):
         if said := is_norm(known, words, other):
             return said
-    whole = sum(square for n, square in squares.items() if _held_whole(evidence, n))
-    split, found = sum(squares.values()) - whole, float(value) ** 2
-    for known, words, square in (*_counted_by_axis(evidence, whole, split), *_one_otherwise(squares, whole, split)):
+    for known, words, square in _counted_otherwise(evidence, squares):
         if said := is_norm(known, words, math.sqrt(max(square, 0.0))):
             return said
+    total = sum(squares.values())
     others = {f"{name} beyond the first rank's part": square for name, square in _beyond_first(evidence).items()}
-    missing = _several_left_out({**squares, **others}, whole + split - found, evidence.case.dtype)
+    missing = _several_left_out({**squares, **others}, total - float(value) ** 2, evidence.case.dtype)
     words = f"it leaves out {', '.join(missing)}"
-    return is_norm("norm_counts_few", words, math.sqrt(whole + split - sum(missing.values()))) if missing else []
+    return is_norm("norm_counts_few", words, math.sqrt(total - sum(missing.values()))) if missing else []
 
 
 def _norm(value: Tensor, truth: Tensor, known: str, words: str, guess: float) -> list[Cause]:
     """The cause when the norm is this number."""
-    if not math.isclose(float(value), guess, rel_tol=CLOSE**2):
+    if not math.isclose(float(value), guess, rel_tol=EXACT if value.dtype == torch.float64 else CLOSE**2):
         return []
     return claimed(known, words, Explained(value=value, truth=truth, guess=number(guess).view_as(truth), left=LEFT))
 
 
-def _one_otherwise(squares: Mapping[str, float], whole: float, split: float) -> Iterator[tuple[str, str, float]]:
-    """Sums of squares in which one part is left out or counted twice: (cause, words, sum)."""
-    for square, what in (
-        (whole, "what every rank holds whole"),
-        (split, "what is split over ranks"),
-        *((square, name) for name, square in squares.items()),
-    ):
-        yield "norm_counts_few", f"it leaves out {what}", whole + split - square
-    for name, square in squares.items():
-        yield "norm_counts_replicas", f"it counts {name} twice", whole + split + square
+def _counted_otherwise(evidence: Evidence, squares: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
+    """Sums of squares in which one group of gradients is left out, counted once a rank of an axis, divided by these
+    ranks, or counted twice: (cause, words, sum).
+    """
+    total = sum(squares.values())
+    sizes = {**split_axes(evidence.case), "all ranks": evidence.case.world_size}
+    for what, names in _groups(evidence, [*squares]).items():
+        square = sum(squares[name] for name in names)
+        for axis, size in sizes.items():
+            often = f"{size} times, and {axis}={size}" if what.startswith("grad/") else f"once a rank, {axis}={size}"
+            words = f"it counts {what} {often}"  # of one parameter it may be as many uses as well
+            yield "norm_counts_replicas", words, total + (size - 1) * square
+            words = f"it counts 1 of {size} ranks of {axis} in {what}"
+            yield "norm_counts_few", words.replace("ranks of all ranks", "ranks"), total + (1 / size - 1) * square
+        if len(names) < len(squares):
+            yield "norm_counts_few", f"it leaves out {what}", total - square
+            yield "norm_counts_replicas", f"it counts {what} twice", total + square
+
+
+def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:
+    """Gradients that code may count alike, in words: by who holds what of them, one by one, by kind, by dims."""
+    whole = {name for name in names if held_whole(evidence, name)}
+    found = {
+        "what every rank holds whole": whole,
+        "what is split over ranks": {*names} - whole,
+        "everything": {*names},
+    }
+    for axis in split_axes(evidence.case):
+        lists = evidence.axes.get(axis, ((),))
+        alike = {name for name in names if all(_alike(evidence, name, ranks) for ranks in lists)}
+        found[f"what ranks of {axis} hold alike"], found[f"what is split over {axis}"] = alike, {*names} - alike
+        for place in range(len(lists[0])):
+            holds = {rank for ranks in lists for rank in ranks[place : place + 1]}
+            found[f"what {axis} rank {place} alone holds"] = {n for n in names if {*blocks_of(evidence, n)} <= holds}
+    found |= {name: {name} for name in names}
+    for name in names:
+        found.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(name)
+    vectors = {name for name in names if evidence.truth[name].dim() < 2}
+    found |= {"every vector (norms and biases)": vectors, "every matrix": {*names} - vectors}
+    first = {frozenset(group): what for what, group in reversed(found.items()) if group}
+    return {what: group for group, what in reversed(first.items())}
 
 
 def _kinds(evidence: Evidence, name: str) -> Iterator[tuple[str, str, float]]:
@@ -99,20 +131,6 @@ def _kinds(evidence: Evidence, name: str) -> Iterator[tuple[str, str, float]]:
         yield "norm_after_clip", words, largest
 
 
-def _counted_by_axis(evidence: Evidence, whole: float, split: float) -> Iterator[tuple[str, str, float]]:
-    """Sums of squares that are counted once a rank of an axis, or divided by its ranks, all or one kind alone: (cause,
-    words, sum).
-    """
-    all_of_it = "what every rank holds whole", "what is split over ranks", "everything"
-    for axis, size in split_axes(evidence.case).items():
-        counts = ((size, 1), (1, size), (size, size))
-        for (of_whole, of_split), what in zip(counts, all_of_it, strict=True):
-            words = f"it counts {what} once a rank, {axis}={size}"
-            yield "norm_counts_replicas", words, whole * of_whole + split * of_split
-            words = f"it counts 1 of {size} ranks of {axis} in {what}"
-            yield "norm_counts_few", words, whole / of_whole + split / of_split
-
-
 def _norms_added(evidence: Evidence) -> Iterator[float]:
     """Sums of norms over the ranks of a group, what every rank holds whole counted by the first."""
     for groups in evidence.case.axes.values():
@@ -120,7 +138,7 @@ def _norms_added(evidence: Evidence) -> Iterator[float]:
         norms = []
         for place, rank in enumerate(ranks):
             names = [n for n in evidence.outcomes[rank] if kind_of(n) == "grad"]
-            counted = [n for n in names if place == 0 or not _held_whole(evidence, n)]
+            counted = [n for n in names if place == 0 or not held_whole(evidence, n)]
             blocks = [block.local.double() for n in counted for block in evidence.outcomes[rank][n]]
             norms.append(math.sqrt(sum(float(block.square().sum()) for block in blocks)))
         if len(norms) > 1:
@@ -132,7 +150,7 @@ def _beyond_first(evidence: Evidence) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in evidence.truth:
         first = blocks_of(evidence, name).get(0, ()) if kind_of(name) == "grad" else ()
-        if first and not _held_whole(evidence, name):
+        if first and not held_whole(evidence, name):
             mine = sum(float(block.local.double().square().sum()) for block in first)
             found[name] = float(evidence.truth[name].double().square().sum()) - mine
     return found
@@ -153,11 +171,10 @@ def _several_left_out(squares: Mapping[str, float], left_out: float, dtype: str)
     return {}
 
 
-def _held_whole(evidence: Evidence, name: str) -> bool:
-    return all(
-        sum(part.local.numel() for part in parts) == math.prod(parts[0].global_shape)
-        for parts in blocks_of(evidence, name).values()
-    )
+def _alike(evidence: Evidence, name: str, ranks: Sequence[int]) -> bool:
+    """Whether these ranks, as far as they hold it, hold the same part of a tensor."""
+    blocks = blocks_of(evidence, name)
+    return len({tuple(block.region for block in blocks[rank]) for rank in ranks if rank in blocks}) <= 1
 
 
 def _own_norms(evidence: Evidence, name: str) -> list[Cause]:

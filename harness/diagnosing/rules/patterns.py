@@ -182,8 +182,9 @@ def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Mapp
             words = (
                 f"the ranks' values add up to the truth over {axis}={size}: each holds one partial sum, never reduced"
             )
-            terms = (Explained(value=x, truth=true, guess=x - left, left=CLOSE) for x in tensors)
-            return claimed("not_summed", words, *terms)
+            terms = torch.stack(tensors)  # together: one of them may hold the whole sum, and the others nothing
+            held = Explained(value=terms, truth=true.expand_as(terms), guess=terms - left / size, left=CLOSE)
+            return claimed("not_summed", words, held)
     return []
 
 

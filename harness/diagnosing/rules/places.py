@@ -10,10 +10,11 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import is_state, kind_of, step_of
+from harness.diagnosing.rules.proofs import share_left
 from harness.outcome.blocks import Block
 from harness.outcome.merging import Outcomes
 
-__all__ = ["Place", "blocks_of", "comparable", "place_of", "timeline", "wrong_ranks"]
+__all__ = ["Place", "blocks_of", "comparable", "held_whole", "place_of", "ranks_apart", "timeline", "wrong_ranks"]
 
 _PHASES = {
     "init": "forward",
@@ -93,6 +94,26 @@ def wrong_ranks(evidence: Evidence, name: str) -> tuple[int, ...]:
     return wrong if len(wrong) < len(evidence.outcomes) else ()
 
 
+def ranks_apart(evidence: Evidence, names: Sequence[str]) -> tuple[set[int], set[int]]:
+    """Ranks that hold one of these names wrong, and those that hold all of theirs right, as far as rounding shows.
+
+    Ranks that hold none of them are in neither; both are empty where a tensor cannot be held against the truth.
+    """
+    bad, held = set[int](), set[int]()
+    for name in names:
+        truth = evidence.truth.get(name)
+        if truth is None or not truth.is_floating_point() or not comparable(evidence, name):
+            return set(), set()
+        for rank, blocks in blocks_of(evidence, name).items():
+            if any(block.reduce_op for block in blocks):
+                return set(), set()
+            limits = (share_left(block.local) * float(truth.double().abs().max()) for block in blocks)
+            held.add(rank)
+            if any(_gap(block, truth) > limit for block, limit in zip(blocks, limits, strict=True)):
+                bad.add(rank)
+    return bad, held - bad
+
+
 def _gap(block: Block, truth: Tensor) -> float:
     """Largest error of a block; 0 when it cannot be held against the truth alone, infinite when it is not finite."""
     if block.global_shape != tuple(truth.shape) or not block.local.numel() or block.reduce_op:
@@ -100,6 +121,14 @@ def _gap(block: Block, truth: Tensor) -> float:
     true = truth[tuple(slice(a, b) for a, b in block.region)]
     gap = float((block.local.double() - true.double()).abs().max())
     return math.inf if math.isnan(gap) else gap
+
+
+def held_whole(evidence: Evidence, name: str) -> bool:
+    """Whether every rank that holds this tensor holds all of it."""
+    return all(
+        sum(part.local.numel() for part in parts) == math.prod(parts[0].global_shape)
+        for parts in blocks_of(evidence, name).values()
+    )
 
 
 def comparable(evidence: Evidence, name: str) -> bool:

@@ -33,8 +33,6 @@ SINGLE = 1e-4
 _LEFT = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Share of the error that may be left when a pattern explains it; rounding leaves more in shorter dtypes."""
 _LEFT_IN_SHORT = 3e-2
-_COUNTED = 20
-"""A single whole number below this is another one by chance."""
 DRIFT = 64
 """Replicas within this many machine epsilons of the truth differ in their last bits only."""
 _ROUNDINGS = 16
@@ -60,7 +58,7 @@ class Explained:
         share = share_left(self.value) if self.left is None else self.left
         x, t, guess = (tensor.double() for tensor in (self.value, self.truth, self.guess))
         error, left = float((x - t).norm()), float((x - guess).norm())
-        if t.numel() == 1 and (left > SINGLE * abs(float(guess)) or _is_count(x, t)):
+        if t.numel() == 1 and left > SINGLE * abs(float(guess)):
             return False
         return 0 < error < math.inf and left <= share * error
 
@@ -156,9 +154,3 @@ def times(factor: float) -> str:
     off = abs(factor - 1)
     digits = 4 - min(0, math.floor(math.log10(off))) if 0 < off < 0.1 else 4
     return f"{factor:.{digits}g} x"
-
-
-def _is_count(x: Tensor, t: Tensor) -> bool:
-    """Whether these are small whole numbers: of steps, of ranks."""
-    a, b = float(x), float(t)
-    return a == round(a) and b == round(b) and max(abs(a), abs(b)) < _COUNTED if math.isfinite(a + b) else False

@@ -17,7 +17,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.places import blocks_of
-from harness.diagnosing.rules.proofs import Explained
+from harness.diagnosing.rules.proofs import Explained, share_left
 
 __all__ = ["from_counts", "from_losses", "from_shares"]
 
@@ -38,7 +38,9 @@ def from_shares(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     tokens = evidence.shares["tokens"]
     if whole:
         fit = _fitted(evidence, [(name, evidence.merged.tensors[name], ()) for name in whole])
-        return [] if fit is None else _told(fit[0], tokens, fit[1])
+        dtypes = (getattr(torch, evidence.dtype_of(name)) for name in whole)  # of what masters of gradients were
+        near = max(CLOSE, *(share_left(torch.empty(0, dtype=dtype)) for dtype in dtypes))
+        return [] if fit is None or _alike(fit[0].flatten(), near) else _told(fit[0], tokens, fit[1])
     return _by_rank(evidence, names, tokens)
 
 
@@ -104,8 +106,8 @@ def _fitted(evidence: Evidence, parts: Sequence[Part]) -> tuple[Tensor, Explaine
     return (weights.unflatten(0, grid), Explained(value=x, truth=t, guess=guess, left=LEFT)) if explained else None
 
 
-def _alike(values: Tensor) -> bool:
-    return bool((values - values.mean()).abs().max() <= CLOSE * values.abs().max())
+def _alike(values: Tensor, near: float = CLOSE) -> bool:
+    return bool((values - values.mean()).abs().max() <= near * values.abs().max())
 
 
 def _local(shares: Tensor, count: int) -> bool:

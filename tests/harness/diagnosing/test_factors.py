@@ -38,7 +38,8 @@ def told(factors: dict[str, float], text: object = ALONE) -> list[tuple[str, str
         ({ACT: 2}, case("mode=tp tp=2 seq=16 micro=2"), ["summed_twice"]),  # forward knows no other micro-batch
         ({BIAS: -1}, ALONE, ["sign"]),
         ({BIAS: 1.7}, ALONE, ["constant_factor"]),
-        ({BIAS: 2, W1: 3}, ALONE, []),  # one bug has one factor
+        ({BIAS: 2, W1: 3}, ALONE, ["summed_twice"]),  # the first one's
+        ({BIAS: 1.7, W1: 3}, ALONE, []),  # one bug has one factor
         ({ACT: math.sqrt(2)}, ALONE, ["constant_factor"]),  # roots are of norms
         ({NORM: 2}, ALONE, ["summed_twice"]),
         ({NORM: 1.7}, ALONE, []),  # any wrong number is a factor times the right one

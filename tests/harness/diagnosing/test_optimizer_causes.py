@@ -109,6 +109,13 @@ def test_rules_of_adam(wrong: Rules, ids: list[str], steps: int) -> None:
     assert told_of(wrong, steps) == ids
 
 
+def test_a_learning_rate_behind_clipped_moments_is_no_matter_of_clipping() -> None:
+    true = adam(RIGHT, 0, {})
+    seen, names = seen_of(f"{ADAM} clip=0.5", {**true, **adam(Rules(rate=0.007), 0, {})}, true)
+    (cause,) = from_states(seen, names)
+    assert cause.words.endswith("constant factor is wrong, such as the learning rate")
+
+
 def test_moments_that_begin_anew() -> None:
     assert told_of(Rules(keeps=False), 2) == ["moments_reset"]
 
@@ -145,7 +152,10 @@ def test_clipping_by_other_rules() -> None:
     assert sgd(lambda g, last, p: -0.1 * g, CLIPS, factor) == ["unclipped"]
     squared = 0.5 / float(NORMS[1]) ** 2
     assert sgd(lambda g, last, p: -0.1 * g * squared, CLIPS, factor) == ["clipped_otherwise"]
-    assert sgd(lambda g, last, p: -0.1 * g * factor * 0.7, CLIPS, factor) == []
+    assert sgd(lambda g, last, p: -0.1 * g * factor * 0.7, CLIPS, factor) == []  # of another limit, or another rate
+    wide = f"{SGD} clip=1000.0"  # where nothing is clipped, what is larger is no matter of clipping
+    assert sgd(lambda g, last, p: -0.17 * g, wide) == ["constant_factor"]
+    assert sgd(lambda g, last, p: -0.07 * g, wide) == []
     assert sgd(lambda g, last, p: -0.1 * factor * g.roll(1, 0), CLIPS, factor) == []
 
 

@@ -110,14 +110,31 @@ WHOLE = square(BIAS) + square("grad/embedding.tokens.weight")
             "norm_counts_few",
             "it leaves out grad/layers.*.mlp.w1.weight, grad/layers.*.mlp.w2.bias",
         ),
+        (SPLIT + WHOLE + square(BIAS), "norm_counts_replicas", f"it counts {BIAS} 2 times, and tp=2"),
+        (SPLIT + WHOLE - square(W1) / 2, "norm_counts_few", f"it counts 1 of 2 ranks of tp in {W1}"),
+        (SPLIT + WHOLE + square(BIAS) * (1 + 1e-6), "", ""),  # no check would let that pass
     ],
 )
 def test_what_a_norm_counts_otherwise_is_told(found: float, cause: str, words: str) -> None:
     values = {**truth(), "grad_norm/0": torch.tensor(math.sqrt(found), dtype=torch.float64)}
     seen = evidence(*(outcome_of(rank, values) for rank in range(2)))
-    (told,) = from_norms(seen, "grad_norm/0")
-    assert (told.id, told.words) == (cause, words)
+    assert [(told.id, told.words) for told in from_norms(seen, "grad_norm/0")] == ([(cause, words)] if cause else [])
     assert from_norms(evidence(), "grad_norm/0") == []
+
+
+def test_a_norm_that_counts_a_group_by_another_axis_names_it() -> None:
+    """Four ranks, tp=2 and dp=3 of the case: the vectors once a data rank, the table three times."""
+    text = case("mode=tp tp=2 dp=3 seq=16 batch=6")
+    total, table = SPLIT + WHOLE, "grad/embedding.tokens.weight"
+    for found, words in (
+        (total + 2 * square(BIAS), f"it counts {BIAS} 3 times, and dp=3"),
+        (total + 5 * square(table), f"it counts {table} 6 times, and all ranks=6"),
+        (total - 2 / 3 * SPLIT, "it counts 1 of 3 ranks of dp in what is split over ranks"),
+        (total + square(table), f"it counts {table} 2 times, and tp=2"),
+    ):
+        values = {**truth(), "grad_norm/0": torch.tensor(math.sqrt(found), dtype=torch.float64)}
+        seen = evidence(*(outcome_of(rank % 2, values) for rank in range(6)), case=text)
+        assert [told.words for told in from_norms(seen, "grad_norm/0")] == [words]
 
 
 def test_norms_that_were_never_summed_are_told() -> None:

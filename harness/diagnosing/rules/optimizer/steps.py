@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -61,7 +62,8 @@ def from_states(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 def _updated(evidence: Evidence, wrong: Sequence[str], state: Moved, step: int) -> list[Cause]:
     """What is wrong in updates when all that went into them is right."""
     factor, measure = times(state.got, state.right), partial(_of_updates, state.names)
-    said = _scaled(evidence, "updates", step, factor, measure, lambda f: (_got(state, f * state.right),))
+    clips = "mean" not in state.beside  # right moments were made of right gradients
+    said = _scaled(evidence, "updates", step, factor, measure, lambda f: (_got(state, f * state.right),), clips=clips)
     said = said or _momentum(evidence, wrong, state, step) or _not_zeroed(evidence, state, step)
     fit = fitted(state.got, state.right, state.before)
     if not said and fit is not None:
@@ -91,7 +93,8 @@ def _decayed(evidence: Evidence, state: Moved, step: int, factor: float, share: 
         return (_got(state, other * state.right + share * state.before),)
 
     said = correction(evidence, factor, step, predict) if "mean" in state.beside else []
-    return said or _scaled(evidence, "updates without their decay", step, factor, lambda other: None, predict)
+    clips, what = "mean" not in state.beside, "updates without their decay"
+    return said or _scaled(evidence, what, step, factor, lambda other: None, predict, clips=clips)
 
 
 def _still(evidence: Evidence, wrong: Sequence[str], step: int, last: int) -> list[Cause]:
@@ -137,23 +140,33 @@ def _still_on_ranks(
 
 
 def _scaled(
-    evidence: Evidence, what: str, step: int, factor: float | None, measure: Measure, predict: Predict
+    evidence: Evidence,
+    what: str,
+    step: int,
+    factor: float | None,
+    measure: Measure,
+    predict: Predict,
+    *,
+    clips: bool = True,
 ) -> list[Cause]:
-    """What one factor on all wrong updates or gradients of a step means."""
+    """What one factor on all wrong updates or gradients of a step means; `clips`: whether clipping may be behind it."""
     if factor is None:
         return []
     told = f"the {what} of step {step} are {in_words(factor)} the right ones"
-    largest, norm = getattr(evidence.case, "clip", 0.0), evidence.truth.get(f"grad_norm/{step}")
+    largest, norm = getattr(evidence.case, "clip", 0.0) if clips else 0.0, evidence.truth.get(f"grad_norm/{step}")
     if largest and norm is not None and math.isclose(factor, max(1.0, float(norm) / largest), rel_tol=CLOSE):
         return claimed("unclipped", f"{told}: they are not clipped", *predict(factor))
     if largest and norm is not None and factor > 1 and math.isclose(factor * float(norm), largest, rel_tol=CLOSE):
         return claimed("clip_scales_up", f"{told}: a norm below the limit is scaled up to it", *predict(factor))
-    if largest:  # any other factor may come from a norm or a limit that is another one
-        return by_square(evidence, factor, told, step, predict)
+    if largest and (norm is None or float(norm) > largest or factor < 1):
+        return by_square(evidence, factor, told, step, predict)  # any other may come of another norm or limit
     said = meaning_of(evidence, factor, told, CLOSE, measure, predict)
     if 0 < factor < LITTLE and all(cause.id == "constant_factor" for cause in said):
         return claimed("scaled_down", f"{told}: divided once more before the step", *predict(factor))
-    return said
+    if what == "gradients":
+        return said
+    rate = ", such as the learning rate"
+    return [replace(one, words=one.words + rate * (one.id == "constant_factor" and not one.follows)) for one in said]
 
 
 def _of_gradients(names: Sequence[str], other: Evidence) -> float | None:

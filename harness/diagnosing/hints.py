@@ -1,0 +1,87 @@
+"""What is known of the first place where no cause fits: words that claim no cause, each of them true of the numbers.
+
+Initial values, when parameters differ before any step; a factor that is a size of the case, when the evidence does not
+single out what it comes from; what to look at, when the gradients are right and the update is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from harness.checking.evidence import Evidence
+from harness.checking.measures.tolerance import kind_of
+from harness.diagnosing.first import First
+from harness.diagnosing.rules.factors import sizes_of
+from harness.diagnosing.rules.optimizer.moved import moved, times
+from harness.diagnosing.rules.places import blocks_of, comparable
+from harness.diagnosing.rules.proofs import share_left
+from harness.diagnosing.rules.proofs import times as in_words
+from harness.errors import ranks_text
+
+__all__ = ["hint"]
+
+MOVED = 5.0
+"""A parameter that is off by this many times what training moves it by was another one before the first step."""
+
+
+def hint(evidence: Evidence, first: First, wrong: Sequence[str]) -> str:
+    """All that is known, "" when it is nothing. `wrong` are all wrong names in the order of training."""
+    if not first.name or first.event or evidence.located is not None or not comparable(evidence, first.name):
+        return ""
+    return "; ".join(
+        [*_of_start(evidence, first), *_of_factor(evidence, first.name), *_of_update(evidence, first, wrong)]
+    )
+
+
+def _of_start(evidence: Evidence, first: First) -> Iterator[str]:
+    """Initial values: returned ones, or those of the first wrong module, which training moved by less than they err."""
+    if kind_of(first.name) == "init":
+        yield "initial values: parameters as built differ from the truth, before any step"
+    values = evidence.merged.tensors
+    for name in evidence.truth if kind_of(first.name) == "act" else ():
+        start, gradient = (evidence.shares.get(name.replace("param/", "start/", 1)), name.replace("param/", "grad/", 1))
+        if start is None or not name.startswith(f"param/{first.region}.") or not {name, gradient} <= {*values}:
+            continue
+        gradients = [float(of[gradient].double().norm()) for of in (values, evidence.truth)]
+        more = max(1.0, gradients[0] / gradients[1]) if gradients[1] else math.inf  # a wrong gradient moves it further
+        moved_by = more * float((evidence.truth[name].double() - start.double()).norm())
+        if float((values[name].double() - evidence.truth[name].double()).norm()) > MOVED * moved_by:
+            yield f"initial values: {name} is off by more than {MOVED:g} times what training moves it by"
+
+
+def _of_factor(evidence: Evidence, name: str) -> Iterator[str]:
+    """One factor on all that is wrong of the first tensor, if it is a size of the case, or sizes."""
+    if name not in evidence.truth:
+        return
+    factors, wrong, right = list[float](), set[int](), set[int]()
+    truth, near = evidence.truth[name].double(), share_left(evidence.truth[name])
+    for rank, blocks in blocks_of(evidence, name).items():
+        for block in blocks:
+            x, t = block.local.double().flatten(), truth[tuple(slice(a, b) for a, b in block.region)].flatten()
+            near = share_left(block.local)
+            if block.reduce_op or not float((x - t).norm()) > near * float(t.norm()):
+                right.add(rank)
+                continue
+            factor = float(x @ t) / float(t @ t) if bool(t.any()) else 0.0
+            if not float((x - factor * t).norm()) <= near * float((x - t).norm()):
+                return
+            factors.append(factor)
+            wrong.add(rank)
+    alike = factors and math.isclose(min(factors), max(factors), rel_tol=near)
+    if alike and (sizes := sizes_of(evidence, factors[0], near)):
+        where = f"on rank{'s' * (len(wrong) > 1)} {ranks_text(sorted(wrong))} " if right - wrong else ""
+        few = ", one number only" if truth.numel() == 1 else ""
+        yield f"{where}{name} is {in_words(factors[0])} the truth, which is {sizes}{few}"
+
+
+def _of_update(evidence: Evidence, first: First, wrong: Sequence[str]) -> Iterator[str]:
+    """Where to look when an update is the first that is wrong, and by what factor it is off."""
+    step = max(first.step, 0)
+    known = {name for name in evidence.merged.tensors if kind_of(name) == "grad" and not step} | {f"grad_norm/{step}"}
+    if first.phase != "step" or not known & {*evidence.merged.tensors} or known & {*wrong}:
+        return
+    state = moved(evidence, wrong, "param", step)
+    factor = times(state.got, state.right) if state else None
+    told = "" if factor is None else f" (the updates of step {step} are {in_words(factor)} the right ones)"
+    yield f"gradients are right, the update is wrong: look at clip, decay, learning rate, step count{told}"

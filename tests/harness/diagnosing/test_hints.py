@@ -1,0 +1,129 @@
+"""What is said where no cause fits: initial values, a factor that is a size of the case, updates of right gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.checking.checks import examine
+from harness.checking.evidence import Evidence
+from harness.diagnosing.by_numbers import by_numbers
+from harness.diagnosing.diagnosis import First, explained
+from harness.diagnosing.hints import hint
+from harness.diagnosing.rules.factors import sizes_of
+from harness.diagnosing.six_lines import explain
+from tests.harness.diagnosing.test_optimizer_causes import CLIPS, GRADIENTS, NAMES, NORMS, START, seen_of
+from tests.harness.toy_evidence import case, evidence, outcome_of, truth
+
+BIAS, NORM, TABLE = "grad/layers.0.mlp.w2.bias", "grad_norm/0", "init/embedding.tokens.weight"
+
+
+def seen(
+    values: dict[str, Tensor], text: str = "mode=tp tp=2 seq=16", true: dict[str, Tensor] | None = None
+) -> Evidence:
+    known = {**truth(), **(true or {})}
+    return evidence(*(outcome_of(rank, {**known, **values}) for rank in range(2)), case=case(text), truth=known)
+
+
+def causes_line(found: Evidence) -> str:
+    findings = examine(found)
+    check = next(name for name, finding in findings.items() if finding.verdict == "fail")
+    return explain(found, findings, check, "my:subject").splitlines()[4].removeprefix("causes: ")
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def test_parameters_that_are_built_otherwise_are_initial_values() -> None:
+    words = "initial values: parameters as built differ from the truth, before any step"
+    assert causes_line(seen({TABLE: drawn(12, 6)})) == words
+    (cause,) = by_numbers(seen({TABLE: truth()[TABLE].roll(6, 0)}), [TABLE])
+    assert cause.words.startswith("initial values, before any step: along dim 0 it is shifted by 1 of 2 shards")
+
+
+def test_a_parameter_that_no_training_moved_so_far_began_otherwise() -> None:
+    """Of a subject that returns no initial values: its first wrong module has a weight that is far off."""
+    name, act = "param/layers.0.mlp.w2.bias", "act/layers.0.mlp.w2"
+    first = First(phase="forward", region="layers.0.mlp.w2", step=0, name=act)
+
+    def told(off: float, gradient: float = 1.0) -> str:
+        """What is told when all of it is off by so much, of which training moves it by 0.01."""
+        wrong = {act: truth()[act] + drawn(2, 3, 6), name: truth()[name] + off, BIAS: gradient * truth()[BIAS]}
+        shares = {"start/layers.0.mlp.w2.bias": truth()[name] + 0.01}
+        return hint(replace(seen(wrong), shares=shares), first, [act, name])
+
+    assert told(1.0) == f"initial values: {name} is off by more than 5 times what training moves it by"
+    assert told(0.04) == ""
+    assert told(1.0, gradient=50.0) == ""  # its own training may have moved it that far
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (2, "tp=2"),
+        (1 / 3, "1 / dp=3"),
+        (9, "the square of dp=3"),
+        (math.sqrt(2), "the root of tp=2"),
+        (1 / math.sqrt(3), "1 / the root of dp=3"),
+        (1.5, "dp=3 / tp=2"),
+        (0.4, "tp=2 / micro=5"),
+        (6, "all ranks=6"),
+        (-2, "minus tp=2"),
+        (0.7, ""),
+        (1.00001, ""),
+    ],
+)
+def test_sizes_and_their_powers_and_ratios(factor: float, words: str) -> None:
+    assert sizes_of(evidence(case=case("mode=tp tp=2 dp=3 seq=16 micro=5 batch=30")), factor) == words
+
+
+def test_one_small_count_that_is_a_size_times_the_truth_says_that_it_is_one_number() -> None:
+    tokens = {"tokens/0": torch.tensor(8)}
+    words = causes_line(seen({"tokens/0": torch.tensor(16)}, "mode=tp tp=2 seq=16 micro=1", tokens))
+    assert words == "tokens/0 is 2 x the truth, which is tp=2, one number only"
+    assert causes_line(seen({"tokens/0": torch.tensor(11)}, true=tokens)) == "none of the known patterns fits"
+
+
+def test_a_factor_that_is_no_plain_size_is_told_of_one_number() -> None:
+    words = causes_line(seen({NORM: truth()[NORM] * math.sqrt(2)}, "mode=tp tp=2 seq=16 micro=3"))
+    assert words == "grad_norm/0 is 1.414 x the truth, which is the root of tp=2, one number only"
+    assert causes_line(seen({NORM: truth()[NORM] * 1.7})) == "none of the known patterns fits"
+
+
+def test_a_factor_on_some_ranks_names_them() -> None:
+    first, second = (outcome_of(rank, truth()) for rank in range(2))
+    second[BIAS] = 2 * truth()[BIAS]
+    assert causes_line(evidence(first, second)) == f"on rank 1 {BIAS} is 2 x the truth, which is tp=2 or micro=2"
+    second[BIAS] = 2 * truth()[BIAS] + drawn(6)
+    assert causes_line(evidence(first, second)) == "none of the known patterns fits"
+
+
+def test_the_first_place_alone_may_have_a_factor() -> None:
+    """The second wrong gradient is none of it."""
+    w1 = "grad/layers.0.mlp.w1.weight"
+    found = seen({BIAS: truth()[BIAS] * 2, w1: truth()[w1] + drawn(8, 6)}, "mode=tp tp=2 seq=16 micro=1")
+    assert [cause.id for cause in explained(found, examine(found)).causes] == ["summed_twice"]
+
+
+def updated(gradient: float, size: float, text: str = CLIPS) -> tuple[Evidence, list[str]]:
+    """One step of clipped plain training, whose gradients and updates are multiplied so."""
+    clipped = {name: 0.5 / float(NORMS[0]) * GRADIENTS[0][name] for name in NAMES}
+    true = {f"param/{name}": START[name] - 0.1 * clipped[name] for name in NAMES}
+    values = {f"param/{name}": START[name] - 0.1 * size * clipped[name] for name in NAMES}
+    values |= {f"grad/{name}": gradient * GRADIENTS[0][name] for name in NAMES} if gradient != 1 else {}
+    return seen_of(f"{text} steps=1", values, true)
+
+
+def test_an_update_of_right_gradients_says_where_to_look() -> None:
+    found, wrong = updated(1.0, 0.7)
+    look = "gradients are right, the update is wrong: look at clip, decay, learning rate, step count"
+    first = First(phase="step", region="", step=0, name=wrong[0])
+    assert explained(found, examine(found)).causes == ()
+    assert hint(found, first, wrong) == f"{look} (the updates of step 0 are 0.7 x the right ones)"
+    bad = [f"grad/{NAMES[0]}", *wrong]
+    assert hint(found, First(phase="backward", name=bad[0], step=0), bad) == ""
