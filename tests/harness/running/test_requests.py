@@ -182,7 +182,7 @@ def test_without_a_case_every_claimed_mode_runs_on_two_and_four_ranks() -> None:
     ours: Any = request_command.default_cases(named("parallel.subject:subject"), "tp")
     assert {case.optimizer for case in ours} == {"sgd", "adamw"}
     deep = request_command.default_cases(named(f"{TOY}right"), "tp", deep=True)
-    assert {case.world_size for case in deep} == {2, 4, 8}
+    assert {case.world_size for case in deep} >= {2, 4, 8}
 
 
 def test_modes_narrow_the_default_cases() -> None:
