@@ -47,9 +47,16 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first: one that begins last would keep a single worker busy while the others have ended."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests first: one that begins last would keep a single worker busy while the others have ended.
+
+    What is marked `deep` is skipped in every other profile.
+    """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    if config.getoption("hypothesis_profile", None) != "deep":
+        for item in items:
+            if mark := item.get_closest_marker("deep"):
+                item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: --hypothesis-profile deep"))
 
 
 @pytest.fixture(autouse=True, scope="session")

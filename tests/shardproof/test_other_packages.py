@@ -118,16 +118,14 @@ def test_a_command_runs_beside_others(beside: Path, words: tuple[str, ...]) -> N
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_session_of_witnesses_runs_beside_others(beside: Path, request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("ten CPU seconds: --hypothesis-profile deep")
+@pytest.mark.deep("ten CPU seconds")
+def test_a_session_of_witnesses_runs_beside_others(beside: Path) -> None:
     done = python(beside, "-m", "shardproof", "run", "mode=tp tp=2 layers=1 seq=8", "--profile", "torch")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_launched_ranks_run_beside_others(beside: Path, request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("ten CPU seconds: --hypothesis-profile deep")
+@pytest.mark.deep("ten CPU seconds")
+def test_launched_ranks_run_beside_others(beside: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardproof")
     words = ("run", "tp=2 steps=1", "--subject", "my_subject:subject", "--engine", "torchrun")
     done = python(beside, *launcher, *words)

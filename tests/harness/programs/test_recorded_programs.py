@@ -155,12 +155,9 @@ def test_an_added_call_is_a_breach_and_named_with_its_line(folder: Path, recorde
         assert any(f"forward all_reduce over world in {layer}, at training.py:{line}" in one for one in found.lines)
 
 
-def test_the_gate_of_the_page_in_an_empty_repository_names_an_added_call(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.deep("half a CPU minute")
+def test_the_gate_of_the_page_in_an_empty_repository_names_an_added_call(tmp_path: Path) -> None:
     """The commands of docs/record.md as they stand, and the training script of a repository that has nothing else."""
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("half a CPU minute: --hypothesis-profile deep")
     page = (ROOT / "docs" / "record.md").read_text().partition("## A gate")[2]
     first, second = (
         [line.strip() for line in part.split("\n") if line.startswith("    ")] for part in page.split("and in CI")
@@ -208,9 +205,8 @@ def test_a_recorder_that_fails_lets_the_program_go(folder: Path) -> None:
     assert any("the recorder of rank 0 stopped" in note for note in run.notes)
 
 
-def test_memory_is_bounded_over_ten_thousand_steps(folder: Path, request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("a CPU minute: --hypothesis-profile deep")
+@pytest.mark.deep("a CPU minute")
+def test_memory_is_bounded_over_ten_thousand_steps(folder: Path) -> None:
     shutil.copy(SCRIPT.with_name("many_steps.py"), folder)
     (rank,) = forked(folder, "many_steps.py", world=1, record=[])
     assert rank.ended(600.0) == 0, rank.err
@@ -219,10 +215,9 @@ def test_memory_is_bounded_over_ten_thousand_steps(folder: Path, request: pytest
     assert len(load(folder / "runs" / "latest").ledger) > 20_000
 
 
+@pytest.mark.deep("half a CPU minute")
 @pytest.mark.skipif(nsys_path() is None, reason="nsys is not on PATH (.ci/nsys fetches one)")
-def test_nsys_saw_the_same_calls_one_by_one(folder: Path, request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("half a CPU minute: --hypothesis-profile deep")
+def test_nsys_saw_the_same_calls_one_by_one(folder: Path) -> None:
     command = ["torchrun", "--standalone", "--nproc-per-node", "2", "training.py", "3"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(
