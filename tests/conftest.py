@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 
 from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.threads.inproc import InprocEngine
 from reference.case import Case
 from suites.drawing.profiles import register
 from suites.session.prover import Prover
@@ -89,3 +90,10 @@ def pool() -> Iterator[PoolEngine]:
     """Ranks as processes, for all tests of a session: the two servers of a pool take seven CPU seconds to start."""
     with PoolEngine() as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InprocEngine]:
+    """Ranks as threads of this process, for all tests of a module."""
+    with InprocEngine() as made:
+        yield made

@@ -67,9 +67,7 @@ def own_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if not re.search(r"runtime|per_second|WARNING", line)]
 
 
-@pytest.mark.parametrize(
-    "module", [SOON, *deep("half a CPU minute each", *sorted(PROGRAMS.keys() - {SOON}))]
-)
+@pytest.mark.parametrize("module", [SOON, *deep("half a CPU minute each", *sorted(PROGRAMS.keys() - {SOON}))])
 def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str) -> None:
     package, ops = PROGRAMS[module]
     if find_spec(package.partition(".")[0]) is None:

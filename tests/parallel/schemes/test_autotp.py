@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.running.proof import prove
 from parallel.communication.layout import gather, meshgrid, shard
 from parallel.registry import MODES
@@ -31,12 +29,6 @@ from tests.parallel.test_cases import proved
 
 MODE = MODES["autotp"]
 DOCSTRING = mode_file.__doc__ or ""
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with engine_named("inproc") as engine:
-        yield engine
 
 
 @pytest.mark.parametrize(
