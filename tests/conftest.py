@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -19,6 +20,7 @@ from reference.case import Case
 from suites.drawing.profiles import register
 from suites.session.prover import Prover
 from tests import ROOT
+from tests.harness.command_line import CommandLine, command_line
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis looks for the profile of its option
@@ -97,3 +99,21 @@ def engine() -> Iterator[InprocEngine]:
     """Ranks as threads of this process, for all tests of a module."""
     with InprocEngine() as made:
         yield made
+
+
+@pytest.fixture
+def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """The command line, standing in the test's own folder."""
+    return command_line(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
+def shardproof_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """The command line with its real engine and no second process; it imports modules that lie in the test's folder.
+
+    A module is imported once in a process, so those of two tests need different names.
+    """
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return CommandLine(capsys)

@@ -25,7 +25,6 @@ subject.words, subject.truth, subject.cases = {"width": 4}, "alone", ("tp=2 step
 RUN = ("run", "--subject", "mine:subject")
 PYTEST = ("-q", "-p", "no:cacheprovider", "--hypothesis-profile=one-case", "--subject=mine:subject", "--pyargs")
 COMMANDS = (
-    ("shardproof", *RUN),
     ("shardproof", *RUN, "--engine", "pool"),
     ("python", "-m", "shardproof", *RUN),
     ("python", "-c", "import sys, pytest; del sys.path[0]; pytest.console_main()", *PYTEST, "suites.test_forward"),
