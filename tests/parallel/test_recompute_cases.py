@@ -16,7 +16,7 @@ from harness.predicting.figures import EQUAL
 from harness.predicting.forecast import forecast
 from harness.running.ranks.execution import execute
 from parallel.subject import subject
-from reference.case import Case, CaseError
+from reference.case import Case
 
 
 def again(mode: str, form: str, layers: int = 6) -> Counter[str]:
@@ -95,22 +95,3 @@ def test_gradients_are_bit_for_bit_those_without() -> None:
         for form in FORMS[2:]:
             other = trained(form)
             assert all(torch.equal(plain[name], other[name]) for name in plain), form
-
-
-@pytest.mark.parametrize(
-    ("words", "legal"),
-    [
-        ("recompute=selective recompute_layers=2", "recompute_layers=1"),
-        ("early_stop=true", "early_stop=false"),
-        ("recompute=full recompute_layers=0", "recompute_layers=1"),
-        ("recompute=full layers=6 recompute_layers=4", "recompute_layers=2"),
-        ("recompute=full layers=6 pp=2 recompute_layers=2", "recompute_layers=1"),
-        ("mode=isp recompute=full recompute_layers=2", "recompute_layers=1"),
-        ("mode=tp-sp recompute=full distribute_saved=true", "distribute_saved=false"),
-        ("mode=autotp recompute=full distribute_saved=true", "distribute_saved=false"),
-    ],
-)
-def test_what_cannot_go_together_names_its_rule(words: str, legal: str) -> None:
-    with pytest.raises(CaseError) as refused:
-        Case.parse(words)
-    assert refused.value.legal == legal
