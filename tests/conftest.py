@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -14,10 +15,12 @@ import torch
 from hypothesis import settings
 
 from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.threads.inproc import InprocEngine
 from reference.case import Case
 from suites.drawing.profiles import register
 from suites.session.prover import Prover
 from tests import ROOT
+from tests.harness.command_line import CommandLine, command_line
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis looks for the profile of its option
@@ -47,9 +50,16 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first: one that begins last would keep a single worker busy while the others have ended."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests first: one that begins last would keep a single worker busy while the others have ended.
+
+    What is marked `deep` is skipped in every other profile.
+    """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    if config.getoption("hypothesis_profile", None) != "deep":
+        for item in items:
+            if mark := item.get_closest_marker("deep"):
+                item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: --hypothesis-profile deep"))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -82,3 +92,28 @@ def pool() -> Iterator[PoolEngine]:
     """Ranks as processes, for all tests of a session: the two servers of a pool take seven CPU seconds to start."""
     with PoolEngine() as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InprocEngine]:
+    """Ranks as threads of this process, for all tests of a module."""
+    with InprocEngine() as made:
+        yield made
+
+
+@pytest.fixture
+def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """The command line, standing in the test's own folder."""
+    return command_line(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
+def shardproof_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """The command line with its real engine and no second process; it imports modules that lie in the test's folder.
+
+    A module is imported once in a process, so those of two tests need different names.
+    """
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return CommandLine(capsys)

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-__all__ = ["Forked", "started"]
-
 _CONTEXT = multiprocessing.get_context("forkserver")
 _IMPORTED = ("parallel.subject", "reports.commands.run", "harness.engines.processes.forked.pool")
 

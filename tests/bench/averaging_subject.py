@@ -3,8 +3,6 @@
 from bench.places.bugs import BUGS
 from suites.mutants.planting import planted, replaced
 
-__all__ = ["subject"]
-
 _BUG = BUGS["row linear averages"]
 _wrong = planted(replaced(_BUG.module, _BUG.old, _BUG.new), _BUG.subject)
 

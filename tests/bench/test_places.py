@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,12 +36,6 @@ SOME = {
     "mlp: averaged": "averaged",
 }
 """Bug -> the cause that its first module's numbers tell, "" for none."""
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as engine:
-        yield engine
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -9,8 +9,6 @@ import pytest
 from harness.engines import named as named_engines
 from reports.commands import cli
 
-__all__ = ["ONE", "TOY", "CommandLine", "Printed", "command_line"]
-
 TOY = "tests.harness.toy_subjects:"
 ONE = "mode=tp tp=1 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1"
 """One rank: nothing to communicate, everything to compare."""

@@ -21,20 +21,6 @@ from harness.shard import Shard
 from reference.case import Case
 from reference.data.anchors import Facts
 
-__all__ = [
-    "MODULES",
-    "TERMS",
-    "Term",
-    "altered",
-    "case",
-    "evidence",
-    "events",
-    "named",
-    "outcome_of",
-    "truth",
-    "without",
-]
-
 MODULES = ("embedding", "layers.0.mlp.w1", "layers.0.mlp.w2", "layers.0.mlp", "head")
 _SHAPES = {
     "embedding.tokens.weight": (12, 6),

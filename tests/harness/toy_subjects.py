@@ -22,8 +22,6 @@ from harness.ledger import Observer
 from reference.case import Case
 from reference.training import subject as dense
 
-__all__ = ["Limited", "LoopEngine", "Refusing"]
-
 
 class LoopEngine:
     """Runs ranks one after another in this thread: an engine for programs that do not communicate."""

@@ -8,7 +8,6 @@ from functools import cache
 import pytest
 import torch
 
-from harness.checking.evidence import PASS
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.merging import merge
@@ -17,58 +16,7 @@ from harness.predicting.figures import EQUAL
 from harness.predicting.forecast import forecast
 from harness.running.ranks.execution import execute
 from parallel.subject import subject
-from reference.case import Case, CaseError
-from suites.session.prover import Prover
-
-SIZES = "heads=6 kv_heads=3 hidden=24 ffn=42 vocab=390 batch=2 micro=3 lr=0.1 recompute=full"
-CASES = (
-    "mode=tp tp=3 layers=4 seq=7 recompute_layers=2 distribute_saved=true optimizer=adamw lr=0.01 clip=0.05",
-    "mode=tp-sp tp=3 layers=2 seq=9 dp=2 zero=3 recompute_method=block early_stop=true",
-    "mode=isp tp=3 wp=2 dp=2 layers=3 seq=6 steps=1 recompute_method=block recompute_layers=2",
-    "mode=tp tp=3 pp=2 layers=4 seq=7 recompute_method=block distribute_saved=true early_stop=true",
-)
-DEEP = tuple(
-    f"mode={mode} tp=3 layers=4 seq=12 {words} {form}"
-    for mode, words in (
-        ("tp", "distribute_saved=true cp=2 cp_comm=gather"),
-        ("tp", "pp=2 distribute_saved=true schedule=gpipe"),
-        ("tp", "dp=2 zero=2 bias=false activation=swiglu"),
-        ("tp-sp", "dp=2 zero=3 qk_norm=true fuse_qkv=false"),
-        ("tp-sp", "dp=2 zero=1 bucket=900 pp=1"),
-        ("mtp", "distribute_saved=true tied=false embedding=hidden"),
-        ("msp", "packed=true family=internlm2"),
-        ("fsp", "cp=2"),
-        ("autotp", "family=llama"),
-    )
-    for form in (
-        "recompute_layers=2",
-        "recompute_layers=2 early_stop=true",
-        "recompute_method=block",
-        "recompute_method=block recompute_layers=3 early_stop=true",
-    )
-) + tuple(
-    f"mode=isp tp=3 wp=2 dp=2 layers=3 seq=6 recompute_method=block recompute_layers={layers} {words}"
-    for layers in (1, 2, 5)
-    for words in ("", "overlap=false", "fuse_weights=true", "fuse_weights=true overlap=false early_stop=true")
-)
-
-
-def proved(prover: Prover, words: str) -> None:
-    result = prover.proof(Case.parse(f"{SIZES} {words}"), subject)
-    assert [verdict.message for verdict in result.verdicts if verdict.verdict != PASS] == []
-    assert {"ledger", "activation_gradients", "parameter_gradients"} <= {one.check for one in result.verdicts}
-
-
-@pytest.mark.parametrize("words", CASES)
-def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, words: str) -> None:
-    proved(prover, words)
-
-
-@pytest.mark.parametrize("words", DEEP)
-def test_in_every_form(prover: Prover, request: pytest.FixtureRequest, words: str) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("minutes of CPU time in all: --hypothesis-profile deep")
-    proved(prover, words)
+from reference.case import Case
 
 
 def again(mode: str, form: str, layers: int = 6) -> Counter[str]:
@@ -147,22 +95,3 @@ def test_gradients_are_bit_for_bit_those_without() -> None:
         for form in FORMS[2:]:
             other = trained(form)
             assert all(torch.equal(plain[name], other[name]) for name in plain), form
-
-
-@pytest.mark.parametrize(
-    ("words", "legal"),
-    [
-        ("recompute=selective recompute_layers=2", "recompute_layers=1"),
-        ("early_stop=true", "early_stop=false"),
-        ("recompute=full recompute_layers=0", "recompute_layers=1"),
-        ("recompute=full layers=6 recompute_layers=4", "recompute_layers=2"),
-        ("recompute=full layers=6 pp=2 recompute_layers=2", "recompute_layers=1"),
-        ("mode=isp recompute=full recompute_layers=2", "recompute_layers=1"),
-        ("mode=tp-sp recompute=full distribute_saved=true", "distribute_saved=false"),
-        ("mode=autotp recompute=full distribute_saved=true", "distribute_saved=false"),
-    ],
-)
-def test_what_cannot_go_together_names_its_rule(words: str, legal: str) -> None:
-    with pytest.raises(CaseError) as refused:
-        Case.parse(words)
-    assert refused.value.legal == legal

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deep import deep
 from tests.project.installed import LONGEST_S, ROOMS, WORDS, copied, fresh_environment
 
 SUBJECT = """
@@ -24,7 +25,6 @@ subject.words, subject.truth, subject.cases = {"width": 4}, "alone", ("tp=2 step
 RUN = ("run", "--subject", "mine:subject")
 PYTEST = ("-q", "-p", "no:cacheprovider", "--hypothesis-profile=one-case", "--subject=mine:subject", "--pyargs")
 COMMANDS = (
-    ("shardproof", *RUN),
     ("shardproof", *RUN, "--engine", "pool"),
     ("python", "-m", "shardproof", *RUN),
     ("python", "-c", "import sys, pytest; del sys.path[0]; pytest.console_main()", *PYTEST, "suites.test_forward"),
@@ -33,12 +33,8 @@ COMMANDS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
-def test_folders_of_our_names_do_not_stop_it(
-    wheel: Path, tmp_path: Path, editable: bool, request: pytest.FixtureRequest
-) -> None:
-    if editable and request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("half a CPU minute: --hypothesis-profile deep")
+@pytest.mark.parametrize("editable", [False, *deep("half a CPU minute", True)])
+def test_folders_of_our_names_do_not_stop_it(wheel: Path, tmp_path: Path, editable: bool) -> None:
     environment = fresh_environment(tmp_path / "environment")
     (tmp_path / "source").mkdir()
     what = ["-e", str(copied(tmp_path / "source"))] if editable else [str(wheel)]

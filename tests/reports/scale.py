@@ -26,8 +26,6 @@ from reports.comparing.snapshot import snapshot
 from reports.stored.frames import load
 from reports.stored.summary import headline, traffic
 
-__all__ = ["main", "measured", "written"]
-
 _RANKS, _STEPS, _LAYERS, _PER_CASE = 8, 5, 50, 100_000
 _PHASES = ("forward", "backward")
 

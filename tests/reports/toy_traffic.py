@@ -20,8 +20,6 @@ from harness.running.store import Store, ledger_rows
 from harness.running.summary import summarize
 from reference.case import Case
 
-__all__ = ["CASE", "WAYS", "doubled", "gather", "right", "stored", "wider"]
-
 CASE = Case.parse("mode=tp tp=2 steps=3 micro=2 layers=1 hidden=16 heads=2 vocab=24 seq=8")
 WAYS = ("right", "gather", "doubled", "wider")
 """gather: one all-gather more in the backward of layers.1; doubled: the payload of the all-reduce in the forward of

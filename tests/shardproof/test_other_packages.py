@@ -98,9 +98,9 @@ def beside(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("name", "engine"), [("my_subject", "pool"), ("parallel.named", "inproc")])
-def test_a_subject_imports_its_packages_and_we_ours(beside: Path, name: str, engine: str) -> None:
-    done = python(beside, "-m", "shardproof", "run", "--subject", f"{name}:subject", "--engine", engine)
+def test_a_subject_in_such_a_package_imports_its_packages_and_we_ours(beside: Path) -> None:
+    """On processes; in a session of the suites below, on threads."""
+    done = python(beside, "-m", "shardproof", "run", "--subject", "parallel.named:subject", "--engine", "pool")
     assert done.returncode == 0 and " pass " in done.stdout, done.stdout + done.stderr
 
 
@@ -111,23 +111,21 @@ def test_the_suites_are_ours_beside_others(beside: Path) -> None:
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("words", [("doctor",), ("run", "mode=tp tp=2 layers=1 seq=8", "--out", "."), ("help", "case")])
-def test_a_command_runs_beside_others(beside: Path, words: tuple[str, ...]) -> None:
-    command = "import sys; sys.path.remove(''); from shardproof.__main__ import main; sys.exit(main())"
-    done = python(beside, "-c", command, *words)
+def test_commands_run_beside_others(beside: Path) -> None:
+    words = (("help", "case"), ("doctor",), ("run", "mode=tp tp=2 layers=1 seq=8", "--out", ".", "--when", "0"))
+    command = "import sys; sys.path.remove(''); from shardproof.__main__ import main"
+    done = python(beside, "-c", f"{command}; sys.exit(any([main(words) for words in {words}]))")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_session_of_witnesses_runs_beside_others(beside: Path, request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("ten CPU seconds: --hypothesis-profile deep")
+@pytest.mark.deep("ten CPU seconds")
+def test_a_session_of_witnesses_runs_beside_others(beside: Path) -> None:
     done = python(beside, "-m", "shardproof", "run", "mode=tp tp=2 layers=1 seq=8", "--profile", "torch")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_launched_ranks_run_beside_others(beside: Path, request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("ten CPU seconds: --hypothesis-profile deep")
+@pytest.mark.deep("ten CPU seconds")
+def test_launched_ranks_run_beside_others(beside: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardproof")
     words = ("run", "tp=2 steps=1", "--subject", "my_subject:subject", "--engine", "torchrun")
     done = python(beside, *launcher, *words)
@@ -150,7 +148,8 @@ def test_a_recorded_program_imports_its_packages(beside: Path) -> None:
         done = python(beside, "-m", *recorder, "train.py")
         assert done.returncode == 0 and "not recorded" not in done.stderr, done.stdout + done.stderr
         (beside / "store").unlink(missing_ok=True)
-        assert "train.py" in python(beside, "-m", "shardproof", "show").stdout
+        assert "train.py" in (beside / "runs" / "latest" / "cases.jsonl").read_text()
+    assert "train.py" in python(beside, "-m", "shardproof", "show").stdout
 
 
 def test_a_recorded_program_that_has_the_recorders_name_runs_on_with_one_sentence(beside: Path) -> None:

@@ -16,8 +16,6 @@ from harness.shard import Shard
 from reference.case import Case
 from reference.training import subject as dense
 
-__all__ = ["Needed", "blind", "needed", "parted", "silent"]
-
 
 class Needed:
     """Each rank has its part of the loss, and one collective adds them up."""

@@ -14,8 +14,6 @@ from harness.subject import NamedSubject
 from parallel.subject import ParallelSubject
 from suites.mutants.rows import Killed
 
-__all__ = ["INTERRUPTED", "OURS", "Plan", "kill", "kills", "planned", "theirs", "unspoken"]
-
 OURS = "parallel.subject:subject"
 INTERRUPTED = "tests.harness.toy_subjects:right"
 """The subject whose matrix somebody interrupts after two rows."""

@@ -18,6 +18,7 @@ import pytest
 from reports.commands import cli
 from tests import ROOT
 
+pytestmark = pytest.mark.deep("an hour for all of them")
 ENGINE_THAT_WORKS = "--engine inproc"
 
 
@@ -80,12 +81,6 @@ def parameters() -> list[object]:
     return [
         pytest.param(one, marks=peers if one.needs else (), id=name) for one, name in zip(SYSTEMS, names, strict=True)
     ]
-
-
-@pytest.fixture(autouse=True)
-def deep(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("an hour for all of them: --hypothesis-profile deep")
 
 
 def installed(system: System) -> None:

@@ -25,6 +25,7 @@ from harness.running.proof import CaseResult, prove
 from harness.subject import case_of, named
 from reports.commands import cli
 from suites.subjects import two_d
+from tests.deep import deep
 
 NEEDS = {"hf": "transformers", "qwen3": "transformers", "mcore": "megatron"}
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
@@ -36,9 +37,8 @@ RIGHT = [
     ("mcore:subject", "tp=2 dp=2"),
     ("mcore:subject", "tp=2 sp=true llama=true"),
 ]
-ON_PROCESSES = [("fsdp2:subject", "dp=2"), ("two_d:subject", "tp=2 loss_parallel=true"), ("mcore:subject", "tp=2")]
-LATE = {"mcore:subject"}
-"""What every rank imports anew, for seconds."""
+ON_PROCESSES = [("fsdp2:subject", "dp=2"), ("two_d:subject", "tp=2 loss_parallel=true")]
+LATE = pytest.param("mcore:subject", "tp=2", marks=[*PEERS, pytest.mark.deep("ten CPU seconds: every rank imports it")])
 
 
 def proved(name: str, text: str, engine: Engine) -> CaseResult:
@@ -66,10 +66,8 @@ def test_unmodified_systems_are_right(name: str, text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "text"), of_peers(ON_PROCESSES))
-def test_on_processes_too(pool: PoolEngine, name: str, text: str, request: pytest.FixtureRequest) -> None:
-    if name in LATE and request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("ten CPU seconds: --hypothesis-profile deep")
+@pytest.mark.parametrize(("name", "text"), [*of_peers(ON_PROCESSES), LATE])
+def test_on_processes_too(pool: PoolEngine, name: str, text: str) -> None:
     result = proved(name, text, pool)
     assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
 
@@ -106,17 +104,11 @@ def test_a_stored_ledger_is_a_gate_that_one_call_more_breaks(
 @pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("script", ["", "found.py"], ids=["told", "reproduced"])
+@pytest.mark.parametrize("script", ["", *deep("20 CPU seconds", "found.py")])
 def test_a_defect_of_transformers_is_found_in_its_module_by_one_command_and_reproduced(
-    script: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers", reason="needs the extra `peers`")
-    if script and request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("20 CPU seconds: --hypothesis-profile deep")
     monkeypatch.chdir(tmp_path)
     command = ["run", "tp=2 micro=2", "--subject", "suites.subjects.qwen3:accumulating"]
     assert cli.main([*command, "--when", "0", *(["--emit-repro", script] if script else [])]) == 1

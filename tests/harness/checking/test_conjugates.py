@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.checking.laws import broken_laws
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.ledger import Event
 from harness.running.ranks.execution import execute
 from reference.case import Case
@@ -196,12 +195,6 @@ def ledger_of(engine: Engine, made: Callable[[], Callable[[Tensor], Tensor]]) ->
         return trained(made())(case, device)
 
     return execute(CASE, subject, engine, text=str(CASE)).events
-
-
-@pytest.fixture(scope="module")
-def engine() -> Any:
-    with engine_named("inproc") as found:
-        yield found
 
 
 @pytest.mark.parametrize("made", RIGHT.values(), ids=RIGHT)

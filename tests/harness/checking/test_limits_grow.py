@@ -156,14 +156,11 @@ def test_training_over_many_tokens_passes(prover: Prover, text: str) -> None:
     assert prover.proof(Case.parse(text)).verdict == PASS
 
 
+@pytest.mark.deep("half an hour in all")
 @pytest.mark.parametrize("mode", ["tp=1", "mode=tp tp=2", "mode=tp-sp tp=2"])
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_training_passes_at_every_size(
-    prover: Prover, dtype: str, tokens: int, mode: str, request: pytest.FixtureRequest
-) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("half an hour in all: --hypothesis-profile deep")
+def test_training_passes_at_every_size(prover: Prover, dtype: str, tokens: int, mode: str) -> None:
     for hidden in HIDDEN:
         if tokens * hidden * hidden > LARGEST:
             continue

@@ -6,7 +6,7 @@ Bugs are planted in the optimizer of our own ranks, in the seventh of ten steps.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,6 @@ WHEN = 6
 SMALL = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 micro=1 steps=10 "
 SGD, ADAMW = SMALL + "lr=0.1 clip=0.5", SMALL + "optimizer=adamw lr=0.01"
 ONCE = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 micro=1 steps=1 optimizer=adamw lr=0.01"
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as started:
-        yield started
 
 
 def planted(text: str, engine: InprocEngine, monkeypatch: pytest.MonkeyPatch, bug: Callable[..., None]) -> CaseResult:

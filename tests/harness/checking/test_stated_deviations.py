@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +62,6 @@ class Wired(Balanced):
 
 DEVIATES = {"grad/w2": DESIGN}
 noted = Balanced(deviates={**DEVIATES, "grad/w1": "a second one"})
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as engine:
-        yield engine
 
 
 def proved(subject: Any, engine: InprocEngine, case: str = CASE) -> CaseResult:

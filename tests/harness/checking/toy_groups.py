@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from reference.case import Case
 from reference.training import subject as dense
 
-__all__ = ["Strided", "own_name", "stated", "unstated"]
-
 STRIDED = {"tp": ((0, 2), (1, 3)), "dp": ((0, 1), (2, 3))}
 
 

@@ -25,12 +25,6 @@ gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@pytest.fixture(scope="module")
-def engine() -> Any:
-    with InprocEngine() as engine:
-        yield engine
-
-
 def pair(rank: int) -> Tensor:
     return torch.tensor([1.0, 2.0]) + 2 * rank
 

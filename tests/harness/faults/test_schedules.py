@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -26,12 +26,6 @@ from tests.harness.faults import faulty_programs
 
 gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 EARLY = Schedule(early=(True,) * 9)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as engine:
-        yield engine
 
 
 def result(engine: InprocEngine, schedule: Schedule, program: Callable[[int], Any], world_size: int = 2) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,12 +32,6 @@ TINY = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 steps=2 micro=2 batch
 TP = Case.parse(f"mode=tp tp=2 {TINY}")
 DEAD = "dead traffic: no later call and nothing that is returned depends on the result"
 ISP = Case.parse(f"preset=tiny-internlm2 mode=isp tp=2 {TINY} vocab=264 steps=1 micro=1")
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as engine:
-        yield engine
 
 
 def faults(engine: InprocEngine, case: Case, *kinds: str, subject: Callable[..., Any] = subject) -> list[Fault]:

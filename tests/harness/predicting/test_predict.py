@@ -36,11 +36,10 @@ MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
 TINY = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 dtype=bfloat16"
 
 
+@pytest.mark.deep("20 CPU seconds")
 @pytest.mark.slow
-def test_405_billion_parameters_on_16384_ranks_are_predicted_in_seconds(request: pytest.FixtureRequest) -> None:
+def test_405_billion_parameters_on_16384_ranks_are_predicted_in_seconds() -> None:
     """Ten seconds and 2 GB on a machine of its own; processor time, with room for neighbours that share the caches."""
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("20 CPU seconds: --hypothesis-profile deep")
     words = "preset=llama3-405b mode=tp-sp tp=8 dp=2048"
     command = [sys.executable, "-m", "shardproof", "predict", words, "--json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -29,6 +29,7 @@ from reference.case import Case
 from reports.commands.cli import main
 from reports.predicting.planning import growth
 from suites.session.prover import Prover
+from tests.deep import deep
 
 CLUSTER = PRESETS["8xH100-NVLink-IB400"]
 SIZES = "heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=18 batch=2 steps=1"
@@ -45,13 +46,9 @@ def stage_ranks(case: Case) -> tuple[int, ...]:
     return next(ranks for ranks in case.axes["pp"] if 0 in ranks)
 
 
-@pytest.mark.parametrize("words", CASES)
-def test_bytes_are_those_of_the_recorded_run_and_memory_of_every_stage_run_whole(
-    prover: Prover, request: pytest.FixtureRequest, words: str
-) -> None:
+@pytest.mark.parametrize("words", [*CASES[:2], *deep("six CPU seconds each", *CASES[2:])])
+def test_bytes_are_those_of_the_recorded_run_and_memory_of_every_stage_run_whole(prover: Prover, words: str) -> None:
     """Forecast from one rank of each kind of stage and two micro-batches; run whole, every stage in its own order."""
-    if words in CASES[2:] and request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("six CPU seconds each: --hypothesis-profile deep")
     case = Case.parse(f"{SIZES} {words}")
     events = prover.proof(case, subject).events
     with DryEngine() as engine:
@@ -168,12 +165,9 @@ def test_the_command_shows_stages_bubble_picture_and_trace(tmp_path: Path, capsy
         assert own[-1]["ts"] + own[-1]["dur"] <= step_us * (1 + 1e-9)
 
 
-def test_405_billion_parameters_on_16384_ranks_in_16_stages(
-    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.deep("15 CPU seconds")
+def test_405_billion_parameters_on_16384_ranks_in_16_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: 7 layers and the table on the first stage, 8 in the middle, 7 and the head on the last; 1/8 of each."""
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("15 CPU seconds: --hypothesis-profile deep")
     words = "preset=llama3-405b mode=tp-sp tp=8 pp=16 first_layers=7 last_layers=7 cp=2 dp=64 zero=1"
     assert main(["predict", words, "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)

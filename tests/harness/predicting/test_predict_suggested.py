@@ -151,11 +151,8 @@ def test_what_no_layout_can_be_is_one_message(words: str, rule: str, capsys: pyt
     assert rule in error and error.count("\n") == 1
 
 
-def test_70_billion_parameters_find_a_layout_on_64_ranks(
-    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("20 CPU seconds: --hypothesis-profile deep")
+@pytest.mark.deep("20 CPU seconds")
+def test_70_billion_parameters_find_a_layout_on_64_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "preset=llama3-70b", "--world", "64", "--suggest", "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     best = told["candidates"][0]

@@ -14,8 +14,6 @@ from harness.engines.processes.forked import pool
 from harness.engines.processes.forked.pool import PoolEngine
 from tests.harness.processes.pool_programs import answers_at_length, asks_the_store, family, forever
 
-__all__ = ["main"]
-
 
 def main(kind: str, file: str) -> None:
     """Be that driver, of a pool whose ranks are all forked from one server: another is as long in coming."""

@@ -20,22 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.engines.processes.forked.pool import PoolEngine
 
-__all__ = [
-    "answers_at_length",
-    "asks_the_store",
-    "calls_then",
-    "family",
-    "forever",
-    "leaves_works",
-    "makes_alone",
-    "os_parent",
-    "raises",
-    "summed",
-    "total",
-    "waits_alone",
-    "wrapped",
-]
-
 
 class OddError(Exception):
     """An exception that cannot be sent: it takes two arguments."""

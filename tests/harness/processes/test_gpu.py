@@ -5,7 +5,6 @@ Times are of CUDA events. The ranks' mathematics is that of the CPU, so float64 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,12 +40,6 @@ pytestmark = [
     pytest.mark.skipif(GPUS == 0, reason="no CUDA device: nothing can be tried on one here"),
 ]
 SEVERAL = pytest.mark.skipif(GPUS < 2, reason=f"{GPUS} CUDA devices: NCCL needs one a rank, so two")
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as made:
-        yield made
 
 
 @pytest.mark.parametrize("text", MODES.values(), ids=MODES)

@@ -149,9 +149,8 @@ def test_slurm_serves_as_launcher_and_rank_0_keeps_its_status(tmp_path: Path) ->
     assert other == (0, "", "")
 
 
-def test_only_rank_0s_session_draws(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("20 CPU seconds: --hypothesis-profile deep")
+@pytest.mark.deep("20 CPU seconds")
+def test_only_rank_0s_session_draws(tmp_path: Path) -> None:
     suites = str(ROOT / "suites" / "test_forward.py")
     words = ("pytest", suites, "-q", "-p", "no:cacheprovider", "--engine", "torchrun", "--modes", "tp", "-k", "logits")
     (status, out, err), other = slurm(tmp_path, 2, *words, "--hypothesis-seed=1")

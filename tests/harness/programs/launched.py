@@ -25,8 +25,6 @@ from harness.programs.options import add_options, request_of
 from harness.programs.session import VARIABLE, new_session
 from tests import ROOT
 
-__all__ = ["LIMIT_S", "environment", "forked", "free_port", "ranks_of", "started"]
-
 LIMIT_S = 240.0
 
 

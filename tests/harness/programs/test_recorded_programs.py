@@ -21,7 +21,7 @@ from harness.witnesses.torch_trace import read_traces
 from reports.comparing.comparison import compare
 from reports.comparing.snapshot import snapshot
 from reports.pages import page
-from reports.programs import beside_case, figures, operators, speed
+from reports.programs import beside_case, figures, operators, speed, tables
 from reports.stored.frames import Run, load
 from tests import ROOT
 from tests.harness.programs.launched import LIMIT_S, environment, forked
@@ -122,11 +122,32 @@ def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run
     assert "Beside its case" in page.render(run)
 
 
-def test_a_handle_that_nothing_waits_for_is_found_with_its_line(folder: Path) -> None:
-    ranks = forked(folder, "training.py", "3", "dropped", record=["--steps", "1:3"])
+@pytest.fixture(scope="module")
+def dropping(folder: Path) -> Run:
+    """Two steps of a program that drops handles, and sends and receives messages."""
+    ranks = forked(folder, "training.py", "3", "dropped", "messages", record=["--steps", "1:3"])
     assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
+    return load((folder / "runs" / "latest").resolve())
+
+
+def test_sends_and_receives_have_columns_of_their_own_where_there_are_any(
+    dropping: Run, recorded: tuple[Run, str]
+) -> None:
+    """In two steps rank 0 sends four messages and receives two; a module's row has the rank of most."""
+    by_rank = figures.by_rank(dropping)
+    assert by_rank[["rank", "send", "recv"]].values.tolist() == [[0, 4, 2], [1, 2, 4]]
+    outside = figures.by_module(dropping).set_index("folded").loc[""]
+    assert (outside["send"], outside["recv"]) == (4, 4)
+    for run, columns in ((dropping, ["send", "recv"]), (recorded[0], [])):
+        headers = {made.title: made.headers for made in tables.tables(run)}
+        for title in ("Modules", "Ranks"):
+            assert [header for header in headers[title] if header in ("send", "recv")] == columns
+        assert page.render(run).count('<th scope="col" class="number">send</th>') == len(columns)  # of both tables
+
+
+def test_a_handle_that_nothing_waits_for_is_found_with_its_line(dropping: Run) -> None:
     line = 1 + [place for place, text in enumerate(SCRIPT.read_text().splitlines()) if "async_op=True" in text][0]
-    (found,) = [one for one in figures.findings(load(folder / "runs" / "latest")) if "waited" in one]
+    (found,) = [one for one in figures.findings(dropping) if "waited" in one]
     call = f"2 asynchronous all_reduce over world at training.py:{line}"
     assert found == f"{call}: never waited for, its handle was dropped (ranks 0 1)"
 
@@ -155,12 +176,9 @@ def test_an_added_call_is_a_breach_and_named_with_its_line(folder: Path, recorde
         assert any(f"forward all_reduce over world in {layer}, at training.py:{line}" in one for one in found.lines)
 
 
-def test_the_gate_of_the_page_in_an_empty_repository_names_an_added_call(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.deep("half a CPU minute")
+def test_the_gate_of_the_page_in_an_empty_repository_names_an_added_call(tmp_path: Path) -> None:
     """The commands of docs/record.md as they stand, and the training script of a repository that has nothing else."""
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("half a CPU minute: --hypothesis-profile deep")
     page = (ROOT / "docs" / "record.md").read_text().partition("## A gate")[2]
     first, second = (
         [line.strip() for line in part.split("\n") if line.startswith("    ")] for part in page.split("and in CI")
@@ -208,9 +226,8 @@ def test_a_recorder_that_fails_lets_the_program_go(folder: Path) -> None:
     assert any("the recorder of rank 0 stopped" in note for note in run.notes)
 
 
-def test_memory_is_bounded_over_ten_thousand_steps(folder: Path, request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("a CPU minute: --hypothesis-profile deep")
+@pytest.mark.deep("a CPU minute")
+def test_memory_is_bounded_over_ten_thousand_steps(folder: Path) -> None:
     shutil.copy(SCRIPT.with_name("many_steps.py"), folder)
     (rank,) = forked(folder, "many_steps.py", world=1, record=[])
     assert rank.ended(600.0) == 0, rank.err
@@ -219,10 +236,9 @@ def test_memory_is_bounded_over_ten_thousand_steps(folder: Path, request: pytest
     assert len(load(folder / "runs" / "latest").ledger) > 20_000
 
 
+@pytest.mark.deep("half a CPU minute")
 @pytest.mark.skipif(nsys_path() is None, reason="nsys is not on PATH (.ci/nsys fetches one)")
-def test_nsys_saw_the_same_calls_one_by_one(folder: Path, request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("half a CPU minute: --hypothesis-profile deep")
+def test_nsys_saw_the_same_calls_one_by_one(folder: Path) -> None:
     command = ["torchrun", "--standalone", "--nproc-per-node", "2", "training.py", "3"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(

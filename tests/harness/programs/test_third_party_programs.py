@@ -23,6 +23,7 @@ from harness.witnesses.sighting import of_ledger
 from harness.witnesses.torch_trace import read_traces
 from reports.programs import figures, operators
 from reports.stored.frames import load
+from tests.deep import deep
 from tests.harness.programs.launched import LIMIT_S, environment, free_port, ranks_of
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
@@ -34,7 +35,7 @@ PROGRAMS = {
     f"{SCRIPTS}.hf_trainer": ("transformers", {"all_gather", "all_reduce", "broadcast"}),
     f"{SCRIPTS}.megatron_1f1b": ("megatron.core", {"all_reduce", "recv", "send"}),
 }
-QUICK = (f"{SCRIPTS}.fsdp2",)
+SOON = f"{SCRIPTS}.fsdp2"
 """What every session runs: the one that starts soonest."""
 LAUNCHERS = {
     "torchrun": ["--nproc-per-node", "2"],
@@ -66,11 +67,9 @@ def own_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if not re.search(r"runtime|per_second|WARNING", line)]
 
 
-@pytest.mark.parametrize("module", PROGRAMS)
-def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("module", [SOON, *deep("half a CPU minute each", *sorted(PROGRAMS.keys() - {SOON}))])
+def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str) -> None:
     package, ops = PROGRAMS[module]
-    if module not in QUICK and request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("half a CPU minute each: --hypothesis-profile deep")
     if find_spec(package.partition(".")[0]) is None:
         pytest.skip(f"{package} (extra `peers`) is not installed")
     words = ["--profile", "torch,et", "--steps", "0:1000"]
@@ -91,11 +90,10 @@ def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str, reques
         assert [own_lines(end.stdout) for end in plain] == [own_lines(end.stdout) for end in ended]
 
 
+@pytest.mark.deep("half a CPU minute each")
 @pytest.mark.skipif(nsys_path() is None, reason="nsys is not on PATH (.ci/nsys fetches one)")
 @pytest.mark.parametrize("module", PROGRAMS)
-def test_the_ledger_is_what_nsys_saw(tmp_path: Path, module: str, request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("half a CPU minute each: --hypothesis-profile deep")
+def test_the_ledger_is_what_nsys_saw(tmp_path: Path, module: str) -> None:
     if find_spec(PROGRAMS[module][0].partition(".")[0]) is None:
         pytest.skip(f"{PROGRAMS[module][0]} (extra `peers`) is not installed")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -113,12 +111,9 @@ def test_the_ledger_is_what_nsys_saw(tmp_path: Path, module: str, request: pytes
     assert len(found.rows) == len(seen) == len(run.ledger)
 
 
+@pytest.mark.deep("ten CPU seconds each")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launchers_ranks_share_a_folder_each_with_its_part(
-    tmp_path: Path, launcher: str, request: pytest.FixtureRequest
-) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("ten CPU seconds each: --hypothesis-profile deep")
+def test_a_launchers_ranks_share_a_folder_each_with_its_part(tmp_path: Path, launcher: str) -> None:
     tool = Path(sys.executable).parent / launcher
     if not tool.exists():
         pytest.skip(f"{launcher} is not installed")

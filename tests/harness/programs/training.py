@@ -1,10 +1,10 @@
 """A training script that knows nothing of us: DDP, two micro-batches a step, one of them local, and a mesh of two axes.
 
-    training.py STEPS [dropped] [extra] [kill] [broken]
+    training.py STEPS [dropped] [messages] [extra] [kill] [broken]
 
-`dropped`: of three asynchronous calls a step one is waited for, one through its future, and one is not. `extra`: one
-all_reduce more in a module's forward. `kill`: the last rank kills itself in the last step. `broken`: the recorder fails
-from then on.
+`dropped`: of three asynchronous calls a step one is waited for, one through its future, and one is not. `messages`: in
+every step rank 0 sends two, and rank 1 one. `extra`: one all_reduce more in a module's forward. `kill`: the last rank
+kills itself in the last step. `broken`: the recorder fails from then on.
 """
 
 import os
@@ -54,6 +54,9 @@ def main() -> None:
             works[0].wait()
             works[1].get_future().wait()
             del works
+        for source in (0, 0, 1) if "messages" in sys.argv else ():
+            message = dist.send if rank == source else dist.recv
+            message(torch.ones(7), 1 - rank)
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()

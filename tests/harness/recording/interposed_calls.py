@@ -33,8 +33,6 @@ from harness.recording.recorder import Recorder
 from parallel.subject import subject
 from reference.case import Case
 
-__all__ = ["RANKS", "SCENARIOS", "run"]
-
 RANKS = 2
 
 

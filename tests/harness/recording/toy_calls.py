@@ -15,20 +15,6 @@ from torch import Tensor, nn
 from harness.ledger import Call, Event, Observer
 from harness.recording.recorder import Recorder
 
-__all__ = [
-    "LEAVES",
-    "Block",
-    "Linear",
-    "Model",
-    "Speak",
-    "Voice",
-    "backward",
-    "forward",
-    "input_BD",
-    "record",
-    "told",
-]
-
 Told = tuple[int, int, str, str]
 """Step, micro-batch, phase, region."""
 LEAVES = ("layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,12 +15,6 @@ from harness.errors import RequestError
 from tests.harness import own_words
 from tests.harness.own_words import Network
 from tests.harness.running.proved_cases import proved, told, unchecked
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as engine:
-        yield engine
 
 
 class Experts(Network):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,12 +13,6 @@ import shardproof
 from harness.engines.threads.inproc import InprocEngine
 from tests.harness import own_words
 from tests.harness.own_words import Network, trained
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as opened:
-        yield opened
 
 
 class Drawn(Network):

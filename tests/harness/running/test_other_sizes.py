@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import pytest
 import torch
 
 from harness.engines.threads.inproc import InprocEngine
@@ -15,12 +14,6 @@ from reference.case import Case
 
 SMALL = "layers=1 hidden=16 heads=4 kv_heads=4 ffn=16 vocab=128 seq=8 steps=1 lr=0.1"
 TEXT = f"mode=tp tp=2 micro=2 {SMALL}"
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as started:
-        yield started
 
 
 def proved(engine: InprocEngine, text: str, factor: Callable[[Case], float], **attributes: Any) -> CaseResult:

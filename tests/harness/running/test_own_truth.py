@@ -25,12 +25,6 @@ from tests.harness.own_words import CASES, Network, doubled, subject
 OWN = "tests.harness.own_words:subject"
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as opened:
-        yield opened
-
-
 def failed(result: Any) -> set[str]:
     return {verdict.check for verdict in result.verdicts if verdict.verdict != "pass"}
 

@@ -14,7 +14,7 @@ from parallel.subject import subject
 from reference.case.modes import MODES
 from reports.commands import cli
 from reports.options import request as request_command
-from tests.harness.command_line import ONE, TOY, CommandLine, command_line
+from tests.harness.command_line import ONE, TOY, CommandLine
 
 
 def ahead(case: object, device: object) -> dict[str, Any]:
@@ -24,11 +24,6 @@ def ahead(case: object, device: object) -> dict[str, Any]:
 
 ahead.modes = ("ep", "tp", "cp")  # type: ignore[attr-defined]
 ahead.refuses = lambda case: "never"  # type: ignore[attr-defined]
-
-
-@pytest.fixture
-def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return command_line(tmp_path, monkeypatch, capsys)
 
 
 # Wrong requests: one message that names key, value, rule and something legal

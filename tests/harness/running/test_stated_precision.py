@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,12 +17,6 @@ from harness.engines.threads.inproc import InprocEngine
 from tests.harness.running.proved_cases import proved, told, unchecked
 
 ROWS, WIDTH, INNER, LR = 4, 12, 32, 0.05
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as engine:
-        yield engine
 
 
 def weights(case: Any) -> nn.Module:

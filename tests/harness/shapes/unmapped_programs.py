@@ -14,8 +14,6 @@ from torch import Tensor
 
 from parallel.subject import subject as right
 
-__all__ = ["SWAP", "VOID", "swapping", "swaps", "voiding"]
-
 SWAP, VOID = "shardproof_swap_", "shardproof_void_"
 _ARGUMENTS = "Tensor[] tensors, Tensor other, __torch__.torch.classes.c10d.ProcessGroup process_group"
 _library = torch.library.Library("c10d", "FRAGMENT")

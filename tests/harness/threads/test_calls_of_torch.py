@@ -19,13 +19,26 @@ from tests.harness.threads.torch_calls.program import on_rank
 
 RANKS = 4
 NAMES = tuple(name for name in CALLS if not name.startswith("beyond gloo"))
-BEYOND = {**NOT_ON_GLOO, **WRONG_ON_GLOO}
+OF_ANY_SIZE = (
+    "all_reduce_sum", "all_reduce_product", "all_reduce_max", "all_reduce_min", "all_reduce_avg", "all_reduce_band",
+    "all_reduce_bor", "all_reduce_bxor", "all_reduce_coalesced", "reduce_scatter_in_every_form", "reduce_scatter_ops",
+    "reduce_scatter_of_uneven_lists", "all_gather_in_every_form", "rooted_calls_for_every_root",
+    "coalesced_gathers_and_scatters", "coalescing_manager", "splits_as_lists", "splits_empty_or_none",
+    "lists_of_equal_sizes", "exchange_dtypes", "gradients_of_functional_collectives", "barriers",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def on_gloo(pool: PoolEngine) -> list[dict[str, Any]]:
     """What every rank got of every call on gloo."""
     return pool.run(on_rank, RANKS, NAMES, world_size=RANKS)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_worlds_of_fewer_ranks(world_size: int, pool: PoolEngine, engine: InprocEngine) -> None:
+    on_gloo, here = (made.run(on_rank, world_size, OF_ANY_SIZE, world_size=world_size) for made in (pool, engine))
+    assert here == on_gloo
+    assert not [name for name in OF_ANY_SIZE if isinstance(here[0][name], frozenset)]
 
 
 @pytest.mark.parametrize("engine", [InprocEngine, ConcurrentEngine])

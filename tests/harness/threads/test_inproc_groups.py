@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,40 +15,10 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as made:
-        yield made
-
-
 def summed(group: dist.ProcessGroup | None) -> float:
     tensor = torch.tensor([float(2 ** dist.get_rank())])
     dist.all_reduce(tensor, group=group)
     return tensor.item()
-
-
-def test_ranks_know_themselves(engine: InprocEngine) -> None:
-    def program(rank: int) -> tuple[Any, ...]:
-        group = dist.new_group([0, 2], group_desc="pair")
-        inside = rank in {0, 2}
-        own = dist.get_rank(group), dist.get_world_size(group), dist.get_process_group_ranks(group) if inside else None
-        return rank == dist.get_rank(), dist.get_world_size(), dist.is_initialized(), dist.get_backend(), *own
-
-    middle = (True, 3, True, "gloo", -1, -1, None)
-    expected = [(True, 3, True, "gloo", 0, 2, [0, 2]), middle, (True, 3, True, "gloo", 1, 2, [0, 2])]
-    assert engine.run(program, world_size=3) == expected
-
-
-def test_uneven_and_overlapping_groups(engine: InprocEngine) -> None:
-    def program(rank: int) -> dict[str, float]:
-        lists = {"alone": [0], "rest": [1, 2, 3], "outer": [0, 3], "all": [3, 1, 2, 0]}
-        groups = {name: dist.new_group(ranks, group_desc=name) for name, ranks in lists.items()}
-        return {name: summed(group) for name, group in groups.items() if rank in lists[name]}
-
-    found = engine.run(program, world_size=4)
-    assert found[0] == {"alone": 1, "outer": 9, "all": 15}
-    assert found[1] == found[2] == {"rest": 14, "all": 15}
-    assert found[3] == {"rest": 14, "outer": 9, "all": 15}
 
 
 def test_groups_made_by_members_alone(engine: InprocEngine) -> None:
@@ -58,15 +27,6 @@ def test_groups_made_by_members_alone(engine: InprocEngine) -> None:
         return summed(dist.new_group(ranks, use_local_synchronization=True))
 
     assert engine.run(program, world_size=4) == [3, 3, 12, 12]
-
-
-def test_subgroups_of_equal_size_and_by_enumeration(engine: InprocEngine) -> None:
-    def program(rank: int) -> tuple[float, float]:
-        mine, every = dist.new_subgroups(2)
-        named, _ = dist.new_subgroups_by_enumeration([[0, 3], [1], [2]])
-        return summed(mine), summed(named)
-
-    assert engine.run(program, world_size=4) == [(3, 9), (3, 2), (12, 4), (12, 9)]
 
 
 def test_split_groups_count_ranks_within_the_parent(engine: InprocEngine) -> None:
@@ -84,18 +44,6 @@ def test_a_wrong_split_is_refused_with_the_rule(engine: InprocEngine) -> None:
     rule = "must be lists of distinct ranks below 2, none of them empty; legal: [[0], [1]]"
     text = f"split_group split_ranks=[[0, 5]]: {rule}"
     assert isinstance(caught.value.__cause__, ValueError) and str(caught.value.__cause__) == text
-
-
-def test_device_meshes_name_their_groups(engine: InprocEngine) -> None:
-    def program(rank: int) -> tuple[Any, ...]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        flat = mesh._flatten("both")
-        sums = summed(mesh.get_group("dp")), summed(mesh["tp"].get_group()), summed(flat.get_group())
-        return *sums, mesh.get_local_rank("tp"), mesh.get_group("tp").group_desc
-
-    found = engine.run(program, world_size=4)
-    assert [entry[:4] for entry in found] == [(5, 3, 15, 0), (10, 3, 15, 1), (5, 12, 15, 0), (10, 12, 15, 1)]
-    assert {entry[4] for entry in found} == {"mesh_tp"}
 
 
 def test_meshes_and_sharding_decisions_are_made_anew_in_every_run(engine: InprocEngine) -> None:
@@ -122,19 +70,6 @@ def test_meshes_of_different_ranks_are_told_apart_where_shards_are_uneven(engine
         return torch.equal(there.full_tensor(), full), torch.equal(back.full_tensor(), full)
 
     assert engine.run(program, world_size=4) == [(True, True)] * 4
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional")
-def test_default_groups_of_differentiable_collectives_are_those_of_the_running_rank(engine: InprocEngine) -> None:
-    def program(rank: int) -> list[float]:
-        x = torch.ones(1, requires_grad=True)
-        total: torch.Tensor = dist.nn.functional.all_reduce(x)
-        total.backward()
-        assert x.grad is not None
-        return [total.item(), x.grad.item()]
-
-    for world_size in (2, 3):
-        assert engine.run(program, world_size=world_size) == [[world_size, world_size]] * world_size
 
 
 def test_user_code_may_initialise_and_destroy_the_world_itself(engine: InprocEngine) -> None:
@@ -168,22 +103,3 @@ def test_another_world_than_the_engines_is_refused(engine: InprocEngine, words: 
         engine.run(program, world_size=2)
     full = "init_process_group " + text.format("the engine runs this thread as rank 0 of 2")
     assert isinstance(caught.value.__cause__, ValueError) and str(caught.value.__cause__) == full
-
-
-def test_a_second_initialisation_is_refused_as_torch_refuses_it(engine: InprocEngine) -> None:
-    def program(rank: int) -> None:
-        dist.init_process_group()
-        dist.init_process_group()
-
-    with pytest.raises(RankRaised, match="trying to initialize the default process group twice!"):
-        engine.run(program, world_size=1)
-
-
-def test_stores_serve_all_ranks(engine: InprocEngine) -> None:
-    def program(rank: int) -> list[bytes]:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"key {rank}", f"value {rank}")
-        dist.barrier()
-        return [store.get("key 0"), store.get("key 1")]
-
-    assert engine.run(program, world_size=2) == [[b"value 0", b"value 1"]] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engines.threads.inproc import InprocEngine
@@ -19,12 +17,6 @@ gather_functional = getattr(functional, "all_gather_single", functional.all_gath
 scatter_functional = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
 gather_autograd = getattr(functional, "all_gather_single_autograd", functional.all_gather_tensor_autograd)
 scatter_autograd = getattr(functional, "reduce_scatter_single_autograd", functional.reduce_scatter_tensor_autograd)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as made:
-        yield made
 
 
 def value(rank: int) -> Tensor:
@@ -68,107 +60,6 @@ def test_a_receive_from_anybody_takes_what_was_sent_first_and_tells_the_sender(e
     received = engine.run(program, world_size=3)[1]
     assert [sender for sender, _ in received] == [0, 2]
     assert all(torch.equal(tensor, value(sender)) for sender, tensor in received)
-
-
-def test_group_ranks_of_peers_are_those_of_the_group(engine: InprocEngine) -> None:
-    def program(rank: int) -> Any:
-        group = dist.new_group([1, 3])
-        if rank == 1:
-            dist.send(value(rank), dst=3, group=group)
-        if rank == 3:
-            tensor = torch.empty(4)
-            return dist.recv(tensor, group=group), tensor
-        return None
-
-    sender, tensor = engine.run(program, world_size=4)[3]
-    assert sender == 1 and torch.equal(tensor, value(1))
-
-
-def test_object_collectives_carry_any_picklable_object(engine: InprocEngine) -> None:
-    def program(rank: int) -> dict[str, Any]:
-        mine = {"rank": rank, "text": "x" * (10 * rank)}
-        everyone: list[Any] = [None] * 3
-        dist.all_gather_object(everyone, mine)
-        spread = [mine, rank]
-        dist.broadcast_object_list(spread, src=1)
-        gathered: list[Any] | None = [None] * 3 if rank == 2 else None
-        dist.gather_object(mine, gathered, dst=2)
-        part: list[Any] = [None]
-        dist.scatter_object_list(part, [f"part {i}" for i in range(3)] if rank == 0 else None, src=0)
-        message: list[Any] = [None]
-        if rank == 0:
-            dist.send_object_list([mine], dst=2)
-        if rank == 2:
-            dist.recv_object_list(message, src=0)
-        return {"everyone": everyone, "spread": spread, "gathered": gathered, "part": part, "message": message}
-
-    sent = [{"rank": rank, "text": "x" * (10 * rank)} for rank in range(3)]
-    for rank, found in enumerate(engine.run(program, world_size=3)):
-        assert found["everyone"] == sent
-        assert found["spread"] == [sent[1], 1]
-        assert found["gathered"] == (sent if rank == 2 else None)
-        assert found["part"] == [f"part {rank}"]
-        assert found["message"] == ([sent[0]] if rank == 2 else [None])
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_functional_collectives(engine: InprocEngine, world_size: int) -> None:
-    def program(rank: int) -> dict[str, list[Tensor]]:
-        world = _get_default_group()
-        long = torch.arange(2.0 * world_size) + rank
-        found = {
-            "sum": functional.all_reduce(value(rank), "sum", world),
-            "mean": functional.all_reduce(value(rank), "avg", world.group_name),
-            "gathered": gather_functional(value(rank), 0, world),
-            "scattered": scatter_functional(long, "sum", 0, world),
-            "exchanged": functional.all_to_all_single(long, None, None, world),
-            "spread": functional.broadcast(value(rank), world_size - 1, world),
-        }
-        several = functional.all_reduce_coalesced([value(rank), long], "max", world)
-        in_place = value(rank)
-        torch.ops._c10d_functional.wait_tensor(
-            torch.ops._c10d_functional.all_reduce_(in_place, "sum", world.group_name)
-        )
-        return {name: [tensor + 0] for name, tensor in found.items()} | {
-            "several": list(several),
-            "in_place": [in_place],
-        }
-
-    ranks = range(world_size)
-    total = torch.stack([value(rank) for rank in ranks]).sum(0)
-    longs = [torch.arange(2.0 * world_size) + rank for rank in ranks]
-    for rank, found in enumerate(engine.run(program, world_size=world_size)):
-        assert torch.equal(found["sum"][0], total) and torch.equal(found["in_place"][0], total)
-        assert torch.equal(found["mean"][0], total / world_size)
-        assert torch.equal(found["gathered"][0], torch.cat([value(other) for other in ranks]))
-        assert torch.equal(found["scattered"][0], torch.stack(longs).sum(0)[2 * rank : 2 * rank + 2])
-        assert torch.equal(found["exchanged"][0], torch.cat([long[2 * rank : 2 * rank + 2] for long in longs]))
-        assert torch.equal(found["spread"][0], value(world_size - 1))
-        assert torch.equal(found["several"][0], value(world_size - 1))
-        assert torch.equal(found["several"][1], longs[-1])
-
-
-def test_gradients_of_functional_collectives_are_their_conjugates(engine: InprocEngine) -> None:
-    def program(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        world = _get_default_group()
-        weight = torch.arange(8.0) * (rank + 1)
-        short, long, rows = (
-            value(rank).requires_grad_(),
-            weight.clone().requires_grad_(),
-            weight.clone().requires_grad_(),
-        )
-        (gather_autograd(short, 0, world) * weight).sum().backward()
-        (scatter_autograd(long, "sum", 0, world) * value(rank)).sum().backward()
-        (functional.all_to_all_single_autograd(rows, [4, 4], [4, 4], world) * weight).sum().backward()
-        gradients = (short.grad, long.grad, rows.grad)
-        assert all(gradient is not None for gradient in gradients)
-        return gradients  # type: ignore[return-value]
-
-    weights = [torch.arange(8.0), torch.arange(8.0) * 2]
-    for rank, (gathered, scattered, exchanged) in enumerate(engine.run(program, world_size=2)):
-        assert torch.equal(gathered, (weights[0] + weights[1])[4 * rank : 4 * rank + 4])
-        assert torch.equal(scattered, torch.cat([value(0), value(1)]))
-        assert torch.equal(exchanged, torch.cat([weight[4 * rank : 4 * rank + 4] for weight in weights]))
 
 
 def test_works_answer_before_and_after_completion(engine: InprocEngine) -> None:
@@ -243,20 +134,3 @@ def test_a_tensor_that_autograd_saved_must_not_be_overwritten_by_a_collective(en
         return "refused"
 
     assert engine.run(program, world_size=2) == ["refused", "refused"]
-
-
-def test_inference_tensors_and_leaves_that_require_gradients_are_reduced_in_place(engine: InprocEngine) -> None:
-    def program(rank: int) -> tuple[Tensor, Tensor]:
-        leaf = value(rank).requires_grad_()
-        dist.all_reduce(leaf)
-        if rank == 0:
-            with torch.inference_mode():
-                frozen = value(rank)
-                dist.all_reduce(frozen)
-        else:
-            frozen = value(rank)
-            dist.all_reduce(frozen)
-        return leaf.detach(), frozen
-
-    for leaf, frozen in engine.run(program, world_size=2):
-        assert torch.equal(leaf, value(0) + value(1)) and torch.equal(frozen, value(0) + value(1))

@@ -24,12 +24,6 @@ with warnings.catch_warnings():
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as made:
-        yield made
-
-
 @pytest.fixture(autouse=True)
 def everything_was_waited_for(engine: InprocEngine) -> Iterator[None]:
     """torch's own code waits for each of its works, in Python, in C++ or through a future."""

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from harness.protocols import CaseLike
 from tests.harness.witnesses.viewed_subject import WIDTH, Halves, Term
 
-__all__ = ["CALLS", "subject", "uneven"]
-
 CALLS = 6
 """Calls of every step on a rank: one of data, one in each direction of two layers, one of the optimizer."""
 

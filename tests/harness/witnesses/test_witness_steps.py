@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,14 +30,17 @@ CLEAN, INSIDE, BEFORE, AFTER, SHORT = parse_cases(
 """No slip, one in step 2, 0 and 3; and a program that ends before the chosen steps do."""
 
 
-@pytest.fixture(scope="module", params=["torch", pytest.param("nsys", marks=NSYS)])
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Witnesses:
-    """One session of all cases."""
-    cases, folder = (CLEAN, INSIDE, BEFORE, AFTER, SHORT), tmp_path_factory.mktemp("session")
-    return witnesses(cases, NAME, (request.param,), folder, device="cpu", timeout_s=60.0, steps=CHOSEN)
+@pytest.mark.parametrize("tool", ["torch", pytest.param("nsys", marks=NSYS)])
+def test_witnesses_see_the_chosen_steps_and_no_other(tool: str, tmp_path: Path) -> None:
+    """One session of all cases, which takes ten CPU seconds, and all that is told of it."""
+    cases = (CLEAN, INSIDE, BEFORE, AFTER, SHORT)
+    seen = witnesses(cases, NAME, (tool,), tmp_path, device="cpu", timeout_s=60.0, steps=CHOSEN)
+    an_extra_collective_counts_in_a_chosen_step_and_in_no_other(seen)
+    a_closed_form_that_knows_no_single_steps_is_not_held_against_some(seen)
+    steps_that_the_program_does_not_have_are_told(seen)
 
 
-def test_an_extra_collective_counts_in_a_chosen_step_and_in_no_other(seen: Witnesses) -> None:
+def an_extra_collective_counts_in_a_chosen_step_and_in_no_other(seen: Witnesses) -> None:
     (tool,) = seen.sessions
     for case in (CLEAN, BEFORE, AFTER):
         told = seen.told(case, (), EXPECTED(case), EXPECTED).verdict
@@ -53,7 +57,7 @@ def test_an_extra_collective_counts_in_a_chosen_step_and_in_no_other(seen: Witne
     assert told.message.splitlines()[-1].endswith(f"--profile {tool} --profile-steps 1:3")
 
 
-def test_a_closed_form_that_knows_no_single_steps_is_not_held_against_some(seen: Witnesses) -> None:
+def a_closed_form_that_knows_no_single_steps_is_not_held_against_some(seen: Witnesses) -> None:
     told = seen.told(CLEAN, (), list(uneven(CLEAN)), uneven).verdict
     assert told.verdict == PASS
     assert told.message.endswith(
@@ -63,7 +67,7 @@ def test_a_closed_form_that_knows_no_single_steps_is_not_held_against_some(seen:
     assert told.unchecked == ("closed form of the chosen steps",)
 
 
-def test_steps_that_the_program_does_not_have_are_told(seen: Witnesses) -> None:
+def steps_that_the_program_does_not_have_are_told(seen: Witnesses) -> None:
     told = seen.told(SHORT, (), None).verdict
     assert told.verdict == UNKNOWN
     assert "steps 1:3 cannot be watched: the program ends 1 of them, as its optimizers tell" in told.message

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from harness.ledger import Event
 from harness.witnesses.sighting import Sighting, of_ledger
 
-__all__ = ["AXES", "EVENTS", "LEDGER", "PLAN", "TERMS", "Seen", "Term", "changed", "doubled", "dropped", "swapped"]
-
 AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
 PLAN = (
     ("data", "", "broadcast", "tp", 8),

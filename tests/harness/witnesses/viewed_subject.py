@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from harness.protocols import CaseLike
 
-__all__ = ["Halves", "Term", "subject"]
-
 WIDTH = 8
 
 

@@ -21,8 +21,6 @@ from reference.case import Case, CaseError
 from reference.checkpoints.stored import stored
 from tests.parallel.ranks import CPU, on_ranks
 
-__all__ = ["MODEL", "begun", "full_tensors", "layouts", "models", "relaid", "trained"]
-
 MODEL = "layers=2 heads=12 kv_heads=6 hidden=48 ffn=42 vocab=389 seq=24 batch=2 lr=0.1"
 _WAYS = tuple(
     f"mode={mode} tp={tp} cp={cp} dp={dp} pp={pp} micro={6 // dp}"

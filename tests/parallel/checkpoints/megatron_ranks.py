@@ -16,8 +16,6 @@ from types import SimpleNamespace
 import torch
 from torch.multiprocessing.spawn import spawn
 
-__all__ = ["saved"]
-
 
 def saved(folder: Path, tp: int, loaded: Path | None = None) -> None:
     """Save the model of so many ranks, as it is drawn or as another folder has it, by `dist_checkpointing`."""

@@ -17,8 +17,6 @@ from torch import Tensor
 from harness.engines.engine import Engine
 from parallel.communication.mesh import Axis
 
-__all__ = ["PAIRS", "broken_pairs", "moved"]
-
 Layout = str | int
 Pair = Callable[[Tensor, Axis], Tensor]
 RANKS = 3

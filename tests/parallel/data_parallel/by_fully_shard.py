@@ -28,8 +28,6 @@ from parallel.subject import subject as ours
 from parallel.training.loop import train
 from reference.case import Case
 
-__all__ = ["subject"]
-
 
 def _sharded(rank: Rank) -> Rank:
     """Every chunk under `fully_shard`: its layers, then itself; gradients are sums, as ours are."""

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-__all__ = ["Layout", "layouts"]
-
 
 class Layout(NamedTuple):
     """What a buffer is laid out from."""

@@ -11,84 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checking.evidence import PASS
-from harness.running.proof import CaseResult
 from parallel.data_parallel.buckets import bucketed
 from parallel.data_parallel.parity import bits_hash
 from parallel.subject import subject
-from reference.case import Case, CaseError
+from reference.case import Case
 from reference.model.parameters import shapes
 from reference.training.scaling import LossScale
 from suites.mutants.planting import planted, source_of
 from suites.session.prover import Prover
+from tests.parallel.case_tables import DATA_PARALLEL, HALF
+from tests.parallel.test_cases import proved
 
-SIZES = "layers=2 heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=9 batch=2 micro=3 steps=3"
-SGD, ADAMW = "lr=0.1", "optimizer=adamw lr=0.01 clip=0.05"
-HALF = "layers=1 dtype=float16 master=float32 lr=0.01"
-CASES = (
-    f"mode=tp tp=3 dp=2 bucket=2000 wgrad=fused parity=2 {SGD}",
-    f"mode=fsp tp=3 dp=2 zero=1 bucket=900 wgrad=deferred {ADAMW} qk_norm=true fuse_qkv=false tied=false",
-    f"mode=tp-sp tp=3 dp=2 zero=2 no_sync=true {SGD} recompute=full order=dp-tp",
-    f"mode=tp tp=1 dp=3 zero=3 prefetch=true recompute=full recompute_method=block {ADAMW}",
-    f"mode=tp tp=1 dp=4 zero=3 shard=2 {SGD} recompute=selective positions=rope activation=swiglu",
-    f"mode=isp tp=3 dp=2 wp=2 zero=1 bucket=900 {ADAMW} tied=false",
-    f"mode=tp tp=1 dp=3 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
-)
-DEEP = (
-    tuple(
-        f"mode={mode} tp={tp} dp={dp} zero={zero} {training} tied={tied} {words}"
-        for mode, tp, dp in (("tp", 3, 2), ("tp-sp", 3, 2), ("tp", 1, 3))
-        for zero, words in ((0, "bucket=700"), (1, "bucket=0"), (1, "bucket=700 overlap=false"), (2, ""), (3, ""))
-        for training, tied in ((SGD, "true"), (ADAMW, "false"))
-    )
-    + tuple(
-        f"mode=tp-sp tp=3 dp=2 {HALF} zero={zero} grad_dtype={grad} {words}"
-        for zero in (0, 1, 2, 3)
-        for grad, words in (("model", "scaler=static loss_scale=8"), ("float32", "scaler=dynamic optimizer=adamw"))
-    )
-    + tuple(
-        f"mode={mode} tp=3 dp=2 {SGD} {words}"
-        for mode in ("tp", "tp-sp", "mtp", "msp", "fsp")
-        for words in (
-            "bucket=700 wgrad=fused parity=2",
-            "zero=1 bucket=700 wgrad=deferred recompute=full",
-            "zero=2 prefetch=true parity=1",
-            "zero=3 prefetch=true recompute=full recompute_layers=2",
-            "zero=3 no_sync=true prefetch=true tied=false",
-            "bucket=700 dtype=bfloat16 master=float32 grad_dtype=float32 wgrad=fused parity=1",
-        )
-    )
-    + tuple(
-        f"mode=isp {words}"
-        for words in (
-            f"tp=3 dp=2 wp=2 bucket=700 parity=2 {SGD}",
-            f"tp=3 dp=2 wp=6 zero=1 bucket=700 {SGD} recompute=full",
-            f"tp=1 dp=4 wp=2 zero=1 {ADAMW} fuse_weights=true positions=rope activation=swiglu",
-            f"tp=3 dp=2 wp=2 {HALF} zero=1 grad_dtype=float32 scaler=dynamic",
-            f"tp=1 pp=2 dp=2 wp=2 zero=1 bucket=700 {SGD}",
-        )
-    )
-)
-
-
-def proved(prover: Prover, words: str) -> CaseResult:
-    result = prover.proof(Case.parse(f"{SIZES} {words}"), subject)
-    wrong = [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
-    assert not wrong
-    return result
-
-
-@pytest.mark.parametrize("words", CASES)
-def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, words: str) -> None:
-    checks = {verdict.check for verdict in proved(prover, words).verdicts}
-    assert {"ledger", "parameter_gradients", "gradient_norm", "update"} <= checks
-    assert "overlap" in checks or "tp=1" in words
-
-
-@pytest.mark.parametrize("words", DEEP)
-def test_in_every_form(prover: Prover, request: pytest.FixtureRequest, words: str) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("two CPU minutes in all: --hypothesis-profile deep")
-    proved(prover, words)
+SIZES = DATA_PARALLEL.sizes
+ONE_LAYER = f"layers=1 {HALF}"
 
 
 @given(st.sampled_from((0, 1, 2, 3)), st.sampled_from((0, 500, 3000)), st.sampled_from((1, 2, 5)))
@@ -171,7 +106,7 @@ def test_a_case_without_these_words_is_one_flat_call() -> None:
 
 def test_a_skipped_step_changes_nothing_on_any_rank(prover: Prover) -> None:
     """At 2**32 every step overflows: parameters stay bit for bit, two skips use up patience, the third halves."""
-    result = proved(prover, f"mode=tp-sp tp=3 dp=2 {HALF} zero=1 scaler=dynamic")
+    result = proved(prover, f"{SIZES} mode=tp-sp tp=3 dp=2 {ONE_LAYER} zero=1 scaler=dynamic")
     assert result.evidence is not None
     merged = result.evidence.merged.tensors
     assert [merged[f"skipped/{step}"].item() for step in range(3)] == [1, 1, 1]
@@ -189,35 +124,6 @@ def test_the_dense_models_scale_is_that_of_the_seeds_log() -> None:
 
 
 def test_what_rounding_decides_is_refused(prover: Prover) -> None:
-    case = Case.parse(f"{SIZES} {HALF} mode=tp tp=2 heads=6 kv_heads=2 scaler=static loss_scale=4096")
+    case = Case.parse(f"{SIZES} {ONE_LAYER} mode=tp tp=2 heads=6 kv_heads=2 scaler=static loss_scale=4096")
     with pytest.raises(Exception, match=r"loss_scale=4096.0: scaled gradients reach .* legal: loss_scale="):
         prover.proof(case, subject)
-
-
-@pytest.mark.parametrize(
-    ("words", "legal"),
-    [
-        ("mode=isp zero=2", "zero=1"),
-        ("mode=isp bucket=100 fuse_weights=true", "bucket=0"),
-        ("mode=autotp bucket=100", "bucket=0"),
-        ("zero=1 no_sync=true", "no_sync=false"),
-        ("zero=3 wgrad=fused", "wgrad=plain"),
-        ("mode=isp wgrad=deferred", "wgrad=plain"),
-        ("parity=-1", "parity=0"),
-        ("zero=4", "zero=1"),
-        ("bucket=-1", "bucket=0"),
-        ("zero=2 bucket=100", "bucket=0"),
-        ("zero=1 dp=2 shard=2", "shard=0"),
-        ("zero=3 dp=4 shard=3", "shard=1"),
-        ("master=float32", "master=none"),
-        ("dtype=bfloat16 grad_dtype=float32", "grad_dtype=model"),
-        ("dtype=bfloat16 scaler=dynamic master=float32", "dtype=float16"),
-        ("dtype=float16 scaler=static", "master=float32"),
-        ("dtype=float16 scaler=static master=float32 loss_scale=3", "loss_scale=65536.0"),
-        ("dtype=float16 loss_scale=4", "loss_scale=1.0"),
-    ],
-)
-def test_what_cannot_go_together_names_its_rule(words: str, legal: str) -> None:
-    with pytest.raises(CaseError) as refused:
-        Case.parse(words)
-    assert refused.value.legal == legal

@@ -24,8 +24,6 @@ from reference.case import Case
 from reference.model.parameters import dtype_of
 from shardproof import cuda_on_cpu
 
-__all__ = ["by_megatron", "by_torch"]
-
 Scheduled = tuple[Tensor, Tensor, tuple[Box, ...] | None]
 
 

@@ -5,109 +5,26 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checking.evidence import PASS
 from harness.engines.shapes.dry import DryEngine
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
 from parallel.communication.layout import local_shape
 from parallel.communication.mesh import coordinates
 from parallel.schedules.stages import held, stages
 from parallel.schemes.tp import TP
 from parallel.subject import subject
-from reference.case import Case, CaseError
+from reference.case import Case
 from reference.case.pipeline import WORDS
 from reference.model.parameters import shapes
-from suites.session.prover import Prover
-
-SIZES = "heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=9 batch=2 steps=3"
-CHUNKS = "schedule=interleaved chunks=2"
-HALF = "dtype=float16 master=float32 lr=0.01"
-SGD, ADAMW = "lr=0.1", "optimizer=adamw lr=0.01 clip=0.05"
-CASES = (
-    f"mode=tp tp=1 pp=4 layers=5 first_layers=2 micro=3 {SGD}",
-    f"mode=tp tp=1 pp=4 layers=4 micro=5 schedule=gpipe tied=false {ADAMW}",
-    f"mode=tp-sp tp=3 pp=2 layers=3 last_layers=2 micro=3 {ADAMW}",
-    f"mode=tp tp=3 pp=2 layers=3 last_layers=1 micro=1 schedule=gpipe qk_norm=true positions=rope {ADAMW}",
-    f"mode=tp tp=1 pp=2 dp=2 order=pp-dp layers=3 first_layers=1 micro=5 {ADAMW}",
-    f"mode=tp-sp tp=3 pp=2 layers=2 micro=3 delivery=flat head=gather recompute=selective tied=false {SGD}",
-    f"mode=tp tp=1 pp=2 dp=3 layers=3 first_layers=1 micro=3 zero=1 bucket=900 {ADAMW}",
-    f"mode=tp tp=1 pp=2 dp=3 layers=3 first_layers=1 micro=3 zero=3 no_sync=true prefetch=true parity=2 {ADAMW}",
-    f"mode=tp tp=1 pp=2 dp=3 layers=2 micro=2 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
-    f"mode=tp tp=1 pp=3 layers=6 micro=3 {CHUNKS} metric=true {SGD}",
-    f"mode=tp tp=1 pp=2 layers=6 first_layers=4 micro=5 {CHUNKS} group=3 {ADAMW}",
-    f"mode=fsp tp=1 pp=3 dp=2 layers=4 last_layers=2 micro=2 packed=true family=internlm2 zero=1 {ADAMW}",
-    f"mode=isp tp=1 dp=2 wp=2 pp=2 layers=3 first_layers=2 micro=3 recompute=full recompute_method=block {ADAMW}",
-)
-DEEP = (
-    f"mode=isp tp=1 dp=2 wp=2 pp=2 layers=8 micro=4 {CHUNKS} tied=true embedding=vocab metric=true {ADAMW}",
-    f"mode=isp tp=3 wp=3 pp=2 dp=2 layers=6 first_layers=4 micro=5 {CHUNKS} group=3 recompute=full bias=true {SGD}",
-    f"mode=isp tp=1 dp=2 wp=2 pp=4 layers=5 first_layers=2 micro=6 overlap=false recompute=full {SGD}",
-    f"mode=isp tp=1 dp=3 wp=3 pp=4 layers=6 last_layers=3 micro=2 schedule=gpipe fuse_weights=true head=local {ADAMW}",
-    f"mode=isp tp=2 dp=2 wp=4 pp=2 heads=4 kv_heads=2 vocab=392 ffn=44 seq=8 layers=4 micro=3 packed=true"
-    f" family=internlm2 recompute=selective {SGD}",
-    f"mode=isp tp=1 wp=2 dp=2 cp=2 pp=2 seq=8 layers=4 micro=3 recompute=full recompute_method=block dropout=0.2"
-    f" attention_dropout=0.1 random=stateful init=shard tied=false delivery=flat head=gather {SGD}",
-    f"mode=mtp tp=3 pp=2 dp=2 vocab=390 layers=4 micro=4 {CHUNKS} zero=1 embedding=hidden tied=false metric=true"
-    f" {ADAMW}",
-    f"mode=msp tp=3 pp=2 dp=2 vocab=390 layers=3 last_layers=2 micro=3 zero=1 bucket=900 tied=true {ADAMW}",
-    f"mode=fsp tp=3 pp=3 vocab=390 layers=4 last_layers=2 micro=5 schedule=gpipe head=gather metric=true {SGD}",
-    f"mode=tp tp=2 pp=2 dp=2 heads=4 kv_heads=2 layers=3 first_layers=2 micro=4 {SGD}",
-    f"mode=tp-sp tp=2 pp=2 cp=2 heads=4 kv_heads=2 seq=16 layers=2 micro=4 zero=1 {ADAMW}",
-    f"mode=tp tp=3 pp=2 dp=2 layers=3 last_layers=2 micro=3 zero=1 parity=1 {SGD}",
-    f"mode=tp tp=1 pp=3 dp=2 layers=4 first_layers=1 last_layers=2 micro=4 zero=2 no_sync=true prefetch=true parity=1"
-    f" {SGD}",
-    f"mode=tp-sp tp=3 pp=2 dp=2 layers=4 micro=3 zero=3 no_sync=true prefetch=true recompute=full recompute_layers=2"
-    f" {SGD}",
-    f"mode=tp tp=1 pp=2 dp=4 shard=2 layers=8 micro=4 {CHUNKS} zero=3 no_sync=true prefetch=true recompute=full"
-    f" recompute_method=block {ADAMW}",
-    f"mode=tp tp=1 pp=2 dp=3 layers=2 micro=2 schedule=gpipe {HALF} zero=2 no_sync=true grad_dtype=float32",
-    f"mode=tp-sp tp=1 pp=2 dp=3 layers=2 micro=3 packed=true delivery=local positions=rope recompute=full {SGD}",
-    f"mode=tp-sp tp=1 pp=2 dp=3 layers=2 micro=3 packed=true delivery=local positions=rope zero=1 {ADAMW}",
-    f"mode=tp-sp tp=3 pp=3 layers=4 first_layers=1 last_layers=1 micro=2 fuse_qkv=false activation=swiglu {ADAMW}",
-    f"mode=tp tp=1 pp=5 layers=6 last_layers=2 micro=7 attention_mask=false zero=1 {SGD}",
-    f"mode=tp tp=1 pp=3 dp=2 layers=7 first_layers=2 last_layers=1 micro=5 zero=1 {ADAMW}",
-    f"mode=tp tp=1 pp=4 layers=8 micro=5 {CHUNKS} group=5 {ADAMW}",
-    f"mode=tp tp=1 pp=4 cp=2 seq=12 layers=4 micro=2 {SGD}",
-    f"mode=tp tp=1 pp=2 cp=3 seq=12 layers=2 micro=1 zero=1 {SGD}",
-    f"mode=tp-sp tp=3 pp=2 cp=2 seq=12 layers=2 micro=4 zero=1 {ADAMW}",
-    f"mode=tp-sp tp=3 pp=2 cp=2 seq=12 layers=4 micro=2 {CHUNKS} recompute=full {SGD}",
-    f"mode=tp tp=3 pp=2 dp=2 layers=8 last_layers=2 micro=6 {CHUNKS} group=3 bucket=500 tied=false {SGD}",
-    f"mode=tp-sp tp=3 pp=2 dp=2 layers=4 micro=4 {CHUNKS} zero=1 bucket=900 {ADAMW}",
-    f"mode=tp-sp tp=3 pp=3 dp=2 layers=6 micro=4 {CHUNKS} group=4 delivery=flat head=gather overlap=false bucket=700"
-    f" recompute=selective tied=false {ADAMW}",
-    f"mode=tp-sp tp=3 pp=2 dp=2 layers=2 micro=3 {HALF} scaler=static loss_scale=8",
-    f"mode=tp-sp tp=3 pp=2 dp=2 layers=2 micro=3 {HALF} zero=1 grad_dtype=float32 scaler=dynamic optimizer=adamw",
-)
-
-
-def proved(prover: Prover, words: str) -> CaseResult:
-    result = prover.proof(Case.parse(f"{SIZES} {words}"), subject)
-    wrong = [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
-    assert not wrong
-    return result
-
-
-@pytest.mark.parametrize("words", CASES)
-def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, words: str) -> None:
-    result = proved(prover, words)
-    checks = {verdict.check for verdict in result.verdicts}
-    assert {"ledger", "groups", "forward", "parameter_gradients", "gradient_norm", "update", "replicas"} <= checks
-    assert Counter(event.phase for event in result.events)["pipeline"] > 0
-
-
-@pytest.mark.parametrize("words", DEEP)
-def test_in_more_forms(prover: Prover, request: pytest.FixtureRequest, words: str) -> None:
-    if request.config.getoption("hypothesis_profile", None) != "deep":
-        pytest.skip("two CPU minutes in all: --hypothesis-profile deep")
-    proved(prover, words)
+from tests.parallel.case_tables import PIPELINE
 
 
 def test_on_shapes_alone() -> None:
     """Every kind of stage by itself: the first, one in the middle, the last."""
-    case = Case.parse(f"{SIZES} mode=tp-sp tp=1 pp=3 layers=4 first_layers=1 last_layers=1 micro=2")
+    case = Case.parse(f"{PIPELINE.sizes} mode=tp-sp tp=1 pp=3 layers=4 first_layers=1 last_layers=1 micro=2")
     with DryEngine() as engine:
         result = prove(case, subject, engine)
     assert [v.verdict for v in result.verdicts if v.check == "ledger"] == [PASS]
@@ -194,16 +111,3 @@ def test_every_chunk_shares_its_own_gradients(case: Case) -> None:
             padding = sent[rank, op] - sum(local[name] for name in names)
             assert 0 <= padding < 64 * len(names) + 3 * 128 * buckets
             assert sent[rank, op] % (3 * 128) == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "legal"),
-    [
-        ("pp=3 layers=4", "layers=3"),
-        ("pp=2 zero=3", "no_sync=true"),
-        ("pp=2 micro=3 schedule=interleaved chunks=2", "micro=2"),
-    ],
-)
-def test_what_has_no_form_names_a_legal_value(words: str, legal: str) -> None:
-    with pytest.raises(CaseError, match=f"legal: {legal}"):
-        Case.parse(words)

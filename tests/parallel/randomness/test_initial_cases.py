@@ -13,29 +13,13 @@ from harness.shard import Shard
 from parallel.communication.layout import Cut, Placement
 from parallel.randomness.initial import initial, streams_of
 from parallel.randomness.streams import Streams, seeds
-from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import drawn, shapes
-from suites.session.prover import Prover
 from tests.harness.toy_evidence import evidence
+from tests.parallel.case_tables import INITIAL
 
 WHOLE = Placement(shape=(7, 5))
-SIZES = "layers=3 heads=6 kv_heads=2 hidden=24 ffn=36 vocab=390 seq=12 micro=2 steps=2 lr=0.1"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "mode=tp-sp tp=2 dp=2 zero=1 init=shard",
-        "mode=isp tp=1 dp=2 wp=2 pp=2 init=shard layers=2 tied=false",
-        "tp=1 dp=2 init=field layers=1",
-        "tp=2 pp=2 init=shard layers=2 tied=false dtype=bfloat16 master=float32 optimizer=adamw",  # returned wide
-    ],
-)
-def test_training_from_them_is_the_dense_models(prover: Prover, words: str) -> None:
-    result = prover.proof(Case.parse(f"{SIZES} {words}"), subject)
-    assert [verdict.message for verdict in result.verdicts if verdict.verdict != PASS] == []
-    assert "initial_values" in {verdict.check for verdict in result.verdicts}
+SIZES = INITIAL.sizes
 
 
 @pytest.mark.parametrize(("words", "axis"), [("mode=msp tp=3", "tp"), ("mode=isp tp=2 wp=4 dp=2", "wp")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.running.proof import prove
 from parallel.communication.layout import gather, meshgrid, shard
 from parallel.registry import MODES
@@ -24,59 +22,33 @@ from reference.case import Case
 from reference.model.parameters import full, shapes
 from suites.drawing.strategies import cases
 from suites.mutants.planting import planted, replaced
+from suites.session.prover import Prover
+from tests.parallel.case_tables import UNEVEN
 from tests.parallel.schemes.mode_tables import Line, promised, rows
+from tests.parallel.test_cases import proved
 
 MODE = MODES["autotp"]
 DOCSTRING = mode_file.__doc__ or ""
-UNEVEN = "mode=autotp layers=2 heads=10 kv_heads=5 hidden=40 ffn=37 vocab=67 seq=6 batch=2"
-"""Shares of heads, inner features and tokens that differ on 2, 3 and 4 ranks."""
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with engine_named("inproc") as engine:
-        yield engine
-
-
-def proves(case: Case, engine: Engine) -> dict[str, float]:
-    """Every check passes, ledger = closed form among them; returns the largest error of each."""
-    result = prove(case, "parallel.subject:subject", engine)
-    assert {v.check for v in result.verdicts} >= {"forward", "parameter_gradients", "replicas", "ledger", "activations"}
-    for verdict in result.verdicts:
-        assert verdict.verdict == "pass", verdict.message
-    return {verdict.check: verdict.worst.error for verdict in result.verdicts if verdict.worst is not None}
 
 
 @pytest.mark.parametrize(
     ("tp", "family", "head"),
     [(2, "opt", "gather"), (2, "llama", "sum"), (3, "opt", "sum"), (3, "llama", "gather"), (4, "opt", "gather")],
 )
-def test_uneven_ranks_compute_what_the_dense_model_does(tp: int, family: str, head: str, engine: Engine) -> None:
+def test_uneven_ranks_compute_what_the_dense_model_does(prover: Prover, tp: int, family: str, head: str) -> None:
     """OPT is tied, Llama is not: all four heads. In float64 errors stay below 1e-12."""
-    case = Case.parse(f"{UNEVEN} tp={tp} family={family} head={head}")
-    assert len({widths(cut.held) for place in MODE.placements(case).values() for cut in place.cuts}) > 1
-    assert max(proves(case, engine).values()) <= 1e-12
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=32 vocab=66 packed=true family=llama recompute=full",
-        "tp=3 dp=2 head=sum tied=false qk_norm=true clip=0.05",
-        "tp=3 fuse_qkv=false activation=swiglu fuse_mlp=true overlap=false optimizer=adamw lr=0.01 metric=true",
-        "tp=4 family=internlm2 positions=rope qk_norm=true delivery=flat dtype=bfloat16 lr=0.1",
-        "tp=5 family=opt ffn=40 label_smoothing=0.1 recompute=selective",
-    ],
-)
-def test_a_case_is_proved(words: str, engine: Engine) -> None:
-    proves(Case.parse(f"{UNEVEN} {words}"), engine)
+    words = f"{UNEVEN.sizes} tp={tp} family={family} head={head}"
+    places = MODE.placements(Case.parse(words)).values()
+    assert len({widths(cut.held) for place in places for cut in place.cuts}) > 1
+    verdicts = proved(prover, words, UNEVEN.checks).verdicts
+    assert max(verdict.worst.error for verdict in verdicts if verdict.worst is not None) <= 1e-12
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_a_rank_holds_what_the_slices_say(tp: int, family: str) -> None:
     """The mode and `shardproof slice` are one rule: the same rows and columns of the same weights."""
-    case = Case.parse(f"{UNEVEN} tp={tp} family={family} tied=false fuse_qkv=false head=sum")
+    case = Case.parse(f"{UNEVEN.sizes} tp={tp} family={family} tied=false fuse_qkv=false head=sum")
     names = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj"}
     if family == "opt":
         names |= {"wo": "self_attn.out_proj", "w1": "fc1", "w2": "fc2"}
@@ -183,6 +155,6 @@ PLANTED = {
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug: str, engine: Engine) -> None:
     words, module, (old, new), checks = PLANTED[bug]
-    case = Case.parse(f"{UNEVEN} tp=3 steps=1 family=opt fuse_qkv=false {words}")
+    case = Case.parse(f"{UNEVEN.sizes} tp=3 steps=1 family=opt fuse_qkv=false {words}")
     result = prove(case, planted(replaced(module, old, new)), engine)
     assert checks & {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"}

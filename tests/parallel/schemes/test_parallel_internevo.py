@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.outcome.blocks import localize
 from harness.running.proof import prove
 from parallel.communication.batch import deliver
@@ -32,12 +30,6 @@ INTERNEVO = ("mtp", "msp", "fsp")
 EVO = "family=internlm2 vocab=264"
 COLUMNS = {2: "fuse_mlp=true", 3: "", 4: "fuse_qkv=false fuse_mlp=true", 5: "fuse_qkv=false"}
 """Column linears a layer -> the words that give them."""
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with engine_named("inproc") as engine:
-        yield engine
 
 
 def _proves(case: Case, engine: Engine) -> dict[str, float]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -29,12 +28,6 @@ LINEARS = {
     5: "fuse_qkv=false",
 }
 """Column linears a layer -> the words that give them."""
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as engine:
-        yield engine
 
 
 def _agree(case: Case, engine: InprocEngine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.nn import functional
 
 from harness.checking.checks import CHECKS
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.outcome.blocks import localize
 from harness.outcome.merging import merge
 from harness.running.proof import prove
@@ -61,12 +59,6 @@ ranks of a variant's own words come on top.
 """
 EXAMPLES = max(1, settings().max_examples // 8)
 """A failure is explained by further runs, so few are drawn."""
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with engine_named("inproc") as engine:
-        yield engine
 
 
 def test_every_variant_has_a_replacement_and_a_cause() -> None:

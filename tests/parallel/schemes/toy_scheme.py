@@ -13,8 +13,6 @@ from parallel.model.strategy import Rank, Step
 from parallel.schemes.mtp import MTP
 from reference.case import Case
 
-__all__ = ["TOY"]
-
 
 def _heartbeat(rank: Rank) -> None:
     all_reduce(torch.ones((), dtype=torch.float64, device=rank.device), rank.mesh.axis("tp"))

@@ -13,7 +13,8 @@ from reference.data.batches import micro_batch
 from reference.model.parameters import weights
 from tests.reference.model.dense_run import CPU, ignored_labels
 from tests.reference.model.double_torch import DoubleTorch
-from tests.reference.model.test_dense_opt import ALLOWED, hugging_face, modeling_opt, renamed
+from tests.reference.model.hugging_face import ALLOWED
+from tests.reference.model.test_dense_opt import hugging_face, modeling_opt, renamed
 
 pytestmark = pytest.mark.peers
 SHAPE = (

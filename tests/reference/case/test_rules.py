@@ -118,6 +118,36 @@ BROKEN = {
     "label_smoothing=1": "must lie in [0, 1)",
     "vocab=1 label_smoothing=0.1": "spreads over the other tokens, and vocab=1 has none",
     "optimizer=adamw dtype=float16": "adamw squares gradients, which underflow to 0 in dtype=float16",
+    "mode=isp zero=2": "shares parameters among data ranks, and mode=isp gathers its own over wp",
+    "mode=isp bucket=100 fuse_weights=true": "is filled in the order of backward, and fuse_weights=true reduces all "
+    "weights of a block at once",
+    "mode=autotp bucket=100": "is implemented for mode=tp|tp-sp|mtp|msp|fsp|isp, not for mode=autotp",
+    "zero=1 no_sync=true": "is about layers that are gathered and reduced one by one, and zero=1 has none",
+    "zero=3 wgrad=fused": "zero=3 sums a layer's gradients in its backward, whole as autograd has them",
+    "mode=isp wgrad=deferred": "leaves a gradient to the buffer of all, and mode=isp reduces it over wp in its "
+    "backward",
+    "zero=4": "is not a stage of ZeRO",
+    "zero=2 bucket=100": "zero=2 reduces layer by layer and fills no buckets",
+    "zero=1 dp=2 shard=2": "shares parameters among some data ranks, and zero=1 shares none",
+    "zero=3 dp=4 shard=3": "must divide dp=4",
+    "master=float32": "is wider than the parameters, and dtype=float64 is not narrower",
+    "dtype=bfloat16 grad_dtype=float32": "master=none steps parameters by gradients of their own dtype",
+    "dtype=bfloat16 scaler=dynamic master=float32": "is for gradients of few exponents, and dtype=bfloat16 has as "
+    "many as float32",
+    "dtype=float16 scaler=static": "unscales gradients in float32, so that what was scaled is not lost again",
+    "dtype=float16 scaler=static master=float32 loss_scale=3": "must be a power of two, so that scaling rounds nothing",
+    "dtype=float16 loss_scale=4": "scales with a scaler only, and scaler=none",
+    "recompute=selective recompute_layers=2": "is a form of recompute=full, and recompute=selective computes no "
+    "layer again",
+    "early_stop=true": "is a form of recompute=full, and recompute=none computes no layer again",
+    "recompute=full layers=6 recompute_layers=4": "must divide the 6 layers of a stage (recompute_method=uniform)",
+    "recompute=full layers=6 pp=2 recompute_layers=2": "must divide the 3 layers of a stage (recompute_method=uniform)",
+    "mode=isp recompute=full recompute_layers=2": "mode=isp shares the gathered weights of one layer between "
+    "recompute and backward (recompute_method=uniform)",
+    "mode=tp-sp recompute=full distribute_saved=true": "is for hidden states that are whole (mode=tp|mtp); "
+    "mode=tp-sp splits them already",
+    "mode=autotp recompute=full distribute_saved=true": "is for hidden states that are whole (mode=tp|mtp); "
+    "mode=autotp has no equal parts of them",
     "mode=msp variant=norm-mean": "is not a known variant",
     "mode=msp head=gather variant=isp-average": "is a deviation of mode=isp, not of mode=msp",
 }

@@ -5,17 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from reference.case import Case
-from reference.model.parameters import shapes, weights
-from tests.reference.model.dense_run import CPU, dense_run, ignored_labels, largest_difference
 from tests.reference.model.drawn_batches import rows
+from tests.reference.model.hugging_face import equal
 
 transformers = pytest.importorskip("transformers", reason="the extra `peers` is not installed")
 pytestmark = pytest.mark.peers
 
-ALLOWED = 1e-10
 CASES = (
     "tp=1 hidden=32 heads=4 kv_heads=4 vocab=61 seq=11 batch=3 seed=1",
     "tp=1 hidden=24 heads=3 kv_heads=3 ffn=40 vocab=50 seq=7 batch=2 layers=3 tied=false seed=2",
@@ -70,20 +67,6 @@ def laid_out(case: Case, module: str, value: Tensor) -> Tensor:
 @pytest.mark.parametrize("text", CASES)
 def test_dense_gpt_equals_hugging_face_gpt2(text: str) -> None:
     case = Case.parse(text)
-    batch = rows(case, seed=case.seed)
-    model = hugging_face(case)
-    missing, unexpected = model.load_state_dict(renamed(case, weights(case, CPU)), strict=False)
-    assert unexpected == [] and missing == (["lm_head.weight"] if case.tied else [])
-
-    logits = model(batch.tokens).logits
-    loss = functional.cross_entropy(logits.flatten(0, 1), ignored_labels(batch).flatten())
-    loss.backward()
-
-    found = dense_run(case, batch)
-    assert largest_difference(found.logits, logits) < ALLOWED
-    assert abs(found.loss - loss.detach()) < ALLOWED
-    gradients = renamed(case, found.gradients)
-    right = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert len(right) == len(shapes(case)) and gradients.keys() == right.keys()
-    for name, gradient in right.items():
-        assert largest_difference(gradients[name], gradient) < ALLOWED, name
+    equal(
+        case, rows(case, seed=case.seed), hugging_face(case), renamed, lambda model, batch: model(batch.tokens).logits
+    )

@@ -11,21 +11,20 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from reference.case import Case
 from reference.data.batches import Batch
-from reference.model.parameters import shapes, weights
-from tests.reference.model.dense_run import CPU, dense_run, ignored_labels, largest_difference
+from reference.model.parameters import weights
+from tests.reference.model.dense_run import CPU, dense_run, largest_difference
 from tests.reference.model.double_torch import DoubleTorch
 from tests.reference.model.drawn_batches import alone, rows, sentences
+from tests.reference.model.hugging_face import equal
 
 transformers = pytest.importorskip("transformers", reason="the extra `peers` is not installed")
 modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 modeling_qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
 pytestmark = pytest.mark.peers
 
-ALLOWED = 1e-10
 SIZES = "tp=1 hidden=48 heads=6 kv_heads=2 ffn=40 vocab=61 seq=13 batch=3 norm=rmsnorm packed=false "
 CASES = {
     "internlm2": SIZES + "family=internlm2 seed=1",
@@ -109,22 +108,7 @@ def their_logits(model: torch.nn.Module, batch: Batch) -> Tensor:
 
 
 def check_equal(case: Case, batch: Batch) -> None:
-    model = hugging_face(case)
-    missing, unexpected = model.load_state_dict(renamed(case, weights(case, CPU)), strict=False)
-    assert unexpected == [] and missing == (["lm_head.weight"] if case.tied else [])
-    logits = their_logits(model, batch)
-    loss = functional.cross_entropy(logits.flatten(0, 1), ignored_labels(batch).flatten())
-    loss.backward()
-
-    found = dense_run(case, batch)
-    assert found.gradients.keys() == shapes(case).keys()
-    assert largest_difference(found.logits, logits) < ALLOWED
-    assert abs(found.loss - loss.detach()) < ALLOWED
-    gradients = renamed(case, found.gradients)
-    right = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert gradients.keys() == right.keys()
-    for name, gradient in right.items():
-        assert largest_difference(gradients[name], gradient) < ALLOWED, name
+    equal(case, batch, hugging_face(case), renamed, their_logits)
 
 
 @pytest.mark.parametrize("text", CASES.values(), ids=CASES.keys())

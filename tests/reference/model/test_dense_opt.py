@@ -8,16 +8,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from reference.case import Case
-from reference.model.parameters import shapes, weights
-from tests.reference.model.dense_run import CPU, dense_run, ignored_labels, largest_difference
 from tests.reference.model.double_torch import DoubleTorch
 from tests.reference.model.drawn_batches import rows
+from tests.reference.model.hugging_face import equal
 
 transformers = pytest.importorskip("transformers", reason="the extra `peers` is not installed")
 modeling_opt = pytest.importorskip("transformers.models.opt.modeling_opt")
 pytestmark = pytest.mark.peers
 
-ALLOWED = 1e-10
 OFFSET = 2
 """Rows that Hugging Face's position table has before position 0."""
 
@@ -71,22 +69,8 @@ def test_dense_opt_equals_hugging_face_opt(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(modeling_opt, "torch", DoubleTorch())
     case = Case.parse("family=opt tp=1 fuse_qkv=false hidden=24 heads=4 ffn=40 vocab=61 seq=9 batch=3 seed=6")
     batch = rows(case, seed=case.seed)
-    model = hugging_face(case)
-    missing, unexpected = model.load_state_dict(renamed(case, weights(case, CPU)), strict=False)
-    assert unexpected == [] and missing == ["lm_head.weight"]
-
-    logits = model(batch.tokens, attention_mask=torch.ones_like(batch.tokens)).logits
-    loss = functional.cross_entropy(logits.flatten(0, 1), ignored_labels(batch).flatten())
-    loss.backward()
-
-    found = dense_run(case, batch)
-    assert largest_difference(found.logits, logits) < ALLOWED
-    assert abs(found.loss - loss.detach()) < ALLOWED
-    gradients = renamed(case, found.gradients)
-    right = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert len(right) == len(shapes(case)) and gradients.keys() == right.keys()
-    for name, gradient in right.items():
-        if name.endswith("k_proj.bias"):  # adds the same to every score of a query: the gradient is 0
-            assert gradients[name].abs().max() < ALLOWED and gradient.abs().max() < ALLOWED
-        else:
-            assert largest_difference(gradients[name], gradient) < ALLOWED, name
+    every = torch.ones_like(batch.tokens)
+    # A bias of k adds the same to every score of a query: its gradient is 0.
+    equal(
+        case, batch, hugging_face(case), renamed, lambda m, b: m(b.tokens, attention_mask=every).logits, "k_proj.bias"
+    )

@@ -19,7 +19,7 @@ from reference.case import Case
 from reports.commands import cli, show
 from reports.commands import run as run_command
 from reports.stored import frames
-from tests.harness.command_line import ONE, TOY, CommandLine, command_line
+from tests.harness.command_line import ONE, TOY, CommandLine
 from tests.harness.toy_subjects import right
 from tests.reports import sample_run
 
@@ -36,11 +36,6 @@ def wrong_with_seed_1(case: Case, device: torch.device) -> Mapping[str, Tensor]:
     outcome = dict(right(case, device))
     outcome["loss/0"] = (1 + (case.seed == 1)) * outcome["loss/0"]
     return outcome
-
-
-@pytest.fixture
-def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return command_line(tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
 from reference.case import Case
-from tests.harness.command_line import CommandLine, command_line
+from tests.harness.command_line import CommandLine
 
 CASE = "mode=tp tp=1 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1 dtype=bfloat16"
 TOLD = "undecided: 15 of 23 gradients in 1 case, since rounding explains any error of them or they do not merge: "
@@ -49,11 +48,6 @@ def all_experts(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 experts.truth = truth  # type: ignore[attr-defined]
 all_experts.truth = lambda case, device: outcome(case, 23)  # type: ignore[attr-defined]
-
-
-@pytest.fixture
-def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return command_line(tmp_path, monkeypatch, capsys)
 
 
 def test_undecided_gradients_are_counted_and_named_wherever_the_verdict_is_told(shardproof: CommandLine) -> None:

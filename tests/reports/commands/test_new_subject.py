@@ -10,6 +10,8 @@ import pytest
 
 from reports.commands import cli
 from reports.commands.new_subject import LIKE
+from tests.deep import deep
+from tests.harness.command_line import CommandLine
 
 BROKEN = {
     "mlp": ("tp=2 dp=3", "dist.all_reduce(tensor, group=group)", "pass"),
@@ -28,49 +30,45 @@ BROKEN = {
 defect of transformers 5.23, the same samples on every rank, equal masks for different heads."""
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    capsys.readouterr()
-    status = cli.main(words)
-    printed = capsys.readouterr()
-    return status, printed.out, printed.err
-
-
 def test_the_command_line_knows_all_of_them() -> None:
     assert tuple(LIKE) == cli.LIKE
 
 
-@pytest.mark.filterwarnings("ignore")  # those of libraries
-@pytest.mark.parametrize("like", LIKE)
-def test_a_new_subject_runs_by_the_printed_command_and_fails_once_it_is_broken(
-    like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def needed(like: str) -> None:
     if package := {"hf": "transformers", "deepspeed": "deepspeed", "megatron": "megatron.core"}.get(like):
         with warnings.catch_warnings(action="ignore"):  # its own, at import
             pytest.importorskip(package, reason="needs the extra `peers`")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    status, out, err = run(capsys, "new-subject", f"my_{like}.py", "--like", like)
+
+
+@pytest.mark.filterwarnings("ignore")  # those of libraries
+@pytest.mark.parametrize("like", LIKE)
+def test_a_new_subject_runs_by_the_printed_command(like: str, shardproof_here: CommandLine) -> None:
+    needed(like)
+    status, out, err = shardproof_here("new-subject", f"my_{like}.py", "--like", like)
     assert (status, err) == (0, "")
     text = Path(f"my_{like}.py").read_text()
     assert text.count("\n") <= 60, "it is read in one go"
     program, *words = shlex.split(out.splitlines()[-1])
     assert (program, words) == ("shardproof", ["run", "--subject", f"my_{like}:subject"])
-    status, out, err = run(capsys, *words)
+    status, out, err = shardproof_here(*words)
     assert status == 0, out
     assert err.count("] pass ") == len(err.splitlines()) >= 2
     assert f"compared with {'itself' if like == 'megatron' else 'its own dense model'}" in out
-    case, right, wrong = BROKEN[like]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("like", [*cli.LIKE[:4], *deep("ten CPU seconds each", *cli.LIKE[4:])])
+def test_it_fails_once_it_is_broken(like: str, shardproof_here: CommandLine) -> None:
+    needed(like)
+    assert shardproof_here("new-subject", f"my_{like}.py", "--like", like)[0] == 0
+    text, (case, right, wrong) = Path(f"my_{like}.py").read_text(), BROKEN[like]
     assert text.count(right) == 1
     Path(f"broken_{like}.py").write_text(text.replace(right, wrong))
-    status, out, _ = run(capsys, "run", case, "--subject", f"broken_{like}:subject", "--when", "0")
+    status, out, _ = shardproof_here("run", case, "--subject", f"broken_{like}:subject")
     assert status == 1 and "\nwhat:   " in out
 
 
-def test_no_file_is_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_no_file_is_overwritten(shardproof: CommandLine) -> None:
     Path("mine.py").write_text("mine")
     for file, rule in (
         ("mine.py", "file=mine.py: exists, and no file is overwritten; legal: a new name"),
@@ -78,10 +76,8 @@ def test_no_file_is_overwritten(
         ("my-model.py", "file=my-model.py: must be the file of a module"),
         ("no/where.py", "file=no/where.py: cannot be written (No such file or directory)"),
     ):
-        status, out, err = run(capsys, "new-subject", file)
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        assert rule in err
+        assert rule in shardproof.refused("new-subject", file)
     assert Path("mine.py").read_text() == "mine"
-    (tmp_path / "deeper here").mkdir()
-    status, out, _ = run(capsys, "new-subject", "deeper here/mine.py")
+    Path("deeper here").mkdir()
+    status, out, _ = shardproof("new-subject", "deeper here/mine.py")
     assert status == 0 and "cd 'deeper here' && shardproof run --subject mine:subject" in out

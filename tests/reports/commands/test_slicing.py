@@ -12,7 +12,7 @@ from parallel.communication import layout
 from parallel.slicing import strided
 from parallel.slicing.slices import slices
 from parallel.slicing.words import Sliced
-from tests.harness.command_line import CommandLine, command_line
+from tests.harness.command_line import CommandLine
 
 SMALL = "family=opt hidden=24 heads=4 ffn=40 vocab=61 positions=11 tp=2"
 OPT_125M = """\
@@ -31,11 +31,6 @@ output_w 3072 x 768 rows 0 0-1535 1536 x 768
 1 1536-3071 1536 x 768
 output_b 768 all whole 768"""
 """Seed 004, by hand."""
-
-
-@pytest.fixture
-def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return command_line(tmp_path, monkeypatch, capsys)
 
 
 def saved(tmp_path: Path, *without: str) -> str:

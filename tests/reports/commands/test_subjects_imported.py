@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardproof.rooms import HOME
+from tests.harness.command_line import CommandLine
 
 BROKEN = {
-    "syntax": ("def subject(case, device)\n", "SyntaxError: expected ':' (broken.py, line 1)"),
+    "syntax": ("def subject(case, device)\n", "SyntaxError: expected ':' (broken_syntax.py, line 1)"),
     "missing": ("import no_such_module\n", "No module named 'no_such_module'"),
     "missing_below": ("import os.no_such_module\n", "No module named 'os.no_such_module'"),
     "raising": ("raise ValueError('wrong\\nin two lines')\n", "ValueError: wrong ..."),
@@ -50,16 +51,18 @@ def shardproof(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_what_cannot_be_imported_is_one_sentence(tmp_path: Path, how: str) -> None:
+def test_what_cannot_be_imported_is_one_sentence(shardproof_here: CommandLine, how: str) -> None:
     program, told = BROKEN[how]
-    (tmp_path / "broken.py").write_text(program)
+    Path(f"broken_{how}.py").write_text(program)
     for words in (("run", "tp=2", "--engine", "dry"), ("faults",)):
-        done = shardproof(tmp_path, "-m", "shardproof", *words, "--subject", "broken:subject")
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and told in done.stderr, done.stderr
+        assert told in shardproof_here.refused(*words, "--subject", f"broken_{how}:subject")
 
 
-@pytest.mark.parametrize("how", ["import no_such_module", "sys.exit(3)"])
-@pytest.mark.parametrize("words", [("run", "tp=2", "--engine", "pool"), ("faults", "tp=2")], ids=["pool", "faults"])
+@pytest.mark.parametrize(
+    ("words", "how"),
+    [(("run", "tp=2", "--engine", "pool"), "import no_such_module"), (("faults", "tp=2"), "sys.exit(3)")],
+    ids=["pool", "faults"],
+)
 def test_what_only_a_child_cannot_import_is_one_sentence(tmp_path: Path, words: tuple[str, ...], how: str) -> None:
     (tmp_path / "broken.py").write_text(IN_A_CHILD.format(how=how))
     done = shardproof(tmp_path, "-m", "shardproof", *words, "--subject", "broken:subject")
@@ -87,21 +90,21 @@ def test_a_second_process_that_cannot_import_it_is_a_note(tmp_path: Path) -> Non
     )
 
 
-def test_own_words_without_cases_run_the_cases_that_are_given(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(IN_A_CHILD.format(how="pass"))
-    done = shardproof(tmp_path, "-m", "shardproof", "run", "tp=2 width=5", "--subject", "mine:subject")
-    assert done.returncode == 0 and "tp=2 width=5" in done.stdout, done.stderr
-    done = shardproof(tmp_path, "-m", "shardproof", "run", "--subject", "mine:subject")
+def test_own_words_without_cases_run_the_cases_that_are_given(shardproof_here: CommandLine) -> None:
+    Path("own_words_alone.py").write_text(IN_A_CHILD.format(how="pass"))
+    status, out, _ = shardproof_here("run", "tp=2 width=5", "--subject", "own_words_alone:subject")
+    assert status == 0 and "tp=2 width=5" in out
     rule = "has words of its own, so a case must be given, or named in its attribute cases"
-    assert done.returncode == 2 and rule in done.stderr and done.stderr.count("\n") == 1
+    assert rule in shardproof_here.refused("run", "--subject", "own_words_alone:subject")
 
 
 @pytest.mark.parametrize("case", ["tp=1", "tp=2"])
-def test_a_subject_that_returns_nothing_is_told_once(tmp_path: Path, case: str) -> None:
-    (tmp_path / "mine.py").write_text("def subject(case, device):\n    return {}\n")
-    done = shardproof(tmp_path, "-m", "shardproof", "run", f"{case} layers=1 seq=8", "--subject", "mine:subject")
-    assert done.returncode == 1 and done.stdout.count("fail: ") == 1, done.stdout
-    told = done.stdout.partition("fail: ")[2]
+def test_a_subject_that_returns_nothing_is_told_once(shardproof_here: CommandLine, case: str) -> None:
+    name = f"nothing_of_{case.replace('=', '_')}"
+    Path(f"{name}.py").write_text("def subject(case, device):\n    return {}\n")
+    status, out, _ = shardproof_here("run", f"{case} layers=1 seq=8", "--subject", f"{name}:subject")
+    assert status == 1 and out.count("fail: ") == 1, out
+    told = out.partition("fail: ")[2]
     assert "what:   nothing checkable: it returned nothing; the truth has" in told
     assert "causes: names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject" in told
 
@@ -117,7 +120,7 @@ def test_a_subject_that_returns_nothing_is_told_once(tmp_path: Path, case: str) 
 def test_a_program_that_cannot_begin_is_one_sentence_of_record(
     tmp_path: Path, words: tuple[str, ...], told: str
 ) -> None:
-    (tmp_path / "broken.py").write_text(BROKEN["syntax"][0])
+    (tmp_path / "broken.py").write_text("def subject(case, device)\n")
     done = shardproof(tmp_path, "-m", "shardproof.record", *words)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and told in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists()

@@ -13,7 +13,7 @@ import pytest
 
 from reports.commands.trace import trace_events, write
 from reports.stored.frames import load
-from tests.harness.command_line import CommandLine, command_line
+from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 from tests.reports.toy_traffic import stored
 
@@ -95,11 +95,6 @@ def test_the_validator_sees_a_broken_trace(tmp_path: Path, harm: dict[str, Any])
     place = [n for n, event in enumerate(events) if event.get("cat") == "phase"][1]
     events[place] |= harm
     assert broken({"traceEvents": events})
-
-
-@pytest.fixture
-def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return command_line(tmp_path, monkeypatch, capsys)
 
 
 def test_the_command_writes_where_it_is_told(shardproof: CommandLine, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -12,16 +11,11 @@ from reference.case import Case, CaseError
 from reference.case.words import Meaning
 from reports.commands import word_help
 from tests import ROOT
-from tests.harness.command_line import CommandLine, command_line
+from tests.harness.command_line import CommandLine
 
 PAGE = ROOT / "docs" / "case.md"
 SLICING = ROOT / "docs" / "slicing.md"
 LISTED = [word for word in Case.meanings() if "|" in word.legal and word.legal != "true|false"]
-
-
-@pytest.fixture
-def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return command_line(tmp_path, monkeypatch, capsys)
 
 
 def test_every_word_has_a_meaning_and_legal_values() -> None:

@@ -29,8 +29,6 @@ from reports.comparing.limits import limits
 from reports.comparing.snapshot import Snapshot
 from suites.session.prover import Prover
 
-__all__ = ["MODULE", "Slowed", "main", "stored"]
-
 MODULE = "layers.1.mlp.w1"
 CASES = ("mode=tp tp=2 layers=2 steps=60 lr=0.01",)
 _LIMITS = ("events:0", "calls:0", "bytes:0", "time:10%")

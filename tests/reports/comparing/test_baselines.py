@@ -11,7 +11,7 @@ from reports.comparing.baselines import save, side
 from reports.comparing.comparison import compare
 from reports.comparing.snapshot import members, snapshot, span
 from reports.stored.frames import load
-from tests.harness.command_line import CommandLine, command_line
+from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 from tests.reports.toy_traffic import WAYS, stored
 
@@ -20,11 +20,6 @@ from tests.reports.toy_traffic import WAYS, stored
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("runs")
     return {way: stored(out, way) for way in (*WAYS, "again")}
-
-
-@pytest.fixture
-def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return command_line(tmp_path, monkeypatch, capsys)
 
 
 def test_a_baseline_stands_for_its_run(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from reports.comparing.baselines import side
 from reports.comparing.comparison import Comparison, compare
 from reports.comparing.limits import breaches, limits
 from reports.stored.frames import load
-from tests.harness.command_line import CommandLine, command_line
+from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 from tests.reports.comparing.slowed import MODULE
 from tests.reports.comparing.slowed import stored as stored_slowed
@@ -204,11 +204,6 @@ def test_nothing_in_common_is_a_wrong_request(tmp_path: Path, runs: dict[str, Pa
 
 
 # The command
-
-
-@pytest.fixture
-def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return command_line(tmp_path, monkeypatch, capsys)
 
 
 def test_the_command_says_what_and_where_and_ends_with_one(shardproof: CommandLine, runs: dict[str, Path]) -> None:

@@ -11,8 +11,6 @@ import math
 import re
 from pathlib import Path
 
-__all__ = ["map_flaws"]
-
 _LIMITS = (1e3, 1e6, 1e9)
 _Place = tuple[str, bool, str]
 

@@ -20,8 +20,6 @@ from typing import Any
 
 from reports.pages.bars import PHASE_COLOURS
 
-__all__ = ["Compared", "compared"]
-
 Row = dict[str, Any]
 Figure = tuple[str, str, float | str]
 """Where it stands, what is shown, what the file says: bytes, a count, or a word."""

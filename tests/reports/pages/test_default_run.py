@@ -71,7 +71,7 @@ def test_a_figure_that_is_not_the_summarys_is_found(folder: Path) -> None:
     begin, end = html.index('<section id="traffic">'), html.index('<section id="modules">')
     cells = list(re.compile(r'<td class="number">([\d,]*\d)(\.\d+)?</td>').finditer(html, begin, end))
     assert len(cells) > 500
-    for cell in cells[:: len(cells) // 2]:
-        assert compared(f"{html[: cell.start(1)]}7{html[cell.start(1) :]}", folder).apart
+    cell = cells[len(cells) // 2]
+    assert compared(f"{html[: cell.start(1)]}7{html[cell.start(1) :]}", folder).apart
     bar = re.search(r'<rect x="[\d.]+" width="(\d+)[\d.]+" height="10"', html)
     assert bar and compared(f"{html[: bar.end(1)]}7{html[bar.end(1) :]}", folder).apart

@@ -10,15 +10,10 @@ import pytest
 
 from harness.run_folder import SCHEMA
 from reports.stored.frames import RunFolderError, load
-from tests.harness.command_line import CommandLine, command_line
+from tests.harness.command_line import CommandLine
 
 FORMER = Path(__file__).parent / "run_of_schema_1"
 """Written before folders had a number, by `shardproof run` with a case of mode=tp and a variant of mode=isp."""
-
-
-@pytest.fixture
-def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return command_line(tmp_path, monkeypatch, capsys)
 
 
 def with_schema(folder: Path, schema: object) -> Path:

@@ -18,16 +18,11 @@ from hypothesis import settings
 
 from reports.comparing.baselines import save, side
 from reports.stored.frames import load
-from tests.harness.command_line import CommandLine, command_line
+from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 
 FILES = ("env.json", "cases.jsonl", "ledger.csv", "summary.csv", "verdicts.jsonl", "timings.csv", "memory.csv")
 DEEP = settings().max_examples >= 1000
-
-
-@pytest.fixture
-def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return command_line(tmp_path, monkeypatch, capsys)
 
 
 def harm(path: Path, drawn: random.Random) -> str:

@@ -20,7 +20,7 @@ from harness.engines.processes.forked.framing import FramedSocket
 from harness.errors import MachineError
 from harness.interpreter import command
 
-__all__ = ["ForkServer", "ForkedProcess"]
+__all__ = ["ForkServer", "PoolWorker"]
 
 _START_S = 120.0
 _ANSWER_S = 30.0
@@ -31,8 +31,8 @@ _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclass(slots=True, eq=False)
-class ForkedProcess:
-    """One process of the pool and its server; `recorder_file` is a descriptor of the memory of its flight recorder."""
+class PoolWorker:
+    """One worker of the pool and its server; `recorder_file` is a descriptor of the memory of its flight recorder."""
 
     pid: int
     frames: FramedSocket
@@ -72,7 +72,7 @@ class ForkServer:
         self._lines = b""
         self._ready = False
 
-    def fork(self) -> ForkedProcess:
+    def fork(self) -> PoolWorker:
         """A new worker. Raises MachineError when the server does not answer."""
         if not self._ready:
             self._expect("ready", _START_S)
@@ -88,9 +88,9 @@ class ForkServer:
             os.close(file)
             raise _failed(str(problem)) from problem
         self.died.pop(pid, None)  # of an earlier process that had the same number
-        return ForkedProcess(pid, FramedSocket(ours), file, self)
+        return PoolWorker(pid, FramedSocket(ours), file, self)
 
-    def kill(self, processes: Iterable[ForkedProcess]) -> None:
+    def kill(self, processes: Iterable[PoolWorker]) -> None:
         """Kill these workers and wait until they are gone."""
         pids = [process.pid for process in processes if process.pid not in self.died]
         if not pids:

@@ -21,7 +21,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from harness.engines.engine import RequestEngine, RunRequest, Unwaited
-from harness.engines.processes.forked.fork_client import ForkedProcess, ForkServer
+from harness.engines.processes.forked.fork_client import ForkServer, PoolWorker
 from harness.engines.processes.forked.link import HOST, ForkedOrder
 from harness.engines.processes.forked.workers import ForkedWorkers
 from harness.engines.processes.messages import RunOrder, packed_program
@@ -73,7 +73,7 @@ class _Pool:
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._servers: dict[int, ForkServer] = {}
-        self._processes: list[ForkedProcess] = []
+        self._processes: list[PoolWorker] = []
         self._store: Any = None
         self._number = self._connection = 0
 
@@ -124,7 +124,7 @@ class _Pool:
             run=run, connection=self._connection, port=self._store.port, folder=os.getcwd(), path=tuple(sys.path)
         )
 
-    def _taken(self, world_size: int) -> list[ForkedProcess]:
+    def _taken(self, world_size: int) -> list[PoolWorker]:
         """The processes of a run, by rank; new ones as far as needed, idle ones beyond the bound ended."""
         try:
             taken = self._forked(world_size)
@@ -136,13 +136,13 @@ class _Pool:
         del self._processes[max(world_size, _MOST_IDLE) :]
         return taken
 
-    def _forked(self, world_size: int) -> list[ForkedProcess]:
+    def _forked(self, world_size: int) -> list[PoolWorker]:
         """A process for every rank, with its hash seed; connections made before are of no use to a new one."""
         seeds = [_hash_seed(place) for place in range(world_size)]
         for seed in dict.fromkeys(seeds):  # all start before the first is waited for
             if seed not in self._servers:
                 self._servers[seed] = ForkServer(seed)
-        idle, taken = list(self._processes), list[ForkedProcess]()
+        idle, taken = list(self._processes), list[PoolWorker]()
         for seed in seeds:
             found = next((process for process in idle if process.server.hash_seed == seed), None)
             if found is None:
@@ -155,7 +155,7 @@ class _Pool:
         self._processes = taken + idle
         return taken
 
-    def _replace(self, processes: Sequence[ForkedProcess]) -> None:
+    def _replace(self, processes: Sequence[PoolWorker]) -> None:
         """Kill these processes; the next run forks others, whose connections are new."""
         self._connection += 1
         self._processes = [process for process in self._processes if process not in processes]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from harness.engines.processes.exit_status import ProcessEnd, process_end
 from harness.engines.processes.flight_recorder import Recording
 from harness.engines.processes.forked import stacks
-from harness.engines.processes.forked.fork_client import ForkedProcess, ForkServer
+from harness.engines.processes.forked.fork_client import ForkServer, PoolWorker
 from harness.engines.processes.forked.framing import send
 from harness.engines.processes.forked.link import ForkedOrder
 from harness.engines.processes.messages import Standing, WorkerReport, packed, unpacked
@@ -30,7 +30,7 @@ class ForkedWorkers:
     one_clock = True
     terminated = ""
 
-    def __init__(self, processes: Sequence[ForkedProcess], orders: Sequence[ForkedOrder]) -> None:
+    def __init__(self, processes: Sequence[PoolWorker], orders: Sequence[ForkedOrder]) -> None:
         self._processes = processes
         self._orders = orders
         self.reports: list[WorkerReport | None] = [None] * len(processes)
@@ -100,7 +100,7 @@ class ForkedWorkers:
         self._selector.close()
 
     @staticmethod
-    def _send(process: ForkedProcess, message: bytes, limit_s: float) -> None:
+    def _send(process: PoolWorker, message: bytes, limit_s: float) -> None:
         """Send a message. A process that cannot receive it shows as dead or silent to `listen`."""
         sock = process.frames.sock
         sock.settimeout(limit_s)
@@ -112,6 +112,6 @@ class ForkedWorkers:
             sock.settimeout(None)
 
 
-def _end_of(process: ForkedProcess) -> ProcessEnd:
+def _end_of(process: PoolWorker) -> ProcessEnd:
     status = process.server.died.get(process.pid)
     return ProcessEnd("its process is gone") if status is None else process_end(os.waitstatus_to_exitcode(status))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -16,12 +16,6 @@ from harness.running.proof import CaseResult, prove
 from harness.subject import case_of, named
 
 ROWS, WIDTH, EXPERTS = 4, 8, 3
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as engine:
-        yield engine
 
 
 class Router(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor
 from harness.errors import RankDied
 from reference.case import Case
 from reports.stored import frames
-from tests.harness.command_line import ONE, CommandLine, command_line
+from tests.harness.command_line import ONE, CommandLine
 from tests.harness.toy_subjects import wrong
 
 ME = "tests.harness.running.subjects.test_elsewhere:"
@@ -31,11 +31,6 @@ def spoiling(case: Case, device: torch.device) -> Mapping[str, Tensor]:
     """Wrong, and puts a folder where the script was to be."""
     Path("repro.py").mkdir(exist_ok=True)
     return wrong(case, device)
-
-
-@pytest.fixture
-def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return command_line(tmp_path, monkeypatch, capsys)
 
 
 def test_a_subject_that_leaves_its_folder_loses_no_verdict(shardproof: CommandLine, tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ from torch import Tensor
 from harness.running.ranks.rank_task import RankTask, perform
 from reference.case import Case
 
-__all__ = ["GROUPS", "Library"]
-
 GROUPS: list[str] = []
 """What a library keeps for a process."""
 

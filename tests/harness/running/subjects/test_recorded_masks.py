@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
@@ -22,12 +22,6 @@ import shardproof
 from harness.engines.threads.inproc import InprocEngine
 from suites.subjects import dropout
 from tests.harness.running.test_own_truth import failed
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as opened:
-        yield opened
 
 
 def message(result: Any, check: str) -> str:

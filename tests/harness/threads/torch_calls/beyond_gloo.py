@@ -11,8 +11,6 @@ from torch import Tensor
 
 from tests.harness.threads.torch_calls.listed import CALLS, Call, dist, filled, own
 
-__all__ = ["NOT_ON_GLOO", "WRONG_ON_GLOO", "Beyond"]
-
 FLOAT8 = torch.float8_e4m3fn
 
 

@@ -11,8 +11,6 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-__all__ = ["CALLS", "DTYPES", "Call", "attempt", "dist", "each", "filled", "listed", "own", "plain"]
-
 dist: Any = torch.distributed
 """Untyped on purpose: the list hands torch what its stubs do not know, too."""
 Call = Callable[[int, int], Any]

@@ -138,6 +138,7 @@ def functional_collectives(rank: int, size: int) -> Any:
         functional.all_gather_into_tensor_coalesced([own(rank, 2), own(rank, 3)], world),
         functional.reduce_scatter_tensor_coalesced([long, own(rank, size)], "sum", [0, 0], world),
         functional.all_reduce_coalesced([long, own(rank, 3)], "sum", world),
+        functional.wait_tensor(torch.ops._c10d_functional.all_reduce_(own(rank, 2), "sum", world.group_name)),
         functional.permute_tensor(own(rank, 2), [(i + 1) % size for i in ranks], world),
     ]
     return [[part + 0 for part in one] if isinstance(one, list) else one + 0 for one in found]
@@ -147,6 +148,18 @@ def functional_collectives(rank: int, size: int) -> Any:
 def functional_exchange_of_uneven_rows(rank: int, size: int) -> Any:
     sends, expects = ([(rank + i) % 3 for i in range(size)], [(i + rank) % 3 for i in range(size)])
     return functional.all_to_all_single(own(rank, sum(sends), 2), expects, sends, dist.group.WORLD) + 0
+
+
+@listed
+def gradients_of_functional_collectives(rank: int, size: int) -> Any:
+    world, short, long, rows = dist.group.WORLD, own(rank, 2), own(rank, 2 * size), own(rank, 2 * size)
+    for leaf in (short, long, rows):
+        leaf.requires_grad_()
+    (functional.all_gather_tensor_autograd(short, 0, world) * own(rank + 5, 2 * size)).sum().backward()
+    (functional.reduce_scatter_tensor_autograd(long, "sum", 0, world) * own(rank + 6, 2)).sum().backward()
+    exchanged = functional.all_to_all_single_autograd(rows, [2] * size, [2] * size, world)
+    (exchanged * own(rank + 7, 2 * size)).sum().backward()
+    return short.grad, long.grad, rows.grad
 
 
 @listed

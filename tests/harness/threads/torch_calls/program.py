@@ -16,8 +16,6 @@ from tests.harness.threads.torch_calls import (  # noqa: F401
 )
 from tests.harness.threads.torch_calls.listed import attempt
 
-__all__ = ["on_rank"]
-
 
 def on_rank(rank: int, size: int, names: Sequence[str]) -> dict[str, Any]:
     """See `listed.attempt`."""

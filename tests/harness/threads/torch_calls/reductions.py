@@ -180,4 +180,7 @@ def tensors_of_inference_mode(rank: int, size: int) -> Any:
     dist.all_reduce(made)
     with torch.inference_mode():
         dist.broadcast(late, 1)
-    return made.tolist(), late.tolist()
+    with torch.inference_mode(rank == 0):
+        some = own(rank, 3)
+        dist.all_reduce(some)
+    return made.tolist(), late.tolist(), some.tolist()
