@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.checking.checks import CHECKS, LAWS, Check
 from harness.checking.evidence import FAIL, PASS, Verdict
-from harness.diagnosing.needed_words import OutOfTime, needed_words
+from harness.diagnosing.needed_words import NeededWords, OutOfTime, needed_words
 from harness.diagnosing.six_lines import site, with_when
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
@@ -28,7 +28,7 @@ from harness.running.request import Request
 from harness.running.store import Store
 from harness.subject import NamedSubject, domains_of
 
-__all__ = ["STOPPED", "Failed", "look_for_words"]
+__all__ = ["STOPPED", "Failed", "look_for_words", "words_needed"]
 
 _IN_ALL = 3
 """How many failures may take their whole time."""
@@ -116,7 +116,7 @@ def _examined(
     with proving(request) as prove_case, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         for group in groups.values():
             limit_s = min(end_s, time.monotonic() + request.when_s)
-            words = _words(group[0], request.subject, partial(prove_case, explain=False), limit_s)
+            words = words_needed(group[0], request.subject, partial(prove_case, explain=False), limit_s).text
             on = f" (tried on {case_text(group[0].case)!r})"
             yield {
                 case_text(failed.case): tuple(
@@ -126,11 +126,11 @@ def _examined(
             }
 
 
-def _words(failed: Failed, subject: NamedSubject, prove: Proves, end_s: float) -> str:
-    """What the words are that the failure of this case needs."""
+def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: float) -> NeededWords:
+    """The words that the failure of this case needs, looked for until `end_s` on the monotonic clock."""
     with tempfile.TemporaryDirectory() as folder:
         fails = _Fails(failed, prove, end_s, {"save": f"{folder}/save"} if getattr(failed.case, "save", "") else {})
-        return needed_words(failed.case, domains_of(failed.case, subject), fails).text
+        return needed_words(failed.case, domains_of(failed.case, subject), fails)
 
 
 class _Fails:

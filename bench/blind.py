@@ -1,0 +1,149 @@
+"""Measures what the default run says of planted bugs that no rule of diagnosis was written for.
+
+    python -m bench.blind unseen --out blind.csv          (or: held_back; --part 1/2 shares the work)
+
+For every bug the default cases run, the simplest first, until one fails; then the words that the failure needs are
+looked for, as `shardproof run` does. A row has the case, whether the first place is the bug's, the causes with their
+words, the line `when:` and whether it names exactly the words that the bug needs: the words of its condition, and words
+whose value is the usual one. Causes of the unseen bugs are judged by hand, beside the sentence `wrong` of the bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from harness.checking.evidence import FAIL
+from harness.engines.threads.inproc import InprocEngine
+from harness.running.experiments import Failed, words_needed
+from harness.running.proof import CaseResult, prove
+from harness.subject import named
+from reference.case import Case
+from reference.case.default_cases import default_cases
+from reference.case.modes import MODES
+from suites.mutants.catalogue import HELD_BACK, UNSEEN
+from suites.mutants.mutant import Mutant, holds
+from suites.mutants.rows import cause_told, right_place
+
+_BUGS = {"unseen": UNSEEN, "held_back": HELD_BACK}
+_WHEN_S, _TIMEOUT_S = 10.0, 60.0
+_DERIVED = {"world": ("tp", "dp", "pp", "cp"), "wdp": ("dp", "cp"), "padding": ("vocab", "family")}
+"""Words of a condition that follow from others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What the default run says of one bug; empty where it passes."""
+
+    name: str
+    killed: bool
+    case: str
+    checks: str
+    place_right: str
+    first: str
+    cause_right: str
+    causes: str
+    when_right: str
+    when: str
+    needed: str
+    wrong: str
+    seconds: float
+
+
+def in_order(checkpoint: str) -> list[Case]:
+    """The default cases, the simplest first; one that loads a checkpoint follows the one that saves it."""
+    cases = default_cases(checkpoint=checkpoint)
+    saves = next(case for case in cases if case.save)
+    simple = {case: Failed(case=saves if case.load else case, verdicts=()).size for case in cases}
+    return sorted(cases, key=lambda case: (simple[case], bool(case.load)))
+
+
+def measured(bug: Mutant, engine: InprocEngine) -> Row:
+    """The row of one bug."""
+    start_s, result = time.monotonic(), None
+    with bug.subject() as planted, tempfile.TemporaryDirectory() as folder:
+        subject = named(planted)
+        for case in in_order(f"{folder}/checkpoint"):
+            result = prove(case, subject, engine, timeout_s=_TIMEOUT_S)
+            if result.verdict == FAIL:
+                break
+        if not result or result.verdict != FAIL:
+            return _row(bug, None, "", "", time.monotonic() - start_s)
+        failed = Failed(case=result.case, verdicts=result.verdicts)
+        proves = partial(prove, subject=subject, engine=engine, explain=False)
+        found = words_needed(failed, subject, proves, time.monotonic() + _WHEN_S)
+        right = _exactly(bug, found.case, {one.word for one in found.needed}) if found.needed else "none"
+        return _row(bug, result, right, found.text, time.monotonic() - start_s)
+
+
+def _exactly(bug: Mutant, case: Case, words: set[str]) -> str:
+    """Whether these are the words that the bug needs, "yes" or "no"."""
+    condition = f"{bug.condition} {bug.modes[case.mode]}"
+    asked = {re.split(r"[!=<>]", word)[0] for word in condition.split()}
+    needed = {word for word in asked if word not in _DERIVED and not word.endswith("_rest")}
+    allowed = {word for word in words if getattr(case, word) == getattr(Case(), word)}
+    allowed |= {word for derived in asked & {*_DERIVED} for word in _DERIVED[derived]}
+    allowed |= {"mode"} if {*bug.modes} != {*MODES} else set()
+    return "yes" if words - allowed <= needed <= words and holds(condition, case) else "no"
+
+
+def _row(bug: Mutant, result: CaseResult | None, when_right: str, when: str, seconds: float) -> Row:
+    diagnosis = result.diagnosis if result else None
+    first = diagnosis.first if diagnosis else None
+    return Row(
+        name=bug.name,
+        killed=bool(result),
+        case=result.text if result else "",
+        checks=" ".join(v.check for v in result.verdicts if v.verdict == FAIL) if result else "",
+        place_right=right_place(bug, diagnosis) if result else "",
+        first=f"{first.phase} of {first.region or 'no module'}" if first else "",
+        cause_right=(cause_told(bug, diagnosis) if bug.cause else "") if result else "",
+        causes=next((line for v in result.verdicts if v.verdict == FAIL for line in _causes(v.message)), "") if result else "",
+        when_right=when_right,
+        when=when,
+        needed=f"{bug.condition} modes={'|'.join(bug.modes)}",
+        wrong=getattr(bug, "wrong", ""),
+        seconds=round(seconds, 1),
+    )
+
+
+def _causes(message: str) -> list[str]:
+    return re.findall(r"^causes:(.*?)(?=^\w+:|\Z)", message, re.S | re.M)
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure the bugs of one list; exit status 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bugs", choices=_BUGS)
+    parser.add_argument("--part", default="1/1", help="this share of them")
+    parser.add_argument("--out", type=Path, required=True, help="the file of rows")
+    asked = parser.parse_args(words)
+    number, parts = map(int, asked.part.split("/"))
+    torch.set_num_threads(1)
+    with InprocEngine() as engine, asked.out.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, [field.name for field in fields(Row)])
+        table.writeheader()
+        rows = []
+        for bug in _BUGS[asked.bugs][number - 1 :: parts]:
+            rows.append(measured(bug, engine))
+            table.writerow(asdict(rows[-1]))
+            file.flush()
+    killed = [row for row in rows if row.killed]
+    print(f"killed {len(killed)} of {len(rows)}")
+    print(f"first place right {sum(row.place_right == 'yes' for row in killed)} of {len(killed)}")
+    print(f"when: right {sum(row.when_right == 'yes' for row in killed)} of {len(killed)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
