@@ -11,13 +11,13 @@ import torch
 import shardproof
 from bench.places.bugs import Bug
 from bench.places.dense import REFERENCE
+from bugs.planting import planted, replaced
 from harness.diagnosing.diagnosis import Diagnosis
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.running.proof import CaseResult, prove
 from harness.running.truth.reference import REFERENCE as OURS
 from reference.case import Case
-from suites.mutants.planting import planted, replaced
 
 __all__ = ["diagnosed", "found", "found_in_megatron", "is_right", "wordless"]
 

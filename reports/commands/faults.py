@@ -1,7 +1,7 @@
 """`shardproof faults`: bugs planted one at a time, and which check notices each; the kill matrix.
 
 Our own implementation is mutated in its source; any subject is disturbed in its collectives. Rows are written as they
-come: a run that is killed leaves those it has. Mutants that are held back (`suites.mutants.held_back`) are counted
+come: a run that is killed leaves those it has. Mutants that are held back (`bugs/held_back`) are counted
 apart, and nothing that is written or printed says which of them got which place or cause. Exit status: 0 all killed, 1
 one survived that is no equivalent, 2 the request was wrong, 3 the machine failed, or could not finish a row.
 """

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import parallel
+from bugs.planting import planted, source_of
 from suites.mutants import absent
-from suites.mutants.planting import planted, source_of
 
 __all__ = ["CallSite", "sites", "source_without", "without"]
 

@@ -1,7 +1,7 @@
 """The decoder split by hand whose row linears average, by a name that other processes can import."""
 
 from bench.places.bugs import BUGS
-from suites.mutants.planting import planted, replaced
+from bugs.planting import planted, replaced
 
 __all__ = ["subject"]
 

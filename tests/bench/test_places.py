@@ -14,6 +14,7 @@ from bench.places.by_hand import subject
 from bench.places.dense import REFERENCE, truth
 from bench.places.held_back import TUTORIALS
 from bench.places.planting import diagnosed, found_in_megatron, is_right, wordless
+from bugs.planting import planted, replaced
 from harness.diagnosing.placing.modules_by_name import located
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
@@ -26,7 +27,6 @@ from harness.running.truth.reference import reference_of
 from harness.subject import case_of, named
 from parallel.subject import subject as ours
 from reference.case import Case
-from suites.mutants.planting import planted, replaced
 
 SOME = {
     "attention without its mask": "",

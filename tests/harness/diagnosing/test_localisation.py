@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from bugs.planting import planted, replaced
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.running.proof import prove
 from reference.case import Case
-from suites.mutants.planting import planted, replaced
 
 SIZES = "layers=2 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 vocab=264 lr=0.1"
 TP, SP = f"mode=tp tp=2 {SIZES}", f"mode=tp-sp tp=2 {SIZES}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bugs.planting import planted
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL
 from harness.engines.threads.inproc import InprocEngine
@@ -14,10 +15,8 @@ from harness.subject import named
 from reference.case import Case
 from reference.case.covering import covering_cases
 from reference.case.modes import MODES
-from suites.mutants.catalogue import MUTANTS
-from suites.mutants.held_back import HELD_BACK
+from suites.mutants.catalogue import HELD_BACK, MUTANTS
 from suites.mutants.mutant import Change, Mutant, everywhere, holds
-from suites.mutants.planting import planted
 
 KNOWN = {mutant.name: mutant for mutant in (*MUTANTS, *HELD_BACK)}
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bugs.planting import planted
 from harness.cases import read_case
 from harness.checking.checks import LAWS
 from harness.engines.threads.inproc import InprocEngine
@@ -18,7 +19,6 @@ from harness.running.trials.regrouped import groupings
 from harness.subject import case_of, named
 from parallel.subject import subject as decoder
 from suites.mutants.mutant import Change, Mutant, everywhere
-from suites.mutants.planting import planted
 from tests.harness import own_words
 
 Loss = Callable[[Any, Tensor, Tensor], Tensor]

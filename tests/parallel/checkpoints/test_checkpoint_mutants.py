@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from bugs.planting import planted, planted_module, replaced
 from harness.checking.evidence import FAIL, PASS
 from parallel.checkpoints.comparing import compare
 from parallel.subject import subject
 from reference.case import Case
-from suites.mutants.planting import planted, planted_module, replaced
 from suites.session.prover import Prover
 from tests.parallel.checkpoints.layouts import relaid, trained
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bugs.planting import planted, source_of
 from harness.checking.evidence import PASS
 from harness.running.proof import CaseResult
 from parallel.data_parallel.buckets import bucketed
@@ -18,7 +19,6 @@ from parallel.subject import subject
 from reference.case import Case, CaseError
 from reference.model.parameters import shapes
 from reference.training.scaling import LossScale
-from suites.mutants.planting import planted, source_of
 from suites.session.prover import Prover
 
 SIZES = "layers=2 heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=9 batch=2 micro=3 steps=3"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bugs.planting import planted, replaced
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.running.proof import prove
@@ -23,7 +24,6 @@ from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import full, shapes
 from suites.drawing.strategies import cases
-from suites.mutants.planting import planted, replaced
 from tests.parallel.schemes.mode_tables import Line, promised, rows
 
 MODE = MODES["autotp"]

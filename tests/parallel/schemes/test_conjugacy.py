@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from bugs.planting import planted, replaced
 from harness.protocols import Subject
 from parallel.subject import subject
 from reference.case import Case
-from suites.mutants.planting import planted, replaced
 from suites.session.prover import Prover
 
 SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 vocab=264 steps=1 tp=2"

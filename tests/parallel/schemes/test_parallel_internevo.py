@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bugs.planting import planted, replaced
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.outcome.blocks import localize
@@ -24,7 +25,6 @@ from parallel.subject import subject
 from parallel.training.loop import set_up
 from reference.case import Case
 from suites.drawing.strategies import cases
-from suites.mutants.planting import planted, replaced
 from tests.parallel.ranks import CPU, on_ranks
 from tests.parallel.schemes.mode_tables import Line, promised, rows
 

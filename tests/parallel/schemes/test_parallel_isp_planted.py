@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from bugs.planting import planted, replaced
 from harness.differences import differences
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.merging import merge
@@ -19,7 +20,6 @@ from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from reference.training import subject as dense
-from suites.mutants.planting import planted, replaced
 from tests.parallel.ranks import CPU
 
 EVO = "mode=isp family=internlm2 vocab=24 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 steps=1 micro=2 lr=0.1"

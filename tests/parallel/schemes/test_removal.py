@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from bugs.planting import planted_module
 from harness.checking.evidence import FAIL
 from harness.checking.ledger_checks import ledger
 from harness.ledger import Event
@@ -25,7 +26,6 @@ from parallel.communication import collectives
 from parallel.communication.mesh import Axis
 from parallel.subject import subject
 from reference.case import Case
-from suites.mutants.planting import planted_module
 from suites.mutants.removal import CallSite, sites, source_without, without
 from suites.session.prover import Prover
 from tests.parallel.communication.pair_laws import broken_pairs
