@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from bugs.record import Change
@@ -42,7 +43,7 @@ def found(change: Change, texts: dict[str, str] | None = None, *, renamed: bool 
     Raises AnchorLost.
     """
     known = texts or {}
-    count = _matches(change, known) if _exists(change.module) else 0
+    count = _matches(change, known) if _spec(change.module) else 0
     if count == 1:
         return change
     if count > 1:
@@ -92,10 +93,22 @@ def functions(text: str) -> dict[str, list[tuple[int, int]]]:
 
 def source_of(module: str) -> str:
     """The source text of a module, read without importing it. Raises ValueError for a module without source."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
+    spec = _spec(module)
+    if spec is None or not spec.has_location or spec.origin is None:
         raise ValueError(f"module={module}: has no source; legal: parallel.layers.linear")
     return Path(spec.origin).read_text(encoding="utf-8")
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    """Where a module is; no package above it is imported."""
+    top, *parts = module.split(".")
+    spec = importlib.util.find_spec(top)
+    for part in parts:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        top = f"{top}.{part}"
+        spec = PathFinder.find_spec(top, spec.submodule_search_locations)
+    return spec
 
 
 @cache
@@ -112,13 +125,6 @@ def _below(paths: list[str], prefix: str) -> Iterator[str]:
         yield info.name
         if info.ispkg:
             yield from _below([f"{path}/{info.name.rpartition('.')[2]}" for path in paths], f"{info.name}.")
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _matches(change: Change, texts: dict[str, str]) -> int:

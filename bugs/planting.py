@@ -11,17 +11,18 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
-from bugs.anchors import changed, source_of
+from bugs.anchors import changed, found, source_of
 from bugs.record import Change
 
-__all__ = ["Subject", "planted", "planted_everywhere", "planted_module", "replaced", "source_of"]
+__all__ = ["Subject", "patched", "planted", "planted_everywhere", "planted_module", "replaced", "source_of"]
 
 Subject = Callable[..., Any]
 """A subject of ours with a bug in it."""
@@ -30,10 +31,13 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def replaced(module: str, old: str, new: str) -> dict[str, str]:
-    """The changed source of a module in which the one occurrence of `old` reads `new`.
+    """The changed source of a module in which the one occurrence of `old` reads `new`, letter by letter if it can be.
 
     Raises AnchorLost, a ValueError, when it does not occur once.
     """
+    text = source_of(module)
+    if text.count(old) == 1:
+        return {module: text.replace(old, new)}
     return changed(module, (Change(module=module, old=old, new=new),))
 
 
@@ -111,3 +115,36 @@ def planted(sources: Mapping[str, str], subject: str = "parallel.subject:subject
     module, _, name = subject.partition(":")
     built: Subject = getattr(planted_module(sources, module), name)
     return built
+
+
+@contextmanager
+def patched(name: str, changes: tuple[Change, ...]) -> Iterator[None]:
+    """Inside, functions of a package that cannot be imported twice run changed code, in every thread.
+
+    Raises AnchorLost for a bug without a place.
+    """
+    swaps = []
+    for module, text in changed(name, changes).items():
+        loaded = importlib.import_module(module)
+        every = dict(_codes(compile(text, str(loaded.__file__), "exec")))
+        for within in {change.within for change in changes if found(change).module == module}:
+            function: Any = loaded
+            for part in within.split("."):
+                function = getattr(function, part)
+            swaps.append((inspect.unwrap(function), every[within]))
+    right = [function.__code__ for function, _ in swaps]
+    for function, code in swaps:
+        function.__code__ = code
+    try:
+        yield
+    finally:
+        for (function, _), code in zip(swaps, right, strict=True):
+            function.__code__ = code
+
+
+def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
+    """Qualified name and code of everything inside."""
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield one.co_qualname, one
+            yield from _codes(one)

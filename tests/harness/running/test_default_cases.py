@@ -15,31 +15,13 @@ from harness.subject import named
 from reference.case import Case
 from reference.case.covering import covering_cases
 from reference.case.modes import MODES
-from suites.mutants.catalogue import HELD_BACK, MUTANTS
-from suites.mutants.mutant import Change, Mutant, everywhere, holds
+from suites.mutants.catalogue import HELD_BACK, MUTANTS, of_file
+from suites.mutants.mutant import Mutant, holds
 
 KNOWN = {mutant.name: mutant for mutant in (*MUTANTS, *HELD_BACK)}
 
 
-def _one_word(name: str, module: str, old: str, new: str) -> Mutant:
-    change = Change(module=module, old=old, new=new)
-    return Mutant(name=name, stands_for=name, modes=everywhere(), changes=(change,), kills="update")
-
-
-KEYS_MISSED = _one_word(
-    "split-keys-not-updated",
-    "parallel.training.loop",
-    "sync.clip(gradients.values(), norm, case.clip)",
-    "sync.clip(gradients.values(), norm, case.clip)\n"
-    "        for name, grad in gradients.items():\n"
-    "            grad.mul_(not name.endswith('attention.wk.weight'))",
-)
-RECOMPUTED = _one_word(
-    "metric-counts-nothing-that-is-recomputed",
-    "parallel.training.step",
-    "rank.metric(logits, labels, weights)",
-    "rank.metric(logits, labels, weights * (case.recompute == 'none'))",
-)
+KEYS_MISSED, RECOMPUTED = of_file("tests/one_word")
 NEEDING_WORDS = (
     ("overlap=false", "tp-sp", KNOWN["norm-sync-behind-overlap-flag"]),
     ("fuse_qkv=false", "mtp", KEYS_MISSED),

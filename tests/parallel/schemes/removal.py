@@ -1,7 +1,7 @@
 """Every place in `parallel` where a collective is issued, and our subject without the call of one such place.
 
 A site is one call of a raw collective (`parallel.communication.collectives`) in the source of another module.
-`without(site)` plants the stand-in of `suites.mutants.absent` there, on every rank alike, and leaves all else as it is.
+`without(site)` plants the stand-in of `absent` there, on every rank alike, and leaves all else as it is.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import parallel
 from bugs.planting import planted, source_of
-from suites.mutants import absent
+from tests.parallel.schemes import absent
 
 __all__ = ["CallSite", "sites", "source_without", "without"]
 
 _RAW = "parallel.communication.collectives"
-_APART = (_RAW, "parallel.deviations")
-"""The collectives themselves, and the wrong mathematics of the variants, which is there to be caught."""
+_APART = (_RAW,)
+"""The collectives themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -38,7 +38,7 @@ class CallSite:
 
 
 def sites() -> list[CallSite]:
-    """All sites of all modules of `parallel` but the variants, in the order of the source."""
+    """All sites of all modules of `parallel`, in the order of the source."""
     modules = [info.name for info in pkgutil.walk_packages(parallel.__path__, "parallel.") if info.name not in _APART]
     return sorted(site for module in modules for site in _sites(module, ast.parse(source_of(module))))
 
