@@ -8,7 +8,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -71,6 +71,7 @@ def applied(text: str, change: Change) -> str:
     return text[:start] + "\n".join([first, *(indent + other for other in others)]) + text[end:]
 
 
+@lru_cache(maxsize=64)  # a module is read for every bug in it
 def functions(text: str) -> dict[str, list[tuple[int, int]]]:
     """Qualified name of each function and class -> where its text begins and ends."""
     starts = [0]
