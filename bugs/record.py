@@ -141,7 +141,7 @@ def _field(said: dict[str, Any], line: str, names: Mapping[str, str]) -> bool:
         if head == "-" and new:  # a further change of the same function
             old, new = [], []
             said["changes"].append((place, old, new))
-        before, arrow, after = text.partition("  ->")
+        before, arrow, after = text.partition("  ->") if head == "-" else (text, "", "")
         (old if head == "-" else new).append(before)
         if arrow:
             new.append(after.strip())

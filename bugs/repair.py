@@ -17,16 +17,22 @@ from bugs.record import FOLDER, Bug, read
 
 __all__ = ["main", "moved"]
 
+_HELD_BACK = "a bug that is held back"
+"""What is told of one in place of its name and lines."""
+
 
 def moved(bug: Bug) -> dict[str, str]:
-    """Stated place -> place of today, for the changes of a bug that are elsewhere. Raises AnchorLost."""
+    """Stated place -> place of today, for the changes that are elsewhere. Raises AnchorLost, which names the bug."""
     places: dict[str, str] = {}
     texts: dict[str, str] = {}
     for change in bug.changes:
         try:
             now = found(change, texts)
         except AnchorLost:
-            now = found(change, texts, renamed=True)
+            try:
+                now = found(change, texts, renamed=True)
+            except AnchorLost as lost:
+                raise AnchorLost(f"{bug.name}: {lost}") from None
         texts[now.module] = applied(texts.get(now.module) or source_of(now.module), now)
         if str(now) != str(change):
             places[str(change)] = str(now)
@@ -38,17 +44,18 @@ def main(arguments: Sequence[str], folder: Path = FOLDER) -> int:
     lost = 0
     for path in sorted(folder.rglob("*.txt")):
         places: dict[str, dict[str, str]] = {}
+        kept = "held_back" in path.parts
         for bug in read(path, Bug, {}):
             try:
                 places[bug.name] = moved(bug)
             except AnchorLost as problem:
                 lost += 1
-                print(f"{path.name}: {bug.name}: {problem}", file=sys.stderr)
+                print(f"{path.name}: {_HELD_BACK if kept else problem}", file=sys.stderr)
         if any(places.values()) and "--dry-run" not in arguments:
             path.write_text(_rewritten(path.read_text(encoding="utf-8"), places), encoding="utf-8")
         for name, of_bug in places.items():
             for old, new in of_bug.items():
-                print(f"{path.name}: {name}: {old} is now {new}")
+                print(f"{path.name}: {_HELD_BACK if kept else name}: {old} is now {new}")
     return int(lost > 0)
 
 

@@ -139,6 +139,9 @@ def test_a_bug_without_a_place_is_an_error_that_names_it(room: Path, capsys: pyt
         changed("first-bug", first.changes)
     assert repair.main([], room) == 1
     assert "area.txt: first-bug: room.sums:Sum.total: the lines to change are not there" in capsys.readouterr().err
+    (room / "held_back").mkdir()
+    (room / "area.txt").rename(room / "held_back" / "area.txt")
+    assert repair.main([], room) == 1 and capsys.readouterr().err == "area.txt: a bug that is held back\n"
     (room / "sums.py").write_text(SUMS.replace("return total", "total = add(a, b)", 1))
     with pytest.raises(AnchorLost, match="are there 2 times, must be once"):
         found(Change(module="room.sums", within="Sum.total", old="add(a, b)", new=""))
