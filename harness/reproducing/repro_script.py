@@ -137,7 +137,7 @@ def on_rank(facts: Mapping[str, Any], rank: int, store: str) -> int:
     method = f"file://{store}" if store else "env://"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=limit)
     try:
-        if facts["planted"]:
+        if facts.get("planted"):
             sys.meta_path.insert(0, Planted(facts["planted"]))
         module, _, name = facts["subject"].partition(":")
         torch.manual_seed(facts["seed"])
