@@ -173,7 +173,7 @@ def _script(failure: Failure, subject: str, when: str, planted: Mapping[str, str
     source = inspect.getsource(repro_script)
     body = source[source.index("from __future__") :]
     written = pprint.pformat(facts, width=116, sort_dicts=False)
-    return f"{_header(failure, subject, when)}\n{body}{_FACTS}{written}{_MAIN}"
+    return f"{_header(failure, subject, when, planted)}\n{body}{_FACTS}{written}{_MAIN}"
 
 
 def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
@@ -221,10 +221,11 @@ def _is_data(value: object) -> bool:
     return value is None or type(value) in (int, float, bool, str)
 
 
-def _header(failure: Failure, subject: str, when: str) -> str:
+def _header(failure: Failure, subject: str, when: str, planted: Mapping[str, str]) -> str:
     result = failure.result
     diagnosis = result.diagnosis
     causes = "; ".join(cause.words for cause in diagnosis.causes) if diagnosis else ""
+    found = "Right without the planted bug" if planted else "Found by shardproof; the whole of it"
     shown = f"{failure.name} is wrong" if failure.name else "the subject does not finish"
     return f'''"""{shown} when {subject} runs {result.text}
 
@@ -233,7 +234,7 @@ def _header(failure: Failure, subject: str, when: str) -> str:
 
 Run it where the module of the subject can be imported. Exit status: 1 reproduced, 0 not, 2 nothing can be said.
 Likely causes: {causes or "none known"}.{f"{chr(10)}When: {when}." if when else ""}
-Found by shardproof; the whole of it: {repeat_command(result.case, subject)}
+{found}: {repeat_command(result.case, subject)}
 
 What it cannot show: calls that are right in number and wrong in kind, races, and whatever gloo does not do (AVG).
 """
