@@ -108,7 +108,9 @@ def _row(bug: Mutant, result: CaseResult | None, when_right: str, when: str, sec
         place_right=right_place(bug, diagnosis) if result else "",
         first=f"{first.phase} of {first.region or 'no module'}" if first else "",
         cause_right=(cause_told(bug, diagnosis) if bug.cause else "") if result else "",
-        causes=next((line for v in result.verdicts if v.verdict == FAIL for line in _causes(v.message)), "") if result else "",
+        causes=next((line for v in result.verdicts if v.verdict == FAIL for line in _causes(v.message)), "")
+        if result
+        else "",
         when_right=when_right,
         when=when,
         needed=f"{bug.condition} modes={'|'.join(bug.modes)}",

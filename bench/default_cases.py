@@ -26,7 +26,14 @@ from reference.case.default_cases import FILE, NUMBERS, RANKS, line_of, lines, p
 from reference.case.modes import MODES
 from reference.case.repair import Problem, Words, problem_of, repaired, words_of
 
-_DEARER = (("packed", 0.015), ("dropout", 0.017), ("dtype", 0.034), ("recompute", 0.023), ("zero", 0.017), ("optimizer", 0.015))
+_DEARER = (
+    ("packed", 0.015),
+    ("dropout", 0.017),
+    ("dtype", 0.034),
+    ("recompute", 0.023),
+    ("zero", 0.017),
+    ("optimizer", 0.015),
+)
 _SOURCES, _BUILT = 6, 2
 """In how many cases a missing pair is looked for, and of how many of these the best is taken."""
 Needs = tuple[bool, bool]
@@ -36,14 +43,23 @@ of SHARP.
 """
 FEW, SHARP = 4, ("float64", "float32")
 """The first is asked for where so many ranks will do."""
-_CHEAPER = tuple((word, 1) for word in ("tp", "dp", "pp", "cp")) + (("packed", False), ("dtype", "float64"), ("micro", 1), ("dropout", 0.0), ("optimizer", "sgd"))
+_CHEAPER = tuple((word, 1) for word in ("tp", "dp", "pp", "cp")) + (
+    ("packed", False),
+    ("dtype", "float64"),
+    ("micro", 1),
+    ("dropout", 0.0),
+    ("optimizer", "sgd"),
+)
 """What makes a case cost less."""
 _KNOWN = 20
 _SEEDS = 8
 _TAKEN_OUT = 6
 """So many cases at most are found anew at a time."""
 _WAYS = ({}, {"pp": 2, "layers": 4, "schedule": "interleaved", "chunks": 2, "group": 3})
-_WAYS += ({"cp": 4, "cp_comm": "alltoall-ring", "cp_inner": 2, "seq": 24}, {"dtype": "float16", "master": "float32", "scaler": "static", "loss_scale": 8.0})  # type: ignore[assignment]
+_WAYS += (
+    {"cp": 4, "cp_comm": "alltoall-ring", "cp_inner": 2, "seq": 24},
+    {"dtype": "float16", "master": "float32", "scaler": "static", "loss_scale": 8.0},
+)  # type: ignore[assignment]
 """Where the search begins in every mode and family: words that need several others."""
 
 
@@ -251,7 +267,9 @@ class Search:
     def cheaper(self, found: list[Words]) -> list[Words]:
         """The list with a few cases found anew, or as it was."""
         alone = self.alone(found)
-        few = sorted(range(len(found)), key=lambda number: alone[number] * self.random.uniform(0.5, 2) / cost(found[number]))
+        few = sorted(
+            range(len(found)), key=lambda number: alone[number] * self.random.uniform(0.5, 2) / cost(found[number])
+        )
         out = few[: self.random.randint(2, _TAKEN_OUT)]
         rest = [words for number, words in enumerate(found) if number not in out]
         new = self.without_idle(self.completed(list(rest)))
@@ -277,9 +295,13 @@ def total(found: Sequence[Words]) -> float:
 def _key(problem: Problem) -> tuple[str, str]:
     return (problem.key, problem.rule) if isinstance(problem, CaseError) else ("", problem)
 
+
 _STARTS: list[Words] = []
+
+
 def starts_once() -> list[Words]:
-    if not _STARTS: _STARTS.extend(starts())
+    if not _STARTS:
+        _STARTS.extend(starts())
     return _STARTS
 
 
@@ -326,12 +348,13 @@ def main() -> int:
     kept, before = ([words_of(case) for case in lines()[section]] for section in ("recipes", "pairs"))
     search = Search(kept, asked.seed)
     search.begin([*kept, *before])
-    print({n: sum(b.bit_count() for b in w)//2 for n,w in search.wanted_in.items()}, flush=True)
+    print({n: sum(b.bit_count() for b in w) // 2 for n, w in search.wanted_in.items()}, flush=True)
     found = search.without_idle(search.completed([shortest(words) for words in before]))
     tries = 0
     while time.monotonic() < end and not Path("/tmp/stop").exists():
         found = search.cheaper(found)
-        tries += 1; print(f"\r{len(found)} cases, cost {total(found):.2f} {tries}", end="", flush=True)
+        tries += 1
+        print(f"\r{len(found)} cases, cost {total(found):.2f} {tries}", end="", flush=True)
     _write(finished(found, search.domains))
     return 0
 

@@ -56,7 +56,10 @@ class ParallelSubject:
         reason = self.refuses(case)
         if reason:
             raise ValueError(reason)
-        return train(case, deviating(strategy_of(case), case), Mesh.of(case), device)
+        if case.variant:
+            wrong: dict[str, Value] = deviating(case.variant)(case.but(variant=""), device)
+            return wrong
+        return train(case, strategy_of(case), Mesh.of(case), device)
 
     def refuses(self, case: Case) -> str:
         """Why this case is not supported, "" when it is."""
@@ -90,7 +93,12 @@ class ParallelSubject:
         `local` is the module's output in micro-batch 0 of step 0, or the gradient in it. None when the module's
         output has no counterpart in the dense model.
         """
-        strategy = deviating(strategy_of(case), case)
+        if case.variant:
+            wrong: tuple[Box, ...] | None = deviating(case.variant).activations(
+                case.but(variant=""), rank, module, local
+            )
+            return wrong
+        strategy = strategy_of(case)
         place = strategy.activation(case, module)
         if place is None:
             return None

@@ -22,7 +22,7 @@ from typing import Any
 
 __all__ = ["HOME", "ROOMS", "ShadowedError", "foreign", "lead"]
 
-ROOMS = ("reference", "parallel", "harness", "reports", "suites", "bench")
+ROOMS = ("reference", "parallel", "harness", "reports", "suites", "bench", "bugs")
 HOME = Path(__file__).resolve().parents[1]
 """The folder in which `shardproof` and the folders behind it lie side by side."""
 _OURS = tuple(f"{HOME}{os.sep}{room}{os.sep}" for room in (*ROOMS, "shardproof"))

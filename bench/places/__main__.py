@@ -1,4 +1,4 @@
-"""The campaign: plants every bug of `bench.places.bugs` and prints which module the failure names.
+"""The campaign: plants every bug of `bugs/places` and prints which module the failure names.
 
     python -m bench.places [--held-back] [--only WORD]
 
@@ -8,14 +8,11 @@ Exit status 1 when a place is wrong or a bug is not noticed. Megatron's bugs nee
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
 
-from bench.places.bugs import BUGS, MEGATRON
-from bench.places.held_back import HELD_BACK, MEGATRON_HELD_BACK, TUTORIALS
-from bench.places.planting import found, found_in_megatron, is_right
+from bench.places.planting import bugs_of, found, is_right, missing
 
 __all__ = ["main"]
 
@@ -26,27 +23,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="bugs whose name contains this")
     parser.add_argument("--held-back", action="store_true", help="those that the search was not written on")
     given = parser.parse_args(arguments)
-    only, bugs, patches = (
-        given.only,
-        *(({**HELD_BACK, **TUTORIALS}, MEGATRON_HELD_BACK) if given.held_back else (BUGS, MEGATRON)),
-    )
-    seen = {name: (found(bug), bug.phase, bug.place) for name, bug in bugs.items() if only in name}
-    if importlib.util.find_spec("megatron"):
+    bugs = bugs_of("held_back/places" if given.held_back else "places")
+    chosen = [bug for name, bug in bugs.items() if given.only in name]
+    if away := sorted({package for bug in chosen if (package := missing(bug))}):
+        print(f"not run: bugs of {' '.join(away)}, which is not installed (extra `peers`)")
+    seen = right = 0
+    for bug in chosen:
+        if missing(bug):
+            continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron's own
-            seen |= {f"Megatron: {n}": (found_in_megatron(n), *at) for n, at in patches.items() if only in n}
-    else:
-        print("Megatron's bugs are not run: megatron-core is not installed (extra `peers`)")
-    right = 0
-    for name, (place, phase, module) in seen.items():
-        good = is_right(place, phase, module)
-        right += good
-        print(
-            f"{'right' if good else 'WRONG'}  {name}: {place or 'not noticed'}"
-            + (f", not {phase} of {module}" if not good else "")
-        )
-    print(f"{right} of {len(seen)} places are right")
-    return int(right < len(seen))
+            at = found(bug)
+        good = is_right(at, bug)
+        seen, right = seen + 1, right + good
+        wanted = "" if good else f", not {bug.phase} of {bug.region}"
+        print(f"{'right' if good else 'WRONG'}  {bug.name}: {at or 'not noticed'}{wanted}", flush=True)
+    print(f"{right} of {seen} places are right")
+    return int(right < seen)
 
 
 if __name__ == "__main__":

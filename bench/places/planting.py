@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 import shardproof
-from bench.places.bugs import Bug
 from bench.places.dense import REFERENCE
+from bugs.anchors import changed
+from bugs.planting import patched, planted
+from bugs.record import FOLDER, Bug, read
 from harness.diagnosing.diagnosis import Diagnosis
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.running.proof import CaseResult, prove
 from harness.running.truth.reference import REFERENCE as OURS
 from reference.case import Case
-from suites.mutants.planting import planted, replaced
 
-__all__ = ["diagnosed", "found", "found_in_megatron", "is_right", "wordless"]
+__all__ = ["bugs_of", "diagnosed", "found", "is_foreign", "is_right", "missing", "place", "wordless", "wrong_subject"]
 
-Place = tuple[str, str]
+_OWN = "suites.subjects."
+"""Subjects with a truth and words of their own."""
+
+
+def bugs_of(folder: str) -> dict[str, Bug]:
+    """Name -> bug, of the files in one folder of `bugs`."""
+    return {bug.name: bug for path in sorted((FOLDER / folder).glob("*.txt")) for bug in read(path, Bug, {})}
+
+
+def is_foreign(bug: Bug) -> bool:
+    """Whether it changes a package of others, which is not imported twice."""
+    return not bug.changes[0].module.startswith(("bench.", "parallel.", "suites."))
 
 
 def wordless(subject: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,35 +47,48 @@ def wordless(subject: Callable[..., Any]) -> Callable[..., Any]:
     return bare
 
 
+def wrong_subject(bug: Bug) -> Callable[..., Any]:
+    """The subject that has the bug, of a bug in our own packages."""
+    return planted(changed(bug.name, bug.changes), bug.system or "parallel.subject:subject")
+
+
 def diagnosed(bug: Bug, engine: Engine) -> CaseResult:
     """The case of a bug proved on a subject that has it."""
-    wrong = planted(replaced(bug.module, bug.old, bug.new), bug.subject)
-    if bug.module.startswith("suites.subjects."):
-        return shardproof.prove(bug.case, wrong, engine, truth=f"{bug.module}:truth")
-    reference = OURS if bug.subject.startswith("parallel.") else REFERENCE
+    if is_foreign(bug):
+        with _patched(bug):
+            return shardproof.prove(bug.case, bug.system, engine)
+    wrong = wrong_subject(bug)
+    if bug.system.startswith(_OWN):
+        return shardproof.prove(bug.case, wrong, engine, truth=bug.system.replace(":subject", ":truth"))
+    reference = REFERENCE if bug.system else OURS
     return prove(Case.parse(bug.case), wordless(wrong), engine, reference=reference)
 
 
-def found(bug: Bug) -> Place | None:
+@contextmanager
+def _patched(bug: Bug) -> Iterator[None]:
+    with shardproof.cuda_on_cpu(), patched(bug.name, bug.changes):
+        yield
+
+
+def found(bug: Bug) -> tuple[str, str] | None:
     """Phase and module of the first place of a bug, None when nothing failed."""
     with engine_named("inproc") as engine:
-        return _place(diagnosed(bug, engine).diagnosis)
+        return place(diagnosed(bug, engine).diagnosis)
 
 
-def found_in_megatron(name: str) -> Place | None:
-    """The same of a patch of Megatron."""
-    from bench.places import megatron  # noqa: PLC0415  (needs the extra `peers`)
-
-    with engine_named("inproc") as ranks, megatron.planted(name):
-        return _place(shardproof.prove(megatron.CASE, "suites.subjects.megatron:subject", ranks).diagnosis)
-
-
-def is_right(place: Place | None, phase: str, module: str) -> bool:
+def is_right(at: tuple[str, str] | None, bug: Bug) -> bool:
     """Whether this is one of the phases and modules that are right for a bug."""
-    if place is None:
+    if at is None:
         return False
-    return place[0] in phase.split("|") and any(fnmatch.fnmatch(place[1], right) for right in module.split("|"))
+    return at[0] in bug.phase.split("|") and any(fnmatch.fnmatch(at[1], right) for right in bug.region.split("|"))
 
 
-def _place(diagnosis: Diagnosis | None) -> Place | None:
+def place(diagnosis: Diagnosis | None) -> tuple[str, str] | None:
+    """Phase and module that a diagnosis names."""
     return None if diagnosis is None else (diagnosis.first.phase, diagnosis.first.region)
+
+
+def missing(bug: Bug) -> str:
+    """The package that this bug is in and that is not installed, "" when it is there."""
+    package = bug.changes[0].module.partition(".")[0]
+    return "" if importlib.util.find_spec(package) else package

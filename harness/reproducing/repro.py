@@ -71,16 +71,23 @@ class Failure:
     name: str
 
 
-def emit(case: CaseLike, subject: str | NamedSubject, engine: Engine, when: str = "") -> str | None:
+def emit(
+    case: CaseLike,
+    subject: str | NamedSubject,
+    engine: Engine,
+    when: str = "",
+    planted: Mapping[str, str] | None = None,
+) -> str | None:
     """The script of the smallest failing case found from this one; None when there is nothing that a script can show.
 
-    `when`: the words of the case that its failure needs, as its line `when:` says.
+    `when`: the words of the case that its failure needs, as its line `when:` says. `planted`: module -> changed source,
+    which the subject was imported with and the script imports it with.
 
     Raises RequestError when there is no such subject.
     """
     given = named(subject)
     failure = shrunk(case, given, engine)
-    return None if failure is None else _script(failure, given.name, when)
+    return None if failure is None else _script(failure, given.name, when, planted or {})
 
 
 def shown_name(script: str) -> str:
@@ -142,7 +149,7 @@ def _wrong(evidence: Evidence) -> list[str]:
     return [name for name in known if name in torn or not held(evidence, name, rms.get(kind_of(name), 0.0)).right]
 
 
-def _script(failure: Failure, subject: str, when: str) -> str:
+def _script(failure: Failure, subject: str, when: str, planted: Mapping[str, str]) -> str:
     """The text of the script: what it is, the body, the facts."""
     case = failure.result.case
     own = subject.split(".", maxsplit=1)[0].split(":", maxsplit=1)[0] in OWN and not isinstance(case, PlainCase)
@@ -159,13 +166,14 @@ def _script(failure: Failure, subject: str, when: str) -> str:
         "own": 0.0,
         "scale": 1.0,
         "truth": "",
+        "planted": {module: _packed(source.encode()) for module, source in planted.items()},
     }
     if failure.name and failure.result.evidence is not None:
         facts |= _numbers(failure.result.evidence, failure.name)
     source = inspect.getsource(repro_script)
     body = source[source.index("from __future__") :]
     written = pprint.pformat(facts, width=116, sort_dicts=False)
-    return f"{_header(failure, subject, when)}\n{body}{_FACTS}{written}{_MAIN}"
+    return f"{_header(failure, subject, when, planted)}\n{body}{_FACTS}{written}{_MAIN}"
 
 
 def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
@@ -175,15 +183,18 @@ def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
     least = least_rms(truth, kind)
     limits = held(_mended(evidence, name), name, kind)
     scale = max(float(truth.square().mean().sqrt()), least)
-    packed = base64.b64encode(zlib.compress(truth.numpy().tobytes(), 9)).decode()
     return {
         "shape": tuple(truth.shape),
         "measure": limits.measure,
         "allowed": limits.allowed,
         "own": own_share(str(evidence.case.dtype)),
         "scale": scale,
-        "truth": packed,
+        "truth": _packed(truth.numpy().tobytes()),
     }
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
 def _mended(evidence: Evidence, name: str) -> Evidence:
@@ -210,10 +221,11 @@ def _is_data(value: object) -> bool:
     return value is None or type(value) in (int, float, bool, str)
 
 
-def _header(failure: Failure, subject: str, when: str) -> str:
+def _header(failure: Failure, subject: str, when: str, planted: Mapping[str, str]) -> str:
     result = failure.result
     diagnosis = result.diagnosis
     causes = "; ".join(cause.words for cause in diagnosis.causes) if diagnosis else ""
+    found = "Right without the planted bug" if planted else "Found by shardproof; the whole of it"
     shown = f"{failure.name} is wrong" if failure.name else "the subject does not finish"
     return f'''"""{shown} when {subject} runs {result.text}
 
@@ -222,7 +234,7 @@ def _header(failure: Failure, subject: str, when: str) -> str:
 
 Run it where the module of the subject can be imported. Exit status: 1 reproduced, 0 not, 2 nothing can be said.
 Likely causes: {causes or "none known"}.{f"{chr(10)}When: {when}." if when else ""}
-Found by shardproof; the whole of it: {repeat_command(result.case, subject)}
+{found}: {repeat_command(result.case, subject)}
 
 What it cannot show: calls that are right in number and wrong in kind, races, and whatever gloo does not do (AVG).
 """

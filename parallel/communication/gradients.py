@@ -23,18 +23,15 @@ from parallel.communication.mesh import Axis
 __all__ = ["clip", "norm", "sum_gradients", "sum_scalars"]
 
 
-def sum_gradients(gradients: Iterable[Tensor], axis: Axis, *, op: str = "sum") -> None:
-    """Replace gradients by their sums over the axis, in place: one flat all-reduce for every dtype among them.
-
-    Any other `op` than the sum is a variant's.
-    """
+def sum_gradients(gradients: Iterable[Tensor], axis: Axis) -> None:
+    """Replace gradients by their sums over the axis, in place: one flat all-reduce for every dtype among them."""
     if axis.size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for group in by_dtype.values():
-        summed = all_reduce(torch.cat([gradient.flatten() for gradient in group]), axis, op=op)
+        summed = all_reduce(torch.cat([gradient.flatten() for gradient in group]), axis)
         for gradient, part in zip(group, summed.split([gradient.numel() for gradient in group]), strict=True):
             gradient.copy_(part.view_as(gradient))
 

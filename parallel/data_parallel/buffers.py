@@ -32,7 +32,7 @@ from parallel.data_parallel.buckets import Bucket, shares
 from parallel.data_parallel.words import gradient_dtype, stage_buckets, taken_over, trained_dtype
 from parallel.layers.weight_gradient import set_holder
 from parallel.model.strategy import Rank
-from parallel.schedules.stages import TABLE, Stage
+from parallel.schedules.stages import TABLE
 from reference.case import Case
 
 __all__ = ["Buckets"]
@@ -77,17 +77,13 @@ class Buckets:
         self._under.clear()
         for stage, _ in rank.chunks:
             sizes = {name: rank.parameters[name].numel() for name in rank.places if stage.holds(name)}
-            found = self.buckets(stage, sizes)
+            found = stage_buckets(self._case, stage, sizes, self._axis.size)
             flat = torch.zeros(found[-1].end, dtype=gradient_dtype(self._case), device=rank.device)
             for bucket in found:
                 self._under.append(_Under(bucket=bucket, flat=flat))
                 for slot in bucket.slots:
                     self._views[slot.name] = flat[slot.start : slot.end].view(rank.parameters[slot.name].shape)
                     self._of[slot.name] = self._under[-1]
-
-    def buckets(self, stage: Stage, sizes: Mapping[str, int]) -> tuple[Bucket, ...]:
-        """The buckets of a stage's parameters, given as name -> elements."""
-        return stage_buckets(self._case, stage, sizes, self._axis.size)
 
     def _whole(self, rank: Rank) -> Rank:
         if self._case.master == "none":

@@ -18,7 +18,7 @@ from parallel.model.strategy import Step, Strategy
 from reference.case import Case
 from reference.case.data_parallel import WORDS
 
-__all__ = ["held_by", "with_data_parallelism"]
+__all__ = ["with_data_parallelism"]
 
 
 def with_data_parallelism(strategy: Strategy, case: Case) -> Strategy:
@@ -31,7 +31,7 @@ def with_data_parallelism(strategy: Strategy, case: Case) -> Strategy:
         yield from data_parallel_terms(strategy, case)
 
     def step(case: Case, plain: Step) -> Step:
-        return held_by(Shards(case) if case.zero >= 2 else Buckets(case), case, strategy.step(case, plain))
+        return _held_by(Shards(case) if case.zero >= 2 else Buckets(case), case, strategy.step(case, plain))
 
     return replace(
         strategy,
@@ -42,7 +42,7 @@ def with_data_parallelism(strategy: Strategy, case: Case) -> Strategy:
     )
 
 
-def held_by(held: Shards | Buckets, case: Case, plain: Step) -> Step:
+def _held_by(held: Shards | Buckets, case: Case, plain: Step) -> Step:
     """A step whose gradients lie in these buckets or shards, and whose optimizer steps what they give it."""
     return replace(
         plain,

@@ -77,9 +77,7 @@ class Strategy:
     shares         case -> how the shares of attention [rows of a data rank, heads, queries, keys] lie where the core is
     partial        (case, parameter whole on every rank) -> is its gradient on one rank a partial sum?
     coalesced      are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
-    partial_op     reduce op of the partial gradients
     norm_axes      mesh axes beside the weight axis over which all gradients together lie
-    mean_axes      mesh axes over whose ranks gradients are means and not sums: none is right, see `parallel.variants`
     parts          (case, mesh, device) -> the strategy bound to one rank
     expected       case -> the calls of its micro-batches
     once           part of a step -> case -> its calls (`parallel.communication.expectation.step_terms`)
@@ -96,9 +94,7 @@ class Strategy:
     shares: Callable[[Case], Placement] = _shares
     partial: Callable[[Case, str], bool]
     coalesced: bool = True
-    partial_op: str = "sum"
     norm_axes: tuple[str, ...] = ()
-    mean_axes: tuple[str, ...] = ()
     parts: Callable[[Case, Mesh, torch.device], Parts]
     expected: Terms
     once: Mapping[str, Terms]

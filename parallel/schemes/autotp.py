@@ -39,7 +39,7 @@ cut along hidden, and served with a whole one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -70,7 +70,7 @@ from parallel.slicing.sizes import shard_sizes
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
 
-__all__ = ["AUTOTP", "activation", "attention_heads", "head_held", "parts", "placements"]
+__all__ = ["AUTOTP", "activation", "head_held", "parts", "placements"]
 
 
 def placements(case: Case) -> dict[str, Placement]:
@@ -93,14 +93,14 @@ def _cut(held: Held, *, dim: int = 0) -> Cut:
     return Cut(axis="tp", dim=dim, held=held)
 
 
-def attention_heads(case: Case) -> Heads:
+def _heads(case: Case) -> Heads:
     """The heads of a case's attention."""
     return Heads(query=case.heads, kv=case.kv_heads, size=case.head_dim)
 
 
 def _held(case: Case, module: str) -> Held:
     """What the ranks hold of a column linear's output features, or of a row linear's input features."""
-    heads = attention_heads(case)
+    heads = _heads(case)
     match module.rpartition(".")[2]:
         case "wqkv":
             return fused_rows(heads, case.tp, "groups")
@@ -142,20 +142,13 @@ def activation(case: Case, module: str) -> Placement | None:
 def shares(case: Case) -> Placement:
     """How the shares of attention [rows of a data rank, heads, queries, keys] lie: the heads that the ranks hold."""
     rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
-    held = query_rows(dataclasses.replace(attention_heads(case), size=1), case.tp)
+    held = query_rows(dataclasses.replace(_heads(case), size=1), case.tp)
     return Placement(shape=(rows, case.heads, length, length), cuts=(_cut(held, dim=1),))
 
 
-def parts(
-    case: Case,
-    mesh: Mesh,
-    device: torch.device,
-    *,
-    sequence_dim: int,
-    placed: Callable[[Case], dict[str, Placement]] = placements,
-) -> Parts:
-    """The strategy of the mode on one rank; another `placed` than `placements` is a variant's."""
-    places, dtype = placed(case), dtype_of(case)
+def parts(case: Case, mesh: Mesh, device: torch.device, *, sequence_dim: int) -> Parts:
+    """The strategy of the mode on one rank."""
+    places, dtype = placements(case), dtype_of(case)
     shared = tensor.parts(case, mesh, device, sequence_dim=sequence_dim, sequence_split=False, places=places)
     axis = mesh.axis("tp")
     region = Region(axis=axis, overlap=case.overlap)

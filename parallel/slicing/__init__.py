@@ -9,7 +9,6 @@
     families      the tensors of a layer by model family, and how each is cut
     words         the words of a slice: `family=opt hidden=768 heads=12 tp=2`
     checkpoint    a checkpoint cut and put together again
-    deviations    what DeepSpeed cuts otherwise and wrongly, by name
 
 A slice is a `parallel.communication.layout.Placement`: `shard` cuts by it and `gather` puts together. Nothing here is
 distributed.

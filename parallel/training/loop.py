@@ -165,8 +165,7 @@ def _synchronise(rank: Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tens
         reduce(rank)
     loss, tokens = sync.sum_scalars(loss, tokens, [mesh.axis(axis) for axis in strategy.loss_axes])
     skipped = rank.step.loss_scale is not None and rank.step.loss_scale.unscale(rank)
-    shares = math.prod(mesh.axis(axis).size for axis in strategy.mean_axes)
     for gradient in rank.gradients().values():
-        gradient.div_(tokens * shares)
+        gradient.div_(tokens)
     exact, norm = wide(dtype_of(rank.case)), rank.step.norm(rank)
     return (loss / tokens).to(exact), None if skipped else norm, tokens.long()

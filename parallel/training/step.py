@@ -85,7 +85,7 @@ def over_weights(rank: Rank) -> None:
     weight_axis = rank.mesh.axis(strategy.weight_axis)
     partial = [gradient for name, gradient in gradients.items() if strategy.partial(rank.case, name)]
     for group in [partial] if strategy.coalesced else [[gradient] for gradient in partial]:
-        sync.sum_gradients(group, weight_axis, op=strategy.partial_op)
+        sync.sum_gradients(group, weight_axis)
 
 
 def total_norm(rank: Rank) -> Tensor:

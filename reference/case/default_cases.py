@@ -14,7 +14,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from reference.case.case import Case, CaseError
+from reference.case.case import Case
 from reference.case.domains import domains
 from reference.case.modes import MODES
 from reference.case.repair import Problem, Words, problem_of, repaired, words_of
@@ -71,7 +71,9 @@ def lines() -> Mapping[str, tuple[Case, ...]]:
 def line_of(case: Case) -> str:
     """The line of a case: its words that are not those of NUMBERS."""
     own = [word for word in str(case).split() if word.partition("=")[0] not in NUMBERS]
-    return " ".join([*own, *(f"{word}={write(value)}" for word in NUMBERS if (value := getattr(case, word)) != NUMBERS[word])])
+    return " ".join(
+        [*own, *(f"{word}={write(value)}" for word in NUMBERS if (value := getattr(case, word)) != NUMBERS[word])]
+    )
 
 
 def plain_cases(mode: str) -> tuple[Case, ...]:
@@ -107,7 +109,11 @@ def default_cases(
         return (*plain, *moved, *stored)
     changes = _Changes(modes, refuses, plain)
     twice = {"steps": 2, "layers": 2} if deep else {}
-    places = [(case, mode) for case in stored for mode in modes] if deep else zip(stored, _modes_of(stored, modes))
+    places = (
+        [(case, mode) for case in stored for mode in modes]
+        if deep
+        else list(zip(stored, _modes_of(stored, modes), strict=True))
+    )
     found = dict.fromkeys(filter(None, (changes.made(case, {"mode": mode, **twice}) for case, mode in places)))
     return (*plain, *moved, *(found if deep else _needed(found)))
 
@@ -138,7 +144,10 @@ class _Changes:
         self._sizes = {word: base[word] for word in NUMBERS} if self._problem(small) and not self._problem(base) else {}
         self._plain = {**base, **NUMBERS, **self._sizes, "layers": 1, "steps": 1}
         self._refused = {
-            (word, value) for word, values in self._domains.items() for value in values if self._refused_alone(word, value)
+            (word, value)
+            for word, values in self._domains.items()
+            for value in values
+            if self._refused_alone(word, value)
         }
 
     def _problem(self, words: Words) -> Problem:

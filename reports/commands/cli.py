@@ -256,6 +256,12 @@ def _add_faults(faults: argparse.ArgumentParser) -> None:
     part = faults.add_mutually_exclusive_group()
     part.add_argument("--held-back", action="store_true", help="only the mutants that no rule of diagnosis has seen")
     part.add_argument("--open", action="store_true", help="everything but those")
+    faults.add_argument(
+        "--emit-repro",
+        nargs=2,
+        metavar=("NAME|all", "DIR"),
+        help="plant nothing; write open bugs as scripts of their own",
+    )
     faults.add_argument("--timeout", default="60", metavar="SECONDS", help=_TIMEOUT)
     faults.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
     faults.add_argument("--json", action="store_true", help="the figures as one JSON object on stdout")

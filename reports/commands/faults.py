@@ -1,9 +1,10 @@
 """`shardproof faults`: bugs planted one at a time, and which check notices each; the kill matrix.
 
 Our own implementation is mutated in its source; any subject is disturbed in its collectives. Rows are written as they
-come: a run that is killed leaves those it has. Mutants that are held back (`suites.mutants.held_back`) are counted
+come: a run that is killed leaves those it has. Mutants that are held back (`bugs/held_back`) are counted
 apart, and nothing that is written or printed says which of them got which place or cause. Exit status: 0 all killed, 1
-one survived that is no equivalent, 2 the request was wrong, 3 the machine failed, or could not finish a row.
+one survived that is no equivalent, 2 the request was wrong, 3 the machine failed, or could not finish a row. With
+--emit-repro bugs become scripts: 0 one at least, 1 none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from harness.running.environment import environment
 from harness.running.request import seconds
 from harness.running.store import Store
 from harness.subject import cases_of, named
+from reports.options.script_file import writing
 from reports.printing.tables import Table
 from reports.printing.text import append_step_summary, show_message, show_table, ticking
 from reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
@@ -33,11 +35,14 @@ from reports.stored.files import MATRIX, RunFolderError, csv_table, environment_
 __all__ = ["check_table", "figure_table", "figure_tables", "main", "matrix_table", "show_matrix", "unmissed_table"]
 
 KILLING = "suites.killing.matrix"
+_SCRIPTS = "suites.killing.scripts:scripts"
 _PROCESSES = 2
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Plant, prove, write the matrix, print."""
+    """Plant, prove, write the matrix, print; or write bugs as scripts."""
+    if arguments.emit_repro is not None:
+        return _write_scripts(*arguments.emit_repro)
     subject = named(arguments.subject)
     planned: Any = resolve(f"{KILLING}:planned")
     kills: Any = resolve(f"{KILLING}:kills")
@@ -66,6 +71,22 @@ def main(arguments: argparse.Namespace) -> int:
     if any(killed.row.survived for killed in found):
         return 1
     return 3 if any(killed.row.machine for killed in found) else 0
+
+
+def _write_scripts(name: str, folder: str) -> int:
+    """One script a bug that a script can show, and a line for each. Exit status 1 when there is none."""
+    scripts: Any = resolve(_SCRIPTS)
+    told, written = scripts(name), 0
+    with writing(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    for bug, text, why in told:
+        file = Path(folder) / f"{bug}.py"
+        if text:
+            with writing(str(file)):
+                file.write_text(text, encoding="utf-8")
+            written += 1
+        show_message(str(file) if text else f"{bug}: no script: {why}", sys.stdout)
+    return 0 if written else 1
 
 
 def _written(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:

@@ -26,8 +26,7 @@ from harness.running.ranks.capacity import admit
 from harness.running.ranks.execution import execute
 from harness.subject import NamedSubject, claims, own_cases, refusal
 from reference.case import Case
-from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
-from suites.mutants.held_back import HELD_BACK
+from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.rows import OURS, Killed, faults_killed, mutant_killed
 
 __all__ = ["KillPlan", "disturbed", "kills", "planned", "planted"]

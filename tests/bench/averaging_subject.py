@@ -1,10 +1,8 @@
 """The decoder split by hand whose row linears average, by a name that other processes can import."""
 
-from bench.places.bugs import BUGS
-from suites.mutants.planting import planted, replaced
+from bench.places.planting import bugs_of, wrong_subject
 
-_BUG = BUGS["row linear averages"]
-_wrong = planted(replaced(_BUG.module, _BUG.old, _BUG.new), _BUG.subject)
+_wrong = wrong_subject(bugs_of("places")["row-linear-averages"])
 
 
 def subject(case, device):  # type: ignore[no-untyped-def]

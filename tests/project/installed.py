@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests import ROOT
 
-ROOMS = ("bench", "harness", "parallel", "reference", "reports", "shardproof", "suites")
+ROOMS = ("bench", "bugs", "harness", "parallel", "reference", "reports", "shardproof", "suites")
 LONGEST_S = 400
 WORDS = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
 """For pip: from what lies here, and nothing else."""

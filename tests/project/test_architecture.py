@@ -14,14 +14,15 @@ import pytest
 from tests import ROOT
 
 ROOMS = {
-    "reference": {"reference"},
+    "bugs": {"bugs"},
+    "reference": {"reference", "bugs"},
     "harness": {"harness"},
-    "parallel": {"parallel", "reference"},
+    "parallel": {"parallel", "reference", "bugs"},
     "reports": {"reports", "harness"},
-    "shardproof": {"shardproof", "reports", "parallel", "harness", "reference"},
-    "suites": {"suites", "shardproof", "reports", "parallel", "harness", "reference"},
-    "bench": {"bench", "suites", "shardproof", "reports", "parallel", "harness", "reference"},
-    "tests": {"tests", "bench", "suites", "shardproof", "reports", "parallel", "harness", "reference"},
+    "shardproof": {"shardproof", "reports", "parallel", "harness", "reference", "bugs"},
+    "suites": {"suites", "shardproof", "reports", "parallel", "harness", "reference", "bugs"},
+    "bench": {"bench", "suites", "shardproof", "reports", "parallel", "harness", "reference", "bugs"},
+    "tests": {"tests", "bench", "suites", "shardproof", "reports", "parallel", "harness", "reference", "bugs"},
 }
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 

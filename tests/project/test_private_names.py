@@ -14,7 +14,7 @@ import pytest
 from tests import ROOT
 
 ROOM = ROOT / "harness" / "torch_internals"
-OURS = ("reference", "parallel", "harness", "reports", "shardproof", "suites", "bench")
+OURS = ("reference", "parallel", "harness", "reports", "shardproof", "suites", "bench", "bugs")
 FILES = sorted(path for room in OURS for path in (ROOT / room).rglob("*.py") if ROOM not in path.parents)
 _REFLECTION = ("getattr", "hasattr", "setattr", "delattr")
 _OF_TUPLES = ("_replace", "_make", "_asdict", "_fields")

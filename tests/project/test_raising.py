@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tests import ROOT
 
-ROOMS = ("reference", "parallel", "harness", "reports", "shardproof", "suites", "bench")
+ROOMS = ("bugs", "reference", "parallel", "harness", "reports", "shardproof", "suites", "bench")
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py") if not path.name.startswith("test_"))
 PROGRAMS = ROOT / "bench" / "fault_programs.py"
 """Programs that are run for what becomes of them: their names say what they do."""

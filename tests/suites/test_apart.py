@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from bugs.planting import planted, replaced
 from harness.outcome.merging import merge
 from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case
-from suites.mutants.planting import planted, replaced
 from suites.session.prover import Prover
 from suites.test_equivalence import apart
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from _pytest.outcomes import Skipped
 from torch import Tensor
 
+from bugs.planting import planted, replaced
 from harness.checking.evidence import PASS
 from harness.plain_case import Vocabulary
 from harness.protocols import unsaved
@@ -24,7 +25,6 @@ from harness.shard import Shard
 from harness.subject import named
 from reference.case import Case
 from suites.drawing.layouts import elsewhere
-from suites.mutants.planting import planted, replaced
 from suites.session.prover import Prover
 from suites.test_checkpoints import goes_on
 from tests.harness.own_words import Network, trained, weights

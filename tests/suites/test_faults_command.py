@@ -18,8 +18,7 @@ from harness.subject import cases_of, named
 from reports.commands import faults
 from reports.commands.cli import main
 from suites.killing import matrix as killing
-from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
-from suites.mutants.held_back import HELD_BACK
+from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.rows import OURS, cause_told
 from tests.suites import planned_kills
 from tests.suites.planned_kills import INTERRUPTED, kill

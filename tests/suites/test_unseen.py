@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 from reference.case import Case
-from suites.mutants.unseen import UNSEEN, Unseen
+from suites.mutants.catalogue import UNSEEN
+from suites.mutants.mutant import Mutant
 
 
-@pytest.mark.parametrize("one", UNSEEN, ids=lambda one: one.mutant.name)
-def test_every_text_to_change_occurs_once_and_the_case_can_show_it(one: Unseen) -> None:
-    assert one.mutant.sources()
-    assert one.mutant.shows(Case.parse(one.case))
-    assert {*one.needed} <= {*one.case.split()}
+@pytest.mark.parametrize("one", UNSEEN, ids=lambda one: one.name)
+def test_every_bug_finds_its_lines_and_its_case_can_show_it(one: Mutant) -> None:
+    assert one.sources() and one.wrong and one.held_back
+    assert one.shows(Case.parse(one.case))
+    assert {*one.condition.split()} <= {*one.case.split()}
 
 
 def test_names_are_unique() -> None:
-    assert len({one.mutant.name for one in UNSEEN}) == len(UNSEEN)
+    assert len({one.name for one in UNSEEN}) == len(UNSEEN) == 30

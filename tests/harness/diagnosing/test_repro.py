@@ -18,13 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from bugs.planting import planted, replaced
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.reproducing import repro_script
 from harness.reproducing.repro import emit, shown_name, shrunk
 from harness.subject import case_of, named
 from reference.case import Case
-from suites.mutants.planting import planted, replaced
 from tests.harness.command_line import CommandLine
 
 LARGE = "mode=tp tp=2 dp=3 layers=2 heads=4 kv_heads=2 hidden=16 ffn=24 seq=16 batch=2 micro=2 steps=2 vocab=264"

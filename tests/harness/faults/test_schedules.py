@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
+from bugs.planting import planted, replaced
 from harness.checking.evidence import FAIL
 from harness.engines.faults.races import Explored, Schedule
 from harness.engines.threads.inproc import InprocEngine
@@ -21,7 +22,6 @@ from harness.errors import Desynchronised, Raced
 from harness.running.proof import prove
 from reference.case import Case
 from suites.drawing.strategies import schedules
-from suites.mutants.planting import planted, replaced
 from tests.harness.faults import faulty_programs
 
 gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from bugs.planting import planted_module, replaced
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
 from harness.predicting.cluster_presets import PRESETS
@@ -19,7 +20,6 @@ from reports.commands.cli import main
 from reports.predicting import suggesting
 from reports.predicting.planning import Candidate
 from reports.predicting.prediction import predict
-from suites.mutants.planting import planted_module, replaced
 
 WORDS = "family=llama hidden=512 heads=8 kv_heads=4 ffn=1536 vocab=1024 layers=8 seq=256 batch=2 dtype=bfloat16"
 DEEP = f"{WORDS} mode=tp-sp tp=2".replace("layers=8", "layers=12")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bugs.planting import planted
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL
 from harness.engines.threads.inproc import InprocEngine
@@ -13,33 +14,13 @@ from harness.running.trials.trial import Trial
 from harness.subject import named
 from reference.case import Case
 from reference.case.default_cases import default_cases
-from suites.mutants.catalogue import MUTANTS
-from suites.mutants.held_back import HELD_BACK
-from suites.mutants.mutant import Change, Mutant, everywhere, holds
-from suites.mutants.planting import planted
+from suites.mutants.catalogue import HELD_BACK, MUTANTS, of_file
+from suites.mutants.mutant import Mutant, holds
 
 KNOWN = {mutant.name: mutant for mutant in (*MUTANTS, *HELD_BACK)}
 
 
-def _one_word(name: str, module: str, old: str, new: str) -> Mutant:
-    change = Change(module=module, old=old, new=new)
-    return Mutant(name=name, stands_for=name, modes=everywhere(), changes=(change,), kills="update")
-
-
-KEYS_MISSED = _one_word(
-    "split-keys-not-updated",
-    "parallel.training.loop",
-    "sync.clip(gradients.values(), norm, case.clip)",
-    "sync.clip(gradients.values(), norm, case.clip)\n"
-    "        for name, grad in gradients.items():\n"
-    "            grad.mul_(not name.endswith('attention.wk.weight'))",
-)
-RECOMPUTED = _one_word(
-    "metric-counts-nothing-that-is-recomputed",
-    "parallel.training.step",
-    "rank.metric(logits, labels, weights)",
-    "rank.metric(logits, labels, weights * (case.recompute == 'none'))",
-)
+KEYS_MISSED, RECOMPUTED = of_file("tests/one_word")
 NEEDING_WORDS = (
     ("overlap=false", "tp-sp", KNOWN["norm-sync-behind-overlap-flag"]),
     ("fuse_qkv=false", "mtp", KEYS_MISSED),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bugs.planting import planted
 from harness.checking.evidence import FAIL
 from harness.diagnosing.six_lines import line_of
 from harness.plain_case import Vocabulary
@@ -20,7 +21,6 @@ from harness.subject import named
 from reference.case import Case
 from reports.stored.frames import load
 from suites.mutants.catalogue import MUTANTS
-from suites.mutants.planting import planted
 from tests.harness import own_words
 
 BUGS = {mutant.name: mutant for mutant in MUTANTS}

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bugs.planting import planted
 from harness.cases import read_case
 from harness.checking.checks import LAWS
 from harness.engines.threads.inproc import InprocEngine
@@ -17,8 +18,7 @@ from harness.running.proof import prove
 from harness.running.trials.regrouped import groupings
 from harness.subject import case_of, named
 from parallel.subject import subject as decoder
-from suites.mutants.mutant import Change, Mutant, everywhere
-from suites.mutants.planting import planted
+from suites.mutants.catalogue import MUTANTS, of_file
 from tests.harness import own_words
 
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
@@ -101,31 +101,22 @@ def test_the_decoder_keeps_it_and_is_its_own_truth_on_one_rank() -> None:
 SPREAD = "tp=2 dp=2 micro=2 steps=1 seq=8 hidden=16 heads=2 kv_heads=2 ffn=8 vocab=257"
 
 
+KNOWN = {bug.name: bug for bug in (*MUTANTS, *of_file("tests/regrouping"))}
+
+
 @pytest.mark.parametrize(
-    ("module", "old", "new", "said"),
+    ("name", "said"),
     [
-        (
-            "parallel.context.scheme",
-            "data_axes=data_axes,\n        loss_axes=loss_axes,\n        parts",
-            "data_axes=strategy.data_axes,\n        loss_axes=loss_axes,\n        parts",
-            "(replica conflict), which is whole with dp=2",
-        ),
-        (
-            "parallel.training.loop",
-            "gradient.div_(tokens * shares)",
-            "gradient.div_(tokens * shares * rank.case.pp)",
-            "the factor falls as cp or pp grows",
-        ),
+        ("context-gradients-over-data-ranks-alone", "(replica conflict), which is whole with dp=2"),
+        ("divided-by-stages", "the factor falls as cp or pp grows"),
     ],
 )
-def test_a_factor_of_context_ranks_or_stages_breaks_it(module: str, old: str, new: str, said: str) -> None:
+def test_a_factor_of_context_ranks_or_stages_breaks_it(name: str, said: str) -> None:
     """One global batch over dp x cp x micro x pp on 8 ranks."""
     case = read_case(SPREAD)
     spread = {"dp": 1, "micro": 4, "cp": 2, "pp": 2}
     assert [sizes for sizes, _ in groupings(case, named(decoder))] == [{"dp": 1, "micro": 4}, spread]
-    change = Change(module=module, old=old, new=new)
-    mutant = Mutant(name=said, stands_for=said, modes=everywhere(), changes=(change,))
-    verdict = law(planted(mutant.sources()), SPREAD)
+    verdict = law(planted(KNOWN[name].sources()), SPREAD)
     assert verdict.verdict == "fail" and said in verdict.message and "micro=4 cp=2 pp=2" in verdict.message
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bugs.planting import planted, source_of
 from harness.checking.evidence import PASS
 from parallel.data_parallel.buckets import bucketed
 from parallel.data_parallel.parity import bits_hash
@@ -17,7 +18,6 @@ from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import shapes
 from reference.training.scaling import LossScale
-from suites.mutants.planting import planted, source_of
 from suites.session.prover import Prover
 from tests.parallel.case_tables import DATA_PARALLEL, HALF
 from tests.parallel.test_cases import proved

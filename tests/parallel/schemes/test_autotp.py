@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bugs.planting import planted
 from harness.engines.engine import Engine
 from harness.running.proof import prove
 from parallel.communication.layout import gather, meshgrid, shard
@@ -21,7 +22,8 @@ from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import full, shapes
 from suites.drawing.strategies import cases
-from suites.mutants.planting import planted, replaced
+from suites.mutants.catalogue import of_file
+from suites.mutants.mutant import Mutant
 from suites.session.prover import Prover
 from tests.parallel.case_tables import UNEVEN
 from tests.parallel.schemes.mode_tables import Line, promised, rows
@@ -126,35 +128,9 @@ def test_calls_are_deepspeed_s() -> None:
         assert outside == head
 
 
-PLANTED = {
-    "the output projection takes other columns than its heads": (
-        "",
-        "parallel.schemes.autotp",
-        ('case "wq" | "wo":\n            return query_rows', 'case "wq":\n            return query_rows'),
-        {"run", "forward"},
-    ),
-    "logits are summed and averaged": (
-        "head=sum",
-        "parallel.schemes.autotp",
-        ("return pairs.reduce_from(functional", "return 0.5 * pairs.reduce_from(functional"),
-        {"forward"},
-    ),
-    "the table's gradient stays partial": (
-        "head=sum",
-        "parallel.schemes.autotp",
-        (
-            "weight = pairs.own_part(tied_weight, axis, own)",
-            "weight = torch.cat([tied_weight[:, p.start : p.stop] for p in own], 1)",
-        ),
-        {"replicas", "ledger"},
-    ),
-}
-"""Bug -> (words, module, (text, wrong text), checks of which one must fail)."""
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(bug: str, engine: Engine) -> None:
-    words, module, (old, new), checks = PLANTED[bug]
-    case = Case.parse(f"{UNEVEN.sizes} tp=3 steps=1 family=opt fuse_qkv=false {words}")
-    result = prove(case, planted(replaced(module, old, new)), engine)
-    assert checks & {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"}
+@pytest.mark.parametrize(
+    "bug", [bug for bug in of_file("tests/schemes") if "autotp" in bug.case], ids=lambda bug: bug.name
+)
+def test_a_planted_bug_is_caught(bug: Mutant, engine: Engine) -> None:
+    result = prove(Case.parse(bug.case), planted(bug.sources()), engine)
+    assert {*bug.kills.split("|")} & {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"}

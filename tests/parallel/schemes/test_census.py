@@ -10,6 +10,7 @@ import math
 
 import pytest
 
+from bugs.planting import planted, replaced
 from harness.outcome.merging import merge
 from harness.protocols import Subject
 from harness.running.ranks.execution import Execution, execute
@@ -17,7 +18,6 @@ from parallel.registry import MODES
 from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import shapes
-from suites.mutants.planting import planted, replaced
 from suites.session.prover import Prover
 
 SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 vocab=264 steps=1 micro=1 tp=2"

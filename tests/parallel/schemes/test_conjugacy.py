@@ -12,30 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from bugs.planting import planted
 from harness.protocols import Subject
 from parallel.subject import subject
 from reference.case import Case
-from suites.mutants.planting import planted, replaced
+from suites.mutants.catalogue import of_file
+from suites.mutants.mutant import Mutant
 from suites.session.prover import Prover
 
-SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 vocab=264 steps=1 tp=2"
-BACK = "lambda grad: _all_to_all(grad, axis, split_dim=gather_dim, gather_dim=split_dim)"
-CUT = "lambda y: _reduce_scatter(y, axis, dim=dim), lambda grad: _all_gather(grad, axis, dim=dim))"
-MISSING = {
-    "context is not exchanged back": (
-        f"mode=isp family=internlm2 {SIZES}",
-        BACK,
-        "lambda grad: torch.cat([grad.chunk(axis.size, gather_dim)[axis.rank]] * axis.size, split_dim)",
-        "all-to-alls",
-    ),
-    "gradients of a cut sum are not gathered": (
-        f"mode=tp-sp {SIZES}",
-        CUT,
-        CUT.replace("_all_gather(grad, axis, dim=dim)", "torch.cat([grad] * axis.size, dim)"),
-        "reduce_scatters",
-    ),
-}
-"""Bug -> (case, text of `parallel.communication.pairs`, wrong text, which moves lack their conjugates)."""
+MISSING = {"context-is-not-exchanged-back": "all-to-alls", "gradients-of-a-cut-sum-are-not-gathered": "reduce_scatters"}
+"""Bug -> which moves lack their conjugates."""
 
 
 class Closed:
@@ -50,13 +36,13 @@ class Closed:
         return found
 
 
-@pytest.mark.parametrize("bug", MISSING)
-def test_a_missing_conjugate_is_told_without_a_closed_form(bug: str, prover: Prover) -> None:
-    text, old, new, moves = MISSING[bug]
-    assert Case.parse(text).mode in subject.modes
-    (right,) = [v for v in prover.proof(Case.parse(text), Closed(subject)).verdicts if v.check == "ledger"]
+@pytest.mark.parametrize("bug", of_file("tests/conjugates"), ids=lambda bug: bug.name)
+def test_a_missing_conjugate_is_told_without_a_closed_form(bug: Mutant, prover: Prover) -> None:
+    case = Case.parse(bug.case)
+    assert case.mode in subject.modes
+    (right,) = [v for v in prover.proof(case, Closed(subject)).verdicts if v.check == "ledger"]
     assert right.verdict == "pass"
-    result = prover.proof(Case.parse(text), Closed(planted(replaced("parallel.communication.pairs", old, new))))
+    result = prover.proof(case, Closed(planted(bug.sources())))
     (wrong,) = [verdict for verdict in result.verdicts if verdict.check == "ledger"]
     assert wrong.verdict == "fail"
-    assert moves in wrong.message
+    assert MISSING[bug.name] in wrong.message

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bugs.planting import planted
 from harness.engines.engine import Engine
 from harness.outcome.blocks import localize
 from harness.running.proof import prove
@@ -22,7 +23,8 @@ from parallel.subject import subject
 from parallel.training.loop import set_up
 from reference.case import Case
 from suites.drawing.strategies import cases
-from suites.mutants.planting import planted, replaced
+from suites.mutants.catalogue import of_file
+from suites.mutants.mutant import Mutant
 from tests.parallel.ranks import CPU, on_ranks
 from tests.parallel.schemes.mode_tables import Line, promised, rows
 
@@ -58,42 +60,12 @@ def test_a_case_is_proved(words: str, engine: Engine) -> None:
         assert max(errors.values()) <= 1e-12, errors
 
 
-PLANTED = {
-    "norm gradients stay partial": (
-        "msp",
-        "parallel.schemes.msp",
-        ("return tensor.sequence_partial(name)", "return False"),
-        "replicas",
-    ),
-    "msp gathers again in backward": ("msp", "parallel.schemes.msp", (", keep=True", ""), "ledger"),
-    "fsp keeps what it gathered": (
-        "fsp",
-        "parallel.schemes.fsp",
-        ("sequence_split=True),\n    expected", "sequence_split=True, keep=True),\n    expected"),
-        "ledger",
-    ),
-    "columns of the embedding change places": (
-        "mtp",
-        "parallel.layers.embedding",
-        ("pairs.gather_from(columns, self.region.axis)", "pairs.gather_from(columns, self.region.axis).flip(-1)"),
-        "activations",
-    ),
-    "gathered logits are taken for a part": (
-        "mtp head=gather",
-        "parallel.schemes.tensor",
-        ('axis if case.head == "parallel" else', 'axis if case.head != "exchange" else'),
-        "ledger",
-    ),
-}
-"""Bug -> (words, module, (text, wrong text), the check that must fail)."""
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(bug: str, engine: Engine) -> None:
-    words, module, (old, new), check = PLANTED[bug]
-    case = Case.parse(f"mode={words} {EVO} tp=2 layers=1 steps=1 heads=4 kv_heads=2 hidden=16 ffn=32 seq=8")
-    result = prove(case, planted(replaced(module, old, new)), engine)
-    assert check in {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"}
+@pytest.mark.parametrize(
+    "bug", [bug for bug in of_file("tests/schemes") if "internlm2" in bug.case], ids=lambda bug: bug.name
+)
+def test_a_planted_bug_is_caught(bug: Mutant, engine: Engine) -> None:
+    result = prove(Case.parse(bug.case), planted(bug.sources()), engine)
+    assert bug.kills in {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"}
 
 
 def _expected(case: Case, *without: str) -> Counter[Line]:

@@ -1,6 +1,6 @@
 """Removing any single collective of `parallel` is noticed, and the failure names the module and the phase that lack it.
 
-Every call site is found in the source and removed in turn (`suites.mutants.removal`). Where a case reaches the site,
+Every call site is found in the source and removed in turn (`removal`). Where a case reaches the site,
 proving the case must fail and point at an event that the right subject issued and the mutant did not. A site that no
 mode uses is held by the law of the pairs.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from bugs.planting import planted_module
 from harness.checking.evidence import FAIL
 from harness.checking.ledger_checks import ledger
 from harness.ledger import Event
@@ -25,10 +26,9 @@ from parallel.communication import collectives
 from parallel.communication.mesh import Axis
 from parallel.subject import subject
 from reference.case import Case
-from suites.mutants.planting import planted_module
-from suites.mutants.removal import CallSite, sites, source_without, without
 from suites.session.prover import Prover
 from tests.parallel.communication.pair_laws import broken_pairs
+from tests.parallel.schemes.removal import CallSite, sites, source_without, without
 
 SMALL = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 steps=1 micro=1 tp=2"
 EVO = f"preset=tiny-internlm2 {SMALL} vocab=264"

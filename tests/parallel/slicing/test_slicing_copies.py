@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel.communication.layout import Cut, Placement
-from parallel.slicing.deviations import whole_scales
 from parallel.slicing.errors import SliceError
 from parallel.slicing.heads import Heads, fused_rows
 from parallel.slicing.held import Held, in_turn
 from parallel.slicing.laws import inverse, same_bits
 from parallel.slicing.strided import equal_parts, placed, plain, scales, strided
+from tests.parallel.slicing.deviations import whole_scales
 from tests.parallel.slicing.drawn_slices import DTYPES, drawn, heads_and_ranks, round_trip
 
 

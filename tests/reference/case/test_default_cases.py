@@ -107,7 +107,9 @@ def test_words_without_pairs_have_their_reason() -> None:
     assert FIXED.keys() & domains().keys() | paired_domains().keys() == domains().keys()
     unnamed = {field.name for field in dataclasses.fields(Case)} - {*domains(), *FIXED}
     assert unnamed == {"preset", "variant"}
-    assert {case.load for case in lines()["recipes"]} == {case.save for case in lines()["recipes"]} == {"", "CHECKPOINT"}
+    assert (
+        {case.load for case in lines()["recipes"]} == {case.save for case in lines()["recipes"]} == {"", "CHECKPOINT"}
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

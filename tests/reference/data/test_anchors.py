@@ -1,6 +1,6 @@
 """What the reference states about its data holds for every case, each statement can fail, and edges of shards are met.
 
-That bugs of the data path break a statement is shown by the mutants of `suites.mutants.catalogue.data.shared_data`.
+That bugs of the data path break a statement is shown by the mutants of `bugs/open/shared_data.txt`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,64 @@
+"""Planted bugs as scripts that stand alone: shrunk to a small case, the right values inside, plain torch around it."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterator, Mapping
+
+from bugs.anchors import source_of
+from harness.engines.engine import Engine
+from harness.engines.named import engine_named
+from harness.errors import RequestError
+from harness.reproducing.repro import emit
+from harness.subject import NamedSubject, named
+from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
+from suites.mutants.draws import showing
+from suites.mutants.mutant import OURS, Mutant
+
+__all__ = ["scripts"]
+
+_TRIES = 4
+"""Cases in which a wrong tensor is looked for: the smallest two that are drawn of each mode, until there are these."""
+
+
+def scripts(name: str) -> Iterator[tuple[str, str, str]]:
+    """(name, text of the script, "") of this bug, or of "all" that are not held back; without text, why there is none.
+
+    Raises RequestError for a name that no open mutant or variant has.
+    """
+    known = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS)}
+    if name != "all" and name not in known:
+        near = difflib.get_close_matches(name, known, 5, 0.0)
+        raise RequestError(f"emit-repro={name}: is no open mutant or variant; legal: all {' '.join(near)} ...")
+    return _scripts(list(known.values()) if name == "all" else [known[name]])
+
+
+def _scripts(rows: list[Mutant]) -> Iterator[tuple[str, str, str]]:
+    with engine_named("inproc") as engine:
+        for row in rows:
+            text = "" if row.equivalent or row.is_shared else _script(row, engine)
+            other = "the dense model has it too" if row.is_shared else "no returned tensor is wrong in small cases"
+            why = "" if text else row.equivalent or other
+            yield row.name, text, why
+
+
+def _script(row: Mutant, engine: Engine) -> str:
+    """The script of the first drawn case that fails, "" when none shows a wrong tensor."""
+    sources = row.sources()
+    cases = (case for mode in row.modes for case in showing(row, mode)[:2])
+    with row.subject() as subject:
+        given = NamedSubject(name=OURS, call=named(subject).call, address=OURS if subject == OURS else "")
+        for case in itertools.islice(cases, _TRIES):
+            if text := emit(case, given, engine, planted=sources):
+                return text.replace('"""', f'"""{row.name}: {row.stands_for}\n\n{_diff(sources)}\n', 1)
+    return ""
+
+
+def _diff(sources: Mapping[str, str]) -> str:
+    """The changes as a patch, for the docstring of a script."""
+    lines: list[str] = []
+    for module, text in sources.items():
+        path = f"{module.replace('.', '/')}.py"
+        lines += difflib.unified_diff(source_of(module).splitlines(), text.splitlines(), path, path, "", "", 1, "")
+    return "\n".join(lines).replace("\\", "\\\\").replace('"""', '\\"\\"\\"')

@@ -1,1 +1,0 @@
-"""Bugs of a further axis: context, data parallel and ZeRO, pipeline."""

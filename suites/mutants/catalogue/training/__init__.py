@@ -1,1 +1,0 @@
-"""Bugs of the step: optimizer, loop, shares of updates, what is reported."""

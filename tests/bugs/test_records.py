@@ -1,0 +1,176 @@
+"""Files of planted bugs: how they are read, how lines are found, moved functions, lost lines, and what a bug costs."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from bugs import record, repair
+from bugs.anchors import AnchorLost, changed, found, modules_of
+from bugs.record import FOLDER, Bug, Change, read
+
+EXAMPLE = """
+# An area.
+let TWO = cp=2 seq=48
+
+defaults
+  modes tensor | fails forward in forward
+
+first-bug: Somewhere #1: a sum
+    is left out
+  at room.sums:Sum.total
+  - total = add(a, b)  ->  total = a
+  - return total
+  + if total:
+  +     return 2 * total
+  + return total
+  cases TWO lr=0.1 packed=false where tp>1 | alone of - as not_summed|missing_call
+
+second-bug: Somewhere #2
+  at room.sums
+  - LIMIT = 3
+  + LIMIT = 4
+  modes isp(wp!=tp wdp>1) tp
+  equivalent nobody reads
+    it
+"""
+SUMS = """
+LIMIT = 3
+
+
+class Sum:
+    def total(self, a, b):
+        total = add(
+            a,
+            b,
+        )
+        return total
+
+    def other(self, a, b):
+        total = add(a, b)
+        return total
+"""
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package `room` with one module."""
+    folder = tmp_path / "room"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "sums.py").write_text(SUMS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "room"]:
+        monkeypatch.delitem(sys.modules, name)
+    modules_of.cache_clear()
+    return folder
+
+
+def examples(folder: Path) -> tuple[Bug, ...]:
+    path = folder / "area.txt"
+    path.write_text(EXAMPLE)
+    return read(path, Bug, {"tensor": ("tp", "msp"), "every": ("tp", "msp", "isp")})
+
+
+def test_a_file_says_what_its_bugs_are(tmp_path: Path) -> None:
+    first, second = examples(tmp_path)
+    assert (first.name, first.stands_for) == ("first-bug", "Somewhere #1: a sum is left out")
+    assert first.suite == {"cp": 2, "seq": 48, "lr": 0.1, "packed": False} and first.condition == "tp>1"
+    assert (first.kills, first.alone, first.phase, first.region) == ("forward", True, "forward", "")
+    assert first.cause == "not_summed|missing_call" and first.modes == {"tp": "", "msp": ""}
+    assert [(change.within, change.old) for change in first.changes] == [
+        ("Sum.total", "total = add(a, b)"),
+        ("Sum.total", "return total"),
+    ]
+    assert second.modes == {"isp": "wp!=tp wdp>1", "tp": ""} and second.equivalent == "nobody reads it"
+    assert not second.alone and not second.held_back and second.changes[0].within == ""
+
+
+@pytest.mark.parametrize("line", ["  mode tp", "no bug", "  of head|- as"])
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "area.txt"
+    path.write_text(f"a: b\n  at x\n{line}\n")
+    if line.startswith("  of"):
+        assert read(path, Bug, {})[0].region == "head|"
+        return
+    with pytest.raises(ValueError, match=f"area.txt:3: '{line}'"):
+        read(path, Bug, {})
+
+
+def test_lines_are_found_by_their_words_in_their_function(room: Path) -> None:
+    """White space, line breaks and trailing commas may differ; the same lines of another function are left alone."""
+    first, second = examples(room)
+    text = changed("first-bug", first.changes)["room.sums"]
+    assert "    def total(self, a, b):\n        total = a\n        if total:\n            return 2 * total\n" in text
+    assert text.endswith("        total = add(a, b)\n        return total\n")
+    assert "LIMIT = 4" in changed("second-bug", second.changes)["room.sums"]
+
+
+def test_a_function_that_moved_keeps_its_bugs_and_one_command_writes_it_down(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _ = examples(room)
+    before = changed("first-bug", first.changes)["room.sums"].replace("LIMIT = 3", "")
+    (room / "sums.py").write_text("LIMIT = 3\n")
+    (room / "moved.py").write_text(SUMS.replace("LIMIT = 3", ""))
+    modules_of.cache_clear()
+    assert changed("first-bug", first.changes) == {"room.moved": before}
+    assert repair.main(["--dry-run"], room) == 0 and "at room.sums:Sum.total" in (room / "area.txt").read_text()
+    assert repair.main([], room) == 0
+    assert "area.txt: first-bug: room.sums:Sum.total is now room.moved:Sum.total\n" in capsys.readouterr().out
+    assert (room / "area.txt").read_text() == EXAMPLE.replace("room.sums:Sum.total", "room.moved:Sum.total")
+
+
+def test_a_function_of_another_name_is_found_by_the_command_alone(room: Path) -> None:
+    first, _ = examples(room)
+    (room / "sums.py").write_text(SUMS[: SUMS.index("    def other")].replace("def total", "def whole"))
+    with pytest.raises(AnchorLost, match=r"first-bug: room.sums:Sum.total: the lines to change are not there"):
+        changed("first-bug", first.changes)
+    assert repair.moved(first) == {"room.sums:Sum.total": "room.sums:Sum.whole"}
+
+
+def test_a_bug_without_a_place_is_an_error_that_names_it(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, _ = examples(room)
+    (room / "sums.py").write_text(SUMS.replace("add(", "subtract("))
+    with pytest.raises(AnchorLost, match=r"first-bug: room.sums:Sum.total: .* nowhere else: 'total = add\(a, b\)'"):
+        changed("first-bug", first.changes)
+    assert repair.main([], room) == 1
+    assert "area.txt: first-bug: room.sums:Sum.total: the lines to change are not there" in capsys.readouterr().err
+    (room / "held_back").mkdir()
+    (room / "area.txt").rename(room / "held_back" / "area.txt")
+    assert repair.main([], room) == 1 and capsys.readouterr().err == "area.txt: a bug that is held back\n"
+    (room / "sums.py").write_text(SUMS.replace("return total", "total = add(a, b)", 1))
+    with pytest.raises(AnchorLost, match="are there 2 times, must be once"):
+        found(Change(module="room.sums", within="Sum.total", old="add(a, b)", new=""))
+
+
+def test_every_bug_has_its_place() -> None:
+    """What a refactoring moved is written down by `python -m bugs.repair`; what it changed is written anew."""
+    lost, away = [], []
+    for path in sorted(FOLDER.rglob("*.txt")):
+        for bug in read(path, Bug, {}):
+            if any(find_spec(change.module.partition(".")[0]) is None for change in bug.changes):
+                continue  # bugs in packages of the extra `peers`
+            try:
+                texts = changed(bug.name, bug.changes)
+            except AnchorLost as problem:
+                lost.append(str(problem) if not bug.held_back else f"{path.name}: a bug that is held back")
+                continue
+            away += [bug.name for module in texts if module not in {change.module for change in bug.changes}]
+            for module, text in texts.items():
+                compile(text, module, "exec")
+    assert (lost, away) == ([], [])
+
+
+def test_a_bug_costs_seven_lines() -> None:
+    paths = list(FOLDER.rglob("*.txt"))
+    lines = sum(path.read_text().count("\n") for path in paths)
+    assert lines <= 7 * sum(len(read(path, Bug, {})) for path in paths)
+    assert not [path for path in paths for line in path.read_text().splitlines() if len(line) > 120]
+
+
+def test_files_of_bugs_are_package_data() -> None:
+    assert 'bugs = ["**/*.txt"]' in (FOLDER.parent / "pyproject.toml").read_text() and record.files("open")
