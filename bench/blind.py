@@ -82,7 +82,8 @@ def measured(bug: Mutant, engine: InprocEngine) -> Row:
         failed = Failed(case=result.case, verdicts=result.verdicts)
         proves = partial(prove, subject=subject, engine=engine, explain=False)
         found = words_needed(failed, subject, proves, time.monotonic() + _WHEN_S)
-        right = _exactly(bug, found.case, {one.word for one in found.needed}) if found.needed else "none"
+        names = {one.word for one in found.needed}
+        right = _exactly(bug, found.case, names) if names and isinstance(found.case, Case) else "none"
         return _row(bug, result, right, found.text, time.monotonic() - start_s)
 
 

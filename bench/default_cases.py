@@ -41,7 +41,7 @@ NEEDS: tuple[Needs, ...] = ((True, True), (True, False), (False, True), (False, 
 """What the case of a pair must have, the first of these that is possible: tp or wp splits something; its dtype is one
 of SHARP.
 """
-FEW, SHARP = 4, ("float64", "float32")
+FEW, SHARP = 4, ("float64", "float32", "bfloat16", "float16")
 """The first is asked for where so many ranks will do."""
 _CHEAPER = tuple((word, 1) for word in ("tp", "dp", "pp", "cp")) + (
     ("packed", False),
@@ -55,11 +55,12 @@ _KNOWN = 20
 _SEEDS = 8
 _TAKEN_OUT = 6
 """So many cases at most are found anew at a time."""
-_WAYS = ({}, {"pp": 2, "layers": 4, "schedule": "interleaved", "chunks": 2, "group": 3})
-_WAYS += (
+_WAYS: tuple[Words, ...] = (
+    {},
+    {"pp": 2, "layers": 4, "schedule": "interleaved", "chunks": 2, "group": 3},
     {"cp": 4, "cp_comm": "alltoall-ring", "cp_inner": 2, "seq": 24},
     {"dtype": "float16", "master": "float32", "scaler": "static", "loss_scale": 8.0},
-)  # type: ignore[assignment]
+)
 """Where the search begins in every mode and family: words that need several others."""
 
 
@@ -76,7 +77,7 @@ def starts() -> list[Words]:
 def cost(words: Words) -> float:
     """About how many seconds a case takes, as measured: a part for itself, and one for every rank and step."""
     a_rank = 0.012 + 0.0375 * (words["layers"] - 1) + sum(seconds for word, seconds in _DEARER if _costs(words, word))
-    return 0.16 + ranks(words) * words["steps"] * a_rank * (0.4 + 0.2 * words["micro"])
+    return float(0.16 + ranks(words) * words["steps"] * a_rank * (0.4 + 0.2 * words["micro"]))
 
 
 def _costs(words: Words, word: str) -> bool:
@@ -311,20 +312,24 @@ def shortest(words: Words) -> Words:
     return next((way for way in ways if not problem_of(way)), {**words, "steps": 1})
 
 
-def finished(found: Sequence[Words], domains: Mapping[str, Sequence[Any]]) -> list[Words]:
+def finished(found: Sequence[Words], kept: Sequence[Words], domains: Mapping[str, Sequence[Any]]) -> list[Words]:
     """The cases with micro-batches that are no axis of the mesh, and with two steps and layers where a value would be
-    in no such case otherwise.
+    in no such case otherwise, not even one of those that are kept.
     """
     cases = [_other_micro(words) for words in found]
-    missing = {(word, words[word]) for words in cases for word in domains}
-    twice: dict[int, Words] = {}
+    longer = [_twice(words) for words in cases]
+    price = [cost(after) - cost(before) for before, after in zip(cases, longer, strict=True)]
+    held = [{(word, words[word]) for word in domains} for words in longer]
+    done = {(w, words[w]) for words in kept for w in domains if words["steps"] > 1 and words["layers"] > 1}
+    missing, chosen = set().union(*held) - done, set[int]()
     while missing:
-        longer = {number: _twice(words) for number, words in enumerate(cases) if number not in twice}
-        worth = {n: len(missing & {(w, words[w]) for w in domains}) / cost(words) for n, words in longer.items()}
-        best = max(worth, key=lambda number: worth[number])
-        twice[best] = longer[best]
-        missing -= {(word, longer[best][word]) for word in domains}
-    return [twice.get(number, words) for number, words in enumerate(cases)]
+        best = max(range(len(cases)), key=lambda number: len(missing & held[number]) / price[number])
+        chosen.add(best)
+        missing -= held[best]
+    for number in sorted(chosen, key=lambda number: -price[number]):
+        others = set().union(done, *(held[other] for other in chosen - {number}))
+        chosen -= {number} if held[number] <= others else set()
+    return [longer[number] if number in chosen else words for number, words in enumerate(cases)]
 
 
 def _other_micro(words: Words) -> Words:
@@ -355,7 +360,7 @@ def main() -> int:
         found = search.cheaper(found)
         tries += 1
         print(f"\r{len(found)} cases, cost {total(found):.2f} {tries}", end="", flush=True)
-    _write(finished(found, search.domains))
+    _write(finished(found, kept, search.domains))
     return 0
 
 
