@@ -57,7 +57,7 @@ _TAKEN_OUT = 6
 """So many cases at most are found anew at a time."""
 _WAYS: tuple[Words, ...] = (
     {},
-    {"pp": 2, "layers": 4, "schedule": "interleaved", "chunks": 2, "group": 3},
+    {"pp": 2, "layers": 4, "schedule": "interleaved", "chunks": 2, "group": 3, "micro": 3},
     {"cp": 4, "cp_comm": "alltoall-ring", "cp_inner": 2, "seq": 24},
     {"dtype": "float16", "master": "float32", "scaler": "static", "loss_scale": 8.0},
 )
@@ -85,6 +85,12 @@ def _costs(words: Words, word: str) -> bool:
     return words[word] not in plain.get(word, (0, False))
 
 
+def _degenerate(case: Case) -> str:
+    """What makes a case show less than another one: too few ranks or too many, a factor that is two sizes."""
+    axes = {case.tp, case.dp, case.pp, case.cp, case.wp} - {1}
+    return "" if 2 <= case.world_size <= RANKS and case.micro not in axes else "ranks or micro-batches"
+
+
 class Search:
     """Finds cases for pairs. `wanted_in[needs][a]` are the levels, as bits, whose pair with level a must be in a case
     that has at least this: whether it splits something, whether it is sharp.
@@ -102,10 +108,10 @@ class Search:
         self.lost: set[tuple[int, int]] = set()
 
     def problem(self, words: Words) -> Problem:
-        """What is against a case: a rule, or that it has one rank or too many."""
+        """What is against a case: a rule, its number of ranks, or as many micro-batches as ranks on an axis."""
         key = tuple(words.values())
         if key not in self.known:
-            self.known[key] = problem_of(words) or ("" if 2 <= ranks(words) <= RANKS else "ranks")
+            self.known[key] = problem_of(words, _degenerate)
         return self.known[key]
 
     def unfit(self, words: Words, needs: Needs) -> Problem:
@@ -308,34 +314,28 @@ def starts_once() -> list[Words]:
 
 def shortest(words: Words) -> Words:
     """The case with one step and as few layers as it may have."""
+    words = {**words, "micro": words["micro"] if words["micro"] != 2 else 1}
     ways = ({**words, "steps": 1, "layers": layers} for layers in range(1, words["layers"]))
     return next((way for way in ways if not problem_of(way)), {**words, "steps": 1})
 
 
 def finished(found: Sequence[Words], kept: Sequence[Words], domains: Mapping[str, Sequence[Any]]) -> list[Words]:
-    """The cases with micro-batches that are no axis of the mesh, and with two steps and layers where a value would be
-    in no such case otherwise, not even one of those that are kept.
+    """The cases with two steps and layers where a value would be in no such case otherwise, not even one of those that
+    are kept.
     """
-    cases = [_other_micro(words) for words in found]
-    longer = [_twice(words) for words in cases]
-    price = [cost(after) - cost(before) for before, after in zip(cases, longer, strict=True)]
+    longer = [_twice(words) for words in found]
+    price = [cost(after) - cost(before) for before, after in zip(found, longer, strict=True)]
     held = [{(word, words[word]) for word in domains} for words in longer]
     done = {(w, words[w]) for words in kept for w in domains if words["steps"] > 1 and words["layers"] > 1}
     missing, chosen = set().union(*held) - done, set[int]()
     while missing:
-        best = max(range(len(cases)), key=lambda number: len(missing & held[number]) / price[number])
+        best = max(range(len(found)), key=lambda number: len(missing & held[number]) / price[number])
         chosen.add(best)
         missing -= held[best]
     for number in sorted(chosen, key=lambda number: -price[number]):
         others = set().union(done, *(held[other] for other in chosen - {number}))
         chosen -= {number} if held[number] <= others else set()
-    return [longer[number] if number in chosen else words for number, words in enumerate(cases)]
-
-
-def _other_micro(words: Words) -> Words:
-    sizes = {words[axis] for axis in ("tp", "dp", "pp", "cp", "wp")} - {1}
-    ways = ({**words, "micro": micro} for micro in (words["micro"], 2, 5) if micro not in sizes)
-    return next((way for way in ways if not problem_of(way)), words)
+    return [longer[number] if number in chosen else words for number, words in enumerate(found)]
 
 
 def _twice(words: Words) -> Words:

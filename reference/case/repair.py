@@ -61,14 +61,15 @@ def repaired(
 
 
 def _proposed(problem: Problem, fixed: Mapping[str, Any], domains: Mapping[str, Sequence[Any]]) -> Words:
-    """The legal value that a rule names, none where its word is fixed or cannot have it."""
-    if not isinstance(problem, CaseError) or problem.key in fixed:
+    """The legal value that a rule names, of its own word or of another; none where that is fixed or cannot be had."""
+    if not isinstance(problem, CaseError):
         return {}
-    key, legal = problem.key, problem.legal.removeprefix(f"{problem.key}=")
-    for value in domains.get(key, ()):
+    word, _, legal = problem.legal.rpartition("=")
+    key = word or problem.key
+    for value in domains.get(key, ()) if key not in fixed else ():
         if write(value) in legal.split("|"):
             return {key: value}
-    return {key: int(legal)} if key in _SIZES and legal.isdigit() else {}
+    return {key: int(legal)} if key in _SIZES and key not in fixed and legal.isdigit() else {}
 
 
 def _first_legal(

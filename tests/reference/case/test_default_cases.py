@@ -34,23 +34,30 @@ def splits(case: Case) -> bool:
 
 
 def missing(cases: Collection[Case], others: Iterable[Case]) -> set[Pair]:
-    """The pairs of other cases that none of these holds; where the other one splits something over few ranks, none that
-    splits anything.
+    """The pairs of other cases of the same sizes that none of these holds; those with a mode count where it splits
+    something, if the other one does so over few ranks.
     """
     anywhere = {pair for case in cases for pair in pairs(case)}
     split = {pair for case in cases if splits(case) for pair in pairs(case)}
     found = set()
     for case in others:
-        held = split if splits(case) and case.world_size <= FEW else anywhere
-        found |= {pair for pair in pairs(case) if pair not in held and case.world_size <= RANKS}
+        axes = {case.tp, case.dp, case.pp, case.cp, case.wp} - {1}
+        same = all(getattr(case, word) == NUMBERS[word] for word in NUMBERS if word != "seq")
+        if same and case.world_size <= RANKS and case.micro not in axes:
+            few = splits(case) and case.world_size <= FEW
+            found |= {p for p in pairs(case) if p not in (split if few and _has_mode(p) else anywhere)}
     return found
+
+
+def _has_mode(pair: Pair) -> bool:
+    return any(word == "mode" for word, _ in pair)
 
 
 @lru_cache
 def changed(count: int, modes: tuple[str, ...] = tuple(MODES)) -> tuple[Case, ...]:
     """Legal cases: each is one before it with a few random words at random values."""
     source, values = random.Random(0), paired_domains() | {"mode": modes}
-    found = list(default_cases(modes))
+    found = [case for case in default_cases(modes) if case.heads == NUMBERS["heads"]]
     while len(found) < count:
         fixed = {word: source.choice(values[word]) for word in source.sample(sorted(values), source.randint(1, 3))}
         words = repaired(words_of(source.choice(found)), fixed, values)
@@ -61,7 +68,8 @@ def changed(count: int, modes: tuple[str, ...] = tuple(MODES)) -> tuple[Case, ..
 
 def test_every_legal_pair_of_values_is_in_a_default_case() -> None:
     """Every pair of the domains that no case has is tried in twenty of them, with what the rules propose."""
-    cases, source, varied = default_cases(), random.Random(1), paired_domains()
+    cases = [case for section in lines().values() for case in section]
+    source, varied = random.Random(1), paired_domains()
     held = {pair for case in cases for pair in pairs(case)}
     every = [(word, value) for word, values in varied.items() for value in values]
     pairs_of = [(a, b) for a, b in combinations(every, 2) if a[0] != b[0]]
@@ -76,10 +84,12 @@ def test_every_legal_pair_of_values_is_in_a_default_case() -> None:
 
 
 def test_every_pair_of_random_cases_is_in_a_default_case() -> None:
-    cases = default_cases()
+    cases = [case for section in lines().values() for case in section]
     assert missing(cases, changed(4000)) == set()
     fewer = [case for case in cases if case.zero != 3 or not case.packed]
-    assert {("zero", 3), ("packed", True)} in missing(fewer, changed(4000)), "a pair that is not there is missed"
+    assert frozenset({("zero", 3), ("packed", True)}) in missing(fewer, changed(4000)), (
+        "a pair that is not there is missed"
+    )
 
 
 def test_every_value_is_in_a_case_of_two_steps_and_layers() -> None:
@@ -93,10 +103,10 @@ def test_the_cases_can_show_a_bug() -> None:
     cases = [case for section in lines().values() for case in section]
     assert len({*cases}) == len(cases) and {case.mode for case in cases} == {*MODES}
     for case in cases:
-        axes = {case.tp, case.dp, case.pp, case.cp, case.wp}
+        axes = {case.tp, case.dp, case.pp, case.cp, case.wp} - {1}
         assert 2 <= case.world_size <= RANKS
-        assert {word for word in NUMBERS if getattr(case, word) != NUMBERS[word]} <= {"seq", "micro"}
-        assert not {case.micro, case.batch} & axes or case.micro in axes and case.group == 3, case
+        assert {word for word in NUMBERS if getattr(case, word) != NUMBERS[word]} <= {"seq", "ffn", "vocab"}
+        assert not {case.micro, case.batch} & axes, case
         sizes = (case.hidden, case.heads, case.ffn, case.vocab, case.seq, case.batch, case.micro, case.head_dim)
         assert len({*sizes}) == len(sizes), case
     assert {case.world_size for case in cases} >= {2, 3, 4, 8}
@@ -133,14 +143,14 @@ def test_what_a_subject_refuses_is_left_out_and_the_rest_is_there() -> None:
         return "no packs, no learned positions" if case.packed or case.positions == "learned" else ""
 
     cases = default_cases(["msp"], refuses)
-    assert not any(refuses(case) for case in cases[1:]) and len(cases) > 40
+    assert not any(refuses(case) for case in cases[1:]) and len(cases) > 30
     taken = [case for case in changed(4000) if case.mode == "msp" and not refuses(case)]
     possible = {pair for case in taken for pair in pairs(case)}
     held = {pair for case in cases for pair in pairs(case)}
     assert len(possible - held) < 0.03 * len(possible)
     assert len(default_cases(["tp"], lambda case: "never")) == 1, "its skip says why"
     built_for_8_heads = default_cases(["tp"], lambda case: "" if case.heads == 8 else "8 heads only")
-    assert {case.heads for case in built_for_8_heads} == {8} and len(built_for_8_heads) > 40
+    assert {case.heads for case in built_for_8_heads} == {8} and len(built_for_8_heads) > 30
 
 
 def test_a_checkpoint_is_saved_at_one_layout_and_loaded_at_another() -> None:
