@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from parallel.communication.expectation import CompleteTerm, local_elements
-from parallel.communication.layout import Placement
+from parallel.communication.expectation import CompleteTerm
+from parallel.communication.layout import Placement, local_shape
+from parallel.communication.mesh import coordinates
 from parallel.data_parallel.words import gradient_dtype
 from reference.case import Case
 from reference.model.parameters import shapes
 
-__all__ = ["estimated_mb", "ledger_lines", "megatron_beside", "step_calls"]
+__all__ = ["estimated_mb", "ledger_lines", "local_elements", "megatron_beside", "step_calls"]
 
 Line = tuple[str, str]
 _MB = 2**20
@@ -38,6 +39,11 @@ def megatron_beside(case: Case, places: Mapping[str, Placement]) -> Iterator[Lin
     for what, op, elements, dtype, group in step_calls(case, local_elements(case, places)):
         width = 2 if dtype in ("float16", "bfloat16") else 8 if dtype == "float64" else 4
         yield f"Megatron's step: {what}", f"{op} of {elements * width:,} B {dtype} over {group}"
+
+
+def local_elements(case: Case, places: Mapping[str, Placement]) -> int:
+    """Elements of all parameters on one rank, padding included."""
+    return sum(math.prod(local_shape(place, coordinates(case, 0))) for place in places.values())
 
 
 def ledger_lines(case: Case, terms: Iterable[CompleteTerm]) -> Iterator[Line]:

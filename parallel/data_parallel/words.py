@@ -10,11 +10,13 @@ from parallel.data_parallel.buckets import Bucket, bucketed
 from parallel.layers.roles import is_column, is_row
 from parallel.schedules.stages import TABLE, Stage
 from reference.case import Case
+from reference.case.data_parallel import WORDS
 from reference.model.parameters import dtype_of
 
 __all__ = [
     "REPLICAS",
     "gradient_dtype",
+    "has_words",
     "shard_axis",
     "sharing_axes",
     "stage_buckets",
@@ -25,6 +27,11 @@ __all__ = [
 
 REPLICAS = "replica"
 """The mesh axis over which shards are replicated."""
+
+
+def has_words(case: Case) -> bool:
+    """Does a word of data parallelism replace the one flat sum of all gradients?"""
+    return any(getattr(case, word) != plain for word, plain in WORDS.items())
 
 
 def gradient_dtype(case: Case) -> torch.dtype:

@@ -67,7 +67,7 @@ def test_suites(pytester: pytest.Pytester) -> None:
 
 
 def test_its_calls_are_in_its_closed_form_or_the_ledger_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.MODES, "toy", dataclasses.replace(TOY, once=registry.MODES["mtp"].once))
+    monkeypatch.setitem(registry.MODES, "toy", dataclasses.replace(TOY, rows=registry.MODES["mtp"].rows))
     with InprocEngine() as engine:
         result = prove(Case.parse(TEXT), subject, engine)
     (ledger,) = (verdict for verdict in result.verdicts if verdict.check == "ledger")

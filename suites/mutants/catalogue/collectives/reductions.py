@@ -139,8 +139,8 @@ REDUCTIONS = (
         changes=tuple(
             Change(
                 module=f"parallel.schemes.{mode}",
-                old="return tensor.head_partial(name)",
-                new="return tensor.sequence_partial(name)",
+                old="partial=tensor.head_partial",
+                new="partial=tensor.sequence_partial",
             )
             for mode in WHOLE
         ),

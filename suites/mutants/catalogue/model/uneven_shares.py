@@ -168,8 +168,8 @@ UNEVEN_REDUCTIONS = (
         modes={"autotp": ""},
         changes=_change(
             "schemes.autotp",
-            "return tensor.head_partial(name)",
-            'return tensor.head_partial(name) or name.startswith("embedding.")',
+            "partial=tensor.head_partial",
+            'partial=lambda case, name: tensor.head_partial(case, name) or name.startswith("embedding.")',
         ),
         kills="parameter_gradients",
         phase="grad_sync|backward",
