@@ -113,11 +113,13 @@ def _data_sums(strategy: Strategy, case: Case, places: Placements) -> Iterator[R
     else:
         axis, op = case.data_axis, "reduce_scatter" if case.zero else "all_reduce"
         buckets = partial(_buckets, places)
-        yield _sum(buckets, axis, "of a bucket", op=op, when="not inside")
-        yield _sum(buckets, axis, "of a bucket", op=op, phase="backward", when="inside", hidden="hides")
+        yield _sum(buckets, axis, "of a bucket", op=op, elements="bucket", when="not inside")
+        yield _sum(
+            buckets, axis, "of a bucket", op=op, elements="bucket", phase="backward", when="inside", hidden="hides"
+        )
         if case.zero == 1:
             why = "updated parameters of a bucket"
-            yield Row(_unnamed(buckets), "step", "all_gather", "gradients", why, axis=axis, times=ONCE_A_STEP)
+            yield Row(_unnamed(buckets), "step", "all_gather", "bucket", why, axis=axis, times=ONCE_A_STEP)
 
 
 def _trained(strategy: Strategy, case: Case) -> Placements:
@@ -170,7 +172,7 @@ def _buckets(places: Placements, case: Case) -> Iterator[Place]:
         sizes = {name: _local(case, place, **stage.at) for name, place in places.items() if stage.holds(name)}
         for bucket in stage_buckets(case, stage, sizes, axis_size(case, case.data_axis)):
             module, hides = _completing(case, stage, bucket)
-            values = {"gradients": bucket.size, "inside": bool(module), "hides": hides}
+            values = {"bucket": bucket.size, "inside": bool(module), "hides": hides}
             yield Place(module=module, at=stage.at, values=values)
 
 
