@@ -39,8 +39,9 @@ def _line(term: TermLike) -> tuple[str, ...]:
     """What is said of a term, its module and its count aside."""
     op = f"{term.op or NOTHING} {term.reduce_op if term.reduce_op not in ('sum', None) else ''}".strip()
     at = ", ".join(f"{axis} {place}" for axis, place in getattr(term, "at", {}).items())
-    axis = f"{term.axis or NOTHING}={count(term.group_size)}"
-    formula = f"{term.dtype or NOTHING}[{getattr(term, 'elements', '')}]"
+    axis = term.axis if term.group_size is None else f"{term.axis or NOTHING}={term.group_size}"
+    elements = getattr(term, "elements", "")
+    formula = f"{term.dtype}[{elements}]" if elements else term.dtype
     said = (term.phase, op, axis, count(term.payload_bytes), formula, at, getattr(term, "why", ""))
     return tuple(NOTHING if value is None else str(value) for value in said)
 

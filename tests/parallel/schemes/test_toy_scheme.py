@@ -40,7 +40,9 @@ def test_run_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert {row["verdict"] for row in rows if row["check"] == "ledger"} == {"pass"}
     assert cli.main(["page", "runs/latest"]) == 0
     pages = [path.read_text() for path in tmp_path.rglob("*.html")]
-    assert any("toy" in page for page in pages)
+    assert any("toy" in page and "a heartbeat" in page for page in pages)
+    assert cli.main(["help", "calls", TEXT]) == 0
+    assert "a heartbeat" in capsys.readouterr().out
 
 
 def test_predict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
