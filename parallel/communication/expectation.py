@@ -139,9 +139,9 @@ STAGES: Places = _stages
 
 def terms(case: Case, rows: Iterable[Row]) -> Iterator[CompleteTerm]:
     """The terms that rows state for a case."""
-    repeated = _Repeated(case)
+    repeated, sizes = _Repeated(case), _group_sizes(case)
     for row in rows:
-        group_size = _group_size(case, row.axis)
+        group_size = sizes[row.axis]
         if group_size == 1 and not row.alone:
             continue
         for place in _places(case, row.where):
@@ -188,16 +188,17 @@ class _Names:
         self.case, self.ranks, self._values = case, ranks, {"max": max, "ranks": ranks, **values}
 
     def __getitem__(self, formula: str) -> Any:
-        code = _compiled(formula)
-        return eval(code, {"__builtins__": {}}, {name: self._value(name) for name in code.co_names})
+        code, names = _compiled(formula)
+        return eval(code, {"__builtins__": {}}, {name: self._value(name) for name in names})
 
     def _value(self, name: str) -> Any:
         return self._values[name] if name in self._values else getattr(self.case, name)
 
 
 @functools.cache
-def _compiled(formula: str) -> CodeType:
-    return compile(formula, "<formula of a row>", "eval")
+def _compiled(formula: str) -> tuple[CodeType, tuple[str, ...]]:
+    code = compile(formula, "<formula of a row>", "eval")
+    return code, code.co_names
 
 
 class _Repeated:
@@ -219,9 +220,9 @@ class _Repeated:
         return int(layer) in self._again[row.again] and not (leaf == "mlp.w2" and int(layer) in self._ends)
 
 
-def _group_size(case: Case, axis: str) -> int:
-    """Ranks along an axis; the two ends of a pipeline and all ranks of a checkpoint are no axes of its orders."""
-    return {"embedding": 2, "checkpoint": case.world_size}.get(axis) or case.axis_sizes[axis]
+def _group_sizes(case: Case) -> dict[str, int]:
+    """Ranks along every axis; the two ends of a pipeline and all ranks of a checkpoint are no axes of its orders."""
+    return {**case.axis_sizes, "embedding": 2, "checkpoint": case.world_size}
 
 
 def loss_dtype(case: Case) -> str:

@@ -16,12 +16,13 @@ with wgrad=deferred a bucket with the weight of a linear is summed after backwar
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 from parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, Place, Places, Row
-from parallel.communication.layout import Cut, Placement, local_shape
+from parallel.communication.layout import Coordinates, Cut, Placement, local_shape
 from parallel.communication.mesh import axis_size, coordinates
 from parallel.data_parallel.buckets import Bucket
 from parallel.data_parallel.words import (
@@ -135,10 +136,15 @@ def _trained(strategy: Strategy, case: Case) -> Placements:
     return {name: replace(place, cuts=(*place.cuts, rows)) for name, place in places.items()}
 
 
-def _local(case: Case, place: Placement, **at: int) -> int:
-    """Elements of a local tensor at these places of the mesh, the first one on other axes; padding included."""
+def _at(case: Case, **at: int) -> Coordinates:
+    """The coordinates of a rank at these places of the mesh, the first one on other axes."""
     first = coordinates(case, 0)
-    return math.prod(local_shape(place, {**first, **{axis: (own, first[axis][1]) for axis, own in at.items()}}))
+    return {**first, **{axis: (own, first[axis][1]) for axis, own in at.items()}}
+
+
+def _local(place: Placement, at: Coordinates) -> int:
+    """Elements of the local tensor of the rank there, padding included."""
+    return math.prod(local_shape(place, at))
 
 
 def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> Iterator[Place]:
@@ -152,8 +158,9 @@ def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> I
     for rank in range(case.pp):
         own = held(case, rank)
         mine = [name for name in names if any(stage.holds(name) for stage in own)]
+        ranks = [_at(case, tp=tp, **own[0].at) for tp in every]
         for group in [mine] if together and mine else [[name] for name in mine]:
-            sizes = [sum(_local(case, places[name], tp=tp, **own[0].at) for name in group) for tp in every]
+            sizes = [sum(_local(places[name], at) for name in group) for at in ranks]
             for tp, size in enumerate(sizes if len(set(sizes)) > 1 else sizes[:1]):
                 at = {**own[0].at, "tp": tp} if len(set(sizes)) > 1 else own[0].at
                 yield Place(at=at, values={"gradients": size})
@@ -163,7 +170,7 @@ def _tables(places: Placements, case: Case) -> Iterator[Place]:
     """The token table on every stage that shares it."""
     for stage in stages(case):
         if stage.shares_table:
-            yield Place(at=stage.at, values={"gradients": _local(case, places[TABLE], **stage.at)})
+            yield Place(at=stage.at, values={"gradients": _local(places[TABLE], _at(case, **stage.at))})
 
 
 def _unnamed(where: Places) -> Places:
@@ -173,7 +180,8 @@ def _unnamed(where: Places) -> Places:
 
 def _buckets(places: Placements, case: Case) -> Iterator[Place]:
     for stage in stages(case):
-        sizes = {name: _local(case, place, **stage.at) for name, place in places.items() if stage.holds(name)}
+        at = _at(case, **stage.at)
+        sizes = {name: _local(place, at) for name, place in places.items() if stage.holds(name)}
         for bucket in stage_buckets(case, stage, sizes, axis_size(case, case.data_axis)):
             module, hides = _completing(case, stage, bucket)
             values = {"bucket": bucket.size, "inside": bool(module), "hides": hides}
@@ -239,9 +247,9 @@ def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterato
     """The units of every stage: where they are gathered for forwards or backwards, or at their own modules."""
     again, ranks = computed_again(case), axis_size(case, shard_axis(case))
     for stage in stages(case):
-        shards: dict[str, int] = {}
+        at, shards = _at(case, **stage.at), Counter[str]()
         for name in filter(stage.holds, places):
-            shards[unit_of(name)] = shards.get(unit_of(name), 0) + _local(case, places[name], **stage.at)
+            shards[unit_of(name)] += _local(places[name], at)
         layers = [*stage.layers]
         forward = [*([-1] if "" in shards else []), *layers]
         sequence = forward if phase is Kind.F else in_backward(case, layers)
