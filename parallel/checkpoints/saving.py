@@ -25,17 +25,8 @@ from reference.training.states import kept
 
 __all__ = ["SAVING", "read_again", "save"]
 
-SAVING = Row(
-    "",
-    "checkpoint",
-    "all_reduce max",
-    "1",
-    "has a rank failed?",
-    axis="checkpoint",
-    dtype="int64",
-    times="1",
-    when="save",
-)
+_FAILED = "has a rank failed?"
+SAVING = Row("", "checkpoint", "all_reduce max", "1", _FAILED, axis="checkpoint", dtype="int64", times="1", when="save")
 
 
 def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: int) -> None:

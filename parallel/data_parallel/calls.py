@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, Place, Places, Row
 from parallel.communication.layout import Coordinates, Cut, Placement, local_shape
@@ -64,67 +65,35 @@ def step_rows(strategy: Strategy, case: Case) -> tuple[Row, ...]:
     """The calls of a step of the strategy of a case, beside those of its modules."""
     places = _trained(strategy, case)
     loss_axes = ("dp_cp" if case.cp > 1 else "dp", *(("pp",) if case.pp > 1 else ()))
-    shared = sharing_axes(case, strategy.weight_axis)
+    shared, scaled = sharing_axes(case, strategy.weight_axis), 'scaler != "none"'
+    at_once = {strategy.weight_axis: "of partial gradients", "embedding": "of both copies of a tied table"}
+    if not has_words(case):
+        at_once = {case.data_axis: "of all gradients", **at_once}
     return (
-        *_data_sums(strategy, case, places),
-        _sum(partial(_by_rank, strategy, places, strategy.weight_axis), strategy.weight_axis, "of partial gradients"),
-        *([_sum(partial(_tables, places), "embedding", "of both copies of a tied table")] if "pp" in loss_axes else ()),
+        *(_unit_rows(case, places) if case.zero >= 2 else _bucket_rows(case, places) if has_words(case) else ()),
+        *(_sum(partial(_by_rank, strategy, places, axis), axis, why) for axis, why in at_once.items()),
         *(_once("all_reduce", "2", "loss and number of tokens", axis, "float64") for axis in loss_axes),
-        *(_once("all_reduce max", "1", "infinite gradients", axis, "float32", when=_SCALED) for axis in shared),
+        *(_once("all_reduce max", "1", "infinite gradients", axis, "float32", when=scaled) for axis in shared),
         *(_once("all_reduce", "1", "squared norm of the gradients", axis, "loss") for axis in shared),
     )
-
-
-_SCALED = 'scaler != "none"'
 
 
 def _once(op: str, elements: str, why: str, axis: str, dtype: str, *, when: str = "True") -> Row:
     return Row("", "grad_sync", op, elements, why, axis=axis, dtype=dtype, times=ONCE_A_STEP, when=when)
 
 
-def _sum(
-    where: Places,
-    axis: str,
-    why: str,
-    *,
-    op: str = "all_reduce",
-    elements: str = "gradients",
-    phase: str = "grad_sync",
-    when: str = "True",
-    hidden: str = "False",
-) -> Row:
-    return Row(
-        where,
-        phase,
-        op,
-        elements,
-        f"sum {why}",
-        axis=axis,
-        dtype="gradients",
-        times=ONCE_A_STEP,
-        when=when,
-        hidden=hidden,
-    )
+def _sum(where: Places, axis: str, why: str, elements: str = "gradients", op: str = "all_reduce", **more: Any) -> Row:
+    words = {"phase": "grad_sync", "axis": axis, "dtype": "gradients", "times": ONCE_A_STEP, **more}
+    return Row(where, op=op, elements=elements, why=f"sum {why}", **words)
 
 
-def _data_sums(strategy: Strategy, case: Case, places: Placements) -> Iterator[Row]:
-    """The sums over the ranks with other tokens."""
-    if case.zero >= 2:
-        yield from _unit_rows(case, places)
-        if case.shard:
-            yield _sum(_unnamed(partial(_units, places)), REPLICAS, "of the shards of a unit", elements="shard")
-    elif not has_words(case):
-        yield _sum(partial(_by_rank, strategy, places, case.data_axis), case.data_axis, "of all gradients")
-    else:
-        axis, op = case.data_axis, "reduce_scatter" if case.zero else "all_reduce"
-        buckets = partial(_buckets, places)
-        yield _sum(buckets, axis, "of a bucket", op=op, elements="bucket", when="not inside")
-        yield _sum(
-            buckets, axis, "of a bucket", op=op, elements="bucket", phase="backward", when="inside", hidden="hides"
-        )
-        if case.zero == 1:
-            why = "updated parameters of a bucket"
-            yield Row(_unnamed(buckets), "step", "all_gather", "bucket", why, axis=axis, times=ONCE_A_STEP)
+def _bucket_rows(case: Case, places: Placements) -> Iterator[Row]:
+    """Sums of buckets over the ranks with other tokens, and what shares them gathered."""
+    axis, op, buckets = case.data_axis, "reduce_scatter" if case.zero else "all_reduce", partial(_buckets, places)
+    yield _sum(buckets, axis, "of a bucket", "bucket", op, when="not inside")
+    yield _sum(buckets, axis, "of a bucket", "bucket", op, phase="backward", when="inside", hidden="hides")
+    why = "updated parameters of a bucket"
+    yield Row(_unnamed(buckets), "step", "all_gather", "bucket", why, axis=axis, times=ONCE_A_STEP, when="zero == 1")
 
 
 def _trained(strategy: Strategy, case: Case) -> Placements:
@@ -164,13 +133,6 @@ def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> I
             for tp, size in enumerate(sizes if len(set(sizes)) > 1 else sizes[:1]):
                 at = {**own[0].at, "tp": tp} if len(set(sizes)) > 1 else own[0].at
                 yield Place(at=at, values={"gradients": size})
-
-
-def _tables(places: Placements, case: Case) -> Iterator[Place]:
-    """The token table on every stage that shares it."""
-    for stage in stages(case):
-        if stage.shares_table:
-            yield Place(at=stage.at, values={"gradients": _local(places[TABLE], _at(case, **stage.at))})
 
 
 def _unnamed(where: Places) -> Places:
@@ -222,25 +184,17 @@ def _backward_order(case: Case) -> list[str]:
 
 def _unit_rows(case: Case, places: Placements) -> Iterator[Row]:
     """Gathers and sums of parameters in shards; a gather belongs to the unit that starts it."""
-    axis = shard_axis(case)
-    gather = partial(
-        Row,
-        op="all_gather",
-        elements="unit",
-        why="whole parameters of a unit",
-        axis=axis,
-        times="steps * gathers",
-        hidden="ahead",
-        again="",
-    )
+    axis, why = shard_axis(case), "whole parameters of a unit"
+    words: dict[str, Any] = {"op": "all_gather", "elements": "unit", "why": why, "axis": axis, "again": ""}
+    gather: Callable[..., Row] = partial(Row, **words, times="steps * gathers", hidden="ahead")
     forward, backward = partial(_units, places, phase=Kind.F), partial(_units, places, phase=Kind.B)
     yield gather(forward, "forward", when="gathers")
     yield gather(backward, "backward", when="gathers and not recomputed")
     yield gather(backward, "recompute", when="gathers and recomputed")
-    times = ONCE_A_STEP if case.no_sync else MICRO_BATCHES
-    why = "gradients of a unit into shards"
-    owners = partial(_units, places)
-    yield Row(owners, "backward", "reduce_scatter", "unit", why, axis=axis, dtype="gradients", times=times)
+    own, times = partial(_units, places), ONCE_A_STEP if case.no_sync else MICRO_BATCHES
+    yield _sum(own, axis, "of a unit, into shards", "unit", "reduce_scatter", phase="backward", times=times)
+    if case.shard:
+        yield _sum(_unnamed(own), REPLICAS, "of the shards of a unit", "shard")
 
 
 def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterator[Place]:

@@ -111,7 +111,7 @@ _SHARED = "overlap or fuse_weights"
 _QUERIES = "slice_tokens // tp * heads * head_dim"
 _KEYS = "slice_tokens // tp * 2 * max(kv_heads, tp) * head_dim"
 _LOGITS = "slice_tokens // tp * padded_vocab"
-_BOTH = "forward backward"
+_BOTH, _OWN = "forward backward", 'last and head == "local"'
 _ROWS = (
     *DELIVERY,
     *_table("embedding", 'hidden * (padded_vocab if embedding == "vocab" else vocab)'),
@@ -126,15 +126,7 @@ _ROWS = (
     Row("head", _BOTH, "all_to_all", _LOGITS, "tokens of logits for columns", when='head == "exchange"'),
     *LOSS,
     Row("head", "forward", "all_gather", "slice_tokens * vocab", "logits of all tokens", when='head == "gather"'),
-    Row(
-        STAGES,
-        "loss",
-        "all_gather",
-        "slice_tokens",
-        "losses of all tokens",
-        dtype="loss",
-        when='last and head == "local"',
-    ),
+    Row(STAGES, "loss", "all_gather", "slice_tokens", "losses of all tokens", dtype="loss", when=_OWN),
 )
 
 

@@ -10,6 +10,7 @@ calls of a micro-batch where they are whole on every rank, and where they are sp
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +43,12 @@ __all__ = [
 BEHIND_WEIGHTS = 'overlap and wgrad != "deferred"'
 """Whether the gradient of a column linear's input travels while the gradient of its weight is computed."""
 _COLUMNS, _PARTIAL = 'embedding == "hidden"', 'embedding == "vocab"'
+_LEARNED, _ROTARY = (f'{_PARTIAL} and positions == "{positions}"' for positions in ("learned", "rope"))
 
 
-def _row(where: str | Places, phase: str, op: str, why: str, *, when: str = "True", hidden: str = "False") -> Row:
+def _row(where: str | Places, phase: str, op: str, why: str, **formulas: Any) -> Row:
     """One whole activation."""
-    return Row(where, phase, op, ACTIVATION, why, when=when, hidden=hidden)
+    return Row(where, phase, op, ACTIVATION, why, **formulas)
 
 
 _INPUT = "gradient of the input, partial on every rank"
@@ -63,14 +65,8 @@ WHOLE = (
 SPLIT = (
     *DELIVERY,
     _row("embedding", "forward", "all_gather", "columns of hidden states", when=_COLUMNS),
-    _row(
-        "embedding",
-        "forward",
-        "all_reduce",
-        "partial, whole until positions are added",
-        when=f'{_PARTIAL} and positions == "learned"',
-    ),
-    _row("embedding", "forward", "reduce_scatter", "partial -> split", when=f'{_PARTIAL} and positions == "rope"'),
+    _row("embedding", "forward", "all_reduce", "partial, whole until positions are added", when=_LEARNED),
+    _row("embedding", "forward", "reduce_scatter", "partial -> split", when=_ROTARY),
     _row(COLUMN_LINEARS, "forward", "all_gather", "split inputs"),
     _row(ROW_LINEARS, "forward", "reduce_scatter", "partial outputs -> split"),
     _row("head", "forward", "all_gather", "split inputs"),
