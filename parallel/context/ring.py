@@ -23,7 +23,8 @@ that c-1 hops bring every gradient home. around.md 14.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,25 +129,15 @@ def _hop(block: Tensor, axis: Axis, slices: Slices, step: int, *, overlap: bool)
 def ring_rows(keys: str, *, axis: str) -> tuple[Row, ...]:
     """The messages of equal slices over an axis; `keys` is the formula of the elements K of one rank's keys."""
 
-    def messages(phase: str, why: str, hops: str, *, dtype: str = "", hidden: str = "overlap") -> Iterator[Row]:
-        for op in ("send", "recv"):
-            times = f"{hops} * {MICRO_BATCHES}"
-            yield Row(
-                ATTENTION,
-                phase,
-                op,
-                f"2 * {keys}",
-                why,
-                axis=axis,
-                dtype=dtype,
-                times=times,
-                hidden=hidden,
-                again="core",
-            )
-
-    but_one, home = "(ranks - 1)", "home: nothing is left to compute behind this hop"
-    return (
-        *messages("forward backward", "keys and values of the next rank", but_one),
-        *messages("backward", "gradients follow their keys and values", but_one, dtype="loss"),
-        *messages("backward", f"gradients come {home}", "1", dtype="loss", hidden="False"),
+    block: Callable[..., Row] = partial(Row, ATTENTION, elements=f"2 * {keys}", axis=axis, again="core")
+    follow = partial(block, times=f"(ranks - 1) * {MICRO_BATCHES}", hidden="overlap")
+    home = "gradients come home, when nothing is left to compute"
+    return tuple(
+        row
+        for op in ("send", "recv")
+        for row in (
+            follow("forward backward", op, why="keys and values of the next rank"),
+            follow("backward", op, why="gradients follow their keys and values", dtype="loss"),
+            block("backward", op, why=home, dtype="loss"),
+        )
     )

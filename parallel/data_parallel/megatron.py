@@ -12,10 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from parallel.communication.expectation import CompleteTerm
+from parallel.communication.expectation import CompleteTerm, gradient_dtype
 from parallel.communication.layout import Placement, local_shape
 from parallel.communication.mesh import coordinates
-from parallel.data_parallel.words import gradient_dtype
 from reference.case import Case
 from reference.model.parameters import shapes
 
@@ -73,7 +72,7 @@ def step_calls(case: Case, elements: int) -> Iterator[tuple[str, str, int, str, 
     """(what, op, elements, dtype, group) of each call that Megatron's step issues once and ours does not."""
     model, data = f"{case.tp} ranks of tp", "a group of one"
     if case.dp * case.cp == 1:
-        yield "gradients", "all_reduce", elements, str(gradient_dtype(case)).removeprefix("torch."), data
+        yield "gradients", "all_reduce", elements, gradient_dtype(case), data
         yield "loss and number of tokens", "all_reduce", 2, "float32", data
     if case.dtype == "float16" and case.scaler == "none":
         yield "infinite gradients", "all_reduce", 1, "float32", model

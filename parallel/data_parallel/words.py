@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from parallel.communication import expectation
 from parallel.data_parallel.buckets import Bucket, bucketed
 from parallel.layers.roles import is_column, is_row
 from parallel.schedules.stages import TABLE, Stage
@@ -36,7 +37,8 @@ def has_words(case: Case) -> bool:
 
 def gradient_dtype(case: Case) -> torch.dtype:
     """The dtype in which gradients are added up and summed over ranks."""
-    return torch.float32 if case.grad_dtype == "float32" else dtype_of(case)
+    dtype: torch.dtype = getattr(torch, expectation.gradient_dtype(case))
+    return dtype
 
 
 def trained_dtype(case: Case) -> torch.dtype:
