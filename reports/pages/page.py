@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.cases import read_case
+from harness.errors import RequestError
 from harness.resolve import resolve
 from reports.comparing import breakeven
 from reports.comparing.modes import modes_table, side_by_side
@@ -241,8 +243,16 @@ def _stated(run: Run) -> list[Table]:
     if run.env.get("request", {}).get("subject") != _OURS:
         return []
     ours: Any = resolve(_OURS)
-    firsts = run.cases.drop_duplicates("mode")["case"]
-    return [calls_table(str(text), ours.expected(read_case(str(text)))) for text in firsts]
+    return [
+        calls_table(str(case), ours.expected(case)) for case in _readable(run.cases.drop_duplicates("mode")["case"])
+    ]
+
+
+def _readable(texts: Iterable[object]) -> Iterator[Any]:
+    """The cases of these texts, but for those of another version, whose words are no longer legal."""
+    for text in texts:
+        with suppress(RequestError):
+            yield read_case(str(text))
 
 
 def _first_rows(table: Table, source: str, rows: int) -> Table:

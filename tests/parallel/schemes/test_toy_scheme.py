@@ -43,6 +43,9 @@ def test_run_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert any("toy" in page and "a heartbeat" in page for page in pages)
     assert cli.main(["help", "calls", TEXT]) == 0
     assert "a heartbeat" in capsys.readouterr().out
+    monkeypatch.delitem(modes.MODES, "toy")  # a page of a run whose words are no longer legal
+    assert cli.main(["page", "runs/latest"]) == 0
+    assert not any("a heartbeat" in path.read_text() for path in tmp_path.rglob("*.html"))
 
 
 def test_predict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
