@@ -17,6 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from types import CodeType
 from typing import Any
 
+from parallel.communication.mesh import axis_size
 from parallel.schedules.recompute import computed_again, ends_of_units
 from parallel.schedules.stages import stages
 from reference.case import Case
@@ -222,7 +223,8 @@ class _Repeated:
 
 def _group_sizes(case: Case) -> dict[str, int]:
     """Ranks along every axis; the two ends of a pipeline and all ranks of a checkpoint are no axes of its orders."""
-    return {**case.axis_sizes, "embedding": 2, "checkpoint": case.world_size}
+    sizes = {axis: axis_size(case, axis) for axis in case.axis_sizes}
+    return {**sizes, "embedding": 2, "checkpoint": case.world_size}
 
 
 def loss_dtype(case: Case) -> str:
