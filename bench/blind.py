@@ -89,7 +89,7 @@ def measured(bug: Mutant, engine: InprocEngine) -> Row:
 
 def _exactly(bug: Mutant, case: Case, words: set[str]) -> str:
     """Whether these are the words that the bug needs, "yes" or "no"."""
-    condition = f"{bug.condition} {bug.modes[case.mode]}"
+    condition = f"{bug.condition} {bug.modes.get(case.mode, '')}"
     asked = {re.split(r"[!=<>]", word)[0] for word in condition.split()}
     needed = {word for word in asked if word not in _DERIVED and not word.endswith("_rest")}
     allowed = {word for word in words if getattr(case, word) == getattr(Case(), word)}

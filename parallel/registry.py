@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+from parallel.checkpoints.saving import SAVING
+from parallel.communication.expectation import Row
 from parallel.context.scheme import with_context
+from parallel.data_parallel.calls import step_rows
 from parallel.data_parallel.parity import with_parity
 from parallel.data_parallel.scheme import with_data_parallelism
+from parallel.layers.metric import metric_rows
 from parallel.model.strategy import Strategy
 from parallel.pipeline.scheme import with_pipeline
 from parallel.schemes.autotp import AUTOTP
@@ -22,7 +26,7 @@ from parallel.schemes.tp import TP
 from parallel.schemes.tp_sp import TP_SP
 from reference.case import Case
 
-__all__ = ["COMPOSED", "MODES", "strategy_of"]
+__all__ = ["COMPOSED", "MODES", "rows_of", "strategy_of"]
 
 MODES: dict[str, Strategy] = {mode.name: mode for mode in (TP, TP_SP, MTP, MSP, FSP, ISP, AUTOTP)}
 """Value of `mode=` -> the strategy that the other schemes build on."""
@@ -46,3 +50,9 @@ def _composed(strategy: Strategy, case: Case) -> Strategy:
     for composed in COMPOSED.values():
         strategy = composed(strategy, case)
     return strategy
+
+
+def rows_of(case: Case) -> tuple[Row, ...]:
+    """The closed form of a case: the calls of its micro-batches, of a step, of its metric and of a checkpoint."""
+    strategy = strategy_of(case)
+    return (*strategy.rows, *step_rows(strategy, case), *metric_rows(strategy.activation(case, "head")), SAVING)

@@ -20,15 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.checkpoints.terms import checkpoint_terms
-from parallel.communication.expectation import CompleteTerm
+from parallel.communication.expectation import CompleteTerm, terms
 from parallel.communication.layout import Box, pieces, rows
 from parallel.communication.mesh import Mesh, coordinates
 from parallel.data_parallel.megatron import ledger_lines, megatron_beside
-from parallel.layers.metric import metric_terms
 from parallel.model.strategy import Value
 from parallel.pipeline.prediction import CasePipeline
-from parallel.registry import MODES, strategy_of
+from parallel.registry import MODES, rows_of, strategy_of
 from parallel.training.loop import train
 from parallel.variants import deviating
 from reference.case import Case, modes
@@ -69,10 +67,7 @@ class ParallelSubject:
 
     def expected(self, case: Case) -> Iterable[CompleteTerm]:
         """The calls that every rank issues over the whole run of a case it does not refuse, variants left aside."""
-        strategy = strategy_of(case)
-        place = strategy.activation(case, "head")
-        metric = () if place is None else metric_terms(case, place)
-        return (*strategy.calls(case), *metric, *checkpoint_terms(case))
+        return tuple(terms(case, rows_of(case)))
 
     def beside(self, case: Case) -> Iterable[tuple[str, str]]:
         """What Megatron itself counts and issues beside this closed form; nothing in modes of other systems, and

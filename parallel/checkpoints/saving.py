@@ -1,9 +1,8 @@
 """A checkpoint of all ranks, saved by them together.
 
-    after the last step     failed | all_reduce MAX int64 [1] over all ranks, once every rank has written
-
-Rank 0 commits when no rank has failed. Replicas are equal by then, or a check of the run fails; the first rank of each
-group of them writes.
+After the last step, once every rank has written, all ranks learn whether one has failed (`SAVING`). Rank 0 commits when
+no rank has failed. Replicas are equal by then, or a check of the run fails; the first rank of each group of them
+writes.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.state import MOMENTS, RANKS, SCALE, STEPS, ranks_of, rng_keys, trained, writes
 from parallel.communication.collectives import all_reduce
+from parallel.communication.expectation import Row
 from parallel.communication.layout import Box
 from parallel.model.strategy import Rank
 from reference.case import Case
@@ -23,7 +23,10 @@ from reference.checkpoints.whole import tensors
 from reference.model.parameters import shapes
 from reference.training.states import kept
 
-__all__ = ["read_again", "save"]
+__all__ = ["SAVING", "read_again", "save"]
+
+_FAILED = "has a rank failed?"
+SAVING = Row("", "checkpoint", "all_reduce max", "1", _FAILED, axis="checkpoint", dtype="int64", times="1", when="save")
 
 
 def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: int) -> None:

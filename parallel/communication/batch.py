@@ -1,8 +1,6 @@
 """How a micro-batch reaches the ranks of one data rank.
 
-    delivery=tensors  the tp group's first rank reads, then one broadcast a tensor, in a group of one too:
-                      tokens, labels int64 [B,S]; loss_mask float32 [B,S]; attention_mask bool [B,1,S,S], only with
-                      attention_mask=true; position_ids int64 [B,S]: 5 or 4 calls
+    delivery=tensors  the tp group's first rank reads, then one broadcast a tensor, in a group of one too
     delivery=flat     the first rank reads, then two broadcasts: the sizes, int64 [5 * keys] (up to four dims a key, a 0
                       ends them), and all keys end to end as one int64 tensor
     delivery=local    every rank reads its own; no call
@@ -17,7 +15,8 @@ Source: Megatron-Core `get_batch_on_this_tp_rank` and `broadcast_data` (modes.md
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,13 +24,14 @@ import torch
 from torch import Tensor
 
 from parallel.communication.collectives import broadcast
+from parallel.communication.expectation import Place, Places, Row
 from parallel.communication.mesh import Mesh
-from parallel.schedules.stages import Stage
+from parallel.schedules.stages import Stage, stages
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.data.stages import Form, sent_to_stage
 
-__all__ = ["SIZES_PER_KEY", "Delivered", "deliver", "forms_sent", "hidden_pairs"]
+__all__ = ["DELIVERY", "SIZES_PER_KEY", "Delivered", "deliver", "forms_sent", "hidden_pairs"]
 
 SIZES_PER_KEY = 5
 """Numbers that describe one key's shape in `flat`: up to four dims and a closing 0."""
@@ -178,3 +178,32 @@ def _as_int64(x: Tensor) -> Tensor:
 def _from_int64(flat: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of `_as_int64`."""
     return flat.to(torch.int32).view(torch.float32) if dtype == torch.float32 else flat.to(dtype)
+
+
+def _keys_sent(case: Case) -> Iterator[Place]:
+    """Every key of every stage."""
+    for stage in stages(case):
+        for key in forms_sent(case, stage):
+            yield Place(at=stage.at, values={"key": key})
+
+
+def _stages_sent(case: Case) -> Iterator[Place]:
+    """Every stage that is sent anything, with the number of its keys and of all their elements."""
+    for stage in stages(case):
+        if forms := forms_sent(case, stage):
+            elements = sum(math.prod(shape) for _, shape in forms.values())
+            yield Place(at=stage.at, values={"keys": len(forms), "elements": elements})
+
+
+def _sent(elements: str, why: str, when: str, *, where: Places = _keys_sent, dtype: str = "int64") -> Row:
+    return Row(where, "data", "broadcast", elements, why, dtype=dtype, when=when, alone=True)
+
+
+DELIVERY = (
+    _sent("tokens", "tokens, labels, positions", 'delivery == "tensors" and key in ("tokens", "labels", "positions")'),
+    _sent("tokens", "the loss mask", 'delivery == "tensors" and key == "loss_mask"', dtype="float32"),
+    _sent("batch * seq**2", "the attention mask", 'delivery == "tensors" and key == "attention_mask"', dtype="bool"),
+    _sent(f"{SIZES_PER_KEY} * keys", "shapes of all tensors", 'delivery == "flat"', where=_stages_sent),
+    _sent("elements", "all tensors end to end", 'delivery == "flat"', where=_stages_sent),
+)
+"""Data to the ranks, issued in a group of one too."""

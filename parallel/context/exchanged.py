@@ -1,13 +1,10 @@
 """Context parallelism by all-to-all, alone or inside of a ring: a rank gives tokens away and gets heads for them.
 
-Letters: a ranks of the inner axis, c/a of the outer one; Q bytes of one rank's queries, K of its keys; K' = K, or
+Letters: a ranks of the inner axis, c/a of the outer one; Q elements of one rank's queries, K of its keys; K' = K, or
 K * a / kv_heads where each kv head must be repeated for every inner rank to get one.
 
-    tensor   | axis  | forward                                               | backward         | bytes
-    q        | inner | [B, s/c, N, D] -> [B, a*s/c, N/a, D]        all_to_all| all_to_all       | Q
-    k and v  | inner | [B, s/c, 2, K, D] -> [B, a*s/c, 2, K/a, D]  all_to_all| all_to_all       | 2K'
-    context  | inner | [B, a*s/c, N/a, D] -> [B, s/c, N, D]        all_to_all| all_to_all       | Q
-    k and v  | outer | c/a - 1 hops of a ring                                | 2*(c/a) - 1 hops | 2K'
+Over the inner axis queries, keys and values go from [B, s/c, N, D] to [B, a*s/c, N/a, D], and the context back; over
+the outer one keys and values go round in a ring (`parallel.context.ring`).
 
 With the inner axis alone (a = c) the exchanged rank holds whole rows of its heads, in the order of the ranks: the mask
 is taken at their places. With both, the inner ranks are neighbours, and the exchanged rank holds the tokens of all of
@@ -17,19 +14,19 @@ Source: arXiv:2309.14509 (Ulysses); arXiv:2405.07719 (both, USP); TransformerEng
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
+from parallel.communication.expectation import Row
 from parallel.communication.mesh import Axis
 from parallel.context.blocks import of_keys, over_all_keys
-from parallel.context.ring import ring_attention, ring_transfers
+from parallel.context.ring import ring_attention, ring_rows
 from parallel.context.slices import Slices
-from parallel.context.transfers import Transfer
+from parallel.layers.roles import ATTENTION
 from parallel.layers.ulysses import by_all_to_all
 
-__all__ = ["exchanged_attention", "exchanged_transfers", "nested_attention", "nested_transfers"]
+__all__ = ["exchanged_attention", "exchanged_rows", "nested_attention", "nested_rows"]
 
 
 def exchanged_attention(
@@ -69,16 +66,16 @@ def nested_attention(
     return by_all_to_all(inner)(core, q_BqND, k_BqKD, v_BqKD)
 
 
-def exchanged_transfers(queries: int, keys: int, ranks: int) -> Iterator[Transfer]:
-    """The calls of one layer and micro-batch on a rank, of bytes Q and K' (repeated heads counted)."""
-    for phase in ("forward", "backward") if ranks > 1 else ():
-        yield Transfer(phase=phase, op="all_to_all", payload_bytes=queries, calls=2)
-        yield Transfer(phase=phase, op="all_to_all", payload_bytes=2 * keys)
+def exchanged_rows(queries: str, keys: str, *, axis: str) -> tuple[Row, ...]:
+    """The exchanges over an axis; formulas of the elements Q and K' (repeated heads counted)."""
+    each = partial(Row, ATTENTION, "forward backward", "all_to_all", axis=axis, again="core")
+    return (
+        each(queries, "tokens of queries for heads"),
+        each(f"2 * {keys}", "tokens of keys and values for heads"),
+        each(queries, "heads of the context for tokens"),
+    )
 
 
-def nested_transfers(queries: int, keys: int, *, inner: int, outer: int, wide: int = 1) -> Iterator[Transfer]:
-    """The calls of one layer and micro-batch on a rank with both levels, of bytes Q and K'."""
-    for transfer in exchanged_transfers(queries, keys, inner):
-        yield replace(transfer, axis="inner")
-    for transfer in ring_transfers([keys] * outer, 0, wide=wide):
-        yield replace(transfer, axis="outer")
+def nested_rows(queries: str, keys: str) -> tuple[Row, ...]:
+    """The calls of both levels, by the formulas of Q and K'."""
+    return (*exchanged_rows(queries, keys, axis="cp_inner"), *ring_rows(keys, axis="cp_outer"))

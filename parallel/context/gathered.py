@@ -1,11 +1,6 @@
 """Context parallelism by all-gather: every rank keeps its queries and gets the keys and values of all ranks at once.
 
-Letters: c ranks, K bytes of one rank's keys.
-
-    tensor   | forward                                        | backward                                  | bytes
-    k        | [B, s/c, K, D] -> [B, s, K, D]      all_gather | partial -> own         reduce_scatter sum | c*K
-    v        | [B, s/c, K, D] -> [B, s, K, D]      all_gather | partial -> own         reduce_scatter sum | c*K
-
+Keys and values go from [B, s/c, K, D] to [B, s, K, D] on c ranks, their gradients back from partial sums to own parts.
 A key's gradient is the sum over the ranks of what their queries add: the conjugate of a gather. What is gathered lies
 in the order of the ranks, not of the row, so the mask is taken at the places of both. The gathered keys are kept for
 backward: c times the memory of the ring, no call more.
@@ -15,17 +10,18 @@ arXiv:2407.21783 (Llama 3). around.md 14.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
 from torch import Tensor
 
+from parallel.communication.expectation import MICRO_BATCHES, Row
 from parallel.communication.mesh import Axis
 from parallel.communication.pairs import gather_from_sequence
 from parallel.context.blocks import of_keys, over_all_keys
 from parallel.context.slices import Slices
-from parallel.context.transfers import Transfer
+from parallel.layers.roles import ATTENTION
 
-__all__ = ["gathered_transfers", "gathered_attention"]
+__all__ = ["gathered_attention", "gathered_rows"]
 
 
 def gathered_attention(
@@ -41,8 +37,10 @@ def gathered_attention(
     return over_all_keys(q_BqND, k, v, visible, of_keys(keep, slices.whole))
 
 
-def gathered_transfers(keys: int, ranks: int) -> Iterator[Transfer]:
-    """The calls of one layer and micro-batch on a rank; `keys` are the bytes K."""
-    if ranks > 1:
-        yield Transfer(phase="forward", op="all_gather", payload_bytes=ranks * keys, calls=2)
-        yield Transfer(phase="backward", op="reduce_scatter", reduce_op="sum", payload_bytes=ranks * keys, calls=2)
+def gathered_rows(keys: str) -> tuple[Row, ...]:
+    """The calls; `keys` is the formula of the elements K."""
+    each = partial(Row, ATTENTION, elements=f"cp * {keys}", axis="cp", times=f"2 * {MICRO_BATCHES}", again="core")
+    return (
+        each("forward", "all_gather", why="keys, values of all ranks"),
+        each("backward", "reduce_scatter", why="their gradients"),
+    )

@@ -1,13 +1,13 @@
 """Ring attention: every rank keeps its queries, while the keys and values of all ranks go round.
 
-Letters: c ranks; K bytes of one rank's keys, b * (s/c) * kv_heads * head_dim * e (its values: the same); W the same
-bytes in the dtype of statistics. Keys and values of one rank travel together, as one block.
+Letters: c ranks; K elements of one rank's keys, b * (s/c) * kv_heads * head_dim (its values: the same); gradients are
+in the dtype of statistics. Keys and values of one rank travel together, as one block.
 
     step of rank r       0        1        2       ..  c-1      then
     computes with        r        r-1      r-2         r+1                all modulo c
     forward hops         k, v  -> k, v  -> ..      -> k, v      -         c-1 sends and receives of 2K
     backward hops        k, v  -> k, v  -> ..      -> k, v      -         c-1 sends and receives of 2K
-                                  dk, dv -> dk, dv -> dk, dv -> home      c   sends and receives of 2W
+                                  dk, dv -> dk, dv -> dk, dv -> home      c   sends and receives of 2K, wide
 
 A hop sends to the next rank and receives from the one before, both in one batch: no rank waits for another one's
 receive. The next block is under way while this one is computed with. Heads are repeated for their groups after a hop,
@@ -18,12 +18,13 @@ Every rank gets every block, also those that none of its queries may see. Slices
 unequal length; an empty block is not sent.
 Source: arXiv:2310.01889; torch `_templated_ring_attention` and picotron `context_parallel` (backward as here);
 TransformerEngine `AttnFuncWithCPAndKVP2P` starts backward from the block of the last step and turns the other way, so
-that c-1 hops bring every gradient home (`short_ring_transfers`). around.md 14.1.
+that c-1 hops bring every gradient home. around.md 14.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.communication.collectives import Pending
+from parallel.communication.expectation import MICRO_BATCHES, Row
 from parallel.communication.mesh import Axis
 from parallel.context.blocks import attend, gradients, merged, of_keys
 from parallel.context.slices import Slices
-from parallel.context.transfers import Transfer
+from parallel.layers.roles import ATTENTION
 
-__all__ = ["ring_transfers", "ring_attention", "short_ring_transfers"]
+__all__ = ["ring_attention", "ring_rows"]
 
 
 def ring_attention(
@@ -124,35 +126,18 @@ def _hop(block: Tensor, axis: Axis, slices: Slices, step: int, *, overlap: bool)
     return Pending(None, arrived)
 
 
-def ring_transfers(keys: Sequence[int], rank: int, *, wide: int = 1) -> Iterator[Transfer]:
-    """The messages of one layer and micro-batch on a rank; `keys` are the bytes K of every rank.
+def ring_rows(keys: str, *, axis: str) -> tuple[Row, ...]:
+    """The messages of equal slices over an axis; `keys` is the formula of the elements K of one rank's keys."""
 
-    `wide` is how many times as large a number is in the dtype of statistics.
-    """
-    ranks = len(keys)
-    if ranks == 1:
-        return
-    for phase in ("forward", "backward"):
-        for step in range(ranks - 1):
-            sent, received = keys[(rank - step) % ranks], keys[(rank - step - 1) % ranks]
-            yield from _messages(phase, 2 * sent, 2 * received)
-    for step in range(ranks):
-        sent, received = keys[(rank - step) % ranks], keys[(rank - step - 1) % ranks]
-        hidden = step < ranks - 1  # nothing is left to compute behind the hop that brings a gradient home
-        yield from _messages("backward", 2 * wide * sent, 2 * wide * received, wide=True, hidden=hidden)
-
-
-def short_ring_transfers(keys: int, ranks: int) -> Iterator[Transfer]:
-    """The messages of TransformerEngine's form with equal slices: block and gradient travel as one, c-1 hops each."""
-    if ranks == 1:
-        return
-    for _ in range(ranks - 1):
-        yield from _messages("forward", 2 * keys, 2 * keys)
-    for size in (2, *[4] * (ranks - 2), 2):
-        yield from _messages("backward", size * keys, size * keys)
-
-
-def _messages(phase: str, sent: int, received: int, *, wide: bool = False, hidden: bool = True) -> Iterator[Transfer]:
-    for op, payload_bytes in (("send", sent), ("recv", received)):
-        if payload_bytes:
-            yield Transfer(phase=phase, op=op, payload_bytes=payload_bytes, wide=wide, hidden=hidden)
+    block: Callable[..., Row] = partial(Row, ATTENTION, elements=f"2 * {keys}", axis=axis, again="core")
+    follow = partial(block, times=f"(ranks - 1) * {MICRO_BATCHES}", hidden="overlap")
+    home = "gradients come home, when nothing is left to compute"
+    return tuple(
+        row
+        for op in ("send", "recv")
+        for row in (
+            follow("forward backward", op, why="keys and values of the next rank"),
+            follow("backward", op, why="gradients follow their keys and values", dtype="loss"),
+            block("backward", op, why=home, dtype="loss"),
+        )
+    )

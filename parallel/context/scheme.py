@@ -6,7 +6,7 @@
     activation   | a cut along the sequence over cp, before the mode's own
     shares       | a cut of the queries, or of heads that are exchanged for them
     data, loss   | the axis dp becomes dp_cp: context ranks see other tokens, so all gradients are partial sums there
-    expected     | the calls of the method too, per layer and micro-batch, in attention
+    rows         | the calls of the method too, per layer and micro-batch, in attention
 
 The mode's exchange stays around the core: under isp tokens of the slice are exchanged for heads over tp, and what goes
 round over cp are those of whole slices (InternEvo's 2D attention). Loss, gradients and token counts need no factor:
@@ -15,8 +15,7 @@ sums over dp_cp, divided once by the number of tokens of all (around.md 14.3).
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -24,20 +23,17 @@ import torch
 from torch import Tensor
 
 from parallel.communication.batch import Delivered
-from parallel.communication.expectation import ITEM_BYTES, CompleteTerm, loss_dtype, per_micro, repeated, step_terms
+from parallel.communication.expectation import Row
 from parallel.communication.layout import Cut, Placement
 from parallel.communication.mesh import Mesh
-from parallel.context.exchanged import exchanged_attention, exchanged_transfers, nested_attention, nested_transfers
-from parallel.context.gathered import gathered_attention, gathered_transfers
-from parallel.context.ring import ring_attention, ring_transfers
+from parallel.context.exchanged import exchanged_attention, exchanged_rows, nested_attention, nested_rows
+from parallel.context.gathered import gathered_attention, gathered_rows
+from parallel.context.ring import ring_attention, ring_rows
 from parallel.context.slices import Slices, contiguous, sliced, zigzag
-from parallel.context.transfers import Transfer
 from parallel.model.strategy import Parts, Strategy
 from reference.case import Case
 
 __all__ = ["with_context"]
-
-_AXES = {"": "cp", "inner": "cp_inner", "outer": "cp_outer"}
 
 
 def with_context(strategy: Strategy, case: Case) -> Strategy:
@@ -48,10 +44,6 @@ def with_context(strategy: Strategy, case: Case) -> Strategy:
     def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
         return _parts(case, mesh, strategy.parts(case, mesh, device))
 
-    def expected(case: Case) -> Iterator[CompleteTerm]:
-        yield from strategy.expected(case)
-        yield from _terms(case)
-
     def activation(case: Case, module: str) -> Placement | None:
         place = strategy.activation(case, module)
         return None if place is None else replace(place, cuts=(_cut(case, dim=1), *place.cuts))
@@ -59,23 +51,14 @@ def with_context(strategy: Strategy, case: Case) -> Strategy:
     data_axes, loss_axes = (
         tuple("dp_cp" if axis == "dp" else axis for axis in axes) for axes in (strategy.data_axes, strategy.loss_axes)
     )
-    once = step_terms(
-        strategy.placements,
-        strategy.partial,
-        weight_axis=strategy.weight_axis,
-        data_axes=data_axes,
-        loss_axes=loss_axes,
-        coalesced=strategy.coalesced,
-    )
     return replace(
         strategy,
         data_axes=data_axes,
         loss_axes=loss_axes,
         parts=parts,
-        expected=expected,
+        rows=(*strategy.rows, *_rows(case)),
         activation=activation,
         shares=lambda case: _shares(case, strategy.shares(case)),
-        once=once,
     )
 
 
@@ -147,36 +130,15 @@ def _method(case: Case, mesh: Mesh) -> Callable[..., Tensor]:
     return partial(ring_attention, axis=mesh.axis("cp"), overlap=case.overlap)
 
 
-def _transfers(case: Case) -> Iterator[Transfer]:
-    """The calls of one layer and micro-batch on a rank."""
-    token = case.slice_tokens * case.head_dim * ITEM_BYTES[case.dtype]
-    kv_heads = max(case.kv_heads, case.tp) // case.tp
-    wide = ITEM_BYTES[loss_dtype(case)] // ITEM_BYTES[case.dtype]
-    queries, keys = case.heads // case.tp * token, kv_heads * token
+def _rows(case: Case) -> tuple[Row, ...]:
+    """The calls of the method."""
+    token = "slice_tokens * head_dim"
+    queries, kv_heads = f"{token} * heads // tp", "max(kv_heads, tp) // tp"
     match case.cp_comm:
         case "gather":
-            return gathered_transfers(keys, case.cp)
+            return gathered_rows(f"{token} * {kv_heads}")
         case "alltoall":
-            return exchanged_transfers(queries, max(kv_heads, case.cp) * token, case.cp)
+            return exchanged_rows(queries, f"{token} * max({kv_heads}, cp)", axis="cp")
         case "alltoall-ring":
-            inner, outer = case.cp_inner, case.cp // case.cp_inner
-            return nested_transfers(queries, max(kv_heads, inner) * token, inner=inner, outer=outer, wide=wide)
-    return ring_transfers([keys] * case.cp, 0, wide=wide)
-
-
-def _terms(case: Case) -> Iterator[CompleteTerm]:
-    """A core that is computed again repeats its forward calls."""
-    for layer, each in itertools.product(range(case.layers), _transfers(case)):
-        terms = per_micro(
-            case,
-            each.phase,
-            f"layers.{layer}.attention",
-            each.op,
-            each.payload_bytes,
-            axis=_AXES[each.axis],
-            reduce_op=each.reduce_op,
-            dtype=loss_dtype(case) if each.wide else case.dtype,
-            calls=each.calls,
-            hidden=each.hidden and case.overlap,
-        )
-        yield from repeated(case, terms, core=True)
+            return nested_rows(queries, f"{token} * max({kv_heads}, cp_inner)")
+    return ring_rows(f"{token} * {kv_heads}", axis="cp")

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from parallel.communication.expectation import CompleteTerm, local_elements
-from parallel.communication.layout import Placement
-from parallel.data_parallel.words import gradient_dtype
+from parallel.communication.expectation import CompleteTerm, gradient_dtype
+from parallel.communication.layout import Placement, local_shape
+from parallel.communication.mesh import coordinates
 from reference.case import Case
 from reference.model.parameters import shapes
 
-__all__ = ["estimated_mb", "ledger_lines", "megatron_beside", "step_calls"]
+__all__ = ["estimated_mb", "ledger_lines", "local_elements", "megatron_beside", "step_calls"]
 
 Line = tuple[str, str]
 _MB = 2**20
@@ -38,6 +38,11 @@ def megatron_beside(case: Case, places: Mapping[str, Placement]) -> Iterator[Lin
     for what, op, elements, dtype, group in step_calls(case, local_elements(case, places)):
         width = 2 if dtype in ("float16", "bfloat16") else 8 if dtype == "float64" else 4
         yield f"Megatron's step: {what}", f"{op} of {elements * width:,} B {dtype} over {group}"
+
+
+def local_elements(case: Case, places: Mapping[str, Placement]) -> int:
+    """Elements of all parameters on one rank, padding included."""
+    return sum(math.prod(local_shape(place, coordinates(case, 0))) for place in places.values())
 
 
 def ledger_lines(case: Case, terms: Iterable[CompleteTerm]) -> Iterator[Line]:
@@ -67,7 +72,7 @@ def step_calls(case: Case, elements: int) -> Iterator[tuple[str, str, int, str, 
     """(what, op, elements, dtype, group) of each call that Megatron's step issues once and ours does not."""
     model, data = f"{case.tp} ranks of tp", "a group of one"
     if case.dp * case.cp == 1:
-        yield "gradients", "all_reduce", elements, str(gradient_dtype(case)).removeprefix("torch."), data
+        yield "gradients", "all_reduce", elements, gradient_dtype(case), data
         yield "loss and number of tokens", "all_reduce", 2, "float32", data
     if case.dtype == "float16" and case.scaler == "none":
         yield "infinite gradients", "all_reduce", 1, "float32", model

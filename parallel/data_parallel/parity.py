@@ -16,16 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from parallel.communication.collectives import all_gather
-from parallel.communication.expectation import ITEM_BYTES, CompleteTerm, by_rank
+from parallel.communication.expectation import Place, Row
 from parallel.communication.mesh import axis_size
 from parallel.data_parallel.words import REPLICAS
 from parallel.model.strategy import Rank, Step, Strategy
-from parallel.schedules.stages import TABLE
+from parallel.schedules.stages import TABLE, held
 from reference.case import Case
 
 __all__ = ["bits_hash", "with_parity"]
@@ -44,25 +45,24 @@ def with_parity(strategy: Strategy, case: Case) -> Strategy:
         before = strategy.step(case, plain)
         return replace(before, reductions={"parity": _Parity(case, replicated), **before.reductions})
 
-    def terms(case: Case) -> Iterator[CompleteTerm]:
-        for at, places in by_rank(case, strategy.placements(case)):
-            for axis, names in replicated.items():
-                ranks = 2 if axis == "embedding" else axis_size(case, axis)
-                if ranks > 1 and (held := len(places.keys() & set(names))):
-                    yield CompleteTerm(
-                        phase="grad_sync",
-                        region="",
-                        op="all_gather",
-                        reduce_op="",
-                        axis=axis,
-                        group_size=ranks,
-                        dtype="int64",
-                        payload_bytes=ITEM_BYTES["int64"] * held * ranks,
-                        calls=-(-case.steps // case.parity),
-                        at=at,
-                    )
+    return replace(strategy, rows=(*strategy.rows, *_rows(replicated)), step=step)
 
-    return replace(strategy, once={**strategy.once, "parity": terms}, step=step)
+
+def _rows(replicated: Mapping[str, Sequence[str]]) -> Iterator[Row]:
+    """One call over each axis."""
+    why, times = "hashes of parameters that its ranks hold alike", "-(-steps // parity)"
+    for axis, names in replicated.items():
+        where = partial(_hashes, axis, frozenset(names))
+        yield Row(where, "grad_sync", "all_gather", "hashes", why, axis=axis, dtype="int64", times=times)
+
+
+def _hashes(axis: str, names: frozenset[str], case: Case) -> Iterator[Place]:
+    """Every rank of a pipeline that holds any of the parameters."""
+    ranks = 2 if axis == "embedding" else axis_size(case, axis)
+    for rank in range(case.pp):
+        own = held(case, rank)
+        if count := sum(any(stage.holds(name) for stage in own) for name in names):
+            yield Place(at=own[0].at, values={"hashes": count * ranks})
 
 
 def _replicated(strategy: Strategy, case: Case) -> dict[str, Sequence[str]]:

@@ -5,30 +5,22 @@ Without any of them a strategy is left as it is: one flat sum of all gradients (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from parallel.communication.expectation import CompleteTerm
 from parallel.data_parallel.buffers import Buckets
 from parallel.data_parallel.gathered import Shards
 from parallel.data_parallel.scaling import LossScaling
-from parallel.data_parallel.terms import data_parallel_terms, once_a_step
-from parallel.data_parallel.words import shard_axis
+from parallel.data_parallel.words import has_words, shard_axis
 from parallel.model.strategy import Step, Strategy
 from reference.case import Case
-from reference.case.data_parallel import WORDS
 
 __all__ = ["with_data_parallelism"]
 
 
 def with_data_parallelism(strategy: Strategy, case: Case) -> Strategy:
     """The strategy with the gradients and the optimizer of this case's data parallelism; itself without any word."""
-    if all(getattr(case, word) == plain for word, plain in WORDS.items()):
+    if not has_words(case):
         return strategy
-
-    def expected(case: Case) -> Iterator[CompleteTerm]:
-        yield from strategy.expected(case)
-        yield from data_parallel_terms(strategy, case)
 
     def step(case: Case, plain: Step) -> Step:
         return _held_by(Shards(case) if case.zero >= 2 else Buckets(case), case, strategy.step(case, plain))
@@ -36,8 +28,6 @@ def with_data_parallelism(strategy: Strategy, case: Case) -> Strategy:
     return replace(
         strategy,
         norm_axes=(*strategy.norm_axes, shard_axis(case)) if case.zero else strategy.norm_axes,
-        expected=expected,
-        once=once_a_step(strategy),
         step=step,
     )
 

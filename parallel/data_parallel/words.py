@@ -6,15 +6,18 @@ from collections.abc import Mapping
 
 import torch
 
+from parallel.communication import expectation
 from parallel.data_parallel.buckets import Bucket, bucketed
 from parallel.layers.roles import is_column, is_row
 from parallel.schedules.stages import TABLE, Stage
 from reference.case import Case
+from reference.case.data_parallel import WORDS
 from reference.model.parameters import dtype_of
 
 __all__ = [
     "REPLICAS",
     "gradient_dtype",
+    "has_words",
     "shard_axis",
     "sharing_axes",
     "stage_buckets",
@@ -27,9 +30,15 @@ REPLICAS = "replica"
 """The mesh axis over which shards are replicated."""
 
 
+def has_words(case: Case) -> bool:
+    """Does a word of data parallelism replace the one flat sum of all gradients?"""
+    return any(getattr(case, word) != plain for word, plain in WORDS.items())
+
+
 def gradient_dtype(case: Case) -> torch.dtype:
     """The dtype in which gradients are added up and summed over ranks."""
-    return torch.float32 if case.grad_dtype == "float32" else dtype_of(case)
+    dtype: torch.dtype = getattr(torch, expectation.gradient_dtype(case))
+    return dtype
 
 
 def trained_dtype(case: Case) -> torch.dtype:

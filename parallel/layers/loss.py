@@ -5,10 +5,8 @@ part. Per token, x = logits - max, Z = sum exp(x), t the label, a the smoothing,
 
     loss = log Z - (1 - a - b) x_t - b sum_j x_j        gradient_j = exp(x_j)/Z - (1 - a - b) [j = t] - b
 
-Collectives over the axis, forward only, in float32 (float64 for float64 logits), n tokens:
-
-    unfused   all-reduce MAX [n], SUM x_t [n], SUM Z [n]; with smoothing SUM x_j [n] too
-    fused     all-reduce MAX [n], SUM of (x_t, Z) [2n]; with smoothing (x_t, Z, x_j) [3n]
+Collectives over the axis (`LOSS`) are issued in forward alone, in float32 (float64 for float64 logits). Unfused they
+are MAX, SUM x_t, SUM Z and with smoothing SUM x_j, each [tokens]; fused the sums are one.
 
 Sources: Megatron-Core `vocab_parallel_cross_entropy` and its fused form; its smoothing takes K and the mean of one
 partition, here both are global (modes.md 4.6, decision S1).
@@ -22,10 +20,11 @@ import torch
 from torch import Tensor
 
 from parallel.communication.collectives import all_reduce
+from parallel.communication.expectation import STAGES, Row
 from parallel.communication.mesh import Axis
 from parallel.layers.norm import wide
 
-__all__ = ["IGNORED", "counted", "vocabulary_cross_entropy"]
+__all__ = ["IGNORED", "LOSS", "LOGITS", "counted", "vocabulary_cross_entropy"]
 
 IGNORED = -100
 """The label of a token that is never learned."""
@@ -93,3 +92,24 @@ def vocabulary_cross_entropy(
 def counted(labels: Tensor, loss_mask: Tensor) -> Tensor:
     """The weight with which every token counts: its loss mask, 0 where the label is IGNORED."""
     return loss_mask * (labels != IGNORED)
+
+
+def _loss(op: str, elements: str, why: str, when: str) -> Row:
+    split = 'last and head in ("parallel", "exchange")'
+    return Row(STAGES, "loss", op, elements, why, dtype="loss", when=f"{split} and {when}")
+
+
+LOSS = (
+    _loss("all_reduce max", "slice_tokens", "largest logit of every token", "True"),
+    _loss("all_reduce", "slice_tokens", "logit of the label", 'cross_entropy == "unfused"'),
+    _loss("all_reduce", "slice_tokens", "sum of exp", 'cross_entropy == "unfused"'),
+    _loss("all_reduce", "slice_tokens", "sum of logits", 'cross_entropy == "unfused" and label_smoothing'),
+    _loss("all_reduce", "2 * slice_tokens", "both sums", 'cross_entropy == "fused" and not label_smoothing'),
+    _loss("all_reduce", "3 * slice_tokens", "all three sums", 'cross_entropy == "fused" and label_smoothing'),
+)
+"""The loss of logits whose vocabulary is split over tp."""
+LOGITS = (
+    Row("head", "forward", "all_gather", "slice_tokens * padded_vocab", "logits", when='head == "gather"'),
+    *LOSS,
+)
+"""What follows a head that splits the vocabulary over tp: its logits are gathered, or their loss is split too."""

@@ -1,36 +1,27 @@
 """Accuracy, perplexity and loss by dataset of every micro-batch, measured beside training (metric=true).
 
-Collectives over tp in phase metric, before the backward of the micro-batch; T tokens, numbers in the loss's dtype:
-
-    logits     | calls
-    vocabulary | MAX [T]; int64 SUM [datasets]; int64 SUM []; SUM [T] label's logit; SUM [T] of exp;
-               | then the loss: MAX [T], SUM [T], SUM [T]
-    sequence   | int64 SUM [datasets]; int64 SUM []; SUM [] log-likelihood; SUM [datasets] loss
-    whole      | -
-
-Calls and order are those of InternEvo's `AccPerplex` with the types of one dataset (modes.md 3.4). The numbers do not
-depend on the split: a token is right when no logit exceeds its label's, padded columns take no part, and tokens count
-as in the loss (mask and label). No gradient flows. The outcome holds their sums over the run, `metric/<name>`.
+Collectives over tp (`metric_rows`) are issued in phase metric, before the backward of the micro-batch; whole logits
+need none. Calls and order are those of InternEvo's `AccPerplex` with the types of one dataset (modes.md 3.4). The
+numbers do not depend on the split: a token is right when no logit exceeds its label's, padded columns take no part, and
+tokens count as in the loss (mask and label). No gradient flows. The outcome holds their sums over the run,
+`metric/<name>`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from parallel.communication.collectives import all_reduce, own_slice
-from parallel.communication.expectation import ITEM_BYTES, CompleteTerm, loss_dtype, per_micro, placed
+from parallel.communication.expectation import STAGES, Row
 from parallel.communication.layout import Placement
 from parallel.communication.mesh import Axis
 from parallel.layers.loss import vocabulary_cross_entropy
 from parallel.layers.norm import wide
-from parallel.schedules.stages import stages
-from reference.case import Case
 
-__all__ = ["DATASETS", "MetricSums", "Metric", "metric_terms"]
+__all__ = ["DATASETS", "MetricSums", "Metric", "metric_rows"]
 
 DATASETS = 1
 """Number of datasets: a case has one corpus."""
@@ -123,17 +114,33 @@ class Metric(nn.Module):
         return x, (labels - first).masked_fill(elsewhere, 0), elsewhere
 
 
-def metric_terms(case: Case, place: Placement) -> Iterator[CompleteTerm]:
-    """The calls of a case's metric, none without; `place` is that of its logits."""
-    if not case.metric or not place.cuts:
-        return
-    dtype = loss_dtype(case)
-    one = ITEM_BYTES[dtype]
-    sums = [("sum", "int64", DATASETS * ITEM_BYTES["int64"], 1), ("sum", "int64", ITEM_BYTES["int64"], 1)]
-    if place.cuts[0].dim == _VOCABULARY:
-        sums += [("max", dtype, case.tokens * one, 2), ("sum", dtype, case.tokens * one, 4)]
-    else:
-        sums += [("sum", dtype, one, 1), ("sum", dtype, DATASETS * one, 1)]
-    for reduce_op, kind, size, calls in sums:
-        terms = per_micro(case, "metric", "", "all_reduce", size, reduce_op=reduce_op, dtype=kind, calls=calls)
-        yield from placed(terms, stages(case)[-1].at)
+def metric_rows(place: Placement | None) -> tuple[Row, ...]:
+    """The calls of a case's metric, none without or for whole logits; `place` is that of its logits."""
+    if place is None or not place.cuts:
+        return ()
+    split = _SPLIT if place.cuts[0].dim == _VOCABULARY else _SLICED
+    return (*_COUNTS, *split)
+
+
+def _calls(op: str, elements: str, why: str, *, dtype: str = "loss") -> Row:
+    return Row(STAGES, "metric", op, elements, why, dtype=dtype, when="metric and last")
+
+
+_COUNTS = (
+    _calls("all_reduce", str(DATASETS), "right tokens of every dataset", dtype="int64"),
+    _calls("all_reduce", "1", "right tokens", dtype="int64"),
+)
+_SPLIT = (
+    _calls("all_reduce max", "tokens", "largest logit"),
+    _calls("all_reduce", "tokens", "logit of the label"),
+    _calls("all_reduce", "tokens", "sum of exp"),
+    _calls("all_reduce max", "tokens", "largest logit, of the loss"),
+    _calls("all_reduce", "tokens", "logit of the label, of the loss"),
+    _calls("all_reduce", "tokens", "sum of exp, of the loss"),
+)
+"""Logits split along the vocabulary."""
+_SLICED = (
+    _calls("all_reduce", "1", "log-likelihood"),
+    _calls("all_reduce", str(DATASETS), "loss of every dataset"),
+)
+"""Logits split along the sequence."""

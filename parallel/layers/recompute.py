@@ -22,9 +22,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from parallel.communication.collectives import all_gather, own_slice
+from parallel.communication.expectation import ACTIVATION, Row, in_modules
 from parallel.communication.mesh import Axis
+from parallel.schedules.recompute import ends_of_units
+from reference.case import Case
 
-__all__ = ["computed_later_again"]
+__all__ = ["SAVED", "computed_later_again"]
 
 
 def computed_later_again(
@@ -56,3 +59,15 @@ def computed_later_again(
         early_stop=early_stop,
     )
     return y
+
+
+def _needing(case: Case) -> list[str]:
+    """The module of every unit whose backward is the first to need something of it: the last linear, or the dropout
+    behind it.
+    """
+    return [f"layers.{last}" if case.dropout else f"layers.{last}.mlp.w2" for last in sorted(ends_of_units(case))]
+
+
+SAVED = Row(
+    in_modules(_needing), "recompute", "all_gather", ACTIVATION, "the saved input of a unit", when="distribute_saved"
+)

@@ -7,9 +7,21 @@ norm    attention_norm, mlp_norm, final_norm; q_norm, k_norm act on heads
 
 from __future__ import annotations
 
+from parallel.communication.expectation import in_modules
 from reference.case import Case
 
-__all__ = ["attention_linears", "column_linears", "head_norms", "is_column", "is_row", "mlp_linears", "row_linears"]
+__all__ = [
+    "ATTENTION",
+    "COLUMN_LINEARS",
+    "ROW_LINEARS",
+    "attention_linears",
+    "column_linears",
+    "head_norms",
+    "is_column",
+    "is_row",
+    "mlp_linears",
+    "row_linears",
+]
 
 _COLUMNS = frozenset({"wqkv", "wq", "wk", "wv", "w1", "w3", "w13"})
 _ROWS = frozenset({"wo", "w2"})
@@ -55,3 +67,8 @@ def row_linears(case: Case) -> list[str]:
 def _linears(case: Case) -> list[str]:
     inner = [f"attention.{name}" for name in attention_linears(case)] + [f"mlp.{name}" for name in mlp_linears(case)]
     return [f"layers.{layer}.{name}" for layer in range(case.layers) for name in inner]
+
+
+COLUMN_LINEARS, ROW_LINEARS = in_modules(column_linears), in_modules(row_linears)
+ATTENTION = in_modules(lambda case: [f"layers.{layer}.attention" for layer in range(case.layers)])
+"""Places of the rows of a closed form."""

@@ -7,7 +7,7 @@ there), so that every call belongs to the module that needs it. A `Rank` is one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.communication.batch import Delivered
-from parallel.communication.expectation import CompleteTerm, Terms
+from parallel.communication.expectation import Row
 from parallel.communication.layout import Box, Cut, Placement, pieces
 from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
@@ -79,8 +79,7 @@ class Strategy:
     coalesced      are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
     norm_axes      mesh axes beside the weight axis over which all gradients together lie
     parts          (case, mesh, device) -> the strategy bound to one rank
-    expected       case -> the calls of its micro-batches
-    once           part of a step -> case -> its calls (`parallel.communication.expectation.step_terms`)
+    rows           the calls of its micro-batches; those of a step follow (`parallel.data_parallel.calls`)
     step           (case, step) -> what is done in a step, made of what the plain step does
     """
 
@@ -96,15 +95,8 @@ class Strategy:
     coalesced: bool = True
     norm_axes: tuple[str, ...] = ()
     parts: Callable[[Case, Mesh, torch.device], Parts]
-    expected: Terms
-    once: Mapping[str, Terms]
+    rows: tuple[Row, ...]
     step: Callable[[Case, Step], Step] = _plain
-
-    def calls(self, case: Case) -> Iterator[CompleteTerm]:
-        """The closed form of a case: its micro-batches, then what happens once a step."""
-        yield from self.expected(case)
-        for terms in self.once.values():
-            yield from terms(case)
 
     def laid_out(self, x_BS: Tensor) -> Tensor:
         """A tensor [B, S, ...] with its dims in the order of this strategy's hidden states, and back."""

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from parallel.communication import gradients as sync
-from parallel.communication.expectation import CompleteTerm
+from parallel.communication.expectation import ACTIVATION, STAGES, Row
 from parallel.communication.layout import Cut, Placement
 from parallel.model.strategy import Rank, Step, Strategy
 from parallel.pipeline.execution import as_scheduled, with_channels
-from parallel.pipeline.terms import micro_batch_terms, once_a_step
 from parallel.schedules.stages import TABLE, Stage, held
 from reference.case import Case
+from reference.case.modes import MODES
 
 __all__ = ["with_pipeline"]
 
@@ -31,9 +31,6 @@ def with_pipeline(strategy: Strategy, case: Case) -> Strategy:
     def placements(case: Case) -> dict[str, Placement]:
         ranks = [held(case, rank) for rank in range(case.pp)]
         return {name: _on_stages(place, ranks, name) for name, place in strategy.placements(case).items()}
-
-    def expected(case: Case) -> Iterator[CompleteTerm]:
-        return micro_batch_terms(strategy, case)
 
     def step(case: Case, plain: Step) -> Step:
         before = strategy.step(case, plain)
@@ -49,10 +46,21 @@ def with_pipeline(strategy: Strategy, case: Case) -> Strategy:
         placements=placements,
         loss_axes=(*strategy.loss_axes, "pp"),
         norm_axes=(*strategy.norm_axes, "pp"),
-        expected=expected,
-        once={**strategy.once, **once_a_step(strategy)},
+        rows=(*strategy.rows, *_messages(case)),
         step=step,
     )
+
+
+def _messages(case: Case) -> Iterator[Row]:
+    """Activations go on and gradients back, over every border of two stages; split ones each rank's part of them."""
+    elements = "slice_tokens // tp * hidden" if MODES[case.mode].sequence else ACTIVATION
+    for op, when, why in (
+        ("send", "not last", "activations to the next stage"),
+        ("recv", "not last", "gradients from the next stage"),
+        ("recv", "not first", "activations from the stage before"),
+        ("send", "not first", "gradients to the stage before"),
+    ):
+        yield Row(STAGES, "pipeline", op, elements, why, axis="pp", when=when)
 
 
 def _on_stages(place: Placement, ranks: Sequence[Sequence[Stage]], name: str) -> Placement:

@@ -1,25 +1,9 @@
 """autotp: DeepSpeed's automatic tensor parallelism. Hidden states [B, S, D] are whole on every rank of the axis tp, and
 shares of heads and features may differ between ranks.
 
-    tensor                             | layout            | forward    | backward   | bytes
-    layers.*.attention.{wqkv,wq,wk,wv} | whole -> heads    | -          | all_reduce | A
-    layers.*.attention.wo              | partial -> whole  | all_reduce | -          | A
-    layers.*.mlp.{w1,w3,w13}           | whole -> features | -          | all_reduce | A
-    layers.*.mlp.w2                    | partial -> whole  | all_reduce | -          | A
-    head head=gather tied=false        | whole -> vocab    | -          | all_reduce | A
-    head head=gather tied=false        | vocab -> whole    | all_gather | -          | U
-    head head=sum                      | whole -> columns  | -          | all_reduce | A
-    head head=sum                      | partial -> whole  | all_reduce | -          | v
-    head head=sum tied=true            | whole -> columns  | -          | all_reduce | K
-    step dp                            | all gradients     | -          | all_reduce | G
-    step tp qk_norm=true               | partial -> whole  | -          | all_reduce | P
-    step dp                            | loss, tokens      | -          | all_reduce | 16
-    step tp                            | squared norm      | -          | all_reduce | W
-
-Bytes of: v the logits; U the logits with every rank's part as wide as the widest; K the token table. The embedding is
-whole and issues nothing, nor does a tied head that is gathered: it is whole too. The loss is the plain one of whole
-logits. Gradients of q/k norms are sums over this rank's heads, added up once a step (DeepSpeed: in every micro-batch).
-Forward under head=sum is DeepSpeed's inference; head=gather is its training.
+The embedding is whole and issues nothing, nor does a tied head that is gathered: it is whole too. The loss is the plain
+one of whole logits. Gradients of q/k norms are sums over this rank's heads, added up once a step (DeepSpeed: in every
+micro-batch). Forward under head=sum is DeepSpeed's inference; head=gather is its training.
 
 A rank holds whole kv heads with their query heads (`parallel.slicing`), the first ranks one more; inner features of the
 MLP nearly evenly, of OPT in proportion to the heads where they divide them. Embeddings, norms and row biases are whole.
@@ -47,21 +31,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parallel.communication import pairs
-from parallel.communication.expectation import (
-    ITEM_BYTES,
-    CompleteTerm,
-    activation_terms,
-    delivery_terms,
-    per_micro,
-    repeated,
-    step_terms,
-)
+from parallel.communication.batch import DELIVERY
+from parallel.communication.expectation import ACTIVATION, Place, Row
 from parallel.communication.layout import Cut, Placement, local_shape
 from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.embedding import WholeEmbedding
 from parallel.layers.linear import Region, column_linear
 from parallel.layers.loss import vocabulary_cross_entropy
-from parallel.layers.roles import column_linears, is_column, is_row, row_linears
+from parallel.layers.roles import COLUMN_LINEARS, ROW_LINEARS, is_column, is_row
 from parallel.model.strategy import Parts, Strategy
 from parallel.schemes import tensor
 from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
@@ -214,42 +191,31 @@ class SummedHead(_Head):
 _SEQUENCE_DIM = 1
 
 
-def _expected(case: Case) -> Iterator[CompleteTerm]:
-    """Per micro-batch with C column linears a layer: forward 2L all-reduces of A and one call of the head, unless that
-    is whole; backward C*L and the head's; recompute 2L."""
-    yield from delivery_terms(case)
-    for linear in row_linears(case):
-        yield from repeated(case, activation_terms(case, "forward", linear, "all_reduce"))
-    for linear in column_linears(case):
-        yield from activation_terms(case, "backward", linear, "all_reduce", hidden=case.overlap)
-    yield from _head_terms(case)
+_SUMMED, _GATHERED = 'head == "sum"', 'head == "gather" and not tied'
 
 
-def _head_terms(case: Case) -> Iterator[CompleteTerm]:
-    item = ITEM_BYTES[case.dtype]
-    if case.head == "sum":
-        yield from per_micro(case, "forward", "head", "all_reduce", case.tokens * case.vocab * item)
-        yield from activation_terms(case, "backward", "head", "all_reduce")
-        if case.tied:
-            yield from per_micro(case, "backward", "head", "all_reduce", case.vocab * case.hidden * item)
-    elif not case.tied:
-        widest = max(widths(head_held(case)))
-        yield from per_micro(case, "forward", "head", "all_gather", case.tokens * case.tp * widest * item)
-        yield from activation_terms(case, "backward", "head", "all_reduce", hidden=case.overlap)
+def _widest(case: Case) -> Iterator[Place]:
+    """The head, with the most rows of the vocabulary that a rank holds."""
+    yield Place(module="head", values={"widest": max(widths(head_held(case)))})
 
 
-def _partial(case: Case, name: str) -> bool:
-    return tensor.head_partial(name)
-
-
+_ROWS = (
+    *DELIVERY,
+    Row(ROW_LINEARS, "forward", "all_reduce", ACTIVATION, "partial outputs"),
+    Row(COLUMN_LINEARS, "backward", "all_reduce", ACTIVATION, "gradient of the input, partial", hidden="overlap"),
+    Row("head", "forward", "all_reduce", "tokens * vocab", "partial logits", when=_SUMMED),
+    Row("head", "backward", "all_reduce", ACTIVATION, "columns of the input's gradient", when=_SUMMED),
+    Row("head", "backward", "all_reduce", "vocab * hidden", "columns of the table", when=f"{_SUMMED} and tied"),
+    Row(_widest, "forward", "all_gather", "tokens * tp * widest", "parts, padded to the widest", when=_GATHERED),
+    Row("head", "backward", "all_reduce", ACTIVATION, "gradient of input", when=_GATHERED, hidden="overlap"),
+)
 AUTOTP = Strategy(
     name="autotp",
     sequence_dim=_SEQUENCE_DIM,
     placements=placements,
     activation=activation,
     shares=shares,
-    partial=_partial,
+    partial=tensor.head_partial,
     parts=partial(parts, sequence_dim=_SEQUENCE_DIM),
-    expected=_expected,
-    once=step_terms(placements, _partial),
+    rows=_ROWS,
 )

@@ -1,37 +1,10 @@
 """isp: InternEvo's weight parallelism with split sequences. Hidden states [B, S, D] are split on S over tp all the way;
 weights are split over wp, gathered whole for each use. tp and wp are sizes of their own over the same ranks.
 
-    tensor                                   | axis | forward      | recompute  | backward                   | bytes
-    embedding                                | wp   | all_gather   | -          | all_gather, reduce_scatter | K
-    linear overlap=false fuse_weights=false  | wp   | all_gather   | all_gather | all_gather, reduce_scatter | K
-    linear overlap=true fuse_weights=false   | wp   | all_gather   | -          | all_gather, reduce_scatter | K
-    bias overlap=false fuse_weights=false    | wp   | all_gather   | all_gather | all_gather, reduce_scatter | k
-    bias overlap=true fuse_weights=false     | wp   | all_gather   | -          | all_gather, reduce_scatter | k
-    block fuse_weights=true                  | wp   | all_gather   | -          | all_gather, reduce_scatter | K+k
-    layers.*.attention: q                    | tp   | all_to_all   | all_to_all | all_to_all                 | A/p
-    layers.*.attention: k and v              | tp   | all_to_all   | all_to_all | all_to_all                 | KV/p
-    layers.*.attention: context              | tp   | all_to_all   | all_to_all | all_to_all                 | A/p
-    head                                     | wp   | all_gather   | -          | all_gather, reduce_scatter | K
-    head head=exchange                       | tp   | all_to_all   | -          | all_to_all                 | V/p
-    head head=gather                         | tp   | all_gather   | -          | -                          | v
-    loss head=exchange cross_entropy=unfused | tp   | 3 all_reduce | -          | -                          | T
-    loss head=exchange cross_entropy=fused   | tp   | all_reduce   | -          | -                          | T
-    loss head=exchange cross_entropy=fused   | tp   | all_reduce   | -          | -                          | 2*T
-    loss head=local                          | tp   | all_gather   | -          | -                          | T
-    step: each norm, learned positions       | wp   | -            | -          | all_reduce                 | N
-    step: all gradients                      | wdp  | -            | -          | all_reduce                 | G
-    step: loss, tokens                       | dp   | -            | -          | all_reduce                 | 16
-    step: squared norm                       | wp   | -            | -          | all_reduce                 | W
-
-One row a tensor and micro-batch on the pipeline stage that holds it, `step` once a step; `recompute` holds for
-recompute=full. p = tp. Bytes of: K the whole weight (the embedding's and a tied head's: the whole padded table), k the
-whole bias, K+k all of a block; A one whole activation; KV = B*S*2*max(kv_heads, p)*head_dim numbers; V the padded
-logits, v the true ones; T one number a token in the loss's dtype, W one; N the parameter; G all gradients of a rank.
-Label smoothing adds one term to the loss.
-
-Regions: a call of attention, head, embedding and loss belongs to that module. A block's gathers belong to the linear
-that starts them: its own one, or with prefetch another (the table of `parallel.weights.prefetch`). Reduce-scatters
-belong to the linear, fused to the block's first.
+A block's gathers belong to the linear that starts them: its own one, or with prefetch another (the table of
+`parallel.weights.prefetch`), and nothing is gathered ahead for another stage of a pipeline. Reduce-scatters belong to
+the linear, fused to the block's first. Every gather but that of a table is shared by recompute and backward where it is
+prefetched or fused.
 Source: InternEvo (modes.md 2, 3.3 to 3.7; its means are sums here, decision G2). The doc-era loss (head=local) gathers
 per-token losses, and so does ours: then the outcome of every rank is the whole micro-batch's.
 """
@@ -40,20 +13,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from parallel.communication.expectation import (
-    ITEM_BYTES,
-    CompleteTerm,
-    delivery_terms,
-    loss_dtype,
-    loss_terms,
-    per_micro,
-    repeated,
-    step_terms,
-)
-from parallel.layers.roles import attention_linears, mlp_linears
+from parallel.communication.batch import DELIVERY
+from parallel.communication.expectation import STAGES, Place, Places, Row
+from parallel.layers.loss import LOSS
+from parallel.layers.roles import ATTENTION, attention_linears, mlp_linears
 from parallel.model.strategy import Strategy
 from parallel.schedules.recompute import computed_again
 from parallel.schedules.stages import stages
@@ -64,107 +31,46 @@ from reference.model.parameters import Shape, shapes
 __all__ = ["ISP"]
 
 
-def _expected(case: Case) -> Iterator[CompleteTerm]:
-    """Per layer and micro-batch, without biases: forward C+2 all-gathers and 3 all-to-alls; backward
-    the same and C+2 reduce-scatters; recompute 3 all-to-alls and, without overlap, C+2 all-gathers. Fused, 1 for C+2.
-    """
-    yield from delivery_terms(case)
-    table = case.hidden * ITEM_BYTES[case.dtype]
-    yield from _weight(case, "embedding", table * (case.padded_vocab if case.embedding == "vocab" else case.vocab))
-    yield from _block_weights(case)
-    yield from _exchanges(case)
-    yield from _weight(case, "head", table * case.padded_vocab, hidden=case.overlap)
-    yield from _logits(case)
-
-
-def _weight(case: Case, region: str, payload_bytes: int, *, hidden: bool = False) -> Iterator[CompleteTerm]:
-    """A table that its module gathers itself, forward and backward; `hidden` are the calls of backward."""
-    yield from per_micro(case, "forward", region, "all_gather", payload_bytes, axis="wp")
-    for op in ("all_gather", "reduce_scatter"):
-        yield from per_micro(case, "backward", region, op, payload_bytes, axis="wp", hidden=hidden)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """One gather of block weights: what travels, and the linears that start it forward and backward.
+class _Gather:
+    """One gather of block weights: the elements that travel, and the linears that own, start it forward and backward.
 
     `ahead`: whether a product lies between issue and use, forward and backward. `again`: its block is recomputed.
     """
 
-    payload_bytes: int
+    elements: int
     owner: str
-    forward: str
-    backward: str
+    starts: tuple[str, str]
     ahead: tuple[bool, bool]
     again: bool
 
 
-def _block_weights(case: Case) -> Iterator[CompleteTerm]:
-    """All-gathers and reduce-scatters of the blocks; who starts a gather: `parallel.weights.prefetch`."""
-    shared = case.overlap or case.fuse_weights
-    for call in _calls(case):
-        size = call.payload_bytes
-        ahead = dict(zip(("forward", "backward"), call.ahead, strict=True))
-        for phase, linear in (("forward", call.forward), ("backward", call.backward)):
-            yield from per_micro(case, phase, linear, "all_gather", size, axis="wp", hidden=ahead[phase])
-        hidden = case.overlap and not case.fuse_weights
-        yield from per_micro(case, "backward", call.owner, "reduce_scatter", size, axis="wp", hidden=hidden)
-        if call.again and not shared:
-            yield from per_micro(case, "recompute", call.owner, "all_gather", size, axis="wp")
-
-
-def _calls(case: Case) -> Iterator[_Call]:
-    """Nothing is gathered ahead for another stage of a pipeline: each begins and ends as a whole model does."""
-    again, full = computed_again(case), shapes(case)
-    for stage in stages(case):
-        yield from _calls_of_layers(case, stage.layers, again, full)
-
-
-def _calls_of_layers(
-    case: Case, layers: Sequence[int], again: Container[int], full: dict[str, Shape]
-) -> Iterator[_Call]:
-    """The gathers of these consecutive layers, all of a stage's."""
+def _gathers(case: Case, layers: Sequence[int], full: dict[str, Shape]) -> Iterator[_Gather]:
+    """The gathers of these consecutive layers, all of a stage's: each stage begins and ends as a whole model does."""
     blocks = {layer: _linears(case, layer) for layer in layers}
-    order = list(itertools.chain(*blocks.values()))
+    order, first, last, recomputed = [*itertools.chain(*blocks.values())], layers[0], layers[-1], computed_again(case)
     following = dict(zip(order, [*order[1:], order[-1]], strict=True))
-    first, last = layers[0], layers[-1]
     for layer, linears in blocks.items():
-        later = blocks[min(layer + 1, last)] if case.overlap else linears
+        again = layer in recomputed
+        by_block = case.fuse_weights or (case.overlap and again)
         before = f"layers.{layer - 1}.attention.wo" if layer > first else linears[0]
-        recomputed = layer in again
-        by_block = case.fuse_weights or (case.overlap and recomputed)
+        later = blocks[min(layer + 1, last)] if case.overlap else linears
+        sizes = {linear: _elements(full, linear) for linear in linears}
         if case.fuse_weights:
-            size = sum(itertools.chain(*(_bytes(case, full, linear) for linear in linears)))
-            forward = before if case.overlap else linears[0]
-            ahead = case.overlap and layer > first, case.overlap and (not recomputed or layer < last)
-            backward = later[-1]
-            yield _Call(
-                payload_bytes=size,
-                owner=linears[0],
-                forward=forward,
-                backward=backward,
-                ahead=ahead,
-                again=recomputed,
-            )
-            continue
-        for linear in linears:
+            sizes = {linears[0]: [sum(itertools.chain(*sizes.values()))]}
+        for linear, elements in sizes.items():
             one_by_one = following[linear] if case.overlap else linear
-            backward = later[-1] if by_block else one_by_one
-            forward = before if case.overlap else linear
+            starts = before if case.overlap else linear, later[-1] if by_block else one_by_one
             # The first linear of a block that started all of its gathers waits before anything is computed.
-            waits = linear == linears[0]
-            ahead = (
-                case.overlap and (layer > first or not waits),
-                case.overlap and (not by_block or layer < last or not waits),
-            )
-            for size in _bytes(case, full, linear):
-                yield _Call(
-                    payload_bytes=size,
+            at_once = linear != linears[0]
+            ahead = layer > first or at_once, not again or layer < last or at_once
+            for size in elements:
+                yield _Gather(
+                    elements=size,
                     owner=linear,
-                    forward=forward,
-                    backward=backward,
-                    ahead=ahead,
-                    again=recomputed,
+                    starts=starts,
+                    ahead=(case.overlap and ahead[0], case.overlap and ahead[1]),
+                    again=again,
                 )
 
 
@@ -174,37 +80,54 @@ def _linears(case: Case, layer: int) -> list[str]:
     return attention + [f"layers.{layer}.mlp.{leaf}" for leaf in mlp_linears(case)]
 
 
-def _bytes(case: Case, full: dict[str, Shape], linear: str) -> list[int]:
-    """Bytes of a linear's whole weight and, when there is one, of its bias."""
-    item = ITEM_BYTES[case.dtype]
-    names = [f"{linear}.weight", f"{linear}.bias"]
-    return [math.prod(full[name]) * item for name in names if name in full]
+def _elements(full: dict[str, Shape], linear: str) -> list[int]:
+    """Elements of a linear's whole weight and, when there is one, of its bias."""
+    return [math.prod(full[name]) for name in (f"{linear}.weight", f"{linear}.bias") if name in full]
 
 
-def _exchanges(case: Case) -> Iterator[CompleteTerm]:
-    """All-to-alls of attention: q, k and v packed, context."""
-    tokens, item = case.slice_tokens // case.tp, ITEM_BYTES[case.dtype]
-    q = tokens * case.heads * case.head_dim * item
-    kv = tokens * 2 * max(case.kv_heads, case.tp) * case.head_dim * item
-    for layer, size in itertools.product(range(case.layers), (q, kv, q)):
-        yield from repeated(case, per_micro(case, "forward", f"layers.{layer}.attention", "all_to_all", size))
-        yield from per_micro(case, "backward", f"layers.{layer}.attention", "all_to_all", size)
+def _weights(case: Case, start: int | None = None) -> Iterator[Place]:
+    """Weights of blocks: at the linears that start their gathers, forward (0) or backward (1), or at their own."""
+    full = shapes(case)
+    for stage in stages(case):
+        for one in _gathers(case, stage.layers, full):
+            values = {"weights": one.elements, "again": one.again, "ahead": start is not None and one.ahead[start]}
+            yield Place(module=one.owner if start is None else one.starts[start], at=stage.at, values=values)
 
 
-def _logits(case: Case) -> Iterator[CompleteTerm]:
-    """What happens to logits and losses, by the form of the head."""
-    item = ITEM_BYTES[case.dtype]
-    match case.head:
-        case "exchange":
-            size = case.slice_tokens // case.tp * case.padded_vocab * item
-            for phase in ("forward", "backward"):
-                yield from per_micro(case, phase, "head", "all_to_all", size)
-            yield from loss_terms(case)
-        case "gather":
-            yield from per_micro(case, "forward", "head", "all_gather", case.slice_tokens * case.vocab * item)
-        case "local":
-            dtype = loss_dtype(case)
-            yield from per_micro(case, "loss", "", "all_gather", case.slice_tokens * ITEM_BYTES[dtype], dtype=dtype)
+def _table(module: str, elements: str, *, hidden: str = "False") -> tuple[Row, ...]:
+    """A table that its module gathers itself."""
+    return (
+        Row(module, "forward", "all_gather", elements, "the whole table", axis="wp"),
+        Row(module, "backward", "all_gather", elements, "the whole table", axis="wp", hidden=hidden),
+        Row(module, "backward", "reduce_scatter", elements, "gradient of the table", axis="wp", hidden=hidden),
+    )
+
+
+def _block(where: Places, phase: str, op: str, why: str, *, hidden: str = "False", when: str = "True") -> Row:
+    return Row(where, phase, op, "weights", why, axis="wp", hidden=hidden, when=when, again="")
+
+
+_SHARED = "overlap or fuse_weights"
+_QUERIES = "slice_tokens // tp * heads * head_dim"
+_KEYS = "slice_tokens // tp * 2 * max(kv_heads, tp) * head_dim"
+_LOGITS = "slice_tokens // tp * padded_vocab"
+_BOTH, _OWN = "forward backward", 'last and head == "local"'
+_ROWS = (
+    *DELIVERY,
+    *_table("embedding", 'hidden * (padded_vocab if embedding == "vocab" else vocab)'),
+    _block(partial(_weights, start=0), "forward", "all_gather", "whole weights, or biases", hidden="ahead"),
+    _block(partial(_weights, start=1), "backward", "all_gather", "whole weights, or biases", hidden="ahead"),
+    _block(_weights, "backward", "reduce_scatter", "their gradients", hidden="overlap and not fuse_weights"),
+    _block(_weights, "recompute", "all_gather", "whole weights, or biases", when=f"again and not ({_SHARED})"),
+    Row(ATTENTION, _BOTH, "all_to_all", _QUERIES, "tokens of queries for heads"),
+    Row(ATTENTION, _BOTH, "all_to_all", _KEYS, "tokens of keys and values for heads"),
+    Row(ATTENTION, _BOTH, "all_to_all", _QUERIES, "heads of the context for tokens"),
+    *_table("head", "hidden * padded_vocab", hidden="overlap"),
+    Row("head", _BOTH, "all_to_all", _LOGITS, "tokens of logits for columns", when='head == "exchange"'),
+    *LOSS,
+    Row("head", "forward", "all_gather", "slice_tokens * vocab", "logits of all tokens", when='head == "gather"'),
+    Row(STAGES, "loss", "all_gather", "slice_tokens", "losses of all tokens", dtype="loss", when=_OWN),
+)
 
 
 ISP = Strategy(
@@ -215,15 +138,7 @@ ISP = Strategy(
     partial=weight_parallel.partial,
     coalesced=False,
     parts=weight_parallel.parts,
-    expected=_expected,
-    once=step_terms(
-        weight_parallel.placements,
-        weight_parallel.partial,
-        weight_axis="wp",
-        data_axes=("wdp",),
-        loss_axes=("dp",),
-        coalesced=False,
-    ),
+    rows=_ROWS,
     weight_axis="wp",
     data_axes=("wdp",),
     loss_axes=("dp",),

@@ -3,27 +3,84 @@
 Column linears hold rows of their weight (whole heads, or inner features), row linears hold columns, the vocabulary is
 split by rows (padded, see `Case.padded_vocab`), or the token table by columns with embedding=hidden; norms, learned
 positions and row biases are whole on every rank.
-What differs between the modes is how hidden states lie between the linears: a `Region`.
+What differs between the modes is how hidden states lie between the linears: a `Region`. `WHOLE` and `SPLIT` are the
+calls of a micro-batch where they are whole on every rank, and where they are split along the sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parallel.communication.batch import DELIVERY
+from parallel.communication.expectation import ACTIVATION, Places, Row
 from parallel.communication.layout import Cut, Placement, local_shape
 from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.embedding import Head, HiddenEmbedding, VocabularyEmbedding
 from parallel.layers.linear import ColumnLinear, Region, RowLinear
-from parallel.layers.loss import vocabulary_cross_entropy
-from parallel.layers.roles import is_column, is_row
+from parallel.layers.loss import LOGITS, vocabulary_cross_entropy
+from parallel.layers.recompute import SAVED
+from parallel.layers.roles import COLUMN_LINEARS, ROW_LINEARS, is_column, is_row
 from parallel.model.strategy import Parts
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
 
-__all__ = ["activation", "head_partial", "parts", "placements", "sequence_partial"]
+__all__ = [
+    "BEHIND_WEIGHTS",
+    "GATHERED_AGAIN",
+    "SPLIT",
+    "WHOLE",
+    "activation",
+    "head_partial",
+    "parts",
+    "placements",
+    "sequence_partial",
+]
+
+BEHIND_WEIGHTS = 'overlap and wgrad != "deferred"'
+"""Whether the gradient of a column linear's input travels while the gradient of its weight is computed."""
+_COLUMNS, _PARTIAL = 'embedding == "hidden"', 'embedding == "vocab"'
+_LEARNED, _ROTARY = (f'{_PARTIAL} and positions == "{positions}"' for positions in ("learned", "rope"))
+
+
+def _row(where: str | Places, phase: str, op: str, why: str, **formulas: Any) -> Row:
+    """One whole activation."""
+    return Row(where, phase, op, ACTIVATION, why, **formulas)
+
+
+_INPUT = "gradient of the input, partial on every rank"
+WHOLE = (
+    *DELIVERY,
+    _row("embedding", "forward", "all_gather", "columns of hidden states", when=_COLUMNS),
+    _row("embedding", "forward", "all_reduce", "partial: the token is a row of one rank", when=_PARTIAL),
+    _row(ROW_LINEARS, "forward", "all_reduce", "partial outputs"),
+    SAVED,
+    *LOGITS,
+    _row(COLUMN_LINEARS, "backward", "all_reduce", _INPUT, hidden=BEHIND_WEIGHTS),
+    _row("head", "backward", "all_reduce", _INPUT, hidden=BEHIND_WEIGHTS),
+)
+SPLIT = (
+    *DELIVERY,
+    _row("embedding", "forward", "all_gather", "columns of hidden states", when=_COLUMNS),
+    _row("embedding", "forward", "all_reduce", "partial, whole until positions are added", when=_LEARNED),
+    _row("embedding", "forward", "reduce_scatter", "partial -> split", when=_ROTARY),
+    _row(COLUMN_LINEARS, "forward", "all_gather", "split inputs"),
+    _row(ROW_LINEARS, "forward", "reduce_scatter", "partial outputs -> split"),
+    _row("head", "forward", "all_gather", "split inputs"),
+    *LOGITS,
+    _row(COLUMN_LINEARS, "backward", "reduce_scatter", f"{_INPUT} -> split", hidden=BEHIND_WEIGHTS),
+    _row("head", "backward", "reduce_scatter", f"{_INPUT} -> split", hidden=BEHIND_WEIGHTS),
+    _row(ROW_LINEARS, "backward", "all_gather", "split gradients of outputs"),
+    _row("embedding", "backward", "all_gather", "split gradients of outputs"),
+)
+GATHERED_AGAIN = tuple(
+    _row(where, "backward", "all_gather", "inputs again, of which a slice was saved", hidden="overlap")
+    for where in (COLUMN_LINEARS, "head")
+)
+"""What a column linear adds that does not keep its gathered input."""
 
 
 def placements(case: Case) -> dict[str, Placement]:
@@ -82,12 +139,12 @@ def activation(case: Case, module: str, *, sequence_split: bool) -> Placement | 
     return None
 
 
-def head_partial(name: str) -> bool:
+def head_partial(_case: Case, name: str) -> bool:
     """Is this whole parameter's gradient a sum over heads? True for q/k norms, under every layout of hidden states."""
     return name.rpartition(".")[0].rpartition(".")[2] in ("q_norm", "k_norm")
 
 
-def sequence_partial(name: str) -> bool:
+def sequence_partial(_case: Case, name: str) -> bool:
     """Is this whole parameter's gradient a sum over tokens that are split over the axis? Norms and row biases.
 
     Learned positions are not: they meet the hidden states before the split, and the all-gather in the backward of

@@ -191,8 +191,14 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")
     bench.add_argument("--quick", action="store_true", help="without the proof at real widths, which takes a minute")
     add("doctor", help="what this machine offers, what would be skipped, and why")
-    about = add("help", help="`help case`: every word of a CASE with its meaning and legal values; `help slice`")
-    about.add_argument("topic", choices=("case", "slice"), metavar="case|slice", help="the words of a CASE or a slice")
+    about = add(
+        "help", help="`help case`: every word of a CASE; `help slice`; `help calls CASE`: its collectives and why"
+    )
+    about.add_argument(
+        "topic", choices=("case", "slice", "calls"), metavar="case|slice|calls", help="words, or the calls of a CASE"
+    )
+    about.add_argument("case", nargs="*", metavar="CASE", help="of `help calls`: key=value words")
+    about.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"whose calls ({SUBJECT})")
     about.add_argument("--markdown", action="store_true", help="as a page of markdown, such as docs/case.md")
     return parser
 

@@ -1,4 +1,7 @@
-"""`shardproof help case | slice`: the words of the case language and of a slice, from what their classes declare."""
+"""`shardproof help case | slice`: the words of the case language and of a slice, from what their classes declare.
+
+`shardproof help calls CASE`: the calls that a subject states for a case.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from harness.errors import RequestError
 from harness.resolve import resolve
 
 __all__ = ["TOPICS", "Topic", "main", "page", "text"]
@@ -47,10 +51,36 @@ TOPICS: dict[str, Topic] = {
 
 
 def main(parsed: argparse.Namespace) -> int:
-    """Print the words, or with `--markdown` the page docs/case.md. Returns 0."""
+    """Print the words, or with `--markdown` the page docs/case.md; or the calls of a case. Returns 0.
+
+    Raises RequestError for a case that is none, or of which the subject states no calls.
+    """
+    text_of_case = " ".join(parsed.case)
+    if parsed.topic == "calls":
+        _show_calls(text_of_case, parsed.subject)
+        return 0
+    if text_of_case:
+        raise RequestError(f"case {text_of_case!r}: help {parsed.topic} takes no case; legal: help calls CASE")
     topic = TOPICS[parsed.topic]
     sys.stdout.write(page(topic) if parsed.markdown else text(topic, shutil.get_terminal_size().columns))
     return 0
+
+
+def _show_calls(text_of_case: str, name: str) -> None:
+    from harness.subject import case_of, named, refusal  # noqa: PLC0415  (loads torch, which the words do not need)
+    from harness.subject.call import answered  # noqa: PLC0415
+    from reports.printing.calls import calls_table  # noqa: PLC0415
+    from reports.printing.text import show_table  # noqa: PLC0415
+
+    subject = named(name)
+    case = case_of(text_of_case, subject)
+    expected = getattr(subject.call, "expected", None)
+    if reason := refusal(case, subject):
+        raise RequestError(f"case {str(case)!r}: {reason}")
+    terms = None if expected is None else answered("expected", lambda: expected(case))
+    if terms is None:
+        raise RequestError(f"subject={name}: states no calls for {case}; legal: a subject with `expected(case)`")
+    show_table(calls_table(str(case), terms), sys.stdout)
 
 
 def text(topic: Topic, columns: int) -> str:

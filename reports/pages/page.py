@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from harness.cases import read_case
+from harness.errors import RequestError
+from harness.resolve import resolve
 from reports.comparing import breakeven
 from reports.comparing.modes import modes_table, side_by_side
 from reports.pages import bars
 from reports.pages.modules import Node, by_module, tree
 from reports.pages.timeline import last_micro_batch, timeline
 from reports.printing import tables, witnesses
+from reports.printing.calls import calls_table
 from reports.printing.tables import Table, mebibytes
 from reports.programs import tables as programs
 from reports.stored import spread, stages, summary
@@ -43,6 +48,7 @@ _MOST_PIPELINES, _MOST_DRAWN = 4, 16
 """Pipelines with a picture of their own, and ranks in it."""
 _SOURCES = {"modes": "summary.csv", "cases": "summary.csv", "verdicts": "verdicts.jsonl", "kills": "kill_matrix.csv"}
 """Tables that may be cut, and the file that holds all of their rows."""
+_OURS = "parallel.subject:subject"
 _TURNS = "inproc"
 """The engine whose ranks take turns, so that times say nothing of speed."""
 _TEMPLATES = Path(__file__).parent
@@ -118,6 +124,7 @@ def _parts(run: Run) -> dict[str, object]:
         "break_even": _break_even_table(run),
         "traffic": programs.tables(run) if program else [*_traffic(run), *witnesses.tables(run.path)],
         "cases": [] if program else _cases(run),
+        "stated": [] if program else _stated(run),
         "modules": _modules(run),
         "pipelines": _pipelines(run),
         "pipeline_table": tables.pipeline_table(stages.measured(run), stages.cores(run)),
@@ -229,6 +236,23 @@ def _cases(run: Run) -> list[Table]:
         return []
     cases = summary.traffic(run, "case").groupby("case", sort=False)
     return [tables.traffic_table(lines, title=str(case)) for case, lines in cases]
+
+
+def _stated(run: Run) -> list[Table]:
+    """The calls of the first case of every mode, each with its reason; subjects that are not ours give none."""
+    if run.env.get("request", {}).get("subject") != _OURS:
+        return []
+    ours: Any = resolve(_OURS)
+    return [
+        calls_table(str(case), ours.expected(case)) for case in _readable(run.cases.drop_duplicates("mode")["case"])
+    ]
+
+
+def _readable(texts: Iterable[object]) -> Iterator[Any]:
+    """The cases of these texts, but for those of another version, whose words are no longer legal."""
+    for text in texts:
+        with suppress(RequestError):
+            yield read_case(str(text))
 
 
 def _first_rows(table: Table, source: str, rows: int) -> Table:

@@ -1,38 +1,62 @@
-"""What every method sends, call by call and rank by rank, is its closed form; nothing asynchronous stays unwaited."""
+"""What every method sends, call by call and rank by rank, counted by hand; nothing asynchronous stays unwaited.
+
+The closed forms of cases, which have equal slices, are held against ledgers of whole cases (test_context_cases).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from parallel.context.exchanged import exchanged_transfers, nested_transfers
-from parallel.context.gathered import gathered_transfers
-from parallel.context.ring import ring_transfers, short_ring_transfers
 from parallel.context.slices import Slices, contiguous, zigzag
-from parallel.context.transfers import Transfer
 from tests.parallel.context.rows import METHODS, full_row, on_axis, on_two_axes
 from tests.parallel.ranks import Calls
 
 ROWS, HEADS, DIM = 2, 12, 3
 Line = tuple[str, str, int, str, int]
+"""(op, reduce op, ranks, dtype, payload bytes)."""
+Form = tuple[Counter[Line], Counter[Line]]
+"""Calls of forward, and of backward."""
 
 
-def _same(calls: Calls, rank: int, expected: Iterable[Transfer], sizes: Mapping[str, int], dtype: torch.dtype) -> bool:
-    """Are these the calls of a rank? Those of forward come first. `sizes`: ranks of each level."""
-    counts: dict[str, Counter[Line]] = {"forward": Counter(), "backward": Counter()}
-    for transfer in expected:
-        kind = torch.promote_types(dtype, torch.float32) if transfer.wide else dtype
-        line = (transfer.op, transfer.reduce_op, sizes[transfer.axis], str(kind)[6:], transfer.payload_bytes)
-        counts[transfer.phase][line] += transfer.calls
-    first = counts["forward"].total()
-    issued = [
+def _same(calls: Calls, rank: int, expected: Form) -> bool:
+    """Are these the calls of a rank? Those of forward come first."""
+    issued: list[Line] = [
         (call.op, call.reduce_op, len(call.group), call.dtype, call.payload_bytes)
         for call in calls.by_rank.get(rank, [])
     ]
-    return Counter(issued[:first]) == counts["forward"] and Counter(issued[first:]) == counts["backward"]
+    first = expected[0].total()
+    return (Counter(issued[:first]), Counter(issued[first:])) == expected
+
+
+def _ring(keys: Sequence[int], rank: int, dtype: torch.dtype = torch.float64) -> Form:
+    """Of the bytes K of every rank: 2K(c-1) forward, in backward once more, and c hops of gradients, wide."""
+    ranks, wide = len(keys), torch.promote_types(dtype, torch.float32)
+    forward: Counter[Line] = Counter()
+    gradients: Counter[Line] = Counter()
+    for step in range(ranks if ranks > 1 else 0):
+        for op, owner in (("send", rank - step), ("recv", rank - step - 1)):
+            if size := 2 * keys[owner % ranks]:
+                gradients[op, "", ranks, str(wide)[6:], size * wide.itemsize // dtype.itemsize] += 1
+                forward[op, "", ranks, str(dtype)[6:], size] += step < ranks - 1
+    return +forward, forward + gradients
+
+
+def _gathered(keys: int, ranks: int, dtype: torch.dtype) -> Form:
+    both = ("all_gather", ""), ("reduce_scatter", "sum")
+    forward, backward = (Counter({(*op, ranks, str(dtype)[6:], ranks * keys): 2 * (ranks > 1)}) for op in both)
+    return +forward, +backward
+
+
+def _exchanged(queries: int, keys: int, ranks: int, dtype: torch.dtype = torch.float64) -> Form:
+    """Queries, context, and keys with values as one."""
+    forward: Counter[Line] = Counter()
+    for size in (queries, queries, 2 * keys) if ranks > 1 else ():
+        forward["all_to_all", "", ranks, str(dtype)[6:], size] += 1
+    return forward, forward
 
 
 def _keys(tokens: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> int:
@@ -42,22 +66,22 @@ def _keys(tokens: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> int
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("kv_heads", [12, 4, 1])
-def test_every_rank_issues_the_closed_form(ranks: int, kv_heads: int, dtype: torch.dtype) -> None:
+def test_every_rank_issues_the_calls_of_the_method(ranks: int, kv_heads: int, dtype: torch.dtype) -> None:
     """The ring's block gradients travel in float32 for bfloat16; all-to-all repeats kv heads that are too few."""
     length = 24
     full = [x.to(dtype) for x in full_row(ROWS, length, HEADS, kv_heads, dim=DIM)]
     slices, own = Slices(held=zigzag(length, ranks)), length // ranks
-    keys, queries, wide = _keys(own, kv_heads, dtype), _keys(own, HEADS, dtype), 2 if dtype == torch.bfloat16 else 1
+    keys, queries = _keys(own, kv_heads, dtype), _keys(own, HEADS, dtype)
     forms = {
-        "ring": [*ring_transfers([keys] * ranks, 0, wide=wide)],
-        "gathered": [*gathered_transfers(keys, ranks)],
-        "exchanged": [*exchanged_transfers(queries, keys * max(1, ranks // kv_heads), ranks)],
+        "ring": _ring([keys] * ranks, 0, dtype),
+        "gathered": _gathered(keys, ranks, dtype),
+        "exchanged": _exchanged(queries, keys * max(1, ranks // kv_heads), ranks, dtype),
     }
     for method, expected in forms.items():
         if method == "exchanged" and kv_heads % ranks and ranks % kv_heads:
             continue
         on_axis(METHODS[method], full, slices, observer=(calls := Calls()))
-        assert all(_same(calls, rank, expected, {"": ranks}, dtype) for rank in range(ranks))
+        assert all(_same(calls, rank, expected) for rank in range(ranks))
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(11, 3), (2, 3), (5, 4)])
@@ -66,12 +90,9 @@ def test_messages_of_uneven_slices(length: int, ranks: int) -> None:
     slices = Slices(held=contiguous(length, ranks))
     keys = [_keys(len(own), 2) for own in slices.held]
     on_axis(METHODS["ring"], full_row(ROWS, length, 4, 2, dim=DIM), slices, observer=(calls := Calls()))
-    forms = [[*ring_transfers(keys, rank)] for rank in range(ranks)]
-    assert len({tuple(form) for form in forms}) > 1
-    for rank, form in enumerate(forms):
-        assert _same(calls, rank, form, {"": ranks}, torch.float64)
-        received = [t.payload_bytes for t in forms[(rank + 1) % ranks] if t.op == "recv"]
-        assert [t.payload_bytes for t in form if t.op == "send"] == received
+    forms = [_ring(keys, rank) for rank in range(ranks)]
+    assert any(form != forms[0] for form in forms)
+    assert all(_same(calls, rank, form) for rank, form in enumerate(forms))
 
 
 def test_both_levels_have_their_closed_form() -> None:
@@ -81,27 +102,10 @@ def test_both_levels_have_their_closed_form() -> None:
     for kv_heads in (4, 1):
         full = full_row(ROWS, length, 4, kv_heads, dim=DIM)
         on_two_axes(full, slices, inner=inner, outer=outer, observer=(calls := Calls()))
-        expected = [*nested_transfers(_keys(own, 4), _keys(own, max(kv_heads, inner)), inner=inner, outer=outer)]
-        sizes = {"inner": inner, "outer": outer}
-        for rank in range(inner * outer):
-            found = Counter(calls.lines(rank))
-            wanted: Counter[Line] = Counter()
-            for t in expected:
-                wanted[t.op, t.reduce_op, sizes[t.axis], "float64", t.payload_bytes] += t.calls
-            assert found == wanted
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_bytes_by_the_table(ranks: int) -> None:
-    """K bytes of keys. Forward 2K(c-1); backward 2K(c-1) + 2Kc, by the short way 4K(c-1), in c messages."""
-    keys = 1000
-    sent = [t for t in ring_transfers([keys] * ranks, 1) if t.op == "send"]
-    assert [t.payload_bytes for t in sent if t.phase == "forward"] == [2 * keys] * (ranks - 1)
-    assert sum(t.payload_bytes for t in sent if t.phase == "backward") == 2 * keys * (2 * ranks - 1)
-    short = [t for t in short_ring_transfers(keys, ranks) if t.op == "send"]
-    back = [t.payload_bytes for t in short if t.phase == "backward"]
-    assert len(back) == ranks and sum(back) == 4 * keys * (ranks - 1)
-    assert [t for t in short if t.phase == "forward"] == [t for t in sent if t.phase == "forward"]
+        keys = _keys(own, max(kv_heads, inner))
+        levels = (*_exchanged(_keys(own, 4), keys, inner), *_ring([keys] * outer, 0))
+        expected: Counter[Line] = sum(levels, Counter())
+        assert all(Counter(calls.lines(rank)) == expected for rank in range(inner * outer))
 
 
 def test_the_next_block_travels_while_this_one_is_computed_with() -> None:

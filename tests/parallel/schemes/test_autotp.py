@@ -1,4 +1,4 @@
-"""The mode autotp: proved with uneven shares, its calls compared with table, closed form and recorder."""
+"""The mode autotp: proved with uneven shares, its calls compared with closed form and recorder."""
 
 from __future__ import annotations
 
@@ -6,31 +6,25 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bugs.planting import planted
 from harness.engines.engine import Engine
 from harness.running.proof import prove
 from parallel.communication.layout import gather, meshgrid, shard
 from parallel.registry import MODES
-from parallel.schemes import autotp as mode_file
 from parallel.slicing.held import widths
 from parallel.slicing.slices import slices
 from parallel.slicing.words import Sliced
 from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import full, shapes
-from suites.drawing.strategies import cases
 from suites.mutants.catalogue import of_file
 from suites.mutants.mutant import Mutant
 from suites.session.prover import Prover
 from tests.parallel.case_tables import UNEVEN
-from tests.parallel.schemes.mode_tables import Line, promised, rows
 from tests.parallel.test_cases import proved
 
 MODE = MODES["autotp"]
-DOCSTRING = mode_file.__doc__ or ""
 
 
 @pytest.mark.parametrize(
@@ -78,31 +72,6 @@ def test_opt_125m_on_five_ranks() -> None:
         value = full(case, name)
         locals_ = [(at, shard(value, places[name], at)) for at in meshgrid({"tp": 5})]
         assert torch.equal(gather(locals_, places[name]), value), name
-
-
-def expected(case: Case, *without: str) -> Counter[Line]:
-    found: Counter[Line] = Counter()
-    for term in subject.expected(case):
-        if term.phase not in without:
-            found[(term.phase, term.region, term.op, term.axis, term.payload_bytes)] += term.calls
-    return found
-
-
-@settings(max_examples=100, deadline=None)
-@given(data=st.data())
-def test_the_table_promises_what_the_closed_form_expects(data: st.DataObject) -> None:
-    case = data.draw(cases("autotp"))
-    assert promised(DOCSTRING, case, MODE) == expected(case, "data", "metric")
-
-
-def test_every_row_of_the_table_is_used() -> None:
-    words = "mode=autotp tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=16 vocab=66 qk_norm=true"
-    forms = [f"{words} tied=false", f"{words} head=sum tied=true activation=swiglu fuse_mlp=true fuse_qkv=false"]
-    head = "tensor|layout|forward|backward|bytes\n"
-    for row in rows(DOCSTRING):
-        tensor = " ".join((row.tensor, *row.conditions))
-        table = f"{head}{tensor}||{','.join(row.forward) or '-'}|{','.join(row.backward) or '-'}|{row.bytes}"
-        assert any(promised(table, Case.parse(form), MODE) for form in forms), row
 
 
 def test_calls_are_deepspeed_s() -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from parallel.communication.expectation import local_elements
+from parallel.data_parallel.megatron import local_elements
 from parallel.schemes import tensor
 from parallel.subject import subject
 from reference.case import Case

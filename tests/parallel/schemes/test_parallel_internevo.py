@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from bugs.planting import planted
@@ -22,12 +19,12 @@ from parallel.registry import MODES
 from parallel.subject import subject
 from parallel.training.loop import set_up
 from reference.case import Case
-from suites.drawing.strategies import cases
 from suites.mutants.catalogue import of_file
 from suites.mutants.mutant import Mutant
 from tests.parallel.ranks import CPU, on_ranks
-from tests.parallel.schemes.mode_tables import Line, promised, rows
 
+Line = tuple[str, str, str, str, int]
+"""(phase, region, op, axis, payload bytes)."""
 INTERNEVO = ("mtp", "msp", "fsp")
 EVO = "family=internlm2 vocab=264"
 COLUMNS = {2: "fuse_mlp=true", 3: "", 4: "fuse_qkv=false fuse_mlp=true", 5: "fuse_qkv=false"}
@@ -68,43 +65,11 @@ def test_a_planted_bug_is_caught(bug: Mutant, engine: Engine) -> None:
     assert bug.kills in {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"}
 
 
-def _expected(case: Case, *without: str) -> Counter[Line]:
+def _expected(case: Case) -> Counter[Line]:
     found: Counter[Line] = Counter()
     for term in subject.expected(case):
-        if term.phase not in without:
-            found[(term.phase, term.region, term.op, term.axis, term.payload_bytes)] += term.calls
+        found[(term.phase, term.region, term.op, term.axis, term.payload_bytes)] += term.calls
     return found
-
-
-def _docstring(mode: str) -> str:
-    text = importlib.import_module(f"parallel.schemes.{mode}").__doc__
-    assert text
-    return text
-
-
-@pytest.mark.parametrize("name", INTERNEVO)
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_the_table_promises_what_the_closed_form_expects(name: str, data: st.DataObject) -> None:
-    head = data.draw(st.sampled_from(("parallel", "gather")))
-    case = data.draw(cases(name, label_smoothing=0.0, head=head))
-    assert promised(_docstring(name), case, MODES[name]) == _expected(case, "data", "metric")
-
-
-@pytest.mark.parametrize("name", INTERNEVO)
-def test_every_row_of_a_table_is_used(name: str) -> None:
-    """A row that no case meets would promise nothing."""
-    words = f"mode={name} tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=16 qk_norm=true"
-    forms = [
-        f"{words} tied=false embedding=hidden head=gather",
-        f"{words} positions=rope cross_entropy=fused",
-        f"{words} fuse_mlp=true activation=swiglu",
-    ]
-    head = "tensor|layout|forward|backward|bytes\n"
-    for row in rows(_docstring(name)):
-        tensor = " ".join((row.tensor, *row.conditions))
-        table = f"{head}{tensor}||{','.join(row.forward) or '-'}|{','.join(row.backward) or '-'}|{row.bytes}"
-        assert any(promised(table, Case.parse(form), MODES[name]) for form in forms), row
 
 
 def _per_layer(case: Case) -> dict[str, dict[str, int]]:

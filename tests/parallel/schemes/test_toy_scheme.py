@@ -40,7 +40,12 @@ def test_run_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert {row["verdict"] for row in rows if row["check"] == "ledger"} == {"pass"}
     assert cli.main(["page", "runs/latest"]) == 0
     pages = [path.read_text() for path in tmp_path.rglob("*.html")]
-    assert any("toy" in page for page in pages)
+    assert any("toy" in page and "a heartbeat" in page for page in pages)
+    assert cli.main(["help", "calls", TEXT]) == 0
+    assert "a heartbeat" in capsys.readouterr().out
+    monkeypatch.delitem(modes.MODES, "toy")  # a page of a run whose words are no longer legal
+    assert cli.main(["page", "runs/latest"]) == 0
+    assert not any("a heartbeat" in path.read_text() for path in tmp_path.rglob("*.html"))
 
 
 def test_predict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +72,7 @@ def test_suites(pytester: pytest.Pytester) -> None:
 
 
 def test_its_calls_are_in_its_closed_form_or_the_ledger_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.MODES, "toy", dataclasses.replace(TOY, once=registry.MODES["mtp"].once))
+    monkeypatch.setitem(registry.MODES, "toy", dataclasses.replace(TOY, rows=registry.MODES["mtp"].rows))
     with InprocEngine() as engine:
         result = prove(Case.parse(TEXT), subject, engine)
     (ledger,) = (verdict for verdict in result.verdicts if verdict.check == "ledger")

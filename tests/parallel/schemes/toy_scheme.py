@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 
 from parallel.communication.collectives import all_reduce
-from parallel.communication.expectation import CompleteTerm, per_step
+from parallel.communication.expectation import ONCE_A_STEP, Row
 from parallel.model.strategy import Rank, Step
 from parallel.schemes.mtp import MTP
 from reference.case import Case
@@ -22,8 +21,5 @@ def _step(_case: Case, step: Step) -> Step:
     return dataclasses.replace(step, reductions={**step.reductions, "heartbeat": _heartbeat})
 
 
-def _calls(case: Case) -> Iterator[CompleteTerm]:
-    return per_step(case, "all_reduce", 8, axis="tp", dtype="float64")
-
-
-TOY = dataclasses.replace(MTP, name="toy", step=_step, once={**MTP.once, "heartbeat": _calls})
+HEARTBEAT = Row("", "grad_sync", "all_reduce", "1", "a heartbeat", dtype="float64", times=ONCE_A_STEP)
+TOY = dataclasses.replace(MTP, name="toy", step=_step, rows=(*MTP.rows, HEARTBEAT))

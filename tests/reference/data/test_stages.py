@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.communication.expectation import delivery_terms
-from parallel.schedules.stages import stages
+from parallel.subject import subject
 from reference.case import Case
 from reference.data.stages import sent_bytes, sent_to_stage
 
@@ -40,5 +39,6 @@ def test_keys_and_bytes_of_a_stage(stage: tuple[bool, bool, bool]) -> None:
 def test_the_closed_form_of_a_case_sends_these_bytes_to_its_stages(cp: int) -> None:
     """Whole rows, however many context ranks slice them."""
     case = Case.parse(f"pp=3 layers=3 batch=3 seq=8 micro=1 steps=1 cp={cp}")
-    sent = [sum(term.payload_bytes * term.calls for term in delivery_terms(case, stage)) for stage in stages(case)]
+    data = [term for term in subject.expected(case) if term.phase == "data"]
+    sent = [sum(term.payload_bytes * term.calls for term in data if term.at == {"pp": stage}) for stage in range(3)]
     assert sent == [16 * 24 + 192, 0, 12 * 24 + 192]

@@ -1,0 +1,237 @@
+"""The calls once a step: sums of gradients, loss, norm and loss scale; and those of parameters in shards.
+
+The gradient of a parameter is summed over exactly the axes that neither cut it nor share its data (`summed_over`). Its
+placement says which axes cut it. The data that its copies have seen differ over the data axis always, over the weight
+axis where it is partial, and over the two ends of a pipeline for a tied token table. What travels in one call follows
+from the words of data parallelism:
+
+    no word      all gradients of a rank in one call
+    zero=0|1     a bucket of a stage (`bucket=`); with zero=1 reduced into shards, gathered after the optimizer's step
+    zero=2|3     a unit of a stage, gathered for every use (`parallel.data_parallel.gathered`)
+
+With `bucket=` a bucket's call belongs to the module whose gradient completes it, the last in the order of backward, and
+with wgrad=deferred a bucket with the weight of a linear is summed after backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, Place, Places, Row
+from parallel.communication.layout import Coordinates, Cut, Placement, local_shape
+from parallel.communication.mesh import axis_size, coordinates
+from parallel.data_parallel.buckets import Bucket
+from parallel.data_parallel.words import (
+    REPLICAS,
+    has_words,
+    shard_axis,
+    sharing_axes,
+    stage_buckets,
+    taken_over,
+    unit_of,
+)
+from parallel.layers.roles import attention_linears, head_norms, mlp_linears
+from parallel.model.strategy import Strategy
+from parallel.schedules.orders import order
+from parallel.schedules.pipeline import Kind
+from parallel.schedules.recompute import computed_again, in_backward
+from parallel.schedules.stages import TABLE, Stage, held, pipeline_of, stages
+from reference.case import Case
+from reference.case.modes import MODES
+
+__all__ = ["step_rows", "summed_over"]
+
+Placements = Mapping[str, Placement]
+
+
+def summed_over(strategy: Strategy, case: Case, name: str) -> tuple[str, ...]:
+    """The axes over which a parameter's gradient is summed: those that neither cut it nor share its data."""
+    return _summed_over(strategy, case, name, _trained(strategy, case)[name])
+
+
+def _summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> tuple[str, ...]:
+    other_data = [*((shard_axis(case), REPLICAS) if case.shard else (case.data_axis,))]
+    other_data += [strategy.weight_axis] if strategy.partial(case, name) else []
+    other_data += ["embedding"] if name == TABLE and case.tied and case.pp > 1 else []
+    return tuple(axis for axis in other_data if axis not in place.axes)
+
+
+def step_rows(strategy: Strategy, case: Case) -> tuple[Row, ...]:
+    """The calls of a step of the strategy of a case, beside those of its modules."""
+    places = _trained(strategy, case)
+    loss_axes = ("dp_cp" if case.cp > 1 else "dp", *(("pp",) if case.pp > 1 else ()))
+    shared, scaled = sharing_axes(case, strategy.weight_axis), 'scaler != "none"'
+    at_once = {strategy.weight_axis: "of partial gradients", "embedding": "of both copies of a tied table"}
+    if not has_words(case):
+        at_once = {case.data_axis: "of all gradients", **at_once}
+    return (
+        *(_unit_rows(case, places) if case.zero >= 2 else _bucket_rows(case, places) if has_words(case) else ()),
+        *(_sum(partial(_by_rank, strategy, places, axis), axis, why) for axis, why in at_once.items()),
+        *(_once("all_reduce", "2", "loss and number of tokens", axis, "float64") for axis in loss_axes),
+        *(_once("all_reduce max", "1", "infinite gradients", axis, "float32", when=scaled) for axis in shared),
+        *(_once("all_reduce", "1", "squared norm of the gradients", axis, "loss") for axis in shared),
+    )
+
+
+def _once(op: str, elements: str, why: str, axis: str, dtype: str, *, when: str = "True") -> Row:
+    return Row("", "grad_sync", op, elements, why, axis=axis, dtype=dtype, times=ONCE_A_STEP, when=when)
+
+
+def _sum(where: Places, axis: str, why: str, elements: str = "gradients", op: str = "all_reduce", **more: Any) -> Row:
+    words = {"phase": "grad_sync", "axis": axis, "dtype": "gradients", "times": ONCE_A_STEP, **more}
+    return Row(where, op=op, elements=elements, why=f"sum {why}", **words)
+
+
+def _bucket_rows(case: Case, places: Placements) -> Iterator[Row]:
+    """Sums of buckets over the ranks with other tokens, and what shares them gathered."""
+    axis, op, buckets = case.data_axis, "reduce_scatter" if case.zero else "all_reduce", partial(_buckets, places)
+    yield _sum(buckets, axis, "of a bucket", "bucket", op, when="not inside")
+    yield _sum(buckets, axis, "of a bucket", "bucket", op, phase="backward", when="inside", hidden="hides")
+    why = "updated parameters of a bucket"
+    yield Row(_unnamed(buckets), "step", "all_gather", "bucket", why, axis=axis, times=ONCE_A_STEP, when="zero == 1")
+
+
+def _trained(strategy: Strategy, case: Case) -> Placements:
+    """How the parameters lie that a rank keeps: with zero=2|3 cut by rows over the ranks that share them."""
+    places = strategy.placements(case)
+    if case.zero < 2:
+        return places
+    rows = Cut(axis=shard_axis(case), dim=0, order="chunks")
+    return {name: replace(place, cuts=(*place.cuts, rows)) for name, place in places.items()}
+
+
+def _at(case: Case, **at: int) -> Coordinates:
+    """The coordinates of a rank at these places of the mesh, the first one on other axes."""
+    first = coordinates(case, 0)
+    return {**first, **{axis: (own, first[axis][1]) for axis, own in at.items()}}
+
+
+def _local(place: Placement, at: Coordinates) -> int:
+    """Elements of the local tensor of the rank there, padding included."""
+    return math.prod(local_shape(place, at))
+
+
+def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> Iterator[Place]:
+    """The gradients that are summed over an axis, on every rank of a pipeline for the parameters of all its chunks.
+
+    They travel together, but over the weight axis one by one where they are not coalesced.
+    """
+    names = [name for name, place in places.items() if axis in _summed_over(strategy, case, name, place)]
+    together = strategy.coalesced or axis != strategy.weight_axis
+    every = range(case.tp if MODES[case.mode].uneven else 1)
+    for rank in range(case.pp):
+        own = held(case, rank)
+        mine = [name for name in names if any(stage.holds(name) for stage in own)]
+        ranks = [_at(case, tp=tp, **own[0].at) for tp in every]
+        for group in [mine] if together and mine else [[name] for name in mine]:
+            sizes = [sum(_local(places[name], at) for name in group) for at in ranks]
+            for tp, size in enumerate(sizes if len(set(sizes)) > 1 else sizes[:1]):
+                at = {**own[0].at, "tp": tp} if len(set(sizes)) > 1 else own[0].at
+                yield Place(at=at, values={"gradients": size})
+
+
+def _unnamed(where: Places) -> Places:
+    """The same places, in no module."""
+    return lambda case: (replace(place, module="") for place in where(case))
+
+
+def _buckets(places: Placements, case: Case) -> Iterator[Place]:
+    for stage in stages(case):
+        at = _at(case, **stage.at)
+        sizes = {name: _local(place, at) for name, place in places.items() if stage.holds(name)}
+        for bucket in stage_buckets(case, stage, sizes, axis_size(case, case.data_axis)):
+            module, hides = _completing(case, stage, bucket)
+            values = {"bucket": bucket.size, "inside": bool(module), "hides": hides}
+            yield Place(module=module, at=stage.at, values=values)
+
+
+def _completing(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, bool]:
+    """The module whose gradient completes a bucket, "" behind backward: for the only bucket, and for one with a
+    deferred gradient. And whether its sum is hidden: unless it starts behind the last product, that of the first layer
+    of the rank's first chunk.
+    """
+    if not case.bucket or (case.wgrad == "deferred" and any(taken_over(case, slot.name) for slot in bucket.slots)):
+        return "", False
+    order = _backward_order(case)
+    if stage.copies_table:  # its gradient comes from the head
+        order = sorted(order, key=lambda module: f"{module}.weight" != TABLE)
+    latest = max(order.index(slot.name.rpartition(".")[0]) for slot in bucket.slots)
+    last_product = order.index(f"layers.{stage.layers[0]}.attention.{attention_linears(case)[0]}")
+    return order[latest], case.overlap and (latest < last_product or stage.index >= stage.pp)
+
+
+def _backward_order(case: Case) -> list[str]:
+    """Modules in the order in which backward completes the gradients of their parameters."""
+    attention = attention_linears(case)
+    order = ["head", "final_norm"]
+    for layer in reversed(range(case.layers)):
+        leaves = [
+            *(f"mlp.{name}" for name in reversed(mlp_linears(case))),
+            "mlp_norm",
+            f"attention.{attention[-1]}",
+            *(f"attention.{name}" for name in reversed(head_norms(case))),
+            *(f"attention.{name}" for name in reversed(attention[:-1])),
+            "attention_norm",
+        ]
+        order += [f"layers.{layer}.{leaf}" for leaf in leaves]
+    return [*order, "embedding.positions", "embedding.tokens"]
+
+
+def _unit_rows(case: Case, places: Placements) -> Iterator[Row]:
+    """Gathers and sums of parameters in shards; a gather belongs to the unit that starts it."""
+    axis, why = shard_axis(case), "whole parameters of a unit"
+    words: dict[str, Any] = {"op": "all_gather", "elements": "unit", "why": why, "axis": axis, "again": ""}
+    gather: Callable[..., Row] = partial(Row, **words, times="steps * gathers", hidden="ahead")
+    forward, backward = partial(_units, places, phase=Kind.F), partial(_units, places, phase=Kind.B)
+    yield gather(forward, "forward", when="gathers")
+    yield gather(backward, "backward", when="gathers and not recomputed")
+    yield gather(backward, "recompute", when="gathers and recomputed")
+    own, times = partial(_units, places), ONCE_A_STEP if case.no_sync else MICRO_BATCHES
+    yield _sum(own, axis, "of a unit, into shards", "unit", "reduce_scatter", phase="backward", times=times)
+    if case.shard:
+        yield _sum(_unnamed(own), REPLICAS, "of the shards of a unit", "shard")
+
+
+def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterator[Place]:
+    """The units of every stage: where they are gathered for forwards or backwards, or at their own modules."""
+    again, ranks = computed_again(case), axis_size(case, shard_axis(case))
+    for stage in stages(case):
+        at, shards = _at(case, **stage.at), Counter[str]()
+        for name in filter(stage.holds, places):
+            shards[unit_of(name)] += _local(places[name], at)
+        layers = [*stage.layers]
+        forward = [*([-1] if "" in shards else []), *layers]
+        sequence = forward if phase is Kind.F else in_backward(case, layers)
+        for module, shard in shards.items():
+            values = {"unit": shard * ranks, "shard": shard}
+            layer = int(module.rpartition(".")[2]) if module else -1
+            if phase is None:
+                yield Place(module=module, at=stage.at, values=values)
+                continue
+            place = sequence.index(layer) if layer in sequence else 0
+            starts = sequence[place - 1] if case.prefetch and module and place else layer
+            values |= {
+                "gathers": _gathers(case, stage, phase, drops=case.zero == 3 and bool(module)),
+                "ahead": case.overlap and starts not in (-1, layer),
+                "recomputed": starts in again,
+            }
+            yield Place(module=f"layers.{starts}" if starts >= 0 else "", at=stage.at, values=values)
+
+
+def _gathers(case: Case, stage: Stage, phase: Kind, *, drops: bool) -> int:
+    """How often a unit of this stage is gathered in a step, for forwards or for backwards; `drops`: it is not kept
+    behind a forward. In a pipeline it stays from a backward to the next forward.
+    """
+    kept, left, found = False, 0, 0
+    for action in order(pipeline_of(case), stage.index % case.pp):
+        if action.stage != stage.index:
+            continue
+        found += not kept and (action.kind is Kind.F) == (phase is Kind.F)
+        left += action.kind is not Kind.F
+        kept = not drops if action.kind is Kind.F else case.pp > 1 and left < case.micro
+    return found

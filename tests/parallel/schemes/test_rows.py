@@ -1,0 +1,137 @@
+"""Rows of closed forms: each is met by a case, msp and fsp differ in one, and sums follow from placements."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from parallel.communication.expectation import Row, terms
+from parallel.data_parallel.calls import step_rows, summed_over
+from parallel.registry import MODES, rows_of, strategy_of
+from parallel.schemes import tensor
+from parallel.subject import subject
+from reference.case import Case, CaseError
+from tests import ROOT
+from tests.parallel.ranks import CPU, Calls, on_ranks
+from tests.parallel.schemes import toy_scheme
+
+FORMS = {
+    **dict.fromkeys(("tp", "tp-sp"), ("positions=rope cross_entropy=fused recompute=full",)),
+    **dict.fromkeys(("mtp", "msp", "fsp"), ("embedding=hidden tied=false", "embedding=vocab positions=rope")),
+    "isp": ("head=local", "head=exchange recompute=full overlap=false cross_entropy=fused"),
+    "autotp": ("tied=false", "head=sum"),
+}
+"""Mode -> words that bring its rows to light, beside those of COMMON."""
+COMMON = (
+    "",
+    "head=gather",
+    "delivery=tensors",
+    "delivery=flat",
+    "label_smoothing=0.1",
+    "cross_entropy=fused",
+    "cross_entropy=fused label_smoothing=0.1",
+    "delivery=tensors attention_mask=true",
+    "recompute=full distribute_saved=true",
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_row_is_met_by_a_case(mode: str) -> None:
+    """A row that no case meets would state nothing; Megatron's modes share theirs, and cut no table along hidden."""
+    met: set[tuple[str, str]] = set()
+    for words in (*COMMON, *FORMS[mode]):
+        try:
+            case = Case.parse(f"mode={mode} tp=2 dp=2 heads=4 kv_heads=2 {words}")
+        except CaseError:  # a word that the mode does not have
+            continue
+        met |= {(term.why, term.elements) for term in terms(case, MODES[mode].rows)}
+    missing = {(row.why, row.elements) for row in MODES[mode].rows} - met
+    assert {why for why, _ in missing} <= ({"columns of hidden states"} if mode in ("tp", "tp-sp") else set())
+
+
+def test_msp_and_fsp_differ_in_one_row_and_in_what_they_keep() -> None:
+    assert MODES["fsp"].rows == (*MODES["msp"].rows, *tensor.GATHERED_AGAIN)
+    others = [name for name in MODES["msp"].__slots__ if name not in ("name", "parts", "rows")]
+    assert all(getattr(MODES["msp"], name) == getattr(MODES["fsp"], name) for name in others)
+
+
+@pytest.mark.parametrize(
+    ("words", "parameter", "axes"),
+    [
+        ("mode=tp", "layers.0.attention_norm.weight", ("dp",)),
+        ("mode=tp qk_norm=true", "layers.0.attention.q_norm.weight", ("dp", "tp")),
+        ("mode=tp-sp", "layers.0.attention_norm.weight", ("dp", "tp")),
+        ("mode=tp-sp", "layers.0.attention.wqkv.weight", ("dp",)),
+        ("mode=tp-sp", "layers.0.mlp.w2.bias", ("dp", "tp")),
+        ("mode=tp-sp", "embedding.positions.weight", ("dp",)),
+        ("mode=tp-sp cp=2", "layers.0.mlp.w1.weight", ("dp_cp",)),
+        ("mode=tp pp=2 layers=2", "embedding.tokens.weight", ("dp", "embedding")),
+        ("mode=tp zero=3", "layers.0.mlp.w1.weight", ()),
+        ("mode=tp zero=3 shard=2 dp=4", "layers.0.mlp.w1.weight", ("replica",)),
+        ("mode=tp-sp zero=2", "final_norm.weight", ("tp",)),
+        ("mode=isp wp=2", "layers.0.mlp.w1.weight", ("wdp",)),
+        ("mode=isp wp=2", "final_norm.weight", ("wdp", "wp")),
+    ],
+)
+def test_a_gradient_is_summed_over_what_neither_cuts_it_nor_shares_its_data(
+    words: str, parameter: str, axes: tuple[str, ...]
+) -> None:
+    """By hand, from what a copy of the parameter has seen."""
+    case = Case.parse(f"tp=2 dp=2 heads=4 kv_heads=2 {words}")
+    assert summed_over(strategy_of(case), case, parameter) == axes
+
+
+def test_a_partial_gradient_that_is_not_stated_as_such_is_not_summed() -> None:
+    """The rule reads what a mode states: without it the closed form of tp-sp loses the sum of its norms."""
+    case = Case.parse("mode=tp-sp tp=2 dp=2 kv_heads=4")
+    right = Counter(term.axis for term in terms(case, step_rows(strategy_of(case), case)))
+    wrong = Counter(term.axis for term in terms(case, step_rows(MODES["tp"], case)))
+    assert right - wrong == Counter({"tp": 1})
+
+
+def test_a_name_that_no_case_has_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="slice_tokenz"):
+        list(terms(Case.parse("tp=2"), [Row("head", "forward", "all_reduce", "slice_tokenz", "a typing error")]))
+
+
+def test_hops_of_a_ring_by_hand() -> None:
+    """around.md 14.1, c = 4: K bytes of keys; 2K(c-1) forward, 2K(c-1) + 2Kc backward, the last hop not hidden."""
+    case = Case.parse("mode=tp tp=1 cp=4 seq=64 batch=2 heads=8 kv_heads=2 hidden=64 layers=1 steps=1 micro=1")
+    keys = 2 * 16 * 2 * 8 * 8
+    sent: Counter[tuple[str, int, bool]] = Counter()
+    for term in terms(case, rows_of(case)):
+        if (term.axis, term.op) == ("cp", "send"):
+            sent[term.phase, term.payload_bytes, term.hidden] += term.calls
+    backward = {("backward", 2 * keys, True): 3 + 3, ("backward", 2 * keys, False): 1}
+    assert sent == {("forward", 2 * keys, True): 3, **backward}
+
+
+def test_the_example_of_a_row_in_the_docs_is_a_scheme_that_is_tested() -> None:
+    page = (ROOT / "docs/design.md").read_text()
+    source = (ROOT / "tests/parallel/schemes/toy_scheme.py").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    assert "Row(" in example and example.strip() in source
+    assert toy_scheme.HEARTBEAT in toy_scheme.TOY.rows
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mode=tp tp=3 dp=2 heads=6 kv_heads=3 hidden=12 ffn=12 seq=6 recompute=full qk_norm=true",
+        "mode=tp-sp tp=3 dp=2 heads=6 kv_heads=3 hidden=12 ffn=12 seq=6 recompute=full activation=swiglu",
+        "mode=tp-sp tp=2 positions=rope head=gather fuse_qkv=false delivery=flat",
+        "mode=tp tp=2 label_smoothing=0.1 cross_entropy=fused dtype=bfloat16 delivery=local",
+        "mode=tp-sp tp=1 dp=2",
+        "mode=tp tp=1",
+    ],
+)
+def test_ranks_issue_what_the_closed_form_expects(words: str) -> None:
+    """Phases and regions are the recorder's business; op, reduce op, group size, dtype and bytes are held here."""
+    case, calls = Case.parse(f"layers=2 steps=2 {words}"), Calls()
+    on_ranks(case.world_size, lambda rank: subject(case, CPU), observer=calls)
+    expected: Counter[tuple[str, str, int, str, int]] = Counter()
+    for term in subject.expected(case):
+        expected[(term.op, term.reduce_op, term.group_size, term.dtype, term.payload_bytes)] += term.calls
+    for rank in range(case.world_size):
+        assert calls.lines(rank) == expected
