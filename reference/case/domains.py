@@ -16,7 +16,7 @@ __all__ = ["NUMBERS", "domains"]
 
 NUMBERS: Mapping[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
-    "dp": (1, 2, 3),
+    "dp": (1, 2, 4),
     "pp": (1, 2),
     "cp": (1, 2, 4),
     "cp_inner": (1, 2),

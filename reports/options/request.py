@@ -220,7 +220,7 @@ def _check_choice(arguments: argparse.Namespace) -> None:
 
 def _defaults(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[CaseLike, ...]:
     folder = str(Path(arguments.out, "checkpoint-of-default-cases"))
-    cases = default_cases(subject, arguments.modes, deep=arguments.deep, checkpoint=folder)
+    cases = default_cases(subject, arguments.modes, arguments.deep, folder)
     if arguments.variant is not None:  # one case of a mode shows it, or none
         cases = tuple({case.mode: case for case in reversed(cases)}.values())[::-1]
         cases = _as_variant(cases, arguments.variant, given=False)
@@ -229,14 +229,10 @@ def _defaults(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[Cas
     return cases
 
 
-def default_cases(
-    subject: NamedSubject, modes: str, *, deep: bool = False, checkpoint: str = ""
-) -> tuple[CaseLike, ...]:
-    """The cases that the subject names itself; else those that hold every pair of values of two words. In either case
-    of the chosen modes ("all" or "a,b") that are claimed.
+def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpoint: str = "") -> tuple[CaseLike, ...]:
+    """The cases of the chosen modes ("all" or "a,b") that the subject names itself, or those of every pair of values.
 
-    `deep`: all of them in every mode. What the subject refuses is left out as far as it leaves anything. A subject
-    without `refuses` has not stated which words it knows: plain cases. `checkpoint` is a folder to save to.
+    `deep`: all, in every mode. A subject without `refuses` gets plain cases. `checkpoint` is a folder to save to.
     """
     if not deep and (own := own_cases(subject)) is not None:
         modes_chosen = claims(subject).chosen(modes)

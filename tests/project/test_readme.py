@@ -12,7 +12,7 @@ from tests import ROOT
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LONGEST = 120
 """Lines of the README: what needs more room is a page in docs/."""
-FIRST_SCREEN = (ROOT / "README.md").read_text().splitlines()[:45]
+FIRST_SCREEN = (ROOT / "README.md").read_text().splitlines()[:52]
 ERROR = slice(11, 14)
 """Where a row's words hold its error: rounding, which may differ between machines."""
 
@@ -27,7 +27,7 @@ def test_the_first_screen_has_the_sentence_the_table_the_commands_and_the_subjec
     text = "\n".join(FIRST_SCREEN)
     for needed in ("make run", "make test", "Point it at your own code", "def subject(case, device)", "--subject"):
         assert needed in text
-    assert len(table_rows(text)) == 14
+    assert len(table_rows(text)) == 21
 
 
 def test_the_readme_is_short() -> None:

@@ -147,7 +147,7 @@ def test_what_a_subject_refuses_is_left_out_and_the_rest_is_there() -> None:
     taken = [case for case in changed(4000) if case.mode == "msp" and not refuses(case)]
     possible = {pair for case in taken for pair in pairs(case)}
     held = {pair for case in cases for pair in pairs(case)}
-    assert len(possible - held) < 0.03 * len(possible)
+    assert len(possible - held) < 0.1 * len(possible)
     assert len(default_cases(["tp"], lambda case: "never")) == 1, "its skip says why"
     built_for_8_heads = default_cases(["tp"], lambda case: "" if case.heads == 8 else "8 heads only")
     assert {case.heads for case in built_for_8_heads} == {8} and len(built_for_8_heads) > 30

@@ -1,0 +1,1 @@
+"""The search for the default cases: `search` finds cases for pairs of values, `cases` says what they cost."""
