@@ -46,7 +46,7 @@ def strategy_of(case: Case) -> Strategy:
 
 @lru_cache(maxsize=16)
 def _composed(strategy: Strategy, case: Case) -> Strategy:
-    """Composed once a case: it is asked for with every tensor."""
+    """Compose the schemes of a case, once: every tensor needs them."""
     for composed in COMPOSED.values():
         strategy = composed(strategy, case)
     return strategy
