@@ -13,9 +13,10 @@ from typing import Any
 from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
 from harness.resolve import resolve
+from harness.running.request import folder_of
 from harness.running.truth.reference import REFERENCE
 
-__all__ = ["arranged", "together", "unsaved"]
+__all__ = ["arranged", "together"]
 
 
 def together(cases: Sequence[CaseLike]) -> list[list[int]]:
@@ -26,25 +27,14 @@ def together(cases: Sequence[CaseLike]) -> list[list[int]]:
     found: list[list[int]] = []
     saving: dict[str, list[int]] = {}
     for group in groups:
-        earlier = next((saving[word] for number in group if (word := _folder(cases[number], "load")) in saving), None)
+        earlier = next((saving[word] for number in group if (word := folder_of(cases[number], "load")) in saving), None)
         if earlier is None:
             found.append(group)
         else:
             earlier += group
         home = group if earlier is None else earlier
-        saving |= {word: home for number in group if (word := _folder(cases[number], "save"))}
+        saving |= {word: home for number in group if (word := folder_of(cases[number], "save"))}
     return found
-
-
-def unsaved(cases: Sequence[CaseLike]) -> list[CaseLike]:
-    """The cases that load nothing which another one of them will have saved: what they read is there now."""
-    saved = {_folder(case, "save") for case in cases} - {""}
-    return [case for case in cases if _folder(case, "load") not in saved]
-
-
-def _folder(case: CaseLike, word: str) -> str:
-    """The folder that a case saves to or loads from, "" for none."""
-    return "" if isinstance(case, PlainCase) else str(getattr(case, word, ""))
 
 
 def arranged(cases: Iterable[CaseLike]) -> tuple[CaseLike, ...]:
@@ -54,9 +44,9 @@ def arranged(cases: Iterable[CaseLike]) -> tuple[CaseLike, ...]:
     groups: dict[CaseLike, list[CaseLike]] = {}
     saving: dict[str, CaseLike] = {}
     for case in cases:
-        alike = saving.get(_folder(case, "load"), _alike(case))
+        alike = saving.get(folder_of(case, "load"), _alike(case))
         groups.setdefault(alike, []).append(case)
-        saving |= {word: alike for word in [_folder(case, "save")] if word}
+        saving |= {word: alike for word in [folder_of(case, "save")] if word}
     return tuple(
         chain(*sorted(groups.values(), key=lambda group: -sum(case.world_size * case.steps for case in group)))
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
 from harness.subject import NamedSubject
 
-__all__ = ["Request", "check_saved", "seconds"]
+__all__ = ["Request", "check_saved", "folder_of", "seconds", "unsaved"]
 
 _WEEK_S = 604800.0
 
@@ -71,7 +71,7 @@ def seconds(text: str, word: str, legal: str = "60") -> float:
 
 def check_saved(cases: Iterable[CaseLike]) -> None:
     """Raise RequestError for the first case whose folder for checkpoints cannot be written; leave no new one."""
-    saved = {str(getattr(case, "save", "")) for case in cases if not isinstance(case, PlainCase)}
+    saved = {folder_of(case, "save") for case in cases}
     for word in sorted(saved - {""}):
         folder = Path(word)
         fresh = [one for one in (folder, *folder.parents) if not one.exists()]
@@ -87,3 +87,14 @@ def check_saved(cases: Iterable[CaseLike]) -> None:
             for one in fresh:
                 with suppress(OSError):
                     one.rmdir()
+
+
+def unsaved(cases: Sequence[CaseLike]) -> list[CaseLike]:
+    """The cases that load nothing which another one of them will have saved: what they read is there now."""
+    saved = {folder_of(case, "save") for case in cases} - {""}
+    return [case for case in cases if folder_of(case, "load") not in saved]
+
+
+def folder_of(case: CaseLike, word: str) -> str:
+    """The folder that a case saves to or loads from, "" for none."""
+    return "" if isinstance(case, PlainCase) else str(getattr(case, word, ""))

@@ -23,9 +23,8 @@ from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read as read_cluster
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
-from harness.running.order import unsaved
 from harness.running.ranks.capacity import admitted
-from harness.running.request import Request, check_saved, seconds
+from harness.running.request import Request, check_saved, seconds, unsaved
 from harness.subject import (
     NamedSubject,
     Unanswered,
