@@ -51,8 +51,9 @@ Level = tuple[str, Any]
 
 
 def paired_domains() -> dict[str, tuple[Any, ...]]:
-    """The words whose pairs are wanted, each with its values."""
-    return {word: values for word, values in domains().items() if word not in FIXED}
+    """The words whose pairs are wanted, each with its values. Two micro-batches are as many as ranks on most axes."""
+    found = {word: values for word, values in domains().items() if word not in FIXED}
+    return found | {"micro": tuple(count for count in found["micro"] if count != 2)}
 
 
 @lru_cache(maxsize=1)

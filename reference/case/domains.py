@@ -30,7 +30,7 @@ NUMBERS: Mapping[str, tuple[Any, ...]] = {
     "kv_heads": (8, 12, 2),
     "vocab": (512, 509),
     "batch": (1, 2),
-    "micro": (1, 3),
+    "micro": (1, 2, 3),
     "recompute_layers": (1, 2),
     "zero": (0, 1, 2, 3),
     "bucket": (0, 900),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import chdir
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 
 from harness.cases import check_modes, check_words, parse_cases, read_case
 from harness.errors import RequestError
-from harness.plain_case import PlainCase
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read as read_cluster
 from harness.protocols import CaseLike, case_text
@@ -40,6 +39,7 @@ from harness.subject import (
 from reports.comparing.limits import limits
 from reports.comparing.sides import check_name, side_folder
 from reports.options import experiment
+from reports.options.data import check_data, read_first, with_data
 from reports.options.profiling import profiled_steps, profiled_tools
 from reports.options.quoting import note_unquoted
 from reports.options.script_file import check_target
@@ -50,8 +50,6 @@ __all__ = ["LAUNCHED", "default_cases", "read", "requested"]
 OURS = "parallel.subject:subject"  # its cases are checked before it is imported
 LAUNCHED = "torchrun"
 """The engine whose ranks were launched with us: all run this command, and rank 0 alone does the work."""
-FIRST_BATCH = "reference.data.batches:micro_batch"
-DATA_STATUS = "reference.data.files:status"
 VARIANT_WORDS = "reference.case.variants:words"
 DEFAULT_CASES = "reference.case.default_cases:default_cases"
 PLAIN_CASES = "reference.case.default_cases:plain_cases"
@@ -158,7 +156,7 @@ def requested(arguments: argparse.Namespace) -> Request:
             raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
         cases = given or _defaults(arguments, subject)
         steps = profiled_steps(arguments, cases)
-        _read_first(unsaved(admitted(cases, arguments.engine)))
+        read_first(unsaved(admitted(cases, arguments.engine)))
     return Request(
         cases=cases,
         subject=subject,
@@ -185,7 +183,7 @@ def _options_checked(arguments: argparse.Namespace) -> None:
     profiled_tools(arguments)
     _check_choice(arguments)
     if arguments.data is not None:
-        _check_data(arguments.data)
+        check_data(arguments.data)
 
 
 def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -> tuple[CaseLike, ...]:
@@ -198,7 +196,7 @@ def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -
     if arguments.variant is not None:
         cases = _as_variant(cases, arguments.variant, given=True)
     if arguments.data is not None:
-        cases = tuple(_with_data(case, arguments.data) for case in cases)
+        cases = tuple(with_data(case, arguments.data) for case in cases)
     profiled_steps(arguments, cases)
     check_saved(cases)
     return cases
@@ -218,14 +216,19 @@ def _check_choice(arguments: argparse.Namespace) -> None:
 
 
 def _defaults(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[CaseLike, ...]:
-    folder = str(Path(arguments.out, "checkpoint-of-default-cases"))
-    cases = default_cases(subject, arguments.modes, arguments.deep, folder)
+    cases = default_cases(subject, arguments.modes, arguments.deep, _checkpoint(arguments))
     if arguments.variant is not None:  # one case of a mode shows it, or none
         cases = tuple({case.mode: case for case in reversed(cases)}.values())[::-1]
         cases = _as_variant(cases, arguments.variant, given=False)
     if arguments.data is not None:
-        cases = tuple(_with_data(case, arguments.data) for case in cases)
+        cases = tuple(with_data(case, arguments.data) for case in cases)
     return cases
+
+
+def _checkpoint(arguments: argparse.Namespace) -> str:
+    """The folder that default cases save to; "" where ranks have no numbers, or a case cannot name it."""
+    folder = str(Path(arguments.out, "checkpoint-of-default-cases"))
+    return "" if arguments.engine == "dry" or len(folder.split()) > 1 else folder
 
 
 def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpoint: str = "") -> tuple[CaseLike, ...]:
@@ -268,32 +271,3 @@ def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> tuple[C
     if not shown and not given:
         raise RequestError(f"variant={name}: no default case of these modes can show it; legal: --modes all")
     return tuple(shown)
-
-
-def _with_data(case: CaseLike, path: str) -> CaseLike:
-    try:
-        return case.but(data=path)
-    except ValueError as problem:
-        raise RequestError(str(problem)) from problem
-
-
-def _check_data(path: str) -> None:
-    """Raise RequestError for data that are not there; `_read_first` reads them."""
-    status: Callable[[Path], object] = resolve(DATA_STATUS)  # type: ignore[assignment]
-    try:
-        status(Path(path).expanduser())
-    except (ValueError, RuntimeError) as problem:
-        raise RequestError(f"data={path}: {problem}") from problem
-
-
-def _read_first(cases: Sequence[CaseLike]) -> None:
-    """Read a first batch of every case: unreadable data are a wrong request and not a failure of the subject."""
-    read: Callable[..., object] = resolve(FIRST_BATCH)  # type: ignore[assignment]
-    for case in cases:
-        if isinstance(case, PlainCase):
-            continue
-        try:
-            read(case, 0, 0, 0)
-        except (ValueError, OSError) as problem:
-            word = "" if getattr(problem, "key", "") else f"data={getattr(case, 'data', '')}: "
-            raise RequestError(f"{word}{problem}") from problem

@@ -199,3 +199,11 @@ def test_every_mode_that_our_subject_claims_has_default_cases() -> None:
     cases: Any = request_command.default_cases(named(cli.SUBJECT), "all")
     assert {case.mode for case in cases} == set(subject.modes)
     assert not [reason for case in cases if (reason := subject.refuses(case))]
+
+
+@pytest.mark.parametrize(("options", "saves"), [(("--out", "a b"), 0), (("--engine", "dry"), 0), ((), 1)])
+def test_default_cases_save_where_a_case_can_name_the_folder_and_ranks_have_numbers(
+    options: tuple[str, ...], saves: int
+) -> None:
+    request = request_command.requested(cli._parser().parse_args(["run", *options]))
+    assert sum(bool(getattr(case, "save", "")) for case in request.cases) == saves
