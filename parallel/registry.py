@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from parallel.checkpoints.saving import SAVING
-from parallel.communication.expectation import Row
+from parallel.communication.expectation import CallRow
 from parallel.context.scheme import with_context
 from parallel.data_parallel.calls import step_rows
 from parallel.data_parallel.parity import with_parity
@@ -52,7 +52,7 @@ def _composed(strategy: Strategy, case: Case) -> Strategy:
     return strategy
 
 
-def rows_of(case: Case) -> tuple[Row, ...]:
+def rows_of(case: Case) -> tuple[CallRow, ...]:
     """The closed form of a case: the calls of its micro-batches, of a step, of its metric and of a checkpoint."""
     strategy = strategy_of(case)
     return (*strategy.rows, *step_rows(strategy, case), *metric_rows(strategy.activation(case, "head")), SAVING)

@@ -15,7 +15,7 @@ import torch
 from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.state import MOMENTS, RANKS, SCALE, STEPS, ranks_of, rng_keys, trained, writes
 from parallel.communication.collectives import all_reduce
-from parallel.communication.expectation import Row
+from parallel.communication.expectation import CallRow
 from parallel.communication.layout import Box
 from parallel.model.strategy import Rank
 from reference.case import Case
@@ -26,7 +26,9 @@ from reference.training.states import kept
 __all__ = ["SAVING", "read_again", "save"]
 
 _FAILED = "has a rank failed?"
-SAVING = Row("", "checkpoint", "all_reduce max", "1", _FAILED, axis="checkpoint", dtype="int64", times="1", when="save")
+SAVING = CallRow(
+    "", "checkpoint", "all_reduce max", "1", _FAILED, axis="checkpoint", dtype="int64", times="1", when="save"
+)
 
 
 def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: int) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from parallel.communication.collectives import broadcast
-from parallel.communication.expectation import Place, Places, Row
+from parallel.communication.expectation import CallPlace, CallRow, Places
 from parallel.communication.mesh import Mesh
 from parallel.schedules.stages import Stage, stages
 from reference.case import Case
@@ -180,23 +180,23 @@ def _from_int64(flat: Tensor, dtype: torch.dtype) -> Tensor:
     return flat.to(torch.int32).view(torch.float32) if dtype == torch.float32 else flat.to(dtype)
 
 
-def _keys_sent(case: Case) -> Iterator[Place]:
+def _keys_sent(case: Case) -> Iterator[CallPlace]:
     """Every key of every stage."""
     for stage in stages(case):
         for key in forms_sent(case, stage):
-            yield Place(at=stage.at, values={"key": key})
+            yield CallPlace(at=stage.at, values={"key": key})
 
 
-def _stages_sent(case: Case) -> Iterator[Place]:
+def _stages_sent(case: Case) -> Iterator[CallPlace]:
     """Every stage that is sent anything, with the number of its keys and of all their elements."""
     for stage in stages(case):
         if forms := forms_sent(case, stage):
             elements = sum(math.prod(shape) for _, shape in forms.values())
-            yield Place(at=stage.at, values={"keys": len(forms), "elements": elements})
+            yield CallPlace(at=stage.at, values={"keys": len(forms), "elements": elements})
 
 
-def _sent(elements: str, why: str, when: str, *, where: Places = _keys_sent, dtype: str = "int64") -> Row:
-    return Row(where, "data", "broadcast", elements, why, dtype=dtype, when=when, alone=True)
+def _sent(elements: str, why: str, when: str, *, where: Places = _keys_sent, dtype: str = "int64") -> CallRow:
+    return CallRow(where, "data", "broadcast", elements, why, dtype=dtype, when=when, alone=True)
 
 
 DELIVERY = (

@@ -1,8 +1,8 @@
 """Closed forms: the collective calls that every rank must issue, stated as rows and read by one interpreter.
 
-A `Row` states calls of one kind: where they are issued, in which phase, the op, how many elements travel, and why. Its
-formulas are Python over the words and numbers of a case (`reference.case.Case`) and the values of a `Place`. `terms`
-turns rows into terms by integers alone: nothing here is measured.
+A `CallRow` states calls of one kind: where they are issued, in which phase, the op, how many elements travel, and why.
+Its formulas are Python over the words and numbers of a case (`reference.case.Case`) and the values of a `CallPlace`.
+`terms` turns rows into terms by integers alone: nothing here is measured.
 
 Payloads: all_reduce the tensor, all_gather the gathered output, reduce_scatter the full input, all_to_all one rank's
 total send, broadcast the tensor (modes.md section 1). A group of one rank is bypassed by every collective but the
@@ -29,9 +29,9 @@ __all__ = [
     "ONCE_A_STEP",
     "STAGES",
     "CompleteTerm",
-    "Place",
+    "CallPlace",
     "Places",
-    "Row",
+    "CallRow",
     "gradient_dtype",
     "in_modules",
     "loss_dtype",
@@ -70,7 +70,7 @@ class CompleteTerm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CallPlace:
     """Where a call is issued: the module, "" for none, and the coordinates of the ranks, none for all of them.
 
     `values` are further names that the formulas of a row may use.
@@ -81,11 +81,11 @@ class Place:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
-Places = Callable[[Case], Iterable[Place]]
+Places = Callable[[Case], Iterable[CallPlace]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CallRow:
     """Calls of one kind; the first five fields are positional, so that rows read as the lines of a table.
 
     where     the module that issues them, "" for no module, or a function from a case to its places: one call at each
@@ -121,24 +121,24 @@ class Row:
 def in_modules(named: Callable[[Case], Iterable[str]]) -> Places:
     """The places of modules by name, each on the first pipeline stage that holds it."""
 
-    def places(case: Case) -> Iterator[Place]:
+    def places(case: Case) -> Iterator[CallPlace]:
         every = stages(case)
         for name in named(case):
-            yield Place(module=name, at=next(stage for stage in every if stage.holds(name)).at)
+            yield CallPlace(module=name, at=next(stage for stage in every if stage.holds(name)).at)
 
     return places
 
 
-def _stages(case: Case) -> Iterator[Place]:
+def _stages(case: Case) -> Iterator[CallPlace]:
     for stage in stages(case):
-        yield Place(at=stage.at, values={"first": stage.first, "last": stage.last})
+        yield CallPlace(at=stage.at, values={"first": stage.first, "last": stage.last})
 
 
 STAGES: Places = _stages
 """Every pipeline stage, with the values `first` and `last`."""
 
 
-def terms(case: Case, rows: Iterable[Row]) -> Iterator[CompleteTerm]:
+def terms(case: Case, rows: Iterable[CallRow]) -> Iterator[CompleteTerm]:
     """The terms that rows state for a case."""
     repeated, sizes = _Repeated(case), _group_sizes(case)
     for row in rows:
@@ -156,13 +156,13 @@ def terms(case: Case, rows: Iterable[Row]) -> Iterator[CompleteTerm]:
                     yield replace(term, phase="recompute")
 
 
-def _places(case: Case, where: str | Places) -> Iterable[Place]:
+def _places(case: Case, where: str | Places) -> Iterable[CallPlace]:
     if callable(where):
         return where(case)
-    return in_modules(lambda _: [where])(case) if where else [Place()]
+    return in_modules(lambda _: [where])(case) if where else [CallPlace()]
 
 
-def _term(row: Row, phase: str, place: Place, names: _Names) -> CompleteTerm:
+def _term(row: CallRow, phase: str, place: CallPlace, names: _Names) -> CompleteTerm:
     case, (op, _, reduce_op) = names.case, row.op.partition(" ")
     dtype = {"": case.dtype, "loss": loss_dtype(case), "gradients": gradient_dtype(case)}.get(row.dtype, row.dtype)
     return CompleteTerm(
@@ -214,7 +214,7 @@ class _Repeated:
             self._again["core"] = frozenset(range(case.layers))
         self._ends = ends_of_units(case) if case.early_stop and not case.dropout else frozenset[int]()
 
-    def __call__(self, row: Row, term: CompleteTerm) -> bool:
+    def __call__(self, row: CallRow, term: CompleteTerm) -> bool:
         first, layer, leaf = [*term.region.split(".", 2), "", ""][:3]
         if term.phase != "forward" or first != "layers":
             return False

@@ -18,7 +18,7 @@ from functools import partial
 
 from torch import Tensor
 
-from parallel.communication.expectation import Row
+from parallel.communication.expectation import CallRow
 from parallel.communication.mesh import Axis
 from parallel.context.blocks import of_keys, over_all_keys
 from parallel.context.ring import ring_attention, ring_rows
@@ -66,9 +66,9 @@ def nested_attention(
     return by_all_to_all(inner)(core, q_BqND, k_BqKD, v_BqKD)
 
 
-def exchanged_rows(queries: str, keys: str, *, axis: str) -> tuple[Row, ...]:
+def exchanged_rows(queries: str, keys: str, *, axis: str) -> tuple[CallRow, ...]:
     """The exchanges over an axis; formulas of the elements Q and K' (repeated heads counted)."""
-    each = partial(Row, ATTENTION, "forward backward", "all_to_all", axis=axis, again="core")
+    each = partial(CallRow, ATTENTION, "forward backward", "all_to_all", axis=axis, again="core")
     return (
         each(queries, "tokens of queries for heads"),
         each(f"2 * {keys}", "tokens of keys and values for heads"),
@@ -76,6 +76,6 @@ def exchanged_rows(queries: str, keys: str, *, axis: str) -> tuple[Row, ...]:
     )
 
 
-def nested_rows(queries: str, keys: str) -> tuple[Row, ...]:
+def nested_rows(queries: str, keys: str) -> tuple[CallRow, ...]:
     """The calls of both levels, by the formulas of Q and K'."""
     return (*exchanged_rows(queries, keys, axis="cp_inner"), *ring_rows(keys, axis="cp_outer"))

@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import Tensor
 
-from parallel.communication.expectation import MICRO_BATCHES, Row
+from parallel.communication.expectation import MICRO_BATCHES, CallRow
 from parallel.communication.mesh import Axis
 from parallel.communication.pairs import gather_from_sequence
 from parallel.context.blocks import of_keys, over_all_keys
@@ -37,9 +37,9 @@ def gathered_attention(
     return over_all_keys(q_BqND, k, v, visible, of_keys(keep, slices.whole))
 
 
-def gathered_rows(keys: str) -> tuple[Row, ...]:
+def gathered_rows(keys: str) -> tuple[CallRow, ...]:
     """The calls; `keys` is the formula of the elements K."""
-    each = partial(Row, ATTENTION, elements=f"cp * {keys}", axis="cp", times=f"2 * {MICRO_BATCHES}", again="core")
+    each = partial(CallRow, ATTENTION, elements=f"cp * {keys}", axis="cp", times=f"2 * {MICRO_BATCHES}", again="core")
     return (
         each("forward", "all_gather", why="keys, values of all ranks"),
         each("backward", "reduce_scatter", why="their gradients"),

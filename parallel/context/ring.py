@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.communication.collectives import Pending
-from parallel.communication.expectation import MICRO_BATCHES, Row
+from parallel.communication.expectation import MICRO_BATCHES, CallRow
 from parallel.communication.mesh import Axis
 from parallel.context.blocks import attend, gradients, merged, of_keys
 from parallel.context.slices import Slices
@@ -126,10 +126,10 @@ def _hop(block: Tensor, axis: Axis, slices: Slices, step: int, *, overlap: bool)
     return Pending(None, arrived)
 
 
-def ring_rows(keys: str, *, axis: str) -> tuple[Row, ...]:
+def ring_rows(keys: str, *, axis: str) -> tuple[CallRow, ...]:
     """The messages of equal slices over an axis; `keys` is the formula of the elements K of one rank's keys."""
 
-    block: Callable[..., Row] = partial(Row, ATTENTION, elements=f"2 * {keys}", axis=axis, again="core")
+    block: Callable[..., CallRow] = partial(CallRow, ATTENTION, elements=f"2 * {keys}", axis=axis, again="core")
     follow = partial(block, times=f"(ranks - 1) * {MICRO_BATCHES}", hidden="overlap")
     home = "gradients come home, when nothing is left to compute"
     return tuple(

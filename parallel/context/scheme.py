@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from parallel.communication.batch import Delivered
-from parallel.communication.expectation import Row
+from parallel.communication.expectation import CallRow
 from parallel.communication.layout import Cut, Placement
 from parallel.communication.mesh import Mesh
 from parallel.context.exchanged import exchanged_attention, exchanged_rows, nested_attention, nested_rows
@@ -130,7 +130,7 @@ def _method(case: Case, mesh: Mesh) -> Callable[..., Tensor]:
     return partial(ring_attention, axis=mesh.axis("cp"), overlap=case.overlap)
 
 
-def _rows(case: Case) -> tuple[Row, ...]:
+def _rows(case: Case) -> tuple[CallRow, ...]:
     """The calls of the method."""
     token = "slice_tokens * head_dim"
     queries, kv_heads = f"{token} * heads // tp", "max(kv_heads, tp) // tp"

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, Place, Places, Row
+from parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, CallPlace, CallRow, Places
 from parallel.communication.layout import Coordinates, Cut, Placement, local_shape
 from parallel.communication.mesh import axis_size, coordinates
 from parallel.data_parallel.buckets import Bucket
@@ -61,7 +61,7 @@ def _summed_over(strategy: Strategy, case: Case, name: str, place: Placement) ->
     return tuple(axis for axis in other_data if axis not in place.axes)
 
 
-def step_rows(strategy: Strategy, case: Case) -> tuple[Row, ...]:
+def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     """The calls of a step of the strategy of a case, beside those of its modules."""
     places = _trained(strategy, case)
     loss_axes = ("dp_cp" if case.cp > 1 else "dp", *(("pp",) if case.pp > 1 else ()))
@@ -78,22 +78,26 @@ def step_rows(strategy: Strategy, case: Case) -> tuple[Row, ...]:
     )
 
 
-def _once(op: str, elements: str, why: str, axis: str, dtype: str, *, when: str = "True") -> Row:
-    return Row("", "grad_sync", op, elements, why, axis=axis, dtype=dtype, times=ONCE_A_STEP, when=when)
+def _once(op: str, elements: str, why: str, axis: str, dtype: str, *, when: str = "True") -> CallRow:
+    return CallRow("", "grad_sync", op, elements, why, axis=axis, dtype=dtype, times=ONCE_A_STEP, when=when)
 
 
-def _sum(where: Places, axis: str, why: str, elements: str = "gradients", op: str = "all_reduce", **more: Any) -> Row:
+def _sum(
+    where: Places, axis: str, why: str, elements: str = "gradients", op: str = "all_reduce", **more: Any
+) -> CallRow:
     words = {"phase": "grad_sync", "axis": axis, "dtype": "gradients", "times": ONCE_A_STEP, **more}
-    return Row(where, op=op, elements=elements, why=f"sum {why}", **words)
+    return CallRow(where, op=op, elements=elements, why=f"sum {why}", **words)
 
 
-def _bucket_rows(case: Case, places: Placements) -> Iterator[Row]:
+def _bucket_rows(case: Case, places: Placements) -> Iterator[CallRow]:
     """Sums of buckets over the ranks with other tokens, and what shares them gathered."""
     axis, op, buckets = case.data_axis, "reduce_scatter" if case.zero else "all_reduce", partial(_buckets, places)
     yield _sum(buckets, axis, "of a bucket", "bucket", op, when="not inside")
     yield _sum(buckets, axis, "of a bucket", "bucket", op, phase="backward", when="inside", hidden="hides")
     why = "updated parameters of a bucket"
-    yield Row(_unnamed(buckets), "step", "all_gather", "bucket", why, axis=axis, times=ONCE_A_STEP, when="zero == 1")
+    yield CallRow(
+        _unnamed(buckets), "step", "all_gather", "bucket", why, axis=axis, times=ONCE_A_STEP, when="zero == 1"
+    )
 
 
 def _trained(strategy: Strategy, case: Case) -> Placements:
@@ -116,7 +120,7 @@ def _local(place: Placement, at: Coordinates) -> int:
     return math.prod(local_shape(place, at))
 
 
-def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> Iterator[Place]:
+def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> Iterator[CallPlace]:
     """The gradients that are summed over an axis, on every rank of a pipeline for the parameters of all its chunks.
 
     They travel together, but over the weight axis one by one where they are not coalesced.
@@ -132,7 +136,7 @@ def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> I
             sizes = [sum(_local(places[name], at) for name in group) for at in ranks]
             for tp, size in enumerate(sizes if len(set(sizes)) > 1 else sizes[:1]):
                 at = {**own[0].at, "tp": tp} if len(set(sizes)) > 1 else own[0].at
-                yield Place(at=at, values={"gradients": size})
+                yield CallPlace(at=at, values={"gradients": size})
 
 
 def _unnamed(where: Places) -> Places:
@@ -140,14 +144,14 @@ def _unnamed(where: Places) -> Places:
     return lambda case: (replace(place, module="") for place in where(case))
 
 
-def _buckets(places: Placements, case: Case) -> Iterator[Place]:
+def _buckets(places: Placements, case: Case) -> Iterator[CallPlace]:
     for stage in stages(case):
         at = _at(case, **stage.at)
         sizes = {name: _local(place, at) for name, place in places.items() if stage.holds(name)}
         for bucket in stage_buckets(case, stage, sizes, axis_size(case, case.data_axis)):
             module, hides = _completing(case, stage, bucket)
             values = {"bucket": bucket.size, "inside": bool(module), "hides": hides}
-            yield Place(module=module, at=stage.at, values=values)
+            yield CallPlace(module=module, at=stage.at, values=values)
 
 
 def _completing(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, bool]:
@@ -182,11 +186,11 @@ def _backward_order(case: Case) -> list[str]:
     return [*order, "embedding.positions", "embedding.tokens"]
 
 
-def _unit_rows(case: Case, places: Placements) -> Iterator[Row]:
+def _unit_rows(case: Case, places: Placements) -> Iterator[CallRow]:
     """Gathers and sums of parameters in shards; a gather belongs to the unit that starts it."""
     axis, why = shard_axis(case), "whole parameters of a unit"
     words: dict[str, Any] = {"op": "all_gather", "elements": "unit", "why": why, "axis": axis, "again": ""}
-    gather: Callable[..., Row] = partial(Row, **words, times="steps * gathers", hidden="ahead")
+    gather: Callable[..., CallRow] = partial(CallRow, **words, times="steps * gathers", hidden="ahead")
     forward, backward = partial(_units, places, phase=Kind.F), partial(_units, places, phase=Kind.B)
     yield gather(forward, "forward", when="gathers")
     yield gather(backward, "backward", when="gathers and not recomputed")
@@ -197,7 +201,7 @@ def _unit_rows(case: Case, places: Placements) -> Iterator[Row]:
         yield _sum(_unnamed(own), REPLICAS, "of the shards of a unit", "shard")
 
 
-def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterator[Place]:
+def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterator[CallPlace]:
     """The units of every stage: where they are gathered for forwards or backwards, or at their own modules."""
     again, ranks = computed_again(case), axis_size(case, shard_axis(case))
     for stage in stages(case):
@@ -211,7 +215,7 @@ def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterato
             values = {"unit": shard * ranks, "shard": shard}
             layer = int(module.rpartition(".")[2]) if module else -1
             if phase is None:
-                yield Place(module=module, at=stage.at, values=values)
+                yield CallPlace(module=module, at=stage.at, values=values)
                 continue
             place = sequence.index(layer) if layer in sequence else 0
             starts = sequence[place - 1] if case.prefetch and module and place else layer
@@ -220,7 +224,7 @@ def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterato
                 "ahead": case.overlap and starts not in (-1, layer),
                 "recomputed": starts in again,
             }
-            yield Place(module=f"layers.{starts}" if starts >= 0 else "", at=stage.at, values=values)
+            yield CallPlace(module=f"layers.{starts}" if starts >= 0 else "", at=stage.at, values=values)
 
 
 def _gathers(case: Case, stage: Stage, phase: Kind, *, drops: bool) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from parallel.communication.collectives import all_gather
-from parallel.communication.expectation import Place, Row
+from parallel.communication.expectation import CallPlace, CallRow
 from parallel.communication.mesh import axis_size
 from parallel.data_parallel.words import REPLICAS
 from parallel.model.strategy import Rank, Step, Strategy
@@ -48,21 +48,21 @@ def with_parity(strategy: Strategy, case: Case) -> Strategy:
     return replace(strategy, rows=(*strategy.rows, *_rows(replicated)), step=step)
 
 
-def _rows(replicated: Mapping[str, Sequence[str]]) -> Iterator[Row]:
+def _rows(replicated: Mapping[str, Sequence[str]]) -> Iterator[CallRow]:
     """One call over each axis."""
     why, times = "hashes of parameters that its ranks hold alike", "-(-steps // parity)"
     for axis, names in replicated.items():
         where = partial(_hashes, axis, frozenset(names))
-        yield Row(where, "grad_sync", "all_gather", "hashes", why, axis=axis, dtype="int64", times=times)
+        yield CallRow(where, "grad_sync", "all_gather", "hashes", why, axis=axis, dtype="int64", times=times)
 
 
-def _hashes(axis: str, names: frozenset[str], case: Case) -> Iterator[Place]:
+def _hashes(axis: str, names: frozenset[str], case: Case) -> Iterator[CallPlace]:
     """Every rank of a pipeline that holds any of the parameters."""
     ranks = 2 if axis == "embedding" else axis_size(case, axis)
     for rank in range(case.pp):
         own = held(case, rank)
         if count := sum(any(stage.holds(name) for stage in own) for name in names):
-            yield Place(at=own[0].at, values={"hashes": count * ranks})
+            yield CallPlace(at=own[0].at, values={"hashes": count * ranks})
 
 
 def _replicated(strategy: Strategy, case: Case) -> dict[str, Sequence[str]]:

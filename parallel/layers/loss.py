@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from parallel.communication.collectives import all_reduce
-from parallel.communication.expectation import STAGES, Row
+from parallel.communication.expectation import STAGES, CallRow
 from parallel.communication.mesh import Axis
 from parallel.layers.norm import wide
 
@@ -94,9 +94,9 @@ def counted(labels: Tensor, loss_mask: Tensor) -> Tensor:
     return loss_mask * (labels != IGNORED)
 
 
-def _loss(op: str, elements: str, why: str, when: str) -> Row:
+def _loss(op: str, elements: str, why: str, when: str) -> CallRow:
     split = 'last and head in ("parallel", "exchange")'
-    return Row(STAGES, "loss", op, elements, why, dtype="loss", when=f"{split} and {when}")
+    return CallRow(STAGES, "loss", op, elements, why, dtype="loss", when=f"{split} and {when}")
 
 
 LOSS = (
@@ -109,7 +109,7 @@ LOSS = (
 )
 """The loss of logits whose vocabulary is split over tp."""
 LOGITS = (
-    Row("head", "forward", "all_gather", "slice_tokens * padded_vocab", "logits", when='head == "gather"'),
+    CallRow("head", "forward", "all_gather", "slice_tokens * padded_vocab", "logits", when='head == "gather"'),
     *LOSS,
 )
 """What follows a head that splits the vocabulary over tp: its logits are gathered, or their loss is split too."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.communication.collectives import all_reduce, own_slice
-from parallel.communication.expectation import STAGES, Row
+from parallel.communication.expectation import STAGES, CallRow
 from parallel.communication.layout import Placement
 from parallel.communication.mesh import Axis
 from parallel.layers.loss import vocabulary_cross_entropy
@@ -114,7 +114,7 @@ class Metric(nn.Module):
         return x, (labels - first).masked_fill(elsewhere, 0), elsewhere
 
 
-def metric_rows(place: Placement | None) -> tuple[Row, ...]:
+def metric_rows(place: Placement | None) -> tuple[CallRow, ...]:
     """The calls of a case's metric, none without or for whole logits; `place` is that of its logits."""
     if place is None or not place.cuts:
         return ()
@@ -122,8 +122,8 @@ def metric_rows(place: Placement | None) -> tuple[Row, ...]:
     return (*_COUNTS, *split)
 
 
-def _calls(op: str, elements: str, why: str, *, dtype: str = "loss") -> Row:
-    return Row(STAGES, "metric", op, elements, why, dtype=dtype, when="metric and last")
+def _calls(op: str, elements: str, why: str, *, dtype: str = "loss") -> CallRow:
+    return CallRow(STAGES, "metric", op, elements, why, dtype=dtype, when="metric and last")
 
 
 _COUNTS = (

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from parallel.communication.collectives import all_gather, own_slice
-from parallel.communication.expectation import ACTIVATION, Row, in_modules
+from parallel.communication.expectation import ACTIVATION, CallRow, in_modules
 from parallel.communication.mesh import Axis
 from parallel.schedules.recompute import ends_of_units
 from reference.case import Case
@@ -68,6 +68,6 @@ def _needing(case: Case) -> list[str]:
     return [f"layers.{last}" if case.dropout else f"layers.{last}.mlp.w2" for last in sorted(ends_of_units(case))]
 
 
-SAVED = Row(
+SAVED = CallRow(
     in_modules(_needing), "recompute", "all_gather", ACTIVATION, "the saved input of a unit", when="distribute_saved"
 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.communication.batch import Delivered
-from parallel.communication.expectation import Row
+from parallel.communication.expectation import CallRow
 from parallel.communication.layout import Box, Cut, Placement, pieces
 from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
@@ -95,7 +95,7 @@ class Strategy:
     coalesced: bool = True
     norm_axes: tuple[str, ...] = ()
     parts: Callable[[Case, Mesh, torch.device], Parts]
-    rows: tuple[Row, ...]
+    rows: tuple[CallRow, ...]
     step: Callable[[Case, Step], Step] = _plain
 
     def laid_out(self, x_BS: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from parallel.communication import gradients as sync
-from parallel.communication.expectation import ACTIVATION, STAGES, Row
+from parallel.communication.expectation import ACTIVATION, STAGES, CallRow
 from parallel.communication.layout import Cut, Placement
 from parallel.model.strategy import Rank, Step, Strategy
 from parallel.pipeline.execution import as_scheduled, with_channels
@@ -51,7 +51,7 @@ def with_pipeline(strategy: Strategy, case: Case) -> Strategy:
     )
 
 
-def _messages(case: Case) -> Iterator[Row]:
+def _messages(case: Case) -> Iterator[CallRow]:
     """Activations go on and gradients back, over every border of two stages; split ones each rank's part of them."""
     elements = "slice_tokens // tp * hidden" if MODES[case.mode].sequence else ACTIVATION
     for op, when, why in (
@@ -60,7 +60,7 @@ def _messages(case: Case) -> Iterator[Row]:
         ("recv", "not first", "activations from the stage before"),
         ("send", "not first", "gradients to the stage before"),
     ):
-        yield Row(STAGES, "pipeline", op, elements, why, axis="pp", when=when)
+        yield CallRow(STAGES, "pipeline", op, elements, why, axis="pp", when=when)
 
 
 def _on_stages(place: Placement, ranks: Sequence[Sequence[Stage]], name: str) -> Placement:

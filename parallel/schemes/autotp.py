@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from parallel.communication import pairs
 from parallel.communication.batch import DELIVERY
-from parallel.communication.expectation import ACTIVATION, Place, Row
+from parallel.communication.expectation import ACTIVATION, CallPlace, CallRow
 from parallel.communication.layout import Cut, Placement, local_shape
 from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.embedding import WholeEmbedding
@@ -194,20 +194,20 @@ _SEQUENCE_DIM = 1
 _SUMMED, _GATHERED = 'head == "sum"', 'head == "gather" and not tied'
 
 
-def _widest(case: Case) -> Iterator[Place]:
+def _widest(case: Case) -> Iterator[CallPlace]:
     """The head, with the most rows of the vocabulary that a rank holds."""
-    yield Place(module="head", values={"widest": max(widths(head_held(case)))})
+    yield CallPlace(module="head", values={"widest": max(widths(head_held(case)))})
 
 
 _ROWS = (
     *DELIVERY,
-    Row(ROW_LINEARS, "forward", "all_reduce", ACTIVATION, "partial outputs"),
-    Row(COLUMN_LINEARS, "backward", "all_reduce", ACTIVATION, "gradient of the input, partial", hidden="overlap"),
-    Row("head", "forward", "all_reduce", "tokens * vocab", "partial logits", when=_SUMMED),
-    Row("head", "backward", "all_reduce", ACTIVATION, "columns of the input's gradient", when=_SUMMED),
-    Row("head", "backward", "all_reduce", "vocab * hidden", "columns of the table", when=f"{_SUMMED} and tied"),
-    Row(_widest, "forward", "all_gather", "tokens * tp * widest", "parts, padded to the widest", when=_GATHERED),
-    Row("head", "backward", "all_reduce", ACTIVATION, "gradient of input", when=_GATHERED, hidden="overlap"),
+    CallRow(ROW_LINEARS, "forward", "all_reduce", ACTIVATION, "partial outputs"),
+    CallRow(COLUMN_LINEARS, "backward", "all_reduce", ACTIVATION, "gradient of the input, partial", hidden="overlap"),
+    CallRow("head", "forward", "all_reduce", "tokens * vocab", "partial logits", when=_SUMMED),
+    CallRow("head", "backward", "all_reduce", ACTIVATION, "columns of the input's gradient", when=_SUMMED),
+    CallRow("head", "backward", "all_reduce", "vocab * hidden", "columns of the table", when=f"{_SUMMED} and tied"),
+    CallRow(_widest, "forward", "all_gather", "tokens * tp * widest", "parts, padded to the widest", when=_GATHERED),
+    CallRow("head", "backward", "all_reduce", ACTIVATION, "gradient of input", when=_GATHERED, hidden="overlap"),
 )
 AUTOTP = Strategy(
     name="autotp",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from parallel.communication.batch import DELIVERY
-from parallel.communication.expectation import STAGES, Place, Places, Row
+from parallel.communication.expectation import STAGES, CallPlace, CallRow, Places
 from parallel.layers.loss import LOSS
 from parallel.layers.roles import ATTENTION, attention_linears, mlp_linears
 from parallel.model.strategy import Strategy
@@ -85,26 +85,26 @@ def _elements(full: dict[str, Shape], linear: str) -> list[int]:
     return [math.prod(full[name]) for name in (f"{linear}.weight", f"{linear}.bias") if name in full]
 
 
-def _weights(case: Case, start: int | None = None) -> Iterator[Place]:
+def _weights(case: Case, start: int | None = None) -> Iterator[CallPlace]:
     """Weights of blocks: at the linears that start their gathers, forward (0) or backward (1), or at their own."""
     full = shapes(case)
     for stage in stages(case):
         for one in _gathers(case, stage.layers, full):
             values = {"weights": one.elements, "again": one.again, "ahead": start is not None and one.ahead[start]}
-            yield Place(module=one.owner if start is None else one.starts[start], at=stage.at, values=values)
+            yield CallPlace(module=one.owner if start is None else one.starts[start], at=stage.at, values=values)
 
 
-def _table(module: str, elements: str, *, hidden: str = "False") -> tuple[Row, ...]:
+def _table(module: str, elements: str, *, hidden: str = "False") -> tuple[CallRow, ...]:
     """A table that its module gathers itself."""
     return (
-        Row(module, "forward", "all_gather", elements, "the whole table", axis="wp"),
-        Row(module, "backward", "all_gather", elements, "the whole table", axis="wp", hidden=hidden),
-        Row(module, "backward", "reduce_scatter", elements, "gradient of the table", axis="wp", hidden=hidden),
+        CallRow(module, "forward", "all_gather", elements, "the whole table", axis="wp"),
+        CallRow(module, "backward", "all_gather", elements, "the whole table", axis="wp", hidden=hidden),
+        CallRow(module, "backward", "reduce_scatter", elements, "gradient of the table", axis="wp", hidden=hidden),
     )
 
 
-def _block(where: Places, phase: str, op: str, why: str, *, hidden: str = "False", when: str = "True") -> Row:
-    return Row(where, phase, op, "weights", why, axis="wp", hidden=hidden, when=when, again="")
+def _block(where: Places, phase: str, op: str, why: str, *, hidden: str = "False", when: str = "True") -> CallRow:
+    return CallRow(where, phase, op, "weights", why, axis="wp", hidden=hidden, when=when, again="")
 
 
 _SHARED = "overlap or fuse_weights"
@@ -119,14 +119,14 @@ _ROWS = (
     _block(partial(_weights, start=1), "backward", "all_gather", "whole weights, or biases", hidden="ahead"),
     _block(_weights, "backward", "reduce_scatter", "their gradients", hidden="overlap and not fuse_weights"),
     _block(_weights, "recompute", "all_gather", "whole weights, or biases", when=f"again and not ({_SHARED})"),
-    Row(ATTENTION, _BOTH, "all_to_all", _QUERIES, "tokens of queries for heads"),
-    Row(ATTENTION, _BOTH, "all_to_all", _KEYS, "tokens of keys and values for heads"),
-    Row(ATTENTION, _BOTH, "all_to_all", _QUERIES, "heads of the context for tokens"),
+    CallRow(ATTENTION, _BOTH, "all_to_all", _QUERIES, "tokens of queries for heads"),
+    CallRow(ATTENTION, _BOTH, "all_to_all", _KEYS, "tokens of keys and values for heads"),
+    CallRow(ATTENTION, _BOTH, "all_to_all", _QUERIES, "heads of the context for tokens"),
     *_table("head", "hidden * padded_vocab", hidden="overlap"),
-    Row("head", _BOTH, "all_to_all", _LOGITS, "tokens of logits for columns", when='head == "exchange"'),
+    CallRow("head", _BOTH, "all_to_all", _LOGITS, "tokens of logits for columns", when='head == "exchange"'),
     *LOSS,
-    Row("head", "forward", "all_gather", "slice_tokens * vocab", "logits of all tokens", when='head == "gather"'),
-    Row(STAGES, "loss", "all_gather", "slice_tokens", "losses of all tokens", dtype="loss", when=_OWN),
+    CallRow("head", "forward", "all_gather", "slice_tokens * vocab", "logits of all tokens", when='head == "gather"'),
+    CallRow(STAGES, "loss", "all_gather", "slice_tokens", "losses of all tokens", dtype="loss", when=_OWN),
 )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.communication.batch import DELIVERY
-from parallel.communication.expectation import ACTIVATION, Places, Row
+from parallel.communication.expectation import ACTIVATION, CallRow, Places
 from parallel.communication.layout import Cut, Placement, local_shape
 from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.embedding import Head, HiddenEmbedding, VocabularyEmbedding
@@ -46,9 +46,9 @@ _COLUMNS, _PARTIAL = 'embedding == "hidden"', 'embedding == "vocab"'
 _LEARNED, _ROTARY = (f'{_PARTIAL} and positions == "{positions}"' for positions in ("learned", "rope"))
 
 
-def _row(where: str | Places, phase: str, op: str, why: str, **formulas: Any) -> Row:
+def _row(where: str | Places, phase: str, op: str, why: str, **formulas: Any) -> CallRow:
     """One whole activation."""
-    return Row(where, phase, op, ACTIVATION, why, **formulas)
+    return CallRow(where, phase, op, ACTIVATION, why, **formulas)
 
 
 _INPUT = "gradient of the input, partial on every rank"

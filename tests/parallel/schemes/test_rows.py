@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from parallel.communication.expectation import Row, terms
+from parallel.communication.expectation import CallRow, terms
 from parallel.data_parallel.calls import step_rows, summed_over
 from parallel.registry import MODES, rows_of, strategy_of
 from parallel.schemes import tensor
@@ -92,7 +92,7 @@ def test_a_partial_gradient_that_is_not_stated_as_such_is_not_summed() -> None:
 
 def test_a_name_that_no_case_has_is_an_error() -> None:
     with pytest.raises(AttributeError, match="slice_tokenz"):
-        list(terms(Case.parse("tp=2"), [Row("head", "forward", "all_reduce", "slice_tokenz", "a typing error")]))
+        list(terms(Case.parse("tp=2"), [CallRow("head", "forward", "all_reduce", "slice_tokenz", "a typing error")]))
 
 
 def test_hops_of_a_ring_by_hand() -> None:
@@ -111,7 +111,7 @@ def test_the_example_of_a_row_in_the_docs_is_a_scheme_that_is_tested() -> None:
     page = (ROOT / "docs/design.md").read_text()
     source = (ROOT / "tests/parallel/schemes/toy_scheme.py").read_text()
     example = page.split("```python\n")[1].split("```")[0]
-    assert "Row(" in example and example.strip() in source
+    assert "CallRow(" in example and example.strip() in source
     assert toy_scheme.HEARTBEAT in toy_scheme.TOY.rows
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from parallel.communication.collectives import all_reduce
-from parallel.communication.expectation import ONCE_A_STEP, Row
+from parallel.communication.expectation import ONCE_A_STEP, CallRow
 from parallel.model.strategy import Rank, Step
 from parallel.schemes.mtp import MTP
 from reference.case import Case
@@ -21,5 +21,5 @@ def _step(_case: Case, step: Step) -> Step:
     return dataclasses.replace(step, reductions={**step.reductions, "heartbeat": _heartbeat})
 
 
-HEARTBEAT = Row("", "grad_sync", "all_reduce", "1", "a heartbeat", dtype="float64", times=ONCE_A_STEP)
+HEARTBEAT = CallRow("", "grad_sync", "all_reduce", "1", "a heartbeat", dtype="float64", times=ONCE_A_STEP)
 TOY = dataclasses.replace(MTP, name="toy", step=_step, rows=(*MTP.rows, HEARTBEAT))
