@@ -34,7 +34,11 @@ def check_data(path: str) -> None:
 
 
 def read_first(cases: Sequence[CaseLike]) -> None:
-    """Read a first batch of every case: unreadable data are a wrong request and not a failure of the subject."""
+    """Read a first batch of every case: unreadable data are a wrong request and not a failure of the subject.
+
+    Raises:
+        RequestError: data that a case names cannot be read.
+    """
     read: Callable[..., object] = resolve(FIRST_BATCH)  # type: ignore[assignment]
     for case in cases:
         if isinstance(case, PlainCase):
