@@ -8,8 +8,6 @@ import torch
 
 from harness.errors import RequestError
 
-__all__ = ["rank_device"]
-
 
 def rank_device(name: str, rank: int) -> torch.device:
     """This rank's device: a GPU of its own on cuda. Raises RequestError when this machine has too few."""

@@ -15,8 +15,6 @@ from typing import Any, Protocol, Self
 from harness.errors import RequestError
 from harness.ledger import Observer
 
-__all__ = ["Engine", "Program", "RequestEngine", "RunRequest", "Unwaited"]
-
 Program = Callable[..., Any]
 """`program(rank, *args)`, called once on every rank with torch.distributed initialised."""
 

@@ -10,8 +10,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["environment_of", "in_environment"]
-
 _MEET_AT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Where torchrun's ranks meet on one machine. The engines' ranks have met: nothing listens there."""
 

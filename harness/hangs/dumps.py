@@ -21,8 +21,6 @@ from typing import Any
 from harness.errors import RequestError
 from harness.hangs.standing import Channel, LastCall, RankStanding
 
-__all__ = ["KIND", "RECORD", "standings"]
-
 KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "phase", "region", "caller")
 """What our recorder writes of a kind of call."""
 RECORD = ("kind", "number", "order", "step", "microbatch")

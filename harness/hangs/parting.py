@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from harness.hangs.standing import Channel, LastCall, RankStanding
 
-__all__ = ["Parted", "parted"]
-
 _SHIFTED = 8
 """Calls that must agree after a shift by one, as far as there are so many."""
 

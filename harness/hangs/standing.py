@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Channel", "LastCall", "RankStanding"]
-
 Channel = tuple[str, tuple[int, ...], str]
 """What is counted together: a group's name, its ranks, and "" for collectives or "send 3", "recv 0" for messages."""
 

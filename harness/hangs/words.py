@@ -8,8 +8,6 @@ from harness.errors import ranks_text
 from harness.hangs.parting import Parted
 from harness.hangs.standing import Channel, LastCall, RankStanding
 
-__all__ = ["lines"]
-
 _MOST = 8
 """Ranks, or findings, that are listed one by one."""
 

@@ -17,9 +17,6 @@ from torch.utils import checkpoint
 
 from harness.torch_internals.autograd import function_context
 
-__all__ = ["needs_gradient"]
-
-
 _MOVES = ("all_to_all", "reduce_scatter")
 """Ops whose gradient goes back as another call (harness.checking.laws)."""
 

@@ -18,20 +18,6 @@ from torch.distributed import ReduceOp
 from harness.engines.calls.gradients import needs_gradient
 from harness.ledger import Call, shape_text
 
-__all__ = [
-    "REDUCE_OPS",
-    "Shapes",
-    "Signature",
-    "address_of",
-    "call_of",
-    "described",
-    "difference",
-    "dtype_text",
-    "field_words",
-    "shapes_of",
-    "signature_of",
-]
-
 Shapes = tuple[tuple[int, ...], ...]
 
 _WORDS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")

@@ -34,8 +34,6 @@ from harness.engines.calls.pending import MAKES_GROUP
 from harness.engines.calls.signature import Signature
 from harness.engines.processes.waits import Waits
 
-__all__ = ["RECORDER_BYTES", "FlightRecorder", "RecordedCall", "Recording", "anonymous_file"]
-
 _HEADER = struct.Struct("<7Q")
 _RECORD = struct.Struct("<dQ")
 _LENGTH = struct.Struct("<I")

@@ -20,8 +20,6 @@ from harness.engines.processes.rank_program import RankResult
 from harness.errors import RequestError, error_text
 from harness.ledger import Observer
 
-__all__ = ["RunOrder", "Standing", "WorkerReport", "packed", "packed_program", "packed_report", "unpacked"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOrder:

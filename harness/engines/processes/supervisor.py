@@ -38,8 +38,6 @@ from harness.errors import (
     TimeLimit,
 )
 
-__all__ = ["Supervisor", "Workers"]
-
 _STILL_S = 0.25
 """How long no rank may have issued a call before it is checked whether any rank still can."""
 _PEER_GONE = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|remote (?:error|process)", re.I)

@@ -31,8 +31,6 @@ from harness.engines.engine import Unwaited
 from harness.engines.processes.flight_recorder import RecordedCall
 from harness.ledger import OTHER
 
-__all__ = ["CallSource", "TraceMatcher", "TracedCall"]
-
 _ISSUED = Operands((), ())
 _NOTHING = torch.empty(0)
 

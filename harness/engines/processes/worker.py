@@ -20,8 +20,6 @@ from harness.engines.processes.rank_program import result_of, seed_streams
 from harness.errors import error_text
 from harness.torch_internals.modes import not_deterministic
 
-__all__ = ["WorkerLink", "work"]
-
 
 class WorkerLink(Protocol):
     """A worker's connection to its driver, and the flight recorder that the driver reads."""

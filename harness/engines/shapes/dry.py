@@ -35,8 +35,6 @@ from harness.ledger import Observer
 from harness.torch_internals.groups import fake_store
 from harness.torch_internals.meta_device import meta_device
 
-__all__ = ["DryEngine"]
-
 _REFUSED = re.compile(
     r"meta tensor|meta device|meta kernel|device[^\n]*\bmeta\b|\bmeta\b[^\n]*device|register_meta|'meta' backend"
     r"|INTERNAL ASSERT FAILED",

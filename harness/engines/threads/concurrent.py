@@ -34,8 +34,6 @@ from harness.engines.threads.work import RankCall
 from harness.errors import RequestError
 from harness.ledger import Observer
 
-__all__ = ["ConcurrentEngine"]
-
 
 class _AtOnce(Plain):
     """The parts of a run without turns."""

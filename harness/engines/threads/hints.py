@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from harness.engines.calls.callers import is_user
 from harness.errors import error_text
 
-__all__ = ["hint"]
-
 _ALREADY = re.compile(r"already|\btwice\b|more than once|only once", re.IGNORECASE)
 """Words of an exception about state that was not expected: another rank has left it there."""
 _NO_CUDA = re.compile(r"not compiled with CUDA|No CUDA GPUs|NVIDIA driver|CUDA support|a CUDA build|'_cuda_\w+'")

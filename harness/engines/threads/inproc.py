@@ -47,8 +47,6 @@ from harness.errors import (
 from harness.ledger import Observer
 from harness.torch_internals.world import leave_world
 
-__all__ = ["InprocEngine"]
-
 _SETTLE_S = 0.02
 """How long the other ranks may go on after a failure, so that the report shows where they wait."""
 _ALIKE_S = 1.0

@@ -19,8 +19,6 @@ from harness.engines.threads.state.rng_streams import CallerStreams
 from harness.errors import RequestError
 from harness.ledger import Observer
 
-__all__ = ["Intervened", "Intervention", "Plain"]
-
 
 class Intervention(Protocol):
     """Makes the parts of one run."""

@@ -37,8 +37,6 @@ from harness.engines.threads.work import RankCall
 from harness.ledger import Call, Observer
 from harness.torch_internals.world import rank_tables
 
-__all__ = ["CollectiveMatcher", "Race"]
-
 _NONE = Operands((), ())
 
 

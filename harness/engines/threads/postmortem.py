@@ -16,9 +16,6 @@ from harness.engines.threads.own_threads import Stillness
 from harness.engines.threads.scheduler import RankStatus, Scheduler
 from harness.errors import Position, error_text
 
-__all__ = ["UNSERVED", "Raised", "alike", "of_guests", "of_raise", "of_time", "positions"]
-
-
 _BLOCKED = (
     "; where ranks are threads of one process, a lock or a queue that waits for another rank may wait for ever; "
     "legal: --engine pool"

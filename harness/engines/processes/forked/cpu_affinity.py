@@ -12,8 +12,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 
-__all__ = ["CpuAffinity", "share"]
-
 
 def share(processors: Iterable[int], rank: int, world_size: int) -> frozenset[int]:
     """The processors of a rank: one of them when they are not more than the ranks, else all."""

@@ -20,8 +20,6 @@ from harness.engines.processes.forked.framing import FramedSocket
 from harness.errors import MachineError
 from harness.interpreter import command
 
-__all__ = ["ForkServer", "PoolWorker"]
-
 _START_S = 120.0
 _ANSWER_S = 30.0
 _MAIN = "harness.engines.processes.forked.fork_server:main"

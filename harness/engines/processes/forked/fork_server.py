@@ -24,8 +24,6 @@ from typing import Any, NoReturn
 
 from harness.engines.processes.exit_status import OUR_STATUS
 
-__all__ = ["PRELOADED", "main"]
-
 PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",

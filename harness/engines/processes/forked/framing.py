@@ -6,8 +6,6 @@ import socket
 import struct
 from collections.abc import Iterator
 
-__all__ = ["FramedSocket", "receive", "send"]
-
 _LENGTH = struct.Struct("<Q")
 _PART = 1 << 20
 

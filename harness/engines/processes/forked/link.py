@@ -23,8 +23,6 @@ from harness.engines.processes.messages import RunOrder, WorkerReport, packed_re
 from harness.engines.processes.rank_program import world
 from harness.engines.processes.worker import work
 
-__all__ = ["HOST", "ForkedOrder", "serve"]
-
 HOST = "127.0.0.1"
 _FOREVER_S = 86400.0
 """torch's own limit of a wait: the supervisor's comes first, and a rank that gave up by itself would hide the cause."""

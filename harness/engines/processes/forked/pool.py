@@ -29,8 +29,6 @@ from harness.engines.processes.supervisor import Supervisor
 from harness.errors import MachineError
 from harness.ledger import Observer
 
-__all__ = ["PoolEngine"]
-
 _MOST_IDLE = 16
 """Processes kept between runs."""
 _MOST_KEPT = 32

@@ -21,8 +21,6 @@ from harness.engines.processes.flight_recorder import RECORDER_BYTES
 from harness.engines.processes.messages import Standing
 from harness.engines.processes.waits import is_waiting
 
-__all__ = ["print_on_signal", "standings"]
-
 _SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)")

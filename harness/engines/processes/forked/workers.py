@@ -15,8 +15,6 @@ from harness.engines.processes.forked.framing import send
 from harness.engines.processes.forked.link import ForkedOrder
 from harness.engines.processes.messages import Standing, WorkerReport, packed, unpacked
 
-__all__ = ["ForkedWorkers"]
-
 _BURIAL_S = 2.0
 """How long a fork server may take, on a busy machine, to report how a process ended that has closed its socket."""
 _ANSWER_S = 0.5

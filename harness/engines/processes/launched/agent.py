@@ -21,8 +21,6 @@ from multiprocessing.process import BaseProcess
 from harness.engines.processes.launched.environment import Launched
 from harness.interpreter import spawned
 
-__all__ = ["DIED", "END", "KILL", "LEAVE", "RUN", "ANSWERED", "START", "WHERE", "relay"]
-
 START, RUN, WHERE, LEAVE, KILL, END = b"S", b"R", b"W", b"L", b"K", b"E"
 """START and WHERE are both answered with the rank's position; START makes a child where there is none. A rank that has
 ended keeps its groups until LEAVE, for others may still be reading what it sent."""

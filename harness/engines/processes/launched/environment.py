@@ -18,8 +18,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from harness.errors import MachineError, RequestError
 
-__all__ = ["TORCHRUN_LINE", "Launched", "launched"]
-
 TORCHRUN_LINE = 'torchrun --nnodes 1 --nproc-per-node 2 -m shardproof run "mode=tp tp=2" --engine torchrun'
 """A command that makes the environment; torchrun on every node, with --nnodes N and --node-rank, for several."""
 

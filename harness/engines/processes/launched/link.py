@@ -31,8 +31,6 @@ from harness.engines.processes.rank_program import world
 from harness.engines.processes.waits import is_waiting
 from harness.engines.processes.worker import work
 
-__all__ = ["NUMBER_BYTES", "Progress", "live"]
-
 NUMBER_BYTES = 8
 """An answer begins with the number of its run."""
 _STORE_S = 30.0

@@ -20,8 +20,6 @@ from torch.distributed import Store
 from harness.engines.processes.launched.environment import Launched
 from harness.errors import MachineError, ranks_text
 
-__all__ = ["gather", "join"]
-
 _KEY = "shardproof/control"
 _TOKEN_BYTES, _RANK_BYTES = 32, 4
 _HELLO_S = 5.0

@@ -32,8 +32,6 @@ from harness.engines.processes.supervisor import Supervisor
 from harness.errors import MachineError, RequestError
 from harness.ledger import Observer
 
-__all__ = ["TorchrunEngine", "dismiss", "serve", "serves"]
-
 _JOIN_S = 60.0
 """How long the processes of a world may take to find each other."""
 _CLOSE_S = 5.0

@@ -17,8 +17,6 @@ from harness.engines.processes.launched.agent import DIED, KILL, LEAVE, RUN, STA
 from harness.engines.processes.launched.link import NUMBER_BYTES, Progress
 from harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed, unpacked
 
-__all__ = ["LaunchedWorkers", "SentCalls"]
-
 _START_S = 60.0
 """How long a child may take to start: it imports torch, at the same time as all others."""
 _GRACE_S = 0.5

@@ -21,8 +21,6 @@ from typing import Any, Protocol
 
 from harness.errors import RequestError, error_text
 
-__all__ = ["Names", "Namespace", "own", "own_state", "namespaces_of"]
-
 Names = dict[str, Any]
 _CACHE: Any = type(functools.cache(len))
 _COPIED = frozenset({dict, list, set, OrderedDict, defaultdict, deque})

@@ -14,8 +14,6 @@ import torch
 from harness.engines.threads.state.module_state import Namespace, own
 from harness.engines.threads.state.rng_streams import CallerStreams, RankStreams
 
-__all__ = ["PerRankState"]
-
 
 class PerRankState:
     """The private state of `world_size` ranks. `leave` and `enter` frame a change of turns; `restore` ends the run.

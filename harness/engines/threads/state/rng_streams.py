@@ -21,8 +21,6 @@ import torch
 
 from harness.torch_internals.memory import generator_address
 
-__all__ = ["CallerStreams", "RankStreams"]
-
 _WORDS = 624
 _BYTES = 4 * (1 + _WORDS)
 _HAS_GAUSS = 3
