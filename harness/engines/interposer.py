@@ -42,11 +42,9 @@ class CallLog(Protocol):
 
     def entered(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
-        ...
 
     def left(self) -> None:
         """The call entered last, a synchronous one, is complete."""
-        ...
 
 
 class WorkLog(CallLog, Protocol):

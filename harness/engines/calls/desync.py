@@ -16,27 +16,22 @@ class IssuedCall(Protocol):
     @property
     def rank(self) -> int:
         """The rank that issued it."""
-        ...
 
     @property
     def group(self) -> RankGroup:
         """The group of the call."""
-        ...
 
     @property
     def number(self) -> int:
         """The number of calls that the rank issued in the group before."""
-        ...
 
     @property
     def signature(self) -> Signature:
         """The rank's own signature."""
-        ...
 
     @property
     def event(self) -> PendingCollective | PendingMessage:
         """The state of the call over all ranks."""
-        ...
 
 
 class RootCause(NamedTuple):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from harness.engines.calls.callers import raised_at
-from harness.engines.engine import Program, RequestEngine, RunRequest
+from harness.engines.engine import Engine, Program, RunRequest
 from harness.engines.interposer import Interposer
 from harness.engines.rank_environment import environment_of, in_environment
 from harness.engines.threads.rank_threads import RankThread
@@ -49,7 +49,7 @@ _GRACE_S = 5.0
 """How long a rank that was interrupted may take to end."""
 
 
-class DryEngine(RequestEngine):
+class DryEngine(Engine):
     """Runs programs on ranks that do not communicate. `run` runs all of them, `run_ranks` those that are named."""
 
     name = "dry"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from harness.engines.calls.desync import RootCause, of_deadlock, of_mismatch, of_skipped
-from harness.engines.engine import RequestEngine, RunRequest
+from harness.engines.engine import Engine, RunRequest
 from harness.engines.threads import postmortem
 from harness.engines.threads.heap import Heap
 from harness.engines.threads.hints import hint
@@ -53,7 +53,7 @@ _ALIKE_S = 1.0
 """The same where it matters whether all of them raise alike."""
 
 
-class InprocEngine(RequestEngine):
+class InprocEngine(Engine):
     """Runs programs on ranks that are threads.
 
     During a run torch uses one thread; number of threads, random streams, default dtype, the state of the modules that

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from harness.engines.engine import Engine, RequestEngine, RunRequest
+from harness.engines.engine import Engine, RunRequest
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.rank_threads import RankThread
 from harness.engines.threads.scheduler import Scheduler
@@ -25,15 +25,12 @@ class Intervention(Protocol):
 
     def state(self, world_size: int, seed: int, places: Sequence[Namespace], caller: CallerStreams) -> PerRankState:
         """What each rank has to itself."""
-        ...
 
     def scheduler(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> Scheduler:
         """Which rank runs when."""
-        ...
 
     def matcher(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> CollectiveMatcher:
         """Where the calls of the ranks are matched and computed."""
-        ...
 
 
 class Plain:
@@ -52,7 +49,7 @@ class Plain:
         return CollectiveMatcher(world_size, scheduler, observer)
 
 
-class Intervened(RequestEngine):
+class Intervened(Engine):
     """An in-process engine whose runs all have one intervention; closing it leaves the engine itself open.
 
     Raises RequestError for an engine that takes none.

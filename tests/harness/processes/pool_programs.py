@@ -159,3 +159,16 @@ def answers_at_length(rank: int) -> torch.Tensor:
 def asks_the_store(rank: int) -> None:
     """For what nobody will tell it."""
     _get_default_store().get("nothing")
+
+
+def where(rank: int) -> tuple[int, int, str, str]:
+    """Which process was launched for this rank, and what the environment says."""
+    return rank, os_parent(os.getppid()), os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
+
+
+def forgets(rank: int) -> None:
+    """Nobody waits for the second call."""
+    for waited in (True, False):
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        if waited:
+            work.wait()

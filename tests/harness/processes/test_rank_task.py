@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.engines.engine import Program
+from harness.engines.engine import RunRequest
 from harness.engines.processes.rank_program import run_rank
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
@@ -30,11 +30,11 @@ class OneProcess(LoopEngine):
     name = "one"
     remote = True
 
-    def run(self, program: Program, *args: Any, world_size: int, seed: int = 0, **words: Any) -> list[Any]:
+    def run_request(self, request: RunRequest, observer: object) -> list[Any]:
         """The result of the one rank; an exception of it is raised."""
-        sent, given = pickle.loads(pickle.dumps((program, args)))
+        sent, given = pickle.loads(pickle.dumps((request.program, request.args)))
         store = torch._C._distributed_c10d.HashStore()
-        ended = run_rank(sent, given, rank=0, world_size=world_size, store=store, seed=seed, timeout_s=10)
+        ended = run_rank(sent, given, rank=0, world_size=1, store=store, seed=request.seed, timeout_s=10)
         if ended.error is not None:
             raise ended.error
         return [pickle.loads(pickle.dumps(ended.value))]

@@ -33,11 +33,9 @@ class Namespace(Protocol):
 
     def read(self) -> Names:
         """The names and values that it has now."""
-        ...
 
     def write(self, names: Names) -> None:
         """Make it have these and no others."""
-        ...
 
 
 class _Dict:
