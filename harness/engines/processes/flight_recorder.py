@@ -172,7 +172,7 @@ class Recording:
             self._calls.append(pickle.loads(self._memory[start + _LENGTH.size : start + _LENGTH.size + length]))
             self._call_bytes += _LENGTH.size + length
         places = range(max(self._read, header[_COUNT] - _RECORDS), header[_COUNT])
-        self._read = header[_COUNT]
+        self._read = max(self._read, header[_COUNT])  # struct clears a number before it writes it
         records = (_RECORD.unpack_from(self._memory, _FIRST_RECORD + i % _RECORDS * _RECORD.size) for i in places)
         new = tuple((at_s, self._calls[number]) for at_s, number in records)
         return ReadCalls(new, header[_INSIDE] == header[_COUNT] > 0, header[_WAITS])

@@ -14,35 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, get_node_local_rank
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-
-from bench.fault_programs import (
-    dtypes_differ,
-    groups_cross,
-    numels_differ,
-    orders_differ,
-    reduce_ops_differ,
-    roots_differ,
-    shapes_differ,
-    skips,
-    splits_differ,
-)
-
-OUT_OF_STEP = (
-    dtypes_differ,
-    groups_cross,
-    numels_differ,
-    orders_differ,
-    reduce_ops_differ,
-    roots_differ,
-    shapes_differ,
-    skips,
-    splits_differ,
-)
-"""Those of the fault table whose ranks disagree about a call."""
 
 
 def ones(*shape: int) -> Tensor:
@@ -189,7 +164,7 @@ def _end(ending: str) -> None:
     if ending == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     while ending == "loop":
-        time.sleep(0.01)
+        time.sleep(0.001)
     if ending == "child":
         subprocess.Popen(["sleep", "600"])
         os._exit(0)
@@ -206,6 +181,34 @@ def raises(rank: int, kind: str) -> None:
     if rank == 1 and kind == "plain":
         raise KeyError("missing")
     dist.all_reduce(torch.ones(3))
+
+
+def exits(rank: int, status: int) -> str:
+    """Rank 1 leaves by sys.exit."""
+    if rank == 1:
+        sys.exit(status)
+    return "end"
+
+
+def words(rank: int) -> list[Any]:
+    """What libraries ask a launcher's environment for, torch's own function among them."""
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    dist.barrier()
+    found = [os.environ.get(name) for name in names]
+    return [*found, os.getenv("RANK"), dict(os.environ)["RANK"], get_node_local_rank()]
+
+
+def initialises(rank: int) -> list[str]:
+    """A program that initialises torch itself: what it is told of wrong words, and of the second time."""
+    told = []
+    dist.init_process_group("gloo", world_size=dist.get_world_size())
+    wrong: tuple[dict[str, Any], ...] = ({"world_size": 8}, {"rank": 1 - rank}, {})
+    for given in wrong:
+        try:
+            dist.init_process_group("gloo", **given)
+        except ValueError as error:
+            told.append(str(error))
+    return told
 
 
 def leaves_works(rank: int) -> list[float]:
@@ -229,6 +232,12 @@ def waits_alone(rank: int) -> None:
         work = dist.all_reduce(torch.ones(2), async_op=True)
         assert work is not None
         work.wait()
+
+
+def calls_alone(rank: int) -> None:
+    """Rank 0 makes a call that rank 1 never makes."""
+    if rank == 0:
+        dist.all_reduce(torch.ones(2))
 
 
 def makes_alone(rank: int, others: str) -> None:
@@ -274,7 +283,12 @@ def asks_the_store(rank: int) -> None:
 
 def where(rank: int) -> tuple[int, int, str, str]:
     """Which process was launched for this rank, and what the environment says."""
-    return rank, os_parent(os.getppid()), os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
+    return rank, parent_of(os.getppid()), os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process, as /proc tells."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def forgets(rank: int) -> None:

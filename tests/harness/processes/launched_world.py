@@ -16,20 +16,19 @@ from bench import fault_programs
 from harness.engines.engine import Engine
 from harness.engines.processes.launched.torchrun import TorchrunEngine, serve, serves
 from harness.errors import ShardproofError
-from tests.harness.faults import faulty_programs
-from tests.harness.processes import pool_programs
+from tests.harness.engines import programs
 
 LIMIT_S = 2.0
-PROGRAMS = (fault_programs, faulty_programs, pool_programs)
+PROGRAMS = (fault_programs, programs)
 
 
 def tried(engine: Engine, name: str) -> dict[str, Any]:
     """One try: a program by its name, `world_size_N`, or `kills_N`, which ends the launched process of rank N."""
     program: Any = next((getattr(m, name) for m in PROGRAMS if hasattr(m, name)), None)
     word, _, number = name.rpartition("_")
-    program = program or pool_programs.where
+    program = program or programs.where
     if word == "kills":
-        os.kill(engine.run(pool_programs.where, world_size=2)[int(number)][1], 9)
+        os.kill(engine.run(programs.where, world_size=2)[int(number)][1], 9)
         program = fault_programs.goes_right
     world_size = int(number) if word == "world_size" else 2
     start_s = time.perf_counter()
