@@ -23,16 +23,14 @@ from harness.engines.calls.desync import RootCause, of_deadlock, of_mismatch, of
 from harness.engines.engine import Engine, RunRequest
 from harness.engines.threads import postmortem
 from harness.engines.threads.heap import Heap
-from harness.engines.threads.hints import hint
 from harness.engines.threads.intervention import Intervention, Plain
 from harness.engines.threads.matcher import Race
-from harness.engines.threads.postmortem import Raised
+from harness.engines.threads.postmortem import Raised, hint
 from harness.engines.threads.rank_threads import Aborted, RankThread, RankThreads
 from harness.engines.threads.rank_world import Enter, installed
 from harness.engines.threads.scheduler import RankStatus, RunEnd
 from harness.engines.threads.state.module_state import namespaces_of
-from harness.engines.threads.state.rank_state import PerRankState
-from harness.engines.threads.state.rng_streams import CallerStreams
+from harness.engines.threads.state.rank_state import CallerStreams, PerRankState
 from harness.engines.threads.unmapped import Unmapped
 from harness.errors import (
     Desynchronised,

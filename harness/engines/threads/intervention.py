@@ -14,8 +14,7 @@ from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.rank_threads import RankThread
 from harness.engines.threads.scheduler import Scheduler
 from harness.engines.threads.state.module_state import Namespace
-from harness.engines.threads.state.rank_state import PerRankState
-from harness.engines.threads.state.rng_streams import CallerStreams
+from harness.engines.threads.state.rank_state import CallerStreams, PerRankState
 from harness.errors import RequestError
 from harness.ledger import Observer
 

@@ -14,8 +14,7 @@ from hypothesis import settings
 
 from harness.errors import RequestError
 from harness.hangs.dumps import standings
-from harness.hangs.parting import Parted, parted
-from harness.hangs.standing import LastCall, RankStanding
+from harness.hangs.parting import LastCall, Parted, RankStanding, parted
 from harness.hangs.words import lines
 from tests.harness.programs.launched import LIMIT_S, forked
 

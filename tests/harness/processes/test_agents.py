@@ -18,7 +18,7 @@ from harness.engines.processes.exit_status import ProcessEnd, process_end
 from harness.engines.processes.flight_recorder import ReadCalls
 from harness.engines.processes.launched import torchrun
 from harness.engines.processes.launched.agent import CALLS, END, KILL, LEAVE, RUN, START, WHERE, Progress, relay
-from harness.engines.processes.launched.environment import Launched
+from harness.engines.processes.launched.rendezvous import Launched
 from harness.engines.processes.launched.torchrun import LaunchedWorkers
 from harness.engines.processes.messages import RunOrder, WorkerReport, packed_report, unpacked
 from harness.engines.processes.rank_program import RankResult

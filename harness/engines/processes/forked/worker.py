@@ -10,8 +10,8 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -22,12 +22,43 @@ from torch.distributed import PrefixStore, TCPStore
 from harness.engines.interposer import Interposer
 from harness.engines.processes.flight_recorder import FlightRecorder
 from harness.engines.processes.forked import stacks
-from harness.engines.processes.forked.cpu_affinity import CpuAffinity
 from harness.engines.processes.forked.kept_groups import KeptGroups
 from harness.engines.processes.messages import RunOrder, WorkerReport, packed_report, unpacked
 from harness.engines.processes.rank_program import result_of, seed_streams, world
 from harness.errors import error_text
 from harness.torch_internals.modes import not_deterministic
+
+
+def share(processors: Iterable[int], rank: int, world_size: int) -> frozenset[int]:
+    """The processors of a rank: one of them when they are not more than the ranks, else all."""
+    known = sorted(processors)
+    return frozenset(known) if len(known) > world_size else frozenset({known[rank % len(known)]})
+
+
+class CpuAffinity:
+    """The processors on which this process runs; it may use those that it started with.
+
+    When ranks are more than processors, a rank stays on one of them with all its threads. A call on gloo wakes several
+    threads of a rank one after another. On processors that are shared anyway, a wake-up on the processor that is awake
+    costs half of one across: four ranks on two cores make twice as many calls a second. What a rank starts (threads,
+    processes) inherits its processors.
+    """
+
+    def __init__(self) -> None:
+        self._processors = frozenset(os.sched_getaffinity(0)) if sys.platform == "linux" else frozenset()
+        self._now = self._processors
+
+    def take(self, rank: int, world_size: int) -> None:
+        """Run as this rank of `world_size`, where the system lets a process choose."""
+        if sys.platform != "linux":
+            return
+        wanted = share(self._processors, rank, world_size)
+        if wanted != self._now:
+            self._now = wanted
+            for thread in os.listdir("/proc/self/task"):
+                with suppress(OSError):  # the thread has ended, or a processor was taken from this process meanwhile
+                    os.sched_setaffinity(int(thread), wanted)
+
 
 _FOREVER_S = 86400.0
 """torch's own limit of a wait: the supervisor's comes first, and a rank that gave up by itself would hide the cause."""

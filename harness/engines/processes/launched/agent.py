@@ -25,7 +25,7 @@ from harness.engines.processes.flight_recorder import ReadCalls
 from harness.engines.processes.forked.fork_server import ForkServer, Worker
 from harness.engines.processes.forked.pool import hash_seed
 from harness.engines.processes.forked.stacks import standings
-from harness.engines.processes.launched.environment import Launched
+from harness.engines.processes.launched.rendezvous import Launched
 from harness.engines.processes.messages import RunOrder, Standing, packed
 from harness.errors import MachineError
 

@@ -38,8 +38,7 @@ from harness.engines.processes.launched.agent import (
     Progress,
     relayed,
 )
-from harness.engines.processes.launched.environment import launched
-from harness.engines.processes.launched.rendezvous import gather, join
+from harness.engines.processes.launched.rendezvous import gather, join, launched
 from harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed_program, unpacked
 from harness.engines.processes.supervisor import Supervisor
 from harness.errors import MachineError, RequestError
