@@ -10,12 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from harness.errors import RequestError
 from harness.ledger import Observer
-
-__all__ = ["Engine", "Program", "RequestEngine", "RunRequest", "Unwaited"]
 
 Program = Callable[..., Any]
 """`program(rank, *args)`, called once on every rank with torch.distributed initialised."""
@@ -53,23 +51,18 @@ class Unwaited:
     caller: str
 
 
-class Engine(Protocol):
-    """Runs programs on ranks; a context manager. The same engine runs any number of programs, also after errors."""
+class Engine(ABC):
+    """Runs programs on ranks; a context manager. The same engine runs any number of programs, also after errors.
 
-    @property
-    def name(self) -> str:
-        """The word that chooses this engine on the command line."""
-        ...
+    `name` is the word that chooses it on the command line. `remote`: ranks live in other processes, so that programs
+    and results are pickled and no observer is called here. `unwaited` are the works of the last run that were never
+    waited for, by rank, in the order of issue.
+    """
 
-    @property
-    def remote(self) -> bool:
-        """Whether ranks live in other processes: programs and results are pickled, and no observer is called here."""
-        ...
-
-    @property
-    def unwaited(self) -> tuple[Unwaited, ...]:
-        """The works of the last run that were never waited for, by rank, in the order of issue."""
-        ...
+    name: str
+    remote: bool
+    unwaited: tuple[Unwaited, ...] = ()
+    _closed = False
 
     def run(
         self,
@@ -90,36 +83,6 @@ class Engine(Protocol):
 
         Raises RequestError (exit status 2), ProgramError (1) or MachineError (3); the engine stays usable.
         """
-        ...
-
-    def close(self) -> None:
-        """Release what the engine holds; a closed engine refuses to run."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-
-class RequestEngine(ABC):
-    """What every engine shares: `run` checks its arguments as one RunRequest; a context closes it, once."""
-
-    unwaited: tuple[Unwaited, ...] = ()
-    _closed = False
-
-    def run(
-        self,
-        program: Program,
-        *args: Any,
-        world_size: int,
-        observer: Observer | None = None,
-        seed: int = 0,
-        timeout_s: float = 60.0,
-        per_rank: Sequence[str] = (),
-    ) -> list[Any]:
-        """The results of `program(rank, *args)` by rank; see Engine.run."""
         request = RunRequest(
             program=program,
             args=args,
@@ -130,15 +93,15 @@ class RequestEngine(ABC):
         )
         return self.run_request(request, observer)
 
+    @abstractmethod
+    def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
+        """The results by rank; see `run`."""
+
     def close(self) -> None:
-        """Release what the engine holds, and refuse further runs."""
+        """Release what the engine holds; a closed engine refuses to run."""
         if not self._closed:
             self._closed = True
             self._release()
-
-    @abstractmethod
-    def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
-        """The results by rank; see Engine.run."""
 
     def _require_open(self) -> None:
         """Raises RequestError when the engine is closed."""

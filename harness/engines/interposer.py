@@ -32,8 +32,6 @@ from harness.torch_internals.groups import fake_group
 from harness.torch_internals.lookup import tested_span
 from harness.torch_internals.operators import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
 
-__all__ = ["CallLog", "Interposer", "WorkLog", "observing"]
-
 _KEY = "BackendSelect"
 _UNFOLLOWED = (*MESSAGES, OTHER)
 """Ops whose works are not waited for here: a message arrives once, and of other operators nothing is known."""
@@ -44,11 +42,9 @@ class CallLog(Protocol):
 
     def entered(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
-        ...
 
     def left(self) -> None:
         """The call entered last, a synchronous one, is complete."""
-        ...
 
 
 class WorkLog(CallLog, Protocol):

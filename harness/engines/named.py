@@ -8,8 +8,6 @@ from harness.engines.engine import Engine
 from harness.errors import RequestError
 from harness.resolve import resolve
 
-__all__ = ["ENGINES", "engine_named", "known_engine"]
-
 ENGINES = {
     "inproc": "harness.engines.threads.inproc:InprocEngine",
     "pool": "harness.engines.processes.forked.pool:PoolEngine",

@@ -10,7 +10,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["environment_of", "in_environment"]
+import torch
+
+from harness.errors import RequestError
 
 _MEET_AT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Where torchrun's ranks meet on one machine. The engines' ranks have met: nothing listens there."""
@@ -41,3 +43,15 @@ def in_environment(words: Mapping[str, str]) -> Iterator[None]:
         for word, value in before.items():
             os.environ.pop(word, None)
             os.environ.update({} if value is None else {word: value})
+
+
+def rank_device(name: str, rank: int) -> torch.device:
+    """This rank's device: a GPU of its own on cuda. Raises RequestError when this machine has too few."""
+    if name != "cuda":
+        return torch.device(name)
+    count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", rank))
+    if local >= count:
+        rule = f"every rank needs a GPU of its own, rank {local} finds {count} on this machine"
+        raise RequestError(f"device=cuda: {rule}; legal: --device cpu, or at most {count} ranks")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)

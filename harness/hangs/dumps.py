@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import RequestError
-from harness.hangs.standing import Channel, LastCall, RankStanding
-
-__all__ = ["KIND", "RECORD", "standings"]
+from harness.hangs.parting import Channel, LastCall, RankStanding
 
 KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "phase", "region", "caller")
 """What our recorder writes of a kind of call."""

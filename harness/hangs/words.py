@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from harness.errors import ranks_text
-from harness.hangs.parting import Parted
-from harness.hangs.standing import Channel, LastCall, RankStanding
-
-__all__ = ["lines"]
+from harness.hangs.parting import Channel, LastCall, Parted, RankStanding
 
 _MOST = 8
 """Ranks, or findings, that are listed one by one."""

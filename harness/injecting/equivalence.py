@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from harness.faults import Fault
 
-__all__ = ["RULES", "UNCHANGED", "UNREAD", "UNTOUCHED", "Rule", "proof_of"]
-
 UNCHANGED = "every call left the bits that it leaves undisturbed, on every rank: it is the same run"
 UNREAD = "every other call and all that the subject returns have the same bits: nothing depends on what was disturbed"
 UNTOUCHED = "no operator touched the late result before the rank's next call, at whose beginning it is there"

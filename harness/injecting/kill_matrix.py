@@ -19,19 +19,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "AND_MORE",
-    "COLUMNS",
-    "MISLEADING",
-    "NONE",
-    "RIGHT",
-    "TOLD",
-    "Figures",
-    "Kill",
-    "figures",
-    "killed_alone",
-]
-
 YES, NO = "yes", "no"
 RIGHT, AND_MORE, NONE, MISLEADING = TOLD = ("right", "right and more", "none", "misleading")
 

@@ -37,8 +37,6 @@ from harness.running.trials.trial import Trial
 from harness.running.truth.reference import Reference, reference_of
 from harness.subject import NamedSubject, answered, called, kept_per_rank, named, offers, session
 
-__all__ = ["FaultResult", "Unproved", "survey", "unproved"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultResult:

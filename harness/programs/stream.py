@@ -44,7 +44,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastCall:
-    """One of the last calls: `number` in its channel (harness.hangs.standing), `ticket` is its index on the rank."""
+    """One of the last calls: `number` in its channel (harness.hangs.parting), `ticket` is its index on the rank."""
 
     issued: OperatorCall
     number: int
@@ -148,7 +148,7 @@ class EventStream:
             return tuple(ticket for ticket, call in self._open.items() if not call.complete)
 
     def numbers(self) -> list[tuple[str, tuple[int, ...], str, int]]:
-        """How many calls were issued in each channel (harness.hangs.standing.Channel)."""
+        """How many calls were issued in each channel (harness.hangs.parting.Channel)."""
         with self._lock:
             return [(*channel, number) for channel, number in self._numbers.items()]
 

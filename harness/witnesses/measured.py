@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.engines.devices import rank_device
 from harness.engines.interposer import observing
+from harness.engines.rank_environment import rank_device
 from harness.errors import MachineError
 from harness.ledger import Call, Event
 from harness.outcome.blocks import Block, localize

@@ -6,9 +6,7 @@ They compute the dense model on every rank, so that only what a test plants is w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,36 +14,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from harness.checking.measures.tolerance import epsilon
-from harness.engines.engine import Unwaited
+from harness.engines.engine import Engine, RunRequest
 from harness.errors import MachineError, RankDied, RankRaised, TimeLimit
 from harness.ledger import Observer
 from reference.case import Case
 from reference.training import subject as dense
 
 
-class LoopEngine:
+class LoopEngine(Engine):
     """Runs ranks one after another in this thread: an engine for programs that do not communicate."""
 
     name = "loop"
     remote = False
-    unwaited: tuple[Unwaited, ...] = ()
 
-    def run(
-        self,
-        program: Callable[..., Any],
-        *args: Any,
-        world_size: int,
-        observer: Observer | None = None,
-        seed: int = 0,
-        timeout_s: float = 60.0,
-        per_rank: Sequence[str] = (),
-    ) -> list[Any]:
+    def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
         """The results by rank; what a rank raises comes as the engines' errors do."""
         results = []
-        for rank in range(world_size):
-            torch.manual_seed(seed)
+        for rank in range(request.world_size):
+            torch.manual_seed(request.seed)
             try:
-                results.append(program(rank, *args))
+                results.append(request.program(rank, *request.args))
             except MachineError:
                 raise
             except Exception as error:
@@ -53,17 +41,6 @@ class LoopEngine:
                     f"rank {rank} raised {type(error).__name__}: {error}", ranks=(rank,), positions=()
                 ) from error
         return results
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def right(case: Case, device: torch.device) -> dict[str, Tensor]:

@@ -15,21 +15,6 @@ from torch import Tensor
 from harness.engines.calls.signature import REDUCE_OPS
 from harness.torch_internals.groups import Pending, waited
 
-__all__ = [
-    "WrongArgument",
-    "as_real",
-    "checked",
-    "counted",
-    "exchanged",
-    "form_of",
-    "listed",
-    "member_of",
-    "of_one_dtype",
-    "reduction",
-    "root_of",
-    "sized",
-]
-
 _ANY_DTYPE = ("sum", "max", "min", "product")
 _CARRIED = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16}

@@ -19,26 +19,6 @@ from torch import Tensor
 
 from harness.torch_internals.modes import below_autograd, copy_each, modes_are_on, past_modes
 
-__all__ = [
-    "Combine",
-    "Disagreement",
-    "Operands",
-    "all_gather",
-    "all_gather_lists",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "gather",
-    "meet",
-    "perform",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_lists",
-    "scatter",
-    "transfer",
-]
-
 
 class Operands(NamedTuple):
     """What one rank brings to a call: outputs to write, inputs to read, rows per peer (all_to_all_single)."""

@@ -28,8 +28,6 @@ from torch.nn.modules import module
 
 from harness.torch_internals.autograd import BACKWARD
 
-__all__ = ["Caller", "caller", "caller_at", "caller_of", "is_user", "issued_at", "raised_at", "shortened"]
-
 _LIBRARY = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
 _OURS = (

@@ -9,8 +9,6 @@ from harness.engines.calls.pending import ANY, Mismatch, PendingCollective, Pend
 from harness.engines.calls.signature import Signature, described, difference, field_words
 from harness.errors import Position, ranks_text
 
-__all__ = ["IssuedCall", "RootCause", "call_text", "of_deadlock", "of_mismatch", "of_skipped", "position_in_call"]
-
 
 class IssuedCall(Protocol):
     """A call that a rank has issued: the work of an in-process rank, or a call from a process's flight recorder."""
@@ -18,27 +16,22 @@ class IssuedCall(Protocol):
     @property
     def rank(self) -> int:
         """The rank that issued it."""
-        ...
 
     @property
     def group(self) -> RankGroup:
         """The group of the call."""
-        ...
 
     @property
     def number(self) -> int:
         """The number of calls that the rank issued in the group before."""
-        ...
 
     @property
     def signature(self) -> Signature:
         """The rank's own signature."""
-        ...
 
     @property
     def event(self) -> PendingCollective | PendingMessage:
         """The state of the call over all ranks."""
-        ...
 
 
 class RootCause(NamedTuple):

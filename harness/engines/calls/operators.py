@@ -22,8 +22,6 @@ from harness.ledger import OTHER, Call
 from harness.torch_internals.operators import arguments_of
 from harness.torch_internals.world import ranks_of
 
-__all__ = ["MESSAGES", "OPERATORS", "Operator", "OperatorCall", "communicates", "reader", "tensors_in"]
-
 MESSAGES = ("send", "recv")
 
 

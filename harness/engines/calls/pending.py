@@ -12,18 +12,6 @@ from harness.engines.calls.signature import Signature
 from harness.errors import ranks_text
 from harness.ledger import shape_text
 
-__all__ = [
-    "ANY",
-    "MAKES_GROUP",
-    "GroupsByRanks",
-    "Mismatch",
-    "PendingCollective",
-    "PendingMessage",
-    "RankGroup",
-    "label_group",
-    "world_of",
-]
-
 _WORLD, _UNNAMED = "default_pg", "undefined"
 """torch's names of groups that the user did not name: the group of all ranks, and any other."""
 ANY = -1

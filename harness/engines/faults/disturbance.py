@@ -30,8 +30,6 @@ from harness.ledger import Call, Observer
 from harness.outcome.merging import bits_of
 from harness.torch_internals.modes import unseen
 
-__all__ = ["Disturbance", "Disturbed"]
-
 
 class Disturbed(Intervened):
     """An engine in which every run has the fault. Raises RequestError for an engine that takes none."""

@@ -38,8 +38,6 @@ from harness.ledger import Observer
 from harness.outcome.merging import same_bits
 from harness.torch_internals.modes import unseen
 
-__all__ = ["Explored", "Schedule"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:

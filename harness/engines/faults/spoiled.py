@@ -18,8 +18,6 @@ from harness.faults import Fault
 from harness.torch_internals.autograd import unversioned
 from harness.torch_internals.modes import unseen
 
-__all__ = ["CompletedCall", "copied", "copies", "overwrite", "poison", "wrong"]
-
 
 class CompletedCall(NamedTuple):
     """A call that is complete, by group rank: copies of the operands (outputs as they were before), and the outputs,

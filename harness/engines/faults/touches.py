@@ -21,8 +21,6 @@ from harness.ledger import Observer
 from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
 from harness.torch_internals.operators import short_name
 
-__all__ = ["Touches"]
-
 
 class Touches(Plain):
     """The intervention that changes nothing and watches. `on_rank` is to be entered around a rank's program."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
-__all__ = ["OUR_STATUS", "ProcessEnd", "process_end"]
-
 OUR_STATUS = 70
 """The exit status of a rank's process that a bug of this package has ended: EX_SOFTWARE of sysexits.h."""
 _CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"})

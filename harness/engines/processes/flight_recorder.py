@@ -25,7 +25,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from harness.engines.calls.callers import Caller, issued_at
@@ -33,8 +32,6 @@ from harness.engines.calls.operators import OperatorCall
 from harness.engines.calls.pending import MAKES_GROUP
 from harness.engines.calls.signature import Signature
 from harness.engines.processes.waits import Waits
-
-__all__ = ["RECORDER_BYTES", "FlightRecorder", "RecordedCall", "Recording", "anonymous_file"]
 
 _HEADER = struct.Struct("<7Q")
 _RECORD = struct.Struct("<dQ")
@@ -64,6 +61,18 @@ class RecordedCall(NamedTuple):
     sends: tuple[Any, ...]
     expects: tuple[Any, ...]
     caller: str
+
+
+class ReadCalls(NamedTuple):
+    """What was read of a rank's flight recorder: the calls recorded since the last time, and when.
+
+    `inside`: the call recorded last is a synchronous one that is not known to be complete. `waits`: 1 + the place,
+    among the asynchronous calls, of the one for which the rank waits; 0 for none.
+    """
+
+    new: tuple[tuple[float, RecordedCall], ...] = ()
+    inside: bool = False
+    waits: int = 0
 
 
 def anonymous_file() -> int:
@@ -141,7 +150,7 @@ class FlightRecorder:
 
 
 class Recording:
-    """The reader's side: a trace_matcher.CallSource. It reads on from where it stopped."""
+    """The reader's side. It reads on from where it stopped."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, RECORDER_BYTES, prot=mmap.PROT_READ)
@@ -152,32 +161,21 @@ class Recording:
         """Read from the first record of this run on."""
         self._run, self._read = run, 0
 
-    def new(self) -> Iterator[tuple[float, RecordedCall]]:
-        """The calls recorded since the last time: when, and what."""
+    def read(self) -> ReadCalls:
+        """What this run has recorded since the last time."""
         header = self._header()
         if header[_RUN] != self._run:
-            return
+            return ReadCalls()
         while len(self._calls) < header[_CALLS]:
             start = _FIRST_CALL + self._call_bytes
             (length,) = _LENGTH.unpack_from(self._memory, start)
             self._calls.append(pickle.loads(self._memory[start + _LENGTH.size : start + _LENGTH.size + length]))
             self._call_bytes += _LENGTH.size + length
-        self._read = max(self._read, header[_COUNT] - _RECORDS)
-        while self._read < header[_COUNT]:
-            place = _FIRST_RECORD + self._read % _RECORDS * _RECORD.size
-            at_s, number = _RECORD.unpack_from(self._memory, place)
-            self._read += 1
-            yield at_s, self._calls[number]
-
-    def inside(self) -> bool:
-        """Whether the call recorded last is a synchronous one that is not known to be complete."""
-        header = self._header()
-        return header[_RUN] == self._run and header[_INSIDE] == header[_COUNT] > 0
-
-    def waits(self) -> int:
-        """1 + the place, among the asynchronous calls, of the one for which the rank waits; 0 for none."""
-        header = self._header()
-        return header[_WAITS] if header[_RUN] == self._run else 0
+        places = range(max(self._read, header[_COUNT] - _RECORDS), header[_COUNT])
+        self._read = max(self._read, header[_COUNT])  # struct clears a number before it writes it
+        records = (_RECORD.unpack_from(self._memory, _FIRST_RECORD + i % _RECORDS * _RECORD.size) for i in places)
+        new = tuple((at_s, self._calls[number]) for at_s, number in records)
+        return ReadCalls(new, header[_INSIDE] == header[_COUNT] > 0, header[_WAITS])
 
     def thread(self) -> int:
         """The identity of the thread that runs the rank's program."""

@@ -20,23 +20,28 @@ from harness.engines.processes.rank_program import RankResult
 from harness.errors import RequestError, error_text
 from harness.ledger import Observer
 
-__all__ = ["RunOrder", "Standing", "WorkerReport", "packed", "packed_program", "packed_report", "unpacked"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOrder:
     """One run as one rank receives it. `program` is the packed pair of program and arguments.
 
-    `number` identifies the run in all messages; `store_prefix` sets its keys apart in the store, which all runs share.
+    `number` identifies the run in all messages. Ranks meet in the store at `store`, host and port, which all runs
+    share; `store_prefix` sets the keys of this one apart. The program runs in `folder`, with the import path `path`.
+    `connection` changes when the processes of a run do: groups connected under another one are of no use.
+    `local_rank` is the rank's number on its machine, None when all ranks are on this one.
     """
 
     number: int
     rank: int
     world_size: int
     seed: int
-    timeout_s: float
     program: bytes
+    store: tuple[str, int]
     store_prefix: str
+    connection: int
+    folder: str
+    path: tuple[str, ...]
+    local_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

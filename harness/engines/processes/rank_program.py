@@ -30,8 +30,6 @@ from harness.engines.rank_environment import environment_of, in_environment
 from harness.errors import error_text
 from harness.torch_internals.redirect import redirected
 
-__all__ = ["RankResult", "result_of", "run_rank", "seed_streams", "world"]
-
 _SLACK_S = 30.0
 """How much longer than the run torch waits: the engine's own limit comes first and reports more."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from harness.engines.calls.desync import (
@@ -23,9 +23,10 @@ from harness.engines.calls.desync import (
 )
 from harness.engines.engine import Unwaited
 from harness.engines.processes.exit_status import ProcessEnd
+from harness.engines.processes.flight_recorder import ReadCalls
 from harness.engines.processes.messages import Standing, WorkerReport
 from harness.engines.processes.rank_program import RankResult
-from harness.engines.processes.trace_matcher import CallSource, TracedCall, TraceMatcher
+from harness.engines.processes.trace_matcher import TracedCall, TraceMatcher
 from harness.errors import (
     Desynchronised,
     MachineError,
@@ -37,8 +38,6 @@ from harness.errors import (
     ShardproofError,
     TimeLimit,
 )
-
-__all__ = ["Supervisor", "Workers"]
 
 _STILL_S = 0.25
 """How long no rank may have issued a call before it is checked whether any rank still can."""
@@ -58,48 +57,38 @@ class Workers(Protocol):
     one_clock: bool
 
     @property
-    def calls(self) -> Sequence[CallSource]:
+    def calls(self) -> Sequence[Callable[[], ReadCalls]]:
         """The recorded calls."""
-        ...
 
     @property
     def reports(self) -> Sequence[WorkerReport | None]:
         """The reports, None where none has come."""
-        ...
 
     @property
     def died(self) -> Mapping[int, ProcessEnd]:
         """How processes ended that are gone."""
-        ...
 
     @property
     def terminated(self) -> str:
         """Why all workers are being ended from outside; "" when they are not."""
-        ...
 
     def start(self) -> bool:
         """Send every worker its order; False when not all could take it."""
-        ...
 
     def listen(self, limit_s: float) -> None:
         """Wait until something comes in, at most so long, and take it in."""
-        ...
 
     def refresh(self) -> None:
         """Bring `calls` up to date, where that takes a request to the workers."""
-        ...
 
     def locate(self) -> Mapping[int, Standing]:
         """Where the ranks stand that have neither reported nor died."""
-        ...
 
     def await_ends(self) -> None:
         """Wait, within bounds, until it is known how every process ended that is gone."""
-        ...
 
     def release(self, *, failed: bool) -> None:
         """Let the ranks leave their worlds; after a failure, end those that do not."""
-        ...
 
 
 class Supervisor:

@@ -8,9 +8,8 @@ of the two calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -28,10 +27,8 @@ from harness.engines.calls.pending import (
 )
 from harness.engines.calls.signature import Signature
 from harness.engines.engine import Unwaited
-from harness.engines.processes.flight_recorder import RecordedCall
+from harness.engines.processes.flight_recorder import ReadCalls, RecordedCall
 from harness.ledger import OTHER
-
-__all__ = ["CallSource", "TraceMatcher", "TracedCall"]
 
 _ISSUED = Operands((), ())
 _NOTHING = torch.empty(0)
@@ -54,31 +51,16 @@ class TracedCall:
         return self.recorded.signature
 
 
-class CallSource(Protocol):
-    """Where the calls of a rank are read: its flight recorder, or the part of it that a remote rank has sent."""
-
-    def new(self) -> Iterator[tuple[float, RecordedCall]]:
-        """The calls recorded since the last time: when, and what."""
-        ...
-
-    def inside(self) -> bool:
-        """Whether the call recorded last is a synchronous one that is not known to be complete."""
-        ...
-
-    def waits(self) -> int:
-        """1 + the place, among the asynchronous calls, of the one for which the rank waits; 0 for none."""
-        ...
-
-
 class TraceMatcher:
-    """Matches the calls of a run. `last` by rank is the call recorded last, `mismatch` the first that does not match.
+    """Matches the calls of a run, read from `sources` by rank. `last` by rank is the call recorded last.
 
-    `at_mismatch` by rank are the calls that were matched in it, `count` is how many calls were read. A rank that makes
-    a group waits there for all others to make it, as in a call.
+    `mismatch` is the first call that does not match, `at_mismatch` by rank are the calls that were matched in it,
+    `count` is how many calls were read. A rank that makes a group waits there for all others to make it, as in a call.
     """
 
-    def __init__(self, sources: Sequence[CallSource]) -> None:
+    def __init__(self, sources: Sequence[Callable[[], ReadCalls]]) -> None:
         self._sources = sources
+        self._state = [ReadCalls()] * len(sources)
         self._groups: dict[tuple[str, tuple[int, ...]], RankGroup] = {}
         self._known: GroupsByRanks = {}
         self.last: list[TracedCall | None] = [None] * len(sources)
@@ -106,17 +88,17 @@ class TraceMatcher:
     def read(self) -> None:
         """Match the calls that were recorded since the last time."""
         for rank, source in enumerate(self._sources):
-            for at_s, recorded in source.new():
+            self._state[rank] = source()
+            for at_s, recorded in self._state[rank].new:
                 self._take(rank, at_s, recorded)
 
     def inside(self, rank: int) -> TracedCall | None:
         """The call that a rank has not seen complete and in which it waits, if not every rank has issued it."""
-        source, asynchronous = self._sources[rank], self._asynchronous[rank]
-        waits = source.waits()
-        if waits:
-            call = asynchronous[waits - 1] if waits <= len(asynchronous) else None
+        state, asynchronous = self._state[rank], self._asynchronous[rank]
+        if state.waits:
+            call = asynchronous[state.waits - 1] if state.waits <= len(asynchronous) else None
         else:
-            call = self.last[rank] if source.inside() else self._in_making[rank]
+            call = self.last[rank] if state.inside else self._in_making[rank]
         return call if call is not None and not call.event.done else None
 
     def unwaited(self, places: Sequence[Sequence[int]]) -> tuple[Unwaited, ...]:

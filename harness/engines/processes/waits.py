@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-__all__ = ["FollowedWork", "Waits", "is_waiting"]
-
 _WAITING_IN = ("interposer.py", "waits.py", "distributed_c10d.py", "_functional_collectives.py", "kept_groups.py")
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from harness.engines.calls.callers import raised_at
-from harness.engines.engine import Program, RequestEngine, RunRequest
+from harness.engines.engine import Engine, Program, RunRequest
 from harness.engines.interposer import Interposer
 from harness.engines.rank_environment import environment_of, in_environment
 from harness.engines.threads.rank_threads import RankThread
@@ -34,8 +34,6 @@ from harness.errors import NoNumbers, NotComputed, Position, RankRaised, Request
 from harness.ledger import Observer
 from harness.torch_internals.groups import fake_store
 from harness.torch_internals.meta_device import meta_device
-
-__all__ = ["DryEngine"]
 
 _REFUSED = re.compile(
     r"meta tensor|meta device|meta kernel|device[^\n]*\bmeta\b|\bmeta\b[^\n]*device|register_meta|'meta' backend"
@@ -51,7 +49,7 @@ _GRACE_S = 5.0
 """How long a rank that was interrupted may take to end."""
 
 
-class DryEngine(RequestEngine):
+class DryEngine(Engine):
     """Runs programs on ranks that do not communicate. `run` runs all of them, `run_ranks` those that are named."""
 
     name = "dry"

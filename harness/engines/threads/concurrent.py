@@ -28,13 +28,10 @@ from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.rank_threads import Aborted, RankThread
 from harness.engines.threads.scheduler import RankStatus, Scheduler
 from harness.engines.threads.state.module_state import Namespace
-from harness.engines.threads.state.rank_state import PerRankState
-from harness.engines.threads.state.rng_streams import CallerStreams
+from harness.engines.threads.state.rank_state import CallerStreams, PerRankState
 from harness.engines.threads.work import RankCall
 from harness.errors import RequestError
 from harness.ledger import Observer
-
-__all__ = ["ConcurrentEngine"]
 
 
 class _AtOnce(Plain):

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from harness.engines.calls.pending import RankGroup
 from harness.torch_internals.groups import answers_torch
 
-__all__ = ["GroupFacts"]
-
 _TorchGroup: Any = dist.ProcessGroup
 """Untyped on purpose: torch's stubs declare overloads that no Python subclass can match."""
 

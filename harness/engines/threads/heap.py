@@ -12,8 +12,6 @@ import ctypes
 import os
 from pathlib import Path
 
-__all__ = ["Heap", "resident_bytes", "share_one_arena"]
-
 _C = ctypes.CDLL(None)
 _M_ARENA_MAX = -8
 """mallopt's word in malloc.h."""

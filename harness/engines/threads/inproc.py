@@ -20,19 +20,17 @@ from typing import Any
 import torch
 
 from harness.engines.calls.desync import RootCause, of_deadlock, of_mismatch, of_skipped
-from harness.engines.engine import RequestEngine, RunRequest
+from harness.engines.engine import Engine, RunRequest
 from harness.engines.threads import postmortem
 from harness.engines.threads.heap import Heap
-from harness.engines.threads.hints import hint
 from harness.engines.threads.intervention import Intervention, Plain
 from harness.engines.threads.matcher import Race
-from harness.engines.threads.postmortem import Raised
+from harness.engines.threads.postmortem import Raised, hint
 from harness.engines.threads.rank_threads import Aborted, RankThread, RankThreads
 from harness.engines.threads.rank_world import Enter, installed
 from harness.engines.threads.scheduler import RankStatus, RunEnd
 from harness.engines.threads.state.module_state import namespaces_of
-from harness.engines.threads.state.rank_state import PerRankState
-from harness.engines.threads.state.rng_streams import CallerStreams
+from harness.engines.threads.state.rank_state import CallerStreams, PerRankState
 from harness.engines.threads.unmapped import Unmapped
 from harness.errors import (
     Desynchronised,
@@ -47,15 +45,13 @@ from harness.errors import (
 from harness.ledger import Observer
 from harness.torch_internals.world import leave_world
 
-__all__ = ["InprocEngine"]
-
 _SETTLE_S = 0.02
 """How long the other ranks may go on after a failure, so that the report shows where they wait."""
 _ALIKE_S = 1.0
 """The same where it matters whether all of them raise alike."""
 
 
-class InprocEngine(RequestEngine):
+class InprocEngine(Engine):
     """Runs programs on ranks that are threads.
 
     During a run torch uses one thread; number of threads, random streams, default dtype, the state of the modules that

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from harness.engines.engine import Engine, RequestEngine, RunRequest
+from harness.engines.engine import Engine, RunRequest
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.rank_threads import RankThread
 from harness.engines.threads.scheduler import Scheduler
 from harness.engines.threads.state.module_state import Namespace
-from harness.engines.threads.state.rank_state import PerRankState
-from harness.engines.threads.state.rng_streams import CallerStreams
+from harness.engines.threads.state.rank_state import CallerStreams, PerRankState
 from harness.errors import RequestError
 from harness.ledger import Observer
-
-__all__ = ["Intervened", "Intervention", "Plain"]
 
 
 class Intervention(Protocol):
@@ -27,15 +24,12 @@ class Intervention(Protocol):
 
     def state(self, world_size: int, seed: int, places: Sequence[Namespace], caller: CallerStreams) -> PerRankState:
         """What each rank has to itself."""
-        ...
 
     def scheduler(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> Scheduler:
         """Which rank runs when."""
-        ...
 
     def matcher(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> CollectiveMatcher:
         """Where the calls of the ranks are matched and computed."""
-        ...
 
 
 class Plain:
@@ -54,7 +48,7 @@ class Plain:
         return CollectiveMatcher(world_size, scheduler, observer)
 
 
-class Intervened(RequestEngine):
+class Intervened(Engine):
     """An in-process engine whose runs all have one intervention; closing it leaves the engine itself open.
 
     Raises RequestError for an engine that takes none.

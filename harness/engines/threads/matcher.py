@@ -18,7 +18,6 @@ from typing import NoReturn
 
 from harness.engines.calls.arithmetic import Disagreement, Operands, meet, perform
 from harness.engines.calls.callers import issued_at
-from harness.engines.calls.gradients import needs_gradient
 from harness.engines.calls.pending import (
     ANY,
     MAKES_GROUP,
@@ -30,14 +29,12 @@ from harness.engines.calls.pending import (
     label_group,
     world_of,
 )
-from harness.engines.calls.signature import address_of, call_of
+from harness.engines.calls.signature import address_of, call_of, needs_gradient
 from harness.engines.engine import Unwaited
 from harness.engines.threads.scheduler import Scheduler
 from harness.engines.threads.work import RankCall
 from harness.ledger import Call, Observer
 from harness.torch_internals.world import rank_tables
-
-__all__ = ["CollectiveMatcher", "Race"]
 
 _NONE = Operands((), ())
 

@@ -20,8 +20,6 @@ from typing import Any
 from harness.engines.threads.rank_threads import Aborted, interrupt
 from harness.torch_internals.world import in_world_of, not_waited_for, rank_tables
 
-__all__ = ["Stillness", "followed"]
-
 _LOOKS = 20
 """Looks, a millisecond or more apart, at which a thread must be at the same place to stand still."""
 _TASK = Path("/proc/self/task")

@@ -44,8 +44,6 @@ from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.work import COMPLETE, BatchedWorks, RankCall, Work
 from harness.torch_internals.groups import answers_torch
 
-__all__ = ["InprocGroup"]
-
 
 @answers_torch
 class InprocGroup(GroupFacts):

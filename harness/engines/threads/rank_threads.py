@@ -24,8 +24,6 @@ from typing import Any
 from harness.engines.threads.heap import share_one_arena
 from harness.torch_internals.modes import switches
 
-__all__ = ["Aborted", "RankThread", "RankThreads", "interrupt", "taken_lock"]
-
 
 class Aborted(BaseException):
     """Unwinds the ranks of a run that has ended. Not an Exception, so that user code does not catch it by accident."""

@@ -39,8 +39,6 @@ from harness.torch_internals.world import (
     register,
 )
 
-__all__ = ["Enter", "installed"]
-
 Enter = Callable[[CollectiveMatcher, int, int], None]
 _BACKEND = "gloo"
 """What get_backend returns: user code then takes the paths that it would take on CPU ranks."""

@@ -26,8 +26,6 @@ from harness.engines.threads.own_threads import Stillness
 from harness.engines.threads.rank_threads import Aborted, RankThread, taken_lock
 from harness.engines.threads.state.rank_state import PerRankState
 
-__all__ = ["RankStatus", "RunEnd", "Scheduler"]
-
 _GRACE_S = 0.5
 """How long a rank may take to unwind before its thread is abandoned."""
 _LISTEN_S = 0.5

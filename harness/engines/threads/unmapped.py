@@ -19,8 +19,6 @@ from harness.errors import NotComputed, error_text
 from harness.torch_internals.operators import BACKEND_SELECT, has_kernel, kernels, operator_names
 from harness.torch_internals.world import rank_tables
 
-__all__ = ["Unmapped"]
-
 _KEY = "BackendSelect"
 
 

@@ -15,8 +15,6 @@ from harness.engines.calls.pending import ANY, PendingCollective, PendingMessage
 from harness.engines.calls.signature import Signature
 from harness.torch_internals.groups import answers_torch
 
-__all__ = ["COMPLETE", "BatchedWorks", "RankCall", "Work"]
-
 
 class RankCall:
     """One call of a rank on its process group: what it issues, and from then on the state of the call.

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from harness.engines.devices import rank_device
 from harness.engines.engine import Engine
+from harness.engines.rank_environment import rank_device
 from harness.protocols import CaseLike, Subject
 from harness.recording.capturing.module_calls import CallCapture, ModuleCalls
 from harness.resolve import resolve

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.engines.devices import rank_device
 from harness.engines.interposer import observing
+from harness.engines.rank_environment import rank_device
 from harness.engines.threads.state.module_state import own_state
 from harness.errors import RequestError, error_text
 from harness.ledger import Event

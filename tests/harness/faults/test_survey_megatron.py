@@ -15,7 +15,7 @@ from harness.running.ranks.execution import execute
 from harness.subject import case_of, named
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
-LAYERS = 2
+LAYERS = 1
 SUBJECT = named("suites.subjects.megatron:subject")
 CASE = case_of(f"tp=2 layers={LAYERS} micro=1", SUBJECT)
 

@@ -1,11 +1,9 @@
-"""A training script whose rank 1 parts from the others in module `1` of step 2.
+"""A training script whose rank 1 parts from the others in module `1`.
 
-parting_script.py skip    it leaves out the all_reduce
-parting_script.py hang    it waits until a file `go` is there (at most 60 s) before it
+In step 2 it waits until a file `go` is there (at most 60 s) before the all_reduce; in step 3 it leaves it out.
 """
 
 import datetime
-import sys
 import time
 from pathlib import Path
 
@@ -24,9 +22,9 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x)
+        if dist.get_rank() == 1 and self.number == 1 and step == 3:
+            return x
         if dist.get_rank() == 1 and self.number == 1 and step == 2:
-            if sys.argv[1] == "skip":
-                return x
             end_s = time.monotonic() + 60
             while time.monotonic() < end_s and not Path("go").exists():
                 time.sleep(0.05)

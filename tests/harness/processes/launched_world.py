@@ -12,38 +12,23 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from bench import fault_programs
 from harness.engines.engine import Engine
 from harness.engines.processes.launched.torchrun import TorchrunEngine, serve, serves
 from harness.errors import ShardproofError
-from tests.harness.faults import faulty_programs
+from tests.harness.engines import programs
 
 LIMIT_S = 2.0
-
-
-def where(rank: int) -> tuple[int, int, str, str]:
-    """Which process this is, and what the environment says."""
-    return rank, os.getppid(), os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
-
-
-def forgets(rank: int) -> None:
-    """Nobody waits for the second call."""
-    for waited in (True, False):
-        work = dist.all_reduce(torch.ones(3), async_op=True)
-        if waited:
-            work.wait()
+PROGRAMS = (fault_programs, programs)
 
 
 def tried(engine: Engine, name: str) -> dict[str, Any]:
     """One try: a program by its name, `world_size_N`, or `kills_N`, which ends the launched process of rank N."""
-    program: Any = getattr(fault_programs, name, None) or getattr(faulty_programs, name, globals().get(name))
+    program: Any = next((getattr(m, name) for m in PROGRAMS if hasattr(m, name)), None)
     word, _, number = name.rpartition("_")
-    program = program or where
+    program = program or programs.where
     if word == "kills":
-        os.kill(engine.run(where, world_size=2)[int(number)][1], 9)
+        os.kill(engine.run(programs.where, world_size=2)[int(number)][1], 9)
         program = fault_programs.goes_right
     world_size = int(number) if word == "world_size" else 2
     start_s = time.perf_counter()

@@ -6,13 +6,24 @@ Writes the pids of the pool's processes to a file, then hangs in a run (waits), 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from unittest import mock
 
 from harness.engines.engine import Program
 from harness.engines.processes.forked import pool
 from harness.engines.processes.forked.pool import PoolEngine
-from tests.harness.processes.pool_programs import answers_at_length, asks_the_store, family, forever
+from tests.harness.engines.programs import answers_at_length, asks_the_store, forever, parent_of
+
+
+def family(engine: PoolEngine) -> list[int]:
+    """The pids of the fork servers and of the ranks of an engine that has run on two ranks."""
+    pids: list[int] = engine.run(_pid, world_size=2)
+    return [*map(parent_of, pids), *pids]
+
+
+def _pid(rank: int) -> int:
+    return os.getpid()
 
 
 def main(kind: str, file: str) -> None:

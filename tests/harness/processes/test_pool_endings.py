@@ -16,8 +16,8 @@ from harness.engines.processes.forked import pool
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.errors import MachineError, RankCrashed, RequestError
 from tests.forked import Forked, started
-from tests.harness.processes.pool_driver import main
-from tests.harness.processes.pool_programs import calls_then, family, os_parent, summed, total
+from tests.harness.engines.programs import calls_then, parent_of, summed, total
+from tests.harness.processes.pool_driver import family, main
 
 SHARED = Path("/dev/shm")
 
@@ -131,7 +131,7 @@ def test_a_rank_takes_what_it_started_with_it() -> None:
             engine.run(calls_then, "child", world_size=2)
         assert engine.run(summed, world_size=2) == [total(2)] * 2
         sleepers = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _sleeps(p)]
-        assert not [pid for pid in sleepers if os_parent(pid) in {1, *servers}]
+        assert not [pid for pid in sleepers if parent_of(pid) in {1, *servers}]
 
 
 def _sleeps(process: Path) -> bool:

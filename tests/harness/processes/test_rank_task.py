@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from harness.engines.engine import Program
+from harness.engines.engine import RunRequest
+from harness.engines.processes.flight_recorder import (
+    _COUNT,
+    FlightRecorder,
+    ReadCalls,
+    Recording,
+    anonymous_file,
+)
 from harness.engines.processes.rank_program import run_rank
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
@@ -30,11 +38,11 @@ class OneProcess(LoopEngine):
     name = "one"
     remote = True
 
-    def run(self, program: Program, *args: Any, world_size: int, seed: int = 0, **words: Any) -> list[Any]:
+    def run_request(self, request: RunRequest, observer: object) -> list[Any]:
         """The result of the one rank; an exception of it is raised."""
-        sent, given = pickle.loads(pickle.dumps((program, args)))
+        sent, given = pickle.loads(pickle.dumps((request.program, request.args)))
         store = torch._C._distributed_c10d.HashStore()
-        ended = run_rank(sent, given, rank=0, world_size=world_size, store=store, seed=seed, timeout_s=10)
+        ended = run_rank(sent, given, rank=0, world_size=1, store=store, seed=request.seed, timeout_s=10)
         if ended.error is not None:
             raise ended.error
         return [pickle.loads(pickle.dumps(ended.value))]
@@ -81,26 +89,20 @@ def test_what_a_rank_raises_comes_with_its_traceback_even_when_it_cannot_be_pick
         assert "test_rank_task.py" in found.caller and not torch.distributed.is_initialized()
 
 
-def test_a_program_that_initialises_torch_itself_gets_the_world_that_exists() -> None:
-    def program(rank: int) -> list[str]:
-        said = []
-        torch.distributed.init_process_group("gloo", world_size=1)
-        wrong: tuple[dict[str, Any], ...] = ({"world_size": 2}, {"rank": 1}, {})
-        for words in wrong:
-            try:
-                torch.distributed.init_process_group("gloo", **words)
-            except ValueError as error:
-                said.append(str(error))
-        return said
-
-    store = torch._C._distributed_c10d.HashStore()
-    found = run_rank(program, (), rank=0, world_size=1, store=store, seed=0, timeout_s=10)
-    of = "the engine runs this process as rank 0 of 1"
-    assert found.value == [
-        f"init_process_group world_size=2: {of}; legal: world_size=1, or leave it out",
-        f"init_process_group rank=1: {of}; legal: rank=0, or leave it out",
-        "trying to initialize the default process group twice!",
-    ]
+def test_a_recording_that_is_read_while_it_is_written_has_every_call_once() -> None:
+    file = anonymous_file()
+    recorder, recording = FlightRecorder(file), Recording(file)
+    recording.begin(1)
+    assert recording.read() == ReadCalls()
+    recorder.begin(1)
+    recorder.makes_group("1", (0, 1))
+    assert [call.group for _, call in recording.read().new] == ["1"]
+    for count in (0, 1):  # a number is cleared before it is written
+        recorder._put(_COUNT, count)
+        assert recording.read().new == ()
+    recorder.makes_group("2", (0, 1))
+    assert [call.group for _, call in recording.read().new] == ["2"]
+    os.close(file)
 
 
 def untimed(event: Event) -> Event:

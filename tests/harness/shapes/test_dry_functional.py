@@ -23,7 +23,7 @@ from harness.running.ranks.execution import execute
 from reference.case import Case
 from tests import ROOT
 
-CASE = Case.parse("mode=tp tp=2 steps=2 micro=3")
+CASE = Case.parse("mode=tp tp=2 layers=1 steps=2 micro=2")
 _Program = Callable[[Tensor, Any], Any]
 
 

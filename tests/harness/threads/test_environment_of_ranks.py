@@ -1,4 +1,4 @@
-"""The environment of launchers on every engine: each rank reads its own words, and changes stay its own."""
+"""os.environ of ranks that are threads: what a rank changes is its own, and gone after the run."""
 
 from __future__ import annotations
 
@@ -10,50 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import get_node_local_rank
 
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
+from tests.harness.engines import programs
 
 RANKS = 3
 THREADS = (InprocEngine, ConcurrentEngine)
-
-
-def words(rank: int) -> list[Any]:
-    """What libraries ask a launcher's environment for, torch's own function among them."""
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    dist.barrier()
-    return [os.environ.get(name) for name in names] + [
-        os.getenv("RANK"),
-        dict(os.environ)["RANK"],
-        get_node_local_rank(),
-    ]
-
-
-def expected(rank: int) -> list[Any]:
-    size = str(RANKS)
-    return [str(rank), str(rank), size, size, size, "127.0.0.1", "29500", str(rank), str(rank), rank]
-
-
-@pytest.mark.parametrize("engine", [*THREADS, DryEngine])
-def test_every_rank_reads_its_own_words(engine: Any) -> None:
-    before = dict(os.environ)
-    with engine() as made:
-        assert made.run(words, world_size=RANKS) == list(map(expected, range(RANKS)))
-    assert dict(os.environ) == before and type(os.environ) is os._Environ
-
-
-def test_ranks_as_processes_read_the_same_words(pool: PoolEngine) -> None:
-    assert pool.run(words, world_size=RANKS) == list(map(expected, range(RANKS)))
 
 
 def test_an_address_that_the_process_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "12345")
     monkeypatch.setenv("RANK", "77")
     with InprocEngine() as engine:
-        assert [found[6] for found in engine.run(words, world_size=2)] == ["12345"] * 2
+        assert [found[6] for found in engine.run(programs.words, world_size=2)] == ["12345"] * 2
 
 
 @pytest.mark.parametrize("engine", THREADS)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -16,10 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bench import fault_programs
 from harness.engines.threads.inproc import InprocEngine
-from harness.errors import MachineError, RankRaised, RequestError, TimeLimit
+from harness.errors import Desynchronised, MachineError, ProgramError, RankRaised, RequestError, TimeLimit
+from tests import ROOT
+from tests.harness.engines import programs
 
 LIMIT_S = 0.05
+Ended = TypeVar("Ended", bound=ProgramError)
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +84,19 @@ def _explode(gradient: Tensor) -> Tensor:
     raise ArithmeticError("no gradient today")
 
 
-def raised(engine: InprocEngine, program: Any, world_size: int = 3) -> tuple[RankRaised, float]:
+def ended(engine: InprocEngine, program: Any, kind: type[Ended], world_size: int = 3) -> tuple[Ended, float]:
+    """The error of a program, and the shortest time in s of three tries, as the machine may be busy."""
     took: list[float] = []
     for _ in range(3):
         start_s = time.perf_counter()
-        with pytest.raises(RankRaised) as problem:
+        with pytest.raises(kind) as problem:
             engine.run(program, world_size=world_size)
         took.append(time.perf_counter() - start_s)
     return problem.value, min(took)
+
+
+def raised(engine: InprocEngine, program: Any, world_size: int = 3) -> tuple[RankRaised, float]:
+    return ended(engine, program, RankRaised, world_size)
 
 
 def test_a_raising_rank_ends_the_run_with_its_own_exception_as_the_cause(engine: InprocEngine) -> None:
@@ -147,12 +156,6 @@ def test_a_rank_that_swallows_everything_cannot_swallow_the_end(engine: InprocEn
     error, took_s = raised(engine, program)
     assert error.ranks == (1,) and took_s < LIMIT_S and usable(engine)
     assert set(seen) == {1}
-
-
-def test_leaving_by_sys_exit_is_an_end_when_it_says_success_and_a_failure_otherwise(engine: InprocEngine) -> None:
-    assert engine.run(lambda rank: sys.exit(0) if rank else "end", world_size=2) == ["end", None]
-    error, _ = raised(engine, lambda rank: sys.exit(3), 1)
-    assert isinstance(error.__cause__, SystemExit) and error.__cause__.code == 3
 
 
 def test_a_rank_that_loops_forever_ends_at_the_time_limit_with_its_line(engine: InprocEngine) -> None:
@@ -222,24 +225,7 @@ def test_an_interrupt_of_the_caller_ends_the_ranks(engine: InprocEngine) -> None
     assert usable(engine) and threading.active_count() <= before + 3
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ({"world_size": 0}, "world_size 0: must be at least 1; legal: 2"),
-        ({"world_size": 2, "timeout_s": 0}, "timeout_s 0: must be above 0; legal: 60"),
-    ],
-)
-def test_wrong_requests(engine: InprocEngine, words: dict[str, Any], text: str) -> None:
-    with pytest.raises(RequestError) as problem:
-        engine.run(raises, **words)
-    assert str(problem.value) == text and problem.value.exit_status == 2
-
-
-def test_a_closed_engine_refuses_and_a_run_within_a_run_too(engine: InprocEngine) -> None:
-    closed = InprocEngine()
-    closed.close()
-    with pytest.raises(RequestError, match="run: the engine is closed; legal: a new InprocEngine()"):
-        closed.run(raises, world_size=1)
+def test_a_run_within_a_run_is_refused(engine: InprocEngine) -> None:
     error, _ = raised(engine, lambda rank: engine.run(raises, world_size=1), world_size=1)
     assert isinstance(error.__cause__, RequestError)
     text = "run: another in-process run is active in this process; legal: one run at a time"
@@ -278,3 +264,39 @@ def test_calls_from_threads_that_no_rank_started_and_after_the_run_are_refused(e
         group.barrier()
     error, _ = raised(engine, lambda rank: group.barrier(), world_size=1)
     assert type(error.__cause__) is RuntimeError
+
+
+def test_a_mismatch_is_told_even_when_another_rank_never_comes_back(engine: InprocEngine) -> None:
+    def program(rank: int) -> None:
+        dist.new_group([0, 1])
+        while rank == 2:
+            pass
+        dist.all_reduce(torch.ones(3 + rank))
+
+    error, took_s = ended(engine, program, Desynchronised)
+    assert error.cause == "ranks disagree in call #0 of world (0 1 2): the shape is 4 on rank 1, 3 on rank 0"
+    assert error.positions[2].state == "runs" and took_s < 1.0
+
+
+def test_the_whole_message_word_for_word(engine: InprocEngine) -> None:
+    error, _ = ended(engine, fault_programs.reduce_ops_differ, Desynchronised)
+    at = f"at {_place(fault_programs.reduce_ops_differ, 1)} in reduce_ops_differ"
+    assert str(error) == (
+        "ranks disagree in call #0 of world (0 1 2): the reduce op is max on rank 1, sum on ranks 0 2\n"
+        f"  rank 0: waits in all_reduce #0 of world (0 1 2): sum float32 3, {at}\n"
+        f"  rank 1: waits in all_reduce #0 of world (0 1 2): max float32 3, {at}\n"
+        f"  rank 2: waits in all_reduce #0 of world (0 1 2): sum float32 3, {at}"
+    )
+    error, _ = ended(engine, programs.tags_differ, Desynchronised, 2)
+    line, end = f"at {_place(programs.tags_differ, 2)}", "in tags_differ"
+    other = f"at {_place(programs.tags_differ, 4)}"
+    assert str(error).splitlines()[1:] == [
+        f"  rank 0: waits in send #0 of world (0 1): float32 3 to rank 1 tag 7, {line} {end}",
+        f"  rank 1: waits in recv #0 of world (0 1): float32 3 from rank 0 tag 8, {other} {end}",
+    ]
+
+
+def _place(program: Any, line: int) -> str:
+    """A line of a program, as positions name it."""
+    code = program.__code__
+    return f"{Path(code.co_filename).relative_to(ROOT)}:{code.co_firstlineno + line}"

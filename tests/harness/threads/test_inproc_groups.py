@@ -84,22 +84,3 @@ def test_user_code_may_initialise_and_destroy_the_world_itself(engine: InprocEng
         return [first, gone, summed(None), dist.get_rank()]
 
     assert engine.run(program, world_size=2) == [[3, False, 3, 0], [3, False, 3, 1]]
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ({"world_size": 8}, "world_size=8: {}; legal: world_size=2, or leave it out"),
-        ({"rank": 1}, "rank=1: {}; legal: rank=0, or leave it out"),
-    ],
-)
-def test_another_world_than_the_engines_is_refused(engine: InprocEngine, words: dict[str, int], text: str) -> None:
-    def program(rank: int) -> None:
-        if rank == 0:
-            dist.init_process_group(**words)  # type: ignore[arg-type]
-        dist.barrier()
-
-    with pytest.raises(RankRaised) as caught:
-        engine.run(program, world_size=2)
-    full = "init_process_group " + text.format("the engine runs this thread as rank 0 of 2")
-    assert isinstance(caught.value.__cause__, ValueError) and str(caught.value.__cause__) == full

@@ -16,8 +16,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from harness.torch_internals.world import Maker, groups_made_by, standing
 
-__all__ = ["KeptGroups"]
-
 _Key = tuple[str, int, tuple[int, ...]]
 
 

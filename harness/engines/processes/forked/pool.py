@@ -15,22 +15,31 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import wait
 from typing import Any
 
 from torch.distributed import TCPStore
 
-from harness.engines.engine import RequestEngine, RunRequest, Unwaited
-from harness.engines.processes.forked.fork_client import ForkServer, PoolWorker
-from harness.engines.processes.forked.link import HOST, ForkedOrder
-from harness.engines.processes.forked.workers import ForkedWorkers
-from harness.engines.processes.messages import RunOrder, packed_program
+from harness.engines.engine import Engine, RunRequest, Unwaited
+from harness.engines.processes.exit_status import ProcessEnd
+from harness.engines.processes.flight_recorder import ReadCalls
+from harness.engines.processes.forked.fork_server import ForkServer, Worker
+from harness.engines.processes.forked.stacks import standings
+from harness.engines.processes.messages import (
+    RunOrder,
+    Standing,
+    WorkerReport,
+    packed,
+    packed_program,
+    unpacked,
+)
 from harness.engines.processes.supervisor import Supervisor
 from harness.errors import MachineError
 from harness.ledger import Observer
 
-__all__ = ["PoolEngine"]
-
+_HOST = "127.0.0.1"
 _MOST_IDLE = 16
 """Processes kept between runs."""
 _MOST_KEPT = 32
@@ -40,12 +49,16 @@ _HASH_SEEDS = (1, 2)
 """Of the servers; fixed, so that runs repeat."""
 
 
-def _hash_seed(place: int) -> int:
+_ANSWER_S = 0.5
+"""How long ranks may take to print where they stand."""
+
+
+def hash_seed(place: int) -> int:
     """The hash seed of the rank at this place: the parity of its binary digits, so that no power of two is a period."""
     return _HASH_SEEDS[place.bit_count() % len(_HASH_SEEDS)]
 
 
-class PoolEngine(RequestEngine):
+class PoolEngine(Engine):
     """Runs programs on ranks that are processes of this machine. Programs and results must be picklable."""
 
     name = "pool"
@@ -73,7 +86,7 @@ class _Pool:
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._servers: dict[int, ForkServer] = {}
-        self._processes: list[PoolWorker] = []
+        self._processes: list[Worker] = []
         self._store: Any = None
         self._number = self._connection = 0
 
@@ -85,10 +98,22 @@ class _Pool:
         processes = self._taken(request.world_size)
         self._number += 1
         if self._store is None or self._number % _RUNS_PER_STORE == 0:
-            self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        order = RunOrder(
+            number=self._number,
+            rank=0,
+            world_size=request.world_size,
+            seed=request.seed,
+            program=program,
+            store=(_HOST, self._store.port),
+            store_prefix=f"{self._number}/",
+            connection=self._connection,
+            folder=os.getcwd(),
+            path=tuple(sys.path),
+        )
         reusable = False
-        workers = ForkedWorkers(processes, [self._order(request, program, rank) for rank in range(len(processes))])
         try:
+            workers = _ForkedWorkers(processes, order)
             supervisor = Supervisor(workers, request.timeout_s)
             values = supervisor.results()
             reports = [report for report in workers.reports if report is not None]
@@ -96,7 +121,6 @@ class _Pool:
             reusable = all(report.reusable for report in reports)
             return values, supervisor.unwaited()
         finally:
-            workers.close()
             if not reusable:
                 self._replace(processes)
 
@@ -110,21 +134,7 @@ class _Pool:
             process.close()
         self._processes, self._servers, self._store = [], {}, None
 
-    def _order(self, request: RunRequest, program: bytes, rank: int) -> ForkedOrder:
-        run = RunOrder(
-            number=self._number,
-            rank=rank,
-            world_size=request.world_size,
-            seed=request.seed,
-            timeout_s=request.timeout_s,
-            program=program,
-            store_prefix=f"{self._number}/",
-        )
-        return ForkedOrder(
-            run=run, connection=self._connection, port=self._store.port, folder=os.getcwd(), path=tuple(sys.path)
-        )
-
-    def _taken(self, world_size: int) -> list[PoolWorker]:
+    def _taken(self, world_size: int) -> list[Worker]:
         """The processes of a run, by rank; new ones as far as needed, idle ones beyond the bound ended."""
         try:
             taken = self._forked(world_size)
@@ -136,13 +146,13 @@ class _Pool:
         del self._processes[max(world_size, _MOST_IDLE) :]
         return taken
 
-    def _forked(self, world_size: int) -> list[PoolWorker]:
+    def _forked(self, world_size: int) -> list[Worker]:
         """A process for every rank, with its hash seed; connections made before are of no use to a new one."""
-        seeds = [_hash_seed(place) for place in range(world_size)]
+        seeds = [hash_seed(place) for place in range(world_size)]
         for seed in dict.fromkeys(seeds):  # all start before the first is waited for
             if seed not in self._servers:
                 self._servers[seed] = ForkServer(seed)
-        idle, taken = list(self._processes), list[PoolWorker]()
+        idle, taken = list(self._processes), list[Worker]()
         for seed in seeds:
             found = next((process for process in idle if process.server.hash_seed == seed), None)
             if found is None:
@@ -155,7 +165,7 @@ class _Pool:
         self._processes = taken + idle
         return taken
 
-    def _replace(self, processes: Sequence[PoolWorker]) -> None:
+    def _replace(self, processes: Sequence[Worker]) -> None:
         """Kill these processes; the next run forks others, whose connections are new."""
         self._connection += 1
         self._processes = [process for process in self._processes if process not in processes]
@@ -166,3 +176,73 @@ class _Pool:
             self.close()
         for process in processes:
             process.close()
+
+
+class _ForkedWorkers:
+    """A supervisor.Workers: forked processes by rank, and the order of a run."""
+
+    look_s = 0.05
+    settle_s = 0.3
+    one_clock = True
+    terminated = ""
+
+    def __init__(self, processes: Sequence[Worker], order: RunOrder) -> None:
+        self._processes = processes
+        self._order = order
+        self._open = {process.pipe: rank for rank, process in enumerate(processes)}
+        self.reports: list[WorkerReport | None] = [None] * len(processes)
+        for process in processes:
+            process.recording.begin(order.number)
+
+    @property
+    def calls(self) -> list[Callable[[], ReadCalls]]:
+        """The flight recorders, in memory shared with the processes."""
+        return [process.recording.read for process in self._processes]
+
+    @property
+    def died(self) -> Mapping[int, ProcessEnd]:
+        """How processes ended whose pipes have closed."""
+        open_ranks = self._open.values()
+        return {rank: process.end(0.0) for rank, process in enumerate(self._processes) if rank not in open_ranks}
+
+    def start(self) -> bool:
+        """Send every process its order."""
+        for rank, process in enumerate(self._processes):
+            process.send(packed(replace(self._order, rank=rank)))
+        return True
+
+    def listen(self, limit_s: float) -> None:
+        """Take in reports and deaths. Raises MachineError when a fork server has ended."""
+        servers = {process.server for process in self._processes}
+        ready = wait([*self._open, *(server.pipe for server in servers)], limit_s)
+        for server in servers:
+            if server.pipe in ready:
+                server.listen(_ANSWER_S)
+        for pipe, rank in list(self._open.items()):
+            if pipe in ready:
+                try:
+                    report: WorkerReport = unpacked(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    del self._open[pipe]
+                    continue
+                if report.number == self._order.number:
+                    self.reports[rank] = report
+
+    def refresh(self) -> None:
+        """Nothing to do: the memory is shared."""
+
+    def locate(self) -> Mapping[int, Standing]:
+        """The stacks of the ranks, which their processes print on a signal."""
+        ranks = [rank for rank in self._open.values() if self.reports[rank] is None]
+        return dict(zip(ranks, standings([self._processes[rank] for rank in ranks], _ANSWER_S), strict=True))
+
+    def await_ends(self) -> None:
+        """Wait until the fork servers have reported how every process ended that is gone."""
+        for rank in set(range(len(self._processes))) - set(self._open.values()):
+            self._processes[rank].end()
+
+    def release(self, *, failed: bool) -> None:
+        """Let the ranks leave their worlds; those of a failed run are killed by the pool."""
+        if not failed:
+            for process in self._processes:
+                process.send(packed(None))

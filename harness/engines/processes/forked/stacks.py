@@ -18,10 +18,9 @@ from typing import NamedTuple
 from harness.engines.calls.callers import is_user, shortened
 from harness.engines.processes import rank_program
 from harness.engines.processes.flight_recorder import RECORDER_BYTES
+from harness.engines.processes.forked.fork_server import Worker
 from harness.engines.processes.messages import Standing
 from harness.engines.processes.waits import is_waiting
-
-__all__ = ["print_on_signal", "standings"]
 
 _SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
@@ -47,22 +46,24 @@ def print_on_signal(recorder_file: int) -> None:
     faulthandler.register(_SIGNAL, file=recorder_file, all_threads=True)
 
 
-def standings(processes: Sequence[tuple[int, int, int]], limit_s: float) -> list[Standing]:
-    """Where some processes stand, given as (pid, file of the flight recorder, thread); unknown after the limit."""
-    for pid, file, _ in processes:
+def standings(workers: Sequence[Worker], limit_s: float) -> list[Standing]:
+    """Where some workers stand; unknown after the limit."""
+    files = [worker.recorder_file for worker in workers]
+    for worker, file in zip(workers, files, strict=True):
         os.ftruncate(file, RECORDER_BYTES)
         os.lseek(file, RECORDER_BYTES, os.SEEK_SET)
         with suppress(ProcessLookupError):
-            os.kill(pid, _SIGNAL)
+            os.kill(worker.pid, _SIGNAL)
     until_s = time.monotonic() + limit_s
     sizes: list[int] = []
     while time.monotonic() < until_s:
         time.sleep(_STEP_S)
-        before, sizes = sizes, [os.fstat(file).st_size for _, file, _ in processes]
+        before, sizes = sizes, [os.fstat(file).st_size for file in files]
         if sizes == before and min(sizes, default=0) > RECORDER_BYTES:
             break
-    printed = (os.pread(file, 1 << 20, RECORDER_BYTES).decode(errors="replace") for _, file, _ in processes)
-    return [_standing(_frames(text, ident)) for text, (_, _, ident) in zip(printed, processes, strict=True)]
+    printed = (os.pread(file, 1 << 20, RECORDER_BYTES).decode(errors="replace") for file in files)
+    threads = (worker.recording.thread() for worker in workers)
+    return [_standing(_frames(text, thread)) for text, thread in zip(printed, threads, strict=True)]
 
 
 def _standing(stack: Sequence[_Frame]) -> Standing:

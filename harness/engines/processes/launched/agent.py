@@ -1,104 +1,147 @@
-"""The agent of a rank, as in torch elastic: the launched process keeps a child that runs the programs, and monitors it.
+"""The agent of a rank, as in torch elastic: the launched process keeps and monitors a worker that runs the programs.
 
-The rank's program runs in a child process, so that one that hangs can be ended and one that dies is reported, while
-the launched process stays and the next run gets a fresh child. `relay` passes messages on without reading them:
+The rank's program runs in a process that the agent forks (forked.fork_server), so that one that hangs can be ended and
+one that dies is reported, while the launched process stays. The agent reads the worker's flight recorder and stack, and
+passes on its reports without reading them. Messages are pairs, of a word and the number of the run but for these:
 
-    from rank 0's engine     START number   RUN order   WHERE number   LEAVE   KILL   END
-    to it                    ANSWERED answer    DIED exit status
+    from rank 0's engine     START   RUN order   CALLS   WHERE   LEAVE   KILL   END
+    to it                    the number of the run, Progress
 
 Times are seconds.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing import get_context
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
 
-from harness.engines.processes.launched.environment import Launched
-from harness.interpreter import spawned
+from harness.engines.processes.exit_status import ProcessEnd
+from harness.engines.processes.flight_recorder import ReadCalls
+from harness.engines.processes.forked.fork_server import ForkServer, Worker
+from harness.engines.processes.forked.pool import hash_seed
+from harness.engines.processes.forked.stacks import standings
+from harness.engines.processes.launched.rendezvous import Launched
+from harness.engines.processes.messages import RunOrder, Standing, packed
+from harness.errors import MachineError
 
-__all__ = ["DIED", "END", "KILL", "LEAVE", "RUN", "ANSWERED", "START", "WHERE", "relay"]
-
-START, RUN, WHERE, LEAVE, KILL, END = b"S", b"R", b"W", b"L", b"K", b"E"
-"""START and WHERE are both answered with the rank's position; START makes a child where there is none. A rank that has
-ended keeps its groups until LEAVE, for others may still be reading what it sent."""
-ANSWERED, DIED = b"S", b"D"
-_JOIN_S = 5.0
-"""How long a child that was killed may take to end."""
-
-Life = Callable[[Connection, Launched], None]
-
-
-@dataclass(slots=True, eq=False)
-class _Child:
-    """A child process and our end of its pipe."""
-
-    process: BaseProcess
-    pipe: Connection
-
-    @classmethod
-    def start(cls, life: Life, place: Launched) -> _Child:
-        context = get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=spawned(life), args=(theirs, place), name=f"rank {place.rank}", daemon=True)
-        process.start()
-        theirs.close()  # so that a dead child shows as the end of its pipe
-        return cls(process, ours)
-
-    def end(self) -> int:
-        """End the child whatever it does; its exit code."""
-        self.process.kill()
-        self.process.join(_JOIN_S)
-        self.pipe.close()
-        return self.process.exitcode or 0
+START, RUN, CALLS, WHERE, LEAVE, KILL, END = "start", "run", "calls", "where", "leave", "kill", "end"
+"""START, CALLS and WHERE are answered at once; START makes a worker where there is none. A rank that has ended keeps
+its groups until LEAVE, for others may still be reading what it sent."""
+_ANSWER_S = 0.5
+"""How long a worker may take to print where it stands."""
 
 
-def relay(link: Connection, life: Life, place: Launched) -> bool:
+class Progress(NamedTuple):
+    """How far a rank has come: what it recorded since the last answer, and where it stands where that was asked.
+
+    `report`: the packed report of a run that has ended. `end`: how the worker ended.
+    """
+
+    calls: ReadCalls = ReadCalls()
+    standing: Standing | None = None
+    report: bytes = b""
+    end: ProcessEnd | None = None
+
+
+def relayed(link: Connection, place: Launched) -> bool:
+    """Serve rank 0's engine with workers of a fork server, which starts at the first; see `relay`."""
+    servers: list[ForkServer] = []
+
+    def fork() -> Worker:
+        with suppress(MachineError):  # the server was killed: another one starts
+            if servers:
+                return servers[-1].fork()
+        servers.append(ForkServer(hash_seed(place.rank)))
+        return servers[-1].fork()
+
+    try:
+        return relay(link, fork, place)
+    finally:
+        for server in servers:
+            server.close()
+
+
+def relay(link: Connection, fork: Callable[[], Worker], place: Launched) -> bool:
     """Serve rank 0's engine until it ends; True when it sent END, False when it vanished."""
-    child: _Child | None = None
+    agent = _Agent(link, fork, place)
     try:
         while True:
-            ready = wait([link] if child is None else [link, child.pipe])
-            if child is not None and child.pipe in ready:
-                child = _pass_on(link, child)
+            ready = wait([link] if agent.worker is None else [link, agent.worker.pipe])
+            if agent.worker is not None and agent.worker.pipe in ready:
+                agent.pass_on(agent.worker)
             if link in ready:
-                order = link.recv_bytes()
-                if order[:1] == END:
+                word, content = link.recv()
+                if word == END:
                     return True
-                child = _carry_out(order, child, life, place)
+                agent.carry_out(word, content)
     except (EOFError, OSError):  # rank 0 is gone
         return False
     finally:
-        if child is not None:
-            child.end()
+        agent.end_worker()
         link.close()
 
 
-def _carry_out(order: bytes, child: _Child | None, life: Life, place: Launched) -> _Child | None:
-    """Carry out an order: end the child, or pass the order to it, to a new one where there is none."""
-    if order[:1] == KILL:
-        if child is not None:
-            child.end()
-        return None
-    if child is None and order[:1] == START:
-        child = _Child.start(life, place)
-    if child is not None:
-        with suppress(OSError):  # it has just died, and the end of its pipe will show it
-            child.pipe.send_bytes(order)
-    return child
+class _Agent:
+    """The worker of one rank, if there is one, and the number of its run."""
 
+    def __init__(self, link: Connection, fork: Callable[[], Worker], place: Launched) -> None:
+        self._link, self._fork, self._place = link, fork, place
+        self._number = 0
+        self.worker: Worker | None = None
 
-def _pass_on(link: Connection, child: _Child) -> _Child | None:
-    """Send rank 0 the answer of the child, or that it died."""
-    try:
-        answer = child.pipe.recv_bytes()
-    except (EOFError, OSError):
-        child.process.join(_JOIN_S)
-        link.send_bytes(DIED + str(child.end()).encode())
-        return None
-    link.send_bytes(ANSWERED + answer)
-    return child
+    def carry_out(self, word: str, content: Any) -> None:
+        """Carry out an order of rank 0's engine; where there is no worker, only START."""
+        if word == START:
+            self._start(content)
+        worker = self.worker
+        if worker is None:
+            return
+        if word == RUN:
+            order: RunOrder = content
+            place, meeting = self._place, (self._place.master_addr, self._place.master_port)
+            order = replace(order, store=meeting, local_rank=place.local_rank)
+            worker.send(packed(replace(order, folder=os.getcwd(), path=tuple(sys.path))))
+        elif word == LEAVE:
+            worker.send(packed(None))
+        elif word == KILL:
+            self.end_worker()
+        elif word == WHERE:
+            (standing,) = standings([worker], _ANSWER_S)
+            self._answer(content, Progress(standing=standing))
+        else:
+            self._answer(content, Progress())
+
+    def pass_on(self, worker: Worker) -> None:
+        """Send rank 0 the report of the worker, or how it ended."""
+        try:
+            self._answer(self._number, Progress(report=worker.pipe.recv_bytes()))
+        except (EOFError, OSError):
+            self._answer(self._number, Progress(end=worker.end()))
+            self.end_worker()
+
+    def end_worker(self) -> None:
+        """End the worker whatever it does."""
+        if self.worker is not None:
+            self.worker.server.kill([self.worker])
+            self.worker.close()
+            self.worker = None
+
+    def _start(self, number: int) -> None:
+        """Have a worker, new where there is none, for this run."""
+        self._number = number
+        try:
+            self.worker = self.worker or self._fork()
+            self.worker.recording.begin(number)
+        except MachineError as problem:
+            self._answer(number, Progress(end=ProcessEnd(problem.cause)))
+
+    def _answer(self, number: int, progress: Progress) -> None:
+        """Answer about this run, with the calls recorded since the last answer."""
+        if self.worker is not None and number == self._number:
+            progress = progress._replace(calls=self.worker.recording.read())
+        self._link.send((number, progress))

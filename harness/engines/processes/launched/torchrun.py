@@ -4,39 +4,55 @@
 
 Rank 0's process drives: it alone draws cases, checks and prints. All others call `serve` and end when it does. Orders
 and results travel on connections of their own (launched.rendezvous), never on the groups under test; every run gets a
-fresh default group in child processes (launched.agent), so that what a run breaks does not reach the next. torchrun
+fresh default group in processes of its own (launched.agent), so that what it breaks does not reach the next. torchrun
 itself makes 1 of every status but 0. A case that is smaller than the world runs on its first ranks.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import signal
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any
 
-from harness.engines.engine import RequestEngine, RunRequest
-from harness.engines.processes.launched.agent import END, relay
-from harness.engines.processes.launched.environment import launched
-from harness.engines.processes.launched.link import live
-from harness.engines.processes.launched.rendezvous import gather, join
-from harness.engines.processes.launched.workers import LaunchedWorkers
-from harness.engines.processes.messages import RunOrder, packed_program
+from harness.engines.engine import Engine, RunRequest
+from harness.engines.processes.exit_status import ProcessEnd
+from harness.engines.processes.flight_recorder import ReadCalls
+from harness.engines.processes.launched.agent import (
+    CALLS,
+    END,
+    KILL,
+    LEAVE,
+    RUN,
+    START,
+    WHERE,
+    Progress,
+    relayed,
+)
+from harness.engines.processes.launched.rendezvous import gather, join, launched
+from harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed_program, unpacked
 from harness.engines.processes.supervisor import Supervisor
 from harness.errors import MachineError, RequestError
 from harness.ledger import Observer
 
-__all__ = ["TorchrunEngine", "dismiss", "serve", "serves"]
-
 _JOIN_S = 60.0
 """How long the processes of a world may take to find each other."""
 _CLOSE_S = 5.0
+_START_S = 60.0
+"""How long a worker may take to start: its fork server imports torch, at the same time as all others."""
+_ANSWER_S = 1.0
+"""How long a rank may take to answer where it stands."""
+_GONE = ProcessEnd("its launched process is gone")
+_TERMINATED = "the launcher ends this world (SIGTERM): one of its processes ended, or the job was stopped"
 
 
 def serves() -> bool:
@@ -53,7 +69,7 @@ def serve() -> int:
     try:
         store = place.store(_JOIN_S)
         link = join(place, store, _JOIN_S)
-        return 0 if relay(link, live, place) else MachineError.exit_status
+        return 0 if relayed(link, place) else MachineError.exit_status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -63,7 +79,7 @@ def dismiss() -> None:
     TorchrunEngine().close()
 
 
-class TorchrunEngine(RequestEngine):
+class TorchrunEngine(Engine):
     """Rank 0's engine, opened once all others have joined; closing it ends them. Raises RequestError elsewhere."""
 
     name = "torchrun"
@@ -81,7 +97,7 @@ class TorchrunEngine(RequestEngine):
         self._store = place.store(_JOIN_S)
         self._links = gather(place, self._store, _JOIN_S)
         self._links[0], theirs = Pipe()
-        self._own = threading.Thread(target=relay, args=(theirs, live, place), name="rank 0", daemon=True)
+        self._own = threading.Thread(target=relayed, args=(theirs, place), name="rank 0", daemon=True)
         self._own.start()
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -102,9 +118,12 @@ class TorchrunEngine(RequestEngine):
             rank=0,
             world_size=request.world_size,
             seed=request.seed,
-            timeout_s=request.timeout_s,
             program=packed_program(request, observer),
+            store=("", 0),  # this, the folder and the path are filled in where the rank is
             store_prefix=f"shardproof/{self._session}/{self._runs}",
+            connection=self._runs,
+            folder="",
+            path=(),
         )
         links = {rank: self._links[rank] for rank in range(request.world_size)}
         supervisor = Supervisor(LaunchedWorkers(order, links, self._terminated.is_set), request.timeout_s)
@@ -117,7 +136,7 @@ class TorchrunEngine(RequestEngine):
         """Let every process end."""
         for link in self._links.values():
             with suppress(OSError):  # that one is gone already
-                link.send_bytes(END)
+                link.send((END, 0))
         self._own.join(_CLOSE_S)
         _drain(list(self._links.values()), time.monotonic() + _CLOSE_S)
         self._held.close()
@@ -141,3 +160,115 @@ def _drain(links: list[Connection], end_s: float) -> None:
                 link.recv_bytes()  # type: ignore[union-attr]
             except (EOFError, OSError):
                 links.remove(link)  # type: ignore[arg-type]
+
+
+class LaunchedWorkers:
+    """A supervisor.Workers: a connection to the agent of every rank. `ending`: whether the launcher ends the world."""
+
+    look_s = 0.3
+    settle_s = 0.1
+    one_clock = False
+
+    def __init__(self, order: RunOrder, links: Mapping[int, Connection], ending: Callable[[], bool]) -> None:
+        self._order = order
+        self._links = dict(links)
+        self._ending = ending
+        self._started = False
+        self._answered: set[int] = set()
+        self._standing: dict[int, Standing] = {}
+        self._calls = [ReadCalls() for _ in links]
+        self.reports: list[WorkerReport | None] = [None] * len(links)
+        self.died: dict[int, ProcessEnd] = {}
+
+    @property
+    def calls(self) -> list[Callable[[], ReadCalls]]:
+        """What the ranks have sent of their flight recorders."""
+        return [functools.partial(self._read, rank) for rank in self._links]
+
+    @property
+    def terminated(self) -> str:
+        """The launcher's end of the world, if it has come."""
+        return _TERMINATED if self._ending() else ""
+
+    def start(self) -> bool:
+        """Have a worker of every rank, new where there is none, and send it the order; False when one did not start."""
+        self._ask(START, _START_S)
+        if self.died or self.terminated or set(self._pending()) - self._answered:
+            return False
+        self._started = True
+        for rank in self._links:
+            self._send(rank, RUN, replace(self._order, rank=rank))
+        return True
+
+    def listen(self, limit_s: float) -> None:
+        """Take in what the pending ranks send first."""
+        links = {self._links[rank]: rank for rank in self._pending()}
+        for link in wait(list(links), limit_s):
+            self._receive(links[link])  # type: ignore[index]
+
+    def refresh(self) -> None:
+        """Have the pending ranks send their recorded calls."""
+        self._ask(CALLS, _ANSWER_S)
+
+    def locate(self) -> Mapping[int, Standing]:
+        """Where the pending ranks stand now."""
+        self._standing.clear()
+        self._ask(WHERE, _ANSWER_S)
+        return dict(self._standing)
+
+    def await_ends(self) -> None:
+        """Nothing to wait for: a death is reported with how the process ended."""
+
+    def release(self, *, failed: bool) -> None:
+        """Let the ranks leave their worlds; after a failure, end their processes."""
+        for rank in self._links:
+            self._send(rank, KILL if failed else LEAVE, self._order.number)
+
+    def _pending(self) -> list[int]:
+        return [rank for rank in self._links if self.reports[rank] is None and rank not in self.died]
+
+    def _read(self, rank: int) -> ReadCalls:
+        read = self._calls[rank]
+        self._calls[rank] = read._replace(new=())
+        return read
+
+    def _ask(self, word: str, limit_s: float) -> None:
+        """Ask every pending rank, and listen until it has answered."""
+        self._answered.clear()
+        for rank in self._pending():
+            self._send(rank, word, self._order.number)
+        end_s = time.monotonic() + limit_s
+        while set(self._pending()) - self._answered and (left_s := end_s - time.monotonic()) > 0:
+            if self.terminated:
+                return
+            self.listen(min(left_s, self.look_s))
+
+    def _send(self, rank: int, word: str, content: object) -> None:
+        try:
+            self._links[rank].send((word, content))
+        except OSError:
+            self.died.setdefault(rank, _GONE)
+
+    def _receive(self, rank: int) -> None:
+        try:
+            number, progress = self._links[rank].recv()
+        except (EOFError, OSError):
+            self.died[rank] = _GONE
+            return
+        if number == self._order.number:
+            self._take(rank, progress)
+
+    def _take(self, rank: int, progress: Progress) -> None:
+        self._calls[rank] = progress.calls._replace(new=(*self._calls[rank].new, *progress.calls.new))
+        if progress.end is not None:
+            by_program = progress.end.by_program and self._started
+            self.died[rank] = progress.end._replace(by_program=by_program)
+        elif progress.report:
+            report: WorkerReport = unpacked(progress.report)
+            if report.result is not None:  # the rank may be on another machine, with another clock
+                report = replace(report, result=replace(report.result, at_s=time.monotonic()))
+            self.reports[rank] = report
+        else:
+            self._answered.add(rank)
+            if progress.standing is not None:
+                self._standing[rank] = progress.standing

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["OwnWords", "environ_by_rank"]
-
 OwnWords = dict[str, str | None]
 """What a rank's environment has beside the process's: word -> value, None where the rank has deleted it."""
 _Environ: Any = type(os.environ)

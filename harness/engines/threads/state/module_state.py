@@ -21,8 +21,6 @@ from typing import Any, Protocol
 
 from harness.errors import RequestError, error_text
 
-__all__ = ["Names", "Namespace", "own", "own_state", "namespaces_of"]
-
 Names = dict[str, Any]
 _CACHE: Any = type(functools.cache(len))
 _COPIED = frozenset({dict, list, set, OrderedDict, defaultdict, deque})
@@ -35,11 +33,9 @@ class Namespace(Protocol):
 
     def read(self) -> Names:
         """The names and values that it has now."""
-        ...
 
     def write(self, names: Names) -> None:
         """Make it have these and no others."""
-        ...
 
 
 class _Dict:

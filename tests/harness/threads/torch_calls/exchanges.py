@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.harness.threads.torch_calls.listed import DTYPES, dist, each, filled, listed, own
+from tests.harness.threads.torch_calls.listed import CALLS, DTYPES, dist, each, filled, listed, own
 
 
 def rows(sender: int, receiver: int) -> int:
@@ -24,39 +25,20 @@ def exchanged(rank: int, size: int, kind: Callable[[Sequence[int]], Any]) -> tor
     return out
 
 
-@listed
-def splits_as_lists(rank: int, size: int) -> Any:
-    return exchanged(rank, size, list)
-
-
-@listed
-def splits_as_tuples(rank: int, size: int) -> Any:
-    return exchanged(rank, size, tuple)
-
-
-@listed
-def splits_as_numpy_arrays(rank: int, size: int) -> Any:
-    return exchanged(rank, size, np.array)
-
-
-@listed
-def splits_as_numpy_integers(rank: int, size: int) -> Any:
-    return exchanged(rank, size, lambda counts: [np.int32(count) for count in counts])
-
-
-@listed
-def splits_as_tensors_of_one_number(rank: int, size: int) -> Any:
-    return exchanged(rank, size, lambda counts: [torch.tensor(count) for count in counts])
-
-
-@listed
-def splits_as_one_tensor(rank: int, size: int) -> Any:
-    return exchanged(rank, size, torch.tensor)
-
-
-@listed
-def splits_as_sizes(rank: int, size: int) -> Any:
-    return exchanged(rank, size, torch.Size)
+SPLITS: dict[str, Callable[[Sequence[int]], Any]] = {
+    "lists": list,
+    "tuples": tuple,
+    "numpy_arrays": np.array,
+    "numpy_integers": lambda counts: [np.int32(count) for count in counts],
+    "tensors_of_one_number": lambda counts: [torch.tensor(count) for count in counts],
+    "one_tensor": torch.tensor,
+    "sizes": torch.Size,
+    "floats": lambda counts: [float(count) for count in counts],
+    "numpy_floats": lambda counts: np.array(counts, dtype=np.float64),
+    "float_tensors": lambda counts: [torch.tensor(float(count)) for count in counts],
+    "text": lambda counts: "".join(map(str, counts)),
+}
+CALLS.update({f"splits_as_{name}": functools.partial(exchanged, kind=kind) for name, kind in SPLITS.items()})
 
 
 @listed
@@ -67,30 +49,10 @@ def splits_as_ranges(rank: int, size: int) -> Any:
 
 
 @listed
-def splits_as_floats(rank: int, size: int) -> Any:
-    return exchanged(rank, size, lambda counts: [float(count) for count in counts])
-
-
-@listed
-def splits_as_numpy_floats(rank: int, size: int) -> Any:
-    return exchanged(rank, size, lambda counts: np.array(counts, dtype=np.float64))
-
-
-@listed
-def splits_as_float_tensors(rank: int, size: int) -> Any:
-    return exchanged(rank, size, lambda counts: [torch.tensor(float(count)) for count in counts])
-
-
-@listed
 def splits_as_truths(rank: int, size: int) -> Any:
     out = filled(size)
     dist.all_to_all_single(out, own(rank, size), [True] * size, [np.bool_(True)] * size)
     return out
-
-
-@listed
-def splits_as_text(rank: int, size: int) -> Any:
-    return exchanged(rank, size, lambda counts: "".join(map(str, counts)))
 
 
 @listed

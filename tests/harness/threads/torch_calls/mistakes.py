@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from tests.harness.threads.torch_calls.listed import CALLS, Call, dist, filled, own
 
-from tests.harness.threads.torch_calls.listed import CALLS, dist, filled, own
-
-
-def _mistake(name: str, make: Any) -> None:
-    CALLS[f"mistake: {name}"] = make
-
-
-for _name, _make in {
+MISTAKES: dict[str, Call] = {
     "all_reduce of a list": lambda r, n: dist.all_reduce([own(r, 2)]),
     "all_reduce of a number": lambda r, n: dist.all_reduce(1.0),
     "all_reduce with a word for its op": lambda r, n: dist.all_reduce(own(r, 2), "sum"),
@@ -65,8 +58,8 @@ for _name, _make in {
     "scatter_object_list without lists": lambda r, n: dist.scatter_object_list([], None, 0),
     "all_gather_object into too few": lambda r, n: dist.all_gather_object([None] * (n - 1), r),
     "coalescing of two kinds": lambda r, n: _two_kinds(r),
-}.items():
-    _mistake(_name, _make)
+}
+CALLS.update({f"mistake: {name}": make for name, make in MISTAKES.items()})
 
 
 def _two_kinds(rank: int) -> None:

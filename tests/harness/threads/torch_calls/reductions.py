@@ -2,63 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.harness.threads.torch_calls.listed import DTYPES, dist, each, filled, listed, own
+from tests.harness.threads.torch_calls.listed import CALLS, DTYPES, dist, each, filled, listed, own
 
 
-def reduced(rank: int, op: Any, dtypes: Any = DTYPES) -> dict[str, Any]:
+def reduced(rank: int, size: int, op: str, dtypes: Any = DTYPES) -> dict[str, Any]:
     def call(dtype: torch.dtype) -> torch.Tensor:
         tensor = own(rank, 3, 2, dtype=dtype)
-        dist.all_reduce(tensor, op)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()))
         return tensor
 
     return each(dtypes, call)
 
 
-@listed
-def all_reduce_sum(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.SUM)
-
-
-@listed
-def all_reduce_product(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.PRODUCT, [d for d in DTYPES if d not in (torch.float16, torch.bfloat16)])
-
-
-@listed
-def all_reduce_max(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.MAX)
-
-
-@listed
-def all_reduce_min(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.MIN)
-
-
-@listed
-def all_reduce_avg(rank: int, size: int) -> Any:
-    return reduced(
-        rank, dist.ReduceOp.AVG, [d for d in DTYPES if d.is_floating_point or d in (torch.bool, torch.complex64)]
-    )
-
-
-@listed
-def all_reduce_band(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.BAND)
-
-
-@listed
-def all_reduce_bor(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.BOR)
-
-
-@listed
-def all_reduce_bxor(rank: int, size: int) -> Any:
-    return reduced(rank, dist.ReduceOp.BXOR)
+REDUCED: dict[str, Any] = dict.fromkeys(("sum", "max", "min", "band", "bor", "bxor"), DTYPES)
+REDUCED["product"] = [d for d in DTYPES if d not in (torch.float16, torch.bfloat16)]
+REDUCED["avg"] = [d for d in DTYPES if d.is_floating_point or d in (torch.bool, torch.complex64)]
+CALLS.update({f"all_reduce_{op}": functools.partial(reduced, op=op, dtypes=d) for op, d in REDUCED.items()})
 
 
 @listed

@@ -1,0 +1,172 @@
+"""A worker's side: the life of the process that is one rank, run after run, each in a world of its own.
+
+Orders come over a pipe, reports go back. A run is reported as soon as the program has ended; its groups stay until the
+rank is released, when all ranks have ended: closing connections earlier would fail ranks that are still reading.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from harness.engines.interposer import Interposer
+from harness.engines.processes.flight_recorder import FlightRecorder
+from harness.engines.processes.forked import stacks
+from harness.engines.processes.forked.kept_groups import KeptGroups
+from harness.engines.processes.messages import RunOrder, WorkerReport, packed_report, unpacked
+from harness.engines.processes.rank_program import result_of, seed_streams, world
+from harness.errors import error_text
+from harness.torch_internals.modes import not_deterministic
+
+
+def share(processors: Iterable[int], rank: int, world_size: int) -> frozenset[int]:
+    """The processors of a rank: one of them when they are not more than the ranks, else all."""
+    known = sorted(processors)
+    return frozenset(known) if len(known) > world_size else frozenset({known[rank % len(known)]})
+
+
+class CpuAffinity:
+    """The processors on which this process runs; it may use those that it started with.
+
+    When ranks are more than processors, a rank stays on one of them with all its threads. A call on gloo wakes several
+    threads of a rank one after another. On processors that are shared anyway, a wake-up on the processor that is awake
+    costs half of one across: four ranks on two cores make twice as many calls a second. What a rank starts (threads,
+    processes) inherits its processors.
+    """
+
+    def __init__(self) -> None:
+        self._processors = frozenset(os.sched_getaffinity(0)) if sys.platform == "linux" else frozenset()
+        self._now = self._processors
+
+    def take(self, rank: int, world_size: int) -> None:
+        """Run as this rank of `world_size`, where the system lets a process choose."""
+        if sys.platform != "linux":
+            return
+        wanted = share(self._processors, rank, world_size)
+        if wanted != self._now:
+            self._now = wanted
+            for thread in os.listdir("/proc/self/task"):
+                with suppress(OSError):  # the thread has ended, or a processor was taken from this process meanwhile
+                    os.sched_setaffinity(int(thread), wanted)
+
+
+_FOREVER_S = 86400.0
+"""torch's own limit of a wait: the supervisor's comes first, and a rank that gave up by itself would hide the cause."""
+_STORE_S = 60.0
+"""How long the store may take to answer."""
+
+
+def serve(pipe: Connection, recorder_file: int) -> None:
+    """The life of a worker that was forked with this pipe and the file of its flight recorder."""
+    stacks.print_on_signal(recorder_file)
+    warnings.filterwarnings("ignore", "Work::result API is being deprecated")  # raised by our own FollowedWork
+    recorder = FlightRecorder(recorder_file)
+    try:
+        with Interposer(log=recorder) as interposer:
+            worker = _Worker(pipe, recorder, interposer)
+            while True:
+                order: RunOrder | None = unpacked(pipe.recv_bytes())
+                if order is not None:
+                    worker.run(order)
+    except (EOFError, ConnectionError):  # the driver has closed the pipe: this worker is not needed any more
+        return
+
+
+class _Worker:
+    """The pipe, and what stays from run to run: the connection to the store, the kept groups."""
+
+    def __init__(self, pipe: Connection, recorder: FlightRecorder, interposer: Interposer) -> None:
+        self._pipe = pipe
+        self._recorder = recorder
+        self._interposer = interposer
+        self._kept = KeptGroups(recorder.makes_group)
+        self._affinity = CpuAffinity()
+        self._store: Any = None
+        self._store_at = ("", 0)
+
+    def run(self, order: RunOrder) -> None:
+        """Run the program in a world of its own, report, and leave that world when all ranks may."""
+        sys.path[:] = order.path
+        os.chdir(order.folder)
+        self._recorder.begin(order.number)
+        imported, number = len(sys.modules), order.number
+        try:
+            program, args = unpacked(order.program)
+        except Exception as problem:  # whatever importing a user's module raises
+            self._report(WorkerReport(number=number, refused=error_text(problem)))
+            return
+        if len(sys.modules) != imported:
+            self._interposer.add_operators()
+        reported = False
+        try:
+            with self._world(order):
+                seed_streams(order.seed)
+                result = result_of(program, args, order.rank)
+                _restore_switches()
+                reported = True
+                self._report(
+                    WorkerReport(
+                        number=number,
+                        result=result,
+                        unwaited=self._recorder.waits.unwaited(),
+                        kept_groups=len(self._kept),
+                        reusable=threading.active_count() == 1,
+                    )
+                )
+                del program, args, result
+                self._wait_for_release()
+        except (RuntimeError, ValueError) as problem:
+            if not reported:
+                self._report(WorkerReport(number=number, broken=error_text(problem)))
+
+    @contextmanager
+    def _world(self, order: RunOrder) -> Iterator[None]:
+        """This rank's world; its groups are those kept from earlier runs, where they are the same."""
+        if order.store != self._store_at:
+            host, port = order.store
+            self._store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_S))
+            self._store_at = order.store
+        if order.local_rank is None:
+            self._affinity.take(order.rank, order.world_size)
+        store = PrefixStore(order.store_prefix, self._store)
+        own = world(order.rank, order.world_size, store, _FOREVER_S, order.local_rank)
+        with self._kept.used(order.connection), own:
+            yield
+
+    def _report(self, report: WorkerReport) -> None:
+        """Send how the run ended; end the process where the driver is gone."""
+        try:
+            self._pipe.send_bytes(packed_report(report))
+        except ConnectionError:
+            _vanish()
+
+    def _wait_for_release(self) -> None:
+        """Return when the driver reports that all ranks have ended."""
+        try:
+            self._pipe.recv_bytes()
+        except (EOFError, ConnectionError):
+            _vanish()
+
+
+def _vanish() -> NoReturn:
+    """End at once: the driver is gone in the middle of a run, and torch, taking its world down, would print at length
+    that the store is gone too.
+    """
+    os._exit(0)
+
+
+def _restore_switches() -> None:
+    """Reset the switches of torch that a program may have left changed."""
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    not_deterministic()

@@ -1,0 +1,299 @@
+"""Programs for the ranks of any engine: right ones, and ones that end badly or are out of step, each in one way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, get_node_local_rank
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+def skips_in_the_middle(rank: int) -> None:
+    if rank != 1:
+        dist.all_reduce(ones(3))
+    dist.all_reduce(ones(2))
+
+
+def ops_differ(rank: int) -> None:
+    if rank == 0:
+        dist.barrier()
+    else:
+        dist.all_reduce(ones(1))
+
+
+def forms_differ(rank: int) -> None:
+    if rank == 1:
+        dist.all_gather([ones(2), ones(2), ones(2)], ones(2))
+    else:
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(ones(6), ones(2))
+
+
+def unnamed_groups_cross(rank: int) -> None:
+    """The groups 2 and 3 of the world are of the same ranks, and nothing but their number distinguishes them."""
+    _first, one, other = dist.new_group([0]), dist.new_group([0, 1]), dist.new_group([0, 1])
+    for group in (one, other) if rank == 0 else (other, one):
+        dist.all_reduce(ones(1), group=group)
+
+
+def alike_groups_cross(rank: int) -> None:
+    one, other = dist.new_group([0, 1], group_desc="tp"), dist.new_group([0, 1], group_desc="tp")
+    for group in (one, other) if rank == 0 else (other, one):
+        dist.all_reduce(ones(1), group=group)
+
+
+def groups_differ(rank: int) -> None:
+    dist.new_group([0, 1] if rank == 0 else [0, 2])
+
+
+def messages_differ(rank: int) -> None:
+    if rank == 0:
+        dist.send(ones(3), dst=1)
+    else:
+        dist.recv(ones(4), src=0)
+
+
+def later_messages_differ(rank: int) -> None:
+    """The sender has sent before, the receiver has not received: their calls count differently."""
+    if rank == 1:
+        dist.send(ones(3), dst=2)
+        dist.send(ones(3), dst=0)
+    else:
+        dist.recv(ones(4 if rank == 0 else 3), src=1)
+
+
+def tags_differ(rank: int) -> None:
+    if rank == 0:
+        dist.send(ones(3), dst=1, tag=7)
+    else:
+        dist.recv(ones(3), src=0, tag=8)
+
+
+def both_send_first(rank: int) -> None:
+    dist.send(ones(3), dst=1 - rank)
+    dist.recv(ones(3), src=1 - rank)
+
+
+def nobody_sends(rank: int) -> None:
+    if rank == 0:
+        dist.recv(ones(3))
+
+
+def never_waits_alone(rank: int) -> None:
+    if rank == 0:
+        dist.all_reduce(ones(3), async_op=True)
+
+
+def sends_into_the_void(rank: int) -> None:
+    if rank == 0:
+        dist.isend(ones(3), dst=1)
+
+
+def lives_differ(rank: int) -> None:
+    if rank == 0:
+        dist.destroy_process_group()
+        dist.init_process_group()
+    dist.all_reduce(ones(3))
+
+
+def one_ends_two_wait(rank: int) -> None:
+    if rank == 0:
+        dist.all_reduce(ones(3))
+    if rank == 1:
+        dist.recv(ones(3), src=2)
+
+
+def functional_differs(rank: int) -> None:
+    functional.all_reduce(ones(3), "max" if rank else "sum", _get_default_group()).sum()
+
+
+class OddError(Exception):
+    """An exception that cannot be sent: it takes two arguments."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(one + other)
+
+
+def summed(rank: int) -> float:
+    """A right program: a sum over all ranks, in the world and in a group, with a backward."""
+    x = torch.ones(2, requires_grad=True)
+    (x * (rank + 1)).sum().backward()
+    assert x.grad is not None
+    dist.all_reduce(x.grad, group=dist.new_group(list(range(dist.get_world_size()))))
+    dist.all_reduce(x.grad)
+    return float(x.grad[0])
+
+
+def total(world_size: int) -> float:
+    """What `summed` returns."""
+    return world_size * world_size * (world_size + 1) / 2
+
+
+def calls_then(rank: int, ending: str) -> None:
+    """One good call, then rank 1 ends in some way while the others go on to the next call."""
+    dist.all_reduce(torch.ones(3))
+    if rank == 1:
+        _end(ending)
+    dist.all_reduce(torch.ones(3))
+
+
+def _end(ending: str) -> None:
+    if ending == "exit":
+        os._exit(3)
+    if ending == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ending == "abort":
+        os.abort()
+    if ending == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if ending == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while ending == "loop":
+        time.sleep(0.001)
+    if ending == "child":
+        subprocess.Popen(["sleep", "600"])
+        os._exit(0)
+
+
+def raises(rank: int, kind: str) -> None:
+    """Rank 1 raises, in forward or in backward, something that can be sent or not; the others wait for it."""
+    x = torch.ones(2, requires_grad=True)
+    if rank == 1 and kind == "odd":
+        raise OddError("not ", "here")
+    if rank == 1 and kind == "backward":
+        x.register_hook(_refuse)
+    (x * 2).backward(torch.ones(2))
+    if rank == 1 and kind == "plain":
+        raise KeyError("missing")
+    dist.all_reduce(torch.ones(3))
+
+
+def exits(rank: int, status: int) -> str:
+    """Rank 1 leaves by sys.exit."""
+    if rank == 1:
+        sys.exit(status)
+    return "end"
+
+
+def words(rank: int) -> list[Any]:
+    """What libraries ask a launcher's environment for, torch's own function among them."""
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    dist.barrier()
+    found = [os.environ.get(name) for name in names]
+    return [*found, os.getenv("RANK"), dict(os.environ)["RANK"], get_node_local_rank()]
+
+
+def initialises(rank: int) -> list[str]:
+    """A program that initialises torch itself: what it is told of wrong words, and of the second time."""
+    told = []
+    dist.init_process_group("gloo", world_size=dist.get_world_size())
+    wrong: tuple[dict[str, Any], ...] = ({"world_size": 8}, {"rank": 1 - rank}, {})
+    for given in wrong:
+        try:
+            dist.init_process_group("gloo", **given)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def leaves_works(rank: int) -> list[float]:
+    """Asynchronous calls, of which rank 1 never waits for one; works answer after their wait as before."""
+    tensors = [torch.ones(2) * (rank + 1) for _ in range(3)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works[: 3 - rank]:
+        assert work is not None and work.wait() and work.wait()
+        assert work.is_completed() and work.is_success()
+    first = works[0]
+    assert first is not None and first.result()[0] is tensors[0]
+    assert torch.equal(first.get_future().value()[0], tensors[0])
+    dist.barrier()
+    summed = functional.all_reduce(torch.ones(2), "sum", _get_default_group())
+    return [*tensors[0].tolist(), *(summed + 0).tolist()]
+
+
+def waits_alone(rank: int) -> None:
+    """Rank 0 waits for an asynchronous call that rank 1 never makes."""
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert work is not None
+        work.wait()
+
+
+def calls_alone(rank: int) -> None:
+    """Rank 0 makes a call that rank 1 never makes."""
+    if rank == 0:
+        dist.all_reduce(torch.ones(2))
+
+
+def makes_alone(rank: int, others: str) -> None:
+    """Rank 1 makes a group, rank 0 does something else."""
+    if rank == 1:
+        dist.new_group([0, 1])
+    elif others == "calls":
+        dist.all_reduce(torch.ones(3))
+
+
+def wrapped(rank: int) -> list[float]:
+    """A step of DDP, whose reducer is C++, and of FSDP2; the gradients are means over the ranks."""
+    parallel = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    parallel(torch.ones(1, 2) * (rank + 1)).sum().backward()
+    sharded = nn.Linear(2, 2, bias=False)
+    fully_shard(sharded)
+    sharded(torch.ones(1, 2) * (rank + 1)).sum().backward()
+    gradients = [parallel.module.weight.grad, cast(DTensor, sharded.weight.grad).full_tensor()]
+    return [float(value) for gradient in gradients for value in gradient.flatten()]
+
+
+def _refuse(gradient: torch.Tensor) -> None:
+    raise ValueError("no gradient wanted")
+
+
+def forever(rank: int) -> None:
+    """Rank 0 sleeps, the others wait for it."""
+    if rank == 0:
+        time.sleep(600)
+    dist.all_reduce(torch.ones(1))
+
+
+def answers_at_length(rank: int) -> torch.Tensor:
+    """After a while, more than a socket holds."""
+    time.sleep(0.5)
+    return torch.ones(3_000_000)
+
+
+def asks_the_store(rank: int) -> None:
+    """For what nobody will tell it."""
+    _get_default_store().get("nothing")
+
+
+def where(rank: int) -> tuple[int, int, str, str]:
+    """Which process was launched for this rank, and what the environment says."""
+    return rank, parent_of(os.getppid()), os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process, as /proc tells."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def forgets(rank: int) -> None:
+    """Nobody waits for the second call."""
+    for waited in (True, False):
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        if waited:
+            work.wait()

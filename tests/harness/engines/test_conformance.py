@@ -1,0 +1,306 @@
+"""What every engine does alike on which ranks communicate: errors, positions, ledgers; and the next run is right."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from bench import fault_programs as table
+from harness.checking.evidence import PASS
+from harness.checking.exact_checks import same_outcomes
+from harness.engines.engine import Engine, Unwaited
+from harness.engines.named import engine_named
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import Desynchronised, RankRaised, RequestError, ShardproofError, TimeLimit
+from harness.ledger import Event
+from harness.outcome.merging import merge
+from harness.running.proof import prove
+from harness.running.ranks.execution import execute
+from parallel.subject import subject
+from reference.case import Case as ModelCase
+from tests.harness.engines import programs
+
+Program = Callable[..., Any]
+ENGINES = ("inproc", "inproc-concurrent", "pool")
+LIMIT_S = {"inproc": 0.05, "inproc-concurrent": 5.0, "pool": 20.0}
+in_turns_or_processes = pytest.mark.parametrize("engine", ["inproc", "pool"], indirect=True)
+"""Where a failure leaves the other ranks where they wait; ranks that run at once may be anywhere."""
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    if request.param == "pool":
+        yield request.getfixturevalue("pool")
+        return
+    with engine_named(request.param) as made:
+        made.run(programs.summed, world_size=2)  # the first backward of a process imports much
+        yield made
+
+
+def ended(engine: Engine, program: Program, *args: Any, world_size: int = 2, timeout_s: float = 60.0) -> Any:
+    """The error in which a run ends, within the engine's limit; the next run is right.
+
+    The in-process engine has three tries, as the machine may be busy.
+    """
+    took: list[float] = []
+    for _ in range(3 if engine.name == "inproc" else 1):
+        start_s = time.perf_counter()
+        with pytest.raises(ShardproofError) as problem:
+            engine.run(program, *args, world_size=world_size, timeout_s=timeout_s)
+        took.append(time.perf_counter() - start_s)
+    assert min(took) < LIMIT_S[engine.name] + (timeout_s if isinstance(problem.value, TimeLimit) else 0)
+    assert engine.run(programs.summed, world_size=2) == [programs.total(2)] * 2
+    return problem.value
+
+
+class Case(NamedTuple):
+    """A faulty program, what the error is, and its first line."""
+
+    program: Program
+    world_size: int
+    kind: str
+    ranks: tuple[int, ...]
+    cause: str
+
+
+W2, W3 = "of world (0 1)", "of world (0 1 2)"
+IN_CALL = f"ranks disagree in call #0 {W3}: "
+STUCK = "no rank can go on: rank 0 waits for rank 1 in {}, rank 1 waits for rank 0 in {}".format
+ENDED = "every rank has finished, but "
+LACKS = "has finished, but rank 0 waits for it in"
+CROSSED = ("all_reduce #0 of one (0 1)", "all_reduce #0 of other (0 1)")
+UNNAMED = ("all_reduce #0 of group 2 (0 1)", "all_reduce #0 of group 3 (0 1)")
+ALIKE = ("all_reduce #0 of tp, group 1 (0 1)", "all_reduce #0 of tp, group 2 (0 1)")
+VOID = "rank 0's send in world (0 1) was never met by rank 1"
+REDUCE_OP = "the reduce op is sum on rank 0, max on ranks 1 2"
+CASES = [
+    Case(table.skips, 3, "skipped", (1,), f"rank 1 {LACKS} all_reduce #1 {W3}"),
+    Case(programs.skips_in_the_middle, 3, "mismatch", (1,), IN_CALL + "the shape is 2 on rank 1, 3 on ranks 0 2"),
+    Case(table.orders_differ, 3, "mismatch", (2,), IN_CALL + "the op is broadcast on rank 2, all_reduce on ranks 0 1"),
+    Case(programs.ops_differ, 3, "mismatch", (0,), IN_CALL + "the op is barrier on rank 0, all_reduce on ranks 1 2"),
+    Case(table.numels_differ, 3, "mismatch", (1,), IN_CALL + "the shape is 4 on rank 1, 3 on ranks 0 2"),
+    Case(table.shapes_differ, 3, "mismatch", (1,), IN_CALL + "the shape is 2x3 on rank 1, 3x2 on ranks 0 2"),
+    Case(table.dtypes_differ, 3, "mismatch", (1,), IN_CALL + "the dtype is int32 on rank 1, float32 on ranks 0 2"),
+    Case(table.reduce_ops_differ, 3, "mismatch", (1,), IN_CALL + "the reduce op is max on rank 1, sum on ranks 0 2"),
+    Case(table.roots_differ, 3, "mismatch", (1,), IN_CALL + "the root is 1 on rank 1, 0 on ranks 0 2"),
+    Case(
+        table.reduce_ops_differ,
+        2,
+        "mismatch",
+        (0, 1),
+        f"ranks disagree in call #0 {W2}: the reduce op is max on rank 1, sum on rank 0",
+    ),
+    Case(programs.forms_differ, 3, "mismatch", (1,), IN_CALL + "the form is list on rank 1, single on ranks 0 2"),
+    Case(programs.functional_differs, 3, "mismatch", (0,), IN_CALL + REDUCE_OP),
+    Case(
+        table.splits_differ,
+        2,
+        "mismatch",
+        (0, 1),
+        f"ranks disagree in all_to_all #0 {W2}: rank 0 sends 3 rows to rank 1, which expects 4",
+    ),
+    Case(
+        programs.groups_differ,
+        3,
+        "mismatch",
+        (0, 1),
+        f"ranks disagree in new_group #1 {W3}: rank 0 makes it of ranks 0 1, rank 1 of ranks 0 2",
+    ),
+    Case(
+        programs.messages_differ,
+        2,
+        "mismatch",
+        (0, 1),
+        f"ranks disagree in recv #0 {W2}: rank 0 sends float32 3 to rank 1, which receives float32 4",
+    ),
+    Case(
+        programs.later_messages_differ,
+        3,
+        "mismatch",
+        (1, 0),  # who sends, who receives
+        f"ranks disagree in recv #0 {W3}: rank 1 sends float32 3 to rank 0, which receives float32 4",
+    ),
+    Case(table.groups_cross, 2, "deadlock", (0, 1), STUCK(*CROSSED)),
+    Case(programs.unnamed_groups_cross, 2, "deadlock", (0, 1), STUCK(*UNNAMED)),
+    Case(programs.alike_groups_cross, 2, "deadlock", (0, 1), STUCK(*ALIKE)),
+    Case(programs.lives_differ, 2, "deadlock", (0, 1), STUCK(f"all_reduce #0 {W2} of life 2", f"all_reduce #0 {W2}")),
+    Case(
+        programs.one_ends_two_wait,
+        3,
+        "skipped",
+        (2,),
+        f"rank 2 {LACKS} all_reduce #0 {W3}",
+    ),
+    Case(programs.tags_differ, 2, "deadlock", (0, 1), STUCK(f"send #0 {W2}", f"recv #0 {W2}")),
+    Case(programs.both_send_first, 2, "deadlock", (0, 1), STUCK(f"send #0 {W2}", f"send #0 {W2}")),
+    Case(programs.nobody_sends, 2, "skipped", (1,), f"rank 1 {LACKS} recv #0 {W2}"),
+    Case(programs.never_waits_alone, 2, "skipped", (1,), ENDED + f"rank 1 never made all_reduce #0 {W2}"),
+    Case(programs.sends_into_the_void, 2, "skipped", (1,), ENDED + VOID),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.program.__name__}-{case.world_size}")
+def test_ranks_out_of_step_end_in_one_error_with_every_position(engine: Engine, case: Case) -> None:
+    """Many of them gloo does not mind: dtype, reduce op, shape, rows, a work that nobody waits for."""
+    if engine.name == "pool" and case.program is programs.lives_differ:
+        pytest.skip("a second life of the default group needs a rendezvous, which a rank of the pool has not")
+    error = ended(engine, case.program, world_size=case.world_size)
+    assert isinstance(error, Desynchronised) and error.exit_status == 1
+    assert error.kind == case.kind
+    if engine.name != "inproc-concurrent":  # there another rank may come first
+        assert (error.cause, error.ranks) == (case.cause, case.ranks)
+        assert str(error).splitlines()[0] == case.cause
+    assert [position.rank for position in error.positions] == list(range(case.world_size))
+    code = case.program.__code__
+    for position in error.positions:
+        if position.state == "waits in":
+            assert position.op and position.number >= 0 and position.group
+            found = re.search(r"(\w+)\.py:(\d+) in (\S+)$", position.caller)
+            assert found and found[1] == Path(code.co_filename).stem
+            assert code.co_firstlineno < int(found[2]) < code.co_firstlineno + 8
+            assert found[3] in {case.program.__name__, "<lambda>"}
+        else:
+            assert position.state == "finished" or engine.name != "inproc"
+
+
+@pytest.mark.parametrize("ends", ["at the call", "at its wait"])
+@in_turns_or_processes
+def test_a_rank_that_waits_for_a_call_that_no_other_makes_is_told(engine: Engine, ends: str) -> None:
+    error = ended(engine, programs.waits_alone if ends == "at its wait" else programs.calls_alone)
+    assert error.cause == "rank 1 has finished, but rank 0 waits for it in all_reduce #0 of world (0 1)"
+    assert error.kind == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "cause"),
+    [
+        ("plain", "KeyError: 'missing'", KeyError),
+        ("odd", "OddError: not here", programs.OddError),
+        ("backward", "ValueError: no gradient wanted", ValueError),
+    ],
+)
+def test_an_exception_is_told_with_its_rank_line_and_traceback(
+    engine: Engine, kind: str, text: str, cause: type[Exception]
+) -> None:
+    error = ended(engine, programs.raises, kind)
+    assert isinstance(error, RankRaised) and error.ranks == (1,) and error.exit_status == 1
+    assert error.cause.startswith(f"rank 1 of 2 raised {text}, at ") and "programs.py:" in error.cause
+    sent = RuntimeError if engine.remote and kind == "odd" else cause
+    assert type(error.__cause__) is sent
+    if engine.remote:
+        assert "Traceback" in "".join(error.__cause__.__notes__)
+    if engine.name != "inproc-concurrent":
+        waits, raised = error.positions
+        assert (waits.state, waits.call, raised.state) == ("waits in", "all_reduce #0 of world (0 1)", "raised")
+
+
+def test_leaving_by_sys_exit_is_an_end_when_it_says_success_and_a_failure_otherwise(engine: Engine) -> None:
+    assert engine.run(programs.exits, 0, world_size=2) == ["end", None]
+    error = ended(engine, programs.exits, 3)
+    assert isinstance(error.__cause__, SystemExit) and error.__cause__.code == 3
+
+
+@in_turns_or_processes
+def test_a_rank_that_hangs_is_told_at_the_limit_with_its_line(engine: Engine) -> None:
+    limit_s = 1.5 if engine.remote else 0.2
+    error = ended(engine, programs.calls_then, "loop", timeout_s=limit_s)
+    where = r"tests/harness/engines/programs\.py:\d+ in _end"
+    assert isinstance(error, TimeLimit) and error.exit_status == 3 and error.ranks == (1,)
+    assert re.fullmatch(rf"no end within {limit_s} s: rank 1 (runs|is blocked) at {where}.*", error.cause)
+    waits, runs = error.positions
+    assert runs.state == "runs"
+    if engine.remote:
+        assert (waits.state, waits.number) == ("waits in", 1)
+        assert runs.detail == "last call all_reduce #0 of world (0 1)"
+        assert "in _end" in runs.stack[0] and "in calls_then" in runs.stack[1] and waits.stack
+
+
+def test_wrong_requests_are_refused_and_so_is_a_closed_engine(engine: Engine) -> None:
+    for words, text in (
+        ({"world_size": 0}, "world_size 0: must be at least 1; legal: 2"),
+        ({"world_size": 2, "timeout_s": 0}, "timeout_s 0: must be above 0; legal: 60"),
+    ):
+        with pytest.raises(RequestError) as problem:
+            engine.run(programs.summed, **words)  # type: ignore[arg-type]
+        assert str(problem.value) == text and problem.value.exit_status == 2
+    closed = engine_named(engine.name)
+    closed.close()
+    with pytest.raises(RequestError, match=rf"run: the engine is closed; legal: a new {type(engine).__name__}\(\)"):
+        closed.run(programs.summed, world_size=1)
+
+
+def test_works_that_nobody_waited_for_are_listed(engine: Engine) -> None:
+    assert engine.run(programs.leaves_works, world_size=2) == [[3, 3, 2, 2]] * 2
+    line = programs.leaves_works.__code__.co_firstlineno + 3
+    place = f"tests/harness/engines/programs.py:{line}"
+    assert engine.unwaited == (Unwaited(rank=1, op="all_reduce", number=2, group="world (0 1)", caller=place),)
+
+
+@in_turns_or_processes
+def test_torch_waits_for_its_own_works(engine: Engine) -> None:
+    assert engine.run(programs.wrapped, world_size=2) == [[1.5] * 6] * 2
+    assert not engine.unwaited
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "dry"])
+def test_every_rank_reads_its_own_words_of_the_environment(name: str, request: pytest.FixtureRequest) -> None:
+    made: Engine = request.getfixturevalue("pool") if name == "pool" else engine_named(name)
+    own = [[str(rank), str(rank), *["3"] * 3, "127.0.0.1", "29500", str(rank), str(rank), rank] for rank in range(3)]
+    assert made.run(programs.words, world_size=3) == own
+
+
+def test_a_program_that_initialises_torch_itself_gets_the_world_that_exists(engine: Engine) -> None:
+    for rank, told in enumerate(engine.run(programs.initialises, world_size=2)):
+        rule = f"the engine runs this {'process' if engine.remote else 'thread'} as rank {rank} of 2"
+        assert told == [
+            f"init_process_group world_size=8: {rule}; legal: world_size=2, or leave it out",
+            f"init_process_group rank={1 - rank}: {rule}; legal: rank={rank}, or leave it out",
+            "trying to initialize the default process group twice!",
+        ]
+
+
+SMALL = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 batch=2 steps=1 dtype=float64"
+EVO = f"preset=tiny-internlm2 {SMALL} vocab=264"
+TEXTS = {
+    "tp": f"mode=tp tp=2 dp=2 {SMALL} metric=true",
+    "tp-sp": f"mode=tp-sp tp=2 dp=2 {SMALL} recompute=full",
+    "mtp": f"mode=mtp tp=2 {EVO}",
+    "msp": f"mode=msp tp=2 {EVO}",
+    "fsp": f"mode=fsp tp=4 {EVO}",
+    "isp": f"mode=isp tp=2 dp=2 wp=4 overlap=true {EVO}",
+}
+
+
+def untimed(event: Event) -> Event:
+    return replace(event, start_us=0.0, duration_us=0.0)
+
+
+@pytest.mark.parametrize("engine", ["inproc-concurrent", "pool"], indirect=True)
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_ledgers_and_outcomes_are_those_of_the_in_process_engine(engine: Engine, text: str) -> None:
+    case = ModelCase.parse(text)
+    with InprocEngine() as inproc:
+        here = execute(case, subject, inproc, text=text)
+    there = execute(case, subject, engine, text=text)
+    assert here.events and list(map(untimed, there.events)) == list(map(untimed, here.events))
+    if not engine.remote:
+        assert same_outcomes(here.outcomes, there.outcomes)
+        return
+    right, found = merge(here.outcomes), merge(there.outcomes)
+    assert not found.flaws and found.tensors.keys() == right.tensors.keys()
+    for name, tensor in found.tensors.items():
+        torch.testing.assert_close(tensor, right.tensors[name], rtol=1e-12, atol=1e-12)  # gloo adds in another order
+
+
+@pytest.mark.parametrize("engine", ["inproc-concurrent", "pool"], indirect=True)
+def test_a_case_is_proved(engine: Engine) -> None:
+    result = prove(ModelCase.parse(TEXTS["tp-sp"]), "parallel.subject:subject", engine)
+    assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
+    assert result.evidence is not None and result.evidence.captured
