@@ -13,8 +13,6 @@ from typing import Any
 
 from harness.programs.session import VARIABLE, ProgramSession
 
-__all__ = ["arm"]
-
 
 def arm(module: ModuleType) -> None:
     """Replace `init_process_group` of torch.distributed.distributed_c10d by one that starts the recorder too.

@@ -12,8 +12,6 @@ from harness.recording.attribution import Attribution
 from harness.recording.naming import Paths
 from harness.recording.updates import Look, Looks
 
-__all__ = ["BoundedAttribution", "CarefulLooks"]
-
 _MARKS = 1 << 16
 """Module calls of a thread, entered and left, whose backward can still be placed."""
 _TASKS = 1024

@@ -20,8 +20,6 @@ from torch.distributed import distributed_c10d
 from harness.engines.calls.operators import MESSAGES, OperatorCall
 from harness.torch_internals.groups import waits_of_works
 
-__all__ = ["Handles", "is_given"]
-
 Place = tuple[str, str, str]
 """Op, axis and caller of a call."""
 

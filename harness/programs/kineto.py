@@ -20,8 +20,6 @@ from harness.programs.stated import EXECUTION_SUFFIX
 from harness.torch_internals.tracing import distributed_header, flight_record
 from harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
 
-__all__ = ["OPERATOR_STEPS", "Window"]
-
 OPERATOR_STEPS = 2
 """Steps of an execution trace: what the first leaves in memory is read, or overwritten, in the second."""
 

@@ -17,8 +17,6 @@ from harness.programs.session import VARIABLE, ProgramSession
 from harness.witnesses.nsys import command as under_nsys
 from harness.witnesses.nsys import nsys_path
 
-__all__ = ["check_startable", "environment_of", "python_command", "replace_by", "with_tools"]
-
 _HOOK = Path(__file__).parent / "hook"
 _BLIND = {"-I": "ignores PYTHONPATH", "-E": "ignores PYTHONPATH", "-S": "imports no sitecustomize"}
 

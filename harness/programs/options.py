@@ -8,8 +8,6 @@ from harness.errors import RequestError
 from harness.programs.session import Options, silence_of, steps_of, tools_of
 from harness.programs.stated import stated
 
-__all__ = ["add_options", "request_of"]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser; what follows them is the program."""

@@ -26,8 +26,6 @@ from pathlib import Path
 
 from harness.ledger import COLUMNS, Event
 
-__all__ = ["GROUP_COLUMNS", "MODE", "STEP_COLUMNS", "Part", "shared_file"]
-
 MODE = "program"
 """The mode of a recorded program in the ledger."""
 STEP_COLUMNS = ("step", "start_us", "updated_us", "microbatches")

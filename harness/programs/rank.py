@@ -44,8 +44,6 @@ from harness.recording.watch import Emit, Watch
 from harness.run_folder import SCHEMA
 from harness.running.environment import environment
 
-__all__ = ["RankRecorder", "begin"]
-
 
 def begin(session: ProgramSession) -> None:
     """Record this process from now on as the rank that torch.distributed says it is.

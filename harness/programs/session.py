@@ -21,19 +21,6 @@ from typing import TypedDict
 from harness.errors import RequestError
 from harness.run_folder import link_latest, new_run_folder, writing
 
-__all__ = [
-    "TOOLS",
-    "VARIABLE",
-    "Options",
-    "ProgramSession",
-    "boot_id",
-    "new_session",
-    "shared_session",
-    "silence_of",
-    "steps_of",
-    "tools_of",
-]
-
 VARIABLE = "SHARDPROOF_RECORD"
 TOOLS = ("torch", "nsys", "et")
 _JOBS = (

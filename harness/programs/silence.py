@@ -19,8 +19,6 @@ from harness.programs.session import ProgramSession
 from harness.programs.stream import EventStream, PastCall
 from harness.recording.recorder import Recorded
 
-__all__ = ["Silence"]
-
 _FILE = "last.json"
 _LOOK_S = 1.0
 

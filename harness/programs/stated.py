@@ -13,8 +13,6 @@ from harness.errors import RequestError
 from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read
 
-__all__ = ["EXECUTION_SUFFIX", "stated"]
-
 EXECUTION_SUFFIX = ".et.json"
 """How the execution trace of a rank ends, after `traces/rank<r>`."""
 

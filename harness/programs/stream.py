@@ -24,8 +24,6 @@ from harness.recording.naming import axis_name
 from harness.recording.observations import Issued, Stepped, read
 from harness.recording.recorder import Recorded, event_of
 
-__all__ = ["LAST_CALLS", "PastCall", "EventStream"]
-
 LAST_CALLS = 2000
 """Calls that are kept to be read after a hang, as many as torch's Flight Recorder keeps."""
 _OFTEN = 4096

@@ -31,8 +31,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from harness.diagnosing.six_lines import written
 from harness.errors import RequestError, ranks_text
 
-__all__ = ["TrainingWatch", "watch"]
-
 _CHUNK = 1 << 20
 _FACTOR, _SUMMAND = 6364136223846793005, 1442695040888963407
 """Of Knuth's linear congruential generator, which spreads the place of an element over all bits."""

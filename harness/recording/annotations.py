@@ -14,8 +14,6 @@ from contextvars import ContextVar
 
 from harness.ledger import PHASES
 
-__all__ = ["Override", "overridden", "phase", "region"]
-
 Override = tuple[str | None, str | None]
 """Phase and region that the subject stated, None where it stated none."""
 _OVERRIDE: ContextVar[Override] = ContextVar("shardproof_override", default=(None, None))

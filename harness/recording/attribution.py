@@ -40,8 +40,6 @@ from harness.recording.observations import (
 )
 from harness.recording.updates import Look, ParameterMemory, differ
 
-__all__ = ["Attribution", "Site"]
-
 
 class Attribution:
     """The sites of one rank's calls, from its observations in order: `sites` by ticket, and what is `pending` there."""

@@ -14,9 +14,6 @@ from harness.engines.calls.callers import issued_at
 from harness.recording.observations import OUTSIDE
 from harness.torch_internals.autograd import BACKWARD, STEP, function_context, number_of
 
-__all__ = ["around", "quiet_since", "steps_around"]
-
-
 _CHECKPOINT = checkpoint.__file__
 
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 from harness.recording.annotations import Override
 from harness.recording.naming import group_word
 
-__all__ = ["Frame", "Lane", "Site", "Waiting", "gathers", "is_hop", "is_scalar", "phase_of", "reduces", "said"]
-
 
 class Site(NamedTuple):
     """Where something belongs. Steps and micro-batches count from 0; `phase` is "" while it is not settled."""

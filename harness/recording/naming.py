@@ -13,8 +13,6 @@ from itertools import combinations
 
 from torch import Tensor, nn
 
-__all__ = ["Paths", "axis_name", "group_word"]
-
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _BY_TORCH = re.compile(r"|undefined|default_pg|mesh_default|mesh_dim_\d+|.*:split:\d+")
 """Descriptions that torch gives by default."""

@@ -14,21 +14,6 @@ from torch import Tensor, nn
 from harness.recording.annotations import Override
 from harness.recording.updates import Look
 
-__all__ = [
-    "LEAF",
-    "OUTSIDE",
-    "Arrived",
-    "Ended",
-    "Entered",
-    "Finished",
-    "Issued",
-    "Left",
-    "Observation",
-    "Stepped",
-    "Stepping",
-    "read",
-]
-
 OUTSIDE = -1
 """The graph task when no backward runs, and the node number when no node runs."""
 LEAF = 2**64 - 1

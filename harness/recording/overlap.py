@@ -26,8 +26,6 @@ from harness.ledger import Call
 from harness.torch_internals.meta_attention import FUSED, FUSED_BACKWARD
 from harness.torch_internals.operators import BACKEND_SELECT, full_name, has_kernel, kernels
 
-__all__ = ["Overlap", "RankCallIndex"]
-
 RankCallIndex = tuple[int, int]
 """(rank, call index)."""
 _KEY = "BackendSelect"

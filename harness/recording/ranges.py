@@ -28,10 +28,9 @@ import nvtx
 
 from harness.errors import MachineError
 from harness.ledger import Call
-from harness.recording.attribution import Attribution, Site
+from harness.recording.attribution import Attribution
+from harness.recording.lanes import Site
 from harness.recording.observations import Entered, Issued, Left, Observation, Stepped
-
-__all__ = ["DOMAIN", "RangeDomain", "Ranges", "attached", "open_domain"]
 
 DOMAIN = "shardproof"
 _TOOL = "NVTX_INJECTION64_PATH"

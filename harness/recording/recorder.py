@@ -33,8 +33,6 @@ from harness.recording.spans import RankSpan, rank_spans
 from harness.recording.stopwatch import Mark, Stopwatch
 from harness.recording.watch import Emit, Watch
 
-__all__ = ["Recorded", "Recorder", "event_of"]
-
 
 class _Track:
     """What is recorded of one rank: observations as plain tuples, when its calls ended, their marks on a device."""

@@ -16,8 +16,6 @@ from harness.ledger import Event
 from harness.recording.attribution import Attribution
 from harness.recording.observations import OUTSIDE, Arrived, Entered, Issued, Left, Observation, Stepping
 
-__all__ = ["SPAN_COLUMNS", "RankSpan", "rank_spans", "span_row"]
-
 _MESSAGES = "pipeline"
 _WITH_THE_NEXT = "data"
 

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Mark", "Stopwatch", "stopwatch"]
-
 
 class Mark(Protocol):
     """A point in a stream: torch.cuda.Event, made with enable_timing."""

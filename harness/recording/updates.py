@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from harness.torch_internals.autograd import version_of
 
-__all__ = ["Look", "Looks", "ParameterMemory", "differ"]
-
 Look = tuple[tuple[bytes | int, ...], ...]
 """Of each parameter, in the order in which they were first seen: some of its elements, or its version counter."""
 

@@ -54,8 +54,6 @@ from harness.torch_internals.autograd import (
     when_backward_ends,
 )
 
-__all__ = ["ThreadWatch", "Watch"]
-
 Emit = Callable[[tuple[Any, ...]], object]
 OnInput = Callable[["ThreadWatch", nn.Module, tuple[Any, ...], Mapping[str, Any]], object]
 OnOutput = Callable[["ThreadWatch", nn.Module, Any], object]

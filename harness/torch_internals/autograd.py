@@ -19,25 +19,6 @@ from torch.optim.optimizer import Optimizer
 
 from harness.torch_internals.lookup import Probe, found
 
-__all__ = [
-    "BACKWARD",
-    "PROBES",
-    "STEP",
-    "called_by",
-    "current_node",
-    "current_task",
-    "defined_in",
-    "function_context",
-    "has_hooks",
-    "next_number",
-    "nodes_of",
-    "not_compiled",
-    "number_of",
-    "unversioned",
-    "version_of",
-    "when_backward_ends",
-]
-
 _RECORDING = "recording"
 
 current_task: Callable[[], int] = found(torch._C, "_current_graph_task_id", _RECORDING)

@@ -18,8 +18,6 @@ from torch.utils import checkpoint
 
 from harness.torch_internals.lookup import Probe
 
-__all__ = ["PROBES", "leave_unloaded"]
-
 _COMPILER = "torch._dynamo"
 _INSTEAD = "__dynamo_disable"
 """Where torch keeps what it calls in place of a function that is never to be compiled."""

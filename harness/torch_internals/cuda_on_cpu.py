@@ -26,8 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["cuda_on_cpu"]
-
 _MAKERS = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand "
     "rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros "

@@ -13,17 +13,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from harness.torch_internals.lookup import Probe, lacking
 
-__all__ = [
-    "PROBES",
-    "Pending",
-    "answers_torch",
-    "fake_group",
-    "fake_store",
-    "waited",
-    "waits_of_fakes",
-    "waits_of_works",
-]
-
 _Class = TypeVar("_Class", bound=type)
 _internals: Any = torch._C._distributed_c10d
 

@@ -10,8 +10,6 @@ import torch
 
 from harness.errors import MachineError
 
-__all__ = ["TESTED", "Probe", "found", "lacking", "tested_span", "untested"]
-
 TESTED = ((2, 11), (2, 15))
 """First and last release of torch that `make compat` was run with; all between them as well."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from harness.torch_internals.lookup import Probe
 
-__all__ = ["PROBES", "generator_address", "give_back", "keep_freed_memory", "out_of_memory", "storage_id", "tight_heap"]
-
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt, by malloc.h."""
 _KEPT_BYTES = 2**30

@@ -27,8 +27,6 @@ from torch.distributed import device_mesh
 
 from harness.torch_internals.lookup import Probe
 
-__all__ = ["PROBES", "kept_apart"]
-
 _TABLES = {
     "torch.distributed.tensor._redistribute": ("_gen_transform_infos.cache_clear", "clear_redistribute_planner_cache"),
     "torch.distributed.tensor._collective_utils": ("MeshTopoInfo.build_from_mesh.cache_clear",),

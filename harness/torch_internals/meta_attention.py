@@ -20,8 +20,6 @@ from torch.nn import functional
 from harness.torch_internals.lookup import Probe
 from harness.torch_internals.operators import kernels
 
-__all__ = ["FUSED", "FUSED_BACKWARD", "PROBES", "fused_attention"]
-
 _aten: Any = torch.ops.aten
 FUSED: Any = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 """The fused kernel, None where torch has none; then attention on meta is decomposed, and memory is overestimated."""

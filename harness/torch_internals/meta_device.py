@@ -16,8 +16,6 @@ from harness.torch_internals.groups import fake_group
 from harness.torch_internals.lookup import Probe
 from harness.torch_internals.operators import arguments_of, dispatch_keys, has_kernel, kernels, operator_names
 
-__all__ = ["PROBES", "meta_device"]
-
 
 @contextmanager
 def meta_device() -> Iterator[None]:

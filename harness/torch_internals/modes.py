@@ -13,22 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.torch_internals.lookup import Probe
 
-__all__ = [
-    "PROBES",
-    "DispatchMode",
-    "FakeTensor",
-    "below_autograd",
-    "copy_each",
-    "leaves",
-    "mapped",
-    "modes_are_on",
-    "not_deterministic",
-    "past_modes",
-    "switches",
-    "take_themselves_apart",
-    "unseen",
-]
-
 DispatchMode = TorchDispatchMode
 """Sees every operator of its thread. torch.utils._python_dispatch.TorchDispatchMode, which the documentation names."""
 leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves

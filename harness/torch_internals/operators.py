@@ -13,23 +13,6 @@ from torch import Tensor
 from harness.torch_internals.groups import fake_group
 from harness.torch_internals.lookup import Probe, found
 
-__all__ = [
-    "BACKEND_SELECT",
-    "PROBES",
-    "Add",
-    "Argument",
-    "arguments_of",
-    "dispatch_keys",
-    "end_functional",
-    "full_name",
-    "has_kernel",
-    "kernels",
-    "makes_new",
-    "operator_names",
-    "packet_of",
-    "short_name",
-]
-
 _RECORDING = "recording on real backends"
 _GROUP = "c10d.ProcessGroup"
 

@@ -20,8 +20,6 @@ from harness.torch_internals import (
 )
 from harness.torch_internals.lookup import Probe
 
-__all__ = ["PROBES", "failing"]
-
 _PARTS = (
     autograd,
     compiler,

@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from harness.torch_internals.lookup import Probe, lacking
 
-__all__ = ["PROBES", "redirected"]
-
 
 @contextmanager
 def redirected(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:

@@ -12,8 +12,6 @@ from torch.profiler import profile
 
 from harness.torch_internals.lookup import Probe, found
 
-__all__ = ["PROBES", "default_store", "distributed_header", "flight_record"]
-
 default_store: Any = found(c10d, "_get_default_store", "waiting for all ranks without a call")
 """The store over which the ranks of the world met. Uses distributed_c10d._get_default_store."""
 

@@ -24,22 +24,6 @@ from torch.distributed import distributed_c10d as c10d
 from harness.errors import RequestError
 from harness.torch_internals.lookup import Probe, lacking
 
-__all__ = [
-    "PROBES",
-    "Maker",
-    "Tables",
-    "by_thread",
-    "group_of_ranks",
-    "groups_made_by",
-    "in_world_of",
-    "leave_world",
-    "not_waited_for",
-    "rank_tables",
-    "ranks_of",
-    "register",
-    "standing",
-]
-
 _FEATURE = "the in-process engine"
 _registry: Any = torch._C._distributed_c10d
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")

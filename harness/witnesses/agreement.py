@@ -19,8 +19,6 @@ from harness.protocols import Axes, TermLike
 from harness.terms import ClosedForm, EventKey, Term, closed_forms, key_of
 from harness.witnesses.sighting import UNKNOWN, Sighting, in_words
 
-__all__ = ["AGREES", "CLOSED_FORM", "MISSING", "NOT_ASKED", "Agreement", "Row", "agreement"]
-
 AGREES, MISSING, NOT_ASKED = "=", "missing", "-"
 CLOSED_FORM = "closed_form"
 _Left = tuple[int | None, int | None]

@@ -22,8 +22,6 @@ from harness.protocols import CaseLike
 from harness.witnesses.measured import Measurement, measure
 from harness.witnesses.session import SessionRequest
 
-__all__ = ["main"]
-
 START_S = 60.0
 """The processes of the ranks start and import: a busy machine takes its time."""
 

@@ -22,8 +22,6 @@ from harness.ledger import OPS
 from harness.recording.ranges import DOMAIN
 from harness.witnesses.sighting import UNKNOWN, Sighting
 
-__all__ = ["read_database"]
-
 _DOMAIN, _CATEGORY, _MARK = 75, 33, 34
 _SETTLED_BY = {"forward": "data", "step": "grad_sync"}
 """Phase of calls between a backward or step and what follows, by what follows (harness.recording.attribution)."""

@@ -35,8 +35,6 @@ from harness.subject import named_axes, session
 from harness.witnesses.chosen import during, step_ends
 from harness.witnesses.switches import Tracing, captured
 
-__all__ = ["TOOLS", "WatchedRank", "Measurement", "digest", "measure"]
-
 TOOLS = ("torch", "nsys")
 
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from harness.errors import MachineError
 
-__all__ = ["command", "database_of", "exported", "nsys_path", "on_gpus"]
-
 REPORT = "nsys"
 EXPORT_LIMIT_S = 120.0
 

@@ -25,8 +25,6 @@ from harness.witnesses.nsys import database_of
 from harness.witnesses.sighting import Sighting
 from harness.witnesses.torch_trace import read_traces
 
-__all__ = ["SessionRequest", "Session", "hold"]
-
 LIMIT_S = 60.0
 """Start of the processes and of the tool, beside the time of the cases."""
 _ENVIRONMENT = {

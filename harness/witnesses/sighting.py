@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from harness.ledger import Event
 
-__all__ = ["UNKNOWN", "Sighting", "group_text", "in_words", "of_ledger"]
-
 UNKNOWN = -1
 """Bytes that a witness does not know."""
 

@@ -19,8 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 from harness.torch_internals.tracing import default_store, distributed_header, flight_record
 from harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
 
-__all__ = ["Tracing", "captured"]
-
 
 @contextmanager
 def captured(device: torch.device) -> Iterator[None]:

@@ -21,8 +21,6 @@ from harness.errors import MachineError
 from harness.witnesses.rows import CALL, Phases, nested
 from harness.witnesses.sighting import UNKNOWN, Sighting
 
-__all__ = ["FLIGHT_SUFFIX", "TRACE_SUFFIX", "backend_word", "op_of", "read_rank", "read_traces", "sightings"]
-
 TRACE_SUFFIX, FLIGHT_SUFFIX = ".trace.json", ".flight.json"
 _BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "bool": 1, "unsigned char": 1, "signed char": 1}
 _BYTES |= {"short": 2, "int": 4, "long int": 8, "long": 8, "long long": 8, "half": 2, "bfloat16": 2}

@@ -23,8 +23,6 @@ from harness.recording.attribution import Attribution
 from harness.recording.observations import read
 from harness.recording.watch import Emit, ThreadWatch, Watch
 
-__all__ = ["Capture", "first_tensor"]
-
 
 class _Captured:
     """What one rank has given so far, by module path."""

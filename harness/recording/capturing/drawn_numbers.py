@@ -24,8 +24,6 @@ from harness.subject import NamedSubject, called
 from harness.torch_internals.autograd import current_task
 from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
 
-__all__ = ["Drawing", "DrawnNumbers", "Numbers"]
-
 _SEPARATOR = "|"
 _DROPOUT = frozenset({"bernoulli_", "native_dropout"})
 _FUSED = "scaled_dot_product"

@@ -26,8 +26,6 @@ from harness.subject import NamedSubject, called
 from harness.torch_internals.memory import storage_id
 from harness.torch_internals.modes import DispatchMode, leaves, take_themselves_apart
 
-__all__ = ["Island", "NarrowProbe", "Probed", "narrower"]
-
 _EPSILONS: Mapping[str, float] = {
     name: float(torch.finfo(getattr(torch, name)).eps) for name in ("float64", "float32", "float16", "bfloat16")
 }

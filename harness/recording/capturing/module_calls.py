@@ -27,8 +27,6 @@ from harness.recording.observations import read
 from harness.recording.watch import Emit, ThreadWatch, Watch
 from harness.torch_internals.autograd import has_hooks
 
-__all__ = ["CallCapture", "Held", "ModuleCalls"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
